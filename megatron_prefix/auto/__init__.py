@@ -69,7 +69,8 @@ def _replacement(stock: Any, *, config: PrefixConfig) -> Any:
             _tell(config, trainer, refusal)
             masks = trainer.samples if trainer and config.trainer_masks else None
             together = trainer is not None and trainer.passes_together
-            known.append((refusal, {"samples": masks, "passes_together": together}))
+            says = {"samples": masks, "passes_together": together, "slices": trainers.slices()}
+            known.append((refusal, says))
         (refusal, says), *_ = known
         if config.mode == "off" or refusal:
             return stock(*args, **options)

@@ -41,7 +41,7 @@ from megatron_prefix.layers.blocks.core import SegmentContext
 from megatron_prefix.layers.blocks.kernels import Kernel, choose
 from megatron_prefix.layers.blocks.merge import prepare
 from megatron_prefix.layers.blocks.rotary import Rotary
-from megatron_prefix.layers.blocks.unread import picked, skipped
+from megatron_prefix.layers.blocks.unread import picked, repeated, skipped
 from megatron_prefix.layers.kind import Part, Slot
 from megatron_prefix.layers.mtp import LooksAhead, StepAhead
 from megatron_prefix.megatron import families, features
@@ -280,7 +280,7 @@ class Hooks:
 
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             rows = self._early_rows()
-            return project(x if rows is None else picked(x, rows), *args, **kwargs)
+            return project(x if rows is None else self._picked(x, rows), *args, **kwargs)
 
         return forward
 
@@ -316,7 +316,10 @@ class Hooks:
             group = self.model.pg_collection.tp
             hidden = gather_from_sequence_parallel_region(hidden, group=group)
             rows = rows.chunk(self._sequence_ranks)[group.rank()]
-        return picked(hidden, rows)
+        return self._picked(hidden, rows)
+
+    def _picked(self, x: Tensor, rows: Tensor) -> Tensor:
+        return (repeated if self.current.repeats else picked)(x, rows)  # type: ignore[union-attr]
 
     def _override(self, module: Any, name: str, method: Callable[..., Any]) -> None:
         before = module.__dict__.get(name)

@@ -5,9 +5,11 @@ are put together in the layout of its model call; positions that carry no loss a
 send to a leaf is the gradient with which the segment's backward starts.
 
 With context parallelism the ranks share the rows of every segment, and every microbatch, but not
-along the same lines: a segment is cut zig-zag by itself, a microbatch as a whole.  So leaves are
+along the same lines: a segment is cut zig-zag by itself, a microbatch as a whole, as the trainer
+cuts it.  So leaves are
 whole outputs, gathered when a segment has run, and a microbatch takes its rank's positions of the
-joined outputs; what reaches a leaf on any rank is added up before the segment's backward.
+joined outputs; what reaches a leaf on any rank is added up before the segment's backward.  Ranks of
+sequence parallelism share the rows of some tensors in the same way, one rank's behind another's.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch.utils import (
 from megatron_prefix.device.transfer import on
 from megatron_prefix.errors import refused
 from megatron_prefix.refusals.table import DIFFERENT_OUTPUTS, FLAT_ROWS, OTHER_OUTPUT, OTHER_SHAPE
+from megatron_prefix.run.heads import FilledDict
 from megatron_prefix.run.inputs import ReadRows
 from megatron_prefix.run.step import Step
 from megatron_prefix.sidecar.arena import Rows
@@ -36,6 +39,34 @@ FLAT = -1
 """Instead of a dimension: the tensor is [positions], without a dimension for the batch."""
 CHECKED_ROWS = 1024
 """Rows of logits of which gradients are looked at together: each time these are copied."""
+
+
+class Axis(NamedTuple):
+    """Where a tensor is per position.
+
+    Attributes:
+        dim: the dimension, or FLAT.
+        parts: ranks of sequence parallelism that share it.
+    """
+
+    dim: int
+    parts: int = 1
+
+
+class AnswerForm(NamedTuple):
+    """How the model calls of a rank are answered.
+
+    Attributes:
+        exchange: between context-parallel ranks; None if there is one.
+        sequence: between ranks of sequence parallelism; None without.
+        short: positions at the end of a row of which the model returns nothing: see heads.py.
+        filled: what it puts into a dict that calls bring; None: these bring none.
+    """
+
+    exchange: Exchange | None = None
+    sequence: Exchange | None = None
+    short: int = 0
+    filled: FilledDict | None = None
 
 
 class Piece(NamedTuple):
@@ -80,7 +111,7 @@ class CallOutputs:
 
     Args:
         step: the step's segments and microbatches.
-        exchange: between context-parallel ranks; None if there is one.
+        form: how calls are answered.
 
     Attributes:
         kept: outputs of segments that answers still need.
@@ -88,14 +119,15 @@ class CallOutputs:
             `grad`.
     """
 
-    def __init__(self, step: Step, exchange: Exchange | None = None) -> None:
-        self._forest, self._packed, self._exchange = step.forest, step.packed, exchange
+    def __init__(self, step: Step, form: AnswerForm = AnswerForm()) -> None:  # noqa: B008  # a tuple
+        self._forest, self._packed, self._slices = step.forest, step.packed, step.slices
+        self._form, self._exchange = form, form.exchange
         self.kept: dict[int, SegmentOutput] = {}
         self._strays: list[Tensor] = []
         self._structure: Any = None
-        self._dims: list[int | None] = []
+        self._axes: list[Axis | None] = []
         self._plain: list[Any] = []
-        self._index: dict[tuple[int, ...], Tensor] = {}
+        self._index: dict[tuple[bool, tuple[int, ...]], Tensor] = {}
         self._bounds: dict[int, list[int]] = {}
         self.guards: list[Tensor] = []
 
@@ -116,11 +148,13 @@ class CallOutputs:
         leaves, structure = pytree.tree_flatten(output)
         self._remember(leaves, structure, num if rows is None else len(rows.here))
         taken: list[Any] = []
-        for leaf, dim in zip(leaves, self._dims, strict=True):
-            if dim is None:
+        for leaf, axis in zip(leaves, self._axes, strict=True):
+            if axis is None:
                 taken.append(leaf)
                 continue
-            mine = leaf.detach() if dim == FLAT else leaf.detach().squeeze(1 - dim)
+            mine = leaf.detach() if axis.dim == FLAT else leaf.detach().squeeze(1 - axis.dim)
+            if axis.parts > 1:
+                (mine,) = self._form.sequence.gather(mine).wait()  # type: ignore[union-attr]
             if rows is not None and self._is_whole(mine):
                 mine = mine.new_zeros((num, *mine.shape[1:])).index_copy_(0, rows.there, mine)
             if self._exchange is not None:
@@ -129,8 +163,8 @@ class CallOutputs:
             taken.append(mine.requires_grad_(differentiable and leaf.is_floating_point()))
         here = None if rows is None or self._exchange is not None else rows.here
         pieces = [
-            [] if dim is None or leaf.dim() == 1 else _by_span(leaf, spans, here)
-            for leaf, dim in zip(taken, self._dims, strict=True)
+            [] if axis is None or leaf.dim() == 1 else _by_span(leaf, spans, here)
+            for leaf, axis in zip(taken, self._axes, strict=True)
         ]
         self.kept[index] = SegmentOutput(taken, rows, pieces)
 
@@ -144,15 +178,17 @@ class CallOutputs:
         lengths = [span.padded for span in self._forest.segments[index].spans]
         tensors, gradients = [], []
         kept, made = self.kept[index], pytree.tree_leaves(output)
-        for tensor, leaf, dim in zip(made, kept.leaves, self._dims, strict=True):
-            if dim is None or not tensor.requires_grad:
+        for tensor, leaf, axis in zip(made, kept.leaves, self._axes, strict=True):
+            if axis is None or not tensor.requires_grad:
                 continue
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             if self._exchange is not None:
                 gradient = self._exchange.share(gradient[None], lengths)[0]
             tensors.append(tensor)
             gradient = self._read(kept.rows, gradient)
-            gradients.append(gradient if dim == FLAT else gradient.unsqueeze(1 - dim))
+            if axis.parts > 1:  # what losses on all of the ranks send
+                (gradient,) = self._form.sequence.reduce_scatter(gradient).wait()  # type: ignore[union-attr]
+            gradients.append(gradient if axis.dim == FLAT else gradient.unsqueeze(1 - axis.dim))
         return tensors, gradients
 
     def _read(self, rows: ReadRows | None, gradient: Tensor) -> Tensor:
@@ -180,45 +216,56 @@ class CallOutputs:
         if self._structure is None:
             raise RuntimeError("no segment has an output")
         lengths = tuple(self._forest.num_positions[rollout] for rollout in rollouts)
+        packed = self._packed[microbatch]
         outputs = []
         plain = iter(self._plain)
-        for number, dim in enumerate(self._dims):
-            if dim is None:
+        for number, axis in enumerate(self._axes):
+            if axis is None:
                 outputs.append(next(plain))
                 continue
-            whole = self._on_this_rank(self._joined(rollouts, number), lengths)
-            if dim == FLAT and (self._packed[microbatch] or len(rollouts) == 1):
-                outputs.append(whole)
-                continue
-            if dim == FLAT:
+            whole = self._on_this_rank(self._joined(rollouts, number), lengths, packed)
+            if axis.dim == FLAT and not packed and len(rollouts) > 1:
                 raise refused(FLAT_ROWS, len(rollouts))
-            if self._packed[microbatch]:
-                outputs.append(whole.unsqueeze(1 - dim))
-                continue
-            rows = whole.unflatten(0, (len(rollouts), -1))
-            outputs.append(rows if dim else rows.transpose(0, 1).contiguous())
+            outputs.append(self._laid_out(whole, axis, 1 if packed else len(rollouts)))
         return pytree.tree_unflatten(outputs, self._structure)
+
+    def _laid_out(self, whole: Tensor, axis: Axis, num_rows: int) -> Tensor:
+        """A call's positions on this rank, [positions, ...], as rows of equal length."""
+        if axis.dim == FLAT:
+            return whole
+        rows = whole.unflatten(0, (num_rows, -1))
+        rows = rows[:, : rows.shape[1] - self._form.short]
+        if axis.dim == 0:
+            rows = rows.transpose(0, 1).contiguous()
+        if axis.parts == 1:
+            return rows
+        num, rank = len(rows) // axis.parts, self._form.sequence.rank  # type: ignore[union-attr]
+        return rows[rank * num : (rank + 1) * num].clone()  # the other ranks' need not live on
 
     def _remember(self, leaves: list[Any], structure: Any, num: int) -> None:
         """Which dimension of every tensor is per position: the same for all segments."""
-        dims = [_position_dim(leaf, num) for leaf in leaves]
-        plain = [leaf for leaf, dim in zip(leaves, dims, strict=True) if dim is None]
+        parts = 1 if self._form.sequence is None else self._form.sequence.size
+        axes = [_axis(leaf, num, parts) for leaf in leaves]
+        plain = [leaf for leaf, axis in zip(leaves, axes, strict=True) if axis is None]
         if self._structure is None:
-            self._structure, self._dims, self._plain = structure, dims, plain
+            self._structure, self._axes, self._plain = structure, axes, plain
         elif structure != self._structure or plain != self._plain:
             raise refused(DIFFERENT_OUTPUTS, structure)
         elif num > 1:  # of one position either dimension could be the one
-            self._dims = dims
+            self._axes = axes
 
-    def _on_this_rank(self, whole: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    def _on_this_rank(self, whole: Tensor, lengths: tuple[int, ...], packed: bool) -> Tensor:
         """This context-parallel rank's positions of samples that lie one behind the other."""
         exchange = self._exchange
         if exchange is None:
             return whole
-        if lengths not in self._index:
-            mine = cp_layout.held_positions(lengths, exchange.rank, exchange.size)
-            self._index[lengths] = on(whole.device, mine)
-        return whole.index_select(0, self._index[lengths])
+        key = packed, lengths
+        if key not in self._index:
+            mine = cp_layout.call_positions(
+                lengths, packed, self._slices, exchange.rank, exchange.size
+            )
+            self._index[key] = on(whole.device, mine)
+        return whole.index_select(0, self._index[key])
 
     def _joined(self, rollouts: Sequence[int], number: int) -> Tensor:
         """One tensor's positions along the paths of rollouts, [positions, ...]."""
@@ -349,17 +396,17 @@ def largest(gradient: Tensor) -> Tensor:
     return gradient.nan_to_num_(0.0, 0.0, 0.0).abs_().amax().float()
 
 
-def _position_dim(leaf: Any, num: int) -> int | None:
-    """The dimension of a segment's output that is per position, or FLAT; None for plain values."""
+def _axis(leaf: Any, num: int, parts: int) -> Axis | None:
+    """Where a segment's output is per position; None for plain values."""
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return None
     if not isinstance(leaf, Tensor):
         raise refused(OTHER_OUTPUT, type(leaf).__name__)
     shape = leaf.shape
     if shape == (num,):  # verl's fused kernels
-        return FLAT
+        return Axis(FLAT)
     if len(shape) > 1 and shape[0] == 1 and shape[1] == num:
-        return 1
-    if len(shape) > 1 and shape[0] == num and shape[1] == 1:
-        return 0
+        return Axis(1)
+    if len(shape) > 1 and shape[1] == 1 and num in (shape[0], shape[0] * parts):
+        return Axis(0, num // shape[0])
     raise refused(OTHER_SHAPE, list(shape), num)

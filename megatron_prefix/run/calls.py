@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import (
@@ -26,11 +27,14 @@ from megatron_prefix.refusals.table import (
     INFERENCE_CONTEXT,
     INFERENCE_PARAMS,
     NO_POSITION,
+    ODD_SLICES,
     OTHER_PACKING,
     OTHER_TENSORS,
     OVERWRITTEN,
     SOME_HAVE,
 )
+from megatron_prefix.tree import cp_layout
+from megatron_prefix.tree.cp_layout import Slices
 
 PER_POSITION = ("input_ids", "position_ids", "labels", "loss_mask")
 """Arguments of the model that have a value for every position."""
@@ -40,6 +44,9 @@ GIVEN = (EMBEDDINGS, MASK, DEEPSTACK)
 """Arguments of a vision-language model's call of its language model: see given.py."""
 BLOCK = "extra_block_kwargs"
 """Keywords for the decoder, which may hold some of them."""
+
+FILLED_BY_MODEL = "output_processor_context"
+"""Keyword for a dict that the model's head may fill: see heads.py."""
 
 REFUSED = {
     "inference_context": INFERENCE_CONTEXT,
@@ -123,12 +130,14 @@ class Callbacks:
             gradients whose calls have no loss_mask, where `trained` is None.
         passes_together: data-parallel ranks make equally many calls without gradients, so that what
             is shared may cross them there, too (`PrefixConfig.across_ranks`).
+        slices: how calls are cut for context-parallel ranks.
     """
 
     trained: Callable[[ModelCall], Tensor | None] | None = None
     routes: Callable[[ModelCall], Tensor | None] | None = None
     samples: Samples | None = None
     passes_together: bool = False
+    slices: Slices = Slices.ZIGZAG
 
     def needs_drawn(self, forward_only: bool) -> bool:
         """Whether model calls must keep what was drawn for them: `ModelCall.drawn`."""
@@ -158,17 +167,36 @@ def _versions(arguments: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 class CallLayout(NamedTuple):
-    """Where the positions of a microbatch's samples are on this rank.
+    """Where the positions of a microbatch's samples are.
 
     Attributes:
-        lengths: positions of every sample on this rank, padding inside a pack included.
+        lengths: positions of every sample on all context-parallel ranks, padding inside a pack
+            included.
         packed: whether they are one behind the other in one row (THD), else one row each.
         behind: positions behind the last sample of a pack, the last of `lengths`; 0 if none are.
+        slices: how the rows are cut for these ranks.
     """
 
     lengths: tuple[int, ...]
     packed: bool
     behind: int = 0
+    slices: Slices = Slices.ZIGZAG
+
+    def held(self, rank: int, size: int) -> cp_layout.Index:
+        """Positions of the samples, one behind the other, that a context-parallel rank holds.
+
+        Raises:
+            CannotShare: they cannot be cut so.
+        """
+        for length in self.lengths if size > 1 and self.slices is Slices.ZIGZAG else ():
+            if length % (2 * size):
+                raise refused(ODD_SLICES, length // size, 2 * size)
+        return cp_layout.call_positions(self.lengths, self.packed, self.slices, rank, size)
+
+    def positions(self, rank: int, size: int) -> cp_layout.Index:
+        """Of each of these, its place in its sample."""
+        places = [np.arange(length) for length in self.lengths]
+        return np.concatenate(places)[self.held(rank, size)]
 
 
 def check(calls: Sequence[ModelCall]) -> None:
@@ -187,7 +215,7 @@ def check(calls: Sequence[ModelCall]) -> None:
         for name, value in call.others.items():
             if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
                 raise refused(OTHER_TENSORS, name)
-            if isinstance(value, dict | list | set) and not value:
+            if isinstance(value, dict | list | set) and not value and name != FILLED_BY_MODEL:
                 raise refused(EMPTY_ARGUMENT, name)
     for name in ("labels", "loss_mask", EMBEDDINGS):
         if len({call[name] is None for call in calls}) > 1:
@@ -197,34 +225,44 @@ def check(calls: Sequence[ModelCall]) -> None:
             raise refused(DIFFERENT_ARGUMENTS, ", ".join({*call.others, *calls[0].others}))
 
 
+def slices_of(calls: Sequence[ModelCall], told: Slices) -> Slices:
+    """How calls are cut for context-parallel ranks: as the trainer's setting says, or a packing."""
+    modes = {getattr(call["packed_seq_params"], "cp_partition_mode", "") for call in calls}
+    return Slices.CONTIGUOUS if "contiguous" in modes else told
+
+
 def layouts(
-    calls: Sequence[ModelCall], cp_size: int, sequence_ranks: int = 1
+    calls: Sequence[ModelCall],
+    cp_size: int,
+    sequence_ranks: int = 1,
+    told: Slices = Slices.ZIGZAG,
 ) -> list[CallLayout] | None:
     """Where the samples of each call are; None on a stage whose calls do not say.
 
     Args:
         calls: of one model chunk.
-        cp_size: context-parallel ranks, each of which has the same share of every sample.
+        cp_size: context-parallel ranks, each of which has the same share of every row.
         sequence_ranks: tensor-parallel ranks that share the rows of embeddings.
+        told: how the trainer says that rows are cut.
 
     Raises:
         CannotShare: a form of packing that is not known, or samples of no position.
     """
     ends = _sample_ends([call["packed_seq_params"] for call in calls])
-    places = []
+    places, slices = [], slices_of(calls, told)
     for call, cumulated in zip(calls, ends, strict=True):
         shape = shape_of(call, sequence_ranks)
         if cumulated is None or (shape is not None and shape[0] > 1):
             if shape is None:
                 return None
             # Megatron-RL gives `packed_seq_params` of rows that are not packed, too.
-            places.append(CallLayout((shape[1],) * shape[0], False))
+            places.append(CallLayout((shape[1] * cp_size,) * shape[0], False, 0, slices))
             continue
         pairs = itertools.pairwise(cumulated)
-        lengths = [(end - start) // cp_size for start, end in pairs if end > start]
-        if over := 0 if shape is None else shape[1] - sum(lengths):
+        lengths = [end - start for start, end in pairs if end > start]
+        if over := 0 if shape is None else shape[1] * cp_size - sum(lengths):
             lengths.append(over)  # what is over the last sample runs through the model as well
-        places.append(CallLayout(tuple(lengths), True, over))
+        places.append(CallLayout(tuple(lengths), True, over, slices))
     if any(min(layout.lengths, default=0) < 1 for layout in places):
         raise refused(NO_POSITION)
     return places

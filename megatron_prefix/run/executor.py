@@ -26,10 +26,13 @@ from megatron_prefix.moe.ledger import RouterLedger
 from megatron_prefix.offload.segment import OffloadedSegment, Offloader, addresses
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.memory_policy import BACKWARDS_AHEAD
+from megatron_prefix.run import heads
+from megatron_prefix.run.calls import FILLED_BY_MODEL
 from megatron_prefix.run.exchanges import Exchanges
 from megatron_prefix.run.final_states import FinalStates
 from megatron_prefix.run.forward_step_state import Settings
 from megatron_prefix.run.given import Given
+from megatron_prefix.run.heads import FilledDict
 from megatron_prefix.run.inputs import SegmentInputs
 from megatron_prefix.run.losses import Losses
 from megatron_prefix.run.messages import Links
@@ -51,6 +54,7 @@ class Stage:
         has_labels: whether these have labels.
         others: their other arguments that are about no position.
         given: what they give in the place of tokens; None: nothing.
+        filled: what they put into a dict that calls bring; None: these bring none.
         losses: on the last stage only.
         final: what of its decoder's output crosses data-parallel ranks; None elsewhere, and where
             nothing does.
@@ -70,6 +74,7 @@ class Stage:
     has_labels: bool
     others: Mapping[str, Any]
     given: Given | None = None
+    filled: FilledDict | None = None
     losses: Losses | None = None
     final: FinalStates | None = None
     ledger: RouterLedger | None = None
@@ -187,12 +192,13 @@ class Executor:
         runs = own_runs(stage.cache.map.lengths[index], *self._inputs.place)
         num_levels = len(stage.cache.map.levels[index])
         positions = self._inputs[index][2]
-        unread, rows = stage.is_last and not segment.scored, self._inputs.rows[index]
+        unread, scored = stage.is_last and not segment.scored, self._scored(index, stage)
         return SegmentContext(
             index, segment.inner, runs, num_levels, positions, stage.cache, stage.ledger,
             backward, None if backward else stage.offloads.get(index), stage.ahead,
             stage.hooks.keys_only if unread else None,
-            rows.there if rows is not None and self._scored(index, stage) else None,
+            self._inputs.read(index, stage.others) if scored else None,
+            heads.moves_labels(stage.others),
             *((None, None) if final is None else final.of(index)),
         )  # fmt: skip
 
@@ -227,7 +233,12 @@ class Executor:
             others = dict(stage.others)
             if stage.given is not None:
                 others |= stage.given.arguments(index)
-            return self._inputs.call(forward, index, stage.has_labels, others)
+            if stage.filled is not None:
+                others[FILLED_BY_MODEL] = {}
+            found = self._inputs.call(forward, index, stage.has_labels, others, scored=scored)
+            if stage.filled is not None:
+                stage.filled.take(others, scored=scored)
+            return found
 
     def _backward(self, action: Action, stage: Stage) -> None:
         index = action.segment

@@ -38,6 +38,7 @@ from megatron_prefix.refusals.table import (
     CALL_IN_LOSS,
     DATA_EXCHANGE,
     DRAWN_AGAIN,
+    FILLED,
     FP8_INSIDE,
     LOSS_LEAVES,
     LOSS_READS,
@@ -51,8 +52,9 @@ from megatron_prefix.refusals.table import (
     TRAINING_MODE,
     TWO_CALLS,
 )
-from megatron_prefix.run import traces
+from megatron_prefix.run import heads, traces
 from megatron_prefix.run.call_outputs import CHECKED_ROWS, largest
+from megatron_prefix.run.calls import FILLED_BY_MODEL
 from megatron_prefix.run.forward_step_state import fixed, quantises
 from megatron_prefix.run.loss_graph import CallGraph, next_number
 from megatron_prefix.run.loss_variables import Place, places, used_names
@@ -235,7 +237,7 @@ class FirstStep:
             if getattr(model, "post_process", True):
                 self._graphs[step.number] = CallGraph.of(begin, found)
                 tokens = args[0] if args else kwargs.get("input_ids")
-                self._look_at(found, self._shape_of_call(model, tokens))
+                self._look_at(found, self._shape_of_call(model, tokens), kwargs)
                 self._watch_gradient(found, kwargs.get("loss_mask"))
             return found
 
@@ -287,17 +289,23 @@ class FirstStep:
             return None
         return tokens.shape[0], tokens.shape[1]
 
-    def _look_at(self, output: Any, shape: tuple[int, int] | None) -> None:
-        """Notes an output that is not per position."""
+    def _look_at(self, output: Any, shape: tuple[int, int] | None, given: dict[str, Any]) -> None:
+        """Notes an output that is not per position, and what the model puts into its call."""
+        filled = given.get(FILLED_BY_MODEL)
+        if isinstance(filled, dict) and not all(map(heads.is_shared, filled.values())):
+            self._note(FILLED.given(FILLED_BY_MODEL))
         if shape is None:
             return
-        rows, num = shape
+        rows, num = shape[0], shape[1] - heads.moves_labels(given)
+        shares = (num // self.rank.sequence_ranks, rows)
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, _NUMBERS):
                 continue
             if not isinstance(leaf, Tensor):
                 self._note(OTHER_OUTPUT.given(type(leaf).__name__))
-            elif leaf.shape[:2] not in ((rows, num), (num, rows)) and leaf.shape != (rows * num,):
+            elif leaf.shape[:2] not in ((rows, num), (num, rows), shares) and (
+                leaf.shape != (rows * num,)
+            ):
                 self._note(OTHER_SHAPE.given(list(leaf.shape), rows * num))
 
     def _own(self) -> Iterator[tuple[str, Any]]:

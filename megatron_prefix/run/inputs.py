@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.device.transfer import on
+from megatron_prefix.run import heads
 from megatron_prefix.tree import Forest, Pairs, cp_layout
 from megatron_prefix.tree.forest import any_trained
 
@@ -56,7 +57,7 @@ class SegmentInputs:
         size: int = 1,
         sequence_ranks: int = 1,
     ) -> None:
-        self.place = rank, size
+        self.place, self._sequence_ranks = (rank, size), sequence_ranks
         self._offsets = np.cumsum([0, *(segment.padded_length for segment in forest.segments)])
         table = np.zeros((4, self._offsets[-1]), np.int64)
         spans = [span for segment in forest.segments for span in segment.spans]
@@ -87,7 +88,13 @@ class SegmentInputs:
         return self._table[:, self._offsets[index] : self._offsets[index + 1]]
 
     def call(
-        self, forward: Callable[..., Any], index: int, has_labels: bool, others: Mapping[str, Any]
+        self,
+        forward: Callable[..., Any],
+        index: int,
+        has_labels: bool,
+        others: Mapping[str, Any],
+        *,
+        scored: bool = True,
     ) -> Any:
         """Calls a language model on a segment as the trainer calls it on microbatches.
 
@@ -98,6 +105,7 @@ class SegmentInputs:
             has_labels: whether the trainer's calls have labels.
             others: what else they have and is about no position (`runtime_gather_output`, ...), and
                 what is given in the place of tokens.
+            scored: whether the model's head runs.
 
         Returns:
             The model's output; on the last stage of the trainer's kind.
@@ -106,8 +114,24 @@ class SegmentInputs:
         if has_labels and (rows := self.rows[index]) is not None:
             # As many as there are hidden states in front of the output layer.
             labels = labels.index_select(1, rows.there)
+        moves, num = scored and heads.moves_labels(others), labels.shape[1]
+        if moves:
+            labels = heads.before_moving(labels, self._sequence_ranks)
         arguments = {"input_ids": tokens, "position_ids": positions, "attention_mask": None}
-        return forward(**arguments | {"labels": labels if has_labels else None} | dict(others))
+        arguments["labels"] = labels if has_labels else None
+        found = forward(**arguments | dict(others))
+        return heads.without_more(found, num) if moves else found
+
+    def read(self, index: int, others: Mapping[str, Any]) -> Tensor | None:
+        """The positions of a segment on which the head runs, int64; None: all. A head that moves
+        labels has the last one more than once."""
+        rows, num = self.rows[index], self._offsets[index + 1] - self._offsets[index]
+        there = None if rows is None else rows.there
+        if not heads.moves_labels(others):
+            return there
+        if there is None:
+            there = torch.arange(num, device=self._table.device)
+        return torch.cat([there, there[-1:].expand(self._sequence_ranks)])
 
     def _read_rows(
         self, flags: np.ndarray, device: torch.device, sequence_ranks: int

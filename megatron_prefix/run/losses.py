@@ -25,11 +25,10 @@ from torch.utils import (
 
 from megatron_prefix.errors import refused
 from megatron_prefix.refusals.table import STRAY_GRADIENT
-from megatron_prefix.run.call_outputs import CallOutputs
+from megatron_prefix.run.call_outputs import AnswerForm, CallOutputs
 from megatron_prefix.run.inputs import ReadRows
 from megatron_prefix.run.step import Step
 from megatron_prefix.run.suspend import SuspendedStep
-from megatron_prefix.sidecar.context_parallel import Exchange
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Losses:
         contract: how losses are made.
         model: the model chunk as the trainer knows it.
         steps: its suspended forward steps.
-        exchange: between context-parallel ranks; None if there is one.
+        form: how its calls are answered.
     """
 
     def __init__(
@@ -86,11 +85,11 @@ class Losses:
         contract: LossContract,
         model: Any,
         steps: Sequence[SuspendedStep],
-        exchange: Exchange | None = None,
+        form: AnswerForm = AnswerForm(),  # noqa: B008  # a tuple
     ) -> None:
         self._contract, self._model, self._steps = contract, model, steps
-        self._forest = step.forest
-        self._new_outputs = functools.partial(CallOutputs, step, exchange)
+        self._forest, self._form = step.forest, form
+        self._new_outputs = functools.partial(CallOutputs, step, form)
         self.outputs = self._new_outputs()
         self._strays: list[Tensor] = []
         self.num_tokens: int | Tensor = 0
@@ -172,6 +171,8 @@ class Losses:
     def _answer(self, microbatch: int) -> Any:
         """A microbatch's answer; the gradients that reach it are kept where they are small."""
         answer = self.outputs.answer(microbatch, self._rollouts[microbatch])
+        if self._form.filled is not None:
+            self._form.filled.give(self._steps[microbatch].call)
         tensors = _with_graph(answer)
         if any(tensor.dim() > 2 for tensor in tensors):  # logits
             self._small = False

@@ -3,7 +3,7 @@
 The first stage's calls have the tokens, the last stage's the labels and the loss mask, and those in
 the middle may have nothing.  With context parallelism every rank's call has its own slice of each
 sample (its chunks of the zig-zag, as get_batch_on_this_cp_rank of megatron/core/utils.py makes
-them).
+them), or another (`Slices`).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from megatron_prefix.refusals.table import (
     OTHER_POSITIONS,
 )
 from megatron_prefix.run import calls as model_calls
-from megatron_prefix.run import masks
-from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall, layouts
+from megatron_prefix.run import heads, masks
+from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall, layouts, slices_of
 from megatron_prefix.run.given import Given
 from megatron_prefix.run.given import given as given_by
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.samples import trained_positions
 from megatron_prefix.run.suspend import Capture
-from megatron_prefix.tree import cp_layout
+from megatron_prefix.tree.cp_layout import Slices
 
 Numbers = NDArray[np.int64]
 
@@ -71,7 +71,7 @@ class CallTokens(NamedTuple):
 
     @property
     def num(self) -> int:
-        """Positions of all calls on this rank."""
+        """Positions of all calls."""
         return sum(sum(layout.lengths) for layout in self.layouts)
 
 
@@ -102,10 +102,13 @@ def read_calls(
     for chunk, model in enumerate(rank.models):
         use, calls = _check_features(rank.language_models[chunk], model), capture.calls(chunk)
         model_calls.check(calls)
+        heads.check(calls, looks_ahead=rank.looks_ahead)
         masks.check(
             calls, use, counts_tokens=rank.counts_tokens, sequence_ranks=rank.sequence_ranks
         )
         capture.given[chunk] = given_by(calls, rank, chunk)
+        if rank.groups.cp.size() > 1 and slices_of(calls, callbacks.slices) is Slices.CONTIGUOUS:
+            _check_contiguous(capture.given[chunk], rank, chunk)
     capture.check_settings()
     first = last = given = None
     routes: list[Tensor | None] = []
@@ -120,7 +123,7 @@ def read_calls(
         first = read(calls)
         if first is None or (first.tokens is None and not (given and given.has_rows)):
             raise refused(NO_TOKENS)
-        if given is not None and (row := given.first_row(first.num)) is not None:
+        if given is not None and (row := given.first_row(first.num // cp.size())) is not None:
             first = first._replace(positions=row)
         embedding = getattr(rank.language_models[0], "position_embedding_type", "")
         check_positions(first, cp.rank(), cp.size(), used=embedding == "learned_absolute")
@@ -134,6 +137,13 @@ def read_calls(
     return ReadCalls(first, last, routes, given)
 
 
+def _check_contiguous(given: Given | None, rank: Rank, chunk: int) -> None:
+    """Refuses contiguous parts of calls where anything in a model chunk is for the zig-zag."""
+    taken = features.takes_contiguous(payload_parts(rank.language_models[chunk]))
+    if not taken or given is not None or rank.looks_ahead:
+        raise refused(CONTIGUOUS)
+
+
 def check_ahead(known: CallTokens | None, rank: Rank, *, forward_only: bool) -> None:
     """Refuses calls of the last stage with which Megatron's multi-token prediction fails, or does
     not move all labels."""
@@ -143,9 +153,11 @@ def check_ahead(known: CallTokens | None, rank: Rank, *, forward_only: bool) -> 
         raise refused(AHEAD_TOKENS)
     if known.labels is None and mtp.without_labels() is mtp.WithoutLabels.FAILS:
         raise refused(AHEAD_LABELS)
-    ends = itertools.accumulate(sum(layout.lengths) for layout in known.layouts)
+    size = rank.groups.cp.size()
+    ends = itertools.accumulate(sum(layout.lengths) // size for layout in known.layouts)
     for layout, end in zip(known.layouts, ends, strict=True):
-        behind = known.weights[end - layout.behind : end] if known.weights is not None else ()
+        over = layout.behind // size
+        behind = known.weights[end - over : end] if known.weights is not None else ()
         if np.any(behind) or (layout.behind and rank.counts_tokens):
             raise refused(AHEAD_BEHIND)
 
@@ -195,7 +207,7 @@ def read_tokens(
     if not calls:  # a data-parallel rank without microbatches
         nothing = np.zeros(0, np.int64)
         return CallTokens([], nothing, nothing, nothing, None, nothing if ahead else None)
-    where = layouts(calls, cp_size, sequence_ranks)
+    where = layouts(calls, cp_size, sequence_ranks, callbacks.slices)
     if where is None:
         return None
     for call in calls:
@@ -205,12 +217,12 @@ def read_tokens(
         trained = [callbacks.trained(call) for call in calls]
     elif callbacks.samples is not None and not forward_only and all(one is None for one in trained):
         trained = trained_positions(calls, where, callbacks.samples, cp_rank, cp_size)
-    embedded = [call[model_calls.EMBEDDINGS] is not None for call in calls]
-    columns = {name: [call[name] for call in calls] for name in ("input_ids", "labels")}
-    if any(embedded):  # tokens may be there, in another layout
-        columns["input_ids"] = [None] * len(calls)
+    embedded = any(call[model_calls.EMBEDDINGS] is not None for call in calls)
+    # With embeddings tokens may be there, in another layout.
+    columns = {"input_ids": [None if embedded else call["input_ids"] for call in calls]}
+    columns["labels"] = [heads.labels_of(call) for call in calls]
     columns["trained positions"] = [None if one is None else one != 0 for one in trained]
-    lengths = [sum(layout.lengths) for layout in where]
+    lengths = [sum(layout.lengths) // cp_size for layout in where]
     weights = [_weights(call) for call in calls] if ahead else []
     for name, column in [*columns.items(), *([("loss_mask", weights)] if ahead else [])]:
         for value, num in zip(column, lengths, strict=True):
@@ -267,10 +279,13 @@ def check_positions(known: CallTokens, rank: int, size: int, *, used: bool) -> N
         if used:
             raise refused(NO_POSITION_IDS)
         return
-    lengths = [length for layout in known.layouts for length in layout.lengths]
-    parts = np.split(known.positions, np.cumsum(lengths)[:-1])
-    for length, part in zip(lengths, parts, strict=True):
-        if size > 1 and length > 1 and np.array_equal(part, np.arange(length) + rank * length):
-            raise refused(CONTIGUOUS)
-        if used and not np.array_equal(part, cp_layout.positions(length * size, rank, size)):
+    counts = np.cumsum([sum(layout.lengths) // size for layout in known.layouts])[:-1]
+    for layout, mine in zip(known.layouts, np.split(known.positions, counts), strict=True):
+        if size > 1 and layout.slices is Slices.ZIGZAG:
+            cut = layout._replace(slices=Slices.CONTIGUOUS)
+            forms = [] if any(n % size for n in layout.lengths) else [False, layout.packed]
+            parts = (cut._replace(packed=packed).positions(rank, size) for packed in forms)
+            if mine.any() and any(np.array_equal(mine, part) for part in parts):
+                raise refused(CONTIGUOUS)
+        if used and not np.array_equal(mine, layout.positions(rank, size)):
             raise refused(OTHER_POSITIONS)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.run.calls import CallLayout, ModelCall, Samples
-from megatron_prefix.tree import cp_layout
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +90,9 @@ def trained_positions(
 def _of_call(
     call: ModelCall, layout: CallLayout, samples: Samples, rank: int, size: int
 ) -> Tensor | None:
-    tokens, whole = call["input_ids"], [size * length for length in layout.lengths]
+    tokens, whole = call["input_ids"], layout.lengths
     given = None if call.drawn is None else samples(call.drawn)
     if given is None or tokens is None or tokens.is_nested or len(given) > len(whole):
-        return None
-    if size > 1 and any(length % (2 * size) for length in whole):
         return None
     ids, flags, known = tokens.new_zeros(3, sum(whole))
     starts = np.cumsum([0, *whole]).tolist()
@@ -104,6 +101,6 @@ def _of_call(
             return None
         held = slice(start, start + len(one))
         ids[held], flags[held], known[held] = one, trained, 1
-    mine = torch.from_numpy(cp_layout.held_positions(whole, rank, size)).to(tokens.device)
+    mine = torch.from_numpy(layout.held(rank, size)).to(tokens.device)
     same = (tokens.reshape(-1) == ids[mine]) | (known[mine] == 0)
     return (flags[mine] != 0).view_as(tokens) if bool(same.all()) else None

@@ -47,6 +47,7 @@ from megatron_prefix.run.step import Step, not_built, read_step, told
 from megatron_prefix.run.step_run import StepRun
 from megatron_prefix.run.suspend import Capture
 from megatron_prefix.tree import Forest
+from megatron_prefix.tree.cp_layout import Slices
 
 logger = logging.getLogger(__name__)
 WATCHED = "the first step of its kind is watched"
@@ -399,6 +400,7 @@ def get_forward_backward_func(
     routes: Callable[[ModelCall], torch.Tensor | None] | None = None,
     samples: Samples | None = None,
     passes_together: bool = False,
+    slices: Slices = Slices.ZIGZAG,
     **__: Any,
 ) -> PrefixSchedule:
     """Replaces megatron.core.pipeline_parallel.get_forward_backward_func.
@@ -411,6 +413,7 @@ def get_forward_backward_func(
         routes: says where routers are to send the tokens of a model call; see `Callbacks`.
         samples: says which positions of a microbatch carry loss; see `Callbacks`.
         passes_together: data-parallel ranks make equally many calls without gradients.
+        slices: how model calls are cut for context-parallel ranks.
 
     Megatron's own arguments (pp_size, vp_size, and schedule_pg_collection from 0.19) are taken and
     not needed.
@@ -420,5 +423,5 @@ def get_forward_backward_func(
     """
     if any(isinstance(argument, PrefixConfig) for argument in megatrons):
         raise UserError("give the configuration by name: prefix_config=PrefixConfig(...)")
-    callbacks = Callbacks(trained, routes, samples, passes_together)
+    callbacks = Callbacks(trained, routes, samples, passes_together, slices)
     return _schedule(prefix_config or PrefixConfig(), callbacks)

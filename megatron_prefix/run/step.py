@@ -21,14 +21,15 @@ from megatron_prefix.errors import refused
 from megatron_prefix.refusals.table import (
     NO_TREE,
     NUMBER_OF_ROUTES,
-    ODD_SLICES,
     SOME_ROUTES,
     STAGES_DIFFER,
 )
+from megatron_prefix.run.calls import CallLayout
 from megatron_prefix.run.given import Given
 from megatron_prefix.run.read_calls import CallTokens, Numbers, ReadCalls
-from megatron_prefix.tree import Forest, Pairs, cp_layout
+from megatron_prefix.tree import Forest, Pairs
 from megatron_prefix.tree.ahead import told_apart
+from megatron_prefix.tree.cp_layout import Slices
 from megatron_prefix.tree.forest import check_routes
 
 MESSAGE_NUMBERS = 1 << 13
@@ -52,6 +53,7 @@ class Step:
         samples: whole; None on stages in the middle. Routes are on the first stage.
         routed: whether the samples have routes.
         reads_all: losses look at all positions of segments with loss; known on the first stage.
+        slices: how the trainer's calls are cut for context-parallel ranks.
         crosses: payloads cross data-parallel ranks, though perhaps none of this one.
         why_alone: why they do not, where they could have; known on the first stage.
         unshared: the prefilter says that sharing does not pay; the forest has no segments then.
@@ -64,6 +66,7 @@ class Step:
     routed: bool = False
     unshared: bool = False
     reads_all: bool = False
+    slices: Slices = Slices.ZIGZAG
     crosses: bool = False
     why_alone: str = ""
 
@@ -76,7 +79,7 @@ class Step:
         """The step as numbers, to tell the other stages; `from_ints` reads them."""
         owners = np.array(self.microbatch_of, np.int64)
         counts = np.bincount(owners, minlength=self.num_microbatches)
-        flags = self.routed + 2 * self.unshared + 4 * self.crosses
+        flags = self.routed + 2 * self.unshared + 4 * self.crosses + 8 * self.slices
         numbers = [flags, len(self.packed), *self.packed, *counts, *self.forest.to_ints()]
         return np.array(numbers, np.int64)
 
@@ -89,7 +92,7 @@ class Step:
         microbatch_of = tuple(np.repeat(np.arange(num), counts).tolist())
         routed, unshared, crosses = (bool(flags & bit) for bit in (1, 2, 4))
         known = (forest, microbatch_of, tuple(packed.tolist()), samples, routed, unshared)
-        return cls(*known, crosses=crosses)
+        return cls(*known, slices=Slices(flags // 8), crosses=crosses)
 
 
 def read_step(
@@ -118,7 +121,7 @@ def read_step(
     known = _tell_first(calls.last, calls.first, pp, device)
     try:
         if calls.first is not None and known is not None:
-            known = _coded(known, calls.given, cp.size())
+            known = _coded(known, calls.given)
             samples = _samples(known, calls.routes, cp, device)
         elif calls.last is not None:
             samples = _samples(calls.last, (), cp, device)
@@ -167,7 +170,8 @@ def _built(known: CallTokens, samples: Sequence[Pairs], build: Builder, unshared
     packed = tuple(layout.packed for layout in known.layouts)
     routed = any(sample.routes is not None for sample in samples)
     reads_all = known.labels is None
-    return Step(forest, tuple(microbatch_of), packed, samples, routed, unshared, reads_all)
+    slices = known.layouts[0].slices if known.layouts else Slices.ZIGZAG
+    return Step(forest, tuple(microbatch_of), packed, samples, routed, unshared, reads_all, slices)
 
 
 def _tell_first(
@@ -191,11 +195,11 @@ def _tell_first(
     return _merged(first, first._replace(labels=labels, trained=trained))
 
 
-def _coded(known: CallTokens, given: Given | None, cp_size: int) -> CallTokens:
+def _coded(known: CallTokens, given: Given | None) -> CallTokens:
     """What is given in the place of tokens, as tokens: a number for each position."""
     if given is None:
         return known
-    lengths = [cp_size * length for layout in known.layouts for length in layout.lengths]
+    lengths = [length for layout in known.layouts for length in layout.lengths]
     return known._replace(tokens=given.codes(lengths, known.tokens))
 
 
@@ -214,7 +218,8 @@ def _samples(
 ) -> list[Pairs]:
     """Whole samples from the slices of the context-parallel ranks."""
     lengths = [length for layout in known.layouts for length in layout.lengths]
-    num, size = sum(lengths), group.size()
+    size = group.size()
+    num = known.num // size
     if any(c is not None and len(c) != num for c in (known.labels, known.trained)):
         raise refused(STAGES_DIFFER)
     tokens = np.zeros(num, np.int64) if known.tokens is None else known.tokens
@@ -222,12 +227,14 @@ def _samples(
     labels = tokens if known.labels is None else known.labels
     weights = [] if known.weights is None else [known.weights]
     table = np.stack([tokens, labels, trained, *weights])
-    paths = _split_routes(routes, lengths)
+    paths = _joined_routes(routes, num)
     if size > 1:
-        table, paths = _gathered(table, paths, lengths, group, device)
-        lengths = [length * size for length in lengths]
-    samples = []
-    parts = np.split(table, np.cumsum(lengths)[:-1], axis=1) if lengths else []
+        order = _order(known.layouts, size)
+        table = _all_gather(table.T, group, device)[order].T
+        paths = None if paths is None else _all_gather(paths, group, device)[order]
+    samples, ends = [], np.cumsum(lengths)[:-1]
+    parts = np.split(table, ends, axis=1) if lengths else []
+    split = [None] * len(parts) if paths is None else np.split(paths, ends)
     for index, part in enumerate(parts):
         inputs, after, flags, *bits = part
         mask = bits[0].view(np.float64) if bits else None
@@ -235,39 +242,37 @@ def _samples(
             # Whatever follows a token may be its label; no other sample has the last one's.
             after = np.append(inputs[1:], -2 - index)
             mask = None if mask is None else np.append(mask[1:], 0.0)
-        samples.append(Pairs(inputs, after, flags != 0, paths[index] if paths else None, mask))
+        samples.append(Pairs(inputs, after, flags != 0, split[index], mask))
     check_routes(samples)
     return samples if known.weights is None else told_apart(samples)
 
 
-def _split_routes(routes: Sequence[Tensor | None], lengths: Sequence[int]) -> list[Numbers]:
-    """Routes of every sample's positions on this rank, or nothing."""
+def _joined_routes(routes: Sequence[Tensor | None], num: int) -> Numbers | None:
+    """Routes of this rank's `num` positions of all calls; None without."""
     given = [to_host(one.detach().flatten(0, -3)) for one in routes if one is not None]
     if not given:
-        return []
+        return None
     if len(given) < len(routes):
         raise refused(SOME_ROUTES)
     whole = np.concatenate(given)
-    if len(whole) != sum(lengths):
-        raise refused(NUMBER_OF_ROUTES, len(whole), sum(lengths))
-    return np.split(whole, np.cumsum(lengths)[:-1])
+    if len(whole) != num:
+        raise refused(NUMBER_OF_ROUTES, len(whole), num)
+    return whole.astype(np.int32)
 
 
-def _gathered(
-    table: Numbers, routes: list[Numbers], lengths: Sequence[int], group: Any, device: Any
-) -> tuple[Numbers, list[Numbers]]:
-    """Columns [columns, positions] and routes of whole samples from every rank's slices."""
-    size = group.size()
-    if any(length % 2 for length in lengths):
-        raise refused(ODD_SLICES, next(n for n in lengths if n % 2), 2 * size)
-    # `order` counts along each rank's slices of all samples, one rank behind the other.
-    whole = [length * size for length in lengths]
-    order = cp_layout.order(whole, size)
-    columns = _all_gather(table.T, group, device)[order].T
-    if not routes:
-        return columns, []
-    paths = _all_gather(np.concatenate(routes).astype(np.int32), group, device)[order]
-    return columns, np.split(paths, np.cumsum(whole)[:-1])
+def _order(layouts: Sequence[CallLayout], size: int) -> Numbers:
+    """Where the samples' positions are among those of all context-parallel ranks, each of which has
+    its positions of all calls one behind the other."""
+    starts = np.cumsum([0, *(sum(layout.lengths) for layout in layouts)])
+    dealt = [
+        start + layout.held(rank, size)
+        for rank in range(size)
+        for layout, start in zip(layouts, starts, strict=False)
+    ]
+    view = np.concatenate([np.zeros(0, np.int64), *dealt])
+    order = np.empty_like(view)
+    order[view] = np.arange(len(view))
+    return order
 
 
 def _all_gather(mine: np.ndarray, group: Any, device: torch.device) -> np.ndarray:

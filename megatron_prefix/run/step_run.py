@@ -30,7 +30,8 @@ from megatron_prefix.offload.transfers import free_bytes
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import CHANGED_OUTPUT
-from megatron_prefix.run import ahead, routers
+from megatron_prefix.run import ahead, heads, routers
+from megatron_prefix.run.call_outputs import AnswerForm
 from megatron_prefix.run.calls import ModelCall
 from megatron_prefix.run.carried import Carried
 from megatron_prefix.run.communicator import Communicator, communicator_of
@@ -244,15 +245,22 @@ class StepRun:
                 model, hooks, self._cache(plan, chunk, hooks, exchange, offloader),
                 number == 0, number == plan.num_stages - 1, called,
                 call["labels"] is not None, call.others, self._capture.given[chunk],
+                heads.FilledDict() if heads.fills(call.others) else None,
             )  # fmt: skip
             if stage.is_last and self._losses is not None:  # memory ran out in an attempt before
                 self._losses.begin_again()
             elif stage.is_last:
-                self._losses = Losses(self._step, self._contract, model, steps, exchange)
+                form = self._answer_form(stage, exchange)
+                self._losses = Losses(self._step, self._contract, model, steps, form)
             if stage.is_last:
                 stage.losses, stage.final = self._losses, self._final(stage)
             stages.append(stage)
         return stages
+
+    def _answer_form(self, stage: Stage, exchange: Exchange | None) -> AnswerForm:
+        sequence = Exchange(self._rank.groups.tp) if self._rank.sequence_ranks > 1 else None
+        short = int(heads.moves_labels(stage.others))
+        return AnswerForm(exchange, sequence, short, stage.filled)
 
     def _final(self, stage: Stage) -> FinalStates | None:
         """What of a last stage's decoder output crosses data-parallel ranks; None if nothing."""

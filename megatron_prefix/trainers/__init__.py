@@ -7,14 +7,22 @@ from __future__ import annotations
 
 from megatron_prefix.trainers import areal, megatron_lm, megatron_rl, nemo_rl, roll, slime, verl
 from megatron_prefix.trainers.trainer import Trainer
+from megatron_prefix.tree.cp_layout import Slices
 
-__all__ = ["TRAINERS", "Trainer", "running"]
+__all__ = ["TRAINERS", "Trainer", "running", "slices"]
 
 TRAINERS: tuple[Trainer, ...] = (
     verl.TRAINER, slime.TRAINER, nemo_rl.TRAINER, areal.TRAINER, roll.TRAINER,
     megatron_rl.TRAINER, megatron_lm.TRAINER,
 )  # fmt: skip
 """The last two are imported by some of the others."""
+
+
+def slices() -> Slices:
+    """How the trainer's setting says that model calls are cut for context-parallel ranks: slime's
+    flag, which miles has, too, on a command line that both give to Megatron."""
+    flag = getattr(megatron_lm.arguments(), "allgather_cp", False)
+    return Slices.CONTIGUOUS if flag else Slices.ZIGZAG
 
 
 def running() -> Trainer | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_prefix.refusals.table import DYNAMIC_CP, FUSED_SP
+from megatron_prefix.refusals.table import DYNAMIC_CP
 from megatron_prefix.trainers.trainer import Trainer
 
 TRAINER = Trainer(
@@ -15,6 +15,6 @@ TRAINER = Trainer(
     " once each",
     together="VERL_USE_EXTERNAL_MODULES=megatron_prefix.auto.whole_groups, where the trainer runs:"
     " without it verl deals out by length",
-    refused=(FUSED_SP, DYNAMIC_CP),
+    refused=(DYNAMIC_CP,),
     passes_together=True,  # forward_backward_batch reduces over these ranks before each call
 )

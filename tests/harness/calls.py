@@ -113,19 +113,20 @@ class Trainer:
             columns["loss_mask"].append(np.pad(trained[1:], (0, pad)).astype(np.float64))
             lengths.append(length)
             true.append(len(tokens) - 1)
-        held = [
-            cp_layout.positions(n, parallel_state.get_context_parallel_rank(), self.layout.cp)
-            for n in lengths
-        ]
         batch: dict[str, Any] = {"number": number, "lengths": lengths, "true": true}
         for name, rows in columns.items():
-            mine = [row[one] for row, one in zip(rows, held, strict=True)]
+            mine = self.cut(rows)
             whole = np.concatenate(mine)[None] if form.packed else np.stack(mine)
             batch[name] = torch.from_numpy(whole).to(self.device)
         draw = torch.Generator().manual_seed(number)
         weight = torch.randn(batch["tokens"].shape, generator=draw, dtype=torch.float64)
         batch["weight"] = weight.to(self.device)
         return batch
+
+    def cut(self, rows: list[np.ndarray]) -> list[np.ndarray]:
+        """This context-parallel rank's parts of samples."""
+        rank, size = parallel_state.get_context_parallel_rank(), self.layout.cp
+        return [row[cp_layout.positions(len(row), rank, size)] for row in rows]
 
     def iterator(self) -> Any:
         """What is passed as `data_iterator` for one model chunk."""
@@ -168,11 +169,16 @@ class Trainer:
             given["loss_mask"] = batch["loss_mask"]
         if self.form.packed:
             given["packed_seq_params"] = self._packing(batch)
+        given |= self.arguments(batch, given)
         try:
             output = model(**given)
             return output, self.loss_of(batch)
         finally:
             self.ended.append(batch["number"])
+
+    def arguments(self, batch: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """What else the model is called with."""
+        return {}
 
     def _packing(self, batch: dict[str, Any]) -> PackedSeqParams:
         padded, true = (
@@ -191,7 +197,7 @@ class Trainer:
             nll = output
             if self.form.logits:
                 output.div_(0.7)  # as trainers apply a temperature
-                nll = _nll(output, batch["labels"])
+                nll = nll_of(output, batch["labels"])
             mask = batch["loss_mask"].to(nll.dtype)
             loss = (nll * mask * batch["weight"].to(nll.dtype)).sum()
             count = mask.sum().to(torch.int32)
@@ -213,7 +219,8 @@ class _Indices:
         return self._next
 
 
-def _nll(logits: Tensor, labels: Tensor) -> Tensor:
+def nll_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """What labels cost, [samples, positions], from this rank's part of the vocabulary."""
     whole = logits
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         whole = gather_from_tensor_model_parallel_region(logits)

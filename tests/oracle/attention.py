@@ -36,10 +36,10 @@ class DefinedAttention(LocalAttention):
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         cp = self.pg_collection.cp
         lengths = _lengths(packed_seq_params, len(query) * cp.size())
-        sample_q, place_q = _places(lengths, cp.rank(), cp.size())
+        sample_q, place_q = self.places(lengths, cp.rank(), cp.size())
         sample_k, place_k = sample_q, place_q
         if cp.size() > 1:
-            every = [_places(lengths, rank, cp.size()) for rank in range(cp.size())]
+            every = [self.places(lengths, rank, cp.size()) for rank in range(cp.size())]
             sample_k, place_k = (torch.cat(x) for x in zip(*every, strict=True))
             key, value = (
                 gather_from_sequence_parallel_region(x.contiguous(), group=cp) for x in (key, value)
@@ -61,6 +61,19 @@ class DefinedAttention(LocalAttention):
         weights = self.attention_dropout(weights)
         out = torch.einsum("bhqk,kbhd->qbhd", weights, v).to(query.dtype).flatten(2)
         return out.squeeze(1) if packed else out
+
+    def places(self, lengths: list[int], rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+        """Sample and position of what a context-parallel rank holds: of 2 * ranks chunks of a
+        sample the rank's from the front, and the rank's from the back."""
+        samples, places = [], []
+        for number, length in enumerate(lengths):
+            chunks = torch.arange(length).chunk(2 * ranks) if ranks > 1 else (torch.arange(length),)
+            held = (
+                torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]]) if ranks > 1 else chunks[0]
+            )
+            places.append(held)
+            samples.append(torch.full_like(held, number))
+        return torch.cat(samples), torch.cat(places)
 
 
 def _softmax(scores: Tensor, sink: Tensor | None) -> Tensor:
@@ -89,18 +102,6 @@ def _lengths(packing: Any, total: int) -> list[int]:
         return [total]
     padded = packing.cu_seqlens_q_padded
     return (packing.cu_seqlens_q if padded is None else padded).diff().tolist()
-
-
-def _places(lengths: list[int], rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """Sample and position of what a context-parallel rank holds: of 2 * ranks chunks of a sample
-    the rank's from the front, and the rank's from the back."""
-    samples, places = [], []
-    for number, length in enumerate(lengths):
-        chunks = torch.arange(length).chunk(2 * ranks) if ranks > 1 else (torch.arange(length),)
-        held = torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]]) if ranks > 1 else chunks[0]
-        places.append(held)
-        samples.append(torch.full_like(held, number))
-    return torch.cat(samples), torch.cat(places)
 
 
 def put_into(model: Any, *, ignores_masks: bool) -> None:

@@ -62,8 +62,8 @@ class SegmentContext:
         offload: takes what its forward saves; None if that stays on the device.
         ahead: segments on the host that the next backwards will need; the executor changes it.
         keys_only: the layer of which only its K and V are computed (layers/blocks/unread.py).
-        rows: the positions on this rank whose output is read, int64, ascending; None if all are,
-            or the stage is not the last.
+        rows: the positions on this rank whose output is read, int64, ascending, the last perhaps
+            more than once (`repeats`); None if all are, or the stage is not the last.
         decoded: what the decoder gives, if another rank has computed it: no layer runs then.
         on_decoded: gets what the decoder gives, for other ranks; None if they do not want it.
         between: what one method of a layer leaves for another, by what it is and the layer.
@@ -82,6 +82,7 @@ class SegmentContext:
     ahead: Sequence[OffloadedSegment] = ()
     keys_only: int | None = None
     rows: Tensor | None = None
+    repeats: bool = False
     decoded: Tensor | None = None
     on_decoded: Callable[[Tensor], None] | None = None
     between: dict[tuple[str, int], Tensor] = field(default_factory=dict)

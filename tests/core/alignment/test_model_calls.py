@@ -18,11 +18,13 @@ from megatron_prefix.lab.numerics import assert_close, tolerance
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan import step_planner
 from megatron_prefix.run import memory_control
+from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.calls import ROWS, VOCAB, Form, Trainer, assert_gradients, run_step
 from tests.harness.cases import check_cases
 from tests.harness.ranks import run_ranks
 
+CALLBACKS = Callbacks()
 CONFIG = PrefixConfig(min_gain=0, segment_tokens=24, chunk_tokens=8, kernel="math")
 
 
@@ -125,13 +127,23 @@ def built(case: Case, layout: Layout) -> list[Any]:
 
 def compare(case: Case, layout: Layout) -> None:
     """Ours against the stock schedule on the same calls."""
+    compare_with(case, layout, built(case, layout), Trainer)
+
+
+def compare_with(
+    case: Case,
+    layout: Layout,
+    chunks: list[Any],
+    trainer: type[Trainer],
+    callbacks: Callbacks = CALLBACKS,
+) -> None:
+    """The same, of a model and a kind of trainer that are given."""
     from megatron.core import parallel_state
 
-    chunks = built(case, layout)
     seed = parallel_state.get_data_parallel_rank()
-    stock, ours = (Trainer(case.form, seed, layout) for _ in range(2))
+    stock, ours = (trainer(case.form, seed, layout) for _ in range(2))
     options = {"forward_only": case.forward_only}
-    schedule = PrefixSchedule(PrefixConfig(**{**vars(CONFIG), **case.prefix}))
+    schedule = PrefixSchedule(PrefixConfig(**{**vars(CONFIG), **case.prefix}), callbacks)
     with torch.no_grad() if case.forward_only else torch.enable_grad():
         expected, gradients = run_step(stock_schedule(), stock, chunks, **options)
         found, own = run_step(schedule, ours, chunks, **options)

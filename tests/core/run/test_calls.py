@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall, bound, check, layouts
 from megatron_prefix.run.read_calls import CallTokens, check_positions, read_tokens
+from megatron_prefix.tree.cp_layout import Slices
 from tests.harness import ranks  # noqa: F401  # applies the CPU platform
 
 
@@ -51,7 +52,7 @@ def test_arguments_are_found_by_name_wherever_they_stand() -> None:
         (dict(tokens=(1, 9), ends=(0, 4, 9)), 1, CallLayout((4, 5), True)),
         (dict(tokens=(1, 12), ends=(0, 3, 7), padded=(0, 4, 12)), 1, CallLayout((4, 8), True)),
         (dict(tokens=(1, 12), ends=(0, 4, 9)), 1, CallLayout((4, 5, 3), True, 3)),
-        (dict(tokens=(1, 6), ends=(0, 4, 12)), 2, CallLayout((2, 4), True)),
+        (dict(tokens=(1, 6), ends=(0, 4, 12)), 2, CallLayout((4, 8), True)),
         (dict(tokens=(1, 4), ends=(0, 4, 4, 4)), 1, CallLayout((4,), True)),
         (dict(ends=(0, 4, 9)), 1, CallLayout((4, 5), True)),
         (dict(tokens=(2, 4), ends=(0, 4, 8)), 1, CallLayout((4, 4), False)),
@@ -177,11 +178,23 @@ def known(positions: list[int], *lengths: int) -> CallTokens:
     return CallTokens([CallLayout(lengths, True)], column, None, None, column)
 
 
+@pytest.mark.parametrize(
+    ("given", "ends", "wanted"),
+    [("zigzag", (0, 4, 12), [0, 3, 4, 5, 10, 11]), ("contiguous", (0, 3, 12), [0, 1, 2, 3, 4, 5])],
+)
+def test_a_packing_says_how_it_is_cut(given: str, ends: Any, wanted: list[int]) -> None:
+    packed = packing(*ends, cp_partition_mode=given)
+    (found,) = layouts([call(torch.zeros(1, 6), None, None, packed_seq_params=packed)], 2) or []
+    assert found.held(0, 2).tolist() == wanted
+    told = layouts([call(torch.zeros(1, 6), None, None)], 2, 1, Slices.CONTIGUOUS) or []
+    assert [one.positions(1, 2).tolist() for one in told] == [[6, 7, 8, 9, 10, 11]]
+
+
 def test_contiguous_slices_of_context_parallelism_are_refused() -> None:
-    check_positions(known([0, 1, 6, 7], 4), 0, 2, used=False)
+    check_positions(known([0, 1, 6, 7], 8), 0, 2, used=False)
     for rank, positions in ((0, [0, 1, 2, 3]), (1, [4, 5, 6, 7])):
         with pytest.raises(CannotShare, match="contiguous parts"):
-            check_positions(known(positions, 4), rank, 2, used=False)
+            check_positions(known(positions, 8), rank, 2, used=False)
 
 
 def test_learned_embeddings_need_positions_that_start_at_zero() -> None:

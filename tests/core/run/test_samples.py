@@ -56,7 +56,7 @@ def test_masks_are_laid_out_as_the_call_is() -> None:
     slices = [[1, 2, 0, 0, 7, 1]], [[3, 4, 5, 6, 8, 9]]  # of the zig-zag, each sample by itself
     flags = [[[0, 0, 0, 0, 0, 1]], [[1, 1, 1, 1, 1, 1]]]
     for rank, tokens in enumerate(slices):
-        mine = heeded(tokens, (4, 2), rank, 2)
+        mine = heeded(tokens, (8, 4), rank, 2)
         assert mine is not None and mine.int().tolist() == flags[rank]
 
 

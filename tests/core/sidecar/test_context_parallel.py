@@ -195,7 +195,7 @@ class Alone:
 
 def test_samples_that_are_not_cut_into_two_chunks_are_refused() -> None:
     column = np.arange(3)
-    known = CallTokens([CallLayout((3,), True)], column, column, None, None)
+    known = CallTokens([CallLayout((6,), True)], column, column, None, None)
     groups = SimpleNamespace(pp=Alone(), cp=Alone(2))
     build_nothing: Any = None
     found = read_step(ReadCalls(known, None), groups, build_nothing, torch.device("cpu"))

@@ -49,7 +49,8 @@ TRAINERS = {
     "verl, engine": Trainer(
         "verl_steps", ("verl",),
         ("1", "tp2", "tp2-sp", "pp2", "tp2-pp2", "cp2", "pp2-cp2", "1-fused", "tp2-fused",
-         "pp2-fused", "1-padded-auto", "tp2-sp-padded-auto", "pp2-padded-auto", "1-r2-auto",
+         "pp2-fused", "cp2-fused", "tp2-sp-fused", "tp2-sp-pp2-fused", "tp2-sp-cp2-fused",
+         "1-padded-auto", "tp2-sp-padded-auto", "pp2-padded-auto", "1-r2-auto",
          "pp2-r2-auto", "tp2-sp-r2-auto", "1-r3-auto", "pp2-r3-auto", "tp2-sp-fused-auto"),
     ),
     "Megatron-LM, pretrain_gpt": Trainer(

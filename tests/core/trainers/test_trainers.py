@@ -16,6 +16,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.trainers import TRAINERS, Trainer
 from megatron_prefix.trainers.trainer import version_of
+from megatron_prefix.tree.cp_layout import Slices
 from tests.harness.data import REPOSITORY
 
 PAGES = REPOSITORY / "docs" / "trainers"
@@ -72,6 +73,19 @@ def test_distillation_gets_the_stock_schedule(monkeypatch, caplog) -> None:
                 schedules.get_forward_backward_func(1, None)
         arguments(monkeypatch, export_kd_teacher_load=None)
         assert isinstance(schedules.get_forward_backward_func(1, None), PrefixSchedule)
+    finally:
+        auto.off()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_slimes_flag_tells_how_calls_are_cut(monkeypatch, given: bool) -> None:
+    arguments(monkeypatch, allgather_cp=given)
+    wanted = Slices.CONTIGUOUS if given else Slices.ZIGZAG
+    assert trainers.slices() is wanted
+    try:
+        auto.on(PrefixConfig(mode="auto"))
+        found = schedules.get_forward_backward_func(1, None)
+        assert found.callbacks.slices is wanted
     finally:
         auto.off()
 

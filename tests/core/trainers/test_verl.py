@@ -17,7 +17,7 @@ from tests.core.trainers.both import Step
 from tests.core.trainers.registry import installed
 
 ROOT = Path(__file__).parents[3]
-LAYOUTS = ("1", "tp2-sp", "pp2", "tp2-pp2", "cp2", "pp2-fused")
+LAYOUTS = ("1", "tp2-sp", "pp2", "tp2-pp2", "cp2", "pp2-fused", "tp2-sp-fused", "cp2-fused")
 FORMS = {"1-padded-auto": ("", ""), "pp2-r2-auto": ("records routes", "routes are not known")}
 """Of mode "auto": why log-probs and updates run as stock's do; "" if they share."""
 
