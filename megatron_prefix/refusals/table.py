@@ -129,6 +129,10 @@ OWN_DELTA_CP = Refusal("a trainer's own GatedDeltaNet with context parallelism",
 OWN_DELTA_STAGES = Refusal("a trainer's own GatedDeltaNet, and a pipeline stage without any", "module", NOT_YET, "use fewer stages, or the stock schedule: only a stage that has one knows its sizes")
 OWN_DELTA_MIXES = Refusal("layer …'s …, whose positions are not apart outside of its convolution and its rule", "module", NOT_YET, "use the stock schedule")
 DELTA_KERNEL = Refusal("GatedDeltaNet's kernel does not work here (…)", "module", NOT_YET, "see `megatron-prefix doctor`, or use the stock schedule")
+QUANTISER_DYNAMIC = Refusal("quantiser …, whose scale is of a whole tensor", "module", WRONG, "calibrate it, so that its scale is static, or take one scale a token: tokens would be quantised by what shares their call")
+QUANTISER_CALIBRATES = Refusal("quantiser …, which is being calibrated", "module", WRONG, "nothing, it is shared afterwards: it would see a shared prompt once, and padding")
+QUANTISER_MLA = Refusal("quantiser … of multi-latent attention", "module", NOT_YET, "disable quantisers of queries, keys and values: a segment makes keys of its ancestors' latents again")
+QUANTISER_OTHER = Refusal("quantiser … with …", "module", NOT_YET, "use static scales of a tensor or a feature, or one a token")
 
 # --- wrappers -------------------------------------------------------------------------------------
 
