@@ -19,6 +19,7 @@ from packaging.version import Version
 from megatron_prefix.errors import Reason, refused
 from megatron_prefix.layers import attention, mtp, quantisers, table
 from megatron_prefix.layers.kind import Part, owner
+from megatron_prefix.layers.precision import is_fp8
 from megatron_prefix.megatron import families
 from megatron_prefix.refusals.table import (
     DDP_DELAYED_WGRAD,
@@ -26,6 +27,7 @@ from megatron_prefix.refusals.table import (
     DROPOUT,
     FULLY_SHARDED,
     GRADIENT_HOOKS,
+    OFFLOAD_FP8,
     OFFLOAD_OVERLAP,
     OLD_MEGATRON,
     OPTIONS,
@@ -154,6 +156,8 @@ def offload_refusal(model: Any) -> Reason | None:
     Fused weight gradients set a flag on the weight, which Megatron's overlapped reduction reads;
     but a weight that comes back through autograd's saved-tensor hooks is another object.
     """
+    if is_fp8(get_model_config(model)):
+        return OFFLOAD_FP8.given()
     ddp = getattr(model, "ddp_config", None)
     fused = getattr(get_model_config(model), "gradient_accumulation_fusion", False)
     if fused and ddp is not None and ddp.overlap_grad_reduce:
