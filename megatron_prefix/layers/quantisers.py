@@ -6,8 +6,8 @@ static (calibrated before), or is of that token, or of a block of its features; 
 computed of the whole tensor depends on all tokens that are computed together. In front of core
 attention queries, keys and values may have quantisers, too ("KV cache"); segments run those.
 
-Read from nvidia-modelopt 0.47 (modelopt/torch/quantization/nn/modules/tensor_quantizer.py,
-`forward` and `_fake_quantize`): a quantiser is told by its class and its own attributes.
+Read from nvidia-modelopt 0.47 (`forward` and `_fake_quantize` of its TensorQuantizer): a quantiser
+is told by its class and its own attributes.
 """
 
 from __future__ import annotations

@@ -222,9 +222,7 @@ def align(
     ours = PrefixSchedule(replace(prefix_config, mode="on"), SAYS)
     exact = reference() if reference is not None else None
     raw = sum(len(rollout) - 1 for group in groups for rollout in group.rollouts)
-    # In FP8 the limit of errors is that of groups whose advantages sum to zero, as trainers' do.
-    zero_sum = precision.is_fp8(unwrap(chunks[0]).config)
-    make = functools.partial(made, groups, baseline, multiple, least, zero_sum=zero_sum)
+    make = functools.partial(made, groups, baseline, multiple, least)
     drawn = functools.partial(_draw, ours=ours, chunks=chunks, make=make, seed=seed)
     if any(map(overlaps, chunks)):
         drawn(0)  # the first step overlaps nothing
@@ -315,8 +313,10 @@ def _draw(
 ) -> Drawn:
     """Items, and what stock and prefix schedule make of them; draws after the first have other
     tokens, and neither an AdamW step nor a pass of the prefix schedule without gradients."""
-    stock, first = stock_schedule(), seed + 2 * draw
-    items = make(first, unwrap(chunks[0]).vocab_size if draw else None)
+    stock, first, model = stock_schedule(), seed + 2 * draw, unwrap(chunks[0])
+    # In FP8 the limit of errors is that of groups whose advantages sum to zero, as trainers' do.
+    zero_sum = precision.is_fp8(model.config)
+    items = make(first, model.vocab_size if draw else None, zero_sum=zero_sum)
     values = passes.logprobs(stock, chunks, items) or []
     ours_values = values if draw else passes.logprobs(ours, chunks, items) or []
     items = with_old_logprobs(items, values, first + 1)
