@@ -19,8 +19,8 @@ from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.rl.job import ModelOptions
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
+from megatron_prefix.layers import precision
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.harness.one_rank import change_rank
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,14 +108,13 @@ def test_weights_are_quantised_once_a_step(monkeypatch: pytest.MonkeyPatch) -> N
         assert len(made) == 2 * 4 and {*made.values()} == {steps}
 
 
-@pytest.mark.parametrize("field", ["whole", "rows"])
-def test_transformer_engine_takes_no_other_rows(
-    field: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    change_rank(monkeypatch, **{field: 1})
-    ours = PrefixSchedule(CONFIG)
+@pytest.mark.parametrize("name", ["whole", "rows"])
+def test_transformer_engine_takes_no_other_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of segments, and of what their last layer reads."""
+    chunks, given, ours = model(), items(), PrefixSchedule(CONFIG)
+    monkeypatch.setattr(precision, name, lambda *_: 1)
     with pytest.raises((AssertionError, RuntimeError, ValueError), match=r"divisible|must pad"):
-        align.run_step(ours, model(), items(), optimize=False)
+        align.run_step(ours, chunks, given, optimize=False)
 
 
 def test_other_scales_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
