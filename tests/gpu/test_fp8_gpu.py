@@ -67,9 +67,8 @@ def test_a_row_is_quantised_by_itself() -> None:
     quantise = Float8BlockQuantizer(
         tex.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=1
     )
-    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16) * torch.logspace(
-        -3, 3, 256, device="cuda", dtype=torch.bfloat16
-    ).unsqueeze(1)
+    sizes = torch.logspace(-3, 3, 256, device="cuda").unsqueeze(1)
+    x = (torch.randn(256, 512, device="cuda") * sizes).bfloat16()
     whole, part = quantise(x), quantise(x[48:112].contiguous())
     assert torch.equal(whole._rowwise_data[48:112], part._rowwise_data)
     assert torch.equal(whole._rowwise_scale_inv[:, 48:112], part._rowwise_scale_inv[:, :64])
@@ -112,7 +111,8 @@ def test_weights_are_quantised_once_a_step(monkeypatch: pytest.MonkeyPatch) -> N
 def test_transformer_engine_takes_no_other_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of segments, and of what their last layer reads."""
     chunks, given, ours = model(), items(), PrefixSchedule(CONFIG)
-    monkeypatch.setattr(precision, name, lambda *_: 1)
+    for one in ("whole", "rows"):
+        monkeypatch.setattr(precision, one, lambda *_, number=1 if one == name else 16: number)
     with pytest.raises((AssertionError, RuntimeError, ValueError), match=r"divisible|must pad"):
         align.run_step(ours, chunks, given, optimize=False)
 
