@@ -142,9 +142,9 @@ class PrefixConfig:
         """`memory_budget_gb` in bytes; None if there is no such limit."""
         return self.memory_budget_gb * (1 << 30) or None
 
-    def tree_options(self, multiple: int) -> TreeOptions:
-        """Options of trees in a layout that pads spans to a multiple of this; "auto" lengths are
-        chosen later. All rollouts of a step are compared."""
+    def tree_options(self, multiple: int, whole: int = 1) -> TreeOptions:
+        """Options of trees in a layout that pads spans to a multiple, and segments to whole ones;
+        "auto" lengths are chosen later. All rollouts of a step are compared."""
         chunk = 0 if isinstance(self.chunk_tokens, str) else self.chunk_tokens
         segment = (
             SEGMENT_TOKENS[-1] if isinstance(self.segment_tokens, str) else self.segment_tokens
@@ -152,5 +152,5 @@ class PrefixConfig:
         chunk = max(chunk, math.lcm(multiple, self.align)) if chunk > 0 else chunk
         return TreeOptions(
             multiple, chunk, segment, self.min_gain, SEGMENT_GAIN * self.min_gain,
-            self.loss_in_leaves, "batch", self.align,
+            self.loss_in_leaves, "batch", self.align, whole,
         )  # fmt: skip

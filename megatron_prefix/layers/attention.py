@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers.kind import Heads, Kind, Override, Running, Slot, owner
+from megatron_prefix.layers.quantisers import quantised
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
 from megatron_prefix.refusals.table import FUSED_YARN, MASK_TYPE, NO_SINKS, OTHER_CORE, OWN_FORWARD
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
 
     from megatron_prefix.layers.blocks.shared import Leaving
 
+_QUANTISED = "modelopt.torch.quantization.plugins.megatron._QuantTEDotProductAttention"
 CORES = {
     "megatron.core.transformer.dot_product_attention.DotProductAttention",
     "megatron.core.extensions.transformer_engine.TEDotProductAttention",
+    _QUANTISED,
 }
 """Classes of core attention whose rule segments follow; another one adds its name."""
 _QWEN3 = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.attention.Qwen3VLSelfAttention"
@@ -45,7 +48,10 @@ FORWARDS = frozenset(
 by row, to its core attention; another one adds its name."""
 PASSED_OVER = {_QWEN3: "megatron.core.transformer.dot_product_attention.DotProductAttention"}
 """Core attention, or a base of it, in whose place such a forward does something of its own."""
-IGNORES_MASKS = {"megatron.core.extensions.transformer_engine.TEDotProductAttention"}
+IGNORES_MASKS = {
+    "megatron.core.extensions.transformer_engine.TEDotProductAttention",
+    _QUANTISED,
+}
 """Of these, those that are causal whatever mask a call has if their attn_mask_type is `causal`;
 another one adds its name. Megatron's own puts a given mask in the causal one's place."""
 TAKES_CONTIGUOUS = set[str]()
@@ -249,6 +255,7 @@ def in_segments(
         if context is None:
             found: Tensor = stock(query, key, value, *args, **kwargs)
             return found
+        query, key, value = quantised(core, query, key, value)
         if number == context.keys_only:
             return keys_only(query, key, value, context, number, shared)
         if not (context.inner or norms):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_prefix.layers import mtp, table
+from megatron_prefix.layers import mtp, precision, table
 from megatron_prefix.layers.kind import Kind, Slot
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.footprint import Execution, Footprint
@@ -50,7 +50,8 @@ def behind_decoder(config: Any, pattern: str | None = None) -> tuple[Kind, ...]:
 
 
 def cost_of(config: Any, vocab_size: int | None = None, pattern: str | None = None) -> CostModel:
-    """FLOPs of a model; `vocab_size` of the output layer (default: the spec's)."""
+    """FLOPs of a model, in FP8 as many as 16 bit has in that time (layers/precision.py);
+    `vocab_size` of the output layer (default: the spec's)."""
     layers = layers_of(config, pattern)
     parts = [kind.work(config) for layer in layers for kind in layer]
     ahead = mtp.is_in(config)
@@ -59,6 +60,7 @@ def cost_of(config: Any, vocab_size: int | None = None, pattern: str | None = No
         parts.append(mtp.work(config))
     # Of the labels after next as many count as of the next.
     outputs = (1 + ahead) * _vocabulary(config, vocab_size)
+    parts = [part.at(precision.rate(config)) for part in parts]
     return CostModel.of_layers(parts, config.hidden_size, outputs)
 
 

@@ -17,8 +17,9 @@ from megatron.core.utils import get_model_config
 from packaging.version import Version
 
 from megatron_prefix.errors import Reason, refused
-from megatron_prefix.layers import attention, mtp, table
+from megatron_prefix.layers import attention, mtp, quantisers, table
 from megatron_prefix.layers.kind import Part, owner
+from megatron_prefix.layers.precision import is_fp8
 from megatron_prefix.megatron import families
 from megatron_prefix.refusals.table import (
     DDP_DELAYED_WGRAD,
@@ -26,6 +27,7 @@ from megatron_prefix.refusals.table import (
     DROPOUT,
     FULLY_SHARDED,
     GRADIENT_HOOKS,
+    OFFLOAD_FP8,
     OFFLOAD_OVERLAP,
     OLD_MEGATRON,
     OPTIONS,
@@ -99,6 +101,7 @@ def _module_refusals(model: Any) -> Iterator[Reason]:
         yield OTHER_FORWARD.given(type(model).__name__)
     yield from rotary_refusals(model)
     yield from layer_refusals(model)
+    yield from quantisers.refusals(model)
     for name, module in model.named_modules():
         if "Dropout" in type(module).__name__ and (getattr(module, "p", None) or 0) > 0:
             yield DROPOUT.given(module.p, name)
@@ -153,6 +156,8 @@ def offload_refusal(model: Any) -> Reason | None:
     Fused weight gradients set a flag on the weight, which Megatron's overlapped reduction reads;
     but a weight that comes back through autograd's saved-tensor hooks is another object.
     """
+    if is_fp8(get_model_config(model)):
+        return OFFLOAD_FP8.given()
     ddp = getattr(model, "ddp_config", None)
     fused = getattr(get_model_config(model), "gradient_accumulation_fusion", False)
     if fused and ddp is not None and ddp.overlap_grad_reduce:
@@ -181,7 +186,8 @@ def check(model: Any, wrapped: Any = None) -> None:
 
 
 def check_again(model: Any, wrapped: Any, known: Iterable[Part]) -> None:
-    """Refuses what may have changed since `check`: options, hooks on gradients, and what is frozen.
+    """Refuses what may have changed since `check`: options, hooks on gradients, quantisers, and
+    what is frozen.
 
     Args:
         model: the language model.
@@ -194,7 +200,7 @@ def check_again(model: Any, wrapped: Any, known: Iterable[Part]) -> None:
     config = model.config
     reasons = [*refusals(config), *option_refusals(known, config), *gradient_hooks(wrapped)]
     reasons += image_refusals(wrapped, model)
-    reasons += mtp.refusals(model)
+    reasons += [*mtp.refusals(model), *quantisers.refusals(model)]
     if reasons:
         raise reasons[0].error(CANNOT_RUN)
 

@@ -200,15 +200,20 @@ class Hooks:
         """Begins a step: informs the kernel, and makes the rotary table long enough.
 
         It also tells transformer-engine that no backward of this step is the first to write
-        main_grad. The first forward is an inner segment's, and its backward comes last: with the
+        main_grad, and makes it quantise weights once more. The first forward is an inner
+        segment's, and its backward comes last: with the
         flag True at that forward it would overwrite what every wave has accumulated
-        (`is_first_microbatch` in megatron/core/extensions/transformer_engine.py).
+        (`is_first_microbatch` in megatron/core/extensions/transformer_engine.py). With it False
+        weights in FP8 are what is kept of an earlier step, unless nothing is
+        (`get_weight_workspace` in transformer_engine/pytorch/module/base.py).
         """
         for kernel in self.kernels.values():
             kernel.begin_step()
         for module in self.model.modules():
             if getattr(module, "is_first_microbatch", False):
                 module.is_first_microbatch = False
+            if kept := getattr(module, "_fp8_workspaces", None):
+                kept.clear()
         self.rotary.prepare(max_position)
 
     def _entering(self, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -98,6 +99,7 @@ def joint_forest(
             ordered,
             exchanges=tuple(Exchange(place, 0, 0, (), level) for place, level in enumerate(levels)),
             windows=(0,) * len(nodes) if crossing else (),
+            whole=forests[place].whole,
         ),
         tuple(_numbered(microbatches_of, ordered)),
         tuple(map(tuple, microbatches_of)),
@@ -186,7 +188,8 @@ def _filled(
 ) -> Forest:
     """One of the forests, with fillers where it has no segment; those for what others receive say
     so, and nothing runs there."""
-    filler = Segment((Span(0, 0, forest.multiple, ()),), inner=False, scored=False, trained=0)
+    length = math.lcm(forest.multiple, forest.whole)
+    filler = Segment((Span(0, 0, length, ()),), inner=False, scored=False, trained=0)
     new: dict[int, int] = {}
     segments = []
     for number, (node, source) in enumerate(zip(nodes, sources, strict=True)):

@@ -60,6 +60,7 @@ class StepPlanner:
         num_ranks: pipeline size.
         num_chunks: model chunks a rank.
         group_size: Megatron's microbatch_group_size_per_vp_stage.
+        whole: what segments are padded to; see TreeOptions.
 
     Raises:
         UserError: the user's plan file cannot run.
@@ -73,8 +74,10 @@ class StepPlanner:
         num_ranks: int,
         num_chunks: int,
         group_size: int | None,
+        whole: int = 1,
     ) -> None:
-        self._options, self._shape = config.tree_options(align), (num_ranks, num_chunks)
+        self._options = config.tree_options(align, whole)
+        self._shape = num_ranks, num_chunks
         self._memory = config.memory
         self._lengths = _lengths(config)
         # Alone a rank launches least with the longest; in a pipeline shorter ones may wait less.

@@ -43,6 +43,11 @@ def balances(*kinds: str, others: bool = False) -> Test:
     return partial(_balances, kinds, others)
 
 
+def scaled_by(*recipes: str, others: bool = False) -> Test:
+    """Products in FP8 by one of these recipes; with `others`, by any but these."""
+    return partial(_scaled_by, recipes, others)
+
+
 def _above(most: int, name: str, config: Any) -> bool:
     return (getattr(config, name, None) or 0) > most
 
@@ -59,3 +64,8 @@ def _balances(kinds: tuple[str, ...], others: bool, name: str, config: Any) -> b
     given = getattr(config, name, "none")
     given = [given] if isinstance(given, str) else given
     return on("num_moe_experts", config) and any((kind in kinds) != others for kind in given)
+
+
+def _scaled_by(recipes: tuple[str, ...], others: bool, name: str, config: Any) -> bool:
+    given = getattr(config, name, "delayed")  # Megatron's default
+    return on("fp8", config) and (given in recipes) != others

@@ -16,6 +16,7 @@ from megatron_prefix.refusals.options import (
     balances,
     on,
     other_than,
+    scaled_by,
     with_experts,
 )
 
@@ -63,7 +64,13 @@ _KNOWN = "none aux_loss seq_aux_loss global_aux_loss sinkhorn quantile_balancing
 
 HIDDEN_DROPOUT = _option("hidden_dropout", WRONG, _DROPS)
 ATTENTION_DROPOUT = _option("attention_dropout", WRONG, _DROPS)
-FP8 = _option("fp8", WRONG, f"train in bf16: {_SCALES}")
+FP8_DELAYED = _option("fp8_recipe delayed", WRONG, f"use blockwise or mxfp8: {_SCALES}", scaled_by("delayed"), "fp8_recipe")
+FP8_TENSORWISE = _option("fp8_recipe tensorwise", WRONG, f"use blockwise or mxfp8: {_SCALES}", scaled_by("tensorwise"), "fp8_recipe")
+FP8_OTHER = _option("fp8_recipe of another name", NOT_YET, "use blockwise or mxfp8: it is not known here", scaled_by("delayed", "tensorwise", "blockwise", "mxfp8", others=True), "fp8_recipe")
+FP8_ATTENTION = _option("fp8_dot_product_attention", WRONG, f"turn it off: {_SCALES}")
+FP8_HEADS = _option("fp8_multi_head_attention", WRONG, f"turn it off: {_SCALES}")
+FP8_ROUTES = _option("moe_router_padding_for_quantization", NOT_YET, "turn it off, experts pad what they get: it sends tokens to experts that depend on the others", with_experts)
+FP8_HEAD = _option("fp8_output_proj", NOT_YET, "turn it off: the output layer runs on the positions with loss")
 FP4 = _option("fp4", WRONG, f"train in bf16: {_SCALES}")
 QUANT_RECIPE = _option("quant_recipe", WRONG, f"leave it out: {_SCALES}")
 MTP = _option("mtp_num_layers above 1", NOT_YET, "use one layer of multi-token prediction: the second one's last prompt inputs are response tokens", above(1), "mtp_num_layers")
@@ -129,11 +136,16 @@ OWN_DELTA_CP = Refusal("a trainer's own GatedDeltaNet with context parallelism",
 OWN_DELTA_STAGES = Refusal("a trainer's own GatedDeltaNet, and a pipeline stage without any", "module", NOT_YET, "use fewer stages, or the stock schedule: only a stage that has one knows its sizes")
 OWN_DELTA_MIXES = Refusal("layer …'s …, whose positions are not apart outside of its convolution and its rule", "module", NOT_YET, "use the stock schedule")
 DELTA_KERNEL = Refusal("GatedDeltaNet's kernel does not work here (…)", "module", NOT_YET, "see `megatron-prefix doctor`, or use the stock schedule")
+QUANTISER_DYNAMIC = Refusal("quantiser …, whose scale is of a whole tensor", "module", WRONG, "calibrate it, so that its scale is static, or take one scale a token: tokens would be quantised by what shares their call")
+QUANTISER_CALIBRATES = Refusal("quantiser …, which is being calibrated", "module", WRONG, "nothing, it is shared afterwards: it would see a shared prompt once, and padding")
+QUANTISER_MLA = Refusal("quantiser … of multi-latent attention", "module", NOT_YET, "disable quantisers of queries, keys and values: a segment makes keys of its ancestors' latents again")
+QUANTISER_OTHER = Refusal("quantiser … with …", "module", NOT_YET, "use static scales of a tensor or a feature, or one a token")
 
 # --- wrappers -------------------------------------------------------------------------------------
 
 FULLY_SHARDED = Refusal("parameters sharded by …", "wrapper", NOT_YET, "use DistributedDataParallel without FSDP, which reduces at every backward")
 DDP_DELAYED_WGRAD = Refusal("delay_wgrad_compute of DDP", "wrapper", NOT_YET, _OWN_PLAN)
+OFFLOAD_FP8 = Refusal("memory policy offload with fp8", "wrapper", NOT_YET, "use retain or recompute: the quantised weights of every segment would go to the host", ends=True)
 OFFLOAD_OVERLAP = Refusal("memory policy offload with gradient_accumulation_fusion and overlap_grad_reduce", "wrapper", NOT_YET, "turn overlap_grad_reduce off, or use recompute", ends=True)
 
 # --- calls ----------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from megatron_prefix.tree.forest import any_trained
 class ReadRows(NamedTuple):
     """Positions of a segment on this rank that carry loss, ascending.
 
-    Others make up the number if it is below two, or does not divide among ranks of sequence
-    parallelism.
+    Others make up the number if it is below two, or not what linear layers take: it divides among
+    ranks of sequence parallelism, and in FP8 (layers/precision.py).
 
     Attributes:
         there: int64 [rows], on the model's device.
@@ -40,7 +40,7 @@ class SegmentInputs:
         device: where the model is.
         rank: place in the context-parallel group, whose ranks share the positions of every segment.
         size: of that group.
-        sequence_ranks: tensor-parallel ranks that share the positions (sequence parallelism).
+        multiple: of the number of rows that are read; segments are a multiple of it on every rank.
 
     Attributes:
         max_position: the largest position of any segment.
@@ -55,7 +55,7 @@ class SegmentInputs:
         device: torch.device,
         rank: int = 0,
         size: int = 1,
-        sequence_ranks: int = 1,
+        multiple: int = 1,
     ) -> None:
         self.place, self._sequence_ranks = (rank, size), sequence_ranks
         self._offsets = np.cumsum([0, *(segment.padded_length for segment in forest.segments)])
@@ -81,7 +81,7 @@ class SegmentInputs:
         self._table = on(device, table[:3])
         self.rows: list[ReadRows | None] = [None] * len(forest.segments)
         if samples is not None:
-            self.rows = self._read_rows(table[3], device, sequence_ranks)
+            self.rows = self._read_rows(table[3], device, multiple)
 
     def __getitem__(self, index: int) -> Tensor:
         """Tokens, labels and positions of a segment, int64 [3, positions]."""
@@ -134,12 +134,12 @@ class SegmentInputs:
         return torch.cat([there, there[-1:].expand(self._sequence_ranks)])
 
     def _read_rows(
-        self, flags: np.ndarray, device: torch.device, sequence_ranks: int
+        self, flags: np.ndarray, device: torch.device, multiple: int
     ) -> list[ReadRows | None]:
         by_segment: list[np.ndarray] = []
         for start, end in itertools.pairwise(self._offsets):
             num = min(max(int(flags[start:end].sum()), 2), end - start)
-            num += -num % sequence_ranks
+            num += -num % multiple
             # A stable order: those that are read, then others to make up the number.
             by_segment.append(np.sort(np.argsort(-flags[start:end], kind="stable")[:num]))
         whole = on(device, np.concatenate([np.zeros(0, np.int64), *by_segment]))

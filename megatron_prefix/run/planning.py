@@ -78,7 +78,8 @@ class Planning:
     def planner(self, rank: Rank) -> StepPlanner:
         """The planner of a rank's pipeline, which remembers its plans."""
         turn = rank.config.microbatch_group_size_per_vp_stage
-        key = guessed(rank), rank.alignment, rank.num_stages, len(rank.models), turn
+        shape = rank.num_stages, len(rank.models), turn
+        key = guessed(rank), rank.alignment, *shape, rank.whole
         if key not in self._planners:
             self._planners[key] = StepPlanner(self.config, *key)
         return self._planners[key]

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from megatron_prefix.layers import mtp, table
+from megatron_prefix.layers import mtp, precision, table
 from megatron_prefix.layers.model import cost_of, footprint_of
 from megatron_prefix.megatron.features import pattern_of, recomputes
 from megatron_prefix.megatron.install import language_model
@@ -43,6 +43,8 @@ class Rank:
             parallelism).
         alignment: segment boundaries are multiples of it: tp under sequence parallelism, times
             2*cp.
+        whole: segments are padded to multiples of it (layers/precision.py).
+        rows: what positions that a context-parallel rank reads of a segment are a multiple of.
         has_experts: whether layers of the model, on this rank or another, have experts.
         looks_ahead: whether a stage of the model has multi-token prediction.
         gathers_tokens: whether ranks that share experts need equally many tokens of one another.
@@ -84,6 +86,8 @@ class Rank:
         tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
         self.sequence_ranks = tp if config.sequence_parallel else 1
         self.alignment = self.sequence_ranks * (2 * cp if cp > 1 else 1)
+        self.whole = precision.whole(config, self.sequence_ranks, cp)
+        self.rows = precision.rows(config, self.sequence_ranks)
         self.has_experts = bool(config.num_moe_experts)
         self.looks_ahead = mtp.is_in(config)
         self.gathers_tokens = config.moe_token_dispatcher_type == "allgather"

@@ -180,7 +180,7 @@ class StepRun:
         offloader = self._memory.offloader(plan, rank, forward_only)
         inputs = SegmentInputs(
             self._step.forest, self._step.samples, rank.device, cp.rank(), cp.size(),
-            rank.groups.tp.size() if config.sequence_parallel else 1,
+            rank.rows,
         )  # fmt: skip
         stages = self._stages(plan, offloader)
         if rank.has_experts:

@@ -85,6 +85,7 @@ class Tries:
             num_positions, first, options.multiple, unshared_by_routes=self.unshared_by_routes,
             exchanges=tuple(packed.exchanges), windows=tuple(packed.windows) if across else (),
             num_windows=self.common.num_windows, rounds=tuple(packed.rounds) if rows else (),
+            whole=options.whole,
         )  # fmt: skip
 
     def _trained(self, segment: Segment) -> int:

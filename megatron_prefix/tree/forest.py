@@ -118,6 +118,8 @@ class TreeOptions:
         loss_in_leaves: positions from the first trained one on are shared only by equal rollouts.
         share: "group": one tree per group; "batch": one tree over all rollouts of the step.
         cut: spans begin at multiples of it, too. Nothing is padded to it.
+        whole: segments are padded to multiples of it, which are multiples of `multiple`, too:
+            products in FP8 take so many positions at once (layers/precision.py).
     """
 
     multiple: int = 1
@@ -128,12 +130,13 @@ class TreeOptions:
     loss_in_leaves: bool = False
     share: str = "group"
     cut: int = 1
+    whole: int = 1
 
     def __post_init__(self) -> None:
         for name in ("chunk_tokens", "segment_tokens", "min_gain", "segment_gain"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name} is {getattr(self, name)}: give 0 (no limit) or more")
-        for name in ("multiple", "cut"):
+        for name in ("multiple", "whole", "cut"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: give 1 or more")
         if 0 < self.chunk_tokens < self.boundary:
@@ -289,6 +292,7 @@ class Forest:
         num_positions: positions of each rollout.
         first_trained: first trained position of each rollout.
         multiple: what their spans are padded to.
+        whole: what segments are padded to; see TreeOptions.
         ordered: whether a microbatch's losses need all microbatches before it (global_aux_loss).
         unshared_by_routes: positions computed again because routes differ.
         exchanges: segments that cross data-parallel ranks, in the order that all ranks have.
@@ -309,6 +313,7 @@ class Forest:
     windows: tuple[int, ...] = ()
     num_windows: int = 1
     rounds: tuple[int, ...] = ()
+    whole: int = 1
 
     def __post_init__(self) -> None:
         if any(segment.above is None for segment in self.segments):
@@ -361,7 +366,7 @@ class Forest:
     def to_ints(self) -> list[int]:
         """The forest as numbers, to send to ranks that read no data; `from_ints` reads them."""
         numbers = [self.multiple, int(self.ordered), self.unshared_by_routes, self.num_windows]
-        numbers.append(len(self.exchanges))
+        numbers += [self.whole, len(self.exchanges)]
         for one in self.exchanges:
             numbers += [*one[:3], one.level, len(one.peers)]
             for rank, spans in one.peers:
@@ -386,7 +391,7 @@ class Forest:
         def take(count: int) -> tuple[int, ...]:
             return tuple(itertools.islice(stream, count))
 
-        align, ordered, unshared, num_windows, num_exchanges = take(5)
+        align, ordered, unshared, num_windows, whole, num_exchanges = take(6)
         exchanges = []
         for _ in range(num_exchanges):
             segment, first, last, level, num_peers = take(5)
@@ -410,5 +415,5 @@ class Forest:
         return cls(
             tuple(segments), num_positions, first_trained, align, bool(ordered), unshared,
             tuple(exchanges), tuple(windows) if exchanges else (), num_windows,
-            () if -1 in rounds else tuple(rounds),
+            () if -1 in rounds else tuple(rounds), whole,
         )  # fmt: skip

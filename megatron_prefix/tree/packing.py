@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans
-from megatron_prefix.tree.forest import Exchange, Place, Segment, TreeOptions
+from megatron_prefix.tree.forest import Exchange, Place, Segment, Span, TreeOptions
 from megatron_prefix.tree.nodes import Node, preorder
 from megatron_prefix.tree.parts import even_parts
 from megatron_prefix.tree.rounds import Rounds, Rows
@@ -58,6 +58,7 @@ class Packing:
         self.windows: list[int] = []
         self.rounds: list[int] = []
         self._first, self._multiple = first_trained, options.multiple
+        self._whole = options.whole
         self._budget = options.segment_tokens
         # By identity of nodes, so none of them may be gone before the end.
         self._parts: list[Node] = []
@@ -141,11 +142,24 @@ class Packing:
             for node, parent in zip(nodes, parents, strict=True)
         )
         scored = any(self._first[m] < span.end for span in spans for m in span.rollouts)
+        if source < 0:
+            spans = self._padded(spans, inner=inner)
         self.segments.append(Segment(spans, inner, scored, source=source))
         self.windows.append(self._window)
         self.rounds.append(self._round)
         if inner and nodes[0].common < 0:
             self.inner.append(nodes)
+
+    def _padded(self, spans: tuple[Span, ...], *, inner: bool) -> tuple[Span, ...]:
+        """A segment's spans with what is missing to a multiple of `whole`: at the end of its last
+        leaf; behind spans that others read, as a span of no rollout."""
+        missing = -sum(span.padded for span in spans) % self._whole
+        if not missing:
+            return spans
+        if inner:
+            return *spans, Span(0, 0, missing, ())
+        *others, last = spans
+        return *others, last._replace(padded=last.padded + missing)
 
     def _path(self, node: Node) -> list[Place]:
         """Where the nodes above one are, root first; all of them have a place."""

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.bench.timing import GIB, Measured, Timing, counted, timing, together
 from megatron_prefix.lab.bench.work import GroupShape, Setting, Work
+from megatron_prefix.lab.models.config import alignment
 from megatron_prefix.lab.rl import loss, packing, passes
 from megatron_prefix.lab.rl.job import ModelOptions
 from megatron_prefix.lab.verify import align
@@ -67,7 +68,7 @@ def _microbatches(work: Work, setting: Setting, groups: Sequence[Any], seed: int
     """This rank's microbatches of a step."""
     layout, baseline = setting.layout, setting.baseline
     mine, least = align.of_this_rank(setting.spec, layout, groups, work.config, baseline, seed)
-    return align.made(mine, baseline, layout.alignment, least, seed)
+    return align.made(mine, baseline, alignment(setting.spec, layout), least, seed)
 
 
 class _Run:
@@ -167,7 +168,7 @@ def aligned(
         for config in configs:
             mine, packs = align.of_this_rank(small, layout, groups, config, baseline, options.seed)
             verdict = align.align(
-                chunks, mine, config, seed=options.seed, multiple=layout.alignment,
+                chunks, mine, config, seed=options.seed, multiple=alignment(small, layout),
                 reference=exact, baseline=baseline, least=packs,
                 num_tokens=sum(len(r) - 1 for group in groups for r in group.rollouts),
                 advance=advance,

@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
 def align_rank(job: Job, config: Any, baseline: Any, args: argparse.Namespace | None = None) -> Any:
     """One rank's part; returns the verdict over all ranks. With `args` the first rank shows the
     progress."""
+    from megatron_prefix.lab.models.config import alignment
     from megatron_prefix.lab.verify import align
 
     options, spec, layout, groups = job.options, job.spec, job.layout, job.groups
@@ -86,7 +87,7 @@ def align_rank(job: Job, config: Any, baseline: Any, args: argparse.Namespace | 
         mine, least = align.of_this_rank(spec, layout, groups, config, baseline, options.seed)
         with draws_aligned(args, options.dtype) as advance:
             verdict = align.align(
-                chunks, mine, config, seed=options.seed, multiple=layout.alignment,
+                chunks, mine, config, seed=options.seed, multiple=alignment(spec, layout),
                 reference=exact, baseline=baseline, least=least, advance=advance,
                 num_tokens=sum(len(rollout) - 1 for group in groups for rollout in group.rollouts),
             )  # fmt: skip

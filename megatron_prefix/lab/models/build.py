@@ -88,6 +88,11 @@ def build_model(
             " model without them"
         )
     engine = _use_transformer_engine(layer_spec, dtype, device)
+    if spec.fp8 is not None and not (engine and dtype == torch.bfloat16):
+        raise UserError(
+            f"model {shown(spec.name)}: fp8 {spec.fp8} needs transformer-engine, a GPU and"
+            " bfloat16; leave it out"
+        )
     _check_memory(spec, layout, dtype, device)
     config = transformer_config(
         spec,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import warnings
 from typing import Any
 
@@ -13,6 +14,7 @@ from packaging.version import Version
 from megatron_prefix.errors import UserError, shown
 from megatron_prefix.lab.models.presets import LATENT, ModelSpec, YarnScaling
 from megatron_prefix.lab.runtime.layout import Layout
+from megatron_prefix.layers.precision import whole
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _OF_MODELS = {
@@ -33,6 +35,12 @@ def dtype_of(name: str | torch.dtype) -> torch.dtype:
         if name in (known, dtype):
             return dtype
     raise UserError(f"dtype {name!r} is not supported; choose one of {', '.join(DTYPES)}")
+
+
+def alignment(spec: ModelSpec, layout: Layout) -> int:
+    """What both schedules pad rollouts to: what the layout needs, and products in FP8."""
+    ranks = layout.tp if layout.sequence_parallel else 1
+    return math.lcm(layout.alignment, whole(spec, ranks, layout.cp))
 
 
 def check_layout(spec: ModelSpec, layout: Layout) -> None:

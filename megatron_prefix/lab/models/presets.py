@@ -14,6 +14,7 @@ from megatron_prefix.errors import UserError, shown
 from megatron_prefix.layers import mtp
 from megatron_prefix.layers.kind import Kind, Slot
 from megatron_prefix.layers.model import behind_decoder, layers_of
+from megatron_prefix.layers.precision import BY_BLOCKS
 from megatron_prefix.layers.recurrent.kind import Recurrent
 from megatron_prefix.layers.table import KINDS
 
@@ -145,6 +146,8 @@ class ModelSpec:
     linear_num_key_heads, linear_num_value_heads: value heads share keys in groups.
     mamba_num_heads: None: as many as make twice the hidden size. mamba_num_groups: of B and C.
     mtp_num_layers: layers of multi-token prediction; None: there are none.
+    fp8: "e4m3" or "hybrid": transformer-engine's linear layers compute in FP8, with scales by
+    fp8_recipe, which must be "blockwise" or, on Blackwell, "mxfp8".
     """
 
     name: str
@@ -217,6 +220,8 @@ class ModelSpec:
     mamba_num_groups: int = 8
     mamba_num_heads: int | None = None
     mtp_num_layers: int | None = None
+    fp8: str | None = None
+    fp8_recipe: str = "delayed"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -233,6 +238,7 @@ class ModelSpec:
             self._check_experts(self.num_moe_experts)
         self._require(0 < self.rotary_percent <= 1, f"rotary_percent {shown(self.rotary_percent)}"
                       " must be above 0 and at most 1")  # fmt: skip
+        self._check_precision()
         self._check_windows()  # what the layers are depends on it
         self._check_recurrent()
         if self.multi_latent_attention:
@@ -277,6 +283,16 @@ class ModelSpec:
             flags = len(self.moe_layer_freq)
             self._require(flags == self.num_layers, f"moe_layer_freq has {flags} flags for"
                           f" {self.num_layers} layers; give one a layer")  # fmt: skip
+
+    def _check_precision(self) -> None:
+        formats = (None, "e4m3", "hybrid")
+        self._require(self.fp8 in formats, f"fp8 {shown(self.fp8)} is not supported; use 'e4m3' or"
+                      " 'hybrid'")  # fmt: skip
+        self._require(
+            self.fp8 is None or self.fp8_recipe in BY_BLOCKS,
+            f"fp8_recipe {shown(self.fp8_recipe)} is not supported; use one of"
+            f" {', '.join(BY_BLOCKS)}",
+        )
 
     def _check_windows(self) -> None:
         """Of attention, and its softmax."""

@@ -16,6 +16,7 @@ __all__ = [
     "DRIFT_RATIO",
     "ERROR_RATIO",
     "FLOOR",
+    "FP8_RATIO",
     "WRONG_BASELINE",
     "error_ratio",
     "tolerance",
@@ -28,6 +29,10 @@ queries and keys have no gradient if a query sees one key, and what is left is r
 
 ERROR_RATIO = 1.1
 """In 16 bit: error against fp32, over that of the stock schedule."""
+FP8_RATIO = math.sqrt(2)
+"""The same in FP8 where the advantages of a group do not sum to zero. What rollouts of a shared
+position send back is then rounded once, as a sum, and not each by itself: of n equal parts the sum
+is n times as large, and so its rounding, where n independent ones would grow by sqrt(n)."""
 WRONG_BASELINE = 0.1
 """In 16 bit: a gradient of the stock schedule that is off by more than this part of its norm, where
 the prefix schedule's error is less than this part of that, is wrong. Roundings are alike."""
@@ -39,8 +44,9 @@ _NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 
 
-def error_ratio(ratios: Sequence[float]) -> float:
-    """Largest accepted ratio of two errors pooled over draws, from the ratio of every draw.
+def error_ratio(ratios: Sequence[float], limit: float = ERROR_RATIO) -> float:
+    """Largest accepted ratio of two errors pooled over draws, from the ratio of every draw: chance
+    is added to a limit.
 
     Roundings of one draw are not independent: on an H200 the ratios of single draws spread by 0.01
     to 0.17 around 1.02, a router's with 16,384 elements the most.  Pooled over n draws chance moves
@@ -48,8 +54,8 @@ def error_ratio(ratios: Sequence[float]) -> float:
     deviation from the median, so that a draw that is far off does not widen its own limit.
     """
     if not all(0 < ratio < math.inf for ratio in ratios):
-        return ERROR_RATIO
+        return limit
     logs = [math.log(ratio) for ratio in ratios]
     middle = statistics.median(logs)
     spread = _NORMAL * statistics.median(abs(value - middle) for value in logs)
-    return ERROR_RATIO * math.exp(SLACK * spread / math.sqrt(len(logs)))
+    return limit * math.exp(SLACK * spread / math.sqrt(len(logs)))

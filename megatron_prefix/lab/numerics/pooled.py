@@ -34,9 +34,14 @@ class Norms(NamedTuple):
 
 
 class Errors:
-    """In 16 bit: errors of both schedules against fp32, draw by draw."""
+    """In 16 bit: errors of both schedules against fp32, draw by draw.
 
-    def __init__(self) -> None:
+    Args:
+        limit: of their ratio.
+    """
+
+    def __init__(self, limit: float = policy.ERROR_RATIO) -> None:
+        self._limit = limit
         self._gradients: dict[str, list[Norms]] = {}
         self._forward: dict[str, list[Norms]] = {"losses": [], "log-probs": []}
 
@@ -60,7 +65,8 @@ class Errors:
         named = {f"gradient of {name}": each for name, each in self._gradients.items()}
         outside = []
         for name, each in (*named.items(), *self._forward.items()):
-            ratio, most = _ratio(_summed(each)), policy.error_ratio([_ratio(one) for one in each])
+            ratio = _ratio(_summed(each))
+            most = policy.error_ratio([_ratio(one) for one in each], self._limit)
             if not ratio <= most:
                 above = f"error ratio of {name}: {ratio:.3f} exceeds {most:.3f}"
                 outside.append((ratio, _not_finite(name, _summed(each)) or above))
@@ -74,7 +80,7 @@ class Errors:
             verdict,
             passed=not failures,
             failures=failures,
-            tolerance=policy.ERROR_RATIO,
+            tolerance=self._limit,
             grad_error_ratio_max=max(ratios),
             grad_error_ratio_p50=float(np.median(ratios)),
             draws=len(self._forward["losses"]),

@@ -96,11 +96,13 @@ def _halves(pack: list[int]) -> tuple[list[int], list[int]]:
     return pack[:cut], pack[cut:]
 
 
-def packs_of(ranks: Sequence[Sequence[Group]], baseline: Baseline, layout: Layout) -> list[int]:
-    """Packs of every data-parallel rank from its groups; see `num_packs`. All 1 without packing."""
+def packs_of(
+    ranks: Sequence[Sequence[Group]], baseline: Baseline, layout: Layout, multiple: int
+) -> list[int]:
+    """Packs of every data-parallel rank from its groups, whose rollouts are padded to a multiple;
+    see `num_packs`. All 1 without packing."""
     if not baseline.packed:
         return [1] * len(ranks)
-    multiple = layout.alignment
     lengths = [
         [-(-(len(r) - 1) // multiple) * multiple for group in rank for r in group.rollouts]
         for rank in ranks

@@ -89,7 +89,7 @@ class ModelOptions:
         def make() -> list[Any]:
             # Megatron's own layers: their fp32 products are fp32 and not TF32.
             local = replace(self, layer_spec="local", load_hf=None)
-            exact = local.build(spec, layout, "float32")
+            exact = local.build(replace(spec, fp8=None), layout, "float32")
             for chunk in exact:
                 by_definition(chunk)
             with torch.no_grad():

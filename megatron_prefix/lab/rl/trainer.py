@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.config import alignment
 from megatron_prefix.lab.models.optimizer import build_optimizer
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.plans.dealing import deal
@@ -165,7 +166,7 @@ class Trainer:
             stock=stock, seed=self._seed + self.num_steps,
         )  # fmt: skip
         mine = parallel_state.get_data_parallel_rank()
-        least = packs_of(ranks, settings.baseline, layout)[mine]
+        least = packs_of(ranks, settings.baseline, layout, self._multiple)[mine]
         own = self._routed(number, ranks[mine], least)
         items = self._with_all_logprobs(self._packed(own, least))
         if settings.loss_mean == "token":
@@ -183,11 +184,16 @@ class Trainer:
             self.routes.append(recorded(self.chunks, items, self.spec))
         return routes.with_routes(groups, self.routes[number], routes.shape_of(self.spec))
 
+    @property
+    def _multiple(self) -> int:
+        """Of the positions of a microbatch."""
+        return alignment(self.spec, self.world.layout)
+
     def _packed(self, groups: Sequence[Group], least: int) -> list[Microbatch]:
         """Microbatches with advantages, at least so many packs."""
         layout, rank = self.world.layout, parallel_state.get_context_parallel_rank()
         whole = [
-            batches.microbatch(rollout, rollout.advantage or 0.0, multiple=layout.alignment)
+            batches.microbatch(rollout, rollout.advantage or 0.0, multiple=self._multiple)
             for group in groups
             for rollout in group.rollouts
         ]

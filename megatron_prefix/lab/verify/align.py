@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.models.config import alignment
 from megatron_prefix.lab.models.local import LocalAttention
 from megatron_prefix.lab.models.optimizer import build_optimizer
 from megatron_prefix.lab.models.presets import ModelSpec
@@ -32,6 +33,7 @@ from megatron_prefix.lab.rl import batches, loss, packing, passes, snapshot
 from megatron_prefix.lab.rl.baseline import Baseline, packs_of
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.lab.verify.observed import take_auxiliary
+from megatron_prefix.layers import precision
 from megatron_prefix.megatron.install import install
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.run.calls import Callbacks
@@ -103,18 +105,22 @@ def over_ranks(mine: Alignment) -> Alignment:
     )
 
 
-def microbatches(groups: Sequence[Group], seed: int, multiple: int = 1) -> list[Microbatch]:
+def microbatches(
+    groups: Sequence[Group], seed: int, multiple: int = 1, *, zero_sum: bool = False
+) -> list[Microbatch]:
     """One microbatch per rollout, with advantages that differ by rollout.
 
     Advantages are drawn by seed: rewards may be equal throughout a group, and comparing zero
-    gradients would prove nothing.
+    gradients would prove nothing. With `zero_sum` those of a group of several sum to zero.
     """
-    draw = np.random.default_rng(seed)
-    return [
-        batches.microbatch(rollout, float(draw.standard_normal()), multiple=multiple)
-        for group in groups
-        for rollout in group.rollouts
-    ]
+    draw, items = np.random.default_rng(seed), []
+    for group in groups:
+        advantages = draw.standard_normal(len(group.rollouts))
+        if zero_sum and len(advantages) > 1:
+            advantages = advantages - advantages.mean()
+        pairs = zip(group.rollouts, advantages.tolist(), strict=True)
+        items += [batches.microbatch(one, value, multiple=multiple) for one, value in pairs]
+    return items
 
 
 def on_this_cp_rank(items: Sequence[Microbatch]) -> list[Microbatch]:
@@ -196,7 +202,7 @@ def align(
         chunks: this rank's model chunks, wrapped in DDP.
         groups: this rank's rollouts.
         prefix_config: of the prefix schedule.
-        seed: of advantages and old log-probs.
+        seed: of advantages and old log-probs; in FP8 advantages of a group sum to zero.
         multiple: positions of a rollout are padded to it (tp under sequence parallelism, times 2*cp
             with context parallelism).
         reference: builds fp32 chunks with the same weights; needed for 16 bit, in which errors are
@@ -279,7 +285,9 @@ def of_this_rank(
     """
     stock = not baseline.packed  # packs can be made equally many of any placement
     ranks = deal(groups, spec, layout, config, baseline.deal, stock=stock, seed=seed)
-    return ranks[data_rank()], packs_of(ranks, baseline, layout)[data_rank()]
+    return ranks[data_rank()], packs_of(ranks, baseline, layout, alignment(spec, layout))[
+        data_rank()
+    ]
 
 
 def made(
@@ -289,11 +297,13 @@ def made(
     least: int,
     seed: int,
     vocab_size: int | None = None,
+    *,
+    zero_sum: bool = False,
 ) -> list[Microbatch]:
     """This rank's microbatches, with advantages of a seed, and with other tokens of a vocabulary
-    if there is one."""
+    if there is one; `zero_sum` as of `microbatches`."""
     drawn = groups if vocab_size is None else _relabelled(groups, vocab_size, seed)
-    items = on_this_cp_rank(microbatches(drawn, seed, multiple))
+    items = on_this_cp_rank(microbatches(drawn, seed, multiple, zero_sum=zero_sum))
     size = parallel_state.get_context_parallel_world_size()
     return packing.microbatches(items, baseline, cp_size=size, least=least)
 
@@ -303,8 +313,10 @@ def _draw(
 ) -> Drawn:
     """Items, and what stock and prefix schedule make of them; draws after the first have other
     tokens, and neither an AdamW step nor a pass of the prefix schedule without gradients."""
-    stock, first = stock_schedule(), seed + 2 * draw
-    items = make(first, unwrap(chunks[0]).vocab_size if draw else None)
+    stock, first, model = stock_schedule(), seed + 2 * draw, unwrap(chunks[0])
+    # In FP8 the limit of errors is that of groups whose advantages sum to zero, as trainers' do.
+    zero_sum = precision.is_fp8(model.config)
+    items = make(first, model.vocab_size if draw else None, zero_sum=zero_sum)
     values = passes.logprobs(stock, chunks, items) or []
     ours_values = values if draw else passes.logprobs(ours, chunks, items) or []
     items = with_old_logprobs(items, values, first + 1)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.enums import Fp8Recipe
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -35,7 +36,10 @@ from tests.harness.steps import Contract
 VALUES: dict[str, Any] = {
     "hidden_dropout": 0.1,
     "attention_dropout": 0.1,
-    "fp8": "hybrid",
+    "fp8_dot_product_attention": True,
+    "fp8_multi_head_attention": True,
+    "moe_router_padding_for_quantization": True,
+    "fp8_output_proj": True,
     "fp4": "e2m1",
     "quant_recipe": "a recipe",
     "mtp_num_layers": 2,
@@ -69,8 +73,15 @@ BALANCING = {
     "moe_router_load_balancing_type global_aux_loss": ["aux_loss", "global_aux_loss"],
     "moe_router_load_balancing_type of another name": "something_new",
 }
+SCALES = {
+    "fp8_recipe delayed": "delayed",
+    "fp8_recipe tensorwise": "tensorwise",
+    "fp8_recipe of another name": "custom",
+}
+"""Refused if `fp8` is on."""
 NAMES = [one.name for one in OPTIONS]
 LATER = {
+    "fp8_output_proj",
     "mtp_isolated_loss",
     "moe_expert_rank_capacity_factor",
     "moe_router_force_biased",
@@ -87,6 +98,8 @@ def model() -> Iterator[Any]:
 
 def option(name: str) -> tuple[str, Any, bool]:
     """What to set on the config for a line of the table, and whether it needs experts."""
+    if name in SCALES:
+        return "fp8_recipe", SCALES[name], False
     if name in BALANCING:
         return "moe_router_load_balancing_type", BALANCING[name], True
     attribute = name.partition(" ")[0]
@@ -102,6 +115,8 @@ def test_refused_at_install_with_its_name_and_a_mend(
     before = [vars(module).copy() for module in unwrap(model).modules()]
     if experts:
         monkeypatch.setattr(config, "num_moe_experts", 4)
+    if attribute == "fp8_recipe":
+        monkeypatch.setattr(config, "fp8", "e4m3")
     monkeypatch.setattr(config, attribute, value, raising=False)
     fix = next(one.fix for one in OPTIONS if one.name == name)
     with pytest.raises(UserError) as refused:
@@ -132,8 +147,44 @@ def test_options_of_experts_do_no_harm_without_experts(name: str) -> None:
 def test_all_refusals_are_found() -> None:
     config = SimpleNamespace(hidden_dropout=0.1, fp8="e4m3", window_size=None)
     found = features.refusals(config)
-    assert [one.refusal for one in found] == [table.HIDDEN_DROPOUT, table.FP8]
-    assert found[1].text == "fp8: train in bf16: scaling factors depend on what shares a tensor"
+    assert [one.refusal for one in found] == [table.HIDDEN_DROPOUT, table.FP8_DELAYED]
+    assert found[1].text == (
+        "fp8_recipe delayed: use blockwise or mxfp8: scaling factors depend on what shares a tensor"
+    )
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", Fp8Recipe.blockwise, Fp8Recipe.mxfp8])
+def test_scales_of_blocks_are_taken(recipe: str) -> None:
+    assert features.refusals(SimpleNamespace(fp8="hybrid", fp8_recipe=recipe)) == []
+    assert features.refusals(SimpleNamespace(fp8=None, fp8_recipe="delayed")) == []
+
+
+def test_the_host_takes_no_quantised_weights(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert features.offload_refusal(model) is None
+    monkeypatch.setattr(unwrap(model).config, "fp8", "e4m3")
+    found = features.offload_refusal(model)
+    assert found is not None and found.refusal is table.OFFLOAD_FP8
+
+
+def test_weights_are_quantised_once_a_step(model: Any) -> None:
+    """As transformer-engine's modules, which quantise a weight unless they have it kept."""
+    model = small_model()
+    kept = {"weight": "of an earlier step"}
+    linear = unwrap(model).decoder.layers[0].mlp.linear_fc1
+    linear._fp8_workspaces, linear.is_first_microbatch = kept, True
+    quantised: list[str] = []
+
+    def quantise(*_: Any) -> None:
+        assert not linear.is_first_microbatch
+        quantised.extend({"weight"} - {*kept})
+        kept["weight"] = "of this one"
+
+    linear.register_forward_pre_hook(quantise)
+    schedule = PrefixSchedule(PrefixConfig(mode="on", min_gain=0))
+    for number in (1, 2):
+        linear.is_first_microbatch = True
+        steps.call(schedule, Contract().step, model, steps.group(0, 2))
+        assert quantised == ["weight"] * number and kept["weight"] == "of this one"
 
 
 @pytest.mark.parametrize("share", ["on", "auto"])
@@ -156,7 +207,7 @@ def test_options_are_looked_at_in_every_step(model: Any, monkeypatch: pytest.Mon
     schedule = PrefixSchedule(PrefixConfig(mode="on"))
     steps.call(schedule, Contract().step, model, steps.group(0, 2))
     monkeypatch.setattr(unwrap(model).config, "fp8", "hybrid")
-    with pytest.raises(UserError, match="with fp8: train in bf16"):
+    with pytest.raises(UserError, match="with fp8_recipe delayed: use blockwise"):
         steps.call(schedule, Contract().step, model, steps.group(0, 2))
 
 

@@ -115,7 +115,7 @@ def test_every_refused_feature_is_listed_with_what_to_do(report):
     assert listed.keys() == {one.name for one in TABLE if one.where in doctor.MODEL}
     assert len(listed) > 40
     assert listed["hidden_dropout"].startswith("set it to 0")
-    assert listed["fp8"].startswith("train in bf16")
+    assert listed["fp8_recipe delayed"].startswith("use blockwise")
     assert listed["overlap_moe_expert_parallel_comm"].startswith("turn it off")
     assert listed["layer …'s router …"] == "use Megatron's TopKRouter"
 

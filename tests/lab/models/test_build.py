@@ -10,7 +10,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models import weights
 from megatron_prefix.lab.models.build import build_model, build_optimizer, unwrap
-from megatron_prefix.lab.models.config import transformer_config
+from megatron_prefix.lab.models.config import alignment, transformer_config
 from megatron_prefix.lab.models.presets import PRESETS, ModelSpec, resolve
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.runtime import Layout
@@ -389,3 +389,16 @@ def optimizer_for(model_options, optimizer_options):
 def test_optimizers_that_cannot_be_are_refused(model_options, optimizer_options, message):
     with pytest.raises(UserError, match=message):
         run_ranks(1, optimizer_for, model_options, optimizer_options)
+
+
+def test_fp8_needs_scales_of_blocks_and_a_gpu() -> None:
+    with pytest.raises(UserError, match="fp8_recipe 'delayed' is not supported; use one of block"):
+        resolve("tiny-llama", fp8="e4m3")
+    with pytest.raises(UserError, match="fp8 'e5m2' is not supported"):
+        resolve("tiny-llama", fp8="e5m2", fp8_recipe="blockwise")
+    spec = resolve("tiny-llama", fp8="hybrid", fp8_recipe="mxfp8").with_vocab(64)
+    with pytest.raises(UserError, match="fp8 hybrid needs transformer-engine, a GPU and bfloat16"):
+        build_model(spec, dtype="bfloat16")
+    assert alignment(spec, Layout(tp=2, sequence_parallel=True)) == 64
+    assert alignment(spec, Layout(cp=2)) == 64
+    assert alignment(resolve("tiny-llama"), Layout(cp=2)) == 4

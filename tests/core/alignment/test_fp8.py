@@ -1,0 +1,166 @@
+"""FP8 with scales of blocks: rows are the stock schedule's, gradients as near the exact ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab.cli.matrix import align_row
+from megatron_prefix.lab.data.generate import generate
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.numerics import policy
+from megatron_prefix.lab.numerics.compare import Trace, Verdict
+from megatron_prefix.lab.numerics.pooled import Errors
+from megatron_prefix.lab.rl import batches, packing
+from megatron_prefix.lab.rl.baseline import Baseline
+from megatron_prefix.lab.verify import align
+from megatron_prefix.lab.verify.matrix import Row
+from megatron_prefix.layers import precision
+from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.harness import fp8
+from tests.harness.one_rank import change_rank, one_rank, small_model
+
+ROWS = """
+dense/TP2+SP/tree/none
+dense/PP2xVPP2/packed/full
+dense/CP2/tree/none
+dense/DP2/chunked/none
+moe/EP2/packed/none
+mla/TP2+SP/packed/none
+window/PP2xVPP2/chunked/full
+""".split()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_whole_segments_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp64, padded as for FP8."""
+
+    def rows(config: Any, sequence_ranks: int) -> int:
+        return 16 * sequence_ranks
+
+    def whole(config: Any, sequence_ranks: int, cp_size: int) -> int:
+        return 16 * sequence_ranks * cp_size
+
+    monkeypatch.setattr(precision, "rows", rows)
+    monkeypatch.setattr(precision, "whole", whole)
+    verdict = align_row(Row(*name.split("/")), timeout_s=120)
+    assert verdict.passed, verdict.failures
+    assert verdict.grad_max_rel_diff <= verdict.tolerance < 1e-12
+    assert verdict.executed_tokens < verdict.raw_tokens
+
+
+Advantages = Callable[[np.random.Generator, int], np.ndarray]
+
+
+def _zero_sum(draw: np.random.Generator, num: int) -> np.ndarray:
+    values = draw.standard_normal(num)
+    return values - values.mean()
+
+
+def _any(draw: np.random.Generator, num: int) -> np.ndarray:
+    return draw.standard_normal(num)
+
+
+def _of_one_sign(draw: np.random.Generator, num: int) -> np.ndarray:
+    return 1 + 0.1 * draw.standard_normal(num)
+
+
+def _items(advantages: Advantages, seed: int) -> list[Any]:
+    draw = np.random.default_rng(seed)
+    items = []
+    for group in generate(2, 140, 23, 7, vocab_size=64, seed=seed):
+        values = advantages(draw, len(group.rollouts)).tolist()
+        pairs = zip(group.rollouts, values, strict=True)
+        items += [batches.microbatch(one, value, multiple=fp8.LEAST) for one, value in pairs]
+    return packing.microbatches(items, Baseline("packed", pack_tokens=1000))
+
+
+class Ran:
+    """Steps of both schedules in FP8, each with its own tokens and advantages.
+
+    Attributes:
+        verdict: errors against products that are not rounded, as the lab judges them.
+        ratios: the same of a layer's weights, against gradients that are not rounded, of the same
+            rows: those of a backward alone, pooled over steps.
+        traces: of the last step: stock, ours, without FP8.
+    """
+
+    def __init__(self, advantages: Advantages, limit: float, draws: int = 8) -> None:
+        self._model = small_model(spec={"hidden_size": 128, "ffn_hidden_size": 256})
+        self.ours = PrefixSchedule(PrefixConfig(mode="on", min_gain=0, kernel="math"))
+        errors, squares = Errors(limit), dict[str, list[np.ndarray]]()
+        for seed in range(draws):
+            items = _items(advantages, seed)
+            with fp8.emulated(unwrap(self._model)):
+                stock, ours = (self._step(one, items) for one in (stock_schedule(), self.ours))
+            with fp8.emulated(unwrap(self._model), backward=False):
+                truth = self._step(stock_schedule(), items).gradients
+            self.traces = stock, ours, self._step(stock_schedule(), items)
+            errors.add(*self.traces)
+            for name, gradient in truth.items():
+                if "decoder" in name and "linear" in name:
+                    off = (float((one.gradients[name] - gradient).norm()) for one in (stock, ours))
+                    squares.setdefault(name, []).append(np.array([*off]) ** 2)
+        self.verdict = errors.judged(Verdict(0.0, 0.0, 0.0, 0.0, passed=None))
+        sums = [np.sqrt(sum(each)) for each in squares.values()]
+        self.ratios = [ours / stock for stock, ours in sums]
+
+    def _step(self, schedule: Any, items: Sequence[Any]) -> Trace:
+        return align.run_step(schedule, [self._model], items, optimize=False)
+
+
+def _between(one: Trace, other: Trace) -> float:
+    return float((one.logprobs - other.logprobs).abs().max())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("advantages", "limit"),
+    [
+        (_zero_sum, policy.ERROR_RATIO),
+        (_any, policy.FP8_RATIO),
+        (_of_one_sign, policy.FP8_RATIO),
+    ],
+)
+def test_errors_are_within_the_policy(
+    advantages: Advantages, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with one_rank():
+        change_rank(monkeypatch, whole=fp8.LEAST, rows=fp8.LEAST)
+        ran = Ran(advantages, limit)
+    stock, ours, exact = ran.traces
+    assert _between(stock, ours) < 1e-12 and _between(stock, exact) > 1e-3  # rows are the same
+    assert ran.verdict.failures == () and ran.verdict.tolerance == limit
+    assert max(ran.ratios) <= limit
+    report = ran.ours.report
+    assert report is not None
+    assert report.forest.executed_tokens < 0.6 * report.forest.raw_tokens
+    assert all(not one.padded_length % fp8.LEAST for one in report.forest.segments)
+
+
+def test_rows_that_are_not_whole_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformer-engine asserts them: of segments, and of what their last layer reads."""
+    for field in ("whole", "rows"):
+        with one_rank(), monkeypatch.context() as inside:
+            change_rank(inside, **{"whole": fp8.LEAST, "rows": fp8.LEAST, field: 1})
+            model = small_model()
+            ours = PrefixSchedule(PrefixConfig(mode="on", min_gain=0, kernel="math"))
+            with fp8.emulated(unwrap(model)), pytest.raises(ValueError, match="rows, bias None"):
+                align.run_step(ours, [model], _items(_any, 0), optimize=False)
+
+
+def test_blocks_are_rounded_apart() -> None:
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(40, 256, generator=draw, dtype=torch.float64)
+    x[20] *= 1 << 12  # scales are powers of two, which change only what they make too small
+    whole = fp8.rounded(x, 1, fp8.BLOCK)
+    assert 1e-3 < float((whole - x)[:20].abs().max()) < 0.5
+    assert torch.equal(whole[7:9], fp8.rounded(x[7:9], 1, fp8.BLOCK))
+    assert not torch.equal(fp8.rounded(x, 128, 1)[:8], fp8.rounded(x[:8], 128, 1))
+    assert math.isclose(policy.FP8_RATIO**2, 2)

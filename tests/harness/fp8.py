@@ -1,0 +1,75 @@
+"""Linear layers in FP8 with scales of blocks, emulated on the CPU.
+
+What transformer-engine's `Float8BlockScaling` rounds is rounded in the same blocks (1 x 128 of a
+row of activations and of gradients, 128 x 1 of their columns for gradients of weights, 128 x 128 of
+weights; scales are powers of two); products and sums are exact for fp64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core.tensor_parallel import layers
+from torch import Tensor
+
+BLOCK, LARGEST, LEAST = 128, 448.0, 16
+
+
+def rounded(x: Tensor, rows: int, columns: int) -> Tensor:
+    """A matrix as e4m3 with one scale for each block of so many rows and columns."""
+    height, width = x.shape
+    padded = torch.nn.functional.pad(x, (0, -width % columns, 0, -height % rows))
+    blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    largest = blocks.abs().amax((1, 3), keepdim=True).clamp_min(1e-30)
+    scale = torch.exp2(torch.floor(torch.log2(LARGEST / largest)))
+    nearest = (blocks * scale).float().to(torch.float8_e4m3fn).to(x.dtype) / scale
+    return nearest.flatten(2).flatten(0, 1)[:height, :width]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, backward: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.backward = backward
+        product = rounded(x.flatten(0, -2), 1, BLOCK) @ rounded(weight, BLOCK, BLOCK).t()
+        return product.unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        gradient = gradients[0].flatten(0, -2)
+        if not ctx.backward:
+            back = gradient @ rounded(weight, BLOCK, BLOCK)
+            return back.view_as(x), gradient.t() @ x.flatten(0, -2), None
+        back = rounded(gradient, 1, BLOCK) @ rounded(weight, BLOCK, BLOCK)
+        columns = rounded(gradient, BLOCK, 1), rounded(x.flatten(0, -2), BLOCK, 1)
+        return back.view_as(x), columns[0].t() @ columns[1], None
+
+
+@contextlib.contextmanager
+def emulated(model: Any, *, backward: bool = True) -> Iterator[list[int]]:
+    """Linear layers of a language model's decoder are in FP8 meanwhile, in a world of one rank.
+    Without `backward` gradients are not rounded: those of the forward that is there.
+
+    Yields the numbers of rows that they have got. Raises where transformer-engine would.
+    """
+    inside = {id(parameter) for parameter in model.decoder.parameters()}
+    stock = layers.linear_with_grad_accumulation_and_async_allreduce
+    got: list[int] = []
+
+    def linear(input: Tensor, weight: Tensor, bias: Any, *rest: Any, **more: Any) -> Tensor:
+        if id(weight) not in inside:
+            return stock(input, weight, bias, *rest, **more)
+        got.append(input.shape[:-1].numel())
+        if got[-1] % LEAST or bias is not None:
+            raise ValueError(f"{got[-1]} rows, bias {bias}")
+        return _Linear.apply(input, weight, backward)
+
+    linear.warned = True  # type: ignore[attr-defined]
+    name = "linear_with_grad_accumulation_and_async_allreduce"
+    with mock.patch.object(layers, name, linear):
+        yield got
