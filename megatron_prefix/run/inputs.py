@@ -57,7 +57,7 @@ class SegmentInputs:
         size: int = 1,
         multiple: int = 1,
     ) -> None:
-        self.place, self._sequence_ranks = (rank, size), sequence_ranks
+        self.place, self._multiple = (rank, size), multiple
         self._offsets = np.cumsum([0, *(segment.padded_length for segment in forest.segments)])
         table = np.zeros((4, self._offsets[-1]), np.int64)
         spans = [span for segment in forest.segments for span in segment.spans]
@@ -116,7 +116,7 @@ class SegmentInputs:
             labels = labels.index_select(1, rows.there)
         moves, num = scored and heads.moves_labels(others), labels.shape[1]
         if moves:
-            labels = heads.before_moving(labels, self._sequence_ranks)
+            labels = heads.before_moving(labels, self._multiple)
         arguments = {"input_ids": tokens, "position_ids": positions, "attention_mask": None}
         arguments["labels"] = labels if has_labels else None
         found = forward(**arguments | dict(others))
@@ -131,7 +131,7 @@ class SegmentInputs:
             return there
         if there is None:
             there = torch.arange(num, device=self._table.device)
-        return torch.cat([there, there[-1:].expand(self._sequence_ranks)])
+        return torch.cat([there, there[-1:].expand(self._multiple)])
 
     def _read_rows(
         self, flags: np.ndarray, device: torch.device, multiple: int
