@@ -272,7 +272,7 @@ class PrefixSchedule:
             not_built if later else build, rank.device,
             lambda samples: not rank.may_cross and planning.shares_nothing(samples, rank),
         )  # fmt: skip
-        problem = step if isinstance(step, BaseException) else _problem(step, rank)
+        problem = step if isinstance(step, BaseException) else _problem(step, rank, capture)
         if (reason := agree(problem, ranks, rank.device)) is not None:
             self._refused(reason)
             return None
@@ -365,10 +365,10 @@ class PrefixSchedule:
             logger.warning("stock schedule for this step: %s", report.decision.reason)
 
 
-def _problem(step: Step, rank: Rank) -> UserError | None:
+def _problem(step: Step, rank: Rank, capture: Capture) -> UserError | None:
     """What is in the way of a step that was read."""
     try:
-        routers.check(step, rank)
+        routers.check(step, rank, capture)
         ahead.check(step, rank)
     except UserError as error:
         return error
