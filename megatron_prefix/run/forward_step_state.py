@@ -148,6 +148,7 @@ def replayed_routes(routers: Sequence[Any]) -> Swap:
     replays = [getattr(router, "router_replay", None) for router in routers]
     replays = [replay for replay in replays if replay is not None]
     before: list[dict[str, tuple[list[Any], int]]] = []
+    goes_on = [False]
 
     def taken(replay: Any, known: dict[str, tuple[list[Any], int]]) -> dict[str, Any]:
         kept = dict(vars(replay))
@@ -160,9 +161,12 @@ def replayed_routes(routers: Sequence[Any]) -> Swap:
 
     def swap(wanted: list[dict[str, Any]] | None, entering: bool) -> list[dict[str, Any]] | None:
         if not entering:
+            if goes_on[0]:  # to its end, and what it has added stays
+                return None
             return [taken(replay, known) for replay, known in zip(replays, before, strict=True)]
         found = [lists_of(replay) for replay in replays]
         before[:] = [{name: (one, len(one)) for name, one in own.items()} for own in found]
+        goes_on[0] = wanted is not None
         for replay, own, kept in zip(replays, found, wanted or (), strict=False):
             vars(replay).update({n: value for n, value in kept.items() if n not in own})
             for name, entries in own.items():

@@ -117,6 +117,8 @@ class SuspendedStep:
         """
         self._result = self._switch(self._greenlet.switch)
         if self._greenlet.dead:
+            self._swap(entering=True)  # as for a step that goes on to its end
+            self._swap(entering=False)
             raise self._problem or refused(NO_CALL)
 
     def pause(self, call: Any, stock: Callable[[], Any]) -> Any:

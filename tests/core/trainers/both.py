@@ -151,8 +151,10 @@ class Both:
 
 def config_of(layout: str) -> PrefixConfig:
     """The configuration for a layout's name: mode "auto" where that is in it; "across": what is
-    common to data-parallel ranks runs once."""
+    common to data-parallel ranks runs once; "fallback": no step is shared."""
     config = AUTO if "auto" in layout else CONFIG
+    if "fallback" in layout:
+        config = dataclasses.replace(config, min_speedup=1e9)
     return dataclasses.replace(config, across_ranks="on" if "across" in layout else "off")
 
 
