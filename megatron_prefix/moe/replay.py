@@ -1,10 +1,11 @@
 """Routers that follow given routes: a segment's tokens go to the experts of their rollouts.
 
 Trainers give a router the experts of one microbatch at a time, in the order of forwards and, for
-activation recomputation, again in the order of backwards (moe/told.py has where). Segments run in
-another order. So the routes of a segment are set around every forward of its router, also inside a
-backward, and the trainer's settings are restored afterwards. As with the stock schedule, the trainer
-turns replay on by the action that it sets, before it calls the schedule or in its forward steps.
+activation recomputation, again in the order of backwards (moe/told.py). Segments run in another
+order. So the routes of a segment are set around every forward of its router, also inside a
+backward, and the trainer's settings are restored afterwards. As with the stock schedule, the
+trainer turns replay on by the action that it sets, before it calls the schedule or in its forward
+steps.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from megatron_prefix.tree import Forest, Pairs, cp_layout
 from megatron_prefix.tree.forest import MOST_EXPERTS
 
 MARKS = 2
-"""Numbers below zero that a trainer has in the place of an expert's: what its routers make of them is
-theirs. They are counted from MOST_EXPERTS down, as numbers of experts begin at zero."""
+"""Numbers below zero that a trainer has in the place of experts; what they mean is its routers' own
+business. They are counted from MOST_EXPERTS down, as numbers of experts begin at zero."""
 
 
 def marked(routes: Tensor) -> Tensor:

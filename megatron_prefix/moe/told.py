@@ -1,4 +1,4 @@
-"""What trainers have their routers replay with: what a router is told, and how it is told otherwise.
+"""What trainers have their routers replay with: what a router is told, and how to tell it.
 
 Megatron's RouterReplay (megatron/core/transformer/moe/router_replay.py; verl brings its own) holds
 the experts of the microbatch that runs next. NeMo-RL, SkyRL and ms-swift set them in every forward

@@ -163,7 +163,7 @@ OVERWRITTEN = Refusal("… of microbatch … is overwritten by a later forward s
 
 DRAWN_AGAIN = Refusal("the data iterator yields one … again, with other values", "step", NOT_YET, "yield a new one for every microbatch: all forward steps run before the first loss")
 RANDOM_IN_BOTH = Refusal("random numbers (…) are drawn both before the model call and after it", "step", WRONG, "draw in one of the two, or from a generator of its own: all forward steps run before the first loss")
-DATA_EXCHANGE = Refusal("forward steps or losses exchange with other data-parallel ranks", "step", WRONG, "communicate before the schedule or after it: each rank has its own order of losses")
+DATA_EXCHANGE = Refusal("forward steps or losses exchange with other data-parallel ranks", "step", WRONG, "communicate in losses only, in mode auto and without expert parallelism, or before the schedule or after it: each rank has its own order of segments")
 LOSS_LEAVES = Refusal("a loss sets …, which the next forward step reads before its model call", "step", WRONG, "set it before the schedule or after it: all forward steps run before the first loss")
 LOSS_READS = Refusal("the loss reads what the model has computed inside, not only its output", "step", NOT_YET, "leave out hooks that keep activations for the loss, or use the stock schedule: they would see segments")
 

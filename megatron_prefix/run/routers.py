@@ -8,8 +8,8 @@ from megatron_prefix.errors import refused
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.moe.ledger import RouterLedger
 from megatron_prefix.moe.replay import Replay, SegmentRoutes
-from megatron_prefix.moe.told import RECORD, replays_of
 from megatron_prefix.moe.tokens import LogicalTokens
+from megatron_prefix.moe.told import RECORD, replays_of
 from megatron_prefix.refusals.table import AHEAD_ROUTES, RECORDS_ROUTES, UNKNOWN_ROUTES
 from megatron_prefix.run.executor import Stage
 from megatron_prefix.run.losses import LossContract, set_auxiliary_scales

@@ -1,9 +1,9 @@
 """Routes of rollouts as an inference engine with prefix caching records them, and what they leave.
 
-The engine computes whole blocks of a prompt once for all of its rollouts, and hands out what it has
-recorded then. What is behind the last whole block is computed again for every rollout, next to
-others, where a nearly undecided token may go elsewhere. For a rollout's last token it has no routes:
-nobody has asked for what follows.
+The engine computes whole blocks of a prompt once for all of its rollouts, and hands out what it
+has recorded then. What is behind the last whole block is computed again for every rollout, next to
+others, where a nearly undecided token may go elsewhere. For a rollout's last token it has no
+routes: nobody has asked for what follows.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def drawn(
 
 
 def num_alike(tokens: Sequence[Tensor], routes: Sequence[Any]) -> int:
-    """Positions that rollouts need not compute, as one before them has them: with the same tokens up
-    to the one after it, and the same routes so far.
+    """Positions that rollouts need not compute, as one before them has them: with the same tokens
+    up to the one after it, and the same routes so far.
 
     Args:
         tokens: of every rollout.
