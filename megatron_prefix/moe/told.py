@@ -3,7 +3,7 @@
 Megatron's RouterReplay (megatron/core/transformer/moe/router_replay.py; verl brings its own) holds
 the experts of the microbatch that runs next. NeMo-RL, SkyRL and ms-swift set them in every forward
 step, before the model call. slime and miles have a queue inside Megatron's top-k instead
-(slime/utils/routing_replay.py, miles/utils/replay_base.py): one entry a microbatch, in their order,
+(slime.utils.routing_replay, miles.utils.replay_base): one entry a microbatch, in their order,
 and a stage for all queues that says whether forwards record or replay.
 
 Either way a router has, at the model call, the routes of exactly those tokens that it is about to
