@@ -1,7 +1,7 @@
 """Routers that take their routes from a queue inside Megatron's top-k, as in slime and in miles.
 
-The queues are stand-ins of theirs: an entry a microbatch, in their order, and a stage for all queues
-that is slime's variable of the environment or miles' attribute of an object.
+The queues are stand-ins of theirs: an entry a microbatch, in their order, and a stage for all
+queues that is slime's variable of the environment or miles' attribute of an object.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe import router as megatron_router
 from torch import Tensor
