@@ -64,10 +64,11 @@ class Experts(Kind):
         """See Kind."""
         from megatron.core.transformer.moe.router import TopKRouter
 
+        from megatron_prefix.moe.told import is_known
+
         if not isinstance(module.router, TopKRouter):
             yield OTHER_ROUTER.given(number, type(module.router).__name__)
-        # The routing replay of slime and of miles, inside Megatron's top-k.
-        if hasattr(module.router, "routing_replay"):
+        if not is_known(module.router):
             yield ROUTES_IN_ORDER.given(number)
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:

@@ -34,6 +34,8 @@ def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[.
     routing, apply_z_loss = router.routing, router.apply_z_loss
     is_enabled, apply_bias = router.is_aux_loss_enabled, router._apply_expert_bias
 
+    counted = [False]
+
     def running() -> tuple[RouterLedger, int] | None:
         context = hooks.current
         if context is None or context.ledger is None:
@@ -41,12 +43,17 @@ def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[.
         return context.ledger, context.index
 
     def routing_of_segment(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        found = running()
+        found, counted[0] = running(), False
+        before = router.local_tokens_per_expert
+        before = before.clone() if found is not None and router.enable_expert_bias else None
         with contextlib.ExitStack() as stack:
             if hooks.current is not None and hooks.replay is not None:
                 num_tokens = logits.shape[:-1].numel()
                 stack.enter_context(hooks.replay.around(router, hooks.current.index, num_tokens))
             probs, routing_map = routing(logits, *args, **kwargs)
+        if before is not None and not counted[0]:  # verl's own `routing` counts by itself
+            router.local_tokens_per_expert.copy_(before)
+            bias_of_segment(routing_map)
         if found is not None and router.training:
             flat = logits.flatten(0, -2)
             probs = _accounted(router, flat, probs, is_enabled(), layer, *found)
@@ -59,7 +66,7 @@ def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[.
         return running() is None and is_enabled()
 
     def bias_of_segment(routing_map: Tensor, *args: Any, **kwargs: Any) -> None:
-        found = running()
+        found, counted[0] = running(), True
         if found is None:
             apply_bias(routing_map, *args, **kwargs)
         elif router.enable_expert_bias:

@@ -1,17 +1,17 @@
 """Routers that follow given routes: a segment's tokens go to the experts of their rollouts.
 
-Megatron's RouterReplay gives a router the experts of one microbatch at a time, in the order of
-forwards and, for activation recomputation, again in the order of backwards
-(megatron/core/transformer/moe/router_replay.py). Segments run in another order. So the routes of a
-segment are set around every forward of its router, also inside a backward, and the trainer's
-settings are restored afterwards. As with the stock schedule, the trainer turns replay on by the
-action that it sets, before it calls the schedule or in its forward steps.
+Trainers give a router the experts of one microbatch at a time, in the order of forwards and, for
+activation recomputation, again in the order of backwards (moe/told.py). Segments run in another
+order. So the routes of a segment are set around every forward of its router, also inside a
+backward, and the trainer's settings are restored afterwards. As with the stock schedule, the
+trainer turns replay on by the action that it sets, before it calls the schedule or in its forward
+steps.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_prefix.errors import UserError, refused
-from megatron_prefix.refusals.table import RECORDS_ROUTES, UNKNOWN_ROUTES
+from megatron_prefix.errors import UserError
+from megatron_prefix.moe.told import Told, replays_of
 from megatron_prefix.tree import Forest, Pairs, cp_layout
+from megatron_prefix.tree.forest import MOST_EXPERTS
+
+MARKS = 2
+"""Numbers below zero that a trainer has in the place of experts; what they mean is its routers' own
+business. They are counted from MOST_EXPERTS down, as numbers of experts begin at zero."""
+
+
+def marked(routes: Tensor) -> Tensor:
+    """Routes as a trainer has them, with its numbers below zero moved above all experts; int16."""
+    return torch.where(routes < 0, routes + MOST_EXPERTS, routes).to(torch.int16)
 
 
 class SegmentRoutes:
@@ -69,7 +79,8 @@ class SegmentRoutes:
         routes = self._routes[self._offsets[index] : self._offsets[index + 1]]
         parts = len(routes) // num_tokens  # above 1 under sequence parallelism
         mine = routes if parts == 1 else routes.chunk(parts)[router.tp_group.rank()]
-        return mine[:, router.layer_number - 1].long()
+        numbers = mine[:, router.layer_number - 1].long()
+        return torch.where(numbers < MOST_EXPERTS - MARKS, numbers, numbers - MOST_EXPERTS)
 
 
 def _fill(
@@ -96,53 +107,18 @@ class Replay:
 
     Args:
         routes: the step's.
-        action: RouterReplay's REPLAY_FORWARD.
-        routers: that follow; others choose for themselves.
+        told: what each router that follows has been told; others choose for themselves.
     """
 
-    def __init__(self, routes: SegmentRoutes, action: Any, routers: Iterable[Any]) -> None:
-        self._routes, self._action, self._routers = routes, action, [*routers]
+    def __init__(self, routes: SegmentRoutes, told: Mapping[Any, Told]) -> None:
+        self._routes, self._told = routes, dict(told)
 
     @contextlib.contextmanager
     def around(self, router: Any, index: int, num_tokens: int) -> Iterator[None]:
         """Surrounds a router's forward on `num_tokens` tokens of a segment."""
-        if router not in self._routers:
+        replay = replays_of(router) if router in self._told else None
+        if replay is None:
             yield
             return
-        replay = router.router_replay
-        saved = dict(vars(replay))
-        replay.replay_backward_list = []
-        replay.set_target_indices(self._routes.of(router, index, num_tokens))
-        replay.set_router_replay_action(self._action)
-        try:
+        with replay.following(self._routes.of(router, index, num_tokens), self._told[router]):
             yield
-        finally:
-            vars(replay).update(saved)
-
-
-def forward_action(routers: Iterable[Any], routed: bool) -> Any:
-    """RouterReplay's REPLAY_FORWARD if these routers follow routes in this pass, else None.
-
-    Args:
-        routers: Megatron's, of one model chunk.
-        routed: whether the microbatches have routes.
-
-    Raises:
-        UserError: they replay and there are no routes, or they record routes.
-    """
-    actions = [_action(router) for router in followers(routers)]
-    if any(action.name == "RECORD" for action in actions):
-        raise refused(RECORDS_ROUTES)
-    if actions and not routed:
-        raise refused(UNKNOWN_ROUTES, actions[0].name)
-    # The trainer's own enum: some trainers bring their own RouterReplay.
-    return type(actions[0]).REPLAY_FORWARD if actions else None
-
-
-def followers(routers: Iterable[Any]) -> list[Any]:
-    """Those that have been told to do something with routes."""
-    return [router for router in routers if _action(router) is not None]
-
-
-def _action(router: Any) -> Any:
-    return getattr(getattr(router, "router_replay", None), "router_replay_action", None)

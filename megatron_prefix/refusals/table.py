@@ -122,7 +122,7 @@ OTHER_ROTARY = Refusal("rotary embedding …", "module", NOT_YET, "use Megatron'
 ROTARY_TABLES = Refusal("the model gives its layers rotary_pos_emb …, and its rotary_pos_emb makes one table for all", "module", NOT_YET, "use the stock schedule", ends=True)
 DROPOUT = Refusal("dropout of … in …", "module", WRONG, _DROPS)
 OTHER_ROUTER = Refusal("layer …'s router …", "module", NOT_YET, "use Megatron's TopKRouter")
-ROUTES_IN_ORDER = Refusal("layer …'s router takes its routes from a queue, in the order of microbatches", "module", NOT_YET, "use the stock schedule with slime's and miles' routing replay")
+ROUTES_IN_ORDER = Refusal("layer …'s router takes its routes from a queue that is not known", "module", NOT_YET, "use the stock schedule, or a queue as slime's and miles' routing replay has it")
 OTHER_MIXER = Refusal("layer …'s mixer …", "module", NOT_YET, "use Megatron's own attention, GatedDeltaNet or MambaMixer, or the stock schedule")
 OTHER_SYMBOLS = Refusal("hybrid layers …", "module", NOT_YET, "use M G * - E")
 OWN_POSTPROCESS = Refusal("…'s own _postprocess, with multi-token prediction", "module", NOT_YET, "use that of Megatron's GPTModel (verl's and mbridge's patches replace it), or the stock schedule")
@@ -177,7 +177,7 @@ OVERWRITTEN = Refusal("… of microbatch … is overwritten by a later forward s
 
 DRAWN_AGAIN = Refusal("the data iterator yields one … again, with other values", "step", NOT_YET, "yield a new one for every microbatch: all forward steps run before the first loss")
 RANDOM_IN_BOTH = Refusal("random numbers (…) are drawn both before the model call and after it", "step", WRONG, "draw in one of the two, or from a generator of its own: all forward steps run before the first loss")
-DATA_EXCHANGE = Refusal("forward steps or losses exchange with other data-parallel ranks", "step", WRONG, "communicate before the schedule or after it: each rank has its own order of losses")
+DATA_EXCHANGE = Refusal("forward steps or losses exchange with other data-parallel ranks", "step", WRONG, "communicate in losses only, in mode auto and without expert parallelism, or before the schedule or after it: each rank has its own order of segments")
 LOSS_LEAVES = Refusal("a loss sets …, which the next forward step reads before its model call", "step", WRONG, "set it before the schedule or after it: all forward steps run before the first loss")
 LOSS_READS = Refusal("the loss reads what the model has computed inside, not only its output", "step", NOT_YET, "leave out hooks that keep activations for the loss, or use the stock schedule: they would see segments")
 
@@ -216,7 +216,7 @@ SOME_ROUTES = Refusal("some microbatches have routes and some have none", "route
 NUMBER_OF_ROUTES = Refusal("… routes for … positions", "routes", NOT_YET, "give one each")
 RECORDS_ROUTES = Refusal("RouterReplay records routes, and segments run in another order than microbatches", "routes", NOT_YET, "run this pass with the stock schedule (mode off)")
 AHEAD_ROUTES = Refusal("a router of multi-token prediction that replays", "routes", NOT_YET, "set no action on it, so that it chooses for itself: routes are of the decoder's layers")
-UNKNOWN_ROUTES = Refusal("RouterReplay's action is …, and the step's routes are not known", "routes", NOT_YET, "give get_forward_backward_func the callback `routes`; `set_replay_data` has those of one stage's layers only")
+UNKNOWN_ROUTES = Refusal("RouterReplay's action is …, and the step's routes are not known", "routes", NOT_YET, "set those of each microbatch in its forward step, before the model call, or give get_forward_backward_func the callback `routes`")
 
 # --- ranks ----------------------------------------------------------------------------------------
 

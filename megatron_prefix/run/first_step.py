@@ -117,11 +117,14 @@ class FirstStep:
     Attributes:
         rank, suspended: as given.
         reason: why steps of this kind cannot be shared; None if nothing is in the way.
+        losses_exchange: whether losses, or what follows a model call, exchange with other
+            data-parallel ranks; only where the stock schedule runs, which calls them in order.
     """
 
     def __init__(self, function: Callable[..., Any], rank: Rank, *, suspended: bool) -> None:
         self._function, self.rank, self.suspended = function, rank, suspended
         self.reason: Reason | None = None
+        self.losses_exchange = False
         self._places = [*places(function)]
         self._restored = {id(_dict_of(place)) for place in self._places}
         groups = rank.groups
@@ -255,7 +258,8 @@ class FirstStep:
         if self._modes != [m.training for model in self.rank.models for m in model.modules()]:
             self._note(TRAINING_MODE.given())
         self._random[0].update(_differ(before.random, now.random))
-        self._compare_exchanges(before, now)
+        if before.exchanges != now.exchanges:
+            self._note(DATA_EXCHANGE.given())
         for name, _ in step.before.changed() if step.before else ():
             self._note(OVERWRITTEN.given(name, step.number - 1))
         # Not what a later step may write to once more: with one microbatch nothing is wrong.
@@ -353,7 +357,10 @@ class FirstStep:
             return
         now = self._marks()
         self._random[1].update(_differ(step.resumed.random, now.random))
-        self._compare_exchanges(step.resumed, now)
+        if step.resumed.exchanges != now.exchanges:
+            self.losses_exchange = True
+            if self.suspended:  # perhaps in another order than other ranks'
+                self._note(DATA_EXCHANGE.given())
         if both := sorted(self._random[0] & self._random[1]):
             self._note(RANDOM_IN_BOTH.given(", ".join(both)))
         for old, new in zip(step.resumed.bound, now.bound, strict=True):
@@ -370,10 +377,6 @@ class FirstStep:
             self._note(FP8_INSIDE.given())
         elif fixed() != before:
             self._note(TORCH_MODES.given())
-
-    def _compare_exchanges(self, before: _Marks, now: _Marks) -> None:
-        if before.exchanges != now.exchanges:
-            self._note(DATA_EXCHANGE.given())
 
     def _note(self, reason: Reason) -> None:
         self.reason = self.reason or reason

@@ -29,6 +29,7 @@ from megatron_prefix.run.call_outputs import AnswerForm, CallOutputs
 from megatron_prefix.run.inputs import ReadRows
 from megatron_prefix.run.step import Step
 from megatron_prefix.run.suspend import SuspendedStep
+from megatron_prefix.tree import Forest
 
 
 @dataclass(frozen=True)
@@ -100,16 +101,7 @@ class Losses:
         self._rollouts: list[list[int]] = [[] for _ in steps]
         for rollout, microbatch in enumerate(step.microbatch_of):
             self._rollouts[microbatch].append(rollout)
-        self._ready_after = [
-            max(self._forest.paths[rollout][-1][0] for rollout in rollouts)
-            for rollouts in self._rollouts
-        ]
-        # The trainer's microbatches that each segment is a part of.
-        owners = step.microbatch_of
-        self._through = [
-            sorted({owners[rollout] for span in segment.spans for rollout in span.rollouts})
-            for segment in step.forest.segments
-        ]
+        self._ready_after, self._through = _turns(step.forest, step.microbatch_of, len(steps))
         self._left = set(range(len(steps)))
         self._taken = -1
         self._released: set[int] = set()
@@ -220,6 +212,45 @@ class Losses:
                 scale = contract.config.grad_scale_func
                 torch.autograd.backward(loss if scale is None else scale(loss))
         self._drop()
+
+
+def are_in_order(step: Step, actions: Sequence[tuple[str, int]]) -> bool:
+    """Whether `Losses` calls the losses of a step in the trainer's order.
+
+    Args:
+        step: its segments and microbatches.
+        actions: of the last stage: ("F" or "B", segment).
+    """
+    num, segments = step.num_microbatches, step.forest.segments
+    ready_after, through = _turns(step.forest, step.microbatch_of, num)
+    turn = 0
+    for kind, index in actions:
+        if not segments[index].scored:
+            continue
+        if kind == "F":
+            while turn < num and ready_after[turn] <= index:
+                turn += 1
+        elif any(microbatch >= turn for microbatch in through[index]):
+            wanted = [microbatch for microbatch in through[index] if microbatch >= turn]
+            if wanted != [*range(turn, turn + len(wanted))]:
+                return False
+            turn += len(wanted)
+    return True
+
+
+def _turns(
+    forest: Forest, microbatch_of: Sequence[int], num: int
+) -> tuple[list[int], list[list[int]]]:
+    """Of every microbatch its last segment, and of every segment its microbatches."""
+    ready_after = [-1] * num
+    for rollout, microbatch in enumerate(microbatch_of):
+        last = forest.paths[rollout][-1][0]
+        ready_after[microbatch] = max(ready_after[microbatch], last)
+    through = [
+        sorted({microbatch_of[rollout] for span in segment.spans for rollout in span.rollouts})
+        for segment in forest.segments
+    ]
+    return ready_after, through
 
 
 def _with_graph(answer: Any) -> list[Tensor]:

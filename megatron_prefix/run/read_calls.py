@@ -25,6 +25,7 @@ from megatron_prefix.layers.attention import MaskUse
 from megatron_prefix.layers.table import payload_parts
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import installed
+from megatron_prefix.moe.told import may_replay
 from megatron_prefix.moe.versions import replays_routes
 from megatron_prefix.refusals.table import (
     AHEAD_BEHIND,
@@ -42,6 +43,8 @@ from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall, layouts,
 from megatron_prefix.run.given import Given
 from megatron_prefix.run.given import given as given_by
 from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.routes import ToldRoutes
+from megatron_prefix.run.routes import read as told_routes
 from megatron_prefix.run.samples import trained_positions
 from megatron_prefix.run.suspend import Capture
 from megatron_prefix.tree.cp_layout import Slices
@@ -81,14 +84,17 @@ class ReadCalls(NamedTuple):
     Attributes:
         first: of the first stage's calls, on that stage.
         last: of the last stage's calls, on that stage, where they are not the first's.
-        routes: of the first stage's calls where routers follow them, [positions, layers, topk].
+        routes: of the first stage's calls where routers follow them, [positions, layers, topk], as
+            the callback says.
         given: what the first stage's calls give in the place of tokens; None: nothing.
+        told: without that callback, what this rank's routers have been told; None: they cannot be.
     """
 
     first: CallTokens | None
     last: CallTokens | None
     routes: Sequence[Tensor | None] = ()
     given: Given | None = None
+    told: ToldRoutes | None = None
 
 
 def read_calls(
@@ -134,7 +140,10 @@ def read_calls(
         last = read(calls) if rank.looks_ahead or _tell_loss(calls, callbacks) else None
     if rank.looks_ahead and rank.is_last:
         check_ahead(first if last is None else last, rank, forward_only=forward_only)
-    return ReadCalls(first, last, routes, given)
+    told = None
+    if callbacks.routes is None and rank.has_experts and may_replay(rank.config):
+        told = told_routes(capture, rank)
+    return ReadCalls(first, last, routes, given, told)
 
 
 def _check_contiguous(given: Given | None, rank: Rank, chunk: int) -> None:

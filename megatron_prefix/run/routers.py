@@ -5,30 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_prefix.errors import refused
-from megatron_prefix.moe import versions
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.moe.ledger import RouterLedger
-from megatron_prefix.moe.replay import Replay, SegmentRoutes, followers, forward_action
+from megatron_prefix.moe.replay import Replay, SegmentRoutes
 from megatron_prefix.moe.tokens import LogicalTokens
-from megatron_prefix.refusals.table import AHEAD_ROUTES
+from megatron_prefix.moe.told import RECORD, replays_of
+from megatron_prefix.refusals.table import AHEAD_ROUTES, RECORDS_ROUTES, UNKNOWN_ROUTES
 from megatron_prefix.run.executor import Stage
 from megatron_prefix.run.losses import LossContract, set_auxiliary_scales
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.step import Step
+from megatron_prefix.run.suspend import Capture
 
 
-def check(step: Step, rank: Rank) -> None:
+def check(step: Step, rank: Rank, capture: Capture) -> None:
     """Refuses routers that replay in a way that segments cannot follow, before any of them runs.
 
     Raises:
         CannotShare: they record routes, or follow routes that the schedule has not been given.
     """
-    for model in rank.language_models if rank.has_experts else ():
-        found = versions.routers(model)
-        forward_action(found.values(), _routed(step, rank))
-        ahead = [one for layer, one in found.items() if layer >= len(model.decoder.layers)]
-        if followers(ahead):
-            raise refused(AHEAD_ROUTES)
+    for chunk, model in enumerate(rank.language_models):
+        for layer, (_, (told, *_)) in capture.told(chunk).items():
+            if told.action == RECORD:
+                raise refused(RECORDS_ROUTES)
+            if not step.routed:
+                raise refused(UNKNOWN_ROUTES, told.action)
+            if layer >= len(model.decoder.layers):
+                raise refused(AHEAD_ROUTES)
 
 
 def begin(
@@ -37,6 +40,7 @@ def begin(
     contract: LossContract,
     rank: Rank,
     forward_only: bool,
+    capture: Capture,
 ) -> None:
     """Gives the stages their routes and ledgers, and Megatron the scale of auxiliary losses.
 
@@ -46,11 +50,12 @@ def begin(
         contract: how losses are made.
         rank: that holds them.
         forward_only: see Megatron's schedules.
+        capture: knows what routers have been told.
 
     Raises:
-        UserError: the trainer replays routes in a way that the schedule cannot follow.
+        UserError: routes of another model.
     """
-    _set_routes(stages, step, rank)
+    _set_routes(stages, step, rank, capture)
     if not forward_only and any(stage.hooks.routers for stage in stages):
         set_auxiliary_scales(contract, stages[-1].model, step.num_microbatches)
         cp = rank.groups.cp
@@ -64,18 +69,19 @@ def begin(
             stage.ledger = RouterLedger(tokens, stage.hooks.routers, group_counts, crossing)
 
 
-def _routed(step: Step, rank: Rank) -> bool:
-    return step.routed and versions.replays_routes(rank.config)
+def leave(num_microbatches: int, rank: Rank, capture: Capture, *, forward_only: bool) -> None:
+    """Leaves routers that were told to follow routes as the stock schedule does after a step."""
+    for chunk in range(len(rank.models)):
+        for router, _ in capture.told(chunk).values():
+            if (replays := replays_of(router)) is not None:
+                replays.passed(num_microbatches, backward=not forward_only)
 
 
-def _set_routes(stages: Sequence[Stage], step: Step, rank: Rank) -> None:
-    config, routed = rank.config, _routed(step, rank)
-    actions = [forward_action(stage.hooks.routers.values(), routed) for stage in stages]
-    routes = None
-    if routed:  # on all stages, whether they have routers or not
+def _set_routes(stages: Sequence[Stage], step: Step, rank: Rank, capture: Capture) -> None:
+    config, routes = rank.config, None
+    if step.routed:  # on all stages, whether they have routers or not
         shape = config.num_layers, config.moe_router_topk
         routes = SegmentRoutes(step.forest, step.samples, shape, rank.groups, rank.device)
-    for stage, action in zip(stages, actions, strict=True):
-        stage.hooks.replay = None
-        if routes is not None and action:
-            stage.hooks.replay = Replay(routes, action, followers(stage.hooks.routers.values()))
+    for chunk, stage in enumerate(stages):
+        told = {router: one for router, (one, *_) in capture.told(chunk).values()}
+        stage.hooks.replay = Replay(routes, told) if routes is not None and told else None

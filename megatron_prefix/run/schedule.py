@@ -14,7 +14,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,13 +29,13 @@ from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest
-from megatron_prefix.refusals.table import HOST_LAYERS_CP
+from megatron_prefix.refusals.table import DATA_EXCHANGE, HOST_LAYERS_CP
 from megatron_prefix.run import ahead, joint_step, routers
 from megatron_prefix.run.across_ranks import Watch
 from megatron_prefix.run.agreement import agree, agree_on
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
 from megatron_prefix.run.first_step import FirstStep, code_name
-from megatron_prefix.run.losses import LossContract
+from megatron_prefix.run.losses import LossContract, are_in_order
 from megatron_prefix.run.memory_control import MemoryControl
 from megatron_prefix.run.messages import channels_of
 from megatron_prefix.run.pause import Pause, Rest
@@ -52,6 +52,8 @@ from megatron_prefix.tree.cp_layout import Slices
 logger = logging.getLogger(__name__)
 WATCHED = "the first step of its kind is watched"
 """Why the stock schedule runs a step that nothing is in the way of."""
+LOSSES_EXCHANGE = "losses exchange with other data-parallel ranks"
+"""Why prompts do not cross these."""
 
 
 @dataclass
@@ -84,6 +86,7 @@ class PrefixSchedule:
     _rest: Rest = field(default_factory=Rest, init=False, repr=False)
     _told: set[str] = field(default_factory=set, init=False, repr=False)
     _kinds: dict[Any, UserError | None] = field(default_factory=dict, init=False, repr=False)
+    _ordered: set[Any] = field(default_factory=set, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.memory = MemoryControl(self.config)
@@ -134,7 +137,10 @@ class PrefixSchedule:
             return self._watched(first, kind, arguments)
         if self._needs_no_look(kind):
             return stock_schedule()(**arguments)
-        store = self._captured(first, self._pauses[kind], rank, arguments)
+        if ordered := kind in self._ordered:
+            rank.may_cross, rank.why_alone = False, LOSSES_EXCHANGE
+            joint_step.tell_alone(rank.why_alone, rank, self._told)
+        store = self._captured(first, self._pauses[kind], rank, arguments, ordered)
         if first is not None:
             self._kinds[kind] = first.error
             first.check()  # else what was computed may be wrong
@@ -153,16 +159,21 @@ class PrefixSchedule:
     def _first(self, kind: Any, function: Any, rank: Rank) -> FirstStep | None:
         """What watches the first step of a kind; None in later ones.
 
-        In mode "on" it is shared meanwhile, but for ranks that share experts: those would wait for
-        ever for ranks that exchange in a loss.
+        In mode "on" it is shared meanwhile, but for ranks that share experts or prompts: those
+        would wait for ever for ranks that exchange in a loss.
         """
         if not self.looks_first or kind in self._kinds:
             return None
-        shares = self.config.mode == "on" and rank.experts is None
+        shares = self.config.mode == "on" and rank.experts is None and not rank.may_cross
         return FirstStep(function, rank, suspended=shares)
 
     def _captured(
-        self, first: FirstStep | None, pause: Pause, rank: Rank, arguments: dict[str, Any]
+        self,
+        first: FirstStep | None,
+        pause: Pause,
+        rank: Rank,
+        arguments: dict[str, Any],
+        ordered: bool,
     ) -> list[Any]:
         """Runs a step whose forward steps are suspended in their model calls.
 
@@ -171,6 +182,7 @@ class PrefixSchedule:
             pause: of their kind.
             rank: this one.
             arguments: of the call.
+            ordered: whether losses have to be called in the trainer's order.
         """
         forward_only, iterator = arguments["forward_only"], arguments["data_iterator"]
         capturing = Capture(
@@ -184,7 +196,7 @@ class PrefixSchedule:
         meter.begin(forward_only)
         with capturing as capture, watching, self.memory.step():
             step = self._read(capture, rank, forward_only, first, pause)
-            joint = None if step is None else self._plan(step, rank, forward_only, pause)
+            joint = None if step is None else self._plan(step, rank, forward_only, pause, ordered)
             with meter.step(self.report, rank.stage):  # type: ignore[arg-type]
                 if step is None or joint is None:
                     return stock_schedule()(**arguments | {"forward_step_func": capture.stock_step})
@@ -207,9 +219,17 @@ class PrefixSchedule:
                 | {"data_iterator": first.iterator(arguments["data_iterator"])}
             )
         # A model that cannot run in segments is never captured: its dropout draws in stock's order.
-        found = first.error or _refusal_of(rank)
+        found, exchange = first.error or _refusal_of(rank), None
+        must_cross = rank.may_cross and self.config.across != "auto"
+        if first.losses_exchange and (must_cross or rank.experts is not None):
+            found = found or refused(DATA_EXCHANGE)  # ranks meet in segments, too
+        elif first.losses_exchange:
+            exchange = refused(DATA_EXCHANGE)
         # Ranks that later look at steps together remember the same.
-        refusal = self._kinds[kind] = agree(found, rank.agreeing(kind[0]), rank.device)
+        ranks = rank.agreeing(kind[0])
+        refusal = self._kinds[kind] = agree(found, ranks, rank.device)
+        if agree(exchange, ranks, rank.device) is not None:
+            self._ordered.add(kind)
         if refusal is None:
             self._stock_report(Decision(False, WATCHED, False, 1.0))
         else:
@@ -273,7 +293,7 @@ class PrefixSchedule:
             not_built if later else build, rank.device,
             lambda samples: not rank.may_cross and planning.shares_nothing(samples, rank),
         )  # fmt: skip
-        problem = step if isinstance(step, BaseException) else _problem(step, rank)
+        problem = step if isinstance(step, BaseException) else _problem(step, rank, capture)
         if (reason := agree(problem, ranks, rank.device)) is not None:
             self._refused(reason)
             return None
@@ -332,7 +352,9 @@ class PrefixSchedule:
             return None, error
         return calls, None
 
-    def _plan(self, step: Step, rank: Rank, forward_only: bool, pause: Pause) -> JointForest | None:
+    def _plan(
+        self, step: Step, rank: Rank, forward_only: bool, pause: Pause, ordered: bool
+    ) -> JointForest | None:
         """Sets `report` with the plan; None if the stock schedule is the better one."""
         why = step.why_alone or rank.why_alone
         if self.config.mode != "on":
@@ -340,6 +362,9 @@ class PrefixSchedule:
             self.across_ranks.look(step, rank, forward_only=forward_only, setting=setting)
         report, joint = self.planning.decided(step, rank, forward_only=forward_only)
         report.why_alone = why
+        if ordered and report.decision.share and not _calls_in_order(report.plan, step):
+            reason = f"{LOSSES_EXCHANGE}, and segments would call them in another order"
+            report.decision = replace(report.decision, share=False, fallback=True, reason=reason)
         self._report(report)
         if not forward_only and not self.planning.meter(rank).due:  # else it may run to be timed
             pause.note(report.decision)
@@ -366,14 +391,20 @@ class PrefixSchedule:
             logger.warning("stock schedule for this step: %s", report.decision.reason)
 
 
-def _problem(step: Step, rank: Rank) -> UserError | None:
+def _problem(step: Step, rank: Rank, capture: Capture) -> UserError | None:
     """What is in the way of a step that was read."""
     try:
-        routers.check(step, rank)
+        routers.check(step, rank, capture)
         ahead.check(step, rank)
     except UserError as error:
         return error
     return None
+
+
+def _calls_in_order(plan: Plan, step: Step) -> bool:
+    """Whether a plan's losses come in the trainer's order."""
+    last = plan.actions_of(plan.num_ranks - 1, plan.num_chunks - 1)
+    return are_in_order(step, last)
 
 
 @functools.lru_cache(maxsize=8)  # a new callback every step must not fill the memory

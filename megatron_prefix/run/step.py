@@ -119,10 +119,14 @@ def read_step(
     step: Step | None = None
     problem: BaseException | None = None
     known = _tell_first(calls.last, calls.first, pp, device)
+    routes = calls.routes
     try:
+        if calls.told is not None:  # by all ranks of the pipeline
+            layouts = known.layouts if known else ()
+            routes = calls.told.gathered(layouts, cp.size(), pp, device)
         if calls.first is not None and known is not None:
             known = _coded(known, calls.given)
-            samples = _samples(known, calls.routes, cp, device)
+            samples = _samples(known, routes, cp, device)
         elif calls.last is not None:
             samples = _samples(calls.last, (), cp, device)
     except Exception as error:  # noqa: BLE001  # the other stages wait for this one's message

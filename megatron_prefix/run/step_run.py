@@ -121,6 +121,8 @@ class StepRun:
             self._resume_other_stages()
             embedding, plan = self._memory.run(self._attempt, report.plan, rank, self._why_final)
             report.retried, report.plan = plan is not report.plan, plan
+            num, forward_only = len(self._capture.steps[0]), self._forward_only
+            routers.leave(num, rank, self._capture, forward_only=forward_only)
             if not self._forward_only:
                 report.memory = self._memory.predicted(plan, rank)
                 finish_embedding_wgrad_compute(rank.config, embedding, rank.is_last, rank.groups.tp)
@@ -184,7 +186,7 @@ class StepRun:
         )  # fmt: skip
         stages = self._stages(plan, offloader)
         if rank.has_experts:
-            routers.begin(stages, self._step, self._contract, rank, forward_only)
+            routers.begin(stages, self._step, self._contract, rank, forward_only, self._capture)
         if report.stopwatch is not None:
             report.stopwatch.forget()
         links = Links(

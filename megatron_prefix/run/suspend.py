@@ -20,7 +20,7 @@ import functools
 import inspect
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -30,11 +30,13 @@ import torch
 from megatron_prefix.errors import DataEnded, UserError, refused
 from megatron_prefix.megatron.install import intercepted, vision_tower
 from megatron_prefix.moe import versions
+from megatron_prefix.moe.told import Told, told
 from megatron_prefix.refusals.table import (
     DIFFERENT_AUTOCAST,
     FP8_AROUND,
     FP8_INSIDE,
     NO_CALL,
+    SOME_ROUTES,
     TORCH_MODES,
     TRAINING_MODE,
     TWO_CALLS,
@@ -49,6 +51,7 @@ from megatron_prefix.run.samples import RecordingIterator
 from megatron_prefix.run.tower import TowerOnce
 from megatron_prefix.tree import Forest
 
+NO_ROUTERS: Mapping[int, Any] = {}
 _running: SuspendedStep | None = None
 
 
@@ -70,9 +73,11 @@ class SuspendedStep:
         model: the language model whose call suspends it.
         states: what else is put back when it is suspended.
         number: of the trainer's microbatch.
+        routers: of the model, by layer.
 
     Attributes:
         call: what the model was called with; None before.
+        told: what each router had been told by then; its routes until `forget_arguments`.
         called: the settings that it was called with; not there before.
         goes_on_itself: whether it was resumed with the model itself, which it may call again.
     """
@@ -83,8 +88,10 @@ class SuspendedStep:
         model: Any,
         states: tuple[Swap, ...] = (),
         number: int = 0,
+        routers: Mapping[int, Any] = NO_ROUTERS,
     ) -> None:
-        self.model, self.number = model, number
+        self.model, self.number, self.routers = model, number, routers
+        self.told: dict[int, Told | None] = {}
         self.call: Any = None
         self.called: Settings
         self._stock: Any = None
@@ -110,6 +117,8 @@ class SuspendedStep:
         """
         self._result = self._switch(self._greenlet.switch)
         if self._greenlet.dead:
+            self._swap(entering=True)  # as for a step that goes on to its end
+            self._swap(entering=False)
             raise self._problem or refused(NO_CALL)
 
     def pause(self, call: Any, stock: Callable[[], Any]) -> Any:
@@ -120,6 +129,7 @@ class SuspendedStep:
             stock: runs the model itself.
         """
         self.call, self._stock, self.called = call, stock, Settings.now()
+        self.told = {layer: told(one, self.number) for layer, one in self.routers.items()}
         if quantises() and not self._quantised:
             self._problem = refused(FP8_INSIDE)
         elif fixed() != self._before:
@@ -252,12 +262,14 @@ class Capture:
                 self._forks,
                 self._loss_variables.swap,
             ]
+            routers: Mapping[int, Any] = NO_ROUTERS
             if self._rank.has_experts:
-                routers = [*versions.routers(model).values()]
-                swaps.append(forward_step_state.replayed_routes(routers))
+                routers = versions.routers(model)
+                swaps.append(forward_step_state.replayed_routes([*routers.values()]))
+                swaps.append(forward_step_state.stages_of_queues())
             for number in range(self._num):
                 step = SuspendedStep(
-                    functools.partial(self._call, chunk), model, tuple(swaps), number
+                    functools.partial(self._call, chunk), model, tuple(swaps), number, routers
                 )
                 self.steps[chunk].append(step)
                 self._left[chunk].append(step)
@@ -273,6 +285,24 @@ class Capture:
     def calls(self, chunk: int) -> list[ModelCall]:
         """The model calls of a chunk, in the trainer's order."""
         return [step.call for step in self.steps[chunk]]
+
+    def told(self, chunk: int) -> dict[int, tuple[Any, list[Told]]]:
+        """By layer of a chunk that has a router that was told something: the router, and what at
+        each call.
+
+        Raises:
+            CannotShare: at some calls only.
+        """
+        found = {}
+        steps = self.steps[chunk]
+        for layer, router in (steps[0].routers if steps else NO_ROUTERS).items():
+            each = [step.told[layer] for step in steps]
+            known = [one for one in each if one is not None]
+            if 0 < len(known) < len(each):
+                raise refused(SOME_ROUTES)
+            if known:
+                found[layer] = router, known
+        return found
 
     def check_settings(self) -> None:
         """Refuses calls under settings that segments, which stand for several, cannot have.
@@ -305,6 +335,8 @@ class Capture:
         """Drops the tensors of all calls, once they are read."""
         for step in itertools.chain(*self.steps):
             step.call = step.call.without_tensors()
+            for layer, one in step.told.items():
+                step.told[layer] = one and one._replace(routes=None)
 
     def stock_step(self, _: Any, model: Any) -> Any:
         """A `forward_step_func` for the stock schedule: the suspended steps go on, in order, and

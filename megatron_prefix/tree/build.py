@@ -164,7 +164,11 @@ def find_below(
     }
     trained = tuple(one.trained for one in rollouts)
     first = tuple(one.first_trained for one in rollouts)
-    return Tries((tree_of(common, below),), trained, first, options, common=common)
+    tries = Tries((tree_of(common, below),), trained, first, options, common=common)
+    if not any(rollout.routes is not None for rollout in rollouts):
+        return tries
+    alone = find_shared(rollouts, options=options)
+    return replace(tries, unshared_by_routes=alone.unshared_by_routes)
 
 
 def _worth(

@@ -294,7 +294,7 @@ class Forest:
         multiple: what their spans are padded to.
         whole: what segments are padded to; see TreeOptions.
         ordered: whether a microbatch's losses need all microbatches before it (global_aux_loss).
-        unshared_by_routes: positions computed again because routes differ.
+        unshared_by_routes: positions computed again because routes of this rank's rollouts differ.
         exchanges: segments that cross data-parallel ranks, in the order that all ranks have.
         windows: per segment the part of the step in which it runs forward, of `num_windows` parts
             that all ranks begin with an exchange and end with another; empty without exchanges.

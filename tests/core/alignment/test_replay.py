@@ -5,8 +5,9 @@ One process and random trees are in test_random_routers.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from megatron_prefix.lab.rl import batches
 from megatron_prefix.lab.rl.metrics import of_report
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.moe import replay, versions
+from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.run.routes import ToldRoutes
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
@@ -55,6 +58,7 @@ CASES = {
     "PP2": Case(Layout(pp=2)),
     "CP2": Case(Layout(cp=2)),
     "EP2": Case(Layout(dp=2, ep=2)),
+    "DP2 across ranks": Case(Layout(dp=2), replace(CHUNKED, across_ranks="on")),
     "TP2, full recompute": Case(Layout(tp=2, sequence_parallel=True), recompute="full"),
     "MTP": Case(Layout(), ahead=True),
     "MTP, PP2": Case(Layout(pp=2), ahead=True),
@@ -84,10 +88,12 @@ def items() -> list[Microbatch]:
     return [batches.on_cp_rank(item, rank, size) for item in mine]
 
 
-def set_action(action: RouterReplayAction | None) -> None:
-    """What a trainer does before a pass."""
+def set_action(action: RouterReplayAction | None, routers: Mapping[int, Any] | None = None) -> None:
+    """What a trainer does before a pass, for some of the routers only."""
     RouterReplay.clear_global_indices()
-    RouterReplay.set_global_router_replay_action(action)
+    RouterReplay.set_global_router_replay_action(action if routers is None else None)
+    for router in (routers or {}).values():
+        router.router_replay.set_router_replay_action(action)
 
 
 def compare(case: Case) -> tuple[int, int]:
@@ -102,23 +108,31 @@ def compare(case: Case) -> tuple[int, int]:
             spec, layout=case.layout, dtype="float64", recompute=case.recompute,
             config_overrides=ROUTED,
         )  # fmt: skip
-        set_action(RouterReplayAction.REPLAY_FORWARD)
         routers = versions.routers(unwrap(model))
         if len(routers) > len(unwrap(model).decoder.layers):  # nobody has routes for it
-            routers.popitem()[1].router_replay.clear_router_replay_action()
+            routers.popitem()
         step = steps.replaying(CONTRACT.step, routers)
-        ours, found = PrefixSchedule(case.prefix, steps.routes_of(items())), []
-        for schedule in (get_forward_backward_func(), ours):
+        told, asked = (
+            PrefixSchedule(case.prefix, callbacks)
+            for callbacks in (Callbacks(), steps.routes_of(items()))
+        )
+        found = []
+        for schedule in (get_forward_backward_func(), told, asked):
+            set_action(RouterReplayAction.REPLAY_FORWARD, routers)
+            for router in versions.routers(unwrap(model)).values():
+                router.expert_bias.zero_()  # a step moves it
             logs = steps.call(schedule, step, model, items(), forward_only=True)
             steps.zero_gradients(model)
             logs += steps.call(schedule, step, model, items())
             found.append((steps.gradients(model), [log["sum"] for log in logs]))
-        (expected, sums), (gradients, other) = found
+        (expected, sums), *both = found
         terms = {name: float(gradient.abs().max()) for name, gradient in expected.items()}
-        steps.assert_gradients(gradients, steps.Reference(expected, terms), 200)
-        if sums:
-            assert_close(torch.stack(other), torch.stack(sums), 200)
-        forest = ours.report.forest
+        for gradients, other in both:
+            steps.assert_gradients(gradients, steps.Reference(expected, terms), 200)
+            if sums:
+                assert_close(torch.stack(other), torch.stack(sums), 200)
+        forest, same = told.report.forest, asked.report.forest
+        assert forest.executed_tokens == same.executed_tokens
         return forest.executed_tokens, forest.unshared_by_routes
 
     return run_ranks(case.layout.world_size, on_rank)[0]
@@ -139,6 +153,38 @@ def test_routes_of_other_rows_are_seen(name, monkeypatch) -> None:
 
     monkeypatch.setattr(replay.SegmentRoutes, "of", turned)
     with pytest.raises(runtime.RankError, match="exceeds"):
+        compare(CASES[name])
+
+
+def other_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every microbatch gets the routes that routers were told for the one before it."""
+    stock = ToldRoutes.gathered
+
+    def turned(self: ToldRoutes, *where: Any) -> list[torch.Tensor]:
+        found = stock(self, *where)
+        lengths = [len(rows) for rows in found]
+        return [*torch.cat([*found[-1:], *found[:-1]]).split(lengths)] if found else found
+
+    monkeypatch.setattr(ToldRoutes, "gathered", turned)
+
+
+def not_in_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routers choose for themselves when a checkpoint runs again."""
+    stock = replay.Replay.around
+
+    def around(self: Any, *which: Any) -> Any:
+        return contextlib.nullcontext() if torch.is_grad_enabled() else stock(self, *which)
+
+    monkeypatch.setattr(replay.Replay, "around", around)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [(other_microbatch, "PP2"), (not_in_recomputation, "TP2, full recompute")],
+)
+def test_other_routes_are_seen(wrong: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong(monkeypatch)
+    with pytest.raises(runtime.RankError, match=r"exceeds|Size does not match"):
         compare(CASES[name])
 
 
@@ -172,6 +218,8 @@ def test_a_trainer_that_sets_no_routes_is_told_how(model) -> None:
     set_action(RouterReplayAction.REPLAY_FORWARD)
     with pytest.raises(UserError, match=r"REPLAY_FORWARD, .* callback `routes`"):
         run(model, without_routes())
+    with pytest.raises(UserError, match=r"REPLAY_FORWARD, .* before the model call"):
+        steps.call(PrefixSchedule(CHUNKED), CONTRACT.step, model, items())
     set_action(RouterReplayAction.RECORD)
     with pytest.raises(UserError, match=r"records routes, .* stock schedule"):
         run(model, items())

@@ -257,11 +257,13 @@ def test_taking_the_hooks_off_leaves_the_routers_as_they_were(model):
     assert [dict(router.__dict__) for router in routers] == before
 
 
-def test_a_trainers_own_queue_of_routes_is_refused(model):
-    """As slime's register_routing_replay and miles' register_to_module leave a router."""
+def test_a_queue_of_routes_that_is_not_known_is_refused(model):
+    """As slime's register_routing_replay and miles' register_to_module leave a router; and else."""
     router = versions.routers(model)[1]
     router.routing_replay = SimpleNamespace(forward_index=0, backward_index=0, top_indices_list=[])
-    with pytest.raises(CannotShare, match="layer 1's router takes its routes from a queue"):
+    features.check(model, model)
+    router.routing_replay = SimpleNamespace(forward_index=0)
+    with pytest.raises(CannotShare, match="layer 1's router takes its routes from a queue that is"):
         features.check(model, model)
     del router.routing_replay
     features.check(model, model)
@@ -288,6 +290,34 @@ def test_the_expert_bias_counts_a_recomputed_segment_once(hooks, monkeypatch):
     assert router.local_tokens_per_expert.tolist() == [0, 0, 0, 0]
     router._apply_expert_bias(routing_map)
     assert router.local_tokens_per_expert.tolist() == [6, 3, 0, 3]
+
+
+def test_a_router_that_counts_for_itself_counts_every_rollout(model, monkeypatch):
+    """verl's `routing` adds to the counts without Megatron's method for it."""
+    router = versions.routers(model)[0]
+    routing_map = torch.tensor([[True, True, False, False], [True, False, False, True]])
+
+    def routing(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.is_grad_enabled():
+            router.local_tokens_per_expert += routing_map.sum(0)
+        return logits, routing_map
+
+    monkeypatch.setattr(router, "enable_expert_bias", True)
+    monkeypatch.setattr(router, "local_tokens_per_expert", torch.zeros(4))
+    monkeypatch.setattr(router, "routing", routing)
+    found = install.install(model)
+    ledger = SimpleNamespace(
+        route=lambda layer, index, routing_map: 3 * routing_map.sum(0), count=lambda *_: None
+    )
+    router.routing(torch.zeros(2, 4))
+    assert router.local_tokens_per_expert.tolist() == [2, 1, 0, 1]  # outside of segments
+    found.current = SimpleNamespace(ledger=ledger, index=0)
+    with torch.no_grad():
+        router.routing(torch.zeros(2, 4))
+    router.routing(torch.zeros(2, 4))
+    found.current = None
+    assert router.local_tokens_per_expert.tolist() == [8, 4, 0, 4]
+    install.uninstall(model)
 
 
 def test_no_auxiliary_loss_in_eval_mode(hooks, monkeypatch):

@@ -17,7 +17,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.call_outputs import CHECKED_ROWS
-from megatron_prefix.run.losses import LossContract, Losses
+from megatron_prefix.run.losses import LossContract, Losses, are_in_order
 from megatron_prefix.run.step import Step
 from megatron_prefix.tree import Pairs, TreeOptions, build
 from tests.harness import (
@@ -126,6 +126,10 @@ class Job:
                 self.losses.release(index)
         return self.table.grad
 
+    def actions(self) -> list[tuple[str, int]]:
+        """What `run` does."""
+        return make_plan(self.forest, microbatches=self.step.microbatch_of).actions_of(0, 0)
+
     def forward(self) -> None:
         """Forwards only, each segment released as soon as the plan says."""
         with torch.no_grad():
@@ -175,6 +179,8 @@ def test_losses_and_cotangents_are_those_of_whole_rollouts(
     job = Job(rollouts, groups, microbatch_of, options, squared)
     found = job.run()
     logs = job.losses.forward_data_store
+    called = [uid for uid, _ in job.seen]
+    assert are_in_order(job.step, job.actions()) == (called == sorted(called))
 
     total, num_tokens = torch.zeros((), dtype=torch.float64), 0
     table = job.table.detach().requires_grad_()
@@ -252,6 +258,7 @@ def test_the_store_is_in_microbatch_order_not_segment_order(
     assert len(job.forest.segments) == (2 if segment_tokens else 1)
     job.run()
     assert [uid for uid, _ in job.seen] == called  # the first backward needs both losses
+    assert are_in_order(job.step, job.actions()) == (called == [0, 1, 2])
     assert [log["uid"] for log in job.losses.forward_data_store] == [0, 1, 2]
 
 

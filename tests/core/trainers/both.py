@@ -44,6 +44,7 @@ class Step:
         results: largest difference of what the schedule returned, likewise.
         scored: positions that went through the output layer.
         reason: why the stock schedule ran; "" where the step was shared.
+        unshared: positions that were computed again since routes differ.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class Step:
     results: float
     scored: int = 0
     reason: str = ""
+    unshared: int = 0
 
     @property
     def problem(self) -> str:
@@ -86,6 +88,8 @@ class Both:
         swapped: what has taken Megatron's place; its schedule runs, not that of `config`.
         state: what holds more of the trainer's than the model does, such as routes in a queue; its
             attributes are the same before every run.
+        leaves_alike: whether, after updates too, both schedules leave equally much in `state`; they
+            do where all activations are recomputed, and in passes without gradients.
         steps: what was seen of every step.
     """
 
@@ -94,6 +98,7 @@ class Both:
     samples: Callable[..., Any] | None = None
     swapped: Callable[..., Any] | None = None
     state: Callable[[], list[Any]] = list
+    leaves_alike: bool = False
     steps: list[Step] = field(default_factory=list)
 
     def __call__(self, *_: Any, **__: Any) -> Callable[..., Any]:
@@ -106,12 +111,14 @@ class Both:
         arguments["model"] = model
         put_back = saved(self.state())
         expected = stock_schedule()(data_iterator=first, **arguments)
-        wanted = gradients(chunks)
+        wanted, left = gradients(chunks), sizes(self.state())
         for other in others:
             for chunk in chunks:
                 chunk.zero_grad_buffer()
             put_back()
             found = self._prefix(other, wanted, expected, chunks, arguments)
+            if self.leaves_alike or arguments.get("forward_only"):
+                assert sizes(self.state()) == left, f"left {sizes(self.state())}, stock {left}"
         return found
 
     def _prefix(
@@ -136,14 +143,19 @@ class Both:
                 furthest(flat(found), flat(expected)),
                 sum(segment.num_read for segment in forest.segments),
                 "" if decision.share else decision.reason,
+                forest.unshared_by_routes,
             )
         )  # fmt: skip
         return found
 
 
 def config_of(layout: str) -> PrefixConfig:
-    """The configuration for a layout's name: mode "auto" where that is in it."""
-    return AUTO if "auto" in layout else CONFIG
+    """The configuration for a layout's name: mode "auto" where that is in it; "across": what is
+    common to data-parallel ranks runs once; "fallback": no step is shared."""
+    config = AUTO if "auto" in layout else CONFIG
+    if "fallback" in layout:
+        config = dataclasses.replace(config, min_speedup=1e9)
+    return dataclasses.replace(config, across_ranks="on" if "across" in layout else "off")
 
 
 def saved(objects: list[Any]) -> Callable[[], None]:
@@ -160,6 +172,15 @@ def saved(objects: list[Any]) -> Callable[[], None]:
         torch.set_rng_state(random)
 
     return put_back
+
+
+def sizes(objects: list[Any]) -> list[dict[str, Any]]:
+    """Numbers that objects have, and how long their lists are."""
+    return [
+        {name: len(value) if isinstance(value, list) else value for name, value in vars(one).items()
+         if isinstance(value, list | int)}
+        for one in objects
+    ]  # fmt: skip
 
 
 def copies(iterator: Any, num: int) -> list[Any]:

@@ -51,7 +51,8 @@ TRAINERS = {
         ("1", "tp2", "tp2-sp", "pp2", "tp2-pp2", "cp2", "pp2-cp2", "1-fused", "tp2-fused",
          "pp2-fused", "cp2-fused", "tp2-sp-fused", "tp2-sp-pp2-fused", "tp2-sp-cp2-fused",
          "1-padded-auto", "tp2-sp-padded-auto", "pp2-padded-auto", "1-r2-auto",
-         "pp2-r2-auto", "tp2-sp-r2-auto", "1-r3-auto", "pp2-r3-auto", "tp2-sp-fused-auto"),
+         "pp2-r2-auto", "tp2-sp-r2-auto", "1-r3-auto", "pp2-r3-recompute-auto", "tp2-sp-r3-auto",
+         "cp2-r3-auto", "dp2-ep2-r3-auto", "dp2-across-r3-auto", "tp2-sp-fused-auto"),
     ),
     "Megatron-LM, pretrain_gpt": Trainer(
         "megatron_lm_steps", ("Megatron-LM",),
@@ -63,19 +64,22 @@ TRAINERS = {
     "slime, model.py": Trainer(
         "slime_steps", ("slime", "Megatron-LM"),
         ("1", "tp2", "pp2", "cp2", "tp2-pp2", "1-auto", "1-replay-auto", "tp2-sp-replay-auto",
-         "pp2-replay-auto"),
+         "pp2-replay-auto", "1-r3-auto", "pp2-r3-recompute-auto", "tp2-sp-r3-auto", "cp2-r3-auto",
+         "dp2-ep2-r3-auto", "dp2-across-r3-auto"),
     ),
     "NeMo-RL, train.py": Trainer(
         "nemo_rl_steps", ("RL", "Megatron-LM", "verl"),
         ("1", "tp2", "pp2", "cp2", "tp2-pp2", "1-auto", "1-unpacked-auto", "1-unpacked-dpo-auto",
          "pp2-unpacked-dpo-auto", "1-fused-auto", "1-unpacked-fused-auto", "tp2-sp-fused-auto",
-         "pp2-fused-auto", "1-unpacked-fused-dpo-auto"),
+         "pp2-fused-auto", "1-unpacked-fused-dpo-auto", "1-r3-auto", "pp2-r3-recompute-auto",
+         "tp2-sp-r3-auto", "cp2-r3-auto", "1-unpacked-r3-auto"),
     ),
     "SkyRL, megatron_model_wrapper": Trainer(
         "skyrl_steps", ("SkyRL", "SkyRL/skyrl-gym", "verl"),
         ("1", "tp2", "pp2", "cp2", "tp2-pp2", "1-auto", "1-unpacked-auto", "tp2-unpacked-auto",
          "pp2-unpacked-auto", "1-fused-auto", "tp2-fused-auto", "pp2-fused-auto",
-         "1-unpacked-fused-auto"),
+         "1-unpacked-fused-auto", "1-r3-auto", "pp2-r3-recompute-auto", "tp2-sp-r3-auto",
+         "cp2-r3-auto"),
         "megatron-core",
     ),
 }  # fmt: skip

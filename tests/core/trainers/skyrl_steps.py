@@ -1,7 +1,8 @@
 """SkyRL's MegatronModelWrapper: log-probs, and an update with its policy loss and KL, packed.
 
 "unpacked" in a layout's name: without `remove_microbatch_padding`, with a mask at the model call;
-"fused": with `fused_lm_head_logprob`, which wants Megatron-Core 0.18 or newer (`output_processor`).
+"fused": with `fused_lm_head_logprob`, which wants Megatron-Core 0.18 or newer (`output_processor`);
+"r3": experts, with routes that rollouts bring; "recompute": with full activation recomputation.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tests.core.trainers import stand_ins
 
 stand_ins.for_megatron()
 
+from megatron.core.transformer.moe.router_replay import RouterReplay  # noqa: E402
 from megatron.core.utils import get_model_config  # noqa: E402
 
 from megatron_prefix.lab import runtime  # noqa: E402
@@ -24,14 +26,22 @@ from megatron_prefix.lab.models.presets import resolve  # noqa: E402
 from tests.core.trainers import worker  # noqa: E402
 from tests.core.trainers.both import Both, Step, config_of  # noqa: E402
 from tests.core.trainers.megatron_lm_steps import run_on_cpu  # noqa: E402
-from tests.core.trainers.verl_steps import ANSWER, PROMPT, SIZE, VOCAB, rows  # noqa: E402
+from tests.core.trainers.verl_steps import (  # noqa: E402
+    ANSWER,
+    PROMPT,
+    SIZE,
+    VOCAB,
+    drawn_routes,
+    rows,
+)
 from tests.oracle import attention  # noqa: E402
 
 WRAPPER = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
 
 
-def microbatches() -> list[dict[str, Any]]:
-    """What SkyRL's worker gives the wrapper; three microbatches of four rollouts."""
+def microbatches(spec: Any) -> list[dict[str, Any]]:
+    """What SkyRL's worker gives the wrapper; three microbatches of four rollouts. With routes for a
+    model with experts."""
     ids, mask = rows()
     num = len(ids)
     answered = mask[:, PROMPT:].float()
@@ -44,9 +54,18 @@ def microbatches() -> list[dict[str, Any]]:
         "advantages": torch.linspace(-1, 1, num)[:, None] * answered / answered.sum(),
         "loss_mask": answered, "response_mask": mask[:, PROMPT:],
     }  # fmt: skip
+    absent: dict[str, Any] = {"rollout_expert_indices": None}
+    if spec.num_moe_experts:  # SkyRL's padding: the first experts, masked
+        absent, routes = {}, drawn_routes(spec)
+        table = torch.arange(routes[0].shape[-1]).expand(*ids.shape, *routes[0].shape[1:]).clone()
+        padded = torch.ones_like(mask)
+        for row, own in enumerate(routes):
+            start = int(mask[row].argmax())
+            table[row, start : start + len(own)], padded[row, start : start + len(own)] = own, 0
+        columns |= {"rollout_expert_indices": table, "router_padding_mask": padded.bool()}
     return [
         {name: column[start : start + SIZE] for name, column in columns.items()}
-        | {"num_actions": ANSWER, "num_microbatches": num // SIZE, "rollout_expert_indices": None}
+        | {"num_actions": ANSWER, "num_microbatches": num // SIZE, **absent}
         for start in range(0, num, SIZE)
     ]
 
@@ -59,8 +78,13 @@ def steps(name: str) -> list[Step]:
 
     layout = worker.layout_of(name)
     runtime.initialize(layout)
-    spec = resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB)
-    (chunk,) = build_model(spec, layout=layout, config_overrides={"variable_seq_lengths": True})
+    kind = "tiny-moe" if "r3" in name else "tiny-qwen3"
+    spec = resolve(kind, num_layers=2).with_vocab(VOCAB)
+    overrides: dict[str, Any] = {"variable_seq_lengths": True}
+    if "r3" in name:  # SkyRL's default balances nothing
+        overrides |= {"moe_enable_routing_replay": True, "moe_aux_loss_coeff": 0.0}
+    recompute = "full" if "recompute" in name else "none"
+    (chunk,) = build_model(spec, layout=layout, recompute=recompute, config_overrides=overrides)
     packed = "unpacked" not in name
     if not packed:
         attention.put_into(chunk, ignores_masks=True)
@@ -75,7 +99,9 @@ def steps(name: str) -> list[Step]:
     )
     settings.finalize_model_grads_func = reduce  # SkyRL puts it off until its optimizer's step
     megatron_model_wrapper.get_forward_backward_func = both = Both(config_of(name))
-    given = microbatches()
+    both.state = lambda: RouterReplay.global_router_replay_instances
+    both.leaves_alike = "recompute" in name
+    given = microbatches(spec)
     with torch.no_grad():
         wrapper.forward(given, PROMPT + ANSWER, SIZE, temperature=0.9)
     chunk.zero_grad_buffer()

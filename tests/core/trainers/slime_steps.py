@@ -1,6 +1,8 @@
 """slime's forward_only and train_one_step: log-probs, and an update with its policy loss.
 
-"replay" in a layout's name: experts, with slime's own queue of routes, which log-probs record.
+"replay" in a layout's name: experts, with slime's own queue of routes, which log-probs record;
+"r3": the same, and its actor fills the queue with routes that rollouts bring; "recompute": with
+full activation recomputation; with "dp2" each rank has every other rollout of a microbatch.
 """
 
 from __future__ import annotations
@@ -14,13 +16,22 @@ import torch
 from megatron.core.transformer.moe import router
 
 from megatron_prefix.lab import runtime
-from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.optimizer import build_optimizer
 from megatron_prefix.lab.models.presets import resolve
 from tests.core.trainers import worker
 from tests.core.trainers.both import Both, Step, config_of
 from tests.core.trainers.megatron_lm_steps import run_on_cpu
-from tests.core.trainers.verl_steps import GROUPS, PROMPT, SIZE, VOCAB, rows
+from tests.core.trainers.verl_steps import (
+    GROUPS,
+    PROMPT,
+    SIZE,
+    VOCAB,
+    check_shared,
+    drawn_routes,
+    mine,
+    rollouts,
+)
 
 MICROBATCHES = [[0, 1, 2], [3, 4, 5, 6], [7, 8], [9, 10, 11]]
 ARGUMENTS = Namespace(
@@ -38,12 +49,20 @@ ARGUMENTS = Namespace(
 )  # fmt: skip
 
 
+UNUSED = (
+    "ray", "torch_memory_saver", "sglang", "sglang_router", "megatron.bridge", "mbridge",
+    "slime.backends.megatron_utils.update_weight", "slime.backends.megatron_utils.initialize",
+    "slime.backends.megatron_utils.hf_checkpoint_saver", "slime.ray.train_actor",
+)  # fmt: skip
+"""What slime's actor imports besides; of the actor only `fill_routing_replay` runs."""
+
+
 def rollout_data() -> dict[str, Any]:
     """What slime's actor has of a rollout on one rank."""
     from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
 
-    ids, mask = rows()
-    tokens = [row[held.bool()] for row, held in zip(ids, mask, strict=True)]
+    ids, mask = mine()
+    tokens, _ = rollouts(ids, mask)
     answers = [int(held[PROMPT:].sum()) for held in mask]
     totals = [len(one) for one in tokens]
 
@@ -58,8 +77,29 @@ def rollout_data() -> dict[str, Any]:
         "loss_masks": [torch.ones(answer) for answer in answers],
         "rollout_mask_sums": [torch.tensor(float(answer)) for answer in answers],
         "log_probs": column(-2.4), "ref_log_probs": column(-2.5), "advantages": column(0.5),
-        "micro_batch_indices": MICROBATCHES,
+        "micro_batch_indices": microbatches(len(tokens)),
     }  # fmt: skip
+
+
+def microbatches(num: int) -> list[list[int]]:
+    """The rollouts of each."""
+    return [[row for row in batch if row < num] for batch in MICROBATCHES if batch[0] < num]
+
+
+def fill_queues(chunks: list[Any], iterators: list[Any], data: dict[str, Any], spec: Any) -> Any:
+    """slime's own way to give routers the routes of rollouts, and those."""
+    from slime.backends.megatron_utils.actor import MegatronTrainRayActor
+
+    routes = drawn_routes(spec)
+    data["rollout_routed_experts"] = [one.int() for one in routes]
+    args = Namespace(
+        num_experts=spec.num_moe_experts, data_pad_size_multiplier=8, allgather_cp=False,
+        sequence_parallel=unwrap(chunks[0]).config.sequence_parallel,
+    )  # fmt: skip
+    actor = SimpleNamespace(args=args, model=chunks)
+    num = [len(microbatches(len(data["tokens"])))]
+    MegatronTrainRayActor.fill_routing_replay(actor, iterators, num, data)
+    return routes
 
 
 def replay_routes(chunk: Any) -> None:
@@ -100,30 +140,39 @@ def steps(name: str) -> list[Step]:
     layout = worker.layout_of(name)
     runtime.initialize(layout)
     accelerator.device = accelerator.current_device = lambda: torch.device("cpu")
-    replay = "replay" in name
+    replay, brings = "replay" in name or "r3" in name, "r3" in name
     spec = resolve("tiny-moe" if replay else "tiny-qwen3", num_layers=2).with_vocab(VOCAB)
-    chunks = build_model(spec, layout=layout, config_overrides={"variable_seq_lengths": True})
+    recompute, overrides = "full" if "recompute" in name else "none", {"variable_seq_lengths": True}
+    chunks = build_model(spec, layout=layout, recompute=recompute, config_overrides=overrides)
     both = Both(config_of(name), state=lambda: RoutingReplay.all_routing_replays)
+    both.leaves_alike = "recompute" in name
     if replay:
         replay_routes(chunks[0])
-    os.environ["ROUTING_REPLAY_STAGE"] = "record"  # as slime's actor sets it
+    # As slime's actor sets it.
+    os.environ["ROUTING_REPLAY_STAGE"] = "replay_forward" if brings else "record"
     slime_model.get_forward_backward_func = both
     slime_model.get_args = lambda: ARGUMENTS
-    iterators = get_data_iterator(rollout_data())
-    num = len(MICROBATCHES)
+    data = rollout_data()
+    iterators, num = get_data_iterator(data), len(data["micro_batch_indices"])
+    routes = fill_queues(chunks, iterators, data, spec) if brings else None
     with torch.no_grad():
         slime_model.forward_only(get_log_probs_and_entropy, ARGUMENTS, chunks, iterators, [num])
     for iterator in iterators:
         iterator.reset()
+    if brings:
+        RoutingReplay.clear_all_forward()
     os.environ["ROUTING_REPLAY_STAGE"] = "replay_backward"
     slime_model.train_one_step(
         ARGUMENTS, 0, 0, iterators, chunks, build_optimizer(chunks),
         SimpleNamespace(step=lambda increment: None), num, GROUPS * SIZE,
     )  # fmt: skip
+    update = both.steps[-1]
+    if routes is not None and not update.reason and layout.world_size == layout.pp:
+        check_shared(update, routes)
     return both.steps
 
 
 if __name__ == "__main__":
     run_on_cpu()
-    worker.StandIns("wandb", "httpx")
-    worker.main(["slime.backends.megatron_utils.model"], steps)
+    worker.StandIns("wandb", "httpx", *UNUSED)
+    worker.main([f"slime.backends.megatron_utils.{name}" for name in ("model", "actor")], steps)

@@ -18,7 +18,12 @@ from tests.core.trainers.registry import installed
 
 ROOT = Path(__file__).parents[3]
 LAYOUTS = ("1", "tp2-sp", "pp2", "tp2-pp2", "cp2", "pp2-fused", "tp2-sp-fused", "cp2-fused")
-FORMS = {"1-padded-auto": ("", ""), "pp2-r2-auto": ("records routes", "routes are not known")}
+FALLBACK = "too few first positions"
+FORMS = {
+    "1-padded-auto": ("", ""), "pp2-r2-auto": ("records routes", ""),
+    "tp2-sp-r3-recompute-auto": ("", ""), "dp2-ep2-r3-auto": ("", ""),
+    "dp2-across-r3-auto": ("", ""), "pp2-r3-recompute-fallback-auto": (FALLBACK, FALLBACK),
+}  # fmt: skip
 """Of mode "auto": why log-probs and updates run as stock's do; "" if they share."""
 
 
@@ -35,7 +40,7 @@ def run(*layouts: str, **environ: str) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, dict[str, Any]]:
-    return run(*LAYOUTS, *FORMS)
+    return run(*LAYOUTS) | run(*FORMS)
 
 
 @pytest.fixture

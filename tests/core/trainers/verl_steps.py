@@ -3,23 +3,26 @@
 "fused" in a layout's name: with `use_fused_kernels`, which replaces the model's `forward`;
 "padded": without `use_remove_padding`, with a mask [rollouts, positions] at the model call;
 "r2", "r3": experts, with routes that the pass for log-probs records, or that rollouts bring;
+"recompute": with full activation recomputation; with "dp2" each rank has every other rollout;
 "plugin": with the schedule that verl's plugin has put into the engine's module.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.core.trainers import worker
+from tests.core.trainers import engine_routes, worker
 from tests.core.trainers.both import Both, Step, config_of
 from tests.oracle import attention
 
@@ -94,6 +97,13 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
     return ids[order], mask[order]
 
 
+def mine() -> tuple[torch.Tensor, torch.Tensor]:
+    """This data-parallel rank's rows: every other one of two."""
+    rank = parallel_state.get_data_parallel_rank()
+    ids, mask = (table[rank :: parallel_state.get_data_parallel_world_size()] for table in rows())
+    return ids, mask
+
+
 def batch(routes: Any = None, *, replay: bool = False) -> Any:
     """What a step of verl's trainer gives the engine.
 
@@ -105,7 +115,7 @@ def batch(routes: Any = None, *, replay: bool = False) -> Any:
     from verl.utils import tensordict_utils
     from verl.workers.utils.padding import left_right_2_no_padding
 
-    ids, mask = rows()
+    ids, mask = mine()
     num = len(ids)
     columns = {
         "input_ids": ids, "attention_mask": mask,
@@ -118,7 +128,7 @@ def batch(routes: Any = None, *, replay: bool = False) -> Any:
     }  # fmt: skip
     data = TensorDict(columns, batch_size=[num])
     tensordict_utils.assign_non_tensor(
-        data, use_dynamic_bsz=True, max_token_len_per_gpu=150, global_batch_size=num,
+        data, use_dynamic_bsz=True, max_token_len_per_gpu=150, global_batch_size=GROUPS * SIZE,
         calculate_entropy=True, enable_routing_replay=replay,
     )  # fmt: skip
     data = left_right_2_no_padding(data)
@@ -127,14 +137,23 @@ def batch(routes: Any = None, *, replay: bool = False) -> Any:
     return data
 
 
-def drawn_routes(spec: Any) -> Any:
-    """Routes as rollouts bring them: two rollouts may send a token of their prompt elsewhere."""
-    draw = torch.Generator().manual_seed(5)
-    lengths = rows()[1].sum(1).tolist()
-    shape = spec.num_layers, spec.num_moe_experts
-    every = [torch.rand(length, *shape, generator=draw) for length in lengths]
-    chosen = [one.topk(2).indices.to(torch.int16) for one in every]
-    return torch.nested.as_nested_tensor(chosen, layout=torch.jagged)
+def rollouts(ids: torch.Tensor, mask: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
+    """Tokens of every rollout of some rows, and how many of them are its prompt."""
+    tokens = [row[held.bool()] for row, held in zip(ids, mask, strict=True)]
+    return tokens, mask[:, :PROMPT].sum(1).tolist()
+
+
+def drawn_routes(spec: Any) -> list[torch.Tensor]:
+    """Routes as the rollouts of this rank bring them."""
+    found = engine_routes.drawn(*rollouts(*rows()), spec.num_layers, spec.num_moe_experts)
+    rank = parallel_state.get_data_parallel_rank()
+    return found[rank :: parallel_state.get_data_parallel_world_size()]
+
+
+def check_shared(step: Step, routes: Sequence[Any]) -> None:
+    """Whether an update shares what it can where routes agree."""
+    alike = engine_routes.num_alike(rollouts(*mine())[0], routes)
+    assert step.raw - step.executed >= 0.95 * alike, f"{step} shares less of {alike}"
 
 
 def model_of(name: str, layout: Any) -> tuple[Any, list[Any]]:
@@ -149,7 +168,8 @@ def model_of(name: str, layout: Any) -> tuple[Any, list[Any]]:
         apply_router_replay_patch()
         overrides["moe_enable_routing_replay"] = True
     spec = resolve("tiny-moe" if experts else "tiny-qwen3", num_layers=2).with_vocab(VOCAB)
-    chunks = build_model(spec, layout=layout, config_overrides=overrides)
+    recompute = "full" if "recompute" in name else "none"
+    chunks = build_model(spec, layout=layout, recompute=recompute, config_overrides=overrides)
     if "padded" in name:
         attention.put_into(chunks[0], ignores_masks=True)
     if "fused" in name:
@@ -169,6 +189,7 @@ def steps(name: str) -> list[Step]:
     spec, chunks = model_of(name, layout)
     engine, both = engine_of(name, chunks), Both(config_of(name))
     both.state = lambda: [engine, *RouterReplay.router_instances]
+    both.leaves_alike = "recompute" in name
     if "plugin" in name:
         both.swapped = transformer_impl.get_forward_backward_func
         assert isinstance(both.swapped(), PrefixSchedule), "verl has not loaded the plugin"
@@ -177,7 +198,10 @@ def steps(name: str) -> list[Step]:
         strategy="megatron", rollout_n=SIZE, ppo_mini_batch_size=GROUPS * SIZE,
         ppo_micro_batch_size_per_gpu=1, entropy_coeff=0.01, loss_agg_mode="token-mean",
     )  # fmt: skip
-    replay, routes = engine.enable_routing_replay, drawn_routes(spec) if "r3" in name else None
+    replay, routes = engine.enable_routing_replay, None
+    if "r3" in name:
+        small = [one.to(torch.int16) for one in drawn_routes(spec)]
+        routes = torch.nested.as_nested_tensor(small, layout=torch.jagged)
     with torch.no_grad():
         found = engine.forward_backward_batch(batch(routes, replay=replay), None, forward_only=True)
     if "r2" in name:  # the last stage has them; verl's driver gives them to all workers
@@ -188,6 +212,9 @@ def steps(name: str) -> list[Step]:
     engine.forward_backward_batch(
         batch(routes, replay=replay), partial(ppo_loss, config=actor), forward_only=False
     )
+    update = both.steps[-1]
+    if routes is not None and not update.reason and layout.world_size == layout.pp:
+        check_shared(update, routes.unbind())
     return both.steps
 
 

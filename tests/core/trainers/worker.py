@@ -28,7 +28,7 @@ from tests.harness.ranks import run_ranks  # lets Megatron run on the CPU
 
 def layout_of(name: str) -> Layout:
     """The layout that a name such as "tp2-sp-cp2" means."""
-    sizes = dict(re.findall(r"\b(tp|pp|vpp|cp|dp)(\d+)", name))
+    sizes = dict(re.findall(r"\b(tp|pp|vpp|cp|ep|dp)(\d+)", name))
     sequence_parallel = "-sp" in name
     return Layout(
         **{key: int(size) for key, size in sizes.items()}, sequence_parallel=sequence_parallel

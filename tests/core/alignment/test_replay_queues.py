@@ -1,0 +1,134 @@
+"""Routers that take their routes from a queue inside Megatron's top-k, as in slime and in miles.
+
+The queues are stand-ins of theirs: an entry a microbatch, in their order, and a stage for all
+queues that is slime's variable of the environment or miles' attribute of an object.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe import router as megatron_router
+from torch import Tensor
+
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models.build import build_model, unwrap
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.moe import versions
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.core.alignment.test_replay import CHUNKED, CONTRACT, LAYERS, items
+from tests.harness import steps
+from tests.harness.ranks import run_ranks
+
+MODULE = "miles.utils.replay_base"
+CASES = {
+    "one rank": (Layout(), "none"),
+    "PP2, full recompute": (Layout(pp=2), "full"),
+    "TP2, full recompute": (Layout(tp=2, sequence_parallel=True), "full"),
+    "EP2": (Layout(dp=2, ep=2), "none"),
+}
+
+
+class Entries:
+    """A router's queue."""
+
+    current: Any = None
+
+    def __init__(self) -> None:
+        self.forward_index = self.backward_index = 0
+        self.top_indices_list: list[Tensor] = []
+
+    def pop(self, name: str) -> Tensor:
+        place = getattr(self, name)
+        setattr(self, name, place + 1)
+        return self.top_indices_list[place]
+
+
+def stages(kind: str) -> tuple[Callable[[], str], Callable[[str], None]]:
+    """What reads and what sets the stage of all queues."""
+    if kind == "slime":
+        os.environ["ENABLE_ROUTING_REPLAY"] = "1"
+        name = "ROUTING_REPLAY_STAGE"
+        return lambda: os.environ[name], lambda stage: os.environ.update({name: stage})
+    manager, module = types.SimpleNamespace(stage="", enabled=True), types.ModuleType(MODULE)
+    vars(module).update(routing_replay_manager=manager, all_replay_managers=[manager])
+    sys.modules[MODULE] = module
+    Entries.__module__ = MODULE
+    return lambda: manager.stage, lambda stage: setattr(manager, "stage", stage)
+
+
+def put_into(model: Any, stage: Callable[[], str]) -> list[Entries]:
+    """Queues for the routers of a model."""
+    stock, queues = megatron_router.topk_routing_with_score_function, []
+
+    def topk(scores: Tensor, num: int, groups: Any, group_topk: Any, choose: Any) -> Any:
+        name = {"replay_forward": "forward_index", "replay_backward": "backward_index"}[stage()]
+        routes = Entries.current.pop(name)
+        assert routes.shape == (len(scores), num)
+        return scores.gather(1, routes), routes
+
+    def routed(*args: Any, **options: Any) -> Any:
+        queue = types.SimpleNamespace(get_replay_topk=topk)
+        return stock(*args, **options | {"router_replay": queue})
+
+    megatron_router.topk_routing_with_score_function = routed
+    for router in versions.routers(unwrap(model)).values():
+        router.routing_replay = queue = Entries()
+        queues.append(queue)
+        router.register_forward_pre_hook(lambda *_, queue=queue: setattr(Entries, "current", queue))
+    return queues
+
+
+def compare(name: str, kind: str) -> tuple[int, int]:
+    """Compares an update with stock's; executed positions, and those not shared."""
+    layout, recompute = CASES[name]
+    runtime.initialize(layout)
+    spec = resolve("tiny-moe", num_layers=LAYERS, moe_aux_loss_coeff=1.0).with_vocab(64)
+    (model,) = build_model(spec, layout=layout, dtype="float64", recompute=recompute)
+    now, set_stage = stages(kind)
+    queues, made = put_into(model, now), items()
+
+    def fill() -> None:
+        for queue, router in zip(queues, versions.routers(unwrap(model)).values(), strict=True):
+            vars(queue).update(vars(Entries()))
+            for item in made:
+                rows = item["routes"][0, :, router.layer_number - 1].long()
+                parts = rows.chunk(router.tp_group.size())
+                queue.top_indices_list.append(parts[router.tp_group.rank()])
+
+    def step(data_iterator: Any, of_model: Any) -> Any:
+        set_stage("replay_forward")
+        found = CONTRACT.step(data_iterator, of_model)
+        set_stage("replay_backward")
+        return found
+
+    ours, found = PrefixSchedule(CHUNKED), []
+    for schedule in (get_forward_backward_func(), ours):
+        fill()
+        set_stage("replay_backward")
+        steps.zero_gradients(model)
+        steps.call(schedule, step, model, made)
+        assert [queue.forward_index for queue in queues] == [len(made)] * len(queues)
+        if recompute == "full":
+            assert [queue.backward_index for queue in queues] == [len(made)] * len(queues)
+        found.append(steps.gradients(model))
+    terms = {name: float(gradient.abs().max()) for name, gradient in found[0].items()}
+    steps.assert_gradients(found[1], steps.Reference(found[0], terms), 200)
+    assert ours.report is not None
+    forest = ours.report.forest
+    return forest.executed_tokens, forest.raw_tokens
+
+
+@pytest.mark.parametrize("kind", ["slime", "miles"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_that_of_the_stock_schedule(name: str, kind: str) -> None:
+    layout, _ = CASES[name]
+    for executed, raw in run_ranks(layout.world_size, compare, name, kind):
+        assert executed < raw

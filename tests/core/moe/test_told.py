@@ -1,0 +1,146 @@
+"""What routers have been told, by trainers' own RouterReplay and queues: stand-ins of these."""
+
+from __future__ import annotations
+
+import sys
+import types
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_prefix.moe import told
+from megatron_prefix.run import forward_step_state
+
+ROUTES = torch.tensor([[3, 1], [0, 2], [1, 0]])
+
+
+class Action(Enum):
+    REPLAY_FORWARD = "replay_forward"
+    REPLAY_BACKWARD = "replay_backward"
+
+
+class WithMask:
+    """A RouterReplay as verl has it: with a mask of the positions that follow."""
+
+    def __init__(self) -> None:
+        self.target_topk_idx = self.target_replay_mask = self.router_replay_action = None
+        self.replay_backward_list: list[Any] = []
+        self.replay_backward_mask_list: list[Any] = []
+
+    def set_target_indices(self, routes: Tensor, replay_mask: Tensor | None = None) -> None:
+        self.target_topk_idx, self.target_replay_mask = routes, replay_mask  # type: ignore[assignment]
+        self.replay_backward_list.append(routes)
+        self.replay_backward_mask_list.append(replay_mask)
+
+    def set_router_replay_action(self, action: Any) -> None:
+        self.router_replay_action = action
+
+
+class Entries:
+    """A queue as slime and miles have it."""
+
+    def __init__(self, *entries: Any) -> None:
+        self.top_indices_list, self.forward_index, self.backward_index = [*entries], 0, 0
+
+
+def router(**having: Any) -> Any:
+    return types.SimpleNamespace(**having)
+
+
+def test_rows_behind_a_mask_are_the_routers_own_choice() -> None:
+    replay = WithMask()
+    one = router(router_replay=replay)
+    assert told.told(one, 0) is None
+    replay.set_target_indices(ROUTES, torch.tensor([True, False, True]))
+    replay.set_router_replay_action(Action.REPLAY_FORWARD)
+    found = told.told(one, 0)
+    assert found is not None and found.action == told.FORWARD
+    assert found.routes.tolist() == [[3, 1], [told.CHOOSES] * 2, [1, 0]]  # type: ignore[union-attr]
+    before = {name: value for name, value in vars(replay).items() if name != "target_topk_idx"}
+    with told.replays_of(one).following(found.routes[1:], found):  # type: ignore[union-attr, index]
+        assert replay.target_topk_idx.tolist() == [[0, 0], [1, 0]]
+        assert replay.target_replay_mask.tolist() == [False, True]
+        assert len(replay.replay_backward_list) == 1 and replay.target_topk_idx is not ROUTES
+    assert replay.target_topk_idx is ROUTES
+    assert {name: vars(replay)[name] for name in before} == before
+
+
+def stages(kind: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets the stage of slime or of miles."""
+    if kind == "slime":
+        monkeypatch.setenv("ENABLE_ROUTING_REPLAY", "1")
+        return lambda stage: monkeypatch.setenv("ROUTING_REPLAY_STAGE", stage)
+    manager = types.SimpleNamespace(stage="fallthrough", enabled=True)
+    module = types.ModuleType("miles.utils.replay_base")
+    module.routing_replay_manager = manager  # type: ignore[attr-defined]
+    module.all_replay_managers = [manager]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(Entries, "__module__", module.__name__)
+    return lambda stage: setattr(manager, "stage", stage)
+
+
+@pytest.mark.parametrize("kind", ["slime", "miles"])
+def test_a_queue_tells_the_entry_of_each_microbatch(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_stage = stages(kind, monkeypatch)
+    queue = Entries(ROUTES + 4, ROUTES, ROUTES + 8)
+    queue.forward_index, one = 1, router(routing_replay=queue)
+    set_stage("fallthrough")
+    assert told.told(one, 0) is None
+    set_stage("record")
+    assert told.told(one, 0).action == told.RECORD  # type: ignore[union-attr]
+    set_stage("replay_forward")
+    first, second, behind = (told.told(one, number) for number in range(3))
+    assert first.routes.equal(ROUTES) and second.routes.equal(ROUTES + 8)  # type: ignore[union-attr]
+    assert behind.routes is None  # type: ignore[union-attr]
+    set_stage("replay_backward")
+    replays = told.replays_of(one)
+    with replays.following(ROUTES[:2], first):  # type: ignore[union-attr, arg-type]
+        assert told.told(one, 0).action == told.FORWARD  # type: ignore[union-attr]
+        assert queue.top_indices_list[queue.forward_index].equal(ROUTES[:2])
+        queue.forward_index += 1
+    assert told.told(one, 0).action == "REPLAY_BACKWARD"  # type: ignore[union-attr]
+    assert (len(queue.top_indices_list), queue.forward_index) == (3, 1)
+    replays.passed(2, backward=False)  # type: ignore[union-attr]
+    assert (queue.forward_index, queue.backward_index) == (3, 0)
+    replays.passed(2, backward=True)  # type: ignore[union-attr]
+    assert (queue.forward_index, queue.backward_index) == (5, 2)
+
+
+def test_the_stage_of_miles_is_each_suspended_steps_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_stage = stages("miles", monkeypatch)
+    (manager,) = told.managers()
+    set_stage("replay_backward")
+    swap = forward_step_state.stages_of_queues()
+    assert swap(None, True) is None
+    set_stage("replay_forward")  # as a forward step does before its model call
+    kept = swap(None, False)
+    assert manager.stage == "replay_backward"
+    swap(kept, True)
+    assert manager.stage == "replay_forward"
+
+
+def test_what_a_step_adds_for_its_backward_waits_with_it() -> None:
+    replay = WithMask()
+    swap = forward_step_state.replayed_routes([router(router_replay=replay)])
+    kept = []
+    for number in range(2):
+        swap(None, True)
+        replay.set_target_indices(ROUTES + number)
+        kept.append(swap(None, False))
+        assert replay.replay_backward_list == []
+    for number in range(2):
+        swap(kept[number], True)
+        assert replay.target_topk_idx.equal(ROUTES + number)
+        assert replay.replay_backward_list[-1].equal(ROUTES + number)
+        swap(None, False)
+    assert len(replay.replay_backward_list) == 2
+
+
+def test_a_queue_of_another_kind_is_not_known() -> None:
+    assert told.is_known(router()) and told.is_known(router(routing_replay=Entries()))
+    assert not told.is_known(router(routing_replay=[ROUTES]))
