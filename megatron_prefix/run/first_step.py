@@ -4,9 +4,10 @@ The prefix schedule runs what all forward steps do before their model calls firs
 segments, and then what follows the calls.  Stock takes turns: forward step, loss, forward step,
 loss.  To most trainers that is the same.  It is not to one that draws random numbers in both parts,
 reads in a loss what a later forward step has written by then, exchanges with other data-parallel
-ranks, or calls the model more than once or not at all; and only outputs show whether a head returns
-something per position.  So mode "auto" runs the first step of a kind as stock does, bit for bit,
-and looks.  What nothing here can see is under Limits in docs/operations.md.
+ranks, switches parts of the model for its call, or calls it more than once or not at all; and only
+outputs show whether a head returns something per position.  So mode "auto" runs the first step of a
+kind as stock does, bit for bit, and looks.  What nothing here can see is under Limits in
+docs/operations.md.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch.utils import (
 from megatron_prefix.errors import Reason, UserError
 from megatron_prefix.megatron.install import installed, intercepted
 from megatron_prefix.refusals.table import (
+    BESIDE_LOGITS,
     CALL_IN_BACKWARD,
     CALL_IN_LOSS,
     DATA_EXCHANGE,
@@ -43,15 +45,17 @@ from megatron_prefix.refusals.table import (
     LOSS_READS,
     NO_CALL,
     OTHER_OUTPUT,
+    OTHER_SENT,
     OTHER_SHAPE,
     OVERWRITTEN,
     RANDOM_IN_BOTH,
     STRAY_GRADIENT,
+    SWITCHED,
     TORCH_MODES,
     TRAINING_MODE,
     TWO_CALLS,
 )
-from megatron_prefix.run import traces
+from megatron_prefix.run import beside, traces
 from megatron_prefix.run.call_outputs import CHECKED_ROWS, largest
 from megatron_prefix.run.forward_step_state import fixed, quantises
 from megatron_prefix.run.loss_graph import CallGraph, next_number
@@ -88,6 +92,8 @@ class _Running:
         before: what the microbatch before it reads, as it was when this one began.
         held: lists, dicts and tensors that it may write in place, as they were when it began.
         modes: torch's, and transformer-engine's quantisation, when it began; None in a loss.
+        switches: of the models' modules, when it began; None in a loss.
+        sent: what the model returned for the next pipeline stage: its place, shape and version.
     """
 
     number: int
@@ -98,6 +104,8 @@ class _Running:
     before: traces.Values | None = None
     held: traces.Values | None = None
     modes: tuple[Any, bool] | None = None
+    switches: traces.Switches | None = None
+    sent: tuple[Any, ...] | None = None
 
 
 _running: ContextVar[_Running | None] = ContextVar("running", default=None)
@@ -111,14 +119,18 @@ class FirstStep:
         function: the trainer's `forward_step_func`.
         rank: with the model chunks that it calls.
         suspended: whether forward steps are suspended in their calls, which stock does not run.
+        takes_beside: whether forward steps may make calls without gradients, too (beside.py).
 
     Attributes:
         rank, suspended: as given.
         reason: why steps of this kind cannot be shared; None if nothing is in the way.
     """
 
-    def __init__(self, function: Callable[..., Any], rank: Rank, *, suspended: bool) -> None:
+    def __init__(
+        self, function: Callable[..., Any], rank: Rank, *, suspended: bool, takes_beside: bool
+    ) -> None:
         self._function, self.rank, self.suspended = function, rank, suspended
+        self._takes_beside = takes_beside and torch.is_grad_enabled()
         self.reason: Reason | None = None
         self._places = [*places(function)]
         self._restored = {id(_dict_of(place)) for place in self._places}
@@ -133,7 +145,7 @@ class FirstStep:
         self._reads: set[str] = set()
         self._strays: list[Tensor] = []
         self._modes = [m.training for model in rank.models for m in model.modules()]
-        self._number = 0
+        self._number, self._called_always = 0, True
         self._graphs: dict[int, CallGraph] = {}
 
     @property
@@ -168,6 +180,8 @@ class FirstStep:
                 ):
                     stack.callback(hook.remove)
             yield
+        if not self._called_always:  # a reentrant checkpoint around the call has told by now
+            self._note(NO_CALL.given())
         if self._strays and bool(torch.stack(self._strays).any()):
             self._note(STRAY_GRADIENT.given())
 
@@ -177,6 +191,7 @@ class FirstStep:
         step = _Running(
             self._number, self._marks(), before=traces.Values(seen),
             held=traces.Values(itertools.islice(self._own(), HELD)), modes=(fixed(), quantises()),
+            switches=traces.Switches(self.rank.language_models),
         )  # fmt: skip
         self._number += 1
         token = _running.set(step)
@@ -185,8 +200,11 @@ class FirstStep:
             self._ended(step)
         finally:
             _running.reset(token)
-        if step.num_calls != 1:
-            self._note(TWO_CALLS.given() if step.num_calls else NO_CALL.given())
+        if step.num_calls > 1:
+            self._note(TWO_CALLS.given())
+        self._called_always &= step.num_calls > 0
+        if step.sent is not None and isinstance(found, tuple) and _sent(found[0]) != step.sent:
+            self._note(OTHER_SENT.given())
         if not (isinstance(found, tuple) and len(found) == 2 and callable(found[1])):
             return found
         read = [*itertools.islice(_read_by(found[1], self._restored), HELD)]
@@ -223,6 +241,10 @@ class FirstStep:
                 if hooks is None or hooks.current is None:  # no segment: a checkpoint runs again
                     self._note(CALL_IN_BACKWARD.given())
                 return stock(*args, **kwargs)
+            if self._is_beside(step):
+                if beside.is_large(found := stock(*args, **kwargs)):
+                    self._note(BESIDE_LOGITS.given())
+                return found
             step.num_calls += 1
             self._compare_modes(step)
             self._seen += [("an argument of the model", one) for one in (*args, kwargs)]
@@ -237,6 +259,8 @@ class FirstStep:
                 tokens = args[0] if args else kwargs.get("input_ids")
                 self._look_at(found, self._shape_of_call(model, tokens))
                 self._watch_gradient(found, kwargs.get("loss_mask"))
+            elif not self.suspended:
+                step.sent = _sent(found)
             return found
 
         return forward
@@ -244,7 +268,7 @@ class FirstStep:
     def _enter(self, *_: Any) -> None:
         """The model is called, or a wrapper of it: the first part of the forward step ends."""
         step = _running.get()
-        if step is None:
+        if step is None or self._is_beside(step):
             return
         step.depth += 1
         if step.start is None:
@@ -264,11 +288,17 @@ class FirstStep:
     def _leave(self, *_: Any) -> None:
         """The model has returned."""
         step = _running.get()
-        if step is None:
+        if step is None or self._is_beside(step):
             return
         step.depth -= 1
         if not step.depth and step.resumed is None:
             step.resumed = self._marks()
+
+    def _is_beside(self, step: _Running) -> bool:
+        """Whether the call of a model that runs now is beside the step's own."""
+        if not self._takes_beside or step.modes is None:  # or it is in a loss
+            return False
+        return beside.is_now(self.rank.language_models[0], called=step.num_calls > 0)
 
     def _shape_of_call(self, model: Any, tokens: Any) -> tuple[int, int] | None:
         """Samples and positions of a call that stock runs; None where nothing says them.
@@ -362,6 +392,8 @@ class FirstStep:
             self._note(FP8_INSIDE.given())
         elif fixed() != before:
             self._note(TORCH_MODES.given())
+        if step.switches is not None and (name := step.switches.changed()):
+            self._note(SWITCHED.given(name))
 
     def _compare_exchanges(self, before: _Marks, now: _Marks) -> None:
         if before.exchanges != now.exchanges:
@@ -369,6 +401,13 @@ class FirstStep:
 
     def _note(self, reason: Reason) -> None:
         self.reason = self.reason or reason
+
+
+def _sent(output: Any) -> tuple[Any, ...] | None:
+    """What tells the tensor that goes to the next pipeline stage from another."""
+    if not isinstance(output, Tensor):
+        return None
+    return output.data_ptr(), output.shape, output._version
 
 
 def _differ(before: dict[str, bytes], now: dict[str, bytes]) -> set[str]:

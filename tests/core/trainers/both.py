@@ -8,19 +8,22 @@ gradients and the results of the last.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab.models import build
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.run.schedule import get_forward_backward_func
@@ -139,6 +142,21 @@ class Both:
             )
         )  # fmt: skip
         return found
+
+
+@contextlib.contextmanager
+def changed(change: Callable[[Any], Any]) -> Iterator[None]:
+    """Models that are built inside are changed before they are wrapped: heads, adapters."""
+    stock = build.build_chunk
+
+    def built(*args: Any, **options: Any) -> Any:
+        chunk = stock(*args, **options)
+        torch.manual_seed(7)  # of a part that every rank has whole
+        change(build.unwrap(chunk))
+        return chunk
+
+    with mock.patch.object(build, "build_chunk", built):
+        yield
 
 
 def config_of(layout: str) -> PrefixConfig:

@@ -1,10 +1,12 @@
 """slime's forward_only and train_one_step: log-probs, and an update with its policy loss.
 
-"replay" in a layout's name: experts, with slime's own queue of routes, which log-probs record.
+"replay" in a layout's name: experts, with slime's own queue of routes, which log-probs record;
+"value": its critic's head, values and loss; "sft": its loss on answers of several turns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from argparse import Namespace
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.optimizer import build_optimizer
 from megatron_prefix.lab.models.presets import resolve
 from tests.core.trainers import worker
-from tests.core.trainers.both import Both, Step, config_of
+from tests.core.trainers.both import Both, Step, changed, config_of
 from tests.core.trainers.megatron_lm_steps import run_on_cpu
 from tests.core.trainers.verl_steps import GROUPS, PROMPT, SIZE, VOCAB, rows
 
@@ -38,8 +40,9 @@ ARGUMENTS = Namespace(
 )  # fmt: skip
 
 
-def rollout_data() -> dict[str, Any]:
-    """What slime's actor has of a rollout on one rank."""
+def rollout_data(*, turns: bool = False) -> dict[str, Any]:
+    """What slime's actor has of a rollout on one rank; in `turns` every third token of an answer is
+    not the model's."""
     from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
 
     ids, mask = rows()
@@ -55,11 +58,27 @@ def rollout_data() -> dict[str, Any]:
 
     return {
         "tokens": tokens, "total_lengths": totals, "response_lengths": answers,
-        "loss_masks": [torch.ones(answer) for answer in answers],
+        "loss_masks": [_mask(answer, turns=turns) for answer in answers],
         "rollout_mask_sums": [torch.tensor(float(answer)) for answer in answers],
         "log_probs": column(-2.4), "ref_log_probs": column(-2.5), "advantages": column(0.5),
+        "values": column(0.1), "returns": column(0.3),
         "micro_batch_indices": MICROBATCHES,
     }  # fmt: skip
+
+
+def _mask(answer: int, *, turns: bool) -> torch.Tensor:
+    mask = torch.ones(answer)
+    if turns:
+        mask[1:-1:3] = 0
+    return mask
+
+
+def valued(model: Any) -> None:
+    """Gives the last stage the head of slime's critic."""
+    from slime.backends.megatron_utils.model_provider import LinearForLastLayer
+
+    if model.post_process:
+        model.output_layer = LinearForLastLayer(model.config.hidden_size, 1, config=model.config)
 
 
 def replay_routes(chunk: Any) -> None:
@@ -93,26 +112,32 @@ def steps(name: str) -> list[Step]:
     """A pass for log-probs and an update, on one rank."""
     from slime.backends.megatron_utils import model as slime_model
     from slime.backends.megatron_utils.data import get_data_iterator
-    from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
+    from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values
     from slime.utils import accelerator
     from slime.utils.routing_replay import RoutingReplay
 
     layout = worker.layout_of(name)
     runtime.initialize(layout)
     accelerator.device = accelerator.current_device = lambda: torch.device("cpu")
-    replay = "replay" in name
-    spec = resolve("tiny-moe" if replay else "tiny-qwen3", num_layers=2).with_vocab(VOCAB)
-    chunks = build_model(spec, layout=layout, config_overrides={"variable_seq_lengths": True})
+    replay, critic = "replay" in name, "value" in name
+    tied = {} if replay else {"tie_embeddings": not critic}  # a head is not the embedding
+    spec = resolve("tiny-moe" if replay else "tiny-qwen3", num_layers=2, **tied).with_vocab(VOCAB)
+    with changed(valued) if critic else contextlib.nullcontext():
+        chunks = build_model(spec, layout=layout, config_overrides={"variable_seq_lengths": True})
+    ARGUMENTS.loss_type, ARGUMENTS.value_clip = ("value" if critic else "policy") + "_loss", 0.2
+    if "sft" in name:
+        ARGUMENTS.loss_type = "sft_loss"
     both = Both(config_of(name), state=lambda: RoutingReplay.all_routing_replays)
     if replay:
         replay_routes(chunks[0])
     os.environ["ROUTING_REPLAY_STAGE"] = "record"  # as slime's actor sets it
     slime_model.get_forward_backward_func = both
     slime_model.get_args = lambda: ARGUMENTS
-    iterators = get_data_iterator(rollout_data())
+    iterators = get_data_iterator(rollout_data(turns="sft" in name))
     num = len(MICROBATCHES)
     with torch.no_grad():
-        slime_model.forward_only(get_log_probs_and_entropy, ARGUMENTS, chunks, iterators, [num])
+        read = get_values if critic else get_log_probs_and_entropy
+        slime_model.forward_only(read, ARGUMENTS, chunks, iterators, [num])
     for iterator in iterators:
         iterator.reset()
     os.environ["ROUTING_REPLAY_STAGE"] = "replay_backward"
