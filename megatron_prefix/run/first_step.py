@@ -93,7 +93,7 @@ class _Running:
         held: lists, dicts and tensors that it may write in place, as they were when it began.
         modes: torch's, and transformer-engine's quantisation, when it began; None in a loss.
         switches: of the models' modules, when it began; None in a loss.
-        sent: what the model returned for the next pipeline stage: its place, shape and version.
+        sent: what the model returned for the next pipeline stage: its place and shape.
     """
 
     number: int
@@ -407,7 +407,7 @@ def _sent(output: Any) -> tuple[Any, ...] | None:
     """What tells the tensor that goes to the next pipeline stage from another."""
     if not isinstance(output, Tensor):
         return None
-    return output.data_ptr(), output.shape, output._version
+    return output.data_ptr(), output.shape
 
 
 def _differ(before: dict[str, bytes], now: dict[str, bytes]) -> set[str]:
