@@ -203,7 +203,11 @@ class FirstStep:
         if step.num_calls > 1:
             self._note(TWO_CALLS.given())
         self._called_always &= step.num_calls > 0
-        if step.sent is not None and isinstance(found, tuple) and _sent(found[0]) != step.sent:
+        if (
+            step.sent is not None
+            and isinstance(found, tuple)
+            and _to_next_stage(found[0]) != step.sent
+        ):
             self._note(OTHER_SENT.given())
         if not (isinstance(found, tuple) and len(found) == 2 and callable(found[1])):
             return found
@@ -260,7 +264,7 @@ class FirstStep:
                 self._look_at(found, self._shape_of_call(model, tokens))
                 self._watch_gradient(found, kwargs.get("loss_mask"))
             elif not self.suspended:
-                step.sent = _sent(found)
+                step.sent = _to_next_stage(found)
             return found
 
         return forward
@@ -403,7 +407,7 @@ class FirstStep:
         self.reason = self.reason or reason
 
 
-def _sent(output: Any) -> tuple[Any, ...] | None:
+def _to_next_stage(output: Any) -> tuple[Any, ...] | None:
     """What tells the tensor that goes to the next pipeline stage from another."""
     if not isinstance(output, Tensor):
         return None
