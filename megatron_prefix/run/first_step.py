@@ -93,6 +93,7 @@ class _Running:
         held: lists, dicts and tensors that it may write in place, as they were when it began.
         modes: torch's, and transformer-engine's quantisation, when it began; None in a loss.
         switches: of the models' modules, when it began; None in a loss.
+        switched: one of them that was changed at a call of the model; "" if none was.
         sent: what the model returned for the next pipeline stage: its place and shape.
     """
 
@@ -105,6 +106,7 @@ class _Running:
     held: traces.Values | None = None
     modes: tuple[Any, bool] | None = None
     switches: traces.Switches | None = None
+    switched: str = ""
     sent: tuple[Any, ...] | None = None
 
 
@@ -202,12 +204,10 @@ class FirstStep:
             _running.reset(token)
         if step.num_calls > 1:
             self._note(TWO_CALLS.given())
+        elif step.switched:
+            self._note(SWITCHED.given(step.switched))
         self._called_always &= step.num_calls > 0
-        if (
-            step.sent is not None
-            and isinstance(found, tuple)
-            and _to_next_stage(found[0]) != step.sent
-        ):
+        if step.sent is not None and isinstance(found, tuple) and _passed_on(found[0]) != step.sent:
             self._note(OTHER_SENT.given())
         if not (isinstance(found, tuple) and len(found) == 2 and callable(found[1])):
             return found
@@ -264,7 +264,7 @@ class FirstStep:
                 self._look_at(found, self._shape_of_call(model, tokens))
                 self._watch_gradient(found, kwargs.get("loss_mask"))
             elif not self.suspended:
-                step.sent = _to_next_stage(found)
+                step.sent = _passed_on(found)
             return found
 
         return forward
@@ -389,15 +389,16 @@ class FirstStep:
 
     def _compare_modes(self, step: _Running) -> None:
         """Notes modes around the model call in which no segment can run."""
-        if step.modes is None:
+        if step.modes is None or step.switches is None:
             return
         before, quantised = step.modes
         if quantises() and not quantised:
             self._note(FP8_INSIDE.given())
         elif fixed() != before:
             self._note(TORCH_MODES.given())
-        if step.switches is not None and (name := step.switches.changed()):
-            self._note(SWITCHED.given(name))
+        step.switched = step.switched or step.switches.changed()
+        if step.switched and self.suspended:
+            self._note(SWITCHED.given(step.switched))
 
     def _compare_exchanges(self, before: _Marks, now: _Marks) -> None:
         if before.exchanges != now.exchanges:
@@ -407,7 +408,7 @@ class FirstStep:
         self.reason = self.reason or reason
 
 
-def _to_next_stage(output: Any) -> tuple[Any, ...] | None:
+def _passed_on(output: Any) -> tuple[Any, ...] | None:
     """What tells the tensor that goes to the next pipeline stage from another."""
     if not isinstance(output, Tensor):
         return None

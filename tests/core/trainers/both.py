@@ -197,11 +197,12 @@ def _own(batch: Any) -> Any:
 
 
 def gradients(chunks: list[Any]) -> dict[str, Tensor]:
-    """Copies of all gradients of a rank."""
+    """Copies of all gradients of a rank; frozen parameters have none."""
     return {
         f"{number}.{name}": parameter.main_grad.detach().clone()
         for number, chunk in enumerate(chunks)
         for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad
     }
 
 

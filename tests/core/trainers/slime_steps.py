@@ -124,7 +124,7 @@ def steps(name: str) -> list[Step]:
     spec = resolve("tiny-moe" if replay else "tiny-qwen3", num_layers=2, **tied).with_vocab(VOCAB)
     with changed(valued) if critic else contextlib.nullcontext():
         chunks = build_model(spec, layout=layout, config_overrides={"variable_seq_lengths": True})
-    ARGUMENTS.loss_type, ARGUMENTS.value_clip = ("value" if critic else "policy") + "_loss", 0.2
+    ARGUMENTS.loss_type, ARGUMENTS.value_clip = "value_loss" if critic else "policy_loss", 0.2
     if "sft" in name:
         ARGUMENTS.loss_type = "sft_loss"
     both = Both(config_of(name), state=lambda: RoutingReplay.all_routing_replays)
