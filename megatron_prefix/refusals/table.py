@@ -31,7 +31,7 @@ GROUPS = {
     "routes": "routers that follow given routes",
     "ranks": "ranks that have to do the same side by side",
     **dict.fromkeys(
-        ("Megatron-LM", "Megatron-RL", "verl", "slime", "NeMo-RL", "AReaL", "ROLL"),
+        ("Megatron-LM", "Megatron-RL", "verl", "slime", "NeMo-RL", "ms-swift", "AReaL", "ROLL"),
         "options of that trainer",
     ),
 }
@@ -230,6 +230,8 @@ DYNAMIC_CP = Refusal("dynamic_context_parallel", "verl", NOT_YET, "it passes a p
 ALLGATHER_CP = Refusal("--allgather-cp", "slime", NOT_YET, "each rank holds one contiguous part of a sample: leave it out")
 MULTIMODAL = Refusal("multimodal data", "NeMo-RL", NOT_YET, "batches with images were not tried in it")
 NEMO_MTP = Refusal("policy.megatron_cfg.mtp_num_layers above 1", "NeMo-RL", NOT_YET, "use one layer of multi-token prediction")
+LORA_DROPOUT = Refusal("--lora_dropout above 0, its default", "ms-swift", WRONG, _DROPS)
+SWIFT_METRICS = Refusal("several data-parallel ranks", "ms-swift", NOT_YET, "its losses average metrics over them in every microbatch: use tensor parallelism instead")
 TREE_TRAINING = Refusal("tree training", "AReaL", NOT_YET, "it has an attention of its own, and shares already")
 SHIFTED_MASK = Refusal("the loss_mask of its model calls", "ROLL", NOT_YET, "it is over tokens, not over the positions that predict them: shift it by one")
 

@@ -1,6 +1,6 @@
 """Trainers' own forward steps under both schedules, from sources that are there already.
 
-    python -m tests.core.trainers.run_sources FOLDER [TRAINER...]
+    python -m tests.core.trainers.run_sources FOLDER [TRAINER[:WORD]...]
 
 FOLDER holds one folder a trainer: Megatron-LM, slime, RL (NeMo-RL), ms-swift, SkyRL and verl (an
 installation with `pip install --target`, which test_verl.py makes: other trainers take packages
@@ -10,7 +10,7 @@ SkyRL. Nothing is fetched. Every layout runs in a process of its own and may tak
 minutes. Prints a table for docs/results.md; what did not run is in it with the reason, and the exit
 code is then 1.
 
-What else is in a layout's name, such as an objective, is said by the module that runs it. A layout
+With a WORD only layouts that have it in their name: `verl:value`. What else is in a layout's name, such as an objective, is said by the module that runs it. A layout
 with "auto" in its name has a form that mode "auto" shares, or leaves to the stock schedule
 for the reason in the table, bit for bit.
 """
@@ -155,11 +155,13 @@ def main() -> int:
     print("|---|---|---|---|---|---|---|", flush=True)
     failed = False
     for name, trainer in TRAINERS.items():
-        if not any(one in name for one in wanted):
+        words = [word for one, _, word in (w.partition(":") for w in wanted) if one in name]
+        layouts = [one for one in trainer.layouts if any(word in one for word in words)]
+        if not layouts:
             continue
         folders = filter(None, (*trainer.folders, trainer.core))
         missing = [one for one in folders if not (sources / one).is_dir()]
-        for layout in trainer.layouts:
+        for layout in layouts:
             said = f"failed: no folder {missing[0]}" if missing else run(trainer, sources, layout)
             failed |= said.startswith("failed")
             commit = "" if missing else commit_of(sources / trainer.folders[0])
