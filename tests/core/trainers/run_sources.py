@@ -6,13 +6,14 @@ FOLDER holds one folder a trainer: Megatron-LM, slime, RL (NeMo-RL), ms-swift, S
 installation with `pip install --target`, which test_verl.py makes: other trainers take packages
 from it, too), each a checkout, or an export with the commit in a file COMMIT; Megatron-Bridge, of
 which NeMo-RL takes the head of its value model; and megatron-core, an installation of 0.19 for
-SkyRL. Nothing is fetched. Every layout runs in a process of its own and may take five
-minutes. Prints a table for docs/results.md; what did not run is in it with the reason, and the exit
-code is then 1.
+SkyRL. Nothing is fetched. Every layout runs in a process of its own and may take five minutes.
+Prints a table for docs/results.md; what did not run is in it with the reason, and the exit code is
+then 1.
 
-With a WORD only layouts that have it in their name: `verl:value`. What else is in a layout's name, such as an objective, is said by the module that runs it. A layout
-with "auto" in its name has a form that mode "auto" shares, or leaves to the stock schedule
-for the reason in the table, bit for bit.
+With a WORD only layouts that have it in their name: `verl:value`. What else is in a layout's name,
+such as an objective, is said by the module that runs it. A layout with "auto" in its name has a
+form that mode "auto" shares, or leaves to the stock schedule for the reason in the table, bit for
+bit.
 """
 
 from __future__ import annotations
