@@ -32,7 +32,7 @@ GROUPS = {
     "routes": "routers that follow given routes",
     "ranks": "ranks that have to do the same side by side",
     **dict.fromkeys(
-        ("Megatron-LM", "Megatron-RL", "verl", "slime", "NeMo-RL", "AReaL", "ROLL"),
+        ("Megatron-LM", "Megatron-RL", "verl", "slime", "NeMo-RL", "ms-swift", "AReaL", "ROLL"),
         "options of that trainer",
     ),
 }
@@ -168,7 +168,8 @@ COLUMN_LENGTH = Refusal("… of a model call has … of … positions", "call", 
 STAGES_DIFFER = Refusal("the last stage's labels have not as many positions as the tokens", "call", NOT_YET, "call the model on every stage with the same samples")
 NO_TREE = Refusal("the first pipeline stage cannot build the step's tree", "call", NOT_YET, "its own message says why")
 NO_CALL = Refusal("the forward step does not call the model", "call", NOT_YET, "return the model's output for every microbatch: microbatches are taken from that call")
-TWO_CALLS = Refusal("the forward step calls the model more than once", "call", NOT_YET, "use the stock schedule (mode off or auto) for such steps: one microbatch is taken from one call")
+TWO_CALLS = Refusal("the forward step calls the model more than once", "call", NOT_YET, "use the stock schedule (mode off or auto) for such steps: one microbatch is taken from one call (without pipeline stages, calls without gradients beside it are taken)")
+BESIDE_LOGITS = Refusal("the forward step calls the model without gradients for logits, beside the call with gradients", "call", NOT_YET, "give that call labels, so that it returns one number a position, or make it before the schedule: they would be there for all microbatches at once")
 CALL_IN_LOSS = Refusal("the loss calls the model", "call", NOT_YET, "call it before the schedule (reference log-probs), or use the stock schedule")
 CALL_IN_BACKWARD = Refusal("the model is called in a backward", "call", NOT_YET, "leave out a reentrant checkpoint around the model call: use Megatron's recompute_granularity")
 OVERWRITTEN = Refusal("… of microbatch … is overwritten by a later forward step", "call", NOT_YET, "give every microbatch tensors, dicts and lists of its own (no static buffers): all forward steps run before the first segment")
@@ -199,6 +200,7 @@ FP8_AROUND = Refusal("transformer-engine's fp8 autocast is on around the schedul
 FP8_INSIDE = Refusal("the forward step calls the model inside transformer-engine's fp8 autocast", "setting", WRONG, f"leave it out, or use mode off: {_SCALES}")
 TORCH_MODES = Refusal("the forward step calls the model inside a torch function or dispatch mode, inference_mode or saved_tensors_hooks, which cannot be suspended", "setting", NOT_YET, "enter it before the schedule is called")
 DIFFERENT_AUTOCAST = Refusal("model calls of one step run under different autocast settings", "setting", NOT_YET, "give all the same")
+SWITCHED = Refusal("the forward step changes … of the model around its call", "setting", NOT_YET, "set it before the schedule: segments run outside of forward steps (adapters may be off for other calls, without gradients)")
 TRAINING_MODE = Refusal("the forward step calls model.train() or model.eval() around its model call", "setting", NOT_YET, "call it before the schedule")
 HOST_LAYERS_CP = Refusal("cache_host_layers is for whole sequences, and there are context-parallel ranks", "setting", NOT_YET, "set it to 0: they exchange K/V and gK/gV from device memory", ends=True)
 
@@ -208,6 +210,7 @@ OTHER_OUTPUT = Refusal("the model returns a …, in which the prefix schedule fi
 OTHER_SHAPE = Refusal("the model returns a tensor of shape … for … positions", "output", NOT_YET, "return what is per position: [batch, positions, ...], [positions, batch, ...] or [positions]")
 FLAT_ROWS = Refusal("the model returns [positions] for … rows, whose order in it is not known", "output", NOT_YET, "return [batch, positions], or pack the samples", ends=True)
 DIFFERENT_OUTPUTS = Refusal("outputs of the model differ from segment to segment in …", "output", NOT_YET, "return what is per position: everything else must be the same for all", ends=True)
+OTHER_SENT = Refusal("the forward step gives the next pipeline stage something else than what the model returns", "output", NOT_YET, "return the model's output on stages without a loss, and compute a reference before the schedule: stages exchange segments of the model")
 CHANGED_OUTPUT = Refusal("the forward step changes what the model returns on a stage that has no loss", "output", NOT_YET, "let it change the last stage's output only", ends=True)
 
 # --- routes ---------------------------------------------------------------------------------------
@@ -240,6 +243,8 @@ DYNAMIC_CP = Refusal("dynamic_context_parallel", "verl", NOT_YET, "it passes a p
 ALLGATHER_CP = Refusal("--allgather-cp", "slime", NOT_YET, "it is for DeepSeek's sparse attention, which is refused: leave out both")
 MULTIMODAL = Refusal("multimodal data", "NeMo-RL", NOT_YET, "batches with images were not tried in it")
 NEMO_MTP = Refusal("policy.megatron_cfg.mtp_num_layers above 1", "NeMo-RL", NOT_YET, "use one layer of multi-token prediction")
+LORA_DROPOUT = Refusal("--lora_dropout above 0, its default", "ms-swift", WRONG, _DROPS)
+SWIFT_METRICS = Refusal("several data-parallel ranks", "ms-swift", NOT_YET, "its losses average metrics over them in every microbatch: use tensor parallelism instead")
 TREE_TRAINING = Refusal("tree training", "AReaL", NOT_YET, "it has an attention of its own, and shares already")
 SHIFTED_MASK = Refusal("the loss_mask of its model calls", "ROLL", NOT_YET, "it is over tokens, not over the positions that predict them: shift it by one")
 

@@ -4,9 +4,10 @@ The prefix schedule runs what all forward steps do before their model calls firs
 segments, and then what follows the calls.  Stock takes turns: forward step, loss, forward step,
 loss.  To most trainers that is the same.  It is not to one that draws random numbers in both parts,
 reads in a loss what a later forward step has written by then, exchanges with other data-parallel
-ranks, or calls the model more than once or not at all; and only outputs show whether a head returns
-something per position.  So mode "auto" runs the first step of a kind as stock does, bit for bit,
-and looks.  What nothing here can see is under Limits in docs/operations.md.
+ranks, switches parts of the model for its call, or calls it more than once or not at all; and only
+outputs show whether a head returns something per position.  So mode "auto" runs the first step of a
+kind as stock does, bit for bit, and looks.  What nothing here can see is under Limits in
+docs/operations.md.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch.utils import (
 from megatron_prefix.errors import Reason, UserError
 from megatron_prefix.megatron.install import installed, intercepted
 from megatron_prefix.refusals.table import (
+    BESIDE_LOGITS,
     CALL_IN_BACKWARD,
     CALL_IN_LOSS,
     DATA_EXCHANGE,
@@ -44,15 +46,17 @@ from megatron_prefix.refusals.table import (
     LOSS_READS,
     NO_CALL,
     OTHER_OUTPUT,
+    OTHER_SENT,
     OTHER_SHAPE,
     OVERWRITTEN,
     RANDOM_IN_BOTH,
     STRAY_GRADIENT,
+    SWITCHED,
     TORCH_MODES,
     TRAINING_MODE,
     TWO_CALLS,
 )
-from megatron_prefix.run import heads, traces
+from megatron_prefix.run import beside, heads, traces
 from megatron_prefix.run.call_outputs import CHECKED_ROWS, largest
 from megatron_prefix.run.calls import FILLED_BY_MODEL
 from megatron_prefix.run.forward_step_state import fixed, quantises
@@ -90,6 +94,9 @@ class _Running:
         before: what the microbatch before it reads, as it was when this one began.
         held: lists, dicts and tensors that it may write in place, as they were when it began.
         modes: torch's, and transformer-engine's quantisation, when it began; None in a loss.
+        switches: of the models' modules, when it began; None in a loss.
+        switched: one of them that was changed at a call of the model; "" if none was.
+        sent: what the model returned for the next pipeline stage: its place and shape.
     """
 
     number: int
@@ -100,6 +107,9 @@ class _Running:
     before: traces.Values | None = None
     held: traces.Values | None = None
     modes: tuple[Any, bool] | None = None
+    switches: traces.Switches | None = None
+    switched: str = ""
+    sent: tuple[Any, ...] | None = None
 
 
 _running: ContextVar[_Running | None] = ContextVar("running", default=None)
@@ -113,6 +123,7 @@ class FirstStep:
         function: the trainer's `forward_step_func`.
         rank: with the model chunks that it calls.
         suspended: whether forward steps are suspended in their calls, which stock does not run.
+        takes_beside: whether forward steps may make calls without gradients, too (beside.py).
 
     Attributes:
         rank, suspended: as given.
@@ -121,8 +132,11 @@ class FirstStep:
             data-parallel ranks; only where the stock schedule runs, which calls them in order.
     """
 
-    def __init__(self, function: Callable[..., Any], rank: Rank, *, suspended: bool) -> None:
+    def __init__(
+        self, function: Callable[..., Any], rank: Rank, *, suspended: bool, takes_beside: bool
+    ) -> None:
         self._function, self.rank, self.suspended = function, rank, suspended
+        self._takes_beside = takes_beside and torch.is_grad_enabled()
         self.reason: Reason | None = None
         self.losses_exchange = False
         self._places = [*places(function)]
@@ -138,7 +152,7 @@ class FirstStep:
         self._reads: set[str] = set()
         self._strays: list[Tensor] = []
         self._modes = [m.training for model in rank.models for m in model.modules()]
-        self._number = 0
+        self._number, self._called_always = 0, True
         self._graphs: dict[int, CallGraph] = {}
 
     @property
@@ -173,6 +187,8 @@ class FirstStep:
                 ):
                     stack.callback(hook.remove)
             yield
+        if not self._called_always:  # a reentrant checkpoint around the call has told by now
+            self._note(NO_CALL.given())
         if self._strays and bool(torch.stack(self._strays).any()):
             self._note(STRAY_GRADIENT.given())
 
@@ -182,6 +198,7 @@ class FirstStep:
         step = _Running(
             self._number, self._marks(), before=traces.Values(seen),
             held=traces.Values(itertools.islice(self._own(), HELD)), modes=(fixed(), quantises()),
+            switches=traces.Switches(self.rank.language_models),
         )  # fmt: skip
         self._number += 1
         token = _running.set(step)
@@ -190,8 +207,13 @@ class FirstStep:
             self._ended(step)
         finally:
             _running.reset(token)
-        if step.num_calls != 1:
-            self._note(TWO_CALLS.given() if step.num_calls else NO_CALL.given())
+        if step.num_calls > 1:
+            self._note(TWO_CALLS.given())
+        elif step.switched:
+            self._note(SWITCHED.given(step.switched))
+        self._called_always &= step.num_calls > 0
+        if step.sent is not None and isinstance(found, tuple) and _passed_on(found[0]) != step.sent:
+            self._note(OTHER_SENT.given())
         if not (isinstance(found, tuple) and len(found) == 2 and callable(found[1])):
             return found
         read = [*itertools.islice(_read_by(found[1], self._restored), HELD)]
@@ -228,6 +250,10 @@ class FirstStep:
                 if hooks is None or hooks.current is None:  # no segment: a checkpoint runs again
                     self._note(CALL_IN_BACKWARD.given())
                 return stock(*args, **kwargs)
+            if self._is_beside(step):
+                if beside.is_large(found := stock(*args, **kwargs)):
+                    self._note(BESIDE_LOGITS.given())
+                return found
             step.num_calls += 1
             self._compare_modes(step)
             self._seen += [("an argument of the model", one) for one in (*args, kwargs)]
@@ -242,6 +268,8 @@ class FirstStep:
                 tokens = args[0] if args else kwargs.get("input_ids")
                 self._look_at(found, self._shape_of_call(model, tokens), kwargs)
                 self._watch_gradient(found, kwargs.get("loss_mask"))
+            elif not self.suspended:
+                step.sent = _passed_on(found)
             return found
 
         return forward
@@ -249,7 +277,7 @@ class FirstStep:
     def _enter(self, *_: Any) -> None:
         """The model is called, or a wrapper of it: the first part of the forward step ends."""
         step = _running.get()
-        if step is None:
+        if step is None or self._is_beside(step):
             return
         step.depth += 1
         if step.start is None:
@@ -270,11 +298,17 @@ class FirstStep:
     def _leave(self, *_: Any) -> None:
         """The model has returned."""
         step = _running.get()
-        if step is None:
+        if step is None or self._is_beside(step):
             return
         step.depth -= 1
         if not step.depth and step.resumed is None:
             step.resumed = self._marks()
+
+    def _is_beside(self, step: _Running) -> bool:
+        """Whether the call of a model that runs now is beside the step's own."""
+        if not self._takes_beside or step.modes is None:  # or it is in a loss
+            return False
+        return beside.is_now(self.rank.language_models[0], called=step.num_calls > 0)
 
     def _shape_of_call(self, model: Any, tokens: Any) -> tuple[int, int] | None:
         """Samples and positions of a call that stock runs; None where nothing says them.
@@ -370,16 +404,26 @@ class FirstStep:
 
     def _compare_modes(self, step: _Running) -> None:
         """Notes modes around the model call in which no segment can run."""
-        if step.modes is None:
+        if step.modes is None or step.switches is None:
             return
         before, quantised = step.modes
         if quantises() and not quantised:
             self._note(FP8_INSIDE.given())
         elif fixed() != before:
             self._note(TORCH_MODES.given())
+        step.switched = step.switched or step.switches.changed()
+        if step.switched and self.suspended:
+            self._note(SWITCHED.given(step.switched))
 
     def _note(self, reason: Reason) -> None:
         self.reason = self.reason or reason
+
+
+def _passed_on(output: Any) -> tuple[Any, ...] | None:
+    """What tells the tensor that goes to the next pipeline stage from another."""
+    if not isinstance(output, Tensor):
+        return None
+    return output.data_ptr(), output.shape
 
 
 def _differ(before: dict[str, bytes], now: dict[str, bytes]) -> set[str]:

@@ -30,7 +30,7 @@ from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import DATA_EXCHANGE, HOST_LAYERS_CP
-from megatron_prefix.run import ahead, joint_step, routers
+from megatron_prefix.run import ahead, beside, joint_step, routers
 from megatron_prefix.run.across_ranks import Watch
 from megatron_prefix.run.agreement import agree, agree_on
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
@@ -165,7 +165,8 @@ class PrefixSchedule:
         if not self.looks_first or kind in self._kinds:
             return None
         shares = self.config.mode == "on" and rank.experts is None and not rank.may_cross
-        return FirstStep(function, rank, suspended=shares)
+        takes_beside = beside.may_be(rank, forward_only=kind[0])
+        return FirstStep(function, rank, suspended=shares, takes_beside=takes_beside)
 
     def _captured(
         self,
@@ -190,6 +191,7 @@ class PrefixSchedule:
             iterator if first is None else first.iterator(iterator), rank,
             arguments["num_microbatches"], self.callbacks.needs_drawn(forward_only),
             None if first is None else first.forward_step,
+            beside.may_be(rank, forward_only=forward_only),
         )  # fmt: skip
         watching = contextlib.nullcontext() if first is None else first.watching()
         meter = self.planning.meter(rank)

@@ -41,7 +41,7 @@ from megatron_prefix.refusals.table import (
     TRAINING_MODE,
     TWO_CALLS,
 )
-from megatron_prefix.run import forward_step_state
+from megatron_prefix.run import beside, forward_step_state
 from megatron_prefix.run.calls import ModelCall, bound
 from megatron_prefix.run.forward_step_state import Settings, Swap, fixed, quantises
 from megatron_prefix.run.given import Given
@@ -200,6 +200,7 @@ class Capture:
         keeps_drawn: whether model calls keep what their forward step drew; iterators that have no
             `__next__` stay as they are.
         watched: `forward_step` in what watches it, if anything does (first_step.py).
+        takes_beside: whether forward steps may make calls without gradients, too (beside.py).
 
     Attributes:
         steps: per model chunk the suspended forward steps in the trainer's order.
@@ -215,8 +216,10 @@ class Capture:
         num_microbatches: int,
         keeps_drawn: bool,
         watched: Callable[..., Any] | None = None,
+        takes_beside: bool = False,
     ) -> None:
         self._forward_step, self._rank = watched or forward_step, rank
+        self._takes_beside = takes_beside and torch.is_grad_enabled()
         self._num = num_microbatches
         many = isinstance(data_iterator, list)
         given = data_iterator if many else [data_iterator]
@@ -233,7 +236,7 @@ class Capture:
         with contextlib.ExitStack() as stack:
             self._forks = stack.enter_context(forward_step_state.watched_forks())
             for model in self._rank.models:
-                stack.enter_context(intercepted(model, _intercepting))
+                stack.enter_context(intercepted(model, self._intercepting))
                 if (tower := vision_tower(model)) is not None:
                     self.towers.append(stack.enter_context(TowerOnce(tower, _number).running()))
             self._stack = stack.pop_all()
@@ -357,18 +360,19 @@ class Capture:
         with autocast:
             return self._forward_step(self._iterators[chunk], self._rank.models[chunk])
 
+    def _intercepting(self, model: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """A `forward` that suspends the forward step which calls it."""
+        signature = inspect.signature(stock)
 
-def _intercepting(model: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """A `forward` that suspends the forward step which calls it."""
-    signature = inspect.signature(stock)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            step = running()
+            if step is None or step.model is not model or step.goes_on_itself:
+                return stock(*args, **kwargs)
+            if self._takes_beside and beside.is_now(model, called=step.call is not None):
+                return stock(*args, **kwargs)
+            if step.call is not None:
+                raise refused(TWO_CALLS)
+            call = bound(signature, args, kwargs, step.number)
+            return step.pause(call, lambda: stock(*args, **kwargs))
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        step = running()
-        if step is None or step.model is not model or step.goes_on_itself:
-            return stock(*args, **kwargs)
-        if step.call is not None:
-            raise refused(TWO_CALLS)
-        call = bound(signature, args, kwargs, step.number)
-        return step.pause(call, lambda: stock(*args, **kwargs))
-
-    return forward
+        return forward

@@ -5,14 +5,24 @@ Nothing of a trainer is imported here; it is looked up among the modules of the 
 
 from __future__ import annotations
 
-from megatron_prefix.trainers import areal, megatron_lm, megatron_rl, nemo_rl, roll, slime, verl
+from megatron_prefix.trainers import (
+    areal,
+    megatron_lm,
+    megatron_rl,
+    ms_swift,
+    nemo_rl,
+    roll,
+    slime,
+    verl,
+)
 from megatron_prefix.trainers.trainer import Trainer
 from megatron_prefix.tree.cp_layout import Slices
 
 __all__ = ["TRAINERS", "Trainer", "running", "slices"]
 
 TRAINERS: tuple[Trainer, ...] = (
-    verl.TRAINER, slime.TRAINER, nemo_rl.TRAINER, areal.TRAINER, roll.TRAINER,
+    verl.TRAINER, slime.TRAINER, nemo_rl.TRAINER, ms_swift.TRAINER,
+    areal.TRAINER, roll.TRAINER,
     megatron_rl.TRAINER, megatron_lm.TRAINER,
 )  # fmt: skip
 """The last two are imported by some of the others."""

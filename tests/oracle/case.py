@@ -43,7 +43,9 @@ AXES: dict[str, Axis] = {
             *("super_plain", "super_derived", "instance_forward", "embedding_property"),
         ),
     ),
-    "head": Axis(("none",), ("dict", "tuple", "dataclass", "n_minus_1", "scalar", "log_probs")),
+    "head": Axis(
+        ("none",), ("dict", "tuple", "dataclass", "n_minus_1", "scalar", "log_probs", "value")
+    ),
     # Batches.
     "form": Axis(("rows", "one", "thd", "thd_padded")),
     "lengths": Axis(("varied", "equal")),
@@ -66,7 +68,10 @@ AXES: dict[str, Axis] = {
     # The loss.
     "labels": Axis(("given", "absent")),
     "loss_mask": Axis(("given", "absent")),
-    "loss": Axis(("token_mean", "token_sum"), ("per_sample", "sequence", "entropy")),
+    "loss": Axis(
+        ("token_mean", "token_sum"),
+        ("per_sample", "sequence", "entropy", "preference", "last", "distil"),
+    ),
     "in_place": Axis(("no",), ("div", "masked_fill")),
     "returns": Axis(("two", "three", "per_token")),
     "reads": Axis(("masked",), ("all_detached", "all")),
@@ -189,6 +194,8 @@ def draw(seed: int, ranks: int = 1, odd: int | None = None, **fixed: str) -> Cas
         values[name] = rng.choice(AXES[name].odd)
     if values["static"] != _LAST["static"]:  # which nothing but a static batch has
         values["batch"] = rng.choice(("static_copy", "static_data", "static_numpy"))
+    if values["loss"] == "last":  # which nothing but a head for rewards has
+        values |= {"head": "value", "loss_mask": "absent"}
     if values["static"] == "masks" and values["mask"] == "none":
         values["mask"] = "future_one"  # which is not the same in every microbatch
     return settle(Case(seed, **{"layout": layout, **values, **fixed}))
@@ -211,6 +218,9 @@ _HELP: dict[tuple[str, str], tuple[dict[str, str], ...]] = {
     ("static", ""): ({"batch": "static_copy"},),
     ("in_place", ""): ({"labels": "absent"},),
     ("loss", "entropy"): ({"labels": "absent"},),
+    ("loss", "distil"): ({"labels": "absent"},),
+    ("loss", "last"): ({"head": "value", "labels": "absent", "loss_mask": "absent"},),
+    ("head", "value"): ({"labels": "absent"},),
     ("around", "autocast"): ({"dtype": "float32"},),
     ("reads", ""): ({"loss_mask": "given"},),
     ("model", "seq_aux_loss"): (
@@ -228,7 +238,10 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     one = case.layout == "one"
     moe = case.model in ("aux_loss", "seq_aux_loss", "z_loss", "record", "replay_forward")
     static = case.batch.startswith("static")
-    wrapped = case.wrapper != "none" or case.head != "none" or case.context != "none"
+    value = case.head == "value"  # another output layer, and no class around the model
+    head = case.head != "none" and not value
+    wrapped = case.wrapper != "none" or head or case.context != "none"
+    samples = ("per_sample", "sequence", "preference", "last")  # losses on whole samples
     yield case.layout == "ep2" and not moe, {"model": "aux_loss"}
     yield moe and case.layout in ("tp2", "tp2_sp", "cp2", "pp2"), {"model": "gqa"}
     yield case.model == "gated_delta_net" and (case.packed or not one), {"model": "gqa"}
@@ -256,16 +269,22 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     yield case.layout in ("cp2", "tp2_sp") and case.form == "thd", {"form": "thd_padded"}
     yield case.layout == "cp2" and case.positions == "given", {"positions": "none"}
     # What needs logits, and heads that make their own.
-    head = case.head != "none"
+    yield value and case.labels == "given", {"labels": "absent"}
+    yield value and case.loss in ("entropy", "distil"), {"loss": "token_mean"}
+    yield value and case.wrapper.endswith("derived"), {"wrapper": "none"}
+    yield case.loss == "last" and not value, {"loss": "token_mean"}
+    yield case.loss == "last" and case.loss_mask == "given", {"loss_mask": "absent"}
+    yield case.loss == "last" and case.reads != "masked", {"reads": "masked"}
     yield head and case.labels == "absent", {"labels": "given"}
     yield head and case.layout not in ("one", "dp2", "ep2"), {"head": "none"}
-    yield head and case.loss == "entropy", {"loss": "token_mean"}
-    yield case.loss == "entropy" and case.labels == "given", {"labels": "absent"}
+    logits = case.loss in ("entropy", "distil")
+    yield head and logits, {"loss": "token_mean"}
+    yield logits and case.labels == "given", {"labels": "absent"}
     yield case.in_place != "no" and case.labels == "given", {"in_place": "no"}
-    yield case.head == "scalar" and case.loss in ("per_sample", "sequence"), {"loss": "token_mean"}
+    yield case.head == "scalar" and case.loss in samples, {"loss": "token_mean"}
     yield case.head == "scalar" and case.calls == "twice", {"calls": "once"}
     yield case.reads != "masked" and (head or case.loss_mask == "absent"), {"reads": "masked"}
-    yield case.layout == "cp2" and case.loss in ("per_sample", "sequence"), {"loss": "token_mean"}
+    yield case.layout == "cp2" and case.loss in samples, {"loss": "token_mean"}
     yield case.head == "n_minus_1" and case.layout == "cp2", {"head": "none"}
     yield wrapped and case.layout in ("pp2", "cp2"), {
         "wrapper": "none", "head": "none", "context": "none",
@@ -279,10 +298,12 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     yield case.model == "gated_delta_net" and wrapped, {"model": "gqa"}
     yield case.context != "none" and case.arguments == "positional", {"arguments": "keyword"}
     # More than one call, or none, does not fit the stock pipeline's messages.
-    yield case.calls != "once" and case.layout not in ("one", "dp2"), {"calls": "once"}
+    yield case.calls != "once" and case.layout == "pp2", {"calls": "once"}
+    yield case.calls.startswith("other") and case.layout not in ("one", "dp2"), {"calls": "once"}
     yield case.calls == "not_at_all" and case.ddp == "wrapped" and one, {"ddp": "none"}
     yield case.calls == "not_at_all" and not one, {"calls": "once"}
     yield case.calls == "not_at_all" and case.head != "none", {"head": "none"}
+    yield value and case.calls.startswith("other"), {"calls": "once"}
     yield case.calls != "once" and case.around == "reentrant", {"calls": "once"}
     yield case.model in ("record", "replay_forward") and case.calls != "once", {"calls": "once"}
     yield case.model in ("record", "replay_forward") and not one, {"model": "aux_loss"}

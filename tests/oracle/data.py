@@ -100,6 +100,7 @@ def _batch(
             "loss_mask": sample.trained.astype(np.float64),
             "real": np.ones(n, dtype=bool),
             "inner": np.arange(n) < n - 1,
+            "last": np.arange(n) == n - 1,
             "position_ids": np.arange(length),
             "sample": np.full(length, index),
             "weight": draw.uniform(0.5, 1.5, length),
@@ -162,7 +163,7 @@ def _masks(case: Case, batch: dict[str, Any]) -> dict[str, Tensor | None]:
 # How a trainer's iterator hands them out ----------------------------------------------------------
 
 FIELDS = (
-    *("number", "tokens", "labels", "loss_mask", "real", "inner", "position_ids", "sample"),
+    *("number", "tokens", "labels", "loss_mask", "real", "inner", "last", "position_ids", "sample"),
     *("weight", "other", "ends", "ends_padded", "longest", "attention_mask", "padding_mask"),
     "routes",
 )

@@ -13,6 +13,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor, nn
@@ -100,7 +101,27 @@ def _language(case: Case, seed: int) -> Any:
         wrap_ddp=False, config_overrides=overrides,
     )[0]  # fmt: skip
     attention.put_into(model, ignores_masks=case.mask == "pad_2d")
+    if case.head == "value" and model.post_process:
+        model.output_layer = ValueHead(model.config)
     return model
+
+
+class ValueHead(nn.Linear):
+    """A critic's output layer, as trainers put it there: every rank has it whole."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+        draw = torch.Generator().manual_seed(config.hidden_size)
+        self.weight.data.normal_(generator=draw)
+        self.gathers = config.sequence_parallel
+        if self.gathers:
+            self.weight.sequence_parallel = True
+
+    def forward(self, x: Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
+        values = super().forward(x)
+        if self.gathers:
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
 
 
 # What the model returns ---------------------------------------------------------------------------
@@ -133,7 +154,7 @@ def _headed(case: Case, language: Any) -> Any:
     """The language model with a `forward` of its own, which calls GPTModel's through super()."""
     # long: a class that knows the case
     derived = case.wrapper in ("super_derived", "instance_forward")
-    plain = case.head == "none" and case.context == "none"
+    plain = case.head in ("none", "value") and case.context == "none"
     if case.wrapper == "instance_forward":
         stock = language.forward
 
@@ -159,7 +180,7 @@ def _headed(case: Case, language: Any) -> Any:
             **named: Any,
         ) -> Any:
             labels = named.get("labels")
-            if case.head != "none":
+            if case.head not in ("none", "value"):
                 named["labels"] = None
             output = super().forward(input_ids, position_ids, attention_mask, *more, **named)
             if not self.post_process:
@@ -186,7 +207,7 @@ def _fill(context: Any) -> None:
 
 
 def _head(kind: str, logits: Tensor, tokens: Tensor, labels: Tensor | None) -> Any:
-    if kind == "none":
+    if kind in ("none", "value"):
         return logits
     if kind == "n_minus_1":
         return log_probs(logits[:, :-1], tokens[:, 1:])

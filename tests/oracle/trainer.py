@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -434,8 +435,10 @@ class Trainer:
             terms = terms * (1 + (values.detach() - reference).tanh())
         if "other" in more:
             terms = terms - 0.5 * (self._values(more["other"], item) * mask * weight).tanh()
-        if case.loss in ("per_sample", "sequence"):
+        if case.loss in ("per_sample", "sequence", "preference"):
             loss = self._by_sample(terms, mask, item)
+        elif case.loss == "last":
+            loss = self._by_sample(terms * get(item, "last"), get(item, "last"), item)
         elif case.loss == "token_mean" and case.returns == "two":
             loss = terms.sum() / mask.sum().clamp(min=1)
         else:
@@ -454,6 +457,8 @@ class Trainer:
         number = int(sample.max()) + 1
         sums = terms.new_zeros(number).index_add(0, sample.flatten(), terms.flatten())
         counts = mask.new_zeros(number).index_add(0, sample.flatten(), mask.flatten())
+        if self.case.loss in ("preference", "last"):  # each sample against the next one
+            return -functional.logsigmoid(sums - sums.roll(1)).sum()
         means = sums / counts.clamp(min=1)
         return (means.tanh() if self.case.loss == "sequence" else means).sum()
 
@@ -472,6 +477,8 @@ class Trainer:
             return -output
         if case.labels == "given" or output.dim() == 2:
             return output
+        if case.head == "value":
+            return output[..., 0] * 0.7 if case.in_place == "no" else output.div_(0.7)[..., 0]
         if case.in_place == "div":
             output.div_(0.7)
         elif case.in_place == "masked_fill":
@@ -479,6 +486,8 @@ class Trainer:
         whole = output
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
             whole = gather_from_tensor_model_parallel_region(output)
+        if case.loss == "distil":
+            return _divergence(whole, get(item, "weight"))
         nll = -log_probs(whole, get(item, "labels"))
         return nll - 0.1 * entropy(whole) if case.loss == "entropy" else nll
 
@@ -506,6 +515,13 @@ class Trainer:
             self.carried = 1 + float(loss.double().tanh()) / 4
         elif leaves == "ema":
             self.ema = 0.9 * self.ema + 0.1 * float(loss.double())
+
+
+def _divergence(logits: Tensor, weight: Tensor) -> Tensor:
+    """Of a teacher's distribution over the whole vocabulary from the model's, a position."""
+    numbers = torch.arange(logits.shape[-1], dtype=logits.dtype)
+    teacher = (weight[..., None].to(logits.dtype) * numbers).sin().log_softmax(-1)
+    return (teacher.exp() * (teacher - logits.log_softmax(-1))).sum(-1)
 
 
 def _gradient(parameter: Any) -> Tensor:

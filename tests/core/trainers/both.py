@@ -8,19 +8,22 @@ gradients and the results of the last.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab.models import build
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.run.schedule import get_forward_backward_func
@@ -149,6 +152,21 @@ class Both:
         return found
 
 
+@contextlib.contextmanager
+def changed(change: Callable[[Any], Any]) -> Iterator[None]:
+    """Models that are built inside are changed before they are wrapped: heads, adapters."""
+    stock = build.build_chunk
+
+    def built(*args: Any, **options: Any) -> Any:
+        chunk = stock(*args, **options)
+        torch.manual_seed(7)  # of a part that every rank has whole
+        change(build.unwrap(chunk))
+        return chunk
+
+    with mock.patch.object(build, "build_chunk", built):
+        yield
+
+
 def config_of(layout: str) -> PrefixConfig:
     """The configuration for a layout's name: mode "auto" where that is in it; "across": what is
     common to data-parallel ranks runs once; "fallback": no step is shared."""
@@ -200,11 +218,12 @@ def _own(batch: Any) -> Any:
 
 
 def gradients(chunks: list[Any]) -> dict[str, Tensor]:
-    """Copies of all gradients of a rank."""
+    """Copies of all gradients of a rank; frozen parameters have none."""
     return {
         f"{number}.{name}": parameter.main_grad.detach().clone()
         for number, chunk in enumerate(chunks)
         for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad
     }
 
 

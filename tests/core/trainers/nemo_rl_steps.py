@@ -1,14 +1,19 @@
 """NeMo-RL's megatron_forward_backward: log-probs, and an update with its NLL loss, packed.
 
-"dpo" in a layout's name: with its DPO loss, on pairs of rollouts of one prompt; "unpacked": rows of
-padded samples, as DPO has them; "fused": with `use_fused_linear_logprobs`; "r3": experts, with
-routes that rollouts bring; "recompute": with full activation recomputation.
+"dpo" in a layout's name: with its DPO loss, on pairs of rollouts of one prompt; "topk":
+distillation on a teacher's largest logits; "value": its value model, with the head of
+Megatron-Bridge; "unpacked": rows of padded samples, as DPO has them; "fused": with
+`use_fused_linear_logprobs`; "r3": experts, with routes that rollouts bring; "recompute": with full
+activation recomputation.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.util
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +25,14 @@ from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.trainers import nemo_rl
 from tests.core.trainers import worker
-from tests.core.trainers.both import Both, Step, config_of
+from tests.core.trainers.both import Both, Step, changed, config_of
 from tests.core.trainers.megatron_lm_steps import run_on_cpu
 from tests.core.trainers.verl_steps import PROMPT, VOCAB, drawn_routes, rows
 from tests.oracle import attention
 
 NEWER = "megatron.core.transformer.moe.moe_logging"
-ROWS = 4
+HEADS = "megatron/bridge/models/common/heads.py"
+ROWS, TOPK = 4, 8
 
 
 def batches(layout: Any, config: dict[str, Any], spec: Any) -> list[Any]:
@@ -54,6 +60,7 @@ def batches(layout: Any, config: dict[str, Any], spec: Any) -> list[Any]:
             input_lengths=lengths[members], sample_mask=torch.ones(ROWS),
             token_mask=torch.zeros(ROWS, width),
             reference_policy_logprobs=torch.full((ROWS, width), -4.9),
+            **_targets(start, width),
         )  # fmt: skip
         for row, (tokens, held) in enumerate(zip(ids[members], mask[members], strict=True)):
             prompt, num = int(held[:PROMPT].sum()), int(held.sum())
@@ -73,17 +80,66 @@ def batches(layout: Any, config: dict[str, Any], spec: Any) -> list[Any]:
     )
 
 
+def _targets(number: int, width: int) -> dict[str, torch.Tensor]:
+    """What a teacher and a critic's trainer give; the teacher's logits are as of another model."""
+    draw = torch.Generator().manual_seed(number)
+    logits = torch.randn(ROWS, width, VOCAB, generator=draw).topk(TOPK)
+    values = torch.randn(2, ROWS, width, generator=draw)
+    return {
+        "teacher_topk_logits": logits.values, "teacher_topk_indices": logits.indices,
+        "returns": values[0], "values": values[1],
+    }  # fmt: skip
+
+
+def _valued(model: Any) -> None:
+    """Gives the last stage the head of a value model, as NeMo-RL's worker does."""
+    # Of Megatron-Bridge only this file: what its packages import wants transformer-engine.
+    file = next(path for one in sys.path if (path := Path(one, HEADS)).exists())
+    spec = importlib.util.spec_from_file_location("heads", file)
+    assert spec is not None and spec.loader is not None
+    heads = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(heads)
+    config = model.config
+    heads.create_value_head_hook(config.hidden_size, config.sequence_parallel)([model])
+
+
+def loss_of(name: str, config: dict[str, Any], num: int, fused: dict[str, bool]) -> Any:
+    """The update's post-processor."""
+    from nemo_rl.algorithms.loss import NLLLossFn
+    from nemo_rl.algorithms.loss import loss_functions as losses
+    from nemo_rl.models.megatron import train
+
+    prepare = None
+    if "dpo" in name:
+        loss = losses.DPOLossFn(losses.DPOLossConfig(), **fused)
+    elif "topk" in name:
+        loss = losses.DistillationLossFn(losses.DistillationLossConfig())
+    elif "value" in name:
+        adapter = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
+        for version in ("V1", "V2"):  # of a newer Megatron-Core, which the worker asks for
+            setattr(adapter, f"FullyShardedDataParallel{version}", type(None))
+        from nemo_rl.models.value.workers import megatron_value_worker
+
+        loss = losses.MseValueLossFn(losses.MseValueLossConfig(cliprange=0.5))
+        prepare = vars(megatron_value_worker)["_value_loss_prepare_fn"]
+    else:
+        loss = NLLLossFn(**fused)
+    return train.LossPostProcessor(loss, config, num_microbatches=num, prepare_fn=prepare)
+
+
 def model_of(name: str, layout: Any) -> tuple[Any, Any]:
     """The model's numbers, and its chunk on this rank."""
     from nemo_rl.distributed import model_utils
 
     if "fused" in name:
         model_utils.patch_gpt_model_forward_for_linear_ce_fusion(chunk_size=32)
-    kind = "tiny-moe" if "r3" in name else "tiny-qwen3"
-    spec = resolve(kind, num_layers=2).with_vocab(VOCAB)
+    tied = "value" not in name  # its worker unties the head from the embedding
+    kind, more = ("tiny-moe", {}) if "r3" in name else ("tiny-qwen3", {"tie_embeddings": tied})
+    spec = resolve(kind, num_layers=2, **more).with_vocab(VOCAB)
     overrides = {"variable_seq_lengths": True, "moe_enable_routing_replay": "r3" in name}
     recompute = "full" if "recompute" in name else "none"
-    (chunk,) = build_model(spec, layout=layout, recompute=recompute, config_overrides=overrides)
+    with changed(_valued) if "value" in name else contextlib.nullcontext():
+        (chunk,) = build_model(spec, layout=layout, recompute=recompute, config_overrides=overrides)
     if "unpacked" in name:
         attention.put_into(chunk, ignores_masks=True)
     return spec, chunk
@@ -91,8 +147,6 @@ def model_of(name: str, layout: Any) -> tuple[Any, Any]:
 
 def steps(name: str) -> list[Step]:
     """A pass for log-probs and an update, on one rank."""
-    from nemo_rl.algorithms.loss import NLLLossFn
-    from nemo_rl.algorithms.loss.loss_functions import DPOLossConfig, DPOLossFn
     from nemo_rl.models.megatron import router_replay, train
 
     router_replay._MISSING_ROUTE_SENTINEL = -1  # of nemo_rl.models.generation, which is a stand-in
@@ -108,28 +162,28 @@ def steps(name: str) -> list[Step]:
     packing = {"enabled": "unpacked" not in name, "max_total_tokens": 200}
     config = {"sequence_packing": packing}
     given = batches(layout, config, spec)
-    with torch.no_grad():
-        train.megatron_forward_backward(
-            chunk, iter(given), len(given), 64, 1, train.LogprobsPostProcessor(config, **fused),
-            forward_only=True, **fused, **replays,
-        )  # fmt: skip
+    if "value" not in name:
+        with torch.no_grad():
+            train.megatron_forward_backward(
+                chunk, iter(given), len(given), 64, 1, train.LogprobsPostProcessor(config, **fused),
+                forward_only=True, **fused, **replays,
+            )  # fmt: skip
     chunk.zero_grad_buffer()
     trained = sum(float(one.data_dict["token_mask"].sum()) for one in given)
-    loss = DPOLossFn(DPOLossConfig(), **fused) if "dpo" in name else NLLLossFn(**fused)
     train.megatron_forward_backward(
-        chunk, iter(given), len(given), 64, 1,
-        train.LossPostProcessor(loss, config, num_microbatches=len(given)), **fused, **replays,
-        router_replay_train="r3" in name,
+        chunk, iter(given), len(given), 64, 1, loss_of(name, config, len(given), fused), **fused,
+        **replays, router_replay_train="r3" in name,
         global_valid_seqs=torch.tensor(12.0), global_valid_toks=torch.tensor(trained),
     )  # fmt: skip
-    forward, update = both.steps[len(both.steps) // 2 - 1], both.steps[-1]
+    update = both.steps[-1]
     if not update.reason:
-        assert update.scored < forward.scored == forward.executed, "token_mask was ignored"
+        assert update.scored < update.executed, "token_mask was ignored"
     return both.steps
 
 
 if __name__ == "__main__":
     run_on_cpu()
-    unused = ("nemo_rl.models.policy", "nemo_rl.models.generation", "nemo_rl.utils.logger")
+    names = ("models.megatron.setup", "models.policy", "models.generation", "utils.logger")
+    unused = [f"nemo_rl.{name}" for name in names]
     worker.StandIns("megatron.bridge", "hydra", "ray", NEWER, *unused)
     worker.main(["nemo_rl.models.megatron.train"], steps)

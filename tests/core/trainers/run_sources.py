@@ -1,16 +1,19 @@
 """Trainers' own forward steps under both schedules, from sources that are there already.
 
-    python -m tests.core.trainers.run_sources FOLDER [TRAINER...]
+    python -m tests.core.trainers.run_sources FOLDER [TRAINER[:WORD]...]
 
-FOLDER holds one folder a trainer: Megatron-LM, slime, RL (NeMo-RL), SkyRL and verl (an installation
-with `pip install --target`, which test_verl.py makes: other trainers take packages from it, too),
-each a checkout, or an export with the commit in a file COMMIT, and megatron-core, an installation
-of 0.19 for SkyRL. Nothing is fetched. Every layout runs in a process of its own and may take five
-minutes. Prints a table for docs/results.md; what did not run is in it with the reason, and the exit
-code is then 1.
+FOLDER holds one folder a trainer: Megatron-LM, slime, RL (NeMo-RL), ms-swift, SkyRL and verl (an
+installation with `pip install --target`, which test_verl.py makes: other trainers take packages
+from it, too), each a checkout, or an export with the commit in a file COMMIT; Megatron-Bridge, of
+which NeMo-RL takes the head of its value model; and megatron-core, an installation of 0.19 for
+SkyRL. Nothing is fetched. Every layout runs in a process of its own and may take five minutes.
+Prints a table for docs/results.md; what did not run is in it with the reason, and the exit code is
+then 1.
 
-A layout with "auto" in its name has a form that mode "auto" shares, or leaves to the stock schedule
-for the reason in the table, bit for bit.
+With a WORD only layouts that have it in their name: `verl:value`. What else is in a layout's name,
+such as an objective, is said by the module that runs it. A layout with "auto" in its name has a
+form that mode "auto" shares, or leaves to the stock schedule for the reason in the table, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ TRAINERS = {
          "pp2-fused", "cp2-fused", "tp2-sp-fused", "tp2-sp-pp2-fused", "tp2-sp-cp2-fused",
          "1-padded-auto", "tp2-sp-padded-auto", "pp2-padded-auto", "1-r2-auto",
          "pp2-r2-auto", "tp2-sp-r2-auto", "1-r3-auto", "pp2-r3-recompute-auto", "tp2-sp-r3-auto",
-         "cp2-r3-auto", "dp2-ep2-r3-auto", "dp2-across-r3-auto", "tp2-sp-fused-auto"),
+         "cp2-r3-auto", "dp2-ep2-r3-auto", "dp2-across-r3-auto", "tp2-sp-fused-auto",
+         "1-value", "tp2-value", "tp2-sp-value", "pp2-value", "cp2-value", "1-value-auto"),
     ),
     "Megatron-LM, pretrain_gpt": Trainer(
         "megatron_lm_steps", ("Megatron-LM",),
@@ -65,14 +69,25 @@ TRAINERS = {
         "slime_steps", ("slime", "Megatron-LM"),
         ("1", "tp2", "pp2", "cp2", "tp2-pp2", "1-auto", "1-replay-auto", "tp2-sp-replay-auto",
          "pp2-replay-auto", "1-r3-auto", "pp2-r3-recompute-auto", "tp2-sp-r3-auto", "cp2-r3-auto",
-         "dp2-ep2-r3-auto", "dp2-across-r3-auto"),
+         "dp2-ep2-r3-auto", "dp2-across-r3-auto", "1-value", "tp2-sp-value", "pp2-value",
+         "cp2-value", "1-value-auto", "1-sft", "tp2-sft", "pp2-sft", "cp2-sft", "1-sft-auto"),
     ),
     "NeMo-RL, train.py": Trainer(
-        "nemo_rl_steps", ("RL", "Megatron-LM", "verl"),
+        "nemo_rl_steps", ("RL", "Megatron-LM", "verl", "Megatron-Bridge/src"),
         ("1", "tp2", "pp2", "cp2", "tp2-pp2", "1-auto", "1-unpacked-auto", "1-unpacked-dpo-auto",
          "pp2-unpacked-dpo-auto", "1-fused-auto", "1-unpacked-fused-auto", "tp2-sp-fused-auto",
          "pp2-fused-auto", "1-unpacked-fused-dpo-auto", "1-r3-auto", "pp2-r3-recompute-auto",
-         "tp2-sp-r3-auto", "cp2-r3-auto", "1-unpacked-r3-auto"),
+         "tp2-sp-r3-auto", "cp2-r3-auto", "1-unpacked-r3-auto",
+         "1-value", "1-unpacked-value",
+         "tp2-sp-value", "pp2-value", "cp2-value", "1-value-auto", "1-topk", "1-unpacked-topk",
+         "tp2-topk", "pp2-topk", "cp2-topk", "1-topk-auto"),
+    ),
+    "ms-swift, trainers": Trainer(
+        "swift_steps", ("ms-swift",),
+        ("1-dpo", "tp2-dpo", "1-dpo-full", "1-dpo-auto", "pp2-dpo-auto", "pp2-dpo-full-auto",
+         "dp2-dpo-auto", "1-kto", "1-kto-kl", "tp2-kto-kl", "1-kto-kl-full", "1-kto-kl-auto",
+         "1-rm", "tp2-rm", "pp2-rm", "1-rm-auto", "1-gkd", "tp2-gkd", "pp2-gkd", "1-gkd-auto",
+         "1-sft", "tp2-sft", "pp2-sft", "1-sft-auto"),
     ),
     "SkyRL, megatron_model_wrapper": Trainer(
         "skyrl_steps", ("SkyRL", "SkyRL/skyrl-gym", "verl"),
@@ -147,11 +162,13 @@ def main() -> int:
     print("|---|---|---|---|---|---|---|", flush=True)
     failed = False
     for name, trainer in TRAINERS.items():
-        if not any(one in name for one in wanted):
+        words = [word for one, _, word in (w.partition(":") for w in wanted) if one in name]
+        layouts = [one for one in trainer.layouts if any(word in one for word in words)]
+        if not layouts:
             continue
         folders = filter(None, (*trainer.folders, trainer.core))
         missing = [one for one in folders if not (sources / one).is_dir()]
-        for layout in trainer.layouts:
+        for layout in layouts:
             said = f"failed: no folder {missing[0]}" if missing else run(trainer, sources, layout)
             failed |= said.startswith("failed")
             commit = "" if missing else commit_of(sources / trainer.folders[0])

@@ -2,11 +2,13 @@
 
 "replay" in a layout's name: experts, with slime's own queue of routes, which log-probs record;
 "r3": the same, and its actor fills the queue with routes that rollouts bring; "recompute": with
-full activation recomputation; with "dp2" each rank has every other rollout of a microbatch.
+full activation recomputation; with "dp2" each rank has every other rollout of a microbatch;
+"value": its critic's head, values and loss; "sft": its loss on answers of several turns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from argparse import Namespace
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.optimizer import build_optimizer
 from megatron_prefix.lab.models.presets import resolve
 from tests.core.trainers import worker
-from tests.core.trainers.both import Both, Step, config_of
+from tests.core.trainers.both import Both, Step, changed, config_of
 from tests.core.trainers.megatron_lm_steps import run_on_cpu
 from tests.core.trainers.verl_steps import (
     GROUPS,
@@ -57,8 +59,9 @@ UNUSED = (
 """What slime's actor imports besides; of the actor only `fill_routing_replay` runs."""
 
 
-def rollout_data() -> dict[str, Any]:
-    """What slime's actor has of a rollout on one rank."""
+def rollout_data(*, turns: bool = False) -> dict[str, Any]:
+    """What slime's actor has of a rollout on one rank; in `turns` every third token of an answer is
+    not the model's."""
     from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
 
     ids, mask = mine()
@@ -74,9 +77,10 @@ def rollout_data() -> dict[str, Any]:
 
     return {
         "tokens": tokens, "total_lengths": totals, "response_lengths": answers,
-        "loss_masks": [torch.ones(answer) for answer in answers],
+        "loss_masks": [_mask(answer, turns=turns) for answer in answers],
         "rollout_mask_sums": [torch.tensor(float(answer)) for answer in answers],
         "log_probs": column(-2.4), "ref_log_probs": column(-2.5), "advantages": column(0.5),
+        "values": column(0.1), "returns": column(0.3),
         "micro_batch_indices": microbatches(len(tokens)),
     }  # fmt: skip
 
@@ -100,6 +104,21 @@ def fill_queues(chunks: list[Any], iterators: list[Any], data: dict[str, Any], s
     num = [len(microbatches(len(data["tokens"])))]
     MegatronTrainRayActor.fill_routing_replay(actor, iterators, num, data)
     return routes
+
+
+def _mask(answer: int, *, turns: bool) -> torch.Tensor:
+    mask = torch.ones(answer)
+    if turns:
+        mask[1:-1:3] = 0
+    return mask
+
+
+def valued(model: Any) -> None:
+    """Gives the last stage the head of slime's critic."""
+    from slime.backends.megatron_utils.model_provider import LinearForLastLayer
+
+    if model.post_process:
+        model.output_layer = LinearForLastLayer(model.config.hidden_size, 1, config=model.config)
 
 
 def replay_routes(chunk: Any) -> None:
@@ -133,7 +152,7 @@ def steps(name: str) -> list[Step]:
     """A pass for log-probs and an update, on one rank."""
     from slime.backends.megatron_utils import model as slime_model
     from slime.backends.megatron_utils.data import get_data_iterator
-    from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
+    from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values
     from slime.utils import accelerator
     from slime.utils.routing_replay import RoutingReplay
 
@@ -141,9 +160,15 @@ def steps(name: str) -> list[Step]:
     runtime.initialize(layout)
     accelerator.device = accelerator.current_device = lambda: torch.device("cpu")
     replay, brings = "replay" in name or "r3" in name, "r3" in name
-    spec = resolve("tiny-moe" if replay else "tiny-qwen3", num_layers=2).with_vocab(VOCAB)
+    critic = "value" in name
+    tied = {} if replay else {"tie_embeddings": not critic}  # a head is not the embedding
+    spec = resolve("tiny-moe" if replay else "tiny-qwen3", num_layers=2, **tied).with_vocab(VOCAB)
     recompute, overrides = "full" if "recompute" in name else "none", {"variable_seq_lengths": True}
-    chunks = build_model(spec, layout=layout, recompute=recompute, config_overrides=overrides)
+    with changed(valued) if critic else contextlib.nullcontext():
+        chunks = build_model(spec, layout=layout, recompute=recompute, config_overrides=overrides)
+    ARGUMENTS.loss_type, ARGUMENTS.value_clip = "value_loss" if critic else "policy_loss", 0.2
+    if "sft" in name:
+        ARGUMENTS.loss_type = "sft_loss"
     both = Both(config_of(name), state=lambda: RoutingReplay.all_routing_replays)
     both.leaves_alike = "recompute" in name
     if replay:
@@ -152,11 +177,12 @@ def steps(name: str) -> list[Step]:
     os.environ["ROUTING_REPLAY_STAGE"] = "replay_forward" if brings else "record"
     slime_model.get_forward_backward_func = both
     slime_model.get_args = lambda: ARGUMENTS
-    data = rollout_data()
+    data = rollout_data(turns="sft" in name)
     iterators, num = get_data_iterator(data), len(data["micro_batch_indices"])
     routes = fill_queues(chunks, iterators, data, spec) if brings else None
     with torch.no_grad():
-        slime_model.forward_only(get_log_probs_and_entropy, ARGUMENTS, chunks, iterators, [num])
+        read = get_values if critic else get_log_probs_and_entropy
+        slime_model.forward_only(read, ARGUMENTS, chunks, iterators, [num])
     for iterator in iterators:
         iterator.reset()
     if brings:

@@ -4,15 +4,18 @@
 "padded": without `use_remove_padding`, with a mask [rollouts, positions] at the model call;
 "r2", "r3": experts, with routes that the pass for log-probs records, or that rollouts bring;
 "recompute": with full activation recomputation; with "dp2" each rank has every other rollout;
+"value": its critic's engine, head and loss, instead of the actor's;
 "plugin": with the schedule that verl's plugin has put into the engine's module.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
 from collections.abc import Sequence
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,10 +26,15 @@ from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.trainers import engine_routes, worker
-from tests.core.trainers.both import Both, Step, config_of
+from tests.core.trainers.both import Both, Step, changed, config_of
 from tests.oracle import attention
 
 VOCAB, PROMPT, ANSWER, GROUPS, SIZE = 128, 40, 12, 3, 4
+BRIDGE = {
+    "": ("AutoBridge",), ".models": (), ".models.conversion": (),
+    ".models.conversion.param_mapping": ("AutoMapping",),
+}  # fmt: skip
+"""What verl's module with its head imports of Megatron-Bridge, and what from there."""
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 
@@ -34,9 +42,12 @@ def engine_of(name: str, chunks: list[Any]) -> Any:
     """verl's engine around a model; its `__init__` would build one with mbridge."""
     from verl.workers.config import McoreEngineConfig
     from verl.workers.config.engine import EngineRouterReplayConfig
-    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+    from verl.workers.engine.megatron import transformer_impl as engines
 
-    engine, layout, replay = object.__new__(MegatronEngineWithLMHead), worker.layout_of(name), ""
+    kind = engines.MegatronEngineWithLMHead
+    if "value" in name:
+        kind = engines.MegatronEngineWithValueHead
+    engine, layout, replay = object.__new__(kind), worker.layout_of(name), ""
     if routes := re.search(r"\br[23]\b", name):
         replay = routes.group().upper()
     engine.engine_config = McoreEngineConfig(
@@ -73,6 +84,17 @@ def fuse(chunk: Any) -> None:
 
     model_forward_fused.linear_cross_entropy = linear_cross_entropy
     model_forward_fused.patch_fused_forward(chunk)
+
+
+def valued(model: Any) -> None:
+    """Gives the last stage verl's own head of a critic, and not Megatron-Bridge's newer one."""
+    for module, names in BRIDGE.items():
+        made = sys.modules[f"megatron.bridge{module}"] = ModuleType(module)
+        made.__path__ = []  # type: ignore[attr-defined]
+        vars(made).update({name: SimpleNamespace(register_module_type=print) for name in names})
+    from verl.models.mcore import bridge
+
+    bridge.make_value_model(model.config.hidden_size, model.config.sequence_parallel)(model)
 
 
 def rows() -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,6 +146,8 @@ def batch(routes: Any = None, *, replay: bool = False) -> Any:
         "response_mask": mask[:, PROMPT:],
         "old_log_probs": torch.full((num, ANSWER), -4.9),
         "advantages": torch.linspace(-1, 1, num)[:, None].expand(num, ANSWER).clone(),
+        "returns": torch.linspace(-1, 1, num * ANSWER).view(num, ANSWER),
+        "values": torch.full((num, ANSWER), 0.1),
         "temperature": torch.full((num,), 0.9),
     }  # fmt: skip
     data = TensorDict(columns, batch_size=[num])
@@ -167,9 +191,13 @@ def model_of(name: str, layout: Any) -> tuple[Any, list[Any]]:
     if experts:
         apply_router_replay_patch()
         overrides["moe_enable_routing_replay"] = True
-    spec = resolve("tiny-moe" if experts else "tiny-qwen3", num_layers=2).with_vocab(VOCAB)
+    preset, tied = "tiny-moe" if experts else "tiny-qwen3", {}
+    if "value" in name and layout.pp > 1:
+        tied = {"tie_embeddings": False}  # Megatron would add up gradients of head and embedding
+    spec = resolve(preset, num_layers=2, **tied).with_vocab(VOCAB)
     recompute = "full" if "recompute" in name else "none"
-    chunks = build_model(spec, layout=layout, recompute=recompute, config_overrides=overrides)
+    with changed(valued) if "value" in name else contextlib.nullcontext():
+        chunks = build_model(spec, layout=layout, recompute=recompute, config_overrides=overrides)
     if "padded" in name:
         attention.put_into(chunks[0], ignores_masks=True)
     if "fused" in name:
@@ -177,12 +205,24 @@ def model_of(name: str, layout: Any) -> tuple[Any, list[Any]]:
     return spec, chunks
 
 
+def loss_of(name: str) -> Any:
+    """The update's loss: the actor's or the critic's."""
+    from verl.workers.config import ActorConfig, CriticConfig
+    from verl.workers.utils import losses
+
+    sizes: dict[str, Any] = {
+        "strategy": "megatron", "rollout_n": SIZE, "ppo_mini_batch_size": GROUPS * SIZE,
+        "ppo_micro_batch_size_per_gpu": 1, "loss_agg_mode": "token-mean",
+    }  # fmt: skip
+    if "value" in name:
+        return partial(losses.value_loss, config=CriticConfig(**sizes))
+    return partial(losses.ppo_loss, config=ActorConfig(**sizes, entropy_coeff=0.01))
+
+
 def steps(name: str) -> list[Step]:
     """A pass for log-probs and an update, on one rank."""
     from verl.utils.megatron.router_replay_patch import RouterReplay
-    from verl.workers.config import ActorConfig
     from verl.workers.engine.megatron import transformer_impl
-    from verl.workers.utils.losses import ppo_loss
 
     layout = worker.layout_of(name)
     runtime.initialize(layout)
@@ -194,10 +234,6 @@ def steps(name: str) -> list[Step]:
         both.swapped = transformer_impl.get_forward_backward_func
         assert isinstance(both.swapped(), PrefixSchedule), "verl has not loaded the plugin"
     transformer_impl.get_forward_backward_func = both
-    actor = ActorConfig(
-        strategy="megatron", rollout_n=SIZE, ppo_mini_batch_size=GROUPS * SIZE,
-        ppo_micro_batch_size_per_gpu=1, entropy_coeff=0.01, loss_agg_mode="token-mean",
-    )  # fmt: skip
     replay, routes = engine.enable_routing_replay, None
     if "r3" in name:
         small = [one.to(torch.int16) for one in drawn_routes(spec)]
@@ -209,9 +245,7 @@ def steps(name: str) -> list[Step]:
         torch.distributed.broadcast_object_list(recorded, layout.world_size - 1)
         routes = recorded[0]
     chunks[0].zero_grad_buffer()
-    engine.forward_backward_batch(
-        batch(routes, replay=replay), partial(ppo_loss, config=actor), forward_only=False
-    )
+    engine.forward_backward_batch(batch(routes, replay=replay), loss_of(name), forward_only=False)
     update = both.steps[-1]
     if routes is not None and not update.reason and layout.world_size == layout.pp:
         check_shared(update, routes.unbind())

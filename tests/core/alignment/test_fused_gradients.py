@@ -1,0 +1,79 @@
+"""Weight gradients that a kernel adds to main_grad itself, and several updates on one batch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import layers
+from torch import Tensor
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.harness import steps
+from tests.harness.one_group import items
+from tests.harness.one_rank import one_rank, small_model
+from tests.harness.steps import Contract
+
+NAME = "fused_weight_gradient_mlp_cuda"
+
+
+class Kernel(ModuleType):
+    """What apex's kernel computes; it counts its calls."""
+
+    calls = 0
+
+    def wgrad_gemm_accum_fp32(self, inputs: Tensor, gradient: Tensor, main: Tensor) -> None:
+        self.calls += 1
+        main.add_(gradient.t() @ inputs)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+    made = Kernel(NAME)
+    monkeypatch.setitem(sys.modules, NAME, made)
+    monkeypatch.setattr(layers, NAME, made, raising=False)
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
+    with one_rank():
+        yield made
+
+
+def updates(schedule: Any, **options: Any) -> list[dict[str, Tensor]]:
+    """Gradients of three updates on the same microbatches."""
+    overrides = {"gradient_accumulation_fusion": True}
+    model = small_model(dtype=torch.float32, config_overrides=overrides, **options)
+    data = [
+        {name: value.float() if name in ("weight", "loss_mask") else value for name, value in one}
+        for one in map(dict.items, items())
+    ]
+    found = []
+    for _ in range(3):
+        model.zero_grad_buffer()
+        steps.call(schedule, Contract().step, model, data)
+        found.append({n: p.main_grad.clone() for n, p in model.named_parameters()})
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.01 * parameter.main_grad
+    return found
+
+
+@pytest.mark.parametrize("memory", ["retain", "recompute"])
+@pytest.mark.parametrize("overlaps", [False, True], ids=["", "overlapped"])
+def test_a_kernel_that_adds_to_main_grad(kernel: Kernel, memory: Any, overlaps: bool) -> None:
+    options = {"overlap_grad_reduce": overlaps, "bucket_size": 1}
+    config = PrefixConfig(
+        min_gain=0, kernel="math", segment_tokens=8, chunk_tokens=8, memory=memory
+    )
+    wanted = updates(stock_schedule(), **options)
+    stock, kernel.calls = kernel.calls, 0
+    found = updates(PrefixSchedule(config), **options)
+    assert 0 < kernel.calls != stock > 0
+    tokens = sum(one["tokens"].numel() for one in items())
+    for mine, its in zip(found, wanted, strict=True):
+        sizes = {name: float(one.abs().max()) for name, one in its.items()}
+        steps.assert_gradients(mine, steps.Reference(its, sizes), tokens)
