@@ -35,6 +35,7 @@ from megatron_prefix.run.across_ranks import Watch
 from megatron_prefix.run.agreement import agree, agree_on
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
 from megatron_prefix.run.first_step import FirstStep, code_name
+from megatron_prefix.run.garbage import uncollected
 from megatron_prefix.run.losses import LossContract, are_in_order
 from megatron_prefix.run.memory_control import MemoryControl
 from megatron_prefix.run.messages import channels_of
@@ -197,8 +198,11 @@ class PrefixSchedule:
         meter = self.planning.meter(rank)
         meter.begin(forward_only)
         with capturing as capture, watching, self.memory.step():
-            step = self._read(capture, rank, forward_only, first, pause)
-            joint = None if step is None else self._plan(step, rank, forward_only, pause, ordered)
+            with uncollected():
+                step = self._read(capture, rank, forward_only, first, pause)
+                joint = None
+                if step is not None:
+                    joint = self._plan(step, rank, forward_only, pause, ordered)
             with meter.step(self.report, rank.stage):  # type: ignore[arg-type]
                 if step is None or joint is None:
                     return stock_schedule()(**arguments | {"forward_step_func": capture.stock_step})

@@ -188,14 +188,16 @@ class Span(NamedTuple):
 
 
 def any_trained(span: Span, trained: Sequence[np.ndarray]) -> np.ndarray:
-    """Whether a span's positions carry loss in any of its rollouts, bool [length].
+    """Whether a span's positions carry loss in any of its rollouts, bool [length]; not to be
+    written to.
 
     Args:
         span: of some rollouts.
         trained: flags of every rollout, see Pairs.
     """
     flags = [trained[one][span.start : span.end] for one in span.rollouts]
-    return np.asarray(np.logical_or.reduce(flags))
+    # Most spans are of one rollout.
+    return flags[0] if len(flags) == 1 else np.asarray(np.logical_or.reduce(flags))
 
 
 class Segment(NamedTuple):

@@ -131,6 +131,8 @@ class Packing:
 
     def _last(self, node: Node) -> int:
         """The last window that needs a node."""
+        if self._common.num_windows == 1:
+            return 0
         return max(self._common.window_of(self._owner[member]) for member in node.members)
 
     def _add(self, nodes: Sequence[Node], *, inner: bool, source: int = -1) -> None:
