@@ -36,7 +36,7 @@ def test_nothing_is_collected_meanwhile_and_afterwards_it_goes_on() -> None:
     with collections() as found:
         with uncollected():
             made = make_garbage()
-        assert not found
+            assert not found
         made += make_garbage()
         assert found
 
