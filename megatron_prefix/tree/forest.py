@@ -56,8 +56,8 @@ class Pairs:
     @property
     def first_trained(self) -> int:
         """First position with loss; the last position if there is none."""
-        hits = np.flatnonzero(self.trained)
-        return int(hits[0]) if len(hits) else len(self) - 1
+        first = int(self.trained.argmax())
+        return first if self.trained[first] else len(self) - 1
 
     def codes(self, start: int = 0, end: int | None = None) -> np.ndarray:
         """A code per position [start, end), equal if input, label and routes are, and where it is
