@@ -12,6 +12,7 @@ from megatron_prefix.trainers import (
     ms_swift,
     nemo_rl,
     roll,
+    skyrl,
     slime,
     verl,
 )
@@ -22,7 +23,7 @@ __all__ = ["TRAINERS", "Trainer", "running", "slices"]
 
 TRAINERS: tuple[Trainer, ...] = (
     verl.TRAINER, slime.TRAINER, nemo_rl.TRAINER, ms_swift.TRAINER,
-    areal.TRAINER, roll.TRAINER,
+    skyrl.TRAINER, areal.TRAINER, roll.TRAINER,
     megatron_rl.TRAINER, megatron_lm.TRAINER,
 )  # fmt: skip
 """The last two are imported by some of the others."""
