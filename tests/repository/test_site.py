@@ -20,6 +20,7 @@ from tests.harness.data import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
 PAGE_OF_API = DOCS / "api.md"
+CONFIG = "megatron_prefix.config"
 
 
 def pinned(*files: Path) -> set[str]:
@@ -82,7 +83,7 @@ def test_the_site_is_built_and_its_links_hold(packages, copy):
             "docs/results.md": ("[a](operations.md#no-such-heading)", "no-such-heading"),
             "README.md": ("[a](launch/quickstart.sh)", "launch/quickstart.sh"),
         },
-        {"docs/api.md": ("::: megatron_prefix.config.NoSuch", "NoSuch")},
+        {"docs/api.md": (f"::: {CONFIG}.NoSuch", "NoSuch")},
     ],
     ids=["links", "name"],
 )
