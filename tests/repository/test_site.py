@@ -68,6 +68,7 @@ def test_the_site_is_built_and_its_links_hold(packages, copy):
     for name in re.findall(r"^::: (\S+)$", PAGE_OF_API.read_text(encoding="utf-8"), re.M):
         assert f'id="{name}"' in api
     assert 'in mode "auto", the predicted speedup below which' in re.sub(r"&quot;", '"', api)
+    assert 'id="megatron_prefix.run.schedule.PrefixSchedule.__call__"' in api
     pages = {path.parent.name for path in site.rglob("index.html")}
     assert {path.stem for path in DOCS.rglob("*.md")} <= pages
     for path in site.rglob("index.html"):  # a list or table that was taken for text
