@@ -16,6 +16,7 @@ tests=(
     tests/core/plan/test_files.py
     tests/repository/test_launch_scripts.py
     tests/repository/test_packaging.py
+    tests/repository/test_shipped.py
     tests/lab/rl/test_run_folder.py
     tests/lab/runtime/test_runtime.py
     # Linters say the same on every Python.

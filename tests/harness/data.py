@@ -7,6 +7,7 @@ repository. A test that needs a set and does not find it is skipped with that re
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,13 @@ def groups(name: str, num_groups: int) -> list[Group]:
     """The first groups of a set; skips the test where the set is missing."""
     stream = read_groups(path(name))
     return [group for group, _ in zip(stream, range(num_groups), strict=False)]
+
+
+def tracked() -> list[Path]:
+    """Files that git knows, or would take in."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("this is not a git work tree")
+    names = (REPOSITORY / name for name in done.stdout.split("\0") if name)
+    return [name for name in names if name.is_file()]

@@ -128,6 +128,18 @@ def test_the_quick_start_shows_both_schedules(sandbox):
         assert option in command
 
 
+def test_the_site_is_built_with_its_own_pins(sandbox):
+    done = sandbox.run("bash", "launch/site.sh", OUTPUT="elsewhere")
+    assert done.returncode == 0, done.stderr
+    (line,) = sandbox.installs
+    assert f"-c {sandbox.root}/launch/requirements-cpu.txt" in line
+    assert line.endswith(f"-r {sandbox.root}/docs/site/mkdocs.txt")
+    assert sandbox.asked[-1] == (
+        f"python -m mkdocs build --strict --config-file {sandbox.root}/docs/site/mkdocs.yml"
+        f" --site-dir {sandbox.root}/elsewhere"
+    )
+
+
 def test_the_quick_start_takes_another_model_as_it_is(sandbox):
     sandbox.run("bash", "launch/quickstart.sh", "--tp", "2", MODEL="tiny-qwen3", ROLLOUTS="mine")
     command = sandbox.asked[-1]

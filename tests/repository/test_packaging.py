@@ -1,15 +1,12 @@
-"""What is shipped, what is pinned, and the rules that every file keeps."""
+"""What is pinned, and the rules that every file keeps."""
 
 from __future__ import annotations
 
 import ast
 import configparser
-import importlib
 import re
-import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -18,8 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-import megatron_prefix
-from tests.harness.data import BUNDLED, REPOSITORY
+from tests.harness.data import REPOSITORY, tracked
 
 CODE = ("megatron_prefix", "examples", "benchmarks", "tests")
 MAX_LINES = {"function": 40, "file": 300}
@@ -34,74 +30,6 @@ def setup() -> configparser.ConfigParser:
     parser = configparser.ConfigParser()
     parser.read(REPOSITORY / "setup.cfg", encoding="utf-8")
     return parser
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> zipfile.ZipFile:
-    """The package as it would be shipped, built without a network from a copy of the sources."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    ignore = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "runs", "out")
-    shutil.copytree(REPOSITORY, source, ignore=ignore)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
-    command += ["--no-build-isolation", "--wheel-dir", str(folder), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    (built,) = folder.glob("*.whl")
-    return zipfile.ZipFile(built)
-
-
-def tracked() -> list[Path]:
-    """Files that git knows, or would take in."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip("this is not a git work tree")
-    names = (REPOSITORY / name for name in done.stdout.split("\0") if name)
-    return [name for name in names if name.is_file()]
-
-
-# What is shipped ----------------------------------------------------------------------------------
-
-
-def test_the_wheel_holds_the_package_and_nothing_else(wheel):
-    names = wheel.namelist()
-    top = {name.split("/")[0] for name in names}
-    assert top == {"megatron_prefix", f"megatron_prefix-{megatron_prefix.__version__}.dist-info"}
-    code = {str(path.relative_to(REPOSITORY)) for path in BUNDLED.parents[2].rglob("*.py")}
-    assert code <= set(names)
-    assert str(BUNDLED.relative_to(REPOSITORY)) in names
-
-
-def test_the_metadata_says_what_users_must_know(wheel):
-    folder = f"megatron_prefix-{megatron_prefix.__version__}.dist-info"
-    told = wheel.read(f"{folder}/METADATA").decode()
-    for line in (
-        "License: Apache-2.0",
-        "Requires-Python: >=3.10",
-        "Requires-Dist: megatron-core>=0.16.1",
-    ):
-        assert line in told.splitlines()
-    licence = wheel.read(f"{folder}/licenses/LICENSE").decode()
-    assert "Apache License" in licence
-    assert "END OF TERMS AND CONDITIONS" in licence
-
-
-def test_verl_finds_the_plugin_and_importing_it_is_all_it_needs(setup):
-    line = setup["options.entry_points"]["verl.plugins"].strip()
-    assert line == "megatron_prefix = megatron_prefix.auto.on_import"
-    assert (REPOSITORY / "megatron_prefix" / "auto" / "on_import.py").exists()
-
-
-def test_the_command_is_there(setup):
-    line = setup["options.entry_points"]["console_scripts"].strip()
-    name, module, function = re.fullmatch(r"(\S+) = ([\w.]+):(\w+)", line).groups()
-    assert name == "megatron-prefix"
-    assert callable(getattr(importlib.import_module(module), function))
-
-
-def test_the_plan_catalogue_is_no_package():
-    assert list((REPOSITORY / "schedules").rglob("*.py")) == []
 
 
 # What is pinned -----------------------------------------------------------------------------------

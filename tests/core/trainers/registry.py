@@ -1,4 +1,4 @@
-"""Packages of trainers from the registry, in folders beside this environment's other packages."""
+"""Packages from the registry in folders beside this environment's others: trainers, and MkDocs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ UNREACHABLE = (
 )  # fmt: skip
 
 
-def installed(name: str) -> Path:
-    """The folder with what `name`.txt beside this file pins; made at the first call.
+def installed(name: str, beside: Path = Path(__file__).parent) -> Path:
+    """The folder with what `name`.txt in `beside` pins; made at the first call.
 
     Skips the test where pip reaches no registry, or Python is older than the pins are for.
     """
     if sys.version_info < (3, 11):
         pytest.skip(f"the pins of {name}.txt are for Python 3.11 and newer")
-    pins = Path(__file__).with_name(f"{name}.txt")
+    pins = beside / f"{name}.txt"
     digest = hashlib.sha256(pins.read_bytes()).hexdigest()[:12]
     folder = Path(sys.prefix) / "trainers" / f"{name}-{digest}"
     if folder.exists():

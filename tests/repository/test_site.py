@@ -1,0 +1,140 @@
+"""The documentation as a site: links lead somewhere, and the public API has its docstrings."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.core.trainers.registry import installed
+from tests.harness.data import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+PAGE_OF_API = DOCS / "api.md"
+CONFIG = "megatron_prefix.config"
+
+
+def pinned(*files: Path) -> set[str]:
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    return {
+        canonicalize_name(Requirement(line).name)
+        for line in lines
+        if line and not line.startswith("#")
+    }
+
+
+def build(repository: Path, site: Path, packages: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    command += ["--config-file", str(repository / "docs" / "site" / "mkdocs.yml")]
+    environment = {"PYTHONPATH": str(packages), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        command, env={**os.environ, **environment}, cwd=site.parent, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def packages() -> Path:
+    return installed("mkdocs", DOCS / "site")
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """What the site is made of, to be changed."""
+    folder = tmp_path_factory.mktemp("site") / "repository"
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in ("docs", "megatron_prefix", "schedules", "benchmarks"):
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=ignore)
+    for name in ("README.md", "CONTRIBUTING.md"):
+        shutil.copy(REPOSITORY / name, folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_is_built_and_its_links_hold(packages, copy):
+    site = copy.parent / "built"
+    done = build(copy, site, packages)
+    assert done.returncode == 0, done.stdout + done.stderr
+    api = (site / "api" / "index.html").read_text(encoding="utf-8")
+    for name in re.findall(r"^::: (\S+)$", PAGE_OF_API.read_text(encoding="utf-8"), re.M):
+        assert f'id="{name}"' in api
+    assert 'in mode "auto", the predicted speedup below which' in re.sub(r"&quot;", '"', api)
+    assert 'id="megatron_prefix.run.schedule.PrefixSchedule.__call__"' in api
+    pages = {path.parent.name for path in site.rglob("index.html")}
+    assert {path.stem for path in DOCS.rglob("*.md")} <= pages
+    for path in site.rglob("index.html"):  # a list or table that was taken for text
+        text = re.sub(r"<pre.*?</pre>", "", path.read_text(encoding="utf-8"), flags=re.S)
+        assert not re.search(r"^(- |\d\. |\|.*\|$|<p>\|)", text, re.M), path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mistakes",
+    [
+        {
+            "docs/results.md": ("[a](operations.md#no-such-heading)", "no-such-heading"),
+            "README.md": ("[a](launch/quickstart.sh)", "launch/quickstart.sh"),
+        },
+        {"docs/api.md": (f"::: {CONFIG}.NoSuch", "NoSuch")},
+    ],
+    ids=["links", "name"],
+)
+def test_what_leads_nowhere_ends_the_build(packages, copy, mistakes):
+    texts = {file: (copy / file).read_text(encoding="utf-8") for file in mistakes}
+    for file, (line, _) in mistakes.items():
+        (copy / file).write_text(f"{texts[file]}\n{line}\n", encoding="utf-8")
+    done = build(copy, copy.parent / "broken", packages)
+    for file, text in texts.items():
+        (copy / file).write_text(text, encoding="utf-8")
+    assert done.returncode != 0
+    assert all(told in done.stdout + done.stderr for _, told in mistakes.values())
+
+
+def test_everything_that_builds_the_site_is_pinned(packages):
+    known = pinned(DOCS / "site" / "mkdocs.txt", REPOSITORY / "launch" / "requirements-cpu.txt")
+    for one in metadata.distributions(path=[str(packages)]):
+        for line in one.requires or ():
+            needed = Requirement(line)
+            if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+                assert canonicalize_name(needed.name) in known, f"{one.name} needs {needed}"
+
+
+def public_names() -> set[str]:
+    """Modules' names in the table of docs/api.md, as `module.name`."""
+    text = PAGE_OF_API.read_text(encoding="utf-8")
+    found = set()
+    for module, names in re.findall(r"`from ([\w.]+) import ([\w, ]+)`", text):
+        found |= {f"{module}.{name}" for name in names.split(", ")}
+    for module, names in re.findall(r"^\| `([\w.]+)`: (.*?) \|", text, re.M):
+        found |= {f"{module}.{name}" for name in re.findall(r"`(\w+)`", names)}
+    return found
+
+
+def test_every_public_name_is_there_and_has_its_docstring_on_the_page():
+    shown = re.findall(r"^::: (\S+)$", PAGE_OF_API.read_text(encoding="utf-8"), re.M)
+    names = {name.rpartition(".")[2] for name in public_names()}
+    assert names == {name.rpartition(".")[2] for name in shown}
+    assert len(shown) == len(names) >= 14
+    for name in shown:
+        module, _, last = name.rpartition(".")
+        path = REPOSITORY / module.replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        (node,) = (one for one in tree.body if getattr(one, "name", None) == last)
+        assert ast.get_docstring(node), name
+
+
+def test_what_the_package_exports_is_public():
+    import megatron_prefix
+
+    exported = {f"megatron_prefix.{name}" for name in megatron_prefix.__all__}
+    assert exported - {"megatron_prefix.__version__"} <= public_names()
