@@ -96,6 +96,24 @@ def test_what_is_one_call_s_is_stock_s_to_give() -> None:
     assert "more into the output_processor_context" in schedule.report.decision.reason
 
 
+@pytest.mark.parametrize("value", [7, 0.25, "a word", torch.ones(2), (1, 2)])
+def test_a_segment_s_dict_is_the_call_s_and_takes_weights_only(value: Any) -> None:
+    weight, old = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    filled = heads.FilledDict({"scale": 0.5, "weight": old})  # an answer in an attempt before
+    for _ in range(2):
+        context = dict(filled.brought)
+        assert context == {"scale": 0.5}
+        context["weight"] = weight
+        filled.take({FILLED_BY_MODEL: context}, scored=True)
+    call = ModelCall(0, {FILLED_BY_MODEL: {"scale": 0.5}})
+    filled.give(call)
+    assert call[FILLED_BY_MODEL] == {"scale": 0.5, "weight": weight}
+    for name in ("scale", "more"):
+        one = heads.FilledDict({"scale": 0.5})
+        with pytest.raises(CannotShare, match="more into the output_processor_context"):
+            one.take({FILLED_BY_MODEL: {"scale": 1, name: value}}, scored=True)
+
+
 @pytest.mark.parametrize("given", [{heads.MOVES_LABELS: True}, {FILLED_BY_MODEL: {}}])
 def test_heads_for_further_tokens_are_refused(given: dict[str, Any]) -> None:
     calls = [ModelCall(0, given)]
