@@ -12,6 +12,7 @@ is told by its class and its own attributes.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -34,11 +35,11 @@ _EXPONENTS = (8, 0)
 def refusals(model: Any) -> Iterator[Reason]:
     """What is refused of a language model's quantisers, in every step: they are calibrated, and
     turned on and off, between steps."""
-    if "modelopt" not in sys.modules:
+    if QUANTISER.rpartition(".")[0] not in sys.modules:  # nobody can have made one
         return
     latent = getattr(model.config, "multi_latent_attention", False)
     for name, module in model.named_modules():
-        if not _is_quantiser(module) or module._disabled:
+        if not _is_quantiser(type(module)) or module._disabled:
             continue
         parts = name.split(".")
         in_attention = not {*_IN_ATTENTION}.isdisjoint(parts)
@@ -62,9 +63,9 @@ def quantised(core: Any, *tensors: Any) -> tuple[Any, ...]:
     return tuple(getattr(core, name)(tensor) for name, tensor in pairs)
 
 
-def _is_quantiser(module: Any) -> bool:
-    bases = (f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__)
-    return QUANTISER in bases
+@functools.cache
+def _is_quantiser(kind: type) -> bool:
+    return QUANTISER in {f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__}
 
 
 def _unknown(module: Any) -> str | None:
