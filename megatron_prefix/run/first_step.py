@@ -34,6 +34,7 @@ from torch.utils import (
 from megatron_prefix.errors import Reason, UserError
 from megatron_prefix.megatron.install import installed, intercepted
 from megatron_prefix.refusals.table import (
+    AHEAD_HEAD,
     CALL_IN_BACKWARD,
     CALL_IN_LOSS,
     DATA_EXCHANGE,
@@ -295,6 +296,8 @@ class FirstStep:
         """Notes an output that is not per position."""
         if shape is None:
             return
+        if self.rank.looks_ahead and not isinstance(output, Tensor):  # Megatron's head gives one
+            self._note(AHEAD_HEAD.given())
         rows, num = shape[0], shape[1] - heads.moves_labels(given)
         shares = (num // self.rank.sequence_ranks, rows)
         for leaf in pytree.tree_leaves(output):

@@ -31,6 +31,8 @@ from megatron_prefix.run.calls import FILLED_BY_MODEL, ModelCall
 
 MOVES_LABELS = "return_logprobs_for_linear_ce_fusion"
 """Keyword of a call whose head moves labels by one itself."""
+OWN_HEAD = "output_processor"
+"""Keyword for a head in the place of Megatron's."""
 
 
 def moves_labels(arguments: Mapping[str, Any]) -> bool:
@@ -45,8 +47,9 @@ def fills(arguments: Mapping[str, Any]) -> bool:
 
 def check(calls: Sequence[ModelCall], *, looks_ahead: bool) -> None:
     """Refuses heads of trainers' own on models that have heads for further tokens."""
-    if looks_ahead and any(moves_labels(one.arguments) or fills(one.arguments) for one in calls):
-        raise refused(AHEAD_HEAD)
+    for call in calls if looks_ahead else ():
+        if moves_labels(call.arguments) or fills(call.arguments) or call[OWN_HEAD] is not None:
+            raise refused(AHEAD_HEAD)
 
 
 def labels_of(call: ModelCall) -> Tensor | None:
