@@ -12,7 +12,6 @@ is told by its class and its own attributes.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -37,9 +36,10 @@ def refusals(model: Any) -> Iterator[Reason]:
     turned on and off, between steps."""
     if QUANTISER.rpartition(".")[0] not in sys.modules:  # nobody can have made one
         return
+    kinds = {kind for kind in {type(one) for one in model.modules()} if _is_quantiser(kind)}
     latent = getattr(model.config, "multi_latent_attention", False)
-    for name, module in model.named_modules():
-        if not _is_quantiser(type(module)) or module._disabled:
+    for name, module in model.named_modules() if kinds else ():
+        if type(module) not in kinds or module._disabled:
             continue
         parts = name.split(".")
         in_attention = not {*_IN_ATTENTION}.isdisjoint(parts)
@@ -63,7 +63,6 @@ def quantised(core: Any, *tensors: Any) -> tuple[Any, ...]:
     return tuple(getattr(core, name)(tensor) for name, tensor in pairs)
 
 
-@functools.cache
 def _is_quantiser(kind: type) -> bool:
     return QUANTISER in {f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__}
 
