@@ -34,11 +34,12 @@ _EXPONENTS = (8, 0)
 def refusals(model: Any) -> Iterator[Reason]:
     """What is refused of a language model's quantisers, in every step: they are calibrated, and
     turned on and off, between steps."""
-    if "modelopt" not in sys.modules:
+    if QUANTISER.rpartition(".")[0] not in sys.modules:  # nobody can have made one
         return
+    kinds = {kind for kind in {type(one) for one in model.modules()} if _is_quantiser(kind)}
     latent = getattr(model.config, "multi_latent_attention", False)
-    for name, module in model.named_modules():
-        if not _is_quantiser(module) or module._disabled:
+    for name, module in model.named_modules() if kinds else ():
+        if type(module) not in kinds or module._disabled:
             continue
         parts = name.split(".")
         in_attention = not {*_IN_ATTENTION}.isdisjoint(parts)
@@ -62,9 +63,8 @@ def quantised(core: Any, *tensors: Any) -> tuple[Any, ...]:
     return tuple(getattr(core, name)(tensor) for name, tensor in pairs)
 
 
-def _is_quantiser(module: Any) -> bool:
-    bases = (f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__)
-    return QUANTISER in bases
+def _is_quantiser(kind: type) -> bool:
+    return QUANTISER in {f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__}
 
 
 def _unknown(module: Any) -> str | None:

@@ -44,6 +44,7 @@ from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.layers.blocks.unread import picked, repeated, skipped
 from megatron_prefix.layers.kind import Part, Slot
 from megatron_prefix.layers.mtp import LooksAhead, StepAhead
+from megatron_prefix.layers.precision import is_fp8
 from megatron_prefix.megatron import families, features
 from megatron_prefix.megatron.cross_entropy import without_waiting
 from megatron_prefix.moe import versions
@@ -209,10 +210,11 @@ class Hooks:
         """
         for kernel in self.kernels.values():
             kernel.begin_step()
+        fp8 = is_fp8(self.model.config)
         for module in self.model.modules():
             if getattr(module, "is_first_microbatch", False):
                 module.is_first_microbatch = False
-            if kept := getattr(module, "_fp8_workspaces", None):
+            if fp8 and (kept := getattr(module, "_fp8_workspaces", None)):
                 kept.clear()
         self.rotary.prepare(max_position)
 

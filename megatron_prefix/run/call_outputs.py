@@ -6,10 +6,10 @@ send to a leaf is the gradient with which the segment's backward starts.
 
 With context parallelism the ranks share the rows of every segment, and every microbatch, but not
 along the same lines: a segment is cut zig-zag by itself, a microbatch as a whole, as the trainer
-cuts it.  So leaves are
-whole outputs, gathered when a segment has run, and a microbatch takes its rank's positions of the
-joined outputs; what reaches a leaf on any rank is added up before the segment's backward.  Ranks of
-sequence parallelism share the rows of some tensors in the same way, one rank's behind another's.
+cuts it.  So leaves are whole outputs, gathered when a segment has run, and a microbatch takes its
+rank's positions of the joined outputs; what reaches a leaf on any rank is added up before the
+segment's backward.  Ranks of sequence parallelism share the rows of some tensors in the same way,
+one rank's behind another's.
 """
 
 from __future__ import annotations
@@ -234,7 +234,8 @@ class CallOutputs:
         if axis.dim == FLAT:
             return whole
         rows = whole.unflatten(0, (num_rows, -1))
-        rows = rows[:, : rows.shape[1] - self._form.short]
+        if self._form.short:
+            rows = rows[:, : -self._form.short]
         if axis.dim == 0:
             rows = rows.transpose(0, 1).contiguous()
         if axis.parts == 1:

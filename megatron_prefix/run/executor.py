@@ -234,7 +234,7 @@ class Executor:
             if stage.given is not None:
                 others |= stage.given.arguments(index)
             if stage.filled is not None:
-                others[FILLED_BY_MODEL] = {}
+                others[FILLED_BY_MODEL] = dict(stage.filled.brought)
             found = self._inputs.call(forward, index, stage.has_labels, others, scored=scored)
             if stage.filled is not None:
                 stage.filled.take(others, scored=scored)

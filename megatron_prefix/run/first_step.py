@@ -20,7 +20,7 @@ import itertools
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ from torch.utils import (
 from megatron_prefix.errors import Reason, UserError
 from megatron_prefix.megatron.install import installed, intercepted
 from megatron_prefix.refusals.table import (
+    AHEAD_HEAD,
     BESIDE_LOGITS,
     CALL_IN_BACKWARD,
     CALL_IN_LOSS,
@@ -257,7 +258,7 @@ class FirstStep:
             step.num_calls += 1
             self._compare_modes(step)
             self._seen += [("an argument of the model", one) for one in (*args, kwargs)]
-            begin = next_number()
+            begin, brought = next_number(), dict(_filled(kwargs))
             self._enter()
             try:
                 found = stock(*args, **kwargs)
@@ -266,6 +267,8 @@ class FirstStep:
             if getattr(model, "post_process", True):
                 self._graphs[step.number] = CallGraph.of(begin, found)
                 tokens = args[0] if args else kwargs.get("input_ids")
+                if not all(map(heads.is_shared, heads.added(_filled(kwargs), brought).values())):
+                    self._note(FILLED.given(FILLED_BY_MODEL))
                 self._look_at(found, self._shape_of_call(model, tokens), kwargs)
                 self._watch_gradient(found, kwargs.get("loss_mask"))
             elif not self.suspended:
@@ -328,12 +331,11 @@ class FirstStep:
         return tokens.shape[0], tokens.shape[1]
 
     def _look_at(self, output: Any, shape: tuple[int, int] | None, given: dict[str, Any]) -> None:
-        """Notes an output that is not per position, and what the model puts into its call."""
-        filled = given.get(FILLED_BY_MODEL)
-        if isinstance(filled, dict) and not all(map(heads.is_shared, filled.values())):
-            self._note(FILLED.given(FILLED_BY_MODEL))
+        """Notes an output that is not per position."""
         if shape is None:
             return
+        if self.rank.looks_ahead and not isinstance(output, Tensor):  # Megatron's head gives one
+            self._note(AHEAD_HEAD.given())
         rows, num = shape[0], shape[1] - heads.moves_labels(given)
         shares = (num // self.rank.sequence_ranks, rows)
         for leaf in pytree.tree_leaves(output):
@@ -495,3 +497,9 @@ def _loads(function: Any) -> set[str]:
         if one.opname in _READS and isinstance(one.argval, str) and not stored:
             reads.add(one.argval)
     return reads
+
+
+def _filled(arguments: Mapping[str, Any]) -> dict[Any, Any]:
+    """The dict of a call that its model may fill."""
+    found: dict[Any, Any] = arguments[FILLED_BY_MODEL] if heads.fills(arguments) else {}
+    return found

@@ -7,9 +7,9 @@ positions of their own; what is told apart here is how its labels and its output
    linear log-probs (`_gpt_forward_with_linear_ce_fusion` of nemo_rl.distributed.model_utils).
    Behind a span other labels follow than in a row, so segments give it labels that come out right
    once they are moved, and rows more, of which the last is left out.
-2. It fills a dict that the call has brought, and the loss goes on from there: SkyRL's fused head
-   (`output_processor_context` of Megatron-Core 0.18 and newer).  Calls get what a segment's call
-   put into its own.
+2. It puts weights into a dict that the call has brought, and the loss goes on from there: SkyRL's
+   fused head (`output_processor_context` of Megatron-Core 0.18 and newer).  Segments get what the
+   call's dict has, and calls what a segment's call put into its own.
 3. Ranks of sequence parallelism each return their rows of a tensor (verl's fused kernels return the
    hidden states, too): see run/call_outputs.py.
 """
@@ -31,6 +31,8 @@ from megatron_prefix.run.calls import FILLED_BY_MODEL, ModelCall
 
 MOVES_LABELS = "return_logprobs_for_linear_ce_fusion"
 """Keyword of a call whose head moves labels by one itself."""
+OWN_HEAD = "output_processor"
+"""Keyword for a head in the place of Megatron's."""
 
 
 def moves_labels(arguments: Mapping[str, Any]) -> bool:
@@ -45,8 +47,9 @@ def fills(arguments: Mapping[str, Any]) -> bool:
 
 def check(calls: Sequence[ModelCall], *, looks_ahead: bool) -> None:
     """Refuses heads of trainers' own on models that have heads for further tokens."""
-    if looks_ahead and any(moves_labels(one.arguments) or fills(one.arguments) for one in calls):
-        raise refused(AHEAD_HEAD)
+    for call in calls if looks_ahead else ():
+        if moves_labels(call.arguments) or fills(call.arguments) or call[OWN_HEAD] is not None:
+            raise refused(AHEAD_HEAD)
 
 
 def labels_of(call: ModelCall) -> Tensor | None:
@@ -65,14 +68,25 @@ def without_more(output: Any, num: int) -> Any:
     return pytree.tree_map(lambda leaf: leaf[:, :num] if isinstance(leaf, Tensor) else leaf, output)
 
 
+def added(filled: Mapping[Any, Any], before: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What a dict has that it did not have before."""
+    return {n: one for n, one in filled.items() if n not in before or before[n] is not one}
+
+
 class FilledDict:
     """What segments put into the dict that calls bring: the same for all, so that calls can get it.
 
+    Args:
+        brought: what a call's dict has.
+
     Attributes:
-        items: what they have put there; None before the first.
+        brought: of that, what the trainer has put there.
+        items: what segments have put there; None before the first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, brought: Mapping[Any, Any]) -> None:
+        # Weights are of a call that was answered in an attempt before.
+        self.brought = {n: one for n, one in brought.items() if not isinstance(one, Tensor)}
         self.items: dict[Any, Any] | None = None
 
     def take(self, arguments: Mapping[str, Any], *, scored: bool) -> None:
@@ -85,7 +99,7 @@ class FilledDict:
         Raises:
             UserError: that is one thing per segment.
         """
-        found = arguments[FILLED_BY_MODEL]
+        found = added(arguments[FILLED_BY_MODEL], self.brought)
         known = found if self.items is None or not scored else self.items
         same = found.keys() == known.keys() and all(found[n] is known[n] for n in found)
         if (found and not scored) or not same or not all(map(is_shared, found.values())):
@@ -100,4 +114,4 @@ class FilledDict:
 
 def is_shared(value: Any) -> bool:
     """Whether what a model puts into a call's dict is no one call's."""
-    return value is None or isinstance(value, nn.Parameter | bool | int | float | str)
+    return value is None or isinstance(value, nn.Parameter)

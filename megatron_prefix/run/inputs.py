@@ -81,7 +81,7 @@ class SegmentInputs:
         self._table = on(device, table[:3])
         self.rows: list[ReadRows | None] = [None] * len(forest.segments)
         if samples is not None:
-            self.rows = self._read_rows(table[3], device, multiple)
+            self.rows = self._read_rows(table[3], device)
 
     def __getitem__(self, index: int) -> Tensor:
         """Tokens, labels and positions of a segment, int64 [3, positions]."""
@@ -133,13 +133,11 @@ class SegmentInputs:
             there = torch.arange(num, device=self._table.device)
         return torch.cat([there, there[-1:].expand(self._multiple)])
 
-    def _read_rows(
-        self, flags: np.ndarray, device: torch.device, multiple: int
-    ) -> list[ReadRows | None]:
+    def _read_rows(self, flags: np.ndarray, device: torch.device) -> list[ReadRows | None]:
         by_segment: list[np.ndarray] = []
         for start, end in itertools.pairwise(self._offsets):
             num = min(max(int(flags[start:end].sum()), 2), end - start)
-            num += -num % multiple
+            num += -num % self._multiple
             # A stable order: those that are read, then others to make up the number.
             by_segment.append(np.sort(np.argsort(-flags[start:end], kind="stable")[:num]))
         whole = on(device, np.concatenate([np.zeros(0, np.int64), *by_segment]))

@@ -166,7 +166,8 @@ class Losses:
         if self._form.filled is not None:
             self._form.filled.give(self._steps[microbatch].call)
         tensors = _with_graph(answer)
-        if any(tensor.dim() > 2 for tensor in tensors):  # logits
+        # Logits are large; what a loss sends to weights that it was handed cannot be sent again.
+        if self._form.filled is not None or any(tensor.dim() > 2 for tensor in tensors):
             self._small = False
             return answer
         kept: list[Tensor | None] = [None] * len(tensors)

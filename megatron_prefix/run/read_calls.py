@@ -290,11 +290,20 @@ def check_positions(known: CallTokens, rank: int, size: int, *, used: bool) -> N
         return
     counts = np.cumsum([sum(layout.lengths) // size for layout in known.layouts])[:-1]
     for layout, mine in zip(known.layouts, np.split(known.positions, counts), strict=True):
-        if size > 1 and layout.slices is Slices.ZIGZAG:
-            cut = layout._replace(slices=Slices.CONTIGUOUS)
-            forms = [] if any(n % size for n in layout.lengths) else [False, layout.packed]
-            parts = (cut._replace(packed=packed).positions(rank, size) for packed in forms)
-            if mine.any() and any(np.array_equal(mine, part) for part in parts):
-                raise refused(CONTIGUOUS)
+        told = size == 1 or layout.slices is Slices.CONTIGUOUS
+        if not told and _look_contiguous(layout, mine, rank, size):
+            raise refused(CONTIGUOUS)
         if used and not np.array_equal(mine, layout.positions(rank, size)):
             raise refused(OTHER_POSITIONS)
+
+
+def _look_contiguous(layout: CallLayout, mine: Numbers, rank: int, size: int) -> bool:
+    """Whether positions on this rank are those of a contiguous part of any sample, or of a pack."""
+    if any(length % size for length in layout.lengths):  # no zig-zag either
+        return False
+    shares = [length // size for length in layout.lengths]
+    parts = zip(shares, np.split(mine, np.cumsum(shares)[:-1]), strict=True)
+    if any(n > 1 and np.array_equal(part, np.arange(n) + rank * n) for n, part in parts):
+        return True
+    whole = layout._replace(slices=Slices.CONTIGUOUS).positions(rank, size)
+    return bool(mine.any()) and np.array_equal(mine, whole)

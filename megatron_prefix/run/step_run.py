@@ -32,7 +32,7 @@ from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import CHANGED_OUTPUT
 from megatron_prefix.run import ahead, heads, routers
 from megatron_prefix.run.call_outputs import AnswerForm
-from megatron_prefix.run.calls import ModelCall
+from megatron_prefix.run.calls import FILLED_BY_MODEL, ModelCall
 from megatron_prefix.run.carried import Carried
 from megatron_prefix.run.communicator import Communicator, communicator_of
 from megatron_prefix.run.exchanges import Exchanges
@@ -247,7 +247,7 @@ class StepRun:
                 model, hooks, self._cache(plan, chunk, hooks, exchange, offloader),
                 number == 0, number == plan.num_stages - 1, called,
                 call["labels"] is not None, call.others, self._capture.given[chunk],
-                heads.FilledDict() if heads.fills(call.others) else None,
+                heads.FilledDict(call[FILLED_BY_MODEL]) if heads.fills(call.others) else None,
             )  # fmt: skip
             if stage.is_last and self._losses is not None:  # memory ran out in an attempt before
                 self._losses.begin_again()

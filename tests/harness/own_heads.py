@@ -32,9 +32,11 @@ class HeadForm(Form):
 
     Attributes:
         head: one of `HEADS`.
+        scale: of hidden states, in the dict that `filled` fills; None: that is empty.
     """
 
     head: str = "kernels"
+    scale: float | None = None
 
 
 class HeadTrainer(Trainer):
@@ -45,7 +47,8 @@ class HeadTrainer(Trainer):
     def arguments(self, batch: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         """See `Trainer.arguments`."""
         if self.form.head == "filled":
-            batch["context"], given["labels"] = {}, None
+            scale = self.form.scale
+            batch["context"], given["labels"] = {} if scale is None else {"scale": scale}, None
             return {FILLED_BY_MODEL: batch["context"]}
         if self.form.head == "moved":
             if given.get("labels") is not None:
@@ -64,7 +67,7 @@ class HeadTrainer(Trainer):
                 return loss_of(-output)
             if head == "filled":
                 weight = batch["context"].pop("weight")
-                assert not batch["context"]
+                assert batch["context"] in ({}, {"scale": self.form.scale})
                 return loss_of(nll_of(_whole(output, shares) @ weight.T, batch["labels"]))
             loss, *others = loss_of(-output["log_probs"])
             hidden, mask = output["hidden_states"].transpose(0, 1), batch["loss_mask"]
@@ -109,6 +112,7 @@ def _moved(model: Any, hidden: Tensor, labels: Tensor, given: dict[str, Any]) ->
 
 def _filled(model: Any, hidden: Tensor, _: None, given: dict[str, Any]) -> Any:
     given[FILLED_BY_MODEL]["weight"] = _weight(model)
+    hidden = hidden * given[FILLED_BY_MODEL].get("scale", 1.0)
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden)
     return hidden.transpose(0, 1).contiguous()

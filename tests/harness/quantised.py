@@ -23,14 +23,11 @@ LARGEST = 3.0
 """Of all inputs of a linear layer, so that few are clipped."""
 
 
-def recipe(name: str, **inputs: Any) -> dict[str, Any]:
-    """One of ModelOpt's configurations by name; `inputs` change those of its input quantisers."""
+def recipe(name: str) -> dict[str, Any]:
+    """One of ModelOpt's configurations by name, to change."""
     import modelopt.torch.quantization as mtq
 
-    config = copy.deepcopy(getattr(mtq, name))
-    if inputs:
-        config["quant_cfg"].append({"quantizer_name": "*input_quantizer", "cfg": inputs})
-    return config
+    return copy.deepcopy(getattr(mtq, name))
 
 
 def quantise(model: Any, config: dict[str, Any]) -> None:

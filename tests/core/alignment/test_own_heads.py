@@ -26,6 +26,7 @@ ONE = {
     "filled, recomputed": Case(
         HeadForm(head="filled"), build={"recompute": "full"}, prefix={"memory": "recompute"}
     ),
+    "filled, which says something": Case(HeadForm(head="filled", scale=0.5)),
     "moved, experts": Case(HeadForm(head="moved"), model="tiny-moe"),
 }
 TP2 = {

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -10,7 +14,6 @@ import torch
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare
-from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.rollouts import dense_vocabulary
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
@@ -22,82 +25,98 @@ from megatron_prefix.layers import quantisers
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.trainers.registry import installed
 from tests.harness import quantised, steps
+from tests.harness.cases import check_cases
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract
 
-Inputs = dict[str, Any]
 BY_TOKEN = "FP8_PER_CHANNEL_PER_TOKEN_CFG"
-WHOLE: Inputs = {"num_bits": 8, "axis": None, "type": "dynamic"}
-KEYS: Inputs = {"num_bits": (4, 3), "axis": None}
+INT8_WEIGHTS = {"num_bits": 8, "axis": 0}
+INT4_BLOCKS = {"num_bits": 4, "block_sizes": {-1: 32, "type": "static"}}
+TOKENS = {"num_bits": (4, 3), "axis": None, "type": "dynamic", "block_sizes": {-1: None}}
+TENSOR = {"num_bits": 8, "axis": None, "type": "dynamic"}
+WHOLE = [{"quantizer_name": "*input_quantizer", "cfg": TENSOR}]
+KEYS = {"num_bits": (4, 3), "axis": None}
+QKV = [{"quantizer_name": "*_bmm_quantizer", "cfg": KEYS}]
+MIXED: list[dict[str, Any]] = [
+    {"quantizer_name": "*linear_qkv.weight_quantizer", "cfg": INT8_WEIGHTS},
+    {"quantizer_name": "*linear_qkv.input_quantizer", "cfg": TOKENS},
+    {"quantizer_name": "*linear_fc2.weight_quantizer", "cfg": INT4_BLOCKS},
+    *QKV,
+]
+"""Beside the e4m3 of FP8_DEFAULT_CFG."""
 
 
-@pytest.fixture(autouse=True)
-def modelopt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks can import it."""
-    monkeypatch.syspath_prepend(str(installed("modelopt")))
+@dataclass(frozen=True)
+class Case:
+    """A recipe of ModelOpt's, and what is changed of it.
+
+    Attributes:
+        recipe: its name.
+        model: a preset.
+        more: quantisers that are set otherwise.
+        wrong: what the schedule refuses is run, and not equal.
+    """
+
+    recipe: str
+    model: str = "tiny-llama"
+    more: Sequence[dict[str, Any]] = ()
+    wrong: bool = False
 
 
-def run(layout: Layout, name: str, recipe: str, inputs: Inputs, keys: Inputs) -> list[Any]:
-    """A rank's alignments with the stock schedule, both on packs."""
-    runtime.initialize(layout)
-    config = quantised.recipe(recipe, **inputs)
-    if keys:
-        quantised.with_attention()
-        config["quant_cfg"].append({"quantizer_name": "*_bmm_quantizer", "cfg": keys})
+def built(case: Case, layout: Layout) -> tuple[list[Any], list[Any]]:
+    """Groups, and model chunks in which every kind of quantiser is at work."""
+    config = quantised.recipe(case.recipe)
+    config["quant_cfg"] += case.more
     groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(2, "float64"))
-    spec = resolve(name, num_layers=4).with_vocab(vocab)
+    spec = resolve(case.model, num_layers=2).with_vocab(vocab)
     with quantised.quantised(lambda model: quantised.quantise(model, config)):
         chunks = build_model(spec, layout=layout, dtype="float64")
-    on = [one for _, one in quantised.quantisers(unwrap(chunks[0])) if one.is_enabled]
-    # Of a layer's four linear ones or more, weights or inputs, too; its q, k and v.
-    kinds = (1 if "WEIGHT_ONLY" in recipe else 2) * 4 + 3 * bool(keys)
-    assert len(on) >= kinds * len(unwrap(chunks[0]).decoder.layers)
-    found = []
-    for fields in ({}, {"memory": "recompute", "chunk_tokens": 8}):
-        prefix = PrefixConfig(segment_tokens=64, min_gain=0, kernel="math", **fields)  # type: ignore[arg-type]
-        packed = Baseline("packed", pack_tokens=150)
+    model = unwrap(chunks[0])
+    names = [name for name, one in quantised.quantisers(model) if one.is_enabled]
+    on = Counter(name.rpartition(".")[2] for name in names)
+    linear = {"weight_quantizer"}
+    if "WEIGHT_ONLY" not in case.recipe:
+        linear.add("input_quantizer")
+    keys = {f"{one}_bmm_quantizer" for one in "qkv"} if QKV[0] in case.more else set()
+    assert on.keys() == linear | keys
+    assert all(on[kind] >= len(model.decoder.layers) * (1 if kind in keys else 4) for kind in on)
+    return groups, chunks
+
+
+def compare(case: Case, layout: Layout) -> None:
+    """Ours against the stock schedule, both on packs."""
+    groups, chunks = built(case, layout)
+    prefix = PrefixConfig(
+        segment_tokens=64, chunk_tokens=8, min_gain=0, kernel="math", memory="recompute"
+    )
+    packed = Baseline("packed", pack_tokens=150)
+    with contextlib.ExitStack() as inside:
+        if case.wrong:
+            inside.enter_context(mock.patch.object(quantisers, "refusals", return_value=()))
         mine = align.align(chunks, groups, prefix, multiple=layout.alignment, baseline=packed)
-        found.append(align.over_ranks(mine))
-    runtime.shutdown()
-    return found
+    found = align.over_ranks(mine)
+    assert found.executed_tokens < found.raw_tokens
+    if case.wrong:
+        assert found.failures and found.grad_max_rel_diff > 1e-4
+    else:
+        assert found.failures == () and found.grad_max_rel_diff <= found.tolerance < 1e-12
 
 
-CASES: dict[str, tuple[Layout, str, str, Inputs, Inputs]] = {
-    "weights": (Layout(), "tiny-llama", "INT8_WEIGHT_ONLY_CFG", {}, {}),
-    "weights, TP2+SP": (
-        Layout(tp=2, sequence_parallel=True), "tiny-llama", "INT8_WEIGHT_ONLY_CFG", {}, {},
-    ),
-    "blocks of weights, PP2": (
-        Layout(pp=2), "tiny-llama", "INT4_BLOCKWISE_WEIGHT_ONLY_CFG", {}, {},
-    ),
-    "int8": (Layout(), "tiny-llama", "INT8_DEFAULT_CFG", {}, {}),
-    "e4m3, TP2+SP": (
-        Layout(tp=2, sequence_parallel=True), "tiny-llama", "FP8_DEFAULT_CFG", {}, {},
-    ),
-    "e4m3, PP2": (Layout(pp=2), "tiny-llama", "FP8_DEFAULT_CFG", {}, {}),
-    "by token": (Layout(), "tiny-llama", BY_TOKEN, {}, {}),
-    "by token, experts": (Layout(), "tiny-moe", BY_TOKEN, {}, {}),
-    "queries, keys and values": (Layout(), "tiny-llama", "FP8_DEFAULT_CFG", {}, KEYS),
-    "queries, keys and values, TP2+SP": (
-        Layout(tp=2, sequence_parallel=True), "tiny-llama", "FP8_DEFAULT_CFG", {}, KEYS,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_equal_to_the_stock_schedule(name: str) -> None:
-    layout = CASES[name][0]
-    for ours in run_ranks(layout.world_size, run, *CASES[name]):
-        for one in ours:
-            assert one.failures == () and one.grad_max_rel_diff <= one.tolerance < 1e-12
-            assert one.executed_tokens < one.raw_tokens
-
-
-def test_a_scale_of_a_whole_tensor_would_be_wrong() -> None:
-    with mock.patch.object(quantisers, "refusals", return_value=()):
-        ((one, _),) = run_ranks(1, run, Layout(), "tiny-llama", "INT8_DEFAULT_CFG", WHOLE, {})
-    assert one.failures
-    assert one.grad_max_rel_diff > 1e-4
+ONE = {
+    "weights": Case("INT8_WEIGHT_ONLY_CFG"),
+    "blocks of weights": Case("INT4_BLOCKWISE_WEIGHT_ONLY_CFG"),
+    "int8": Case("INT8_DEFAULT_CFG"),
+    "by token": Case(BY_TOKEN),
+    "by token, experts": Case(BY_TOKEN, model="tiny-moe"),
+    "queries, keys and values": Case("FP8_DEFAULT_CFG", more=QKV),
+    "a scale of a whole tensor would be wrong": Case("INT8_DEFAULT_CFG", more=WHOLE, wrong=True),
+}
+MIX = Case("FP8_DEFAULT_CFG", more=MIXED)
+JOBS = (
+    (Layout(), ONE),
+    (Layout(tp=2, sequence_parallel=True), {"all, TP2 SP": MIX}),
+    (Layout(pp=2), {"all, PP2": MIX}),
+)
 
 
 def _changed(model: Any, **fields: Any) -> str:
@@ -140,7 +159,6 @@ CHANGES: dict[str, tuple[dict[str, Any], str | None]] = {
 
 def _told() -> dict[str, tuple[str, list[str]]]:
     """By change: the quantiser's name, and what is refused."""
-    runtime.initialize(Layout())
     spec = resolve("tiny-llama", num_layers=1).with_vocab(64)
     found = {}
     for case, (fields, _) in CHANGES.items():
@@ -148,33 +166,17 @@ def _told() -> dict[str, tuple[str, list[str]]]:
         quantised.quantise(unwrap(chunk), quantised.recipe("INT8_DEFAULT_CFG"))
         name = _changed(unwrap(chunk), **fields)
         found[case] = name, [one.text for one in quantisers.refusals(unwrap(chunk))]
-    quantised.with_attention()
     (chunk,) = build_model(spec, dtype="float64", wrap_ddp=False)
     config = quantised.recipe("INT8_DEFAULT_CFG")
     config["quant_cfg"].append({"quantizer_name": "*k_bmm_quantizer", "cfg": KEYS})
     quantised.quantise(unwrap(chunk), config)
     unwrap(chunk).config.multi_latent_attention = True
     found["latents"] = "", [one.text for one in quantisers.refusals(unwrap(chunk))]
-    runtime.shutdown()
     return found
-
-
-def test_what_a_quantiser_is_refused_for() -> None:
-    (found,) = run_ranks(1, _told)
-    (text,) = found["latents"][1]
-    assert "core_attention.k_bmm_quantizer of multi-latent attention: disable" in text
-    for case, (_, text) in CHANGES.items():
-        name, texts = found[case]
-        if text is None:
-            assert texts == [], case
-        else:
-            assert len(texts) == 1 and texts[0].startswith(f"quantiser {name}"), case
-            assert text in texts[0], case
 
 
 def _calibrated() -> list[str]:
     """What is in the way of steps, in modes "on" and "auto", of a model that has been trained."""
-    runtime.initialize(Layout())
     spec = resolve("tiny-llama", num_layers=2).with_vocab(64)
     with quantised.quantised(
         lambda model: quantised.quantise(model, quantised.recipe("INT8_DEFAULT_CFG"))
@@ -188,10 +190,32 @@ def _calibrated() -> list[str]:
     auto = PrefixSchedule(PrefixConfig(mode="auto", min_speedup=0.01))
     steps.call(auto, Contract().step, model, steps.group(0, 2))
     assert auto.report is not None and auto.report.fallback_count == 1
-    runtime.shutdown()
     return [str(caught.value), auto.report.decision.reason]
 
 
-def test_calibration_is_the_stock_schedules() -> None:
-    (texts,) = run_ranks(1, _calibrated)
-    assert all("linear_proj.input_quantizer, which is being calibrated" in one for one in texts)
+def check_refusals(_: None, __: Layout) -> None:
+    """What is refused of a quantiser of inputs that is changed, and of one that is calibrated."""
+    found = _told()
+    (text,) = found["latents"][1]
+    assert "core_attention.k_bmm_quantizer of multi-latent attention: disable" in text
+    for case, (_, wanted) in CHANGES.items():
+        name, texts = found[case]
+        if wanted is None:
+            assert texts == [], case
+        else:
+            assert len(texts) == 1 and texts[0].startswith(f"quantiser {name}"), case
+            assert wanted in texts[0], case
+    assert all("linear_proj.input_quantizer, which is being calibrated" in x for x in _calibrated())
+
+
+def _jobs() -> None:
+    """All jobs, from a process that has imported ModelOpt: their ranks are forked from it."""
+    quantised.with_attention()
+    check_cases(Layout(), {"refusals": None}, check_refusals)
+    for layout, cases in JOBS:
+        check_cases(layout, cases, compare)
+
+
+def test_equal_to_the_stock_schedule_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(installed("modelopt")))
+    run_ranks(1, _jobs)

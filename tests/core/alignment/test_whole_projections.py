@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.post_training.modelopt import layers
+from megatron.core.post_training.modelopt.layers import Linear
 
 from megatron_prefix.lab.cli.main import main
 from megatron_prefix.lab.runtime.launch import run_ranks
@@ -12,23 +12,22 @@ from tests.harness.command_line import BUNDLED
 
 OPTIONS = "--groups 2 --max-tokens 64 --min-gain 4 --dtype float64 --model tiny-deepseek"
 LAYOUT = "--set num_moe_experts=none --tp 2 --sequence-parallel"
-Linear = layers.Linear
-
-
-class Marked(Linear):  # type: ignore[misc]
-    """Whole on every tensor-parallel rank."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        marks = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
-        for name, value in marks.items():
-            setattr(self.weight, name, value)
+MARKS = {"tensor_model_parallel": True, "partition_dim": 0, "partition_stride": 1}
 
 
 def aligned(*options: str) -> int:
-    """One rank's exit code."""
-    layers.Linear = Marked
-    return main(["align", *options])
+    """One rank's exit code. Its class is changed in place: other modules hold it by name."""
+    make = Linear.__init__
+
+    def marked(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        vars(self.weight).update(MARKS)
+
+    Linear.__init__ = marked
+    try:
+        return main(["align", *options])
+    finally:
+        Linear.__init__ = make
 
 
 def test_both_schedules_agree_with_them() -> None:

@@ -18,6 +18,7 @@ from megatron_prefix.layers import precision
 from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan
+from megatron_prefix.run.heads import MOVES_LABELS
 from megatron_prefix.run.inputs import SegmentInputs
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 from tests.harness.trees import is_prefix_tree, rollout_sets, tree_options
@@ -99,3 +100,6 @@ def test_the_rows_that_are_read_are_whole() -> None:
     )
     (rows,) = inputs.rows
     assert rows is not None and len(rows.here) == 16 and 49 in rows.here
+    assert len(inputs.read(0, {})) == 16  # type: ignore[arg-type]
+    again = inputs.read(0, {MOVES_LABELS: True})
+    assert again is not None and len(again) == 32 and set(again[16:].tolist()) == {int(again[15])}

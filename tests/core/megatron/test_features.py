@@ -166,9 +166,10 @@ def test_the_host_takes_no_quantised_weights(model: Any, monkeypatch: pytest.Mon
     assert found is not None and found.refusal is table.OFFLOAD_FP8
 
 
-def test_weights_are_quantised_once_a_step(model: Any) -> None:
+def test_weights_are_quantised_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformer-engine's modules, which quantise a weight unless they have it kept."""
     model = small_model()
+    monkeypatch.setattr("megatron_prefix.megatron.install.is_fp8", lambda _: True)
     kept = {"weight": "of an earlier step"}
     linear = unwrap(model).decoder.layers[0].mlp.linear_fc1
     linear._fp8_workspaces, linear.is_first_microbatch = kept, True

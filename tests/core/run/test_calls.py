@@ -195,6 +195,10 @@ def test_contiguous_slices_of_context_parallelism_are_refused() -> None:
     for rank, positions in ((0, [0, 1, 2, 3]), (1, [4, 5, 6, 7])):
         with pytest.raises(CannotShare, match="contiguous parts"):
             check_positions(known(positions, 8), rank, 2, used=False)
+        with pytest.raises(CannotShare, match="contiguous parts"):  # behind it padding
+            check_positions(known([*positions, 0, 0], 8, 4), rank, 2, used=False)
+    with pytest.raises(CannotShare, match="contiguous parts"):  # a pack cut as a whole
+        check_positions(known([2, 3, 4, 5, 6, 7], 4, 8), 1, 2, used=False)
 
 
 def test_learned_embeddings_need_positions_that_start_at_zero() -> None:

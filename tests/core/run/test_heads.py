@@ -66,6 +66,15 @@ def test_in_mode_auto_the_second_step_is_shared(head: str) -> None:
     assert reasons[0] == WATCHED
 
 
+def test_a_head_beside_further_tokens_is_stock_s_to_run() -> None:
+    schedule, model = watching(), small_model(spec={"mtp_num_layers": 1})
+    put_into(model, "kernels")
+    for _ in range(2):
+        run_step(schedule, Quiet("kernels"), [model])
+        assert not schedule.report.decision.share
+    assert "multi-token prediction, and a head" in schedule.report.decision.reason
+
+
 def per_call(model: Any) -> None:
     """Lets the head put something of its own call into the call's dict."""
     inner = unwrap(model)
@@ -96,7 +105,27 @@ def test_what_is_one_call_s_is_stock_s_to_give() -> None:
     assert "more into the output_processor_context" in schedule.report.decision.reason
 
 
-@pytest.mark.parametrize("given", [{heads.MOVES_LABELS: True}, {FILLED_BY_MODEL: {}}])
+@pytest.mark.parametrize("value", [7, 0.25, "a word", torch.ones(2), (1, 2)])
+def test_a_segment_s_dict_is_the_call_s_and_takes_weights_only(value: Any) -> None:
+    weight, old = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    filled = heads.FilledDict({"scale": 0.5, "weight": old})  # an answer in an attempt before
+    for _ in range(2):
+        context = dict(filled.brought)
+        assert context == {"scale": 0.5}
+        context["weight"] = weight
+        filled.take({FILLED_BY_MODEL: context}, scored=True)
+    call = ModelCall(0, {FILLED_BY_MODEL: {"scale": 0.5}})
+    filled.give(call)
+    assert call[FILLED_BY_MODEL] == {"scale": 0.5, "weight": weight}
+    for name in ("scale", "more"):
+        one = heads.FilledDict({"scale": 0.5})
+        with pytest.raises(CannotShare, match="more into the output_processor_context"):
+            one.take({FILLED_BY_MODEL: {"scale": 1, name: value}}, scored=True)
+
+
+@pytest.mark.parametrize(
+    "given", [{heads.MOVES_LABELS: True}, {FILLED_BY_MODEL: {}}, {heads.OWN_HEAD: print}]
+)
 def test_heads_for_further_tokens_are_refused(given: dict[str, Any]) -> None:
     calls = [ModelCall(0, given)]
     heads.check(calls, looks_ahead=False)
