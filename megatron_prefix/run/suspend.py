@@ -77,7 +77,8 @@ class SuspendedStep:
 
     Attributes:
         call: what the model was called with; None before.
-        told: what each router had been told by then; its routes until `forget_arguments`.
+        told: what each router had been told by then; the step's own copies of its routes until
+            `forget_arguments`.
         called: the settings that it was called with; not there before.
         goes_on_itself: whether it was resumed with the model itself, which it may call again.
     """
@@ -129,7 +130,8 @@ class SuspendedStep:
             stock: runs the model itself.
         """
         self.call, self._stock, self.called = call, stock, Settings.now()
-        self.told = {layer: told(one, self.number) for layer, one in self.routers.items()}
+        found = {layer: told(one, self.number) for layer, one in self.routers.items()}
+        self.told = {layer: one and one.kept() for layer, one in found.items()}
         if quantises() and not self._quantised:
             self._problem = refused(FP8_INSIDE)
         elif fixed() != self._before:
@@ -159,6 +161,7 @@ class SuspendedStep:
             return result
         self.goes_on_itself = True
         stock, self._stock, self.call = self._stock, None, None  # with the arguments they hold
+        self.told = {}
         return self.resume(stock)
 
     def close(self) -> None:
