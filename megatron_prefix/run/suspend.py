@@ -30,7 +30,7 @@ import torch
 from megatron_prefix.errors import DataEnded, UserError, refused
 from megatron_prefix.megatron.install import intercepted, vision_tower
 from megatron_prefix.moe import versions
-from megatron_prefix.moe.told import Told, told
+from megatron_prefix.moe.told import Told, replays_of, told
 from megatron_prefix.refusals.table import (
     DIFFERENT_AUTOCAST,
     FP8_AROUND,
@@ -73,7 +73,7 @@ class SuspendedStep:
         model: the language model whose call suspends it.
         states: what else is put back when it is suspended.
         number: of the trainer's microbatch.
-        routers: of the model, by layer.
+        routers: of the model that can replay, by layer.
 
     Attributes:
         call: what the model was called with; None before.
@@ -270,7 +270,8 @@ class Capture:
             ]
             routers: Mapping[int, Any] = NO_ROUTERS
             if self._rank.has_experts:
-                routers = versions.routers(model)
+                found = versions.routers(model)
+                routers = {n: one for n, one in found.items() if replays_of(one) is not None}
                 swaps.append(forward_step_state.replayed_routes([*routers.values()]))
                 swaps.append(forward_step_state.stages_of_queues())
             for number in range(self._num):
