@@ -18,8 +18,8 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.moe import versions
-from megatron_prefix.run import routes
 from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.run.routes import ToldRoutes
 from megatron_prefix.tree.cp_layout import Slices
 from tests.core.alignment.test_model_calls import Case, built, compare_with
 from tests.harness import contiguous
@@ -129,6 +129,11 @@ def test_routes_of_contiguous_parts_are_read() -> None:
 
 
 def test_rows_in_the_order_of_positions_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "_by_sample", lambda rows, _: rows)
+    stock = ToldRoutes.gathered
+
+    def as_packs(self: ToldRoutes, layouts: Any, *where: Any) -> list[torch.Tensor]:
+        return stock(self, [one._replace(packed=True) for one in layouts], *where)
+
+    monkeypatch.setattr(ToldRoutes, "gathered", as_packs)
     with pytest.raises((AssertionError, runtime.RankError)):
         check_cases(Layout(cp=2), {"rows": CASES["rows"]}, compare)
