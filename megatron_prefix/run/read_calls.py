@@ -105,16 +105,7 @@ def read_calls(
     Raises:
         CannotShare: the model or its calls cannot be run in segments.
     """
-    for chunk, model in enumerate(rank.models):
-        use, calls = _check_features(rank.language_models[chunk], model), capture.calls(chunk)
-        model_calls.check(calls)
-        heads.check(calls, looks_ahead=rank.looks_ahead)
-        masks.check(
-            calls, use, counts_tokens=rank.counts_tokens, sequence_ranks=rank.sequence_ranks
-        )
-        capture.given[chunk] = given_by(calls, rank, chunk)
-        if rank.groups.cp.size() > 1 and slices_of(calls, callbacks.slices) is Slices.CONTIGUOUS:
-            _check_contiguous(capture.given[chunk], rank, chunk)
+    _check_calls(capture, rank, callbacks)
     capture.check_settings()
     first = last = given = None
     routes: list[Tensor | None] = []
@@ -144,6 +135,20 @@ def read_calls(
     if callbacks.routes is None and rank.has_experts and may_replay(rank.config):
         told = told_routes(capture, rank)
     return ReadCalls(first, last, routes, given, told)
+
+
+def _check_calls(capture: Capture, rank: Rank, callbacks: Callbacks) -> None:
+    """Refuses what cannot run in segments; notes what calls give in the place of tokens."""
+    for chunk, model in enumerate(rank.models):
+        use, calls = _check_features(rank.language_models[chunk], model), capture.calls(chunk)
+        model_calls.check(calls)
+        heads.check(calls, looks_ahead=rank.looks_ahead)
+        masks.check(
+            calls, use, counts_tokens=rank.counts_tokens, sequence_ranks=rank.sequence_ranks
+        )
+        capture.given[chunk] = given_by(calls, rank, chunk)
+        if rank.groups.cp.size() > 1 and slices_of(calls, callbacks.slices) is Slices.CONTIGUOUS:
+            _check_contiguous(capture.given[chunk], rank, chunk)
 
 
 def _check_contiguous(given: Given | None, rank: Rank, chunk: int) -> None:

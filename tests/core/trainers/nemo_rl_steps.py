@@ -66,11 +66,8 @@ def batches(layout: Any, config: dict[str, Any], spec: Any) -> list[Any]:
             prompt, num = int(held[:PROMPT].sum()), int(held.sum())
             data["input_ids"][row, :num] = tokens[held.bool()]
             data["token_mask"][row, prompt:num] = 1
-        if routes:  # none for a rollout's last token
-            shape = ROWS, width, *routes[0].shape[1:]
-            data["routed_experts"] = torch.full(shape, -1, dtype=torch.int16)
-            for row, number in enumerate(alike[members]):
-                data["routed_experts"][row, : len(routes[number])] = routes[number]
+        if routes:
+            data["routed_experts"] = _rows_of([routes[number] for number in alike[members]], width)
         found.append(data)
     multiple = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
     return list(
@@ -78,6 +75,14 @@ def batches(layout: Any, config: dict[str, Any], spec: Any) -> list[Any]:
             iter(found), config, "input_lengths", multiple, 1, None, None
         )
     )
+
+
+def _rows_of(routes: list[torch.Tensor], width: int) -> torch.Tensor:
+    """Routes of some rollouts as NeMo-RL has them; none for a rollout's last token."""
+    rows = torch.full((len(routes), width, *routes[0].shape[1:]), -1, dtype=torch.int16)
+    for row, mine in zip(rows, routes, strict=True):
+        row[: len(mine)] = mine
+    return rows
 
 
 def _targets(number: int, width: int) -> dict[str, torch.Tensor]:

@@ -148,6 +148,17 @@ def replay_routes(chunk: Any) -> None:
             routing_replay.register_routing_replay(module)
 
 
+def model_of(name: str, layout: Any) -> tuple[Any, list[Any]]:
+    """What a layout's model is like, and its chunks on this rank."""
+    replay, critic = "replay" in name or "r3" in name, "value" in name
+    tied = {} if replay else {"tie_embeddings": not critic}  # a head is not the embedding
+    spec = resolve("tiny-moe" if replay else "tiny-qwen3", num_layers=2, **tied).with_vocab(VOCAB)
+    recompute, overrides = "full" if "recompute" in name else "none", {"variable_seq_lengths": True}
+    with changed(valued) if critic else contextlib.nullcontext():
+        chunks = build_model(spec, layout=layout, recompute=recompute, config_overrides=overrides)
+    return spec, chunks
+
+
 def steps(name: str) -> list[Step]:
     """A pass for log-probs and an update, on one rank."""
     from slime.backends.megatron_utils import model as slime_model
@@ -159,19 +170,13 @@ def steps(name: str) -> list[Step]:
     layout = worker.layout_of(name)
     runtime.initialize(layout)
     accelerator.device = accelerator.current_device = lambda: torch.device("cpu")
-    replay, brings = "replay" in name or "r3" in name, "r3" in name
-    critic = "value" in name
-    tied = {} if replay else {"tie_embeddings": not critic}  # a head is not the embedding
-    spec = resolve("tiny-moe" if replay else "tiny-qwen3", num_layers=2, **tied).with_vocab(VOCAB)
-    recompute, overrides = "full" if "recompute" in name else "none", {"variable_seq_lengths": True}
-    with changed(valued) if critic else contextlib.nullcontext():
-        chunks = build_model(spec, layout=layout, recompute=recompute, config_overrides=overrides)
-    ARGUMENTS.loss_type, ARGUMENTS.value_clip = "value_loss" if critic else "policy_loss", 0.2
-    if "sft" in name:
-        ARGUMENTS.loss_type = "sft_loss"
+    brings, critic = "r3" in name, "value" in name
+    spec, chunks = model_of(name, layout)
+    loss = "value" if critic else "sft" if "sft" in name else "policy"
+    ARGUMENTS.loss_type, ARGUMENTS.value_clip = f"{loss}_loss", 0.2
     both = Both(config_of(name), state=lambda: RoutingReplay.all_routing_replays)
     both.leaves_alike = "recompute" in name
-    if replay:
+    if spec.num_moe_experts:
         replay_routes(chunks[0])
     # As slime's actor sets it.
     os.environ["ROUTING_REPLAY_STAGE"] = "replay_forward" if brings else "record"
