@@ -180,8 +180,7 @@ def steps(name: str) -> list[Step]:
         replay_routes(chunks[0])
     # As slime's actor sets it.
     os.environ["ROUTING_REPLAY_STAGE"] = "replay_forward" if brings else "record"
-    slime_model.get_forward_backward_func = both
-    slime_model.get_args = lambda: ARGUMENTS
+    slime_model.get_forward_backward_func, slime_model.get_args = both, lambda: ARGUMENTS
     data = rollout_data(turns="sft" in name)
     iterators, num = get_data_iterator(data), len(data["micro_batch_indices"])
     routes = fill_queues(chunks, iterators, data, spec) if brings else None
