@@ -172,8 +172,8 @@ def steps(name: str) -> list[Step]:
     accelerator.device = accelerator.current_device = lambda: torch.device("cpu")
     brings, critic = "r3" in name, "value" in name
     spec, chunks = model_of(name, layout)
-    loss = "value" if critic else "sft" if "sft" in name else "policy"
-    ARGUMENTS.loss_type, ARGUMENTS.value_clip = f"{loss}_loss", 0.2
+    ARGUMENTS.loss_type = "value_loss" if critic else "sft_loss" if "sft" in name else "policy_loss"
+    ARGUMENTS.value_clip = 0.2
     both = Both(config_of(name), state=lambda: RoutingReplay.all_routing_replays)
     both.leaves_alike = "recompute" in name
     if spec.num_moe_experts:
