@@ -34,6 +34,8 @@ def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[.
     routing, apply_z_loss = router.routing, router.apply_z_loss
     is_enabled, apply_bias = router.is_aux_loss_enabled, router._apply_expert_bias
 
+    # verl's own `routing` counts tokens by itself.
+    may_count = router.enable_expert_bias and not _is_megatrons(routing)
     counted = [False]
 
     def running() -> tuple[RouterLedger, int] | None:
@@ -44,14 +46,15 @@ def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[.
 
     def routing_of_segment(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         found, counted[0] = running(), False
-        before = router.local_tokens_per_expert
-        before = before.clone() if found is not None and router.enable_expert_bias else None
+        before = None
+        if found is not None and may_count:
+            before = router.local_tokens_per_expert.clone()
         with contextlib.ExitStack() as stack:
             if hooks.current is not None and hooks.replay is not None:
                 num_tokens = logits.shape[:-1].numel()
                 stack.enter_context(hooks.replay.around(router, hooks.current.index, num_tokens))
             probs, routing_map = routing(logits, *args, **kwargs)
-        if before is not None and not counted[0]:  # verl's own `routing` counts by itself
+        if before is not None and not counted[0]:
             router.local_tokens_per_expert.copy_(before)
             bias_of_segment(routing_map)
         if found is not None and router.training:
@@ -80,6 +83,10 @@ def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[.
         "is_aux_loss_enabled": is_enabled_outside_segments,
         "_apply_expert_bias": bias_of_segment,
     }
+
+
+def _is_megatrons(method: Callable[..., Any]) -> bool:
+    return getattr(method, "__module__", "").startswith("megatron.core.")
 
 
 def _accounted(

@@ -20,18 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.moe.told import Told, replays_of
+from megatron_prefix.moe.told import MARKS, Told, replays_of
 from megatron_prefix.tree import Forest, Pairs, cp_layout
 from megatron_prefix.tree.forest import MOST_EXPERTS
-
-MARKS = 2
-"""Numbers below zero that a trainer has in the place of experts; what they mean is its routers' own
-business. They are counted from MOST_EXPERTS down, as numbers of experts begin at zero."""
-
-
-def marked(routes: Tensor) -> Tensor:
-    """Routes as a trainer has them, with its numbers below zero moved above all experts; int16."""
-    return torch.where(routes < 0, routes + MOST_EXPERTS, routes).to(torch.int16)
 
 
 class SegmentRoutes:

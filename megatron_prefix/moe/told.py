@@ -18,13 +18,18 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from megatron_prefix.moe.versions import replays_routes
+from megatron_prefix.tree.forest import MOST_EXPERTS
 
 RECORD, FORWARD = "RECORD", "REPLAY_FORWARD"
 CHOOSES = -2
 """In the place of experts: the router chooses. -1 is a trainer's own mark, for it to understand."""
+MARKS = 256
+"""Numbers below zero that a trainer may have in the place of experts; what they mean is its
+routers' own business. They are counted from MOST_EXPERTS down, as experts are from zero."""
 _STAGE = "ROUTING_REPLAY_STAGE"
 _LISTS = ("replay_backward_list", "replay_backward_mask_list")
 """Attributes of RouterReplay with an entry for every microbatch whose backward is to come."""
@@ -36,6 +41,7 @@ class Told(NamedTuple):
     Attributes:
         action: name of RouterReplay's action, RECORD or FORWARD, or another that no model call has.
         routes: int [tokens that the router sees, topk]; CHOOSES where it chooses. None: not known.
+        source: identity of the tensor that the trainer gave.
         kind: RouterReplay's own enum of actions; some trainers bring theirs.
         has_mask: whether some positions may be the router's own choice.
     """
@@ -44,6 +50,14 @@ class Told(NamedTuple):
     routes: Tensor | None
     kind: Any = None
     has_mask: bool = False
+    source: int = 0
+
+    def kept(self) -> Told:
+        """With routes of its own, as `marked` has them: a trainer may have one buffer for the
+        routes of all microbatches."""
+        if self.routes is None or self.action != FORWARD:
+            return self._replace(routes=None)
+        return self._replace(routes=marked(self.routes))
 
 
 class Replays(Protocol):
@@ -77,7 +91,8 @@ class RouterReplays:
         if routes is not None and mask is not None:
             here = mask.to(routes.device).reshape(-1, 1)
             routes = routes.masked_fill(~here.bool(), CHOOSES)
-        return Told(action.name, routes, type(action), mask is not None)
+        source = id(self._replay.target_topk_idx)
+        return Told(action.name, routes, type(action), mask is not None, source)
 
     @contextlib.contextmanager
     def following(self, routes: Tensor, told: Told) -> Iterator[None]:
@@ -119,7 +134,7 @@ class Queue:
             return None
         entries, place = self._queue.top_indices_list, self._queue.forward_index + number
         found = entries[place] if place < len(entries) else None
-        return Told(stage.upper(), found if isinstance(found, Tensor) else None)
+        return Told(stage.upper(), found if isinstance(found, Tensor) else None, source=id(found))
 
     @contextlib.contextmanager
     def following(self, routes: Tensor, told: Told) -> Iterator[None]:
@@ -190,6 +205,11 @@ def replays_of(router: Any) -> Replays | None:
         return Queue(queue)
     replay = getattr(router, "router_replay", None)
     return None if replay is None else RouterReplays(replay)
+
+
+def marked(routes: Tensor) -> Tensor:
+    """Routes as a trainer has them, with its numbers below zero moved above all experts; int16."""
+    return torch.where(routes < 0, routes + MOST_EXPERTS, routes).to(torch.int16)
 
 
 def told(router: Any, number: int) -> Told | None:

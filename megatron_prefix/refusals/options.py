@@ -28,6 +28,12 @@ def with_experts(name: str, config: Any) -> bool:
     return on("num_moe_experts", config) and on(name, config)
 
 
+def cut_wider(name: str, config: Any) -> bool:
+    """Experts in more parts than other layers."""
+    parts = getattr(config, name, None) or 1
+    return on("num_moe_experts", config) and parts > config.tensor_model_parallel_size
+
+
 def other_than(usual: str) -> Test:
     """Set to something other than `usual`."""
     return partial(_other_than, usual)

@@ -14,6 +14,7 @@ from megatron_prefix.refusals.options import (
     Test,
     above,
     balances,
+    cut_wider,
     on,
     other_than,
     scaled_by,
@@ -98,6 +99,7 @@ BIASED_EXPERTS = _option("moe_router_force_biased", WRONG, _CHANCE, with_experts
 SINKHORN = _option(f"{_BALANCING} sinkhorn", WRONG, _COUPLED, balances("sinkhorn"), _BALANCING)
 QUANTILES = _option(f"{_BALANCING} quantile_balancing", WRONG, _COUPLED, balances("quantile_balancing"), _BALANCING)
 OTHER_BALANCING = _option(f"{_BALANCING} of another name", NOT_YET, f"{_BALANCE}it is not known here", balances(*_KNOWN, others=True), _BALANCING)
+WIDE_EXPERTS = _option("expert_tensor_parallel_size above tensor_model_parallel_size", NOT_YET, "make it as small: data-parallel ranks with parts of one expert would wait for one another, and their segments differ", cut_wider, "expert_tensor_parallel_size")
 PAGED_STASH = _option("moe_paged_stash", NOT_YET, "turn it off: it assumes the stock order of backward passes", with_experts)
 
 # --- modules --------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch.utils import (
 )
 
 from megatron_prefix.megatron.install import vision_tower
+from megatron_prefix.moe.told import may_replay
 from megatron_prefix.run.rank import Rank
 
 LIKE_BATCHES = 2
@@ -27,10 +28,12 @@ def may_be(rank: Rank, *, forward_only: bool) -> bool:
 
     Without gradients nothing tells a microbatch's own call from another. Behind the first pipeline
     stage a call's input is what the stage before it has sent, which segments do not send. A vision
-    tower's rows are kept for a microbatch, whichever call they are for.
+    tower's rows are kept for a microbatch, whichever call they are for. A queue of routes has an
+    entry for each call, in their order.
     """
     alone = len(rank.models) == 1 and rank.num_stages == 1
-    return alone and not forward_only and vision_tower(rank.models[0]) is None
+    replays = rank.has_experts and may_replay(rank.config)
+    return alone and not (forward_only or replays) and vision_tower(rank.models[0]) is None
 
 
 def is_now(model: Any, *, called: bool) -> bool:

@@ -83,5 +83,9 @@ def _set_routes(stages: Sequence[Stage], step: Step, rank: Rank, capture: Captur
         shape = config.num_layers, config.moe_router_topk
         routes = SegmentRoutes(step.forest, step.samples, shape, rank.groups, rank.device)
     for chunk, stage in enumerate(stages):
-        told = {router: one for router, (one, *_) in capture.told(chunk).values()}
+        told = {
+            router: one._replace(has_mask=any(other.has_mask for other in each))
+            for router, each in capture.told(chunk).values()
+            for one in each[:1]
+        }
         stage.hooks.replay = Replay(routes, told) if routes is not None and told else None

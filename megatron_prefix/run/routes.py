@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.errors import refused
-from megatron_prefix.moe.replay import marked
 from megatron_prefix.moe.told import FORWARD, RECORD, Told
 from megatron_prefix.refusals.table import (
     AHEAD_ROUTES,
@@ -120,7 +119,7 @@ def read(capture: Capture, rank: Rank) -> ToldRoutes:
         num_ahead = len(model.decoder.layers)
         for layer, (router, told) in capture.told(chunk).items():
             _check(told, ahead=layer >= num_ahead)
-            followed[router.layer_number - 1] = [marked(one.routes) for one in told]  # type: ignore[arg-type]
+            followed[router.layer_number - 1] = [one.routes for one in told]  # type: ignore[misc]
     layers = tuple(sorted(followed))
     calls = zip(*(followed[layer] for layer in layers), strict=True)
     rows = tuple(_stacked(call) for call in calls)
@@ -136,7 +135,7 @@ def _check(told: Sequence[Told], *, ahead: bool) -> None:
     if ahead:
         raise refused(AHEAD_ROUTES)
     # The same tensor twice: set before the step, and not for each of its microbatches.
-    known = {id(one.routes) for one in told if one.routes is not None and one.action == FORWARD}
+    known = {one.source for one in told if one.routes is not None and one.action == FORWARD}
     if len(known) < len(told):
         raise refused(UNKNOWN_ROUTES, told[0].action)
 

@@ -30,7 +30,7 @@ import torch
 from megatron_prefix.errors import DataEnded, UserError, refused
 from megatron_prefix.megatron.install import intercepted, vision_tower
 from megatron_prefix.moe import versions
-from megatron_prefix.moe.told import Told, told
+from megatron_prefix.moe.told import Told, replays_of, told
 from megatron_prefix.refusals.table import (
     DIFFERENT_AUTOCAST,
     FP8_AROUND,
@@ -73,11 +73,12 @@ class SuspendedStep:
         model: the language model whose call suspends it.
         states: what else is put back when it is suspended.
         number: of the trainer's microbatch.
-        routers: of the model, by layer.
+        routers: of the model that can replay, by layer.
 
     Attributes:
         call: what the model was called with; None before.
-        told: what each router had been told by then; its routes until `forget_arguments`.
+        told: what each router had been told by then; the step's own copies of its routes until
+            `forget_arguments`.
         called: the settings that it was called with; not there before.
         goes_on_itself: whether it was resumed with the model itself, which it may call again.
     """
@@ -129,7 +130,8 @@ class SuspendedStep:
             stock: runs the model itself.
         """
         self.call, self._stock, self.called = call, stock, Settings.now()
-        self.told = {layer: told(one, self.number) for layer, one in self.routers.items()}
+        found = {layer: told(one, self.number) for layer, one in self.routers.items()}
+        self.told = {layer: one and one.kept() for layer, one in found.items()}
         if quantises() and not self._quantised:
             self._problem = refused(FP8_INSIDE)
         elif fixed() != self._before:
@@ -159,6 +161,7 @@ class SuspendedStep:
             return result
         self.goes_on_itself = True
         stock, self._stock, self.call = self._stock, None, None  # with the arguments they hold
+        self.told = {}
         return self.resume(stock)
 
     def close(self) -> None:
@@ -267,7 +270,8 @@ class Capture:
             ]
             routers: Mapping[int, Any] = NO_ROUTERS
             if self._rank.has_experts:
-                routers = versions.routers(model)
+                found = versions.routers(model)
+                routers = {n: one for n, one in found.items() if replays_of(one) is not None}
                 swaps.append(forward_step_state.replayed_routes([*routers.values()]))
                 swaps.append(forward_step_state.stages_of_queues())
             for number in range(self._num):

@@ -34,6 +34,7 @@ class Case:
 
     form: Form
     model: str = "tiny-qwen3"
+    spec: dict[str, Any] = field(default_factory=dict)
     overrides: dict[str, Any] = field(default_factory=dict)
     build: dict[str, Any] = field(default_factory=dict)
     prefix: dict[str, Any] = field(default_factory=dict)
@@ -118,7 +119,8 @@ JOBS = {
 
 def built(case: Case, layout: Layout) -> list[Any]:
     """Model chunks with one layer each, in fp64, for messages of any length."""
-    spec = resolve(case.model, num_layers=max(2, layout.pp * layout.vpp)).with_vocab(VOCAB)
+    layers = max(2, layout.pp * layout.vpp)
+    spec = resolve(case.model, num_layers=layers, **case.spec).with_vocab(VOCAB)
     return build_model(
         spec, layout=layout, dtype="float64", **case.build,
         config_overrides={"variable_seq_lengths": True, **case.overrides},

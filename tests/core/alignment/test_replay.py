@@ -188,6 +188,65 @@ def test_other_routes_are_seen(wrong: Any, name: str, monkeypatch: pytest.Monkey
         compare(CASES[name])
 
 
+# What trainers do otherwise -----------------------------------------------------------------------
+
+
+class Masked(RouterReplay):
+    """A RouterReplay with a mask of the positions that follow; None: all of them."""
+
+    target_replay_mask: Any = None
+
+    def set_target_indices(self, routes: Any, replay_mask: Any = None) -> None:  # type: ignore[override]
+        super().set_target_indices(routes)
+        self.target_replay_mask = replay_mask
+
+    def get_replay_topk(self, scores: Any, topk: int, *args: Any, **options: Any) -> Any:
+        _, own = options.pop("default_compute_topk", args[-1] if args else None)(scores, topk)
+        mask, routes = self.target_replay_mask, self.target_topk_idx
+        routes = routes if mask is None else torch.where(mask[:, None], routes, own)
+        return scores.gather(1, routes), routes
+
+
+def in_one_buffer(kept: dict[int, Any], router: Any, routes: torch.Tensor, _: int) -> None:
+    """Every microbatch's routes are written over those of the one before."""
+    buffer = kept.setdefault(router.layer_number, routes.new_zeros(200, routes.shape[1]))
+    buffer[: len(routes)] = routes
+    router.router_replay.set_target_indices(buffer[: len(routes)])
+
+
+def in_part(_: Any, router: Any, routes: torch.Tensor, number: int) -> None:
+    """The first microbatch has no mask, the others have one."""
+    if not isinstance(router.router_replay, Masked):
+        router.router_replay = Masked()
+        router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    mask = torch.arange(len(routes)) % 3 != 1 if number else None
+    router.router_replay.set_target_indices(routes, mask)
+
+
+@pytest.mark.parametrize("tell", [in_one_buffer, in_part])
+def test_what_a_router_is_told_of_one_microbatch_is_its_own(tell: Any) -> None:
+    with one_rank():
+        spec = {"num_layers": LAYERS}
+        built = small_model("tiny-moe", spec=spec, config_overrides=ROUTED, wrap_ddp=False)
+        routers, kept = versions.routers(built), {}
+
+        def step(iterator: Iterator[Microbatch], model: Any) -> Any:
+            batch = next(iterator)
+            for router in routers.values():
+                tell(kept, router, batch["routes"][0, :, router.layer_number - 1], batch["uid"])
+            return CONTRACT.step(iter([batch]), model)
+
+        found = []
+        set_action(RouterReplayAction.REPLAY_FORWARD)
+        for schedule in (get_forward_backward_func(), PrefixSchedule(CHUNKED)):
+            steps.zero_gradients(built)
+            steps.call(schedule, step, built, items())
+            found.append(steps.gradients(built))
+        expected, own = found
+        terms = {name: float(gradient.abs().max()) for name, gradient in expected.items()}
+        steps.assert_gradients(own, steps.Reference(expected, terms), 200)
+
+
 # What is refused ----------------------------------------------------------------------------------
 
 

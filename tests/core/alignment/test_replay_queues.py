@@ -10,9 +10,11 @@ import os
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe import router as megatron_router
 from torch import Tensor
@@ -22,6 +24,7 @@ from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.moe import versions
+from megatron_prefix.refusals.table import TWO_CALLS
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.alignment.test_replay import CHUNKED, CONTRACT, LAYERS, items
 from tests.harness import steps
@@ -124,6 +127,35 @@ def compare(name: str, kind: str) -> tuple[int, int]:
     assert ours.report is not None
     forest = ours.report.forest
     return forest.executed_tokens, forest.raw_tokens
+
+
+def reference_with_entries() -> None:
+    """A queue has entries for a call without gradients, too, which is made before a step's own."""
+    runtime.initialize(Layout())
+    (model,) = build_model(resolve("tiny-moe", num_layers=LAYERS).with_vocab(64), layout=Layout())
+    now, set_stage = stages("slime")
+    made = items()
+    for queue, router in zip(
+        put_into(model, now), versions.routers(unwrap(model)).values(), strict=True
+    ):
+        routes = [item["routes"][0, :, router.layer_number - 1].long() for item in made]
+        queue.top_indices_list += [one for one in routes for _ in range(2)]
+
+    def step(data_iterator: Any, of_model: Any) -> Any:
+        set_stage("replay_forward")
+        batch = next(data_iterator)
+        with torch.no_grad():
+            CONTRACT.step(iter([batch]), of_model)
+        return CONTRACT.step(iter([batch]), of_model)
+
+    set_stage("replay_backward")
+    ours = PrefixSchedule(replace(CHUNKED, mode="auto"), looks_first=True)
+    steps.call(ours, step, model, made)
+    assert ours.report is not None and ours.report.decision.reason.endswith(TWO_CALLS.fix)
+
+
+def test_a_queue_of_several_calls_a_step_stays_with_the_stock_schedule() -> None:
+    run_ranks(1, reference_with_entries)
 
 
 @pytest.mark.parametrize("kind", ["slime", "miles"])

@@ -66,6 +66,7 @@ VALUES: dict[str, Any] = {
     "moe_router_force_biased": 0.5,
     "moe_enable_routing_replay": True,
     "moe_paged_stash": True,
+    "expert_tensor_parallel_size": 2,
 }
 BALANCING = {
     "moe_router_load_balancing_type sinkhorn": "sinkhorn",
@@ -103,7 +104,7 @@ def option(name: str) -> tuple[str, Any, bool]:
     if name in BALANCING:
         return "moe_router_load_balancing_type", BALANCING[name], True
     attribute = name.partition(" ")[0]
-    return attribute, VALUES[attribute], name.startswith("moe_")
+    return attribute, VALUES[attribute], name.startswith(("moe_", "expert_"))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -320,6 +320,31 @@ def test_a_router_that_counts_for_itself_counts_every_rollout(model, monkeypatch
     install.uninstall(model)
 
 
+def test_megatrons_own_routing_is_known_to_count_by_its_method(model, monkeypatch):
+    copied = []
+    stock = torch.Tensor.clone
+
+    def clone(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        copied.append(tensor is router.local_tokens_per_expert)
+        return stock(tensor, *args, **options)
+
+    router = versions.routers(model)[0]
+    monkeypatch.setattr(router, "enable_expert_bias", True)
+    monkeypatch.setattr(router, "local_tokens_per_expert", torch.zeros(8))
+    monkeypatch.setattr(router, "expert_bias", torch.zeros(8))
+    monkeypatch.setattr(torch.Tensor, "clone", clone)
+    found = install.install(model)
+    ledger = SimpleNamespace(
+        route=lambda layer, index, routing_map: 3 * routing_map.sum(0), count=lambda *_: None
+    )
+    found.current = SimpleNamespace(ledger=ledger, index=0)
+    router.routing(torch.rand(2, 1, 8))
+    found.current = None
+    assert not any(copied)
+    assert int(router.local_tokens_per_expert.sum()) == 3 * 2 * router.topk
+    install.uninstall(model)
+
+
 def test_no_auxiliary_loss_in_eval_mode(hooks, monkeypatch):
     """As Megatron's routers have none."""
     router, counted = hooks.routers[0], []

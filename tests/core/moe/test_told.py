@@ -141,6 +141,16 @@ def test_what_a_step_adds_for_its_backward_waits_with_it() -> None:
     assert len(replay.replay_backward_list) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_routes_of_every_dtype_keep_experts_and_marks(dtype: torch.dtype) -> None:
+    marks = [-1, -2, -100] if dtype.is_signed else []
+    routes = torch.tensor([[0, 3, 255, *marks]], dtype=dtype)
+    found = told.Told(told.FORWARD, routes).kept().routes
+    routes.zero_()
+    assert found is not None and found.dtype == torch.int16
+    assert found.tolist() == [[0, 3, 255, *(mark + 32768 for mark in marks)]]
+
+
 def test_a_queue_of_another_kind_is_not_known() -> None:
     assert told.is_known(router()) and told.is_known(router(routing_replay=Entries()))
     assert not told.is_known(router(routing_replay=[ROUTES]))

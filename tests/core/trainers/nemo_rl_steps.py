@@ -67,7 +67,7 @@ def batches(layout: Any, config: dict[str, Any], spec: Any) -> list[Any]:
             data["input_ids"][row, :num] = tokens[held.bool()]
             data["token_mask"][row, prompt:num] = 1
         if routes:
-            data["routed_experts"] = _padded([routes[number] for number in alike[members]], width)
+            data["routed_experts"] = _rows_of([routes[number] for number in alike[members]], width)
         found.append(data)
     multiple = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
     return list(
@@ -77,12 +77,12 @@ def batches(layout: Any, config: dict[str, Any], spec: Any) -> list[Any]:
     )
 
 
-def _padded(routes: list[torch.Tensor], width: int) -> torch.Tensor:
-    """Routes of rollouts as rows; a rollout's last token has none."""
-    table = torch.full((ROWS, width, *routes[0].shape[1:]), -1, dtype=torch.int16)
-    for row, own in enumerate(routes):
-        table[row, : len(own)] = own
-    return table
+def _rows_of(routes: list[torch.Tensor], width: int) -> torch.Tensor:
+    """Routes of some rollouts as NeMo-RL has them; none for a rollout's last token."""
+    rows = torch.full((len(routes), width, *routes[0].shape[1:]), -1, dtype=torch.int16)
+    for row, mine in zip(rows, routes, strict=True):
+        row[: len(mine)] = mine
+    return rows
 
 
 def _targets(number: int, width: int) -> dict[str, torch.Tensor]:

@@ -149,15 +149,14 @@ def replay_routes(chunk: Any) -> None:
 
 
 def model_of(name: str, layout: Any) -> tuple[Any, list[Any]]:
-    """The model's numbers, and its chunks on this rank."""
+    """What a layout's model is like, and its chunks on this rank."""
     replay, critic = "replay" in name or "r3" in name, "value" in name
     tied = {} if replay else {"tie_embeddings": not critic}  # a head is not the embedding
     spec = resolve("tiny-moe" if replay else "tiny-qwen3", num_layers=2, **tied).with_vocab(VOCAB)
     recompute, overrides = "full" if "recompute" in name else "none", {"variable_seq_lengths": True}
     with changed(valued) if critic else contextlib.nullcontext():
-        return spec, build_model(
-            spec, layout=layout, recompute=recompute, config_overrides=overrides
-        )
+        chunks = build_model(spec, layout=layout, recompute=recompute, config_overrides=overrides)
+    return spec, chunks
 
 
 def steps(name: str) -> list[Step]:
@@ -173,21 +172,20 @@ def steps(name: str) -> list[Step]:
     accelerator.device = accelerator.current_device = lambda: torch.device("cpu")
     brings, critic = "r3" in name, "value" in name
     spec, chunks = model_of(name, layout)
-    kind = "sft" if "sft" in name else "value" if critic else "policy"
-    ARGUMENTS.loss_type, ARGUMENTS.value_clip = f"{kind}_loss", 0.2
+    ARGUMENTS.loss_type = "value_loss" if critic else "sft_loss" if "sft" in name else "policy_loss"
+    ARGUMENTS.value_clip = 0.2
     both = Both(config_of(name), state=lambda: RoutingReplay.all_routing_replays)
     both.leaves_alike = "recompute" in name
     if spec.num_moe_experts:
         replay_routes(chunks[0])
     # As slime's actor sets it.
     os.environ["ROUTING_REPLAY_STAGE"] = "replay_forward" if brings else "record"
-    slime_model.get_forward_backward_func = both
-    slime_model.get_args = lambda: ARGUMENTS
+    slime_model.get_forward_backward_func, slime_model.get_args = both, lambda: ARGUMENTS
     data = rollout_data(turns="sft" in name)
     iterators, num = get_data_iterator(data), len(data["micro_batch_indices"])
     routes = fill_queues(chunks, iterators, data, spec) if brings else None
-    read = get_values if critic else get_log_probs_and_entropy
     with torch.no_grad():
+        read = get_values if critic else get_log_probs_and_entropy
         slime_model.forward_only(read, ARGUMENTS, chunks, iterators, [num])
     for iterator in iterators:
         iterator.reset()
