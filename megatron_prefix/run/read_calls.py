@@ -105,7 +105,8 @@ def read_calls(
     Raises:
         CannotShare: the model or its calls cannot be run in segments.
     """
-    _check_calls(capture, rank, callbacks)
+    for chunk in range(len(rank.models)):
+        _check_chunk(capture, rank, callbacks, chunk)
     capture.check_settings()
     first = last = given = None
     routes: list[Tensor | None] = []
@@ -137,18 +138,16 @@ def read_calls(
     return ReadCalls(first, last, routes, given, told)
 
 
-def _check_calls(capture: Capture, rank: Rank, callbacks: Callbacks) -> None:
-    """Refuses what cannot run in segments; notes what calls give in the place of tokens."""
-    for chunk, model in enumerate(rank.models):
-        use, calls = _check_features(rank.language_models[chunk], model), capture.calls(chunk)
-        model_calls.check(calls)
-        heads.check(calls, looks_ahead=rank.looks_ahead)
-        masks.check(
-            calls, use, counts_tokens=rank.counts_tokens, sequence_ranks=rank.sequence_ranks
-        )
-        capture.given[chunk] = given_by(calls, rank, chunk)
-        if rank.groups.cp.size() > 1 and slices_of(calls, callbacks.slices) is Slices.CONTIGUOUS:
-            _check_contiguous(capture.given[chunk], rank, chunk)
+def _check_chunk(capture: Capture, rank: Rank, callbacks: Callbacks, chunk: int) -> None:
+    """Refuses what segments of one model chunk cannot be, and keeps what its calls have given."""
+    use = _check_features(rank.language_models[chunk], rank.models[chunk])
+    calls = capture.calls(chunk)
+    model_calls.check(calls)
+    heads.check(calls, looks_ahead=rank.looks_ahead)
+    masks.check(calls, use, counts_tokens=rank.counts_tokens, sequence_ranks=rank.sequence_ranks)
+    capture.given[chunk] = given_by(calls, rank, chunk)
+    if rank.groups.cp.size() > 1 and slices_of(calls, callbacks.slices) is Slices.CONTIGUOUS:
+        _check_contiguous(capture.given[chunk], rank, chunk)
 
 
 def _check_contiguous(given: Given | None, rank: Rank, chunk: int) -> None:
@@ -295,11 +294,20 @@ def check_positions(known: CallTokens, rank: int, size: int, *, used: bool) -> N
         return
     counts = np.cumsum([sum(layout.lengths) // size for layout in known.layouts])[:-1]
     for layout, mine in zip(known.layouts, np.split(known.positions, counts), strict=True):
-        if size > 1 and layout.slices is Slices.ZIGZAG:
-            cut = layout._replace(slices=Slices.CONTIGUOUS)
-            forms = [] if any(n % size for n in layout.lengths) else [False, layout.packed]
-            parts = (cut._replace(packed=packed).positions(rank, size) for packed in forms)
-            if mine.any() and any(np.array_equal(mine, part) for part in parts):
-                raise refused(CONTIGUOUS)
+        told = size == 1 or layout.slices is Slices.CONTIGUOUS
+        if not told and _look_contiguous(layout, mine, rank, size):
+            raise refused(CONTIGUOUS)
         if used and not np.array_equal(mine, layout.positions(rank, size)):
             raise refused(OTHER_POSITIONS)
+
+
+def _look_contiguous(layout: CallLayout, mine: Numbers, rank: int, size: int) -> bool:
+    """Whether positions on this rank are those of a contiguous part of any sample, or of a pack."""
+    if any(length % size for length in layout.lengths):  # no zig-zag either
+        return False
+    shares = [length // size for length in layout.lengths]
+    parts = zip(shares, np.split(mine, np.cumsum(shares)[:-1]), strict=True)
+    if any(n > 1 and np.array_equal(part, np.arange(n) + rank * n) for n, part in parts):
+        return True
+    whole = layout._replace(slices=Slices.CONTIGUOUS).positions(rank, size)
+    return bool(mine.any()) and np.array_equal(mine, whole)
