@@ -36,11 +36,13 @@ DEAD = 1
 SOON_S = 60.0  # of a loaded machine; gloo knows at once that a connection has closed
 
 
-def die_in_the_third_segment(self: SegmentInputs, model: Any, index: int, *others: Any) -> Any:
+def die_in_the_third_segment(
+    self: SegmentInputs, model: Any, index: int, *others: Any, **options: Any
+) -> Any:
     """Stands in for the model's call on the rank that dies."""
     if index == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    return stock_call(self, model, index, *others)
+    return stock_call(self, model, index, *others, **options)
 
 
 stock_call = SegmentInputs.call
@@ -100,11 +102,11 @@ def across(layout: Layout) -> Any:
     return lambda: run_step(ours, Contract(), chunks, items)
 
 
-def die_in_a_wave(self: SegmentInputs, model: Any, index: int, *others: Any) -> Any:
+def die_in_a_wave(self: SegmentInputs, model: Any, index: int, *others: Any, **options: Any) -> Any:
     """Stands in for the model's call of the rank that dies, behind what crosses first."""
     if index > 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    return stock_call(self, model, index, *others)
+    return stock_call(self, model, index, *others, **options)
 
 
 def lone_rank_across(rank: int, layout: Layout, folder: Path) -> None:

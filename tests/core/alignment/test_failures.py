@@ -60,8 +60,8 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     found = Watch(Storages(), [])
     stock = SegmentInputs.call
 
-    def call(*arguments: Any) -> Any:
-        output = stock(*arguments)
+    def call(*arguments: Any, **options: Any) -> Any:
+        output = stock(*arguments, **options)
         found.outputs.append(weakref.ref(output))
         return output
 

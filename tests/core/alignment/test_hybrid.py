@@ -426,8 +426,7 @@ def test_the_reference_of_a_job_has_the_definition(
     options = job.ModelOptions(GDN)
     monkeypatch.setattr(job.ModelOptions, "build", lambda *_: chunks)
     monkeypatch.setattr(job, "by_definition", given.append)
-    spec: Any = None
-    assert options.reference(spec, Layout(), chunks)() == given == chunks
+    assert options.reference(options.spec(), Layout(), chunks)() == given == chunks
 
 
 def _take_kernels(model: Any, patch: pytest.MonkeyPatch) -> None:
