@@ -33,7 +33,17 @@ GROUPS = {
     "routes": "routers that follow given routes",
     "ranks": "ranks that have to do the same side by side",
     **dict.fromkeys(
-        ("Megatron-LM", "Megatron-RL", "verl", "slime", "NeMo-RL", "ms-swift", "AReaL", "ROLL"),
+        (
+            "Megatron-LM",
+            "Megatron-RL",
+            "verl",
+            "slime",
+            "NeMo-RL",
+            "ms-swift",
+            "SkyRL",
+            "AReaL",
+            "ROLL",
+        ),
         "options of that trainer",
     ),
 }
@@ -200,6 +210,7 @@ STRAY_GRADIENT = Refusal("a gradient reaches positions without loss, which were 
 
 FP8_AROUND = Refusal("transformer-engine's fp8 autocast is on around the schedule", "setting", WRONG, f"leave it out: {_SCALES}")
 FP8_INSIDE = Refusal("the forward step calls the model inside transformer-engine's fp8 autocast", "setting", WRONG, f"leave it out, or use mode off: {_SCALES}")
+FP8_UNTRIED = Refusal("FP8 in mode auto", "setting", NOT_YET, "use mode on, after `megatron-prefix align` in FP8: its scales of blocks have run in an emulation on CPUs, and on no GPU yet")
 TORCH_MODES = Refusal("the forward step calls the model inside a torch function or dispatch mode, inference_mode or saved_tensors_hooks, which cannot be suspended", "setting", NOT_YET, "enter it before the schedule is called")
 DIFFERENT_AUTOCAST = Refusal("model calls of one step run under different autocast settings", "setting", NOT_YET, "give all the same")
 SWITCHED = Refusal("the forward step changes … of the model around its call", "setting", NOT_YET, "set it before the schedule: segments run outside of forward steps (adapters may be off for other calls, without gradients)")
@@ -247,6 +258,7 @@ MULTIMODAL = Refusal("multimodal data", "NeMo-RL", NOT_YET, "batches with images
 NEMO_MTP = Refusal("policy.megatron_cfg.mtp_num_layers above 1", "NeMo-RL", NOT_YET, "use one layer of multi-token prediction")
 LORA_DROPOUT = Refusal("--lora_dropout above 0, its default", "ms-swift", WRONG, _DROPS)
 SWIFT_METRICS = Refusal("several data-parallel ranks", "ms-swift", NOT_YET, "its losses average metrics over them in every microbatch: use tensor parallelism instead")
+SKYRL_ROWS = Refusal("no remove_microbatch_padding, with pipeline stages", "SkyRL", NOT_YET, "set trainer.remove_microbatch_padding: the last stage's mask fits no tokens of its call")
 TREE_TRAINING = Refusal("tree training", "AReaL", NOT_YET, "it has an attention of its own, and shares already")
 SHIFTED_MASK = Refusal("the loss_mask of its model calls", "ROLL", NOT_YET, "it is over tokens, not over the positions that predict them: shift it by one")
 

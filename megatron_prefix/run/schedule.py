@@ -23,13 +23,14 @@ from megatron.core.utils import get_model_config
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError, refused
+from megatron_prefix.layers.precision import is_fp8
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest
-from megatron_prefix.refusals.table import DATA_EXCHANGE, HOST_LAYERS_CP
+from megatron_prefix.refusals.table import DATA_EXCHANGE, FP8_UNTRIED, HOST_LAYERS_CP
 from megatron_prefix.run import ahead, beside, joint_step, routers
 from megatron_prefix.run.across_ranks import Watch
 from megatron_prefix.run.agreement import agree, agree_on
@@ -254,6 +255,8 @@ class PrefixSchedule:
     ) -> Rank:
         """This rank; its layout has to suit the configuration."""
         rank = Rank(models, groups)
+        if self.config.mode == "auto" and is_fp8(rank.config):
+            raise refused(FP8_UNTRIED)
         together = self.callbacks.passes_together or not forward_only
         alone = joint_step.why_alone(self.config, rank, together=together)
         if alone is None and self.config.across == "auto" and self._rest.next():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_prefix.refusals.table import SKYRL_ROWS
 from megatron_prefix.trainers.trainer import Trainer
 
 TRAINER = Trainer(
@@ -14,4 +15,5 @@ TRAINER = Trainer(
     loss="all: its mask stays in the loss, so the output layer runs on prompts too, once each",
     together="its dispatch, which cuts a mini-batch into equal parts in the order of its rollouts:"
     " a group is split only where one of these cuts is inside of it",
+    refused=(SKYRL_ROWS,),
 )
