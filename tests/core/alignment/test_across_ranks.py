@@ -4,10 +4,11 @@ losses and gradients."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 
-from tests.harness.command_line import BUNDLED, command
+from tests.harness.command_line import BUNDLED, command, run
 from tests.harness.data import REPOSITORY
 
 SMALL = "--groups 3 --max-tokens 96 --set num_layers=2 --min-gain 8 --dtype float64 --json"
@@ -41,14 +42,24 @@ NUMBERS = 2 * 2 * 2 * 16 + 64
 rollouts have in common carries loss; with gradients twice as many cross."""
 
 
-def aligned(options: str) -> dict:
-    done = command("align", "--rollouts", BUNDLED, *SMALL.split(), *options.split())
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+Result = Callable[[str], dict]
+
+
+@pytest.fixture
+def aligned(capsys: pytest.CaptureFixture[str]) -> Result:
+    """What `align` prints; ranks are forked here, which spares them the imports."""
+
+    def align(options: str) -> dict:
+        arguments = ["--rollouts", BUNDLED, *SMALL.split(), *options.split()]
+        code, out, err = run(capsys, "align", *arguments)
+        assert code == 0, err
+        return json.loads(out)
+
+    return align
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_prompt_runs_once_in_the_job(layout: str) -> None:
+def test_a_prompt_runs_once_in_the_job(layout: str, aligned: Result) -> None:
     options = LAYOUTS[layout]
     if "--deal" not in options:
         options += " --deal random"
