@@ -23,7 +23,7 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.rl import passes
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
-from tests.harness.command_line import BUNDLED, command, failure, run
+from tests.harness.command_line import BUNDLED, command, failure
 from tests.harness.one_rank import one_rank, small_model
 
 SPEC = resolve("tiny-llama", num_layers=1).with_vocab(64)
@@ -164,12 +164,11 @@ def test_steps_that_cannot_be_made_are_refused(capsys, options, message) -> None
     assert message in failure(capsys, "bench", *options)
 
 
-def ranked(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
-    """Of several ranks, which are forked here."""
+def ranked(*options: str) -> dict[str, Any]:
     usual = "--shapes 96:24:3 --shape-groups 2 --pack-tokens 300 --min-gain 0 --repeats 1".split()
-    code, out, err = run(capsys, "bench", *usual, *options, "--set", "num_layers=2", "--json")
-    assert code == 0, err
-    found = json.loads(out)
+    done = command("bench", *usual, *options, "--set", "num_layers=2", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     assert found["alignment"]["passed"] and len(found["rows"]) == 1
     return found
 
@@ -183,8 +182,8 @@ def ranked(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
         "--dp 2",
     ],
 )
-def test_schedules_are_timed_in_a_layout(options: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = ranked(capsys, *options.split())
+def test_schedules_are_timed_in_a_layout(options: str) -> None:
+    found = ranked(*options.split())
     [row] = found["rows"]
     dp = found["layout"]["dp"]
     positions = 2 * dp * 3 * 119
