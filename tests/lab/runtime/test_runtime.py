@@ -9,7 +9,9 @@ from megatron.core import parallel_state
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab import runtime
+from megatron_prefix.lab.rl import job
 from megatron_prefix.lab.runtime import Layout, RankError
+from megatron_prefix.lab.runtime.groups import shutdown
 from tests.harness.ranks import run_ranks
 
 # --- layouts -------------------------------------------------------------------------------------
@@ -189,6 +191,31 @@ def test_leaving_a_job_leaves_no_group() -> None:
     assert groups()
     runtime.shutdown()
     assert not groups()
+
+
+def test_a_failed_rank_leaves_nccls_groups_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Destroying them waits for messages that no other rank will answer."""
+    is_there = torch.distributed.is_initialized
+    for backend, stays in (("nccl", True), ("gloo", False)):
+        runtime.initialize(Layout())
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.distributed, "get_backend", lambda backend=backend: backend)
+            shutdown(failed=True)
+        assert is_there() == stays
+        runtime.shutdown()
+        assert not is_there()
+
+
+def test_an_exception_leaves_a_job_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(job, "initialize", lambda *_: None)
+    monkeypatch.setattr(job, "shutdown", lambda failed=False: calls.append(failed))
+    options = job.ModelOptions("tiny-llama")
+    with options.joined(Layout()):
+        pass
+    with pytest.raises(ValueError, match="stop"), options.joined(Layout()):
+        raise ValueError("stop")
+    assert calls == [False, True]
 
 
 def test_ranks_do_not_collect_what_was_there_before() -> None:
