@@ -120,25 +120,27 @@ def group_steps(
     own_k, own_v = (device.rows(shape.rows, device.kv_heads) for _ in range(2))
     prefix_q, prefix_dout = (device.rows(shape.prefix, device.heads) for _ in range(2))
     k, v = (device.rows(shape.prefix, device.kv_heads) for _ in range(2))
-    scale, kept = device.dim**-0.5, {}
+    scale, kept = device.dim**-0.5, dict[str, Any]()
     above = Runs.dense(shape.rows, shape.prefix)
     whole, own = Runs.own((shape.prefix,)), Runs.own(lengths)
+
+    backward: Callable[..., Any] = kernel.backward
 
     def keep(name: str, value: Any) -> None:
         kept[name] = value
 
     return {
         "prefix_forward": lambda: keep("prefix", kernel.forward(prefix_q, k, v, whole, scale)),
-        "prefix_backward": lambda: kernel.backward(
+        "prefix_backward": lambda: backward(
             prefix_dout, prefix_q, k, v, *kept["prefix"], whole, scale
         ),
         "dense_forward": lambda: keep("dense", kernel.forward(q, k, v, above, scale)),
         "causal_forward": lambda: keep("own", kernel.forward(q, own_k, own_v, own, scale)),
         "merge": lambda: keep("merged", merge([kept["own"], kept["dense"]])),
-        "dense_backward": lambda: kernel.backward(
+        "dense_backward": lambda: backward(
             dout, q, k, v, *kept["merged"], kept["dense"].aux, above, scale
         ),
-        "causal_backward": lambda: kernel.backward(
+        "causal_backward": lambda: backward(
             dout, q, own_k, own_v, *kept["merged"], kept["own"].aux, own, scale
         ),
     }

@@ -50,7 +50,7 @@ def row(path: Path, groups: int, spec: ModelSpec, segment_tokens: int) -> str:
         plan, policies=tuple("recompute" if s.inner else "retain" for s in plan.segments)
     )
     [ours] = predict(plan, footprint)
-    [stock] = predict(heaviest_stock_plan(forest, owners, 1), footprint)
+    [stock] = predict(heaviest_stock_plan(forest, [owners], 1), footprint)
     latents = sum(one.values + one.gradients for one in footprint.payloads[0])
     heads = spec.num_attention_heads
     width = spec.qk_head_dim + spec.qk_pos_emb_head_dim + spec.v_head_dim

@@ -6,7 +6,7 @@
 #   tests   tests/gpu/test_fp8_gpu.py (needs pytest)
 #   rates   linear layers alone, in both precisions
 #   align   both schedules against fp32, over eight draws
-#   fp8     speed against the bound, which counts FP8 products at twice the rate of 16-bit attention
+#   fp8     speed against the bound, which counts linear layers at the rate that `rates` measured
 #   bf16    the same in bfloat16
 # Exit code 0 when every row was aligned, timed or passed.
 #

@@ -59,8 +59,8 @@ def bound(shape: GroupShape, backward: float) -> float:
     return counted.speedup(forest)
 
 
-def adapted_chunk(recipe: Any, stage: int, make: Any = build._build_chunk) -> Any:
-    """A chunk with adapters, instead of `build._build_chunk`."""
+def adapted_chunk(recipe: Any, stage: int, make: Any = build.build_chunk) -> Any:
+    """A chunk with adapters, instead of `build.build_chunk`."""
     chunk = make(recipe, stage)
     lora.adapt(unwrap(chunk))
     return chunk
@@ -68,12 +68,12 @@ def adapted_chunk(recipe: Any, stage: int, make: Any = build._build_chunk) -> An
 
 def measure(shape: GroupShape, adapters: bool) -> str:
     """One row: seconds of both schedules, their ratio, and the bound."""
-    patch = mock.patch.object(build, "_build_chunk", adapted_chunk) if adapters else nullcontext()
+    patch = mock.patch.object(build, "build_chunk", adapted_chunk) if adapters else nullcontext()
     with patch:
         chunks = build_model(SPEC)
     items = align.microbatches(shape.groups(1, 2048, 1), 1)
     step = loss.forward_step(loss.GrpoConfig(clip_low=1.0, clip_high=1e9))
-    schedules = {"stock": stock_schedule(), "prefix": PrefixSchedule(CONFIG)}
+    schedules: dict[str, Any] = {"stock": stock_schedule(), "prefix": PrefixSchedule(CONFIG)}
     found: dict[str, Any] = {}
     for name, schedule in schedules.items():
         chunks[0].zero_grad_buffer()

@@ -110,8 +110,8 @@ class Ours:
             runs = Runs.own(tuple(span.padded for span in segment.spans))
             levels = len(self._map.levels[index])
             context = SegmentContext(index, segment.inner, runs, levels, none, cache)
-            tensors = (leaves[index].unsqueeze(1) for leaves in self._leaves)
-            out = segment_attention(*tensors, context, 0, self._scale, self._kernel)
+            q, k, v = (leaves[index].unsqueeze(1) for leaves in self._leaves)
+            out = segment_attention(q, k, v, context, 0, self._scale, self._kernel)
             self._outputs.append(out)
 
     def backward(self) -> None:
@@ -152,8 +152,8 @@ class Copies:
 
     def _whole(self, x: Tensor) -> Tensor:
         """The packed group as [rollouts, prompt + answer, heads, dim], a copy."""
-        parts = x.split([self._shape.prefix, self._shape.rows])
-        return torch.cat(side_by_side(*parts, self._shape), 1)
+        prompt, answers = x.split([self._shape.prefix, self._shape.rows])
+        return torch.cat(side_by_side(prompt, answers, self._shape), 1)
 
     def forward(self) -> None:
         """See `Peer.forward`."""

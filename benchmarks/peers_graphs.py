@@ -59,7 +59,7 @@ def repeated(inputs: Inputs, causal: Causal) -> Graph:
     def attend(q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor]) -> list[Tensor]:
         prompt = causal(q[0][None], k[0][None], v[0][None])
         answers = q[1].unflatten(0, (shape.num, shape.response))
-        keys, values = (torch.cat(side_by_side(*x, shape), 1) for x in (k, v))
+        keys, values = (torch.cat(side_by_side(x[0], x[1], shape), 1) for x in (k, v))
         return [prompt[0], causal(answers, keys, values).flatten(0, 1)]
 
     return Graph(inputs, (shape.prefix, shape.rows), attend)

@@ -192,7 +192,8 @@ def checked(options: argparse.Namespace) -> dict[str, Verdict | str]:
         except Exception as error:  # noqa: BLE001 - the others go on
             found[name] = reason_of(error)
         free()
-        why = found[name] if isinstance(found[name], str) else "; ".join(found[name].failures[:3])
+        one = found[name]
+        why = one if isinstance(one, str) else "; ".join(one.failures[:3])
         print(f"{name:<16}  {why or 'agrees'}", flush=True)
     return found
 

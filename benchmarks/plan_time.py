@@ -55,7 +55,7 @@ def planned(known: CallTokens, num_ranks: int, chunk_tokens: int) -> bool:
     found = read_step(
         ReadCalls(known, None), groups,
         lambda samples, microbatches: planner.build(samples, [0] * len(samples), microbatches)[1],
-        torch.device("cpu"), lambda samples: without_sharing(config, samples, 1),
+        torch.device("cpu"), lambda samples: without_sharing(config, samples or (), 1),
     )  # fmt: skip
     if isinstance(found, BaseException):
         raise found
@@ -64,8 +64,8 @@ def planned(known: CallTokens, num_ranks: int, chunk_tokens: int) -> bool:
     joint = joint_forest([found.forest], [found.microbatch_of])
     plan = planner.plan(joint)
     times = COST.in_seconds(4e14, 36, num_ranks)
-    found = predict(times, joint.union, joint.union_microbatch_of, plan)
-    return decide(config, found.speedup).share
+    predicted = predict(times, joint.union, joint.union_microbatch_of, plan)
+    return decide(config, predicted.speedup).share
 
 
 def seconds(work: Callable[[], object], repeats: int) -> float:

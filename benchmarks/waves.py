@@ -69,7 +69,7 @@ def row(name: str, folder: Path, args: argparse.Namespace, pp: int, shuffle: boo
     )
     took += time.perf_counter()
     plans = planner.plans(JointForest.alone(forest, owners))
-    _, (plan, peak, _) = fitting((chosen(forest, one) for one in plans), lambda one: one[2])
+    plan, peak, _ = fitting((chosen(forest, one) for one in plans), lambda one: one[2])
     longest = max(segment.padded_length for segment in forest.segments)
     before, now = ((peak + static) / GIB for peak in (stock, peak))
     order, recomputed = ("in groups", "shuffled")[shuffle], plan.policies.count("recompute")

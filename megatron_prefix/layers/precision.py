@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-RATE = 2.0
-"""How many products in FP8 a tensor core multiplies in the time of one in 16 bit (H100, B200)."""
+RATE = 1.35
+"""How many times as fast as in 16 bit linear layers are, quantising included: blockwise scales,
+Llama3-8B's widths, one H200 (benchmarks/fp8_rates.py; docs/results.md). Tensor cores have 2."""
+UNTRIED = ("mxfp8",)
+"""Recipes that have run in an emulation only."""
 
 
 class Rows(NamedTuple):
@@ -37,6 +40,11 @@ BY_BLOCKS = {"blockwise": Rows(16, 128), "mxfp8": Rows(32, 32)}
 def is_fp8(config: Any) -> bool:
     """Whether a model's linear layers compute in FP8."""
     return bool(getattr(config, "fp8", None))
+
+
+def is_untried(config: Any) -> bool:
+    """Whether a model computes in FP8 as it has on no GPU yet."""
+    return is_fp8(config) and getattr(config, "fp8_recipe", None) in UNTRIED
 
 
 def rows(config: Any, sequence_ranks: int) -> int:

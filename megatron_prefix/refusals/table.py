@@ -210,7 +210,7 @@ STRAY_GRADIENT = Refusal("a gradient reaches positions without loss, which were 
 
 FP8_AROUND = Refusal("transformer-engine's fp8 autocast is on around the schedule", "setting", WRONG, f"leave it out: {_SCALES}")
 FP8_INSIDE = Refusal("the forward step calls the model inside transformer-engine's fp8 autocast", "setting", WRONG, f"leave it out, or use mode off: {_SCALES}")
-FP8_UNTRIED = Refusal("FP8 in mode auto", "setting", NOT_YET, "use mode on, after `megatron-prefix align` in FP8: its scales of blocks have run in an emulation on CPUs, and on no GPU yet")
+FP8_UNTRIED = Refusal("fp8_recipe mxfp8 in mode auto", "setting", NOT_YET, "use mode on, after `megatron-prefix align` with this recipe: it has run in an emulation on CPUs, and on no GPU yet")
 TORCH_MODES = Refusal("the forward step calls the model inside a torch function or dispatch mode, inference_mode or saved_tensors_hooks, which cannot be suspended", "setting", NOT_YET, "enter it before the schedule is called")
 DIFFERENT_AUTOCAST = Refusal("model calls of one step run under different autocast settings", "setting", NOT_YET, "give all the same")
 SWITCHED = Refusal("the forward step changes … of the model around its call", "setting", NOT_YET, "set it before the schedule: segments run outside of forward steps (adapters may be off for other calls, without gradients)")

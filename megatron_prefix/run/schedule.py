@@ -23,7 +23,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError, refused
-from megatron_prefix.layers.precision import is_fp8
+from megatron_prefix.layers.precision import is_untried
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.megatron.stock import stock_schedule
@@ -255,7 +255,7 @@ class PrefixSchedule:
     ) -> Rank:
         """This rank; its layout has to suit the configuration."""
         rank = Rank(models, groups)
-        if self.config.mode == "auto" and is_fp8(rank.config):
+        if self.config.mode == "auto" and is_untried(rank.config):
             raise refused(FP8_UNTRIED)
         together = self.callbacks.passes_together or not forward_only
         alone = joint_step.why_alone(self.config, rank, together=together)

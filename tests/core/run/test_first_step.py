@@ -257,8 +257,8 @@ def test_an_odd_trainer_gets_what_stock_gives(kind: type[Trainer], mode: str) ->
     assert schedule.report.fallback_count == (2 if mode == "auto" else 0)
 
 
-def test_mode_auto_gives_fp8_to_the_stock_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_prefix.run.schedule.is_fp8", lambda config: True)
+def test_mode_auto_gives_untried_fp8_to_the_stock_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_prefix.run.schedule.is_untried", lambda config: True)
     schedule = watching("auto")
     found, wanted = two_steps(schedule, Trainer()), two_steps(stock_schedule(), Trainer())
     for mine, its in zip(found, wanted, strict=True):
