@@ -3,11 +3,12 @@
     python -m benchmarks.step_profile 16384:64:9 --model qwen3-next-80b-a3b --trace step.json \\
         --set num_layers=12 --set num_moe_experts=none --set ffn_hidden_size=5632 \\
         --set vocab_size=32768
+    python -m benchmarks.step_profile gsm8k.jsonl.gz --step-tokens 90000 --model qwen3-8b
 
-Both schedules make some steps, and torch's profiler watches the last. An idle gap belongs to
-the action (A, B or C of a segment) in which the host launched what ended it. In a layout of several
-ranks, e.g. with --cp 2, the first is watched. On the CPU, with `--device cpu`, only the host's time
-is there.
+Of a rollout file a step has the first groups.  Both schedules make some steps, and torch's profiler
+watches the last.  An idle gap belongs to the action (A, B or C of a segment) in which the host
+launched what ended it.  In a layout of several ranks, e.g. with --cp 2, the first is watched.  On
+the CPU, with `--device cpu`, only the host's time is there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import collections
 import functools
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.bench.work import GroupShape
 from megatron_prefix.lab.cli import arguments
 from megatron_prefix.lab.cli.modelling import add_model, model_options
+from megatron_prefix.lab.data.rollouts import Group, read_groups
 from megatron_prefix.lab.models import presets
 from megatron_prefix.lab.rl import loss, passes
 from megatron_prefix.lab.runtime import Layout
@@ -129,13 +132,26 @@ def idle_gaps(events: Any) -> Iterator[tuple[int, float, str]]:
         last = max(last, end)
 
 
+def groups_of(given: argparse.Namespace, shapes: int, vocab_size: int, seed: int) -> list[Group]:
+    """Of a step: so many of a shape, or the first ones of a file."""
+    if not Path(given.work).exists():
+        return GroupShape.parse(given.work).groups(shapes, vocab_size, seed)
+    found, tokens = list[Group](), 0
+    for group in read_groups(given.work):
+        found.append(group)
+        tokens += sum(len(one.tokens) for one in group.rollouts)
+        if tokens >= given.step_tokens:
+            break
+    return found
+
+
 def prepared(given: argparse.Namespace, layout: Layout) -> dict[str, Callable[[], None]]:
     """One step of each schedule, both with one model and the same microbatches."""
     options = model_options(given)
     spec = presets.resolve(options.model, **dict(options.overrides))
     spec = spec if spec.vocab_size else spec.with_vocab(64)
     chunks = options.build(spec, layout)
-    groups = given.shape.groups(layout.dp * layout.pp, spec.vocab_size, options.seed)
+    groups = groups_of(given, layout.dp * layout.pp, spec.vocab_size or 0, options.seed)
     baseline, config = arguments.baseline_of(given), arguments.config_of(given, mode="on")
     mine, least = of_this_rank(spec, layout, groups, config, baseline, options.seed)
     items = made(mine, baseline, layout.alignment, least, options.seed)
@@ -156,7 +172,8 @@ def prepared(given: argparse.Namespace, layout: Layout) -> dict[str, Callable[[]
 def options() -> argparse.ArgumentParser:
     """Of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("shape", type=GroupShape.parse, help="P:R:n")
+    parser.add_argument("work", help="P:R:n, or a rollout file")
+    parser.add_argument("--step-tokens", type=int, default=100_000, help="of a file")
     parser.add_argument("--steps", type=int, default=4, help="before the one that is watched")
     parser.add_argument("--trace", help="write the prefix schedule's step for chrome://tracing")
     arguments.add_baseline(parser)
