@@ -120,14 +120,14 @@ class CallOutputs:
     """
 
     def __init__(self, step: Step, form: AnswerForm = AnswerForm()) -> None:  # noqa: B008  # a tuple
-        self._forest, self._packed, self._slices = step.forest, step.packed, step.slices
+        self._forest, self._packed = step.forest, step.packed
         self._form, self._exchange = form, form.exchange
         self.kept: dict[int, SegmentOutput] = {}
         self._strays: list[Tensor] = []
         self._structure: Any = None
         self._axes: list[Axis | None] = []
         self._plain: list[Any] = []
-        self._index: dict[tuple[bool, tuple[int, ...]], Tensor] = {}
+        self._index: dict[tuple[int, ...], Tensor] = {}
         self._bounds: dict[int, list[int]] = {}
         self.guards: list[Tensor] = []
 
@@ -223,7 +223,7 @@ class CallOutputs:
             if axis is None:
                 outputs.append(next(plain))
                 continue
-            whole = self._on_this_rank(self._joined(rollouts, number), lengths, packed)
+            whole = self._on_this_rank(self._joined(rollouts, number), lengths)
             if axis.dim == FLAT and not packed and len(rollouts) > 1:
                 raise refused(FLAT_ROWS, len(rollouts))
             outputs.append(self._laid_out(whole, axis, 1 if packed else len(rollouts)))
@@ -255,18 +255,15 @@ class CallOutputs:
         elif num > 1:  # of one position either dimension could be the one
             self._axes = axes
 
-    def _on_this_rank(self, whole: Tensor, lengths: tuple[int, ...], packed: bool) -> Tensor:
+    def _on_this_rank(self, whole: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """This context-parallel rank's positions of samples that lie one behind the other."""
         exchange = self._exchange
         if exchange is None:
             return whole
-        key = packed, lengths
-        if key not in self._index:
-            mine = cp_layout.call_positions(
-                lengths, packed, self._slices, exchange.rank, exchange.size
-            )
-            self._index[key] = on(whole.device, mine)
-        return whole.index_select(0, self._index[key])
+        if lengths not in self._index:
+            mine = cp_layout.held_positions(lengths, exchange.rank, exchange.size)
+            self._index[lengths] = on(whole.device, mine)
+        return whole.index_select(0, self._index[lengths])
 
     def _joined(self, rollouts: Sequence[int], number: int) -> Tensor:
         """One tensor's positions along the paths of rollouts, [positions, ...]."""

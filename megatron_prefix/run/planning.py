@@ -109,19 +109,17 @@ class Planning:
         rank: Rank,
         judge: Judge | None,
         *,
-        forward_only: bool,
         common: Common | None = None,
     ) -> Forest:
         """The segments of a step, which asks no other rank; see `StepPlanner.build`."""
         groups = [0] * len(samples)
         _, forest = self.planner(rank).build(samples, groups, microbatch_of, judge, common)
-        return replace(forest, ordered=rank.has_global_loss and not forward_only)
+        return replace(forest, ordered=rank.ordered)
 
-    def cuts_together(self, rank: Rank, *, forward_only: bool) -> bool:
+    def cuts_together(self, rank: Rank) -> bool:
         """Whether `build_together` makes the segments of a step in which nothing crosses ranks:
         where a loss waits for those of all ranks that share experts, microbatch by microbatch."""
-        waits = rank.experts is not None and rank.has_global_loss and not forward_only
-        return waits and not self.config.plan_file
+        return rank.experts is not None and rank.ordered and not self.config.plan_file
 
     def build_together(
         self,
@@ -155,38 +153,34 @@ class Planning:
         forest = planner.build_at(length, samples, groups, microbatch_of, rows=rows)
         return replace(forest, ordered=True)
 
-    def judge(self, rank: Rank, *, forward_only: bool) -> Judge | None:
+    def judge(self, rank: Rank) -> Judge | None:
         """Says of plans whether they keep the limit of memory, and how long they take; all ranks
         call this. None if there is no choice."""
-        if forward_only:
+        if rank.forward_only:
             return None
         self._memory.ask_once(rank)
 
         def judged(forest: Forest, microbatch_of: Sequence[int], plan: Plan) -> Verdict:
             joint = JointForest.alone(forest, microbatch_of)
-            return self._forecast(plan, joint, rank, forward_only=False).verdict
+            return self._forecast(plan, joint, rank).verdict
 
         return judged
 
-    def forecast(
-        self, forest: Forest, microbatch_of: Sequence[int], rank: Rank, *, forward_only: bool
-    ) -> Prediction:
+    def forecast(self, forest: Forest, microbatch_of: Sequence[int], rank: Rank) -> Prediction:
         """What a pipeline's segments would take if they ran side by side with no others; asks no
         other rank. Ranks have called `judge` for the step."""
         joint = JointForest.alone(forest, microbatch_of)
-        return self._fitting(joint, rank, forward_only=forward_only).prediction
+        return self._fitting(joint, rank).prediction
 
-    def _fitting(self, joint: JointForest, rank: Rank, *, forward_only: bool) -> Forecast:
+    def _fitting(self, joint: JointForest, rank: Rank) -> Forecast:
         """Of the plan that keeps the limit of memory, if one does."""
         plans = self.planner(rank).plans(joint)
-        tried = (self._forecast(plan, joint, rank, forward_only=forward_only) for plan in plans)
+        tried = (self._forecast(plan, joint, rank) for plan in plans)
         return fitting(tried, lambda one: one.verdict)
 
-    def _forecast(
-        self, plan: Plan, joint: JointForest, rank: Rank, *, forward_only: bool
-    ) -> Forecast:
+    def _forecast(self, plan: Plan, joint: JointForest, rank: Rank) -> Forecast:
         peak = limit = 0.0
-        if not forward_only:
+        if not rank.forward_only:
             longest = replace(plan, segments=longest_segments(joint))
             factors = self.meter(rank).memory_factors
             longest, peak = self._memory.limited(longest, joint, rank, factors)
@@ -197,15 +191,13 @@ class Planning:
             union = replace(plan, segments=joint.union.segments)
         found = predict(
             self.meter(rank).times, joint.union, joint.union_microbatch_of, union,
-            forward_only=forward_only, num_pipelines=joint.num_pipelines,
+            forward_only=rank.forward_only, num_pipelines=joint.num_pipelines,
         )  # fmt: skip
-        retains = forward_only or self.config.memory != "auto" or not any(plan.policies)
+        retains = rank.forward_only or self.config.memory != "auto" or not any(plan.policies)
         verdict = Verdict(max(0.0, peak - limit), found.prefix_seconds, retains)
         return Forecast(plan, union, peak, limit, found, verdict)
 
-    def decided(
-        self, step: Step, rank: Rank, *, forward_only: bool
-    ) -> tuple[StepReport, JointForest]:
+    def decided(self, step: Step, rank: Rank) -> tuple[StepReport, JointForest]:
         """Which schedule runs a step, and by which plan; all ranks that meet call this.
 
         Raises:
@@ -217,29 +209,24 @@ class Planning:
             report = StepReport(step.forest, unshared(self.config), plan, union)
         else:
             joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
-            report = self._predicted(step, joint, rank, forward_only=forward_only)
-        ordered = rank.has_global_loss and not forward_only
-        report.decision = self._together(
-            report.decision, step, rank, ordered=ordered, forward_only=forward_only
-        )
-        if ordered and not step.unshared:
+            report = self._predicted(step, joint, rank)
+        report.decision = self._together(report.decision, step, rank)
+        if rank.ordered and not step.unshared:
             global_aux_sync.prove(report.plan, joint, rank.stage)
         agreement.check_programs(self._unplanned(report, step, rank), rank.experts)
         if report.decision.share:
             agreement.check_dispatcher(rank.config, joint)
         return report, joint
 
-    def _predicted(
-        self, step: Step, joint: JointForest, rank: Rank, *, forward_only: bool
-    ) -> StepReport:
+    def _predicted(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:
         """This rank's decision, and what it rests on; that of all data-parallel ranks where
         payloads cross them, as the slowest sets the pace."""
         if not rank.crosses:
-            return self.proposed(step, joint, rank, forward_only=forward_only)[0]
+            return self.proposed(step, joint, rank)[0]
         report: StepReport | None = None
         problem, mine = None, [0.0] * 3
         try:
-            report, over = self.proposed(step, joint, rank, forward_only=forward_only)
+            report, over = self.proposed(step, joint, rank)
             seconds = report.prediction
             mine = [over, seconds.stock_seconds, seconds.prefix_seconds]  # type: ignore[union-attr]
         except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it
@@ -255,12 +242,10 @@ class Planning:
         report.decision = kept_to_limit(self.config, decision, limit + over, limit)
         return report
 
-    def proposed(
-        self, step: Step, joint: JointForest, rank: Rank, *, forward_only: bool
-    ) -> tuple[StepReport, float]:
+    def proposed(self, step: Step, joint: JointForest, rank: Rank) -> tuple[StepReport, float]:
         """What this rank alone would decide, and by how many bytes its predicted peak is above the
         limit; it asks no other rank."""
-        found, meter = self._fitting(joint, rank, forward_only=forward_only), self.meter(rank)
+        found, meter = self._fitting(joint, rank), self.meter(rank)
         decision = decide(self.config, found.prediction.speedup)
         # Ranks that share experts need equally many microbatches for one schedule and may need
         # segments of equal lengths for the other, so nothing is tried there.
@@ -269,15 +254,13 @@ class Planning:
         decision = kept_to_limit(self.config, decision, found.peak, found.limit)
         report = StepReport(
             step.forest, decision, found.plan, found.union, prediction=found.prediction,
-            times=meter.times, stock_bytes=0.0 if forward_only else self._memory.stock_bytes,
+            times=meter.times, stock_bytes=0.0 if rank.forward_only else self._memory.stock_bytes,
         )  # fmt: skip
         return report, found.verdict.over
 
-    def _together(
-        self, decision: Decision, step: Step, rank: Rank, *, ordered: bool, forward_only: bool
-    ) -> Decision:
+    def _together(self, decision: Decision, step: Step, rank: Rank) -> Decision:
         """The decision of all data-parallel ranks where they need one."""
-        if ordered:
+        if rank.ordered:
             global_aux_sync.check_counts(step.num_microbatches, rank.groups.dp_cp, rank.device)
             why = "global_aux_loss needs one schedule"
             return agreement.share_together(decision, rank.groups.dp_cp, rank.device, why)
@@ -287,7 +270,7 @@ class Planning:
         # schedule's backward completes them, and ours is a fixed one (run/overlap.py): the two
         # differ for chunks that are interleaved, and where neighbouring weights of a layer fill a
         # bucket each.
-        if self.config.mode == "auto" and not forward_only and rank.overlaps:
+        if self.config.mode == "auto" and not rank.forward_only and rank.overlaps:
             why = "overlap_grad_reduce needs one schedule"
             everyone = rank.data_ranks or default_groups().dp_cp
             return agreement.share_together(decision, everyone, rank.device, why)
