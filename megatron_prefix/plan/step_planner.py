@@ -21,7 +21,7 @@ from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 from megatron_prefix.tree.across_ranks import CommonSpans
 from megatron_prefix.tree.build import find_below
-from megatron_prefix.tree.rounds import Rows
+from megatron_prefix.tree.packing import Rows
 
 
 class Verdict(NamedTuple):

@@ -203,10 +203,6 @@ class CallOutputs:
         """Sizes of the gradients that have reached positions which nobody computed."""
         return [*self._strays, *(largest(one.grad) for one in self.guards if one.grad is not None)]
 
-    def drop(self, index: int) -> None:
-        """Drops a segment's output."""
-        self.kept.pop(index, None)
-
     def answer(self, microbatch: int, rollouts: Sequence[int]) -> Any:
         """A microbatch's output in the layout of its call, in memory of its own.
 
@@ -223,7 +219,9 @@ class CallOutputs:
             if axis is None:
                 outputs.append(next(plain))
                 continue
-            whole = self._on_this_rank(self._joined(rollouts, number), lengths)
+            whole = self._joined(rollouts, number)
+            if self._exchange is not None:
+                whole = self._on_this_rank(whole, lengths, self._exchange)
             if axis.dim == FLAT and not packed and len(rollouts) > 1:
                 raise refused(FLAT_ROWS, len(rollouts))
             outputs.append(self._laid_out(whole, axis, 1 if packed else len(rollouts)))
@@ -255,11 +253,8 @@ class CallOutputs:
         elif num > 1:  # of one position either dimension could be the one
             self._axes = axes
 
-    def _on_this_rank(self, whole: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    def _on_this_rank(self, whole: Tensor, lengths: tuple[int, ...], exchange: Exchange) -> Tensor:
         """This context-parallel rank's positions of samples that lie one behind the other."""
-        exchange = self._exchange
-        if exchange is None:
-            return whole
         if lengths not in self._index:
             mine = cp_layout.held_positions(lengths, exchange.rank, exchange.size)
             self._index[lengths] = on(whole.device, mine)
@@ -267,11 +262,12 @@ class CallOutputs:
 
     def _joined(self, rollouts: Sequence[int], number: int) -> Tensor:
         """One tensor's positions along the paths of rollouts, [positions, ...]."""
+        segments = self._forest.segments
         places = [place for rollout in rollouts for place in self._forest.paths[rollout]]
         like = self.kept[places[-1].segment].leaves[number]
         if like.dim() > 1:
             return self._assembled(places, number, like)
-        used = sorted({place.segment for place in places if self._is_computed(place)})
+        used = sorted({place.segment for place in places if segments[place.segment].scored})
         begins, total = dict[int, int](), 0  # of segments whose outputs lie one behind the other
         for segment in used:
             begins[segment] = total
@@ -279,8 +275,8 @@ class CallOutputs:
         index = []
         missing = total  # zeros behind the outputs stand for positions that nobody computed
         for place in places:
-            length = self._forest.segments[place.segment].spans[place.number].length
-            if self._is_computed(place):
+            length = segments[place.segment].spans[place.number].length
+            if segments[place.segment].scored:
                 start = begins[place.segment] + self._bounds_of(place.segment)[place.number]
             else:
                 start, missing = missing, missing + length
@@ -288,9 +284,6 @@ class CallOutputs:
         outputs = [self.kept[segment].leaves[number] for segment in used]
         whole = torch.cat([*outputs, self._guard(like, missing - total)])
         return whole.index_select(0, on(like.device, np.concatenate(index)))
-
-    def _is_computed(self, place: Place) -> bool:
-        return self._forest.segments[place.segment].scored
 
     def _bounds_of(self, index: int) -> list[int]:
         """Where the spans of a segment begin in its output, and where the last one ends."""
@@ -302,10 +295,11 @@ class CallOutputs:
     def _assembled(self, places: Sequence[Place], number: int, like: Tensor) -> Tensor:
         """Logits along places: no second copy of them, and zeros where nobody computed any."""
         pieces, targets, unread, offset = [], [], [], 0
+        segments = self._forest.segments
         for place in places:
-            length = self._forest.segments[place.segment].spans[place.number].length
+            length = segments[place.segment].spans[place.number].length
             local = np.arange(0)
-            if self._is_computed(place):
+            if segments[place.segment].scored:
                 piece = self.kept[place.segment].pieces[number][place.number]
                 pieces.append(piece)
                 local = piece.positions

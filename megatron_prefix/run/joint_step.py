@@ -163,7 +163,7 @@ def joint(
     step = replace(step, why_alone=why)
     if across is not None and across.alone is not None and build_alone is build:
         return replace(step, forest=across.alone)
-    if planning.shares_nothing(step.samples, rank):
+    if planning.config.mode == "auto" and planning.shares_nothing(step.samples, rank):
         return replace(step, unshared=True)
     return with_segments(step, build_alone)
 
@@ -213,7 +213,9 @@ class Across:
 
     def meet(self) -> JointForest:
         """The segments among those of ranks that share experts, which call this together."""
-        return agreement.meet(self.step.forest, self._before.microbatch_of, self._rank.experts)
+        known = self.step.forest, self._before.microbatch_of
+        experts = self._rank.experts
+        return JointForest.alone(*known) if experts is None else agreement.meet(*known, experts)
 
     def pays(self, met: JointForest, bytes_per_second: float) -> tuple[float, float, float]:
         """By how many bytes this rank's predicted peak is above the limit of memory if payloads

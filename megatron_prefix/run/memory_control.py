@@ -23,7 +23,7 @@ from megatron_prefix.plan.footprint import Footprint
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.memory_policy import Rates, automatic
 from megatron_prefix.plan.peak_memory import RankMemory, predict, table
-from megatron_prefix.plan.stock_plan import heaviest_stock_plan, limit_of
+from megatron_prefix.plan.prediction import heaviest_stock_plan, limit_of
 from megatron_prefix.run import oom_retry
 from megatron_prefix.run.oom_retry import Result, Rewind
 from megatron_prefix.run.rank import Rank
@@ -101,12 +101,11 @@ class MemoryControl:
     def ask_once(self, rank: Rank) -> None:
         """Asks what weights and their gradients take on the stage with the least, and how fast the
         slowest rank is, where something may be offloaded; all ranks that meet call this."""
-        key = rank.cost, rank.config.num_layers, rank.num_stages, len(rank.models), rank.parts
-        if key not in self._known:
+        if rank.layout not in self._known:
             stages = [rank.groups.pp] if rank.num_stages > 1 else []
             static = _least([rank.static_bytes], stages, rank.device)[0]
-            self._known[key] = static, self._slowest(rank)
-        self._static, self._rates = self._known[key]
+            self._known[rank.layout] = static, self._slowest(rank)
+        self._static, self._rates = self._known[rank.layout]
 
     def _slowest(self, rank: Rank) -> Rates:
         if self._config.memory != "auto" or self._config.memory_budget is None:

@@ -6,8 +6,10 @@ ask one another (run/agreement.py).
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -33,9 +35,28 @@ from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.run.step import Step
 from megatron_prefix.tree import Forest, Pairs
-from megatron_prefix.tree.rounds import Rows
+from megatron_prefix.tree.packing import Rows
 
 logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Python looks for no cycles of references meanwhile; afterwards it does if it did before.
+
+    Reading and planning a step of some 270 rollouts makes enough objects for 8 to 18 collections,
+    2 to 6 ms, and every now and then for one of everything that the trainer has: 0.2 to 0.4 s where
+    torch and Megatron-Core are all there is (2 CPU cores; benchmarks/LOG.md, 2026-11-26). Behind
+    the first action the host is ahead of the device, and a collection costs less.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Forecast(NamedTuple):
@@ -78,25 +99,23 @@ class Planning:
     def planner(self, rank: Rank) -> StepPlanner:
         """The planner of a rank's pipeline, which remembers its plans."""
         turn = rank.config.microbatch_group_size_per_vp_stage
-        shape = rank.num_stages, len(rank.models), turn
-        key = guessed(rank), rank.alignment, *shape, rank.whole
+        key = rank.layout, rank.device.type, turn, rank.alignment, rank.whole
         if key not in self._planners:
-            self._planners[key] = StepPlanner(self.config, *key)
+            self._planners[key] = StepPlanner(
+                self.config, guessed(rank), rank.alignment, rank.num_stages, len(rank.models),
+                turn, rank.whole,
+            )  # fmt: skip
         return self._planners[key]
 
     def meter(self, rank: Rank) -> CostMeter:
         """What is known of a model's times; all ranks ask together the first time."""
-        layers = rank.config.num_layers
-        key = rank.cost, layers, rank.num_stages, len(rank.models), rank.parts
-        if key not in self.meters:
-            self.meters[key] = CostMeter(self.config, rank)
-        return self.meters[key]
+        if rank.layout not in self.meters:
+            self.meters[rank.layout] = CostMeter(self.config, rank)
+        return self.meters[rank.layout]
 
     def shares_nothing(self, samples: Sequence[Pairs] | None, rank: Rank) -> bool:
-        """Whether a step is without sharing, for which no tree is built; all ranks of a first
-        stage that share experts ask, and all of their steps must be such."""
-        if self.config.mode != "auto":
-            return False
+        """Whether a step in mode "auto" is without sharing, for which no tree is built; all ranks
+        of a first stage that share experts ask, and all of their steps must be such."""
         unit = rank.cost.forward
         head = unit.scored / (unit.positions + unit.scored)
         mine = samples is not None and without_sharing(self.config, samples, rank.alignment, head)
@@ -203,19 +222,21 @@ class Planning:
         Raises:
             UserError: ranks that meet would not run the same, or would wait for ever.
         """
+        joint = JointForest.alone(step.forest, step.microbatch_of)
         if step.unshared:
-            joint = JointForest.alone(step.forest, step.microbatch_of)
             plan = union = Plan((), ((),) * rank.num_stages, len(rank.models))
             report = StepReport(step.forest, unshared(self.config), plan, union)
         else:
-            joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
+            if rank.experts is not None:
+                joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
             report = self._predicted(step, joint, rank)
         report.decision = self._together(report.decision, step, rank)
         if rank.ordered and not step.unshared:
             global_aux_sync.prove(report.plan, joint, rank.stage)
-        agreement.check_programs(self._unplanned(report, step, rank), rank.experts)
-        if report.decision.share:
-            agreement.check_dispatcher(rank.config, joint)
+        if rank.experts is not None:
+            agreement.check_programs(self._unplanned(report, step, rank), rank.experts)
+            if report.decision.share:
+                agreement.check_dispatcher(rank.config, joint)
         return report, joint
 
     def _predicted(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:

@@ -121,6 +121,7 @@ class Rank(ModelNumbers):
         why_alone: why they cannot.
         waiting: groups whose ranks wait for one another in the middle of a step.
         parts: ranks that share the work of every layer: tensor and context parallelism.
+        layout: tells models, and layouts of one model, apart; the same on every rank.
     """
 
     may_cross = crosses = False
@@ -156,6 +157,7 @@ class Rank(ModelNumbers):
         data = several(groups.dp_cp) if self.has_global_loss else []
         self.waiting = self.same_schedule + data
         self.parts = groups.tp.size() * groups.cp.size()
+        self.layout = self.cost, config.num_layers, self.num_stages, len(models), self.parts
 
     def cross(self) -> None:
         """Payloads cross data-parallel ranks in this call, so that these wait for one another."""

@@ -36,13 +36,12 @@ from megatron_prefix.run.across_ranks import Watch
 from megatron_prefix.run.agreement import agree, agree_on
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
 from megatron_prefix.run.first_step import FirstStep
-from megatron_prefix.run.garbage import uncollected
 from megatron_prefix.run.loss_variables import code_name
 from megatron_prefix.run.losses import LossContract, are_in_order
 from megatron_prefix.run.memory_control import MemoryControl
 from megatron_prefix.run.messages import channels_of
 from megatron_prefix.run.pause import Pause, Rest
-from megatron_prefix.run.planning import Planning
+from megatron_prefix.run.planning import Planning, uncollected
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read_calls import ReadCalls, read_calls
 from megatron_prefix.run.report import StepReport
@@ -299,9 +298,10 @@ class PrefixSchedule:
         if planning.cuts_together(rank):
             alone = functools.partial(planning.build_together, **build.keywords)
         later = rank.may_cross or alone is not build  # when ranks have agreed to go on
+        filters = self.config.mode == "auto" and not rank.may_cross
         step = read_step(
             calls, rank.groups, None if later else build, rank.device,  # type: ignore[arg-type]
-            lambda samples: not rank.may_cross and planning.shares_nothing(samples, rank),
+            functools.partial(planning.shares_nothing, rank=rank) if filters else None,
         )  # fmt: skip
         problem = step if isinstance(step, BaseException) else _problem(step, rank, capture)
         if (reason := agree(problem, rank.agreeing, rank.device)) is not None:

@@ -96,7 +96,7 @@ def read_step(
     groups: Any,
     build: Builder | None,
     device: torch.device,
-    prefilter: Prefilter = lambda _: False,
+    prefilter: Prefilter | None = None,
 ) -> Step | BaseException:
     """Builds the forest on the first stage and tells it to every stage; all of them call this.
 
@@ -105,7 +105,8 @@ def read_step(
         groups: process groups of the pipeline and of context parallelism.
         build: makes segments of samples; None: they are made later.
         device: where the process groups' tensors live.
-        prefilter: asked on the first stage before anything is built; None: samples were not read.
+        prefilter: asked on the first stage before anything is built, with None if samples were not
+            read; None: nothing is asked.
 
     Returns:
         The step; or what went wrong on this or on the first stage, for `agreement.agree`.
@@ -133,7 +134,7 @@ def read_step(
     except Exception as error:  # noqa: BLE001  # the other stages wait for this one's message
         problem = error
     if calls.first is not None:
-        unshared = prefilter(samples)
+        unshared = prefilter is not None and prefilter(samples)
         try:
             if known is not None and samples is not None:
                 step = _built(known, samples, None if unshared else build, unshared)

@@ -84,6 +84,8 @@ class SuspendedStep:
         told: what each router had been told by then; the step's own copies of its routes until
             `forget_arguments`.
         called: the settings that it was called with; not there before.
+        kept: what of each of `states` is the step's own while it is suspended; None: nothing. The
+            first one is the model's mode, train() or eval().
         goes_on_itself: whether it was resumed with the model itself, which it may call again.
     """
 
@@ -103,15 +105,10 @@ class SuspendedStep:
         self._problem: UserError | None = None
         self._result: Any = None
         self.goes_on_itself = False
-        self._states, self._kept = states, [None] * len(states)
+        self._states, self.kept = states, [None] * len(states)
         self._settings: Settings | None = None
         self._greenlet = greenlet.greenlet(function)
         self._greenlet.gr_context = contextvars.copy_context()
-
-    @property
-    def changes_training(self) -> bool:
-        """Whether the model is in another mode than outside: train() or eval()."""
-        return bool(self._kept) and self._kept[0] is not None
 
     def start(self) -> None:
         """Runs the forward step up to its model call.
@@ -192,8 +189,8 @@ class SuspendedStep:
             self._swap(entering=False)
 
     def _swap(self, *, entering: bool) -> None:
-        pairs = zip(self._states, self._kept, strict=True)
-        self._kept = [swap(kept, entering) for swap, kept in pairs]
+        pairs = zip(self._states, self.kept, strict=True)
+        self.kept = [swap(kept, entering) for swap, kept in pairs]
 
 
 class Capture:
@@ -307,7 +304,7 @@ class Capture:
         steps = list(itertools.chain(*self.steps))
         if len({step.called.autocast for step in steps}) > 1:
             raise refused(DIFFERENT_AUTOCAST)
-        if any(step.changes_training for step in steps):
+        if any(step.kept and step.kept[0] is not None for step in steps):
             raise refused(TRAINING_MODE)
 
     def begin(self, forest: Forest) -> None:

@@ -26,8 +26,7 @@ import numpy as np
 
 from megatron_prefix.tree.block_tree import BlockTree, RankBeginnings, block_tree, window_of
 from megatron_prefix.tree.forest import LEAST_SHARE, Pairs, TreeOptions
-from megatron_prefix.tree.nodes import Node
-from megatron_prefix.tree.parts import equal_bounds, even_parts
+from megatron_prefix.tree.nodes import Node, equal_bounds, even_parts
 
 _BYTES = 16
 BLOCK = 8

@@ -30,10 +30,8 @@ from megatron_prefix.tree.forest import (
     any_trained,
     check_routes,
 )
-from megatron_prefix.tree.nodes import Node, preorder
-from megatron_prefix.tree.packing import Packing
-from megatron_prefix.tree.parts import equal_bounds
-from megatron_prefix.tree.rounds import Rows
+from megatron_prefix.tree.nodes import Node, equal_bounds, preorder
+from megatron_prefix.tree.packing import Packing, Rows
 
 _PAIRS, _AT_ONCE = 1024, 1 << 20
 """Pairs of rollouts, and positions of one of each, that are compared at once."""
