@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.exchanges import in_windows
+from megatron_prefix.plan.exchanges import with_crossing
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Segment
 
@@ -170,7 +170,7 @@ def best_plan(
     first = make_plan(
         forest, num_ranks, run_ahead=run_ahead, max_live_positions=max_live_positions, **options
     )
-    first = in_windows(first, forest)
+    first = with_crossing(first, forest)
     if num_ranks == 1:
         return first
     ready_after = loss_ready_after(forest, microbatches)
@@ -184,7 +184,7 @@ def best_plan(
             max_live_positions=base.peak_live_positions,
             **options,
         )
-        plan = in_windows(plan, forest)
+        plan = with_crossing(plan, forest)
         timeline = simulate(plan, ready_after=ready_after)
         if timeline.peak_live_positions <= base.peak_live_positions:
             tried.append((timeline.makespan, number, plan))

@@ -187,9 +187,7 @@ class Across:
         self._rank, self._build, self._before = rank, build, step
         self._planning = planning
         self._options = planning.planner(rank).options
-        self.told, self._numbers = beginnings_of(
-            step.samples or (), step.microbatch_of, self._options
-        )
+        self.told, self._numbers = beginnings_of(step.samples or (), self._options)
         self.forest: Forest | None = None
         self.alone: Forest | None = None
         self.common = CommonSpans()

@@ -77,12 +77,10 @@ class Tries:
         roots = _worthwhile(roots, first, options, microbatch_of, sum(num_positions), self.common)
         roots = _chunked(roots, first, options)
         packed = Packing(roots, first, options, microbatch_of, self.common, rows)
-        across = len(packed.exchanges) > 0
         return Forest(
             tuple(segment._replace(trained=self._trained(segment)) for segment in packed.segments),
             num_positions, first, options.multiple, unshared_by_routes=self.unshared_by_routes,
-            exchanges=tuple(packed.exchanges), windows=tuple(packed.windows) if across else (),
-            num_windows=self.common.num_windows, rounds=tuple(packed.rounds) if rows else (),
+            exchanges=tuple(packed.exchanges), rounds=tuple(packed.rounds) if rows else (),
             whole=options.whole,
         )  # fmt: skip
 
