@@ -104,7 +104,7 @@ def measure(ranks: Sequence[Sequence[Pairs]], repeats: int) -> str:
     """One line of the table: rank 0's planning."""
     planner, clock = StepPlanner(PrefixConfig(), COST, 1, 1, 1, None), Clock()
     options, mine, microbatch_of = planner.options, ranks[0], packs(ranks[0])
-    build = functools.partial(planner.build, mine, [0] * len(mine), microbatch_of)
+    build = functools.partial(planner.build, mine, microbatch_of)
     sent = [pickle.dumps(beginnings_of(one, options)[0]) for one in ranks]
     for _ in range(repeats):
         told = functools.partial(beginnings_of, mine, options)

@@ -60,7 +60,8 @@ class JointForest:
         owners, segments = tuple(microbatch_of), forest.segments
         lengths = tuple((segment.padded_length,) for segment in segments)
         spans = tuple(len(segment.spans) for segment in segments)
-        return cls(forest, owners, forest, owners, (owners,), lengths, spans, _sent([forest]))
+        sent = _sent([forest]) if forest.exchanges else ()
+        return cls(forest, owners, forest, owners, (owners,), lengths, spans, sent)
 
     @property
     def num_pipelines(self) -> int:

@@ -129,12 +129,12 @@ class CostMeter:
             report: of the step, with decision and prediction.
             rank: place in the pipeline.
         """
-        self._wait()
-        before = peaks(self._device) if self.due else None
-        begin = time.perf_counter()
+        if due := self.due:
+            wait_for(self._device)
+            before, begin = peaks(self._device), time.perf_counter()
         yield
-        self._wait()
-        if self.due:
+        if due:
+            wait_for(self._device)
             seconds = time.perf_counter() - begin
             self._learn(report, rank, seconds, self._looked(report, before))
         self._ran.add(report.decision.share)
@@ -186,9 +186,11 @@ class CostMeter:
         except UserError as error:  # a full disk must not end the training
             logger.warning("measured costs are not kept: %s", error)
 
-    def _wait(self) -> None:
-        if self.due and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+
+def wait_for(device: torch.device) -> None:
+    """Waits until a GPU has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def peaks(device: torch.device) -> Peaks | None:

@@ -263,7 +263,11 @@ class Executor:
                 stage.losses.complete(index)  # type: ignore[union-attr]
             with stage.hooks.running(context, scored=scored):
                 if scored:
-                    torch.autograd.backward(*self._of_losses(index, stage, output))
+                    tensors, gradients = stage.losses.outputs.gradients(index, output)  # type: ignore[union-attr]
+                    if stage.final is not None:
+                        states, sent = stage.final.gradients(index)
+                        tensors, gradients = tensors + states, gradients + sent
+                    torch.autograd.backward(tensors, gradients)
                 elif freed:
                     custom_backward(output, gradient)
                 else:
@@ -277,16 +281,6 @@ class Executor:
             self._links.send(action, received.grad)  # type: ignore[union-attr]
         stage.offloads.pop(index, None)
         self._release(action, stage)
-
-    def _of_losses(
-        self, index: int, stage: Stage, output: Any
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """What a segment's backward begins with on the last stage, and the gradients of it."""
-        tensors, gradients = stage.losses.outputs.gradients(index, output)  # type: ignore[union-attr]
-        if stage.final is None:
-            return tensors, gradients
-        states, sent = stage.final.gradients(index)
-        return tensors + states, gradients + sent
 
     def _reducing(
         self, action: Action, stage: Stage, reductions: Reductions

@@ -131,8 +131,7 @@ class Planning:
         common: Common | None = None,
     ) -> Forest:
         """The segments of a step, which asks no other rank; see `StepPlanner.build`."""
-        groups = [0] * len(samples)
-        _, forest = self.planner(rank).build(samples, groups, microbatch_of, judge, common)
+        _, forest = self.planner(rank).build(samples, microbatch_of, judge, common)
         return replace(forest, ordered=rank.ordered)
 
     def cuts_together(self, rank: Rank) -> bool:
@@ -153,11 +152,11 @@ class Planning:
         Raises:
             Exception: what went wrong on this rank, or that something did on another.
         """
-        planner, groups = self.planner(rank), [0] * len(samples)
+        planner = self.planner(rank)
         mine: Any = None
         problem: Exception | None = None
         try:
-            length, forest = planner.build(samples, groups, microbatch_of, judge)
+            length, forest = planner.build(samples, microbatch_of, judge)
             mine = length, Rows.of(forest, microbatch_of)
         except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it
             problem, mine = error, f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
@@ -169,7 +168,7 @@ class Planning:
         if failed := next((one for one in heard if isinstance(one, str)), ""):
             raise StepFailed(f"the step ends on all ranks: {failed}")
         length, rows = min(length for length, _ in heard), Rows.most(rows for _, rows in heard)
-        forest = planner.build_at(length, samples, groups, microbatch_of, rows=rows)
+        forest = planner.build_at(length, samples, microbatch_of, rows=rows)
         return replace(forest, ordered=True)
 
     def judge(self, rank: Rank) -> Judge | None:
@@ -229,7 +228,10 @@ class Planning:
         else:
             if rank.experts is not None:
                 joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
-            report = self._predicted(step, joint, rank)
+            if rank.crosses:
+                report = self._proposed_together(step, joint, rank)
+            else:
+                report, _ = self.proposed(step, joint, rank)
         report.decision = self._together(report.decision, step, rank)
         if rank.ordered and not step.unshared:
             global_aux_sync.prove(report.plan, joint, rank.stage)
@@ -239,11 +241,9 @@ class Planning:
                 agreement.check_dispatcher(rank.config, joint)
         return report, joint
 
-    def _predicted(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:
-        """This rank's decision, and what it rests on; that of all data-parallel ranks where
-        payloads cross them, as the slowest sets the pace."""
-        if not rank.crosses:
-            return self.proposed(step, joint, rank)[0]
+    def _proposed_together(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:
+        """The decision of all data-parallel ranks where payloads cross them, as the slowest sets
+        the pace, and what it rests on for this one."""
         report: StepReport | None = None
         problem, mine = None, [0.0] * 3
         try:
