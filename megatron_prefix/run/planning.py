@@ -134,11 +134,6 @@ class Planning:
         _, forest = self.planner(rank).build(samples, microbatch_of, judge, common)
         return replace(forest, ordered=rank.ordered)
 
-    def cuts_together(self, rank: Rank) -> bool:
-        """Whether `build_together` makes the segments of a step in which nothing crosses ranks:
-        where a loss waits for those of all ranks that share experts, microbatch by microbatch."""
-        return rank.experts is not None and rank.ordered and not self.config.plan_file
-
     def build_together(
         self,
         samples: Sequence[Pairs],
@@ -147,7 +142,8 @@ class Planning:
         judge: Judge | None,
     ) -> Forest:
         """As `build`, in the same rounds on all ranks that share experts, by the rank that has most
-        in each; all of a first stage call this.
+        in each; all of a first stage call this. For steps in which nothing crosses ranks, and a
+        loss waits for those of all of them, microbatch by microbatch.
 
         Raises:
             Exception: what went wrong on this rank, or that something did on another.

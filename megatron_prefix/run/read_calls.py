@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor
 from megatron_prefix.device.transfer import to_host
 from megatron_prefix.errors import refused
 from megatron_prefix.layers import mtp
-from megatron_prefix.layers.attention import MaskUse
 from megatron_prefix.layers.table import payload_parts
 from megatron_prefix.megatron import families, features
 from megatron_prefix.megatron.install import installed
@@ -145,10 +144,18 @@ def read_calls(capture: Capture, rank: Rank, callbacks: Callbacks) -> ReadCalls:
 
 
 def _check_chunk(capture: Capture, rank: Rank, callbacks: Callbacks, chunk: int) -> None:
-    """Refuses what segments of one model chunk cannot be, and keeps what its calls have given."""
-    model = rank.language_models[chunk]
-    use = _check_features(model, rank.models[chunk])
-    calls = capture.calls(chunk)
+    """Refuses what segments of one model chunk cannot be, and keeps what its calls have given.
+
+    Modules are looked at until a chunk has hooks; options in every step, since Megatron reads some
+    of them in every forward.
+    """
+    model, wrapped, calls = rank.language_models[chunk], rank.models[chunk], capture.calls(chunk)
+    if (hooks := installed(wrapped)) is not None:
+        features.check_again(model, wrapped, hooks.parts)
+        use = hooks.mask_use
+    else:
+        features.check(model, wrapped)
+        use = features.mask_use(payload_parts(model))
     model_calls.check(calls)
     check_masks(calls, use, counts_tokens=rank.counts_tokens, sequence_ranks=rank.sequence_ranks)
     if rank.looks_ahead:
@@ -186,21 +193,6 @@ def _tell_loss(calls: Sequence[ModelCall], callbacks: Callbacks) -> bool:
         return True
     told = (call[name] is not None for call in calls for name in ("labels", "loss_mask"))
     return any(told)
-
-
-def _check_features(inner: Any, model: Any) -> MaskUse:
-    """Refuses a model chunk that cannot run in segments. Modules are looked at until it has hooks;
-    options in every step, since Megatron reads some of them in every forward.
-
-    Returns:
-        What its attention does with masks.
-    """
-    hooks = installed(model)
-    if hooks is not None:
-        features.check_again(inner, model, hooks.parts)
-        return hooks.mask_use
-    features.check(inner, model)
-    return features.mask_use(payload_parts(inner))
 
 
 def read_tokens(

@@ -295,7 +295,7 @@ class PrefixSchedule:
         planning = self.planning
         build = functools.partial(planning.build, rank=rank, judge=planning.judge(rank))
         alone = build
-        if planning.cuts_together(rank):
+        if rank.experts is not None and rank.ordered and not self.config.plan_file:
             alone = functools.partial(planning.build_together, **build.keywords)
         later = rank.may_cross or alone is not build  # when ranks have agreed to go on
         filters = self.config.mode == "auto" and not rank.may_cross
