@@ -196,9 +196,7 @@ class StepRun:
             )  # fmt: skip
         if rank.overlaps and not rank.forward_only:
             self._reductions = Reductions(rank, self._force_all_reduce)
-        exchanges = None
-        if self._communicator is not None:
-            exchanges = self._exchanges(stages, self._communicator)
+        exchanges = self._communicator and self._exchanges(stages, self._communicator)
         behind = [] if rank.forward_only else self._capture.behind()
         executor = Executor(
             plan, stages, inputs, links, rank.forward_only,
