@@ -176,9 +176,8 @@ class StepRun:
 
     def _attempt(self, plan: Plan) -> Any:
         """Runs a plan on this rank, but for what follows its last backward."""
-        rank, report, config = self._rank, self._report, self._rank.config
-        offloader = self._memory.offloader(plan, rank)
-        cp = rank.groups.cp
+        rank, report, offloader = self._rank, self._report, self._memory.offloader(plan, self._rank)
+        config, cp = rank.config, rank.groups.cp
         inputs = SegmentInputs(
             self._step.forest, self._step.samples, rank.device, cp.rank(), cp.size(), rank.rows
         )
@@ -196,7 +195,9 @@ class StepRun:
             )  # fmt: skip
         if rank.overlaps and not rank.forward_only:
             self._reductions = Reductions(rank, self._force_all_reduce)
-        exchanges = self._communicator and self._exchanges(stages, self._communicator)
+        exchanges = None
+        if self._communicator is not None:
+            exchanges = self._exchanges(stages, self._communicator)
         behind = [] if rank.forward_only else self._capture.behind()
         executor = Executor(
             plan, stages, inputs, links, rank.forward_only,
