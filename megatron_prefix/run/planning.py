@@ -217,17 +217,17 @@ class Planning:
         Raises:
             UserError: ranks that meet would not run the same, or would wait for ever.
         """
-        joint = JointForest.alone(step.forest, step.microbatch_of)
+        if rank.experts is None or step.unshared:
+            joint = JointForest.alone(step.forest, step.microbatch_of)
+        else:
+            joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
         if step.unshared:
             plan = union = Plan((), ((),) * rank.num_stages, len(rank.models))
             report = StepReport(step.forest, unshared(self.config), plan, union)
+        elif rank.crosses:
+            report = self._proposed_together(step, joint, rank)
         else:
-            if rank.experts is not None:
-                joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
-            if rank.crosses:
-                report = self._proposed_together(step, joint, rank)
-            else:
-                report, _ = self.proposed(step, joint, rank)
+            report, _ = self.proposed(step, joint, rank)
         report.decision = self._together(report.decision, step, rank)
         if rank.ordered and not step.unshared:
             global_aux_sync.prove(report.plan, joint, rank.stage)
