@@ -33,14 +33,14 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.rl.baseline import PACK_TOKENS, pack_sizes
 from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.exchanges import in_windows
+from megatron_prefix.plan.exchanges import with_crossing
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.tree import Forest, Pairs
 from megatron_prefix.tree.across_ranks import beginnings_of, common_spans
 
 COST = cost_of(resolve("qwen3-8b"))
-STEPS = ("tell", "hear", "common", "forest", "plan", "windows")
+STEPS = ("tell", "hear", "common", "forest", "plan", "crossing")
 T = TypeVar("T")
 
 
@@ -104,17 +104,17 @@ def measure(ranks: Sequence[Sequence[Pairs]], repeats: int) -> str:
     """One line of the table: rank 0's planning."""
     planner, clock = StepPlanner(PrefixConfig(), COST, 1, 1, 1, None), Clock()
     options, mine, microbatch_of = planner.options, ranks[0], packs(ranks[0])
-    build = functools.partial(planner.build, mine, [0] * len(mine), microbatch_of)
-    sent = [pickle.dumps(beginnings_of(one, packs(one), options)[0]) for one in ranks]
+    build = functools.partial(planner.build, mine, microbatch_of)
+    sent = [pickle.dumps(beginnings_of(one, options)[0]) for one in ranks]
     for _ in range(repeats):
-        told = functools.partial(beginnings_of, mine, microbatch_of, options)
+        told = functools.partial(beginnings_of, mine, options)
         _, numbers = clock.timed("tell", told)
         heard = clock.timed("hear", lambda: [*map(pickle.loads, sent)])
         spans = functools.partial(common_spans, heard, 0, options)
         common = clock.timed("common", spans)
         _, forest = clock.timed("forest", functools.partial(build, common=(numbers, common)))
         plan = clock.timed("plan", functools.partial(planned, forest, microbatch_of))
-        clock.timed("windows", functools.partial(in_windows, plan, forest))
+        clock.timed("crossing", functools.partial(with_crossing, plan, forest))
         clock.timed("alone", lambda: planned(build()[1], microbatch_of))
     total = sum(clock.ms(name) for name in STEPS if name not in ("forest", "plan"))
     facts = len(mine), forest.executed_tokens, forest.received_tokens, len(common.spans)

@@ -25,7 +25,7 @@ from megatron_prefix.plan.cost import CostModel, segment_work
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.peak_memory import predict
 from megatron_prefix.plan.planner import best_plan
-from megatron_prefix.plan.stock_plan import heaviest_stock_plan
+from megatron_prefix.plan.prediction import heaviest_stock_plan
 from megatron_prefix.tree import find_shared
 
 SETS = {"gsm8k": 60, "math_cot": 16, "rag_musique": 8, "rag_hotpot_llm": 8}

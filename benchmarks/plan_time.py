@@ -54,7 +54,7 @@ def planned(known: CallTokens, num_ranks: int, chunk_tokens: int) -> bool:
     groups = SimpleNamespace(pp=GROUPS, cp=GROUPS)
     found = read_step(
         ReadCalls(known, None), groups,
-        lambda samples, microbatches: planner.build(samples, [0] * len(samples), microbatches)[1],
+        lambda samples, microbatches: planner.build(samples, microbatches)[1],
         torch.device("cpu"), lambda samples: without_sharing(config, samples or (), 1),
     )  # fmt: skip
     if isinstance(found, BaseException):

@@ -28,9 +28,8 @@ from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.memory_policy import Rates, automatic
 from megatron_prefix.plan.peak_memory import predict as predict_memory
-from megatron_prefix.plan.prediction import predict
+from megatron_prefix.plan.prediction import heaviest_stock_plan, limit_of, predict
 from megatron_prefix.plan.step_planner import StepPlanner, Verdict, fitting
-from megatron_prefix.plan.stock_plan import heaviest_stock_plan, limit_of
 from megatron_prefix.tree import Forest
 
 SETS = {"gsm8k": 60, "math_cot": 16, "rag_musique": 8, "rag_hotpot_llm": 8}
@@ -64,9 +63,7 @@ def row(name: str, folder: Path, args: argparse.Namespace, pp: int, shuffle: boo
 
     config = PrefixConfig(segment_tokens=args.segment_tokens)
     planner, took = StepPlanner(config, seconds, 1, pp, 1, None), -time.perf_counter()
-    _, forest = planner.build(
-        rollouts, [0] * len(rollouts), owners, lambda f, _, p: chosen(f, p)[2]
-    )
+    _, forest = planner.build(rollouts, owners, lambda f, _, p: chosen(f, p)[2])
     took += time.perf_counter()
     plans = planner.plans(JointForest.alone(forest, owners))
     plan, peak, _ = fitting((chosen(forest, one) for one in plans), lambda one: one[2])

@@ -54,10 +54,6 @@ IGNORES_MASKS = {
 }
 """Of these, those that are causal whatever mask a call has if their attn_mask_type is `causal`;
 another one adds its name. Megatron's own puts a given mask in the causal one's place."""
-TAKES_CONTIGUOUS = set[str]()
-"""Classes of attention modules that put together K and V of context-parallel ranks which hold
-contiguous parts of a call, and turn queries and keys by their positions there; one that does adds
-its name. Megatron's are for the zig-zag: with other slices stock itself is wrong."""
 _ROTARY = "megatron.core.models.common.embeddings"
 ROTARY = {
     f"{_ROTARY}.rotary_pos_embedding.RotaryEmbedding",
@@ -184,11 +180,6 @@ def mask_use(module: Any) -> MaskUse:
         return MaskUse.NEEDED
     ignores = owner(module.core_attention, "forward") in IGNORES_MASKS and types <= {"causal"}
     return MaskUse.IGNORED if ignores else MaskUse.OBEYED
-
-
-def takes_contiguous(module: Any) -> bool:
-    """Whether a module takes contiguous parts of calls from context-parallel ranks."""
-    return f"{type(module).__module__}.{type(module).__qualname__}" in TAKES_CONTIGUOUS
 
 
 def _mask_type(module: Any) -> str:

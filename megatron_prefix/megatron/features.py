@@ -218,12 +218,6 @@ def mask_use(parts: Iterable[Part]) -> attention.MaskUse:
     return max(map(attention.mask_use, cores), default=attention.MaskUse.IGNORED)
 
 
-def takes_contiguous(parts: Iterable[Part]) -> bool:
-    """Whether all layers that look at other positions take contiguous parts of calls from
-    context-parallel ranks."""
-    return all(attention.takes_contiguous(part.module) for part in parts)
-
-
 def pattern_of(model: Any) -> str:
     """Symbols of all layers of a hybrid language model, on every stage; "" for another."""
     own = getattr(model, "hybrid_layer_pattern", None)  # since 0.17; MTP is behind a slash

@@ -2,13 +2,13 @@
 
 A segment of another rank has an F, which gets its payload, and a B, which sends its gradients back.
 The F of a segment that others get sends its payload as well, and its B gets their gradients first.
-All ranks have the same windows (tree/across_ranks.py), and in each of them the same order: the
-payloads that cross when it begins, level by level of the trees, what a rank runs for itself, the
-gradients that cross when it ends. A level crosses at once: forward when a rank has computed what it
-owns of it, backward before a rank needs what others send back; so what ranks own of a level runs
-side by side. Whatever an exchange waits for comes before it on every rank, and none waits in a
-circle, even if every exchange holds up both of its ranks. Where a rank has several model chunks,
-what crosses does so chunk by chunk: forward from the first, backward from the last.
+All ranks have the same order: the payloads that cross when a step begins, level by level of the
+trees, what a rank runs for itself, the gradients that cross when the step ends. A level crosses at
+once: forward when a rank has computed what it owns of it, backward before a rank needs what others
+send back; so what ranks own of a level runs side by side. Whatever an exchange waits for comes
+before it on every rank, and none waits in a circle, even if every exchange holds up both of its
+ranks. Where a rank has several model chunks, what crosses does so chunk by chunk: forward from the
+first, backward from the last.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from megatron_prefix.tree import Forest
 from megatron_prefix.tree.forest import Exchange
 
 
-def in_windows(plan: Plan, forest: Forest) -> Plan:
-    """A plan in which what crosses data-parallel ranks does so when windows begin and end.
+def with_crossing(plan: Plan, forest: Forest) -> Plan:
+    """A plan in which what crosses data-parallel ranks does so when the step begins and ends.
 
     Args:
         plan: that runs segments in F-order, and a segment's backward after that of its readers.
         forest: its segments.
-
-    Raises:
-        ValueError: several windows in a pipeline, whose stages run ahead of their windows.
     """
     if not forest.exchanges:
         return plan
-    if plan.num_stages > 1 and forest.num_windows > 1:
-        raise ValueError("a pipeline that exchanges has one window")
     chunks = range(plan.num_chunks)
-    programs = tuple(tuple(_ordered(one, forest, chunks)) for one in plan.programs)
-    return replace(plan, programs=programs)
+    crossing = {one.segment for one in forest.exchanges}
+    begin, end = [*_beginning(forest, chunks)], [*_ending(forest, chunks)]
+    programs = (
+        (*begin, *(action for action in program if action.segment not in crossing), *end)
+        for program in plan.programs
+    )
+    return replace(plan, programs=tuple(programs))
 
 
 def with_messages(plan: Plan, forest: Forest) -> Plan:
-    """A plan of `in_windows` with every exchange written out, as lab/plans/job.py judges it."""
+    """A plan of `with_crossing` with every exchange written out, as lab/plans/job.py judges it."""
     transfers = tuple(
         Transfer(one.segment, peer, spans)
         for one in forest.exchanges
@@ -77,12 +77,10 @@ def _with_messages(program: Sequence[Action], forest: Forest) -> Iterator[Action
     """A program with sends and receives of every level, as run/exchanges.py makes them."""
     of = {one.segment: (place, one) for place, one in enumerate(forest.exchanges)}
 
-    def group(action: Action) -> tuple[str, int, int, int] | None:
+    def group(action: Action) -> tuple[str, int, int] | None:
         if action.segment not in of:
             return None
-        _, one = of[action.segment]
-        window = one.first if action.kind == "F" else one.last
-        return action.kind, window, one.level, action.chunk
+        return action.kind, of[action.segment][1].level, action.chunk
 
     for key, actions in itertools.groupby(program, group):
         if key is None:
@@ -102,32 +100,14 @@ def _messages(action: Action, one: Exchange, forest: Forest) -> Iterator[Action]
     return (Action(kind, action.segment, action.chunk, peer) for peer, _ in one.peers)
 
 
-def _ordered(program: tuple[Action, ...], forest: Forest, chunks: range) -> Iterator[Action]:
-    crossing = {one.segment for one in forest.exchanges}
-    window = -1
-    for action in program:
-        if action.segment in crossing:
-            continue
-        while window < forest.windows[action.segment] and action.kind == "F":
-            yield from _ending(forest, window, chunks)
-            window += 1
-            yield from _beginning(forest, window, chunks)
-        yield action
-    while window < forest.num_windows - 1:
-        yield from _ending(forest, window, chunks)
-        window += 1
-        yield from _beginning(forest, window, chunks)
-    yield from _ending(forest, window, chunks)
-
-
-def _beginning(forest: Forest, window: int, chunks: range) -> Iterator[Action]:
+def _beginning(forest: Forest, chunks: range) -> Iterator[Action]:
     """In a level what a rank computes, then what it receives."""
-    begin = [one for one in forest.exchanges if one.first == window]
+    begin = [*forest.exchanges]
     begin.sort(key=lambda one: (one.level, forest.segments[one.segment].source >= 0))
     return (Action("F", one.segment, chunk) for chunk in chunks for one in begin)
 
 
-def _ending(forest: Forest, window: int, chunks: range) -> Iterator[Action]:
-    end = [one for one in reversed(forest.exchanges) if one.last == window]
+def _ending(forest: Forest, chunks: range) -> Iterator[Action]:
+    end = [*reversed(forest.exchanges)]
     end.sort(key=lambda one: (-one.level, forest.segments[one.segment].source < 0))
     return (Action("B", one.segment, chunk) for chunk in reversed(chunks) for one in end)

@@ -60,7 +60,8 @@ class JointForest:
         owners, segments = tuple(microbatch_of), forest.segments
         lengths = tuple((segment.padded_length,) for segment in segments)
         spans = tuple(len(segment.spans) for segment in segments)
-        return cls(forest, owners, forest, owners, (owners,), lengths, spans, _sent([forest]))
+        sent = _sent([forest]) if forest.exchanges else ()
+        return cls(forest, owners, forest, owners, (owners,), lengths, spans, sent)
 
     @property
     def num_pipelines(self) -> int:
@@ -97,8 +98,7 @@ def joint_forest(
             tuple(number for forest in forests for number in forest.first_trained),
             forests[place].multiple,
             ordered,
-            exchanges=tuple(Exchange(place, 0, 0, (), level) for place, level in enumerate(levels)),
-            windows=(0,) * len(nodes) if crossing else (),
+            exchanges=tuple(Exchange(place, (), level) for place, level in enumerate(levels)),
             whole=forests[place].whole,
         ),
         tuple(_numbered(microbatches_of, ordered)),
@@ -135,15 +135,9 @@ def _numbered(microbatches_of: Sequence[Sequence[int]], ordered: bool) -> Iterat
 
 
 def _crossing(forests: Sequence[Forest]) -> tuple[list[int], list[_Node]]:
-    """Levels and places of segments that cross data-parallel ranks; forests begin with them.
-
-    Raises:
-        ValueError: several windows.
-    """
+    """Levels and places of segments that cross data-parallel ranks; forests begin with them."""
     rows: dict[tuple[int, bool], list[list[int]]] = {}
     for place, forest in enumerate(forests):
-        if forest.num_windows > 1:
-            raise ValueError("pipelines that exchange side by side have one window")
         for one in forest.exchanges:
             received = forest.segments[one.segment].source >= 0
             row = rows.setdefault((one.level, received), [[] for _ in forests])
@@ -202,11 +196,9 @@ def _filled(
     exchanges = [one._replace(segment=new[one.segment]) for one in forest.exchanges]
     for number, (level, node) in enumerate(zip(levels, nodes, strict=False)):
         if node[place] is None:
-            exchanges.append(Exchange(number, 0, 0, (), level))
+            exchanges.append(Exchange(number, (), level))
     exchanges.sort(key=lambda one: one.level)  # in a level in the order that all ranks have
-    windows = (0,) * len(nodes) if exchanges else ()
-    filled = replace(forest, segments=tuple(segments), exchanges=tuple(exchanges), rounds=())
-    return replace(filled, windows=windows)
+    return replace(forest, segments=tuple(segments), exchanges=tuple(exchanges), rounds=())
 
 
 def _moved(segment: Segment, new: Mapping[int, int]) -> Segment:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.exchanges import in_windows
+from megatron_prefix.plan.exchanges import with_crossing
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Segment
 
@@ -76,21 +76,12 @@ def loss_ready_after(forest: Forest, microbatches: Sequence[int] | None = None) 
     ]
 
 
-def forward_items(num_segments: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:
-    """F-order over model chunks: (segment, model chunk), `group_size` segments a turn.
+def turns(order: Sequence[int], chunks: Sequence[int], group_size: int) -> list[tuple[int, int]]:
+    """An order of segments over model chunks: (segment, model chunk), `group_size` segments a turn.
 
     Megatron's order with virtual stages (`get_schedule_table` in
-    megatron/core/pipeline_parallel/schedules.py); with one model chunk it is F-order.
+    megatron/core/pipeline_parallel/schedules.py); with one model chunk it is that of the segments.
     """
-    return _turns(range(num_segments), range(num_chunks), group_size)
-
-
-def backward_items(order: Sequence[int], num_chunks: int, group_size: int) -> list[tuple[int, int]]:
-    """B-order over model chunks, the last one first."""
-    return _turns(order, range(num_chunks - 1, -1, -1), group_size)
-
-
-def _turns(order: Sequence[int], chunks: Sequence[int], group_size: int) -> list[tuple[int, int]]:
     return [
         (segment, chunk)
         for begin in range(0, len(order), group_size)
@@ -133,8 +124,9 @@ def make_plan(
     """
     size = (group_size or num_ranks) if num_chunks > 1 else 1
     ready_after = loss_ready_after(forest, microbatches)
-    forwards = forward_items(len(forest.segments), num_chunks, size)
-    backwards = backward_items(backward_order(forest.segments, ready_after), num_chunks, size)
+    chunks, order = range(num_chunks), backward_order(forest.segments, ready_after)
+    forwards = turns(range(len(forest.segments)), chunks, size)
+    backwards = turns(order, chunks[::-1], size)  # the last model chunk first
     place = {item: position for position, item in enumerate(forwards)}
     demands = (place[ready_after[segment], num_chunks - 1] + 1 for segment, _ in backwards)
     orders = _Orders(
@@ -170,7 +162,7 @@ def best_plan(
     first = make_plan(
         forest, num_ranks, run_ahead=run_ahead, max_live_positions=max_live_positions, **options
     )
-    first = in_windows(first, forest)
+    first = with_crossing(first, forest)
     if num_ranks == 1:
         return first
     ready_after = loss_ready_after(forest, microbatches)
@@ -184,7 +176,7 @@ def best_plan(
             max_live_positions=base.peak_live_positions,
             **options,
         )
-        plan = in_windows(plan, forest)
+        plan = with_crossing(plan, forest)
         timeline = simulate(plan, ready_after=ready_after)
         if timeline.peak_live_positions <= base.peak_live_positions:
             tried.append((timeline.makespan, number, plan))

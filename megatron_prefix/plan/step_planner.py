@@ -21,7 +21,7 @@ from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 from megatron_prefix.tree.across_ranks import CommonSpans
 from megatron_prefix.tree.build import find_below
-from megatron_prefix.tree.rounds import Rows
+from megatron_prefix.tree.packing import Rows
 
 
 class Verdict(NamedTuple):
@@ -102,7 +102,6 @@ class StepPlanner:
     def build(
         self,
         rollouts: Sequence[Pairs],
-        groups: Sequence[int],
         microbatch_of: Sequence[int],
         judge: Judge | None = None,
         common: Common | None = None,
@@ -111,7 +110,6 @@ class StepPlanner:
 
         Args:
             rollouts: of the step.
-            groups: see `tree.build`.
             microbatch_of: the trainer's microbatch of each rollout.
             judge: chooses among lengths of segments, where that is "auto".
             common: per rollout the number of its beginning, and what data-parallel ranks have in
@@ -119,7 +117,7 @@ class StepPlanner:
         """
 
         def built(length: int) -> Forest:
-            return self.build_at(length, rollouts, groups, microbatch_of, common=common)
+            return self.build_at(length, rollouts, microbatch_of, common=common)
 
         if judge is None or len(self._lengths) == 1:
             length = self._options.segment_tokens
@@ -146,7 +144,6 @@ class StepPlanner:
         self,
         length: int,
         rollouts: Sequence[Pairs],
-        groups: Sequence[int],
         microbatch_of: Sequence[int],
         *,
         common: Common | None = None,
@@ -160,9 +157,9 @@ class StepPlanner:
         if common is not None:
             return find_below(rollouts, *common, options).forest(microbatch_of=microbatch_of)
         if self._chooser is not None:
-            chunk_tokens = self._chooser.choose(rollouts, groups, options, microbatch_of)
+            chunk_tokens = self._chooser.choose(rollouts, None, options, microbatch_of)
             options = replace(options, chunk_tokens=chunk_tokens)
-        return build(rollouts, groups, options, microbatch_of, rows)
+        return build(rollouts, None, options, microbatch_of, rows)
 
     def plan(self, joint: JointForest) -> Plan:
         """The first of `plans`."""

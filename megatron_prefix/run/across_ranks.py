@@ -137,16 +137,15 @@ class Watch:
         self.last: SharingAcrossRanks | None = None
         self._num_steps = 0
 
-    def look(self, step: Step, rank: Rank, *, forward_only: bool, setting: str) -> None:
+    def look(self, step: Step, rank: Rank, *, setting: str) -> None:
         """All ranks call this for a step that they have agreed to go on with.
 
         Args:
             step: read.
-            rank: this one.
-            forward_only: nothing is looked at then.
+            rank: this one; in a call without gradients nothing is looked at.
             setting: what makes prompts run once in the job, or why that cannot be; "": they do.
         """
-        if forward_only:
+        if rank.forward_only:
             return
         self._num_steps += 1
         if self._num_steps % EVERY != 1 or not rank.is_first or rank.data_ranks is None:

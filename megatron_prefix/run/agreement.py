@@ -153,10 +153,8 @@ def meet(forest: Forest, microbatch_of: Sequence[int], group: Any) -> JointFores
     Args:
         forest: this rank's segments.
         microbatch_of: the trainer's microbatch of each of its rollouts.
-        group: the process group whose ranks meet in every action; None if no ranks meet.
+        group: the process group whose ranks meet in every action.
     """
-    if group is None:
-        return JointForest.alone(forest, microbatch_of)
     numbers: list[Any] = [None] * group.size()
     dist.all_gather_object(numbers, (tuple(microbatch_of), forest.to_ints()), group=group)
     forests = [Forest.from_ints(ints) for _, ints in numbers]
@@ -174,7 +172,7 @@ def check_programs(unplanned: Sequence[Any] | None, group: Any) -> None:
     Raises:
         UserError: the ranks would not run the same side by side; on every rank of the group.
     """
-    if unplanned is None or group is None:
+    if unplanned is None:
         return
     programs: list[Any] = [None] * group.size()
     dist.all_gather_object(programs, [str(action) for action in unplanned], group=group)

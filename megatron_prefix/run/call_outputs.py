@@ -120,14 +120,14 @@ class CallOutputs:
     """
 
     def __init__(self, step: Step, form: AnswerForm = AnswerForm()) -> None:  # noqa: B008  # a tuple
-        self._forest, self._packed, self._slices = step.forest, step.packed, step.slices
+        self._forest, self._packed = step.forest, step.packed
         self._form, self._exchange = form, form.exchange
         self.kept: dict[int, SegmentOutput] = {}
         self._strays: list[Tensor] = []
         self._structure: Any = None
         self._axes: list[Axis | None] = []
         self._plain: list[Any] = []
-        self._index: dict[tuple[bool, tuple[int, ...]], Tensor] = {}
+        self._index: dict[tuple[int, ...], Tensor] = {}
         self._bounds: dict[int, list[int]] = {}
         self.guards: list[Tensor] = []
 
@@ -203,10 +203,6 @@ class CallOutputs:
         """Sizes of the gradients that have reached positions which nobody computed."""
         return [*self._strays, *(largest(one.grad) for one in self.guards if one.grad is not None)]
 
-    def drop(self, index: int) -> None:
-        """Drops a segment's output."""
-        self.kept.pop(index, None)
-
     def answer(self, microbatch: int, rollouts: Sequence[int]) -> Any:
         """A microbatch's output in the layout of its call, in memory of its own.
 
@@ -223,7 +219,9 @@ class CallOutputs:
             if axis is None:
                 outputs.append(next(plain))
                 continue
-            whole = self._on_this_rank(self._joined(rollouts, number), lengths, packed)
+            whole = self._joined(rollouts, number)
+            if self._exchange is not None:
+                whole = self._on_this_rank(whole, lengths, self._exchange)
             if axis.dim == FLAT and not packed and len(rollouts) > 1:
                 raise refused(FLAT_ROWS, len(rollouts))
             outputs.append(self._laid_out(whole, axis, 1 if packed else len(rollouts)))
@@ -255,26 +253,21 @@ class CallOutputs:
         elif num > 1:  # of one position either dimension could be the one
             self._axes = axes
 
-    def _on_this_rank(self, whole: Tensor, lengths: tuple[int, ...], packed: bool) -> Tensor:
+    def _on_this_rank(self, whole: Tensor, lengths: tuple[int, ...], exchange: Exchange) -> Tensor:
         """This context-parallel rank's positions of samples that lie one behind the other."""
-        exchange = self._exchange
-        if exchange is None:
-            return whole
-        key = packed, lengths
-        if key not in self._index:
-            mine = cp_layout.call_positions(
-                lengths, packed, self._slices, exchange.rank, exchange.size
-            )
-            self._index[key] = on(whole.device, mine)
-        return whole.index_select(0, self._index[key])
+        if lengths not in self._index:
+            mine = cp_layout.held_positions(lengths, exchange.rank, exchange.size)
+            self._index[lengths] = on(whole.device, mine)
+        return whole.index_select(0, self._index[lengths])
 
     def _joined(self, rollouts: Sequence[int], number: int) -> Tensor:
         """One tensor's positions along the paths of rollouts, [positions, ...]."""
+        segments = self._forest.segments
         places = [place for rollout in rollouts for place in self._forest.paths[rollout]]
         like = self.kept[places[-1].segment].leaves[number]
         if like.dim() > 1:
             return self._assembled(places, number, like)
-        used = sorted({place.segment for place in places if self._is_computed(place)})
+        used = sorted({place.segment for place in places if segments[place.segment].scored})
         begins, total = dict[int, int](), 0  # of segments whose outputs lie one behind the other
         for segment in used:
             begins[segment] = total
@@ -282,8 +275,8 @@ class CallOutputs:
         index = []
         missing = total  # zeros behind the outputs stand for positions that nobody computed
         for place in places:
-            length = self._forest.segments[place.segment].spans[place.number].length
-            if self._is_computed(place):
+            length = segments[place.segment].spans[place.number].length
+            if segments[place.segment].scored:
                 start = begins[place.segment] + self._bounds_of(place.segment)[place.number]
             else:
                 start, missing = missing, missing + length
@@ -291,9 +284,6 @@ class CallOutputs:
         outputs = [self.kept[segment].leaves[number] for segment in used]
         whole = torch.cat([*outputs, self._guard(like, missing - total)])
         return whole.index_select(0, on(like.device, np.concatenate(index)))
-
-    def _is_computed(self, place: Place) -> bool:
-        return self._forest.segments[place.segment].scored
 
     def _bounds_of(self, index: int) -> list[int]:
         """Where the spans of a segment begin in its output, and where the last one ends."""
@@ -305,10 +295,11 @@ class CallOutputs:
     def _assembled(self, places: Sequence[Place], number: int, like: Tensor) -> Tensor:
         """Logits along places: no second copy of them, and zeros where nobody computed any."""
         pieces, targets, unread, offset = [], [], [], 0
+        segments = self._forest.segments
         for place in places:
-            length = self._forest.segments[place.segment].spans[place.number].length
+            length = segments[place.segment].spans[place.number].length
             local = np.arange(0)
-            if self._is_computed(place):
+            if segments[place.segment].scored:
                 piece = self.kept[place.segment].pieces[number][place.number]
                 pieces.append(piece)
                 local = piece.positions

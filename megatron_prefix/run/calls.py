@@ -21,16 +21,20 @@ from torch.utils import (
 )
 
 from megatron_prefix.errors import refused
+from megatron_prefix.layers.attention import MaskUse
 from megatron_prefix.refusals.table import (
     DIFFERENT_ARGUMENTS,
     EMPTY_ARGUMENT,
     INFERENCE_CONTEXT,
     INFERENCE_PARAMS,
+    NO_MASK,
     NO_POSITION,
+    NOT_CAUSAL,
     ODD_SLICES,
     OTHER_PACKING,
     OTHER_TENSORS,
     OVERWRITTEN,
+    PADDING_MASK,
     SOME_HAVE,
 )
 from megatron_prefix.tree import cp_layout
@@ -54,7 +58,7 @@ REFUSED = {
 }
 """Arguments of the model that cannot be given."""
 MASKS = ("attention_mask", "padding_mask")
-"""Arguments of the model that segments do not have: see masks.py."""
+"""Arguments of the model that segments do not have: see `check_masks`."""
 
 
 @dataclass(frozen=True)
@@ -174,13 +178,11 @@ class CallLayout(NamedTuple):
             included.
         packed: whether they are one behind the other in one row (THD), else one row each.
         behind: positions behind the last sample of a pack, the last of `lengths`; 0 if none are.
-        slices: how the rows are cut for these ranks.
     """
 
     lengths: tuple[int, ...]
     packed: bool
     behind: int = 0
-    slices: Slices = Slices.ZIGZAG
 
     def held(self, rank: int, size: int) -> cp_layout.Index:
         """Positions of the samples, one behind the other, that a context-parallel rank holds.
@@ -188,10 +190,8 @@ class CallLayout(NamedTuple):
         Raises:
             CannotShare: they cannot be cut so.
         """
-        for length in self.lengths if size > 1 and self.slices is Slices.ZIGZAG else ():
-            if length % (2 * size):
-                raise refused(ODD_SLICES, length // size, 2 * size)
-        return cp_layout.call_positions(self.lengths, self.packed, self.slices, rank, size)
+        check_cut(self.lengths, size)
+        return cp_layout.held_positions(self.lengths, rank, size)
 
     def positions(self, rank: int, size: int) -> cp_layout.Index:
         """Of each of these, its place in its sample."""
@@ -199,8 +199,19 @@ class CallLayout(NamedTuple):
         return np.concatenate(places)[self.held(rank, size)]
 
 
+def check_cut(lengths: Sequence[int], size: int) -> None:
+    """Refuses samples that have no zig-zag for so many context-parallel ranks.
+
+    Raises:
+        CannotShare: naming the first of them.
+    """
+    for length in lengths if size > 1 else ():
+        if length % (2 * size):
+            raise refused(ODD_SLICES, length // size, 2 * size)
+
+
 def check(calls: Sequence[ModelCall]) -> None:
-    """Refuses calls that cannot be answered from segments; of their masks see masks.py.
+    """Refuses calls that cannot be answered from segments; of their masks see `check_masks`.
 
     Args:
         calls: of one model chunk.
@@ -225,17 +236,15 @@ def check(calls: Sequence[ModelCall]) -> None:
             raise refused(DIFFERENT_ARGUMENTS, ", ".join({*call.others, *calls[0].others}))
 
 
-def slices_of(calls: Sequence[ModelCall], told: Slices) -> Slices:
-    """How calls are cut for context-parallel ranks: as the trainer's setting says, or a packing."""
+def are_contiguous(calls: Sequence[ModelCall], told: Slices) -> bool:
+    """Whether calls are cut into contiguous parts for context-parallel ranks: as the trainer's
+    setting says, or a packing."""
     modes = {getattr(call["packed_seq_params"], "cp_partition_mode", "") for call in calls}
-    return Slices.CONTIGUOUS if "contiguous" in modes else told
+    return told is Slices.CONTIGUOUS or "contiguous" in modes
 
 
 def layouts(
-    calls: Sequence[ModelCall],
-    cp_size: int,
-    sequence_ranks: int = 1,
-    told: Slices = Slices.ZIGZAG,
+    calls: Sequence[ModelCall], cp_size: int, sequence_ranks: int = 1
 ) -> list[CallLayout] | None:
     """Where the samples of each call are; None on a stage whose calls do not say.
 
@@ -243,26 +252,25 @@ def layouts(
         calls: of one model chunk.
         cp_size: context-parallel ranks, each of which has the same share of every row.
         sequence_ranks: tensor-parallel ranks that share the rows of embeddings.
-        told: how the trainer says that rows are cut.
 
     Raises:
         CannotShare: a form of packing that is not known, or samples of no position.
     """
     ends = _sample_ends([call["packed_seq_params"] for call in calls])
-    places, slices = [], slices_of(calls, told)
+    places = []
     for call, cumulated in zip(calls, ends, strict=True):
         shape = shape_of(call, sequence_ranks)
         if cumulated is None or (shape is not None and shape[0] > 1):
             if shape is None:
                 return None
             # Megatron-RL gives `packed_seq_params` of rows that are not packed, too.
-            places.append(CallLayout((shape[1] * cp_size,) * shape[0], False, 0, slices))
+            places.append(CallLayout((shape[1] * cp_size,) * shape[0], False))
             continue
         pairs = itertools.pairwise(cumulated)
         lengths = [end - start for start, end in pairs if end > start]
         if over := 0 if shape is None else shape[1] * cp_size - sum(lengths):
             lengths.append(over)  # what is over the last sample runs through the model as well
-        places.append(CallLayout(tuple(lengths), True, over, slices))
+        places.append(CallLayout(tuple(lengths), True, over))
     if any(min(layout.lengths, default=0) < 1 for layout in places):
         raise refused(NO_POSITION)
     return places
@@ -298,3 +306,72 @@ def _cumulated(packing: Any) -> Tensor | None:
         raise refused(OTHER_PACKING, repr(packing.qkv_format))
     padded = getattr(packing, "cu_seqlens_q_padded", None)
     return packing.cu_seqlens_q if padded is None else padded
+
+
+# Masks -------------------------------------------------------------------------------------------
+
+
+def check_masks(
+    calls: Sequence[ModelCall], use: MaskUse, *, counts_tokens: bool, sequence_ranks: int = 1
+) -> None:
+    """Refuses masks that segments cannot follow; the host waits only if there are masks.
+
+    A span is computed without its siblings and without padding, so its attention is causal and
+    nothing else.  A mask is taken where stock attention is, too: where the mask is the causal one,
+    or where transformer-engine's attention is causal by itself and ignores it.
+
+    Args:
+        calls: of one model chunk.
+        use: what its attention does with an `attention_mask`.
+        sequence_ranks: see `layouts`.
+        counts_tokens: whether its routers count tokens, those of a `padding_mask` left out.
+
+    Raises:
+        CannotShare: naming the mask, and the fix.
+    """
+    if use is MaskUse.NEEDED and any(call["attention_mask"] is None for call in calls):
+        raise refused(NO_MASK)
+    masked = [call for call in calls if call["attention_mask"] is not None]
+    if _any([_changes_attention(call, use, sequence_ranks) for call in masked]):
+        raise refused(NOT_CAUSAL)
+    padded = [call["padding_mask"] for call in calls if call["padding_mask"] is not None]
+    if counts_tokens and _any([(mask != 0).any() for mask in padded]):
+        raise refused(PADDING_MASK)
+
+
+def _changes_attention(call: ModelCall, use: MaskUse, sequence_ranks: int) -> Tensor:
+    """Whether the attention of a call is not the causal one, or might not be; bool []."""
+    mask, shape = call["attention_mask"], shape_of(call, sequence_ranks)
+    if mask.dim() < 2:
+        return _yes(mask)
+    square = mask.shape[-1] == mask.shape[-2]
+    if use is MaskUse.IGNORED and not square and shape is not None:
+        kept = _kept(mask, shape)
+        if kept is not None:  # no token that it keeps sees one that it leaves out, at the end
+            return ~kept[:, 0].all() | (kept[:, 1:] & ~kept[:, :-1]).any()
+    if mask.dtype != torch.bool or not square:
+        return _yes(mask)
+    causal = torch.ones_like(mask[(0,) * (mask.dim() - 2)]).triu(1)
+    return (mask != causal).any()
+
+
+def _kept(mask: Tensor, shape: torch.Size) -> Tensor | None:
+    """Which tokens a mask of padding keeps, bool [samples, positions]; None for other masks.
+
+    It has that shape itself, or that of transformer-engine's, [samples, 1, 1, positions], in which
+    True is padding (SkyRL's).
+    """
+    if mask.shape == shape:
+        return mask != 0
+    rows, *middle = mask.shape[:-1]
+    if mask.dtype == torch.bool and middle == [1, 1] and (rows, mask.shape[-1]) == shape:
+        return ~mask[:, 0, 0]
+    return None
+
+
+def _yes(like: Tensor) -> Tensor:
+    return torch.ones((), dtype=torch.bool, device=like.device)
+
+
+def _any(flags: list[Tensor]) -> bool:
+    return bool(flags) and bool(torch.stack(flags).any())

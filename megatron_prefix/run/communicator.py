@@ -214,12 +214,8 @@ def communicator(group: Any, device: torch.device) -> Communicator:
 
 
 @contextlib.contextmanager
-def communicator_of(group: Any, device: torch.device) -> Iterator[Communicator | None]:
-    """See `communicator`; given up when a step fails, as messages of that step may still be in it.
-    None without a group."""
-    if group is None:
-        yield None
-        return
+def communicator_of(group: Any, device: torch.device) -> Iterator[Communicator]:
+    """See `communicator`; given up when a step fails: messages of that step may still be in it."""
     try:
         yield communicator(group, device)
     except BaseException:

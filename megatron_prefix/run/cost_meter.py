@@ -26,7 +26,7 @@ from megatron_prefix.plan.cost_file import read_costs, write_costs
 from megatron_prefix.plan.cost_fit import KEPT, Evidence, StepTime, together
 from megatron_prefix.plan.files import check_writable
 from megatron_prefix.plan.gate import Decision, other_way
-from megatron_prefix.plan.seen_peaks import Peaks, Seen, factors
+from megatron_prefix.plan.peak_memory import Peaks, Seen, factors
 from megatron_prefix.run.agreement import first_says
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.report import StepReport
@@ -52,6 +52,12 @@ class CostMeter:
     Args:
         config: what the user set.
         rank: with the model.
+
+    Attributes:
+        times: what work takes, by the guess or as measured.
+        memory_factors: by what predicted peaks are multiplied, of the stock schedule and of ours;
+            the same on all ranks.
+        due: whether the step that runs is measured.
     """
 
     def __init__(self, config: PrefixConfig, rank: Rank) -> None:
@@ -68,6 +74,7 @@ class CostMeter:
         self._num_steps = 0
         self._ran: set[bool] = set()
         self._seen = {share: Seen() for share in (False, True)}
+        self.memory_factors = 1.0, 1.0
         self.due = False
 
     def _loaded(self) -> Evidence:
@@ -105,12 +112,6 @@ class CostMeter:
     def _knows_both(self) -> bool:
         return bool(self._measured.measured(True) and self._measured.measured(False))
 
-    @property
-    def memory_factors(self) -> tuple[float, float]:
-        """By what predicted peaks are multiplied, of the stock schedule and of ours; the same on
-        all ranks."""
-        return factors(self._seen[False], self._seen[True])
-
     def chosen(self, decision: Decision) -> Decision:
         """The decision, or the other schedule where that was never timed and could be faster.
 
@@ -128,12 +129,12 @@ class CostMeter:
             report: of the step, with decision and prediction.
             rank: place in the pipeline.
         """
-        self._wait()
-        before = peaks(self._device) if self.due else None
-        begin = time.perf_counter()
+        if due := self.due:
+            wait_for(self._device)
+            before, begin = peaks(self._device), time.perf_counter()
         yield
-        self._wait()
-        if self.due:
+        if due:
+            wait_for(self._device)
             seconds = time.perf_counter() - begin
             self._learn(report, rank, seconds, self._looked(report, before))
         self._ran.add(report.decision.share)
@@ -170,6 +171,7 @@ class CostMeter:
             by_schedule = [*map(Seen.most, zip(*peaks_seen, strict=True))]
         for one, most in zip(self._seen, by_schedule, strict=True):
             self._seen[one] = self._seen[one].then(most)
+        self.memory_factors = factors(self._seen[False], self._seen[True])
         self._measured = self._measured.and_also(mine, KEPT)
         self.times = first_says(self._measured.times(self._prior), self._groups)
         logger.info("measured step %d: %s", self._num_steps, self.times)
@@ -184,9 +186,11 @@ class CostMeter:
         except UserError as error:  # a full disk must not end the training
             logger.warning("measured costs are not kept: %s", error)
 
-    def _wait(self) -> None:
-        if self.due and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+
+def wait_for(device: torch.device) -> None:
+    """Waits until a GPU has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def peaks(device: torch.device) -> Peaks | None:

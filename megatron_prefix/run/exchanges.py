@@ -68,9 +68,6 @@ class Exchanges:
     Attributes:
         crossed: what has been exchanged so far.
         held_bytes: that messages take now; see `Crossed.peak_bytes`.
-
-    Raises:
-        ValueError: several windows: rows of gradients could be taken again while they leave.
     """
 
     def __init__(
@@ -81,8 +78,6 @@ class Exchanges:
         device: torch.device,
         forward_only: bool = False,
     ) -> None:
-        if forest.num_windows > 1:
-            raise ValueError("a step with exchanges has one window")
         self._level_of = {one.segment: one.level for one in forest.exchanges}
         levels = itertools.groupby(forest.exchanges, lambda one: one.level)
         self._levels = [[*of_level] for _, of_level in levels]

@@ -26,7 +26,6 @@ from megatron_prefix.moe.ledger import RouterLedger
 from megatron_prefix.offload.segment import OffloadedSegment, Offloader, addresses
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.memory_policy import BACKWARDS_AHEAD
-from megatron_prefix.run import heads
 from megatron_prefix.run.calls import FILLED_BY_MODEL
 from megatron_prefix.run.exchanges import Exchanges
 from megatron_prefix.run.final_states import FinalStates
@@ -54,6 +53,7 @@ class Stage:
         has_labels: whether these have labels.
         others: their other arguments that are about no position.
         given: what they give in the place of tokens; None: nothing.
+        moves_labels: whether their head moves labels by one: see heads.py.
         filled: what they put into a dict that calls bring; None: these bring none.
         losses: on the last stage only.
         final: what of its decoder's output crosses data-parallel ranks; None elsewhere, and where
@@ -74,6 +74,7 @@ class Stage:
     has_labels: bool
     others: Mapping[str, Any]
     given: Given | None = None
+    moves_labels: bool = False
     filled: FilledDict | None = None
     losses: Losses | None = None
     final: FinalStates | None = None
@@ -90,7 +91,7 @@ class Executor:
         plan: the step's plan.
         stages: the rank's model chunks.
         inputs: tokens, labels and positions of the segments.
-        links: messages to and from the neighbours.
+        links: messages to and from the neighbours; None where there are none.
         forward_only: run without gradients; a backward then only releases its segment.
         timing: what times the computation of an action, if anything does.
         offloader: takes what segments with policy "offload" save.
@@ -103,12 +104,12 @@ class Executor:
         plan: Plan,
         stages: Sequence[Stage],
         inputs: SegmentInputs,
-        links: Links,
+        links: Links | None,
         forward_only: bool,
         timing: Callable[[Action], contextlib.AbstractContextManager] | None,
         offloader: Offloader | None,
         reductions: Reductions | None,
-        exchanges: Exchanges | None = None,
+        exchanges: Exchanges | None,
     ) -> None:
         self._offloader, self._reductions = offloader, reductions
         self._exchanges = exchanges
@@ -133,15 +134,20 @@ class Executor:
                 last = {one.chunk: place for place, one in enumerate(program) if one.kind == "B"}
                 for place, action in enumerate(program):
                     stage = self._stages[action.chunk]
-                    stage.ahead[:] = self._wanted(program[place : place + 1 + BACKWARDS_AHEAD])
-                    is_last = last.get(action.chunk) == place
-                    with _annotated(action), self._reducing(action, stage, is_last):
+                    reducing: contextlib.AbstractContextManager = contextlib.nullcontext()
+                    if self._offloader is not None:
+                        stage.ahead[:] = self._wanted(program[place : place + 1 + BACKWARDS_AHEAD])
+                    if self._reductions is not None and last.get(action.chunk) == place:
+                        reducing = self._reducing(action, stage, self._reductions)
+                    with _annotated(action), reducing:
                         if self._exchanges is None:
                             self._handlers[action.kind](action, stage)
                         else:
                             self._crossing(action, stage, self._exchanges)
-                    self._links.advance()
-            self._links.finish()
+                    if self._links is not None:
+                        self._links.advance()
+            if self._links is not None:
+                self._links.finish()
             if self._exchanges is not None:
                 self._exchanges.finish()
         finally:
@@ -197,14 +203,13 @@ class Executor:
             index, segment.inner, runs, num_levels, positions, stage.cache, stage.ledger,
             backward, None if backward else stage.offloads.get(index), stage.ahead,
             stage.hooks.keys_only if unread else None,
-            self._inputs.read(index, stage.others) if scored else None,
-            heads.moves_labels(stage.others),
+            self._inputs.read(index, stage.moves_labels) if scored else None, stage.moves_labels,
             *((None, None) if final is None else final.of(index)),
         )  # fmt: skip
 
     def _forward(self, action: Action, stage: Stage) -> None:
         index = action.segment
-        received = None if stage.is_first else self._links.receive(action)
+        received = None if stage.is_first else self._links.receive(action)  # type: ignore[union-attr]
         if received is not None and not self._forward_only:
             received.requires_grad_()
         again = self._plan.policy(index) == "recompute"
@@ -219,7 +224,7 @@ class Executor:
         if not self._forward_only:
             stage.live[index] = received, None if again else output
         if not stage.is_last:
-            self._links.send(action, output)
+            self._links.send(action, output)  # type: ignore[union-attr]
             if self._frees_outputs(stage) and not again:
                 deallocate_output_tensor(output, True)
 
@@ -235,7 +240,8 @@ class Executor:
                 others |= stage.given.arguments(index)
             if stage.filled is not None:
                 others[FILLED_BY_MODEL] = dict(stage.filled.brought)
-            found = self._inputs.call(forward, index, stage.has_labels, others, scored=scored)
+            moves_labels = scored and stage.moves_labels
+            found = self._inputs.call(forward, index, stage.has_labels, others, moves_labels)
             if stage.filled is not None:
                 stage.filled.take(others, scored=scored)
             return found
@@ -248,7 +254,7 @@ class Executor:
         if output is None:  # while the gradient is on its way
             with self._timing(action):
                 output = self._call(index, stage, received)
-        gradient = None if stage.is_last else self._links.receive(action)
+        gradient = None if stage.is_last else self._links.receive(action)  # type: ignore[union-attr]
         if index in stage.offloads:
             stage.offloads[index].prefetch()
         context = self._context(index, stage, backward=True)
@@ -257,7 +263,11 @@ class Executor:
                 stage.losses.complete(index)  # type: ignore[union-attr]
             with stage.hooks.running(context, scored=scored):
                 if scored:
-                    torch.autograd.backward(*self._of_losses(index, stage, output))
+                    tensors, gradients = stage.losses.outputs.gradients(index, output)  # type: ignore[union-attr]
+                    if stage.final is not None:
+                        states, sent = stage.final.gradients(index)
+                        tensors, gradients = tensors + states, gradients + sent
+                    torch.autograd.backward(tensors, gradients)
                 elif freed:
                     custom_backward(output, gradient)
                 else:
@@ -268,26 +278,14 @@ class Executor:
         if received is not None:
             if received.grad is None:
                 raise RuntimeError(f"{action}: no gradient has reached the stage's input")
-            self._links.send(action, received.grad)
+            self._links.send(action, received.grad)  # type: ignore[union-attr]
         stage.offloads.pop(index, None)
         self._release(action, stage)
 
-    def _of_losses(
-        self, index: int, stage: Stage, output: Any
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """What a segment's backward begins with on the last stage, and the gradients of it."""
-        tensors, gradients = stage.losses.outputs.gradients(index, output)  # type: ignore[union-attr]
-        if stage.final is None:
-            return tensors, gradients
-        states, sent = stage.final.gradients(index)
-        return tensors + states, gradients + sent
-
     def _reducing(
-        self, action: Action, stage: Stage, is_last: bool
+        self, action: Action, stage: Stage, reductions: Reductions
     ) -> contextlib.AbstractContextManager:
         """Starts reductions during the last backward of a model chunk."""
-        if self._reductions is None or not is_last:
-            return contextlib.nullcontext()
         segment = self._plan.segments[action.segment]
         ends_early = stage.is_last and not segment.scored
         further = stage.hooks.ahead  # it may be all that the output layer is for
@@ -295,9 +293,7 @@ class Executor:
         expands = bool(segment.parents)  # weights that make keys of ancestors' latents
         policy = self._plan.policy(action.segment)
         kind = segment.inner, segment.scored, rows, expands, policy
-        return self._reductions.during(
-            action.chunk, kind, stage.hooks.unread if ends_early else tuple
-        )
+        return reductions.during(action.chunk, kind, stage.hooks.unread if ends_early else tuple)
 
     def _scored(self, index: int, stage: Stage) -> bool:
         return stage.losses is not None and self._plan.segments[index].scored

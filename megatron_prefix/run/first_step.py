@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
-import inspect
 import itertools
 import sys
 import types
@@ -57,19 +56,22 @@ from megatron_prefix.refusals.table import (
     TRAINING_MODE,
     TWO_CALLS,
 )
-from megatron_prefix.run import beside, heads, traces
+from megatron_prefix.run import heads, traces
 from megatron_prefix.run.call_outputs import CHECKED_ROWS, largest
 from megatron_prefix.run.calls import FILLED_BY_MODEL
 from megatron_prefix.run.forward_step_state import fixed, quantises
 from megatron_prefix.run.loss_graph import CallGraph, next_number
-from megatron_prefix.run.loss_variables import Place, places, used_names
+from megatron_prefix.run.loss_variables import Place, code_of, places, used_names
 from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.samples import WatchedIterator
+from megatron_prefix.run.suspend import is_beside, takes_beside
 
 HELD = 256
 """Values that one loss may read, and places of them, that are looked at."""
 DRAWN = 4
 """Things drawn last that are looked for again."""
+LIKE_BATCHES = 2
+"""Dimensions of what a trainer may keep of all microbatches: [samples, positions], no logits."""
 _READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CONST"}
 _NUMBERS = (bool, int, float, str, bytes, type(None))
 
@@ -124,7 +126,6 @@ class FirstStep:
         function: the trainer's `forward_step_func`.
         rank: with the model chunks that it calls.
         suspended: whether forward steps are suspended in their calls, which stock does not run.
-        takes_beside: whether forward steps may make calls without gradients, too (beside.py).
 
     Attributes:
         rank, suspended: as given.
@@ -133,11 +134,9 @@ class FirstStep:
             data-parallel ranks; only where the stock schedule runs, which calls them in order.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], rank: Rank, *, suspended: bool, takes_beside: bool
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], rank: Rank, *, suspended: bool) -> None:
         self._function, self.rank, self.suspended = function, rank, suspended
-        self._takes_beside = takes_beside and torch.is_grad_enabled()
+        self._takes_beside = takes_beside(rank)
         self.reason: Reason | None = None
         self.losses_exchange = False
         self._places = [*places(function)]
@@ -252,7 +251,7 @@ class FirstStep:
                     self._note(CALL_IN_BACKWARD.given())
                 return stock(*args, **kwargs)
             if self._is_beside(step):
-                if beside.is_large(found := stock(*args, **kwargs)):
+                if _is_large(found := stock(*args, **kwargs)):
                     self._note(BESIDE_LOGITS.given())
                 return found
             step.num_calls += 1
@@ -311,7 +310,7 @@ class FirstStep:
         """Whether the call of a model that runs now is beside the step's own."""
         if not self._takes_beside or step.modes is None:  # or it is in a loss
             return False
-        return beside.is_now(self.rank.language_models[0], called=step.num_calls > 0)
+        return is_beside(self.rank.language_models[0], called=step.num_calls > 0)
 
     def _shape_of_call(self, model: Any, tokens: Any) -> tuple[int, int] | None:
         """Samples and positions of a call that stock runs; None where nothing says them.
@@ -469,23 +468,16 @@ def _holds(value: Any) -> bool:
     return isinstance(value, Tensor) or not callable(value)
 
 
-def code_name(function: Any) -> tuple[str, int] | None:
-    """Where the code of a function is written; the same for partials of it, made anew every step,
-    and on all ranks."""
-    code = _code_of(function)
-    return None if code is None else (code.co_filename, code.co_firstlineno)
-
-
-def _code_of(function: Any) -> types.CodeType | None:
-    while isinstance(function, functools.partial):
-        function = function.func
-    called = inspect.getattr_static(type(function), "__call__", None)  # of an object
-    return getattr(function, "__code__", getattr(called, "__code__", None))
+def _is_large(output: Any) -> bool:
+    """Whether a call's output is too large to be there for all microbatches at once, as what a
+    suspended forward step holds is; the stock schedule has one at a time."""
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    return any(one.squeeze(-1).dim() > LIKE_BATCHES for one in tensors)
 
 
 def _loads(function: Any) -> set[str]:
     """Names that a forward step has read by now, in its own code: it is on the stack."""
-    code, frame = _code_of(function), sys._getframe()
+    code, frame = code_of(function), sys._getframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None:

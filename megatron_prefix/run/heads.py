@@ -45,17 +45,18 @@ def fills(arguments: Mapping[str, Any]) -> bool:
     return isinstance(arguments.get(FILLED_BY_MODEL), dict)
 
 
-def check(calls: Sequence[ModelCall], *, looks_ahead: bool) -> None:
-    """Refuses heads of trainers' own on models that have heads for further tokens."""
-    for call in calls if looks_ahead else ():
+def check(calls: Sequence[ModelCall]) -> None:
+    """Refuses heads of trainers' own, on models that have heads for further tokens."""
+    for call in calls:
         if moves_labels(call.arguments) or fills(call.arguments) or call[OWN_HEAD] is not None:
             raise refused(AHEAD_HEAD)
 
 
-def labels_of(call: ModelCall) -> Tensor | None:
-    """What positions of a call predict, int like its labels; behind a row's last one anything."""
+def moved(call: ModelCall) -> Tensor | None:
+    """What positions of a call whose head moves labels predict, int like these; behind a row's last
+    one anything."""
     labels = call["labels"]
-    return labels.roll(-1, -1) if moves_labels(call.arguments) and labels is not None else labels
+    return None if labels is None else labels.roll(-1, -1)
 
 
 def before_moving(labels: Tensor, more: int) -> Tensor:

@@ -93,8 +93,7 @@ class SegmentInputs:
         index: int,
         has_labels: bool,
         others: Mapping[str, Any],
-        *,
-        scored: bool = True,
+        moves_labels: bool = False,
     ) -> Any:
         """Calls a language model on a segment as the trainer calls it on microbatches.
 
@@ -105,7 +104,7 @@ class SegmentInputs:
             has_labels: whether the trainer's calls have labels.
             others: what else they have and is about no position (`runtime_gather_output`, ...), and
                 what is given in the place of tokens.
-            scored: whether the model's head runs.
+            moves_labels: whether the model's head runs, and moves labels by one: see heads.py.
 
         Returns:
             The model's output; on the last stage of the trainer's kind.
@@ -114,20 +113,20 @@ class SegmentInputs:
         if has_labels and (rows := self.rows[index]) is not None:
             # As many as there are hidden states in front of the output layer.
             labels = labels.index_select(1, rows.there)
-        moves, num = scored and heads.moves_labels(others), labels.shape[1]
-        if moves:
+        num = labels.shape[1]
+        if moves_labels:
             labels = heads.before_moving(labels, self._multiple)
         arguments = {"input_ids": tokens, "position_ids": positions, "attention_mask": None}
         arguments["labels"] = labels if has_labels else None
         found = forward(**arguments | dict(others))
-        return heads.without_more(found, num) if moves else found
+        return heads.without_more(found, num) if moves_labels else found
 
-    def read(self, index: int, others: Mapping[str, Any]) -> Tensor | None:
+    def read(self, index: int, moves_labels: bool) -> Tensor | None:
         """The positions of a segment on which the head runs, int64; None: all. A head that moves
         labels has the last one more than once."""
         rows, num = self.rows[index], self._offsets[index + 1] - self._offsets[index]
         there = None if rows is None else rows.there
-        if not heads.moves_labels(others):
+        if not moves_labels:
             return there
         if there is None:
             there = torch.arange(num, device=self._table.device)

@@ -133,8 +133,6 @@ def joint(
     planning: Planning,
     build: Callable[..., Forest],
     build_alone: Callable[..., Forest],
-    *,
-    forward_only: bool,
 ) -> Step:
     """A step with its segments; all data-parallel ranks call this.
 
@@ -144,7 +142,6 @@ def joint(
         planning: knows the trees' options, and predicts.
         build: makes segments of samples, their microbatches, and what is `common`.
         build_alone: the same where nothing crosses; all ranks that share experts call it.
-        forward_only: whether the call has no gradients.
 
     Raises:
         Exception: what went wrong on this rank; the others wait to hear of it. Where it went wrong
@@ -160,13 +157,13 @@ def joint(
         if problem is not None:
             raise problem
         return step if across is None or across.forest is None else across.step
-    why = _decided(across, problem, rank, forward_only)
+    why = _decided(across, problem, rank)
     if why == "" and across is not None:
         return across.step
     step = replace(step, why_alone=why)
     if across is not None and across.alone is not None and build_alone is build:
         return replace(step, forest=across.alone)
-    if planning.shares_nothing(step.samples, rank):
+    if planning.config.mode == "auto" and planning.shares_nothing(step.samples, rank):
         return replace(step, unshared=True)
     return with_segments(step, build_alone)
 
@@ -190,9 +187,7 @@ class Across:
         self._rank, self._build, self._before = rank, build, step
         self._planning = planning
         self._options = planning.planner(rank).options
-        self.told, self._numbers = beginnings_of(
-            step.samples or (), step.microbatch_of, self._options
-        )
+        self.told, self._numbers = beginnings_of(step.samples or (), self._options)
         self.forest: Forest | None = None
         self.alone: Forest | None = None
         self.common = CommonSpans()
@@ -216,11 +211,11 @@ class Across:
 
     def meet(self) -> JointForest:
         """The segments among those of ranks that share experts, which call this together."""
-        return agreement.meet(self.step.forest, self._before.microbatch_of, self._rank.experts)
+        known = self.step.forest, self._before.microbatch_of
+        experts = self._rank.experts
+        return JointForest.alone(*known) if experts is None else agreement.meet(*known, experts)
 
-    def pays(
-        self, met: JointForest, bytes_per_second: float, forward_only: bool
-    ) -> tuple[float, float, float]:
+    def pays(self, met: JointForest, bytes_per_second: float) -> tuple[float, float, float]:
         """By how many bytes this rank's predicted peak is above the limit of memory if payloads
         cross, the seconds that the step then takes, and those if the rank is alone; it asks no
         other rank.
@@ -231,18 +226,15 @@ class Across:
         Args:
             met: the segments, from `meet`.
             bytes_per_second: of messages.
-            forward_only: see `joint`.
         """
         rank, self.alone = self._rank, self._built()
         across, alone = (
-            self._planning.forecast(
-                one, self._before.microbatch_of, rank, forward_only=forward_only
-            )
+            self._planning.forecast(one, self._before.microbatch_of, rank)
             for one in (self.step.forest, self.alone)
         )
-        _, over = self._planning.proposed(self.step, met, rank, forward_only=forward_only)
-        moved = _crossing(self.step.forest, rank, forward_only)
-        moved += rank.gradient_bytes * (rank.overlaps and not forward_only)
+        _, over = self._planning.proposed(self.step, met, rank)
+        moved = _crossing(self.step.forest, rank)
+        moved += rank.gradient_bytes * (rank.overlaps and not rank.forward_only)
         seconds = across.prefix_seconds + moved / bytes_per_second
         by_stock = alone.stock_seconds if self._planning.config.mode == "auto" else math.inf
         return over, seconds, min(alone.prefix_seconds, by_stock)
@@ -262,14 +254,13 @@ def _decided(
     across: Across | None,
     problem: BaseException | None,
     rank: Rank,
-    forward_only: bool,
 ) -> str:
     """Why every rank shares alone, "" if payloads cross; the same on all that ask together.
 
     Args:
         across: this rank's step, if it could be made.
         problem: why it could not.
-        rank, forward_only: see `joint`.
+        rank: see `joint`.
     """
     groups = several(rank.groups.tp, rank.data_ranks)
     _, failed = worst([], problem, groups, rank.device)
@@ -279,7 +270,7 @@ def _decided(
         return NOTHING
     rate = communicator(rank.siblings, rank.device).bytes_per_second
     met = across.meet()
-    mine, problem = _tried(lambda: across.pays(met, rate, forward_only))
+    mine, problem = _tried(lambda: across.pays(met, rate))
     (over, together, alone), failed = worst(mine or (0.0,) * 3, problem, groups, rank.device)
     if failed:
         across.alone = None  # some ranks have none, and all go on alike
@@ -292,12 +283,12 @@ def _decided(
     return ""
 
 
-def _crossing(forest: Forest, rank: Rank, forward_only: bool) -> float:
+def _crossing(forest: Forest, rank: Rank) -> float:
     """Bytes that a rank sends and receives in a step; states of recurrent layers do not count."""
     stages = rank.footprint(gathers=False, host_layers=0).payloads
     rows = [one for of in stages[rank.stage :: rank.num_stages] for one in of]
     rows = [one for one in rows if one.form == Form.POSITIONS]
-    back = not forward_only
+    back = not rank.forward_only
     a_position = sum(one.values + one.gradients * back for one in rows)
     dtype, states = rank.config.params_dtype, 0
     if rank.is_last:  # final hidden states, and their gradients

@@ -149,6 +149,21 @@ def places(function: Callable[..., Any]) -> Iterator[Place]:
             waiting += [(one, depth + 1) for one in place.read().values()]
 
 
+def code_name(function: Any) -> tuple[str, int] | None:
+    """Where the code of a function is written; the same for partials of it, made anew every step,
+    and on all ranks."""
+    code = code_of(function)
+    return None if code is None else (code.co_filename, code.co_firstlineno)
+
+
+def code_of(function: Any) -> types.CodeType | None:
+    """The code of a function, of a partial of one, or of an object that is called."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    called = inspect.getattr_static(type(function), "__call__", None)
+    return getattr(function, "__code__", getattr(called, "__code__", None))
+
+
 def used_names(function: Any) -> set[str] | None:
     """Names of variables, attributes and items in a function's code and in that of the functions
     and methods that it names; None if it has no code of its own."""

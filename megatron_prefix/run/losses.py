@@ -176,13 +176,6 @@ class Losses:
             tensor.register_hook(functools.partial(kept.__setitem__, place))
         return answer
 
-    @contextlib.contextmanager
-    def _once(self) -> Iterator[None]:
-        """What fails inside cannot be repeated."""
-        self._inside = True
-        yield
-        self._inside = False
-
     def release(self, index: int) -> None:
         """Drops a segment's output as soon as no answer needs it any more."""
         self._released.add(index)
@@ -190,7 +183,7 @@ class Losses:
 
     def _drop(self) -> None:
         for index in [i for i in self._released if not self._left.intersection(self._through[i])]:
-            self.outputs.drop(index)
+            self.outputs.kept.pop(index, None)
             self._released.remove(index)
 
     def _score(self, microbatch: int) -> None:
@@ -200,18 +193,20 @@ class Losses:
         if self._ready_after[microbatch] > self._taken:
             raise RuntimeError(f"microbatch {microbatch} is asked for before its last segment")
         self._left.discard(microbatch)
-        with self._once():
-            with _timer_of_forward(contract.config):
-                output, loss_func = step.resume(functools.partial(self._answer, microbatch))
-                loss, num_tokens = forward_step_calc_loss(
-                    self._model, output, loss_func, contract.config,
-                    getattr(self._model, "vp_stage", None), contract.collect_non_loss_data,
-                    len(self._steps), self._stores[microbatch], contract.cp_size, True,
-                )  # fmt: skip
-            self.num_tokens = self.num_tokens + num_tokens
-            if torch.is_grad_enabled() and isinstance(loss, Tensor) and loss.requires_grad:
-                scale = contract.config.grad_scale_func
-                torch.autograd.backward(loss if scale is None else scale(loss))
+        timers = contract.config.timers
+        self._inside = True  # what fails from here on cannot be repeated
+        with contextlib.nullcontext() if timers is None else _timer_of_forward(timers):
+            output, loss_func = step.resume(functools.partial(self._answer, microbatch))
+            loss, num_tokens = forward_step_calc_loss(
+                self._model, output, loss_func, contract.config,
+                getattr(self._model, "vp_stage", None), contract.collect_non_loss_data,
+                len(self._steps), self._stores[microbatch], contract.cp_size, True,
+            )  # fmt: skip
+        self.num_tokens = self.num_tokens + num_tokens
+        if torch.is_grad_enabled() and isinstance(loss, Tensor) and loss.requires_grad:
+            scale = contract.config.grad_scale_func
+            torch.autograd.backward(loss if scale is None else scale(loss))
+        self._inside = False
         self._drop()
 
 
@@ -261,12 +256,9 @@ def _with_graph(answer: Any) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _timer_of_forward(config: Any) -> Iterator[None]:
+def _timer_of_forward(timers: Any) -> Iterator[None]:
     """Starts the timer that `forward_step_calc_loss` stops; after a failure it can start again."""
-    if config.timers is None:
-        yield
-        return
-    timer = config.timers("forward-compute", log_level=2)
+    timer = timers("forward-compute", log_level=2)
     timer.start()
     try:
         yield

@@ -23,7 +23,7 @@ from megatron_prefix.plan.footprint import Footprint
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.memory_policy import Rates, automatic
 from megatron_prefix.plan.peak_memory import RankMemory, predict, table
-from megatron_prefix.plan.stock_plan import heaviest_stock_plan, limit_of
+from megatron_prefix.plan.prediction import heaviest_stock_plan, limit_of
 from megatron_prefix.run import oom_retry
 from megatron_prefix.run.oom_retry import Result, Rewind
 from megatron_prefix.run.rank import Rank
@@ -59,10 +59,10 @@ class MemoryControl:
         self._before: Rewind | None = None
         self._resting = 0
 
-    def begin(self, rank: Rank, forward_only: bool) -> None:
+    def begin(self, rank: Rank) -> None:
         """Notes how a step begins, if it could run again; before the host plans, so that the device
         looks at the gradients in the meantime."""
-        leaner_left = not forward_only and self._config.memory != "recompute"
+        leaner_left = not rank.forward_only and self._config.memory != "recompute"
         self._before = Rewind(rank) if leaner_left and not rank.waiting else None
 
     @contextlib.contextmanager
@@ -73,7 +73,7 @@ class MemoryControl:
         finally:
             self._before = None
 
-    def settle(self, plan: Plan, joint: JointForest, rank: Rank, forward_only: bool) -> None:
+    def settle(self, plan: Plan, joint: JointForest, rank: Rank) -> None:
         """Decides where K/V are with context parallelism, alike on all ranks that make this step
         together: those of the pipeline and those that share experts; all of them call this.
 
@@ -84,13 +84,12 @@ class MemoryControl:
             plan: of the step, before `chosen`.
             joint: its segments among those of ranks that share experts.
             rank: that runs it.
-            forward_only: whether the step has no gradients.
         """
         several, wanted = rank.groups.cp.size() > 1, self._config.cp_reduce
         self.gathers = several and wanted == "segment"
         if not several or wanted != "auto":
             return
-        if not forward_only:
+        if not rank.forward_only:
             if self._settled < STEPS_ASKED or self._settled % STEPS_BETWEEN == 0:
                 self._free = [*self._free, self._least_of(rank.same_schedule, rank)][-STEPS_ASKED:]
             self._settled += 1
@@ -102,12 +101,11 @@ class MemoryControl:
     def ask_once(self, rank: Rank) -> None:
         """Asks what weights and their gradients take on the stage with the least, and how fast the
         slowest rank is, where something may be offloaded; all ranks that meet call this."""
-        key = rank.cost, rank.config.num_layers, rank.num_stages, len(rank.models), rank.parts
-        if key not in self._known:
+        if rank.layout not in self._known:
             stages = [rank.groups.pp] if rank.num_stages > 1 else []
             static = _least([rank.static_bytes], stages, rank.device)[0]
-            self._known[key] = static, self._slowest(rank)
-        self._static, self._rates = self._known[key]
+            self._known[rank.layout] = static, self._slowest(rank)
+        self._static, self._rates = self._known[rank.layout]
 
     def _slowest(self, rank: Rank) -> Rates:
         if self._config.memory != "auto" or self._config.memory_budget is None:
@@ -133,8 +131,9 @@ class MemoryControl:
             factors: by what predictions are multiplied, of the stock schedule and of ours.
         """
         by_stock, by_ours = factors
-        self.limit = self._limit(joint, rank, by_stock)
-        footprint = self._before_settled(rank)
+        # Before it is known whether a rank keeps K/V of all: only if the user says so.
+        footprint = self._footprint(rank, gathers=self._config.cp_reduce == "segment")
+        self.limit = self._limit(joint, rank, footprint, by_stock)
         if self._config.memory == "auto" and not self._config.plan_file:
             may_offload = self._config.memory_budget is not None and not any(
                 map(offload_refusal, rank.models)
@@ -145,19 +144,17 @@ class MemoryControl:
             plan = replace(plan, policies=policies)
         return plan, by_ours * max(one.peak for one in predict(plan, footprint))
 
-    def _limit(self, joint: JointForest, rank: Rank, by_stock: float) -> float:
+    def _limit(
+        self, joint: JointForest, rank: Rank, footprint: Footprint, by_stock: float
+    ) -> float:
         plan = heaviest_stock_plan(
             joint.union, joint.microbatches_of, rank.num_stages, len(rank.models)
         )
-        ranks = predict(plan, self._before_settled(rank))
+        ranks = predict(plan, footprint)
         self.stock_bytes = ranks[rank.stage].peak
         if self._config.memory_budget is not None:
             return self._config.memory_budget
         return limit_of(by_stock * max(one.peak for one in ranks), self._static)
-
-    def _before_settled(self, rank: Rank) -> Footprint:
-        """Before it is known whether a rank keeps K/V of all: only if the user says so."""
-        return self._footprint(rank, gathers=self._config.cp_reduce == "segment")
 
     def _footprint(self, rank: Rank, gathers: bool | None = None) -> Footprint:
         """Bytes per row of the model on a rank, in the step that runs unless `gathers` is given."""
@@ -193,16 +190,16 @@ class MemoryControl:
             torch.cuda.empty_cache()
             self._resting = STEPS_BETWEEN
 
-    def offloader(self, plan: Plan, rank: Rank, forward_only: bool) -> Offloader | None:
+    def offloader(self, plan: Plan, rank: Rank) -> Offloader | None:
         """What takes tensors to the host in a step that begins; None if all stay. The first step
         with gradients in which all do gives the host memory back.
 
         Raises:
             UserError: the model cannot run with "offload".
         """
-        offloads = "offload" in plan.policies and not forward_only
+        offloads = "offload" in plan.policies and not rank.forward_only
         if not (offloads or self._config.cache_host_layers):
-            self._offloader = self._offloader if forward_only else None
+            self._offloader = self._offloader if rank.forward_only else None
             return None
         reasons = [reason for reason in map(offload_refusal, rank.models) if reason]
         if offloads and reasons:

@@ -9,7 +9,6 @@ find what data-parallel ranks have in common takes time on the host, too, and wa
 
 from __future__ import annotations
 
-from megatron_prefix.config import PrefixConfig
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.run.rank import Rank
 
@@ -18,15 +17,11 @@ AFTER, STEPS = 2, 24
 
 
 class Pause:
-    """Counts training steps of one kind; all ranks that agree on a step count alike.
+    """Counts training steps of one kind in mode "auto"; all ranks that agree on a step count
+    alike."""
 
-    Args:
-        config: of the schedule.
-    """
-
-    def __init__(self, config: PrefixConfig) -> None:
+    def __init__(self) -> None:
         self._in_a_row = self._left = 0
-        self._auto = config.mode == "auto"
 
     def note(self, decision: Decision) -> None:
         """Counts a step that was looked at, with this rank's decision."""
@@ -35,7 +30,7 @@ class Pause:
     def wanted(self, rank: Rank) -> bool:
         """Whether this rank would not look at the step. Never where a trainer's groups do not say
         which ranks are data-parallel: they may meet later, without having agreed on this."""
-        return self._auto and rank.data_ranks is not None and self._in_a_row >= AFTER
+        return rank.data_ranks is not None and self._in_a_row >= AFTER
 
     def begin(self) -> Decision:
         """The decision for the first step of a pause; all ranks want it."""

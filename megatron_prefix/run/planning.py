@@ -6,8 +6,10 @@ ask one another (run/agreement.py).
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -33,9 +35,28 @@ from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.run.step import Step
 from megatron_prefix.tree import Forest, Pairs
-from megatron_prefix.tree.rounds import Rows
+from megatron_prefix.tree.packing import Rows
 
 logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Python looks for no cycles of references meanwhile; afterwards it does if it did before.
+
+    Reading and planning a step of some 270 rollouts makes enough objects for 8 to 18 collections,
+    2 to 6 ms, and every now and then for one of everything that the trainer has: 0.2 to 0.4 s where
+    torch and Megatron-Core are all there is (2 CPU cores; benchmarks/LOG.md, 2026-11-26). Behind
+    the first action the host is ahead of the device, and a collection costs less.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 class Forecast(NamedTuple):
@@ -78,25 +99,23 @@ class Planning:
     def planner(self, rank: Rank) -> StepPlanner:
         """The planner of a rank's pipeline, which remembers its plans."""
         turn = rank.config.microbatch_group_size_per_vp_stage
-        shape = rank.num_stages, len(rank.models), turn
-        key = guessed(rank), rank.alignment, *shape, rank.whole
+        key = rank.layout, rank.device.type, turn, rank.alignment, rank.whole
         if key not in self._planners:
-            self._planners[key] = StepPlanner(self.config, *key)
+            self._planners[key] = StepPlanner(
+                self.config, guessed(rank), rank.alignment, rank.num_stages, len(rank.models),
+                turn, rank.whole,
+            )  # fmt: skip
         return self._planners[key]
 
     def meter(self, rank: Rank) -> CostMeter:
         """What is known of a model's times; all ranks ask together the first time."""
-        layers = rank.config.num_layers
-        key = rank.cost, layers, rank.num_stages, len(rank.models), rank.parts
-        if key not in self.meters:
-            self.meters[key] = CostMeter(self.config, rank)
-        return self.meters[key]
+        if rank.layout not in self.meters:
+            self.meters[rank.layout] = CostMeter(self.config, rank)
+        return self.meters[rank.layout]
 
     def shares_nothing(self, samples: Sequence[Pairs] | None, rank: Rank) -> bool:
-        """Whether a step is without sharing, for which no tree is built; all ranks of a first
-        stage that share experts ask, and all of their steps must be such."""
-        if self.config.mode != "auto":
-            return False
+        """Whether a step in mode "auto" is without sharing, for which no tree is built; all ranks
+        of a first stage that share experts ask, and all of their steps must be such."""
         unit = rank.cost.forward
         head = unit.scored / (unit.positions + unit.scored)
         mine = samples is not None and without_sharing(self.config, samples, rank.alignment, head)
@@ -109,19 +128,11 @@ class Planning:
         rank: Rank,
         judge: Judge | None,
         *,
-        forward_only: bool,
         common: Common | None = None,
     ) -> Forest:
         """The segments of a step, which asks no other rank; see `StepPlanner.build`."""
-        groups = [0] * len(samples)
-        _, forest = self.planner(rank).build(samples, groups, microbatch_of, judge, common)
-        return replace(forest, ordered=rank.has_global_loss and not forward_only)
-
-    def cuts_together(self, rank: Rank, *, forward_only: bool) -> bool:
-        """Whether `build_together` makes the segments of a step in which nothing crosses ranks:
-        where a loss waits for those of all ranks that share experts, microbatch by microbatch."""
-        waits = rank.experts is not None and rank.has_global_loss and not forward_only
-        return waits and not self.config.plan_file
+        _, forest = self.planner(rank).build(samples, microbatch_of, judge, common)
+        return replace(forest, ordered=rank.ordered)
 
     def build_together(
         self,
@@ -131,16 +142,17 @@ class Planning:
         judge: Judge | None,
     ) -> Forest:
         """As `build`, in the same rounds on all ranks that share experts, by the rank that has most
-        in each; all of a first stage call this.
+        in each; all of a first stage call this. For steps in which nothing crosses ranks, and a
+        loss waits for those of all of them, microbatch by microbatch.
 
         Raises:
             Exception: what went wrong on this rank, or that something did on another.
         """
-        planner, groups = self.planner(rank), [0] * len(samples)
+        planner = self.planner(rank)
         mine: Any = None
         problem: Exception | None = None
         try:
-            length, forest = planner.build(samples, groups, microbatch_of, judge)
+            length, forest = planner.build(samples, microbatch_of, judge)
             mine = length, Rows.of(forest, microbatch_of)
         except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it
             problem, mine = error, f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
@@ -152,41 +164,37 @@ class Planning:
         if failed := next((one for one in heard if isinstance(one, str)), ""):
             raise StepFailed(f"the step ends on all ranks: {failed}")
         length, rows = min(length for length, _ in heard), Rows.most(rows for _, rows in heard)
-        forest = planner.build_at(length, samples, groups, microbatch_of, rows=rows)
+        forest = planner.build_at(length, samples, microbatch_of, rows=rows)
         return replace(forest, ordered=True)
 
-    def judge(self, rank: Rank, *, forward_only: bool) -> Judge | None:
+    def judge(self, rank: Rank) -> Judge | None:
         """Says of plans whether they keep the limit of memory, and how long they take; all ranks
         call this. None if there is no choice."""
-        if forward_only:
+        if rank.forward_only:
             return None
         self._memory.ask_once(rank)
 
         def judged(forest: Forest, microbatch_of: Sequence[int], plan: Plan) -> Verdict:
             joint = JointForest.alone(forest, microbatch_of)
-            return self._forecast(plan, joint, rank, forward_only=False).verdict
+            return self._forecast(plan, joint, rank).verdict
 
         return judged
 
-    def forecast(
-        self, forest: Forest, microbatch_of: Sequence[int], rank: Rank, *, forward_only: bool
-    ) -> Prediction:
+    def forecast(self, forest: Forest, microbatch_of: Sequence[int], rank: Rank) -> Prediction:
         """What a pipeline's segments would take if they ran side by side with no others; asks no
         other rank. Ranks have called `judge` for the step."""
         joint = JointForest.alone(forest, microbatch_of)
-        return self._fitting(joint, rank, forward_only=forward_only).prediction
+        return self._fitting(joint, rank).prediction
 
-    def _fitting(self, joint: JointForest, rank: Rank, *, forward_only: bool) -> Forecast:
+    def _fitting(self, joint: JointForest, rank: Rank) -> Forecast:
         """Of the plan that keeps the limit of memory, if one does."""
         plans = self.planner(rank).plans(joint)
-        tried = (self._forecast(plan, joint, rank, forward_only=forward_only) for plan in plans)
+        tried = (self._forecast(plan, joint, rank) for plan in plans)
         return fitting(tried, lambda one: one.verdict)
 
-    def _forecast(
-        self, plan: Plan, joint: JointForest, rank: Rank, *, forward_only: bool
-    ) -> Forecast:
+    def _forecast(self, plan: Plan, joint: JointForest, rank: Rank) -> Forecast:
         peak = limit = 0.0
-        if not forward_only:
+        if not rank.forward_only:
             longest = replace(plan, segments=longest_segments(joint))
             factors = self.meter(rank).memory_factors
             longest, peak = self._memory.limited(longest, joint, rank, factors)
@@ -197,49 +205,45 @@ class Planning:
             union = replace(plan, segments=joint.union.segments)
         found = predict(
             self.meter(rank).times, joint.union, joint.union_microbatch_of, union,
-            forward_only=forward_only, num_pipelines=joint.num_pipelines,
+            forward_only=rank.forward_only, num_pipelines=joint.num_pipelines,
         )  # fmt: skip
-        retains = forward_only or self.config.memory != "auto" or not any(plan.policies)
+        retains = rank.forward_only or self.config.memory != "auto" or not any(plan.policies)
         verdict = Verdict(max(0.0, peak - limit), found.prefix_seconds, retains)
         return Forecast(plan, union, peak, limit, found, verdict)
 
-    def decided(
-        self, step: Step, rank: Rank, *, forward_only: bool
-    ) -> tuple[StepReport, JointForest]:
+    def decided(self, step: Step, rank: Rank) -> tuple[StepReport, JointForest]:
         """Which schedule runs a step, and by which plan; all ranks that meet call this.
 
         Raises:
             UserError: ranks that meet would not run the same, or would wait for ever.
         """
-        if step.unshared:
+        if rank.experts is None or step.unshared:
             joint = JointForest.alone(step.forest, step.microbatch_of)
-            plan = union = Plan((), ((),) * rank.num_stages, len(rank.models))
-            report = StepReport(step.forest, unshared(self.config), plan, union)
         else:
             joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
-            report = self._predicted(step, joint, rank, forward_only=forward_only)
-        ordered = rank.has_global_loss and not forward_only
-        report.decision = self._together(
-            report.decision, step, rank, ordered=ordered, forward_only=forward_only
-        )
-        if ordered and not step.unshared:
+        if step.unshared:
+            plan = union = Plan((), ((),) * rank.num_stages, len(rank.models))
+            report = StepReport(step.forest, unshared(self.config), plan, union)
+        elif rank.crosses:
+            report = self._proposed_together(step, joint, rank)
+        else:
+            report, _ = self.proposed(step, joint, rank)
+        report.decision = self._together(report.decision, step, rank)
+        if rank.ordered and not step.unshared:
             global_aux_sync.prove(report.plan, joint, rank.stage)
-        agreement.check_programs(self._unplanned(report, step, rank), rank.experts)
-        if report.decision.share:
-            agreement.check_dispatcher(rank.config, joint)
+        if rank.experts is not None:
+            agreement.check_programs(self._unplanned(report, step, rank), rank.experts)
+            if report.decision.share:
+                agreement.check_dispatcher(rank.config, joint)
         return report, joint
 
-    def _predicted(
-        self, step: Step, joint: JointForest, rank: Rank, *, forward_only: bool
-    ) -> StepReport:
-        """This rank's decision, and what it rests on; that of all data-parallel ranks where
-        payloads cross them, as the slowest sets the pace."""
-        if not rank.crosses:
-            return self.proposed(step, joint, rank, forward_only=forward_only)[0]
+    def _proposed_together(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:
+        """The decision of all data-parallel ranks where payloads cross them, as the slowest sets
+        the pace, and what it rests on for this one."""
         report: StepReport | None = None
         problem, mine = None, [0.0] * 3
         try:
-            report, over = self.proposed(step, joint, rank, forward_only=forward_only)
+            report, over = self.proposed(step, joint, rank)
             seconds = report.prediction
             mine = [over, seconds.stock_seconds, seconds.prefix_seconds]  # type: ignore[union-attr]
         except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it
@@ -255,12 +259,10 @@ class Planning:
         report.decision = kept_to_limit(self.config, decision, limit + over, limit)
         return report
 
-    def proposed(
-        self, step: Step, joint: JointForest, rank: Rank, *, forward_only: bool
-    ) -> tuple[StepReport, float]:
+    def proposed(self, step: Step, joint: JointForest, rank: Rank) -> tuple[StepReport, float]:
         """What this rank alone would decide, and by how many bytes its predicted peak is above the
         limit; it asks no other rank."""
-        found, meter = self._fitting(joint, rank, forward_only=forward_only), self.meter(rank)
+        found, meter = self._fitting(joint, rank), self.meter(rank)
         decision = decide(self.config, found.prediction.speedup)
         # Ranks that share experts need equally many microbatches for one schedule and may need
         # segments of equal lengths for the other, so nothing is tried there.
@@ -269,15 +271,13 @@ class Planning:
         decision = kept_to_limit(self.config, decision, found.peak, found.limit)
         report = StepReport(
             step.forest, decision, found.plan, found.union, prediction=found.prediction,
-            times=meter.times, stock_bytes=0.0 if forward_only else self._memory.stock_bytes,
+            times=meter.times, stock_bytes=0.0 if rank.forward_only else self._memory.stock_bytes,
         )  # fmt: skip
         return report, found.verdict.over
 
-    def _together(
-        self, decision: Decision, step: Step, rank: Rank, *, ordered: bool, forward_only: bool
-    ) -> Decision:
+    def _together(self, decision: Decision, step: Step, rank: Rank) -> Decision:
         """The decision of all data-parallel ranks where they need one."""
-        if ordered:
+        if rank.ordered:
             global_aux_sync.check_counts(step.num_microbatches, rank.groups.dp_cp, rank.device)
             why = "global_aux_loss needs one schedule"
             return agreement.share_together(decision, rank.groups.dp_cp, rank.device, why)
@@ -287,7 +287,7 @@ class Planning:
         # schedule's backward completes them, and ours is a fixed one (run/overlap.py): the two
         # differ for chunks that are interleaved, and where neighbouring weights of a layer fill a
         # bucket each.
-        if self.config.mode == "auto" and not forward_only and rank.overlaps:
+        if self.config.mode == "auto" and not rank.forward_only and rank.overlaps:
             why = "overlap_grad_reduce needs one schedule"
             everyone = rank.data_ranks or default_groups().dp_cp
             return agreement.share_together(decision, everyone, rank.device, why)

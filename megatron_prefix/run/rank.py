@@ -9,7 +9,9 @@ import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
@@ -22,23 +24,14 @@ from megatron_prefix.moe.versions import counts_tokens, has_global_loss
 from megatron_prefix.plan.footprint import Execution, Footprint
 
 
-class Rank:
-    """What a call of the schedule finds on one rank.
+class ModelNumbers:
+    """What a model and its options say, the same in every call until an option changes.
 
     Args:
-        models: its model chunks, wrapped or not.
-        groups: process groups, the trainer's; None: Megatron's own, which must be there.
+        config: Megatron's configuration of the model.
+        models: the language models of a rank.
 
     Attributes:
-        models: the rank's model chunks as the trainer knows them, wrappers included.
-        groups: process groups, Megatron's own where the trainer gave none.
-        language_models: the language models inside the wrappers.
-        config: Megatron's configuration of the model.
-        device: where the model is.
-        stage: its place in the pipeline, from 0.
-        num_stages: ranks of its pipeline.
-        is_first: whether it holds the embedding: its model calls have the tokens.
-        is_last: whether it holds the output layer: its model calls have the labels.
         sequence_ranks: tensor-parallel ranks that share the positions of a segment (sequence
             parallelism).
         alignment: segment boundaries are multiples of it: tp under sequence parallelism, times
@@ -51,6 +44,67 @@ class Rank:
         counts_tokens: whether routers count how many tokens each expert gets.
         has_global_loss: whether a microbatch's losses need all microbatches before it
             (global_aux_loss).
+        vocab_size: the model's vocabulary, which every pipeline stage knows; 0 if it does not say.
+        pattern: one letter per layer of the whole model, as hybrid models name them; "" for others.
+        cost: FLOPs of the whole model; the same on every rank.
+        footprints: those that were asked for; see `Rank.footprint`.
+    """
+
+    def __init__(self, config: Any, models: Sequence[Any]) -> None:
+        tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+        self.sequence_ranks = tp if config.sequence_parallel else 1
+        self.alignment = self.sequence_ranks * (2 * cp if cp > 1 else 1)
+        self.whole = precision.whole(config, self.sequence_ranks, cp)
+        self.rows = precision.rows(config, self.sequence_ranks)
+        self.has_experts = bool(config.num_moe_experts)
+        self.looks_ahead = mtp.is_in(config)
+        self.gathers_tokens = config.moe_token_dispatcher_type == "allgather"
+        self.counts_tokens = counts_tokens(config)
+        self.has_global_loss = has_global_loss(config)
+        self.vocab_size: int = getattr(models[0], "vocab_size", 0)
+        self.pattern = pattern_of(models[0])
+        self.cost = cost_of(table.told(config, models), self.vocab_size, self.pattern)
+        self.footprints: dict[tuple[bool, int], Footprint] = {}
+
+
+_known: WeakKeyDictionary[Any, tuple[Any, ModelNumbers]] = WeakKeyDictionary()
+"""By a rank's first language model: the models and options that its numbers are of, and these;
+nothing in them refers to the model."""
+
+
+def _numbers(config: Any, models: Sequence[Any]) -> ModelNumbers:
+    """The numbers of a model, made again where an option or a model is another one."""
+    options = {
+        # A list may be written in place.
+        name: (*value,) if isinstance(value, list) else value
+        for name, value in vars(config).items()
+        if isinstance(value, bool | int | float | str | list | torch.dtype | None)
+    }
+    of = [*map(id, models)], options
+    if models[0] not in _known or _known[models[0]][0] != of:
+        _known[models[0]] = of, ModelNumbers(config, models)
+    return _known[models[0]][1]
+
+
+class Rank(ModelNumbers):
+    """What a call of the schedule finds on one rank.
+
+    Args:
+        models: its model chunks, wrapped or not.
+        groups: process groups, the trainer's; None: Megatron's own, which must be there.
+        forward_only: whether the call has no backward.
+
+    Attributes:
+        models: the rank's model chunks as the trainer knows them, wrappers included.
+        groups: process groups, Megatron's own where the trainer gave none.
+        forward_only: as given.
+        language_models: the language models inside the wrappers.
+        config: Megatron's configuration of the model.
+        device: where the model is.
+        stage: its place in the pipeline, from 0.
+        num_stages: ranks of its pipeline.
+        is_first: whether it holds the embedding: its model calls have the tokens.
+        is_last: whether it holds the output layer: its model calls have the labels.
         overlaps: whether Megatron's DDP is to reduce gradients during backwards.
         gathers_late: whether forwards gather the weights that they are about to need
             (overlap_param_gather).
@@ -66,33 +120,28 @@ class Rank:
         crosses: whether they do.
         why_alone: why they cannot.
         waiting: groups whose ranks wait for one another in the middle of a step.
-        vocab_size: the model's vocabulary, which every pipeline stage knows; 0 if it does not say.
-        pattern: one letter per layer of the whole model, as hybrid models name them; "" for others.
-        cost: FLOPs of the whole model; the same on every rank.
         parts: ranks that share the work of every layer: tensor and context parallelism.
+        layout: tells models, and layouts of one model, apart; the same on every rank.
     """
 
     may_cross = crosses = False
     why_alone = ""
 
-    def __init__(self, models: Sequence[Any], groups: ProcessGroupCollection | None = None) -> None:
-        self.models = list(models)
+    def __init__(
+        self,
+        models: Sequence[Any],
+        groups: ProcessGroupCollection | None = None,
+        *,
+        forward_only: bool = False,
+    ) -> None:
+        self.models, self.forward_only = list(models), forward_only
         self.language_models = [language_model(model) for model in models]
         self.config = config = get_model_config(models[0])
+        vars(self).update(vars(_numbers(config, self.language_models)))
         self.device = next(models[0].parameters()).device
         self.groups = groups = groups or default_groups()
         self.stage, self.num_stages = groups.pp.rank(), groups.pp.size()
         self.is_first, self.is_last = self.stage == 0, self.stage == self.num_stages - 1
-        tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
-        self.sequence_ranks = tp if config.sequence_parallel else 1
-        self.alignment = self.sequence_ranks * (2 * cp if cp > 1 else 1)
-        self.whole = precision.whole(config, self.sequence_ranks, cp)
-        self.rows = precision.rows(config, self.sequence_ranks)
-        self.has_experts = bool(config.num_moe_experts)
-        self.looks_ahead = mtp.is_in(config)
-        self.gathers_tokens = config.moe_token_dispatcher_type == "allgather"
-        self.counts_tokens = counts_tokens(config)
-        self.has_global_loss = has_global_loss(config)
         self.overlaps = any(map(overlaps, models))
         ddp = [getattr(model, "ddp_config", None) for model in models]
         self.gathers_late = any(getattr(one, "overlap_param_gather", False) for one in ddp)
@@ -103,31 +152,35 @@ class Rank:
         self.data_ranks = getattr(groups, "dp_cp", None)
         alone = groups.cp.size() == 1
         self.siblings = self.data_ranks if alone else getattr(groups, "dp", None)
-        self.companions = companions(groups)
+        self.companions = several(groups.tp, groups.pp, self.data_ranks or groups.cp)
         self.same_schedule = several(groups.tp, groups.cp, groups.pp, self.experts)
         data = several(groups.dp_cp) if self.has_global_loss else []
         self.waiting = self.same_schedule + data
-        self.vocab_size: int = getattr(self.language_models[0], "vocab_size", 0)
-        self.pattern = pattern_of(self.language_models[0])
-        self._told = table.told(config, self.language_models)
-        self.cost = cost_of(self._told, self.vocab_size, self.pattern)
         self.parts = groups.tp.size() * groups.cp.size()
+        self.layout = self.cost, config.num_layers, self.num_stages, len(models), self.parts
 
     def cross(self) -> None:
         """Payloads cross data-parallel ranks in this call, so that these wait for one another."""
         self.crosses = True
         self.waiting = self.waiting + several(self.data_ranks)
 
-    def agreeing(self, forward_only: bool) -> list[Any]:
+    @property
+    def agreeing(self) -> list[Any]:
         """Groups whose ranks end or fall back together.  Data-parallel ranks need not make equally
         many calls without gradients (evaluation, log-probs), so none waits for another there."""
-        apart = forward_only and not self.may_cross
+        apart = self.forward_only and not self.may_cross
         return self.same_schedule if apart else self.companions
 
-    def predicts_further(self, forward_only: bool) -> bool:
+    @property
+    def ordered(self) -> bool:
+        """Whether the losses of the call's microbatches need those of all before them."""
+        return self.has_global_loss and not self.forward_only
+
+    @property
+    def predicts_further(self) -> bool:
         """Whether multi-token prediction has anything to do in a call: Megatron computes its loss
         in evaluation, too, and does nothing with it."""
-        return self.looks_ahead and (not forward_only or self.language_models[0].training)
+        return self.looks_ahead and (not self.forward_only or self.language_models[0].training)
 
     def footprint(self, gathers: bool, host_layers: int) -> Footprint:
         """Bytes per row of the model on this rank.
@@ -136,8 +189,14 @@ class Rank:
             gathers: whether it keeps K/V of all context-parallel ranks.
             host_layers: see `PrefixConfig.cache_host_layers`.
         """
-        form = Execution.of_config(self.config, recomputes(self.language_models[0]))
-        return footprint_of(self._told, form, self.vocab_size, self.pattern, gathers, host_layers)
+        key = gathers, host_layers
+        if key not in self.footprints:
+            models, config = self.language_models, self.config
+            self.footprints[key] = footprint_of(
+                table.told(config, models), Execution.of_config(config, recomputes(models[0])),
+                self.vocab_size, self.pattern, *key,
+            )  # fmt: skip
+        return self.footprints[key]
 
     @property
     def static_bytes(self) -> float:
@@ -167,11 +226,6 @@ class Rank:
         total = sum(weight.numel() for weight in weights)
         frozen = sum(weight.numel() for weight in weights if not weight.requires_grad)
         return frozen / total if total else 0.0
-
-
-def companions(groups: Any) -> list[Any]:
-    """Those of a rank's process groups whose grid holds all ranks that take part in a step."""
-    return several(groups.tp, groups.pp, getattr(groups, "dp_cp", None) or groups.cp)
 
 
 def several(*groups: Any) -> list[Any]:

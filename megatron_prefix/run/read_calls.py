@@ -3,7 +3,7 @@
 The first stage's calls have the tokens, the last stage's the labels and the loss mask, and those in
 the middle may have nothing.  With context parallelism every rank's call has its own slice of each
 sample (its chunks of the zig-zag, as get_batch_on_this_cp_rank of megatron/core/utils.py makes
-them), or another (`Slices`).
+them).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,14 +21,14 @@ from torch import Tensor
 from megatron_prefix.device.transfer import to_host
 from megatron_prefix.errors import refused
 from megatron_prefix.layers import mtp
-from megatron_prefix.layers.attention import MaskUse
 from megatron_prefix.layers.table import payload_parts
-from megatron_prefix.megatron import features
+from megatron_prefix.megatron import families, features
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.moe.told import may_replay
 from megatron_prefix.moe.versions import replays_routes
 from megatron_prefix.refusals.table import (
     AHEAD_BEHIND,
+    AHEAD_GIVEN,
     AHEAD_LABELS,
     AHEAD_TOKENS,
     COLUMN_LENGTH,
@@ -38,16 +38,22 @@ from megatron_prefix.refusals.table import (
     OTHER_POSITIONS,
 )
 from megatron_prefix.run import calls as model_calls
-from megatron_prefix.run import heads, masks
-from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall, layouts, slices_of
+from megatron_prefix.run import heads
+from megatron_prefix.run.calls import (
+    EMBEDDINGS,
+    Callbacks,
+    CallLayout,
+    ModelCall,
+    are_contiguous,
+    check_masks,
+    layouts,
+)
 from megatron_prefix.run.given import Given
-from megatron_prefix.run.given import given as given_by
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.routes import ToldRoutes
 from megatron_prefix.run.routes import read as told_routes
 from megatron_prefix.run.samples import trained_positions
 from megatron_prefix.run.suspend import Capture
-from megatron_prefix.tree.cp_layout import Slices
 
 Numbers = NDArray[np.int64]
 
@@ -73,9 +79,9 @@ class CallTokens(NamedTuple):
     weights: Numbers | None = None
 
     @property
-    def num(self) -> int:
-        """Positions of all calls."""
-        return sum(sum(layout.lengths) for layout in self.layouts)
+    def lengths(self) -> list[int]:
+        """Positions of every sample of all calls, on all context-parallel ranks."""
+        return [length for layout in self.layouts for length in layout.lengths]
 
 
 class ReadCalls(NamedTuple):
@@ -97,9 +103,7 @@ class ReadCalls(NamedTuple):
     told: ToldRoutes | None = None
 
 
-def read_calls(
-    capture: Capture, rank: Rank, callbacks: Callbacks, *, forward_only: bool
-) -> ReadCalls:
+def read_calls(capture: Capture, rank: Rank, callbacks: Callbacks) -> ReadCalls:
     """Reads the model calls that forward steps are suspended in; the host waits for the device.
 
     Raises:
@@ -112,17 +116,18 @@ def read_calls(
     routes: list[Tensor | None] = []
     cp = rank.groups.cp
     read = functools.partial(
-        read_tokens, cp_size=cp.size(), callbacks=callbacks, forward_only=forward_only,
+        read_tokens, cp_size=cp.size(), callbacks=callbacks, forward_only=rank.forward_only,
         cp_rank=cp.rank(), sequence_ranks=rank.sequence_ranks,
-        ahead=rank.predicts_further(forward_only),
+        ahead=rank.predicts_further,
     )  # fmt: skip
     if rank.is_first:
         calls, given = capture.calls(0), capture.given[0]
         first = read(calls)
         if first is None or (first.tokens is None and not (given and given.has_rows)):
             raise refused(NO_TOKENS)
-        if given is not None and (row := given.first_row(first.num // cp.size())) is not None:
-            first = first._replace(positions=row)
+        if given is not None:
+            row = given.first_row(sum(first.lengths) // cp.size())
+            first = first if row is None else first._replace(positions=row)
         embedding = getattr(rank.language_models[0], "position_embedding_type", "")
         check_positions(first, cp.rank(), cp.size(), used=embedding == "learned_absolute")
         if callbacks.routes is not None and rank.has_experts and replays_routes(rank.config):
@@ -131,7 +136,7 @@ def read_calls(
         calls = capture.calls(-1)
         last = read(calls) if rank.looks_ahead or _tell_loss(calls, callbacks) else None
     if rank.looks_ahead and rank.is_last:
-        check_ahead(first if last is None else last, rank, forward_only=forward_only)
+        check_ahead(first if last is None else last, rank)
     told = None
     if callbacks.routes is None and rank.has_experts and may_replay(rank.config):
         told = told_routes(capture, rank)
@@ -139,30 +144,36 @@ def read_calls(
 
 
 def _check_chunk(capture: Capture, rank: Rank, callbacks: Callbacks, chunk: int) -> None:
-    """Refuses what segments of one model chunk cannot be, and keeps what its calls have given."""
-    use = _check_features(rank.language_models[chunk], rank.models[chunk])
-    calls = capture.calls(chunk)
+    """Refuses what segments of one model chunk cannot be, and keeps what its calls have given.
+
+    Modules are looked at until a chunk has hooks; options in every step, since Megatron reads some
+    of them in every forward.
+    """
+    model, wrapped, calls = rank.language_models[chunk], rank.models[chunk], capture.calls(chunk)
+    if (hooks := installed(wrapped)) is not None:
+        features.check_again(model, wrapped, hooks.parts)
+        use = hooks.mask_use
+    else:
+        features.check(model, wrapped)
+        use = features.mask_use(payload_parts(model))
     model_calls.check(calls)
-    heads.check(calls, looks_ahead=rank.looks_ahead)
-    masks.check(calls, use, counts_tokens=rank.counts_tokens, sequence_ranks=rank.sequence_ranks)
-    capture.given[chunk] = given_by(calls, rank, chunk)
-    if rank.groups.cp.size() > 1 and slices_of(calls, callbacks.slices) is Slices.CONTIGUOUS:
-        _check_contiguous(capture.given[chunk], rank, chunk)
-
-
-def _check_contiguous(given: Given | None, rank: Rank, chunk: int) -> None:
-    """Refuses contiguous parts of calls where anything in a model chunk is for the zig-zag."""
-    taken = features.takes_contiguous(payload_parts(rank.language_models[chunk]))
-    if not taken or given is not None or rank.looks_ahead:
+    check_masks(calls, use, counts_tokens=rank.counts_tokens, sequence_ranks=rank.sequence_ranks)
+    if rank.looks_ahead:
+        heads.check(calls)
+    if rank.groups.cp.size() > 1 and are_contiguous(calls, callbacks.slices):
         raise refused(CONTIGUOUS)
+    if calls and (calls[0][EMBEDDINGS] is not None or families.is_multimodal(model)):
+        if rank.looks_ahead:
+            raise refused(AHEAD_GIVEN)
+        capture.given[chunk] = Given(calls, rank, chunk)
 
 
-def check_ahead(known: CallTokens | None, rank: Rank, *, forward_only: bool) -> None:
+def check_ahead(known: CallTokens | None, rank: Rank) -> None:
     """Refuses calls of the last stage with which Megatron's multi-token prediction fails, or does
     not move all labels."""
     if known is None or known.tokens is None:
         raise refused(AHEAD_TOKENS)
-    if known.weights is None and rank.predicts_further(forward_only):
+    if known.weights is None and rank.predicts_further:
         raise refused(AHEAD_TOKENS)
     if known.labels is None and mtp.without_labels() is mtp.WithoutLabels.FAILS:
         raise refused(AHEAD_LABELS)
@@ -182,21 +193,6 @@ def _tell_loss(calls: Sequence[ModelCall], callbacks: Callbacks) -> bool:
         return True
     told = (call[name] is not None for call in calls for name in ("labels", "loss_mask"))
     return any(told)
-
-
-def _check_features(inner: Any, model: Any) -> MaskUse:
-    """Refuses a model chunk that cannot run in segments. Modules are looked at until it has hooks;
-    options in every step, since Megatron reads some of them in every forward.
-
-    Returns:
-        What its attention does with masks.
-    """
-    hooks = installed(model)
-    if hooks is not None:
-        features.check_again(inner, model, hooks.parts)
-        return hooks.mask_use
-    features.check(inner, model)
-    return features.mask_use(payload_parts(inner))
 
 
 def read_tokens(
@@ -220,7 +216,7 @@ def read_tokens(
     if not calls:  # a data-parallel rank without microbatches
         nothing = np.zeros(0, np.int64)
         return CallTokens([], nothing, nothing, nothing, None, nothing if ahead else None)
-    where = layouts(calls, cp_size, sequence_ranks, callbacks.slices)
+    where = layouts(calls, cp_size, sequence_ranks)
     if where is None:
         return None
     for call in calls:
@@ -230,10 +226,11 @@ def read_tokens(
         trained = [callbacks.trained(call) for call in calls]
     elif callbacks.samples is not None and not forward_only and all(one is None for one in trained):
         trained = trained_positions(calls, where, callbacks.samples, cp_rank, cp_size)
-    embedded = any(call[model_calls.EMBEDDINGS] is not None for call in calls)
+    embedded = any(call[EMBEDDINGS] is not None for call in calls)
     # With embeddings tokens may be there, in another layout.
     columns = {"input_ids": [None if embedded else call["input_ids"] for call in calls]}
-    columns["labels"] = [heads.labels_of(call) for call in calls]
+    moves = bool(calls[0].others) and heads.moves_labels(calls[0].arguments)
+    columns["labels"] = [heads.moved(call) if moves else call["labels"] for call in calls]
     columns["trained positions"] = [None if one is None else one != 0 for one in trained]
     lengths = [sum(layout.lengths) // cp_size for layout in where]
     weights = [_weights(call) for call in calls] if ahead else []
@@ -294,8 +291,7 @@ def check_positions(known: CallTokens, rank: int, size: int, *, used: bool) -> N
         return
     counts = np.cumsum([sum(layout.lengths) // size for layout in known.layouts])[:-1]
     for layout, mine in zip(known.layouts, np.split(known.positions, counts), strict=True):
-        told = size == 1 or layout.slices is Slices.CONTIGUOUS
-        if not told and _look_contiguous(layout, mine, rank, size):
+        if size > 1 and _look_contiguous(layout, mine, rank, size):
             raise refused(CONTIGUOUS)
         if used and not np.array_equal(mine, layout.positions(rank, size)):
             raise refused(OTHER_POSITIONS)
@@ -309,5 +305,7 @@ def _look_contiguous(layout: CallLayout, mine: Numbers, rank: int, size: int) ->
     parts = zip(shares, np.split(mine, np.cumsum(shares)[:-1]), strict=True)
     if any(n > 1 and np.array_equal(part, np.arange(n) + rank * n) for n, part in parts):
         return True
-    whole = layout._replace(slices=Slices.CONTIGUOUS).positions(rank, size)
-    return bool(mine.any()) and np.array_equal(mine, whole)
+    if not layout.packed:
+        return False
+    pack, num = np.concatenate([np.arange(length) for length in layout.lengths]), len(mine)
+    return bool(mine.any()) and np.array_equal(mine, pack[rank * num : (rank + 1) * num])

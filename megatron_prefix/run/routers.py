@@ -14,6 +14,7 @@ from megatron_prefix.refusals.table import AHEAD_ROUTES, RECORDS_ROUTES, UNKNOWN
 from megatron_prefix.run.executor import Stage
 from megatron_prefix.run.losses import LossContract, set_auxiliary_scales
 from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.routes import told_of
 from megatron_prefix.run.step import Step
 from megatron_prefix.run.suspend import Capture
 
@@ -25,7 +26,7 @@ def check(step: Step, rank: Rank, capture: Capture) -> None:
         CannotShare: they record routes, or follow routes that the schedule has not been given.
     """
     for chunk, model in enumerate(rank.language_models):
-        for layer, (_, (told, *_)) in capture.told(chunk).items():
+        for layer, (_, (told, *_)) in told_of(capture, chunk).items():
             if told.action == RECORD:
                 raise refused(RECORDS_ROUTES)
             if not step.routed:
@@ -39,7 +40,6 @@ def begin(
     step: Step,
     contract: LossContract,
     rank: Rank,
-    forward_only: bool,
     capture: Capture,
 ) -> None:
     """Gives the stages their routes and ledgers, and Megatron the scale of auxiliary losses.
@@ -49,14 +49,13 @@ def begin(
         step: their step.
         contract: how losses are made.
         rank: that holds them.
-        forward_only: see Megatron's schedules.
         capture: knows what routers have been told.
 
     Raises:
         UserError: routes of another model.
     """
     _set_routes(stages, step, rank, capture)
-    if not forward_only and any(stage.hooks.routers for stage in stages):
+    if not rank.forward_only and any(stage.hooks.routers for stage in stages):
         set_auxiliary_scales(contract, stages[-1].model, step.num_microbatches)
         cp = rank.groups.cp
         tokens = LogicalTokens(
@@ -69,12 +68,12 @@ def begin(
             stage.ledger = RouterLedger(tokens, stage.hooks.routers, group_counts, crossing)
 
 
-def leave(num_microbatches: int, rank: Rank, capture: Capture, *, forward_only: bool) -> None:
+def leave(num_microbatches: int, rank: Rank, capture: Capture) -> None:
     """Leaves routers that were told to follow routes as the stock schedule does after a step."""
     for chunk in range(len(rank.models)):
-        for router, _ in capture.told(chunk).values():
+        for router, _ in told_of(capture, chunk).values():
             if (replays := replays_of(router)) is not None:
-                replays.passed(num_microbatches, backward=not forward_only)
+                replays.passed(num_microbatches, backward=not rank.forward_only)
 
 
 def _set_routes(stages: Sequence[Stage], step: Step, rank: Rank, capture: Capture) -> None:
@@ -85,7 +84,7 @@ def _set_routes(stages: Sequence[Stage], step: Step, rank: Rank, capture: Captur
     for chunk, stage in enumerate(stages):
         told = {
             router: one._replace(has_mask=any(other.has_mask for other in each))
-            for router, each in capture.told(chunk).values()
+            for router, each in told_of(capture, chunk).values()
             for one in each[:1]
         }
         stage.hooks.replay = Replay(routes, told) if routes is not None and told else None

@@ -107,6 +107,24 @@ class ToldRoutes:
         return torch.cat(found, 1), [n for _, count, *rest in heads for n in rest[:count]]
 
 
+def told_of(capture: Capture, chunk: int) -> dict[int, tuple[Any, list[Told]]]:
+    """By layer of a chunk that has a router that was told something: the router, and what at each
+    call.
+
+    Raises:
+        CannotShare: at some calls only.
+    """
+    found, steps = {}, capture.steps[chunk]
+    for layer, router in steps[0].routers.items() if steps else ():
+        each = [step.told[layer] for step in steps]
+        known = [one for one in each if one is not None]
+        if 0 < len(known) < len(each):
+            raise refused(SOME_ROUTES)
+        if known:
+            found[layer] = router, known
+    return found
+
+
 def read(capture: Capture, rank: Rank) -> ToldRoutes:
     """What the routers of this rank have been told at its model calls.
 
@@ -117,7 +135,7 @@ def read(capture: Capture, rank: Rank) -> ToldRoutes:
     followed: dict[int, list[Tensor]] = {}
     for chunk, model in enumerate(rank.language_models):
         num_ahead = len(model.decoder.layers)
-        for layer, (router, told) in capture.told(chunk).items():
+        for layer, (router, told) in told_of(capture, chunk).items():
             _check(told, ahead=layer >= num_ahead)
             followed[router.layer_number - 1] = [one.routes for one in told]  # type: ignore[misc]
     layers = tuple(sorted(followed))

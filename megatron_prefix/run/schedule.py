@@ -31,21 +31,21 @@ from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import DATA_EXCHANGE, FP8_UNTRIED, HOST_LAYERS_CP
-from megatron_prefix.run import ahead, beside, joint_step, routers
+from megatron_prefix.run import ahead, joint_step, routers
 from megatron_prefix.run.across_ranks import Watch
 from megatron_prefix.run.agreement import agree, agree_on
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
-from megatron_prefix.run.first_step import FirstStep, code_name
-from megatron_prefix.run.garbage import uncollected
+from megatron_prefix.run.first_step import FirstStep
+from megatron_prefix.run.loss_variables import code_name
 from megatron_prefix.run.losses import LossContract, are_in_order
 from megatron_prefix.run.memory_control import MemoryControl
 from megatron_prefix.run.messages import channels_of
 from megatron_prefix.run.pause import Pause, Rest
-from megatron_prefix.run.planning import Planning
+from megatron_prefix.run.planning import Planning, uncollected
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read_calls import ReadCalls, read_calls
 from megatron_prefix.run.report import StepReport
-from megatron_prefix.run.step import Step, not_built, read_step, told
+from megatron_prefix.run.step import Step, read_step, told
 from megatron_prefix.run.step_run import StepRun
 from megatron_prefix.run.suspend import Capture
 from megatron_prefix.tree import Forest
@@ -56,6 +56,23 @@ WATCHED = "the first step of its kind is watched"
 """Why the stock schedule runs a step that nothing is in the way of."""
 LOSSES_EXCHANGE = "losses exchange with other data-parallel ranks"
 """Why prompts do not cross these."""
+
+
+@dataclass
+class Kind:
+    """What is known of calls of one kind: of one forward step, on the same models.
+
+    Attributes:
+        pause: when nobody looks at them; only in mode "auto".
+        watched: whether the first of them has been watched, if that is wanted.
+        refusal: what was in its way; None: nothing.
+        ordered: whether losses have to be called in the trainer's order.
+    """
+
+    pause: Pause | None
+    watched: bool = False
+    refusal: UserError | None = None
+    ordered: bool = False
 
 
 @dataclass
@@ -84,11 +101,9 @@ class PrefixSchedule:
     across_ranks: Watch = field(default_factory=Watch, init=False)
     memory: MemoryControl = field(init=False, repr=False)
     planning: Planning = field(init=False, repr=False)
-    _pauses: dict[Any, Pause] = field(default_factory=dict, init=False, repr=False)
     _rest: Rest = field(default_factory=Rest, init=False, repr=False)
     _told: set[str] = field(default_factory=set, init=False, repr=False)
-    _kinds: dict[Any, UserError | None] = field(default_factory=dict, init=False, repr=False)
-    _ordered: set[Any] = field(default_factory=set, init=False, repr=False)
+    _kinds: dict[Any, Kind] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.memory = MemoryControl(self.config)
@@ -129,81 +144,78 @@ class PrefixSchedule:
         if self.config.mode == "off" or self._calls_otherwise(models):
             return stock_schedule()(**arguments)
         try:
-            rank = self._rank(models, pg_collection, forward_only)
+            rank = self._rank(Rank(models, pg_collection, forward_only=forward_only))
         except CannotShare as error:  # all ranks have the same model
             self._refused(error)
             return stock_schedule()(**arguments)
-        kind = forward_only, code_name(forward_step_func), *map(id, rank.language_models)
+        kind = self._kind(forward_step_func, rank)
         first = self._first(kind, forward_step_func, rank)
         if first is not None and not first.suspended:
             return self._watched(first, kind, arguments)
         if self._needs_no_look(kind):
             return stock_schedule()(**arguments)
-        if ordered := kind in self._ordered:
+        if kind.ordered:
             rank.may_cross, rank.why_alone = False, LOSSES_EXCHANGE
             joint_step.tell_alone(rank.why_alone, rank, self._told)
-        store = self._captured(first, self._pauses[kind], rank, arguments, ordered)
+        store = self._captured(first, kind, rank, arguments)
         if first is not None:
-            self._kinds[kind] = first.error
+            kind.watched, kind.refusal = True, first.error
             first.check()  # else what was computed may be wrong
         return store
 
-    def _needs_no_look(self, kind: Any) -> bool:
+    def _kind(self, function: Any, rank: Rank) -> Kind:
+        """What is known of calls like this one."""
+        key = rank.forward_only, code_name(function), *map(id, rank.language_models)
+        if key not in self._kinds:
+            self._kinds[key] = Kind(Pause() if self.config.mode == "auto" else None)
+        return self._kinds[key]
+
+    def _needs_no_look(self, kind: Kind) -> bool:
         """Whether steps of a kind are the stock schedule's for now, refused or in a pause."""
-        if (refusal := self._kinds.get(kind)) is not None:
-            self._refused(refusal)
+        if kind.refusal is not None:
+            self._refused(kind.refusal)
             return True
-        decision = self._pauses.setdefault(kind, Pause(self.config)).next()
+        decision = None if kind.pause is None else kind.pause.next()
         if decision is not None:
             self._stock_report(decision)
         return decision is not None
 
-    def _first(self, kind: Any, function: Any, rank: Rank) -> FirstStep | None:
+    def _first(self, kind: Kind, function: Any, rank: Rank) -> FirstStep | None:
         """What watches the first step of a kind; None in later ones.
 
         In mode "on" it is shared meanwhile, but for ranks that share experts or prompts: those
         would wait for ever for ranks that exchange in a loss.
         """
-        if not self.looks_first or kind in self._kinds:
+        if not self.looks_first or kind.watched:
             return None
         shares = self.config.mode == "on" and rank.experts is None and not rank.may_cross
-        takes_beside = beside.may_be(rank, forward_only=kind[0])
-        return FirstStep(function, rank, suspended=shares, takes_beside=takes_beside)
+        return FirstStep(function, rank, suspended=shares)
 
     def _captured(
-        self,
-        first: FirstStep | None,
-        pause: Pause,
-        rank: Rank,
-        arguments: dict[str, Any],
-        ordered: bool,
+        self, first: FirstStep | None, kind: Kind, rank: Rank, arguments: dict[str, Any]
     ) -> list[Any]:
         """Runs a step whose forward steps are suspended in their model calls.
 
         Args:
             first: watches them, in mode "on"; None if they are known.
-            pause: of their kind.
+            kind: of the call.
             rank: this one.
             arguments: of the call.
-            ordered: whether losses have to be called in the trainer's order.
         """
-        forward_only, iterator = arguments["forward_only"], arguments["data_iterator"]
+        iterator = arguments["data_iterator"]
         capturing = Capture(
             arguments["forward_step_func"],
             iterator if first is None else first.iterator(iterator), rank,
-            arguments["num_microbatches"], self.callbacks.needs_drawn(forward_only),
+            arguments["num_microbatches"], self.callbacks.needs_drawn(rank.forward_only),
             None if first is None else first.forward_step,
-            beside.may_be(rank, forward_only=forward_only),
         )  # fmt: skip
         watching = contextlib.nullcontext() if first is None else first.watching()
         meter = self.planning.meter(rank)
-        meter.begin(forward_only)
+        meter.begin(rank.forward_only)
         with capturing as capture, watching, self.memory.step():
             with uncollected():
-                step = self._read(capture, rank, forward_only, first, pause)
-                joint = None
-                if step is not None:
-                    joint = self._plan(step, rank, forward_only, pause, ordered)
+                step = self._read(capture, rank, first, kind.pause)
+                joint = None if step is None else self._plan(step, rank, kind)
             with meter.step(self.report, rank.stage):  # type: ignore[arg-type]
                 if step is None or joint is None:
                     return stock_schedule()(**arguments | {"forward_step_func": capture.stock_step})
@@ -212,11 +224,11 @@ class PrefixSchedule:
                     rank.config, rank.groups.cp.size(), arguments["collect_non_loss_data"]
                 )
                 return StepRun(
-                    self, capture, rank, step, joint, contract, forward_only,
-                    self.measures or meter.due, arguments["force_all_reduce"],
+                    self, capture, rank, step, joint, contract, self.measures or meter.due,
+                    arguments["force_all_reduce"],
                 ).run()  # fmt: skip
 
-    def _watched(self, first: FirstStep, kind: Any, arguments: dict[str, Any]) -> list[Any]:
+    def _watched(self, first: FirstStep, kind: Kind, arguments: dict[str, Any]) -> list[Any]:
         """The stock schedule's step, watched; what is in its way is remembered."""
         rank = first.rank
         with first.watching():
@@ -233,14 +245,13 @@ class PrefixSchedule:
         elif first.losses_exchange:
             exchange = refused(DATA_EXCHANGE)
         # Ranks that later look at steps together remember the same.
-        ranks = rank.agreeing(kind[0])
-        refusal = self._kinds[kind] = agree(found, ranks, rank.device)
-        if agree(exchange, ranks, rank.device) is not None:
-            self._ordered.add(kind)
-        if refusal is None:
+        kind.refusal = agree(found, rank.agreeing, rank.device)
+        kind.ordered = agree(exchange, rank.agreeing, rank.device) is not None
+        kind.watched = True
+        if kind.refusal is None:
             self._stock_report(Decision(False, WATCHED, False, 1.0))
         else:
-            self._refused(refusal)
+            self._refused(kind.refusal)
         return store
 
     def _calls_otherwise(self, models: list[Any]) -> bool:
@@ -250,74 +261,62 @@ class PrefixSchedule:
             self._refused(reason.error())
         return reason is not None
 
-    def _rank(
-        self, models: list[Any], groups: ProcessGroupCollection | None, forward_only: bool
-    ) -> Rank:
-        """This rank; its layout has to suit the configuration."""
-        rank = Rank(models, groups)
+    def _rank(self, rank: Rank) -> Rank:
+        """A rank in this call, if its layout suits the configuration."""
         if self.config.mode == "auto" and is_untried(rank.config):
             raise refused(FP8_UNTRIED)
-        together = self.callbacks.passes_together or not forward_only
-        alone = joint_step.why_alone(self.config, rank, together=together)
-        if alone is None and self.config.across == "auto" and self._rest.next():
-            alone = joint_step.RESTS
-        rank.may_cross, rank.why_alone = alone is None, alone or ""
-        joint_step.tell_alone(rank.why_alone, rank, self._told)
+        if rank.siblings is None or rank.siblings.size() > 1:
+            together = self.callbacks.passes_together or not rank.forward_only
+            alone = joint_step.why_alone(self.config, rank, together=together)
+            if alone is None and self.config.across == "auto" and self._rest.next():
+                alone = joint_step.RESTS
+            rank.may_cross, rank.why_alone = alone is None, alone or ""
+            joint_step.tell_alone(rank.why_alone, rank, self._told)
         if self.config.cache_host_layers and rank.groups.cp.size() > 1:
             raise refused(HOST_LAYERS_CP)
-        if self.config.mode != "observe":  # by all ranks, whichever schedule each of them takes
+        if self.config.mode != "observe" and rank.num_stages > 1:
+            # By all ranks of the job, whichever schedule each of them takes.
             channels_of(rank.groups.pp, rank.device)
         return rank
 
     def _read(
-        self,
-        capture: Capture,
-        rank: Rank,
-        forward_only: bool,
-        first: FirstStep | None,
-        pause: Pause,
+        self, capture: Capture, rank: Rank, first: FirstStep | None, pause: Pause | None
     ) -> Step | None:
         """The step; None, with `report` set, if its calls cannot be answered from segments.
 
         All ranks end together where one cannot read its microbatches, and fall back together.
         """
-        calls, problem = self._read_calls(capture, rank, forward_only, first)
-        wish, ranks = pause.wanted(rank), rank.agreeing(forward_only)
-        reason, paused = agree_on(problem, wish, ranks, rank.device)
+        calls, problem = self._read_calls(capture, rank, first)
+        wish = pause is not None and pause.wanted(rank)
+        reason, paused = agree_on(problem, wish, rank.agreeing, rank.device)
         if reason is not None:
             self._refused(reason)
             return None
-        if paused:
+        if paused and pause is not None:
             self._stock_report(pause.begin())
             self._told.add(self.report.decision.reason)  # type: ignore[union-attr]  # told once
             return None
-        planning, judge = self.planning, self.planning.judge(rank, forward_only=forward_only)
-        build = functools.partial(planning.build, rank=rank, judge=judge, forward_only=forward_only)
+        planning = self.planning
+        build = functools.partial(planning.build, rank=rank, judge=planning.judge(rank))
         alone = build
-        if planning.cuts_together(rank, forward_only=forward_only):
-            alone = functools.partial(planning.build_together, rank=rank, judge=judge)
+        if rank.experts is not None and rank.ordered and not self.config.plan_file:
+            alone = functools.partial(planning.build_together, **build.keywords)
         later = rank.may_cross or alone is not build  # when ranks have agreed to go on
+        filters = self.config.mode == "auto" and not rank.may_cross
         step = read_step(
-            calls, rank.groups,  # type: ignore[arg-type]
-            not_built if later else build, rank.device,
-            lambda samples: not rank.may_cross and planning.shares_nothing(samples, rank),
+            calls, rank.groups, None if later else build, rank.device,  # type: ignore[arg-type]
+            functools.partial(planning.shares_nothing, rank=rank) if filters else None,
         )  # fmt: skip
         problem = step if isinstance(step, BaseException) else _problem(step, rank, capture)
-        if (reason := agree(problem, ranks, rank.device)) is not None:
+        if (reason := agree(problem, rank.agreeing, rank.device)) is not None:
             self._refused(reason)
             return None
         if not later or step.unshared:  # type: ignore[union-attr]
             return step  # type: ignore[return-value]
-        return self._joint(step, rank, build, alone, forward_only=forward_only)  # type: ignore[arg-type]
+        return self._joint(step, rank, build, alone)  # type: ignore[arg-type]
 
     def _joint(
-        self,
-        step: Step,
-        rank: Rank,
-        build: Callable[..., Forest],
-        alone: Callable[..., Forest],
-        *,
-        forward_only: bool,
+        self, step: Step, rank: Rank, build: Callable[..., Forest], alone: Callable[..., Forest]
     ) -> Step | None:
         """A step with segments that data-parallel ranks make together, some of which may cross
         them; they end or fall back together. `build`, `alone`: see `joint_step.joint`."""
@@ -325,15 +324,14 @@ class PrefixSchedule:
         joint: Step | None = None
         try:
             if rank.is_first and rank.may_cross:
-                joint = joint_step.joint(
-                    step, rank, self.planning, build, alone, forward_only=forward_only
-                )
+                joint = joint_step.joint(step, rank, self.planning, build, alone)
             elif rank.is_first:
                 joint = joint_step.with_segments(step, alone)
         except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it
             problem = error
-        joint = told(joint, step.samples, rank.groups.pp, rank.device)
-        if (reason := agree(problem, rank.agreeing(forward_only), rank.device)) is not None:
+        if rank.num_stages > 1:
+            joint = told(joint, step.samples, rank.groups.pp, rank.device)
+        if (reason := agree(problem, rank.agreeing, rank.device)) is not None:
             self._refused(reason)
             return None
         if joint is None:
@@ -346,37 +344,35 @@ class PrefixSchedule:
         return joint
 
     def _read_calls(
-        self, capture: Capture, rank: Rank, forward_only: bool, first: FirstStep | None
+        self, capture: Capture, rank: Rank, first: FirstStep | None
     ) -> tuple[ReadCalls | None, BaseException | None]:
         """What this rank's model calls say, or what is wrong with them."""
         try:
             capture.run()
             if first is not None:
                 first.check()
-            calls = read_calls(capture, rank, self.callbacks, forward_only=forward_only)
+            calls = read_calls(capture, rank, self.callbacks)
             if self.config.mode != "observe":
-                self.memory.begin(rank, forward_only)
+                self.memory.begin(rank)
         except BaseException as error:  # the other ranks wait to hear of it
             logger.debug("this rank's microbatches cannot be read", exc_info=True)
             return None, error
         return calls, None
 
-    def _plan(
-        self, step: Step, rank: Rank, forward_only: bool, pause: Pause, ordered: bool
-    ) -> JointForest | None:
+    def _plan(self, step: Step, rank: Rank, kind: Kind) -> JointForest | None:
         """Sets `report` with the plan; None if the stock schedule is the better one."""
         why = step.why_alone or rank.why_alone
         if self.config.mode != "on":
             setting = joint_step.setting(self.config, rank, why)
-            self.across_ranks.look(step, rank, forward_only=forward_only, setting=setting)
-        report, joint = self.planning.decided(step, rank, forward_only=forward_only)
+            self.across_ranks.look(step, rank, setting=setting)
+        report, joint = self.planning.decided(step, rank)
         report.why_alone = why
-        if ordered and report.decision.share and not _calls_in_order(report.plan, step):
+        if kind.ordered and report.decision.share and not _calls_in_order(report.plan, step):
             reason = f"{LOSSES_EXCHANGE}, and segments would call them in another order"
             report.decision = replace(report.decision, share=False, fallback=True, reason=reason)
         self._report(report)
-        if not forward_only and not self.planning.meter(rank).due:  # else it may run to be timed
-            pause.note(report.decision)
+        if kind.pause and not (rank.forward_only or self.planning.meter(rank).due):
+            kind.pause.note(report.decision)  # in others it may run to be timed
         return joint if report.decision.share else None
 
     def _refused(self, reason: UserError) -> None:
@@ -403,8 +399,10 @@ class PrefixSchedule:
 def _problem(step: Step, rank: Rank, capture: Capture) -> UserError | None:
     """What is in the way of a step that was read."""
     try:
-        routers.check(step, rank, capture)
-        ahead.check(step, rank)
+        if rank.has_experts:
+            routers.check(step, rank, capture)
+        if rank.looks_ahead:
+            ahead.check(step, rank)
     except UserError as error:
         return error
     return None

@@ -24,12 +24,10 @@ from megatron_prefix.refusals.table import (
     SOME_ROUTES,
     STAGES_DIFFER,
 )
-from megatron_prefix.run.calls import CallLayout
-from megatron_prefix.run.given import Given
+from megatron_prefix.run.calls import check_cut
 from megatron_prefix.run.read_calls import CallTokens, Numbers, ReadCalls
-from megatron_prefix.tree import Forest, Pairs
+from megatron_prefix.tree import Forest, Pairs, cp_layout
 from megatron_prefix.tree.ahead import told_apart
-from megatron_prefix.tree.cp_layout import Slices
 from megatron_prefix.tree.forest import check_routes
 
 MESSAGE_NUMBERS = 1 << 13
@@ -53,7 +51,6 @@ class Step:
         samples: whole; None on stages in the middle. Routes are on the first stage.
         routed: whether the samples have routes.
         reads_all: losses look at all positions of segments with loss; known on the first stage.
-        slices: how the trainer's calls are cut for context-parallel ranks.
         crosses: payloads cross data-parallel ranks, though perhaps none of this one.
         why_alone: why they do not, where they could have; known on the first stage.
         unshared: the prefilter says that sharing does not pay; the forest has no segments then.
@@ -66,7 +63,6 @@ class Step:
     routed: bool = False
     unshared: bool = False
     reads_all: bool = False
-    slices: Slices = Slices.ZIGZAG
     crosses: bool = False
     why_alone: str = ""
 
@@ -79,7 +75,7 @@ class Step:
         """The step as numbers, to tell the other stages; `from_ints` reads them."""
         owners = np.array(self.microbatch_of, np.int64)
         counts = np.bincount(owners, minlength=self.num_microbatches)
-        flags = self.routed + 2 * self.unshared + 4 * self.crosses + 8 * self.slices
+        flags = self.routed + 2 * self.unshared + 4 * self.crosses
         numbers = [flags, len(self.packed), *self.packed, *counts, *self.forest.to_ints()]
         return np.array(numbers, np.int64)
 
@@ -92,24 +88,25 @@ class Step:
         microbatch_of = tuple(np.repeat(np.arange(num), counts).tolist())
         routed, unshared, crosses = (bool(flags & bit) for bit in (1, 2, 4))
         known = (forest, microbatch_of, tuple(packed.tolist()), samples, routed, unshared)
-        return cls(*known, slices=Slices(flags // 8), crosses=crosses)
+        return cls(*known, crosses=crosses)
 
 
 def read_step(
     calls: ReadCalls,
     groups: Any,
-    build: Builder,
+    build: Builder | None,
     device: torch.device,
-    prefilter: Prefilter = lambda _: False,
+    prefilter: Prefilter | None = None,
 ) -> Step | BaseException:
     """Builds the forest on the first stage and tells it to every stage; all of them call this.
 
     Args:
         calls: what this rank's model calls say.
         groups: process groups of the pipeline and of context parallelism.
-        build: makes segments of samples.
+        build: makes segments of samples; None: they are made later.
         device: where the process groups' tensors live.
-        prefilter: asked on the first stage before anything is built; None: samples were not read.
+        prefilter: asked on the first stage before anything is built, with None if samples were not
+            read; None: nothing is asked.
 
     Returns:
         The step; or what went wrong on this or on the first stage, for `agreement.agree`.
@@ -118,27 +115,34 @@ def read_step(
     samples: list[Pairs] | None = None
     step: Step | None = None
     problem: BaseException | None = None
-    known = _tell_first(calls.last, calls.first, pp, device)
+    if pp.size() > 1:
+        known = _tell_first(calls.last, calls.first, pp, device)
+    else:
+        known = _merged(calls.first, calls.last)
     routes = calls.routes
     try:
         if calls.told is not None:  # by all ranks of the pipeline
             layouts = known.layouts if known else ()
             routes = calls.told.gathered(layouts, cp.size(), pp, device)
         if calls.first is not None and known is not None:
-            known = _coded(known, calls.given)
+            if calls.given is not None:  # a number for each position, in the place of tokens
+                codes = calls.given.codes(known.lengths, known.tokens)
+                known = known._replace(tokens=codes)
             samples = _samples(known, routes, cp, device)
         elif calls.last is not None:
             samples = _samples(calls.last, (), cp, device)
     except Exception as error:  # noqa: BLE001  # the other stages wait for this one's message
         problem = error
     if calls.first is not None:
-        unshared = prefilter(samples)
+        unshared = prefilter is not None and prefilter(samples)
         try:
             if known is not None and samples is not None:
-                step = _built(known, samples, not_built if unshared else build, unshared)
+                step = _built(known, samples, None if unshared else build, unshared)
         except Exception as error:  # noqa: BLE001  # likewise
             problem = error
-    return told(step, samples, pp, device) or problem or refused(NO_TREE)
+    if pp.size() > 1:
+        step = told(step, samples, pp, device)
+    return step or problem or refused(NO_TREE)
 
 
 def told(
@@ -149,41 +153,37 @@ def told(
     Args:
         step: on the first stage.
         samples: what this stage knows of them.
-        group: the pipeline.
+        group: the pipeline, of several ranks.
         device: where its tensors live.
     """
-    if group.size() == 1:
-        return step
     mine = np.zeros(0, np.int64) if step is None else step.to_ints()
     numbers = _broadcast(mine, group, 0, device)
     return Step.from_ints(numbers, samples) if step is None and len(numbers) else step
 
 
-def not_built(samples: Sequence[Pairs], _: Sequence[int]) -> Forest:
-    """Samples without their tree; nobody asks for their first trained positions."""
-    return Forest((), tuple(map(len, samples)), (0,) * len(samples))
-
-
-def _built(known: CallTokens, samples: Sequence[Pairs], build: Builder, unshared: bool) -> Step:
+def _built(
+    known: CallTokens, samples: Sequence[Pairs], build: Builder | None, unshared: bool
+) -> Step:
     """The first stage's step."""
     counts = [len(layout.lengths) for layout in known.layouts]
     microbatch_of = np.repeat(np.arange(len(counts)), counts).tolist()
-    forest = build(samples, microbatch_of)
-    if known.labels is None:  # outputs are logits of all positions
-        forest = forest.all_read()
+    reads_all = known.labels is None  # outputs are logits of all positions
+    if build is None:  # nobody asks for first trained positions
+        forest = Forest((), tuple(map(len, samples)), (0,) * len(samples))
+    else:
+        forest = build(samples, microbatch_of)
     packed = tuple(layout.packed for layout in known.layouts)
     routed = any(sample.routes is not None for sample in samples)
-    reads_all = known.labels is None
-    slices = known.layouts[0].slices if known.layouts else Slices.ZIGZAG
-    return Step(forest, tuple(microbatch_of), packed, samples, routed, unshared, reads_all, slices)
+    return Step(
+        forest.all_read() if reads_all else forest, tuple(microbatch_of), packed, samples, routed,
+        unshared, reads_all,
+    )  # fmt: skip
 
 
 def _tell_first(
     last: CallTokens | None, first: CallTokens | None, group: Any, device: torch.device
 ) -> CallTokens | None:
     """The first stage's columns, with labels and loss flags of the last where that has some."""
-    if group.size() == 1:
-        return _merged(first, last)
     numbers = np.zeros(0, np.int64)
     if last is not None:
         columns = [c for c in (last.labels, last.trained) if c is not None]
@@ -197,14 +197,6 @@ def _tell_first(
     labels = next(parts) if has_labels else None
     trained = next(parts) if has_trained else None
     return _merged(first, first._replace(labels=labels, trained=trained))
-
-
-def _coded(known: CallTokens, given: Given | None) -> CallTokens:
-    """What is given in the place of tokens, as tokens: a number for each position."""
-    if given is None:
-        return known
-    lengths = [length for layout in known.layouts for length in layout.lengths]
-    return known._replace(tokens=given.codes(lengths, known.tokens))
 
 
 def _merged(first: CallTokens | None, last: CallTokens | None) -> CallTokens | None:
@@ -221,9 +213,8 @@ def _samples(
     known: CallTokens, routes: Sequence[Tensor | None], group: Any, device: torch.device
 ) -> list[Pairs]:
     """Whole samples from the slices of the context-parallel ranks."""
-    lengths = [length for layout in known.layouts for length in layout.lengths]
-    size = group.size()
-    num = known.num // size
+    lengths, size = known.lengths, group.size()
+    num = sum(lengths) // size
     if any(c is not None and len(c) != num for c in (known.labels, known.trained)):
         raise refused(STAGES_DIFFER)
     tokens = np.zeros(num, np.int64) if known.tokens is None else known.tokens
@@ -231,9 +222,10 @@ def _samples(
     labels = tokens if known.labels is None else known.labels
     weights = [] if known.weights is None else [known.weights]
     table = np.stack([tokens, labels, trained, *weights])
-    paths = _joined_routes(routes, num)
+    paths = _joined_routes(routes, num) if routes else None
     if size > 1:
-        order = _order(known.layouts, size)
+        check_cut(lengths, size)
+        order = cp_layout.order(lengths, size)
         table = _all_gather(table.T, group, device)[order].T
         paths = None if paths is None else _all_gather(paths, group, device)[order]
     samples, ends = [], np.cumsum(lengths)[:-1]
@@ -247,7 +239,8 @@ def _samples(
             after = np.append(inputs[1:], -2 - index)
             mask = None if mask is None else np.append(mask[1:], 0.0)
         samples.append(Pairs(inputs, after, flags != 0, split[index], mask))
-    check_routes(samples)
+    if paths is not None:
+        check_routes(samples)
     return samples if known.weights is None else told_apart(samples)
 
 
@@ -262,21 +255,6 @@ def _joined_routes(routes: Sequence[Tensor | None], num: int) -> Numbers | None:
     if len(whole) != num:
         raise refused(NUMBER_OF_ROUTES, len(whole), num)
     return whole.astype(np.int32)
-
-
-def _order(layouts: Sequence[CallLayout], size: int) -> Numbers:
-    """Where the samples' positions are among those of all context-parallel ranks, each of which has
-    its positions of all calls one behind the other."""
-    starts = np.cumsum([0, *(sum(layout.lengths) for layout in layouts)])
-    dealt = [
-        start + layout.held(rank, size)
-        for rank in range(size)
-        for layout, start in zip(layouts, starts, strict=False)
-    ]
-    view = np.concatenate([np.zeros(0, np.int64), *dealt])
-    order = np.empty_like(view)
-    order[view] = np.arange(len(view))
-    return order
 
 
 def _all_gather(mine: np.ndarray, group: Any, device: torch.device) -> np.ndarray:

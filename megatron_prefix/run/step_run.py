@@ -52,7 +52,7 @@ from megatron_prefix.run.overlap import Reductions
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.report import Stopwatch
 from megatron_prefix.run.step import Step
-from megatron_prefix.run.suspend import Capture
+from megatron_prefix.run.suspend import Capture, SuspendedStep
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.context_parallel import Exchange
 from megatron_prefix.sidecar.gathered import GatheredStore
@@ -71,7 +71,6 @@ class StepRun:
         step: its segments and microbatches.
         joint: the segments among those of ranks that share experts.
         contract: how losses are made.
-        forward_only: see Megatron's schedules.
         measures: time every action.
         force_all_reduce: see Megatron's schedules.
     """
@@ -84,7 +83,6 @@ class StepRun:
         step: Step,
         joint: JointForest,
         contract: LossContract,
-        forward_only: bool,
         measures: bool,
         force_all_reduce: bool | None,
     ) -> None:
@@ -93,7 +91,6 @@ class StepRun:
         self._joint, self._contract = joint, contract
         # With the segments that run side by side with those of other pipelines.
         self._step = dataclasses.replace(step, forest=joint.forest)
-        self._forward_only = forward_only
         self._config, self._memory = schedule.config, schedule.memory
         self._report = schedule.report
         self._losses: Losses | None = None
@@ -111,19 +108,21 @@ class StepRun:
             reserved = torch.cuda.memory_reserved(rank.device)
             report.base_bytes = torch.cuda.memory_allocated(rank.device)
             report.room_bytes = free_bytes(rank.device, self._config.memory_budget)
-        self._memory.settle(report.plan, self._joint, rank, self._forward_only)
-        with (
-            _timed(rank.config),
-            closing_on_failure(rank.groups.pp),
-            communicator_of(rank.siblings if rank.crosses else None, rank.device) as communicator,
-        ):
-            self._communicator = communicator
+        self._memory.settle(report.plan, self._joint, rank)
+        with contextlib.ExitStack() as around:
+            if rank.config.timers is not None:
+                around.enter_context(_timed(rank.config))
+            if rank.num_stages > 1:
+                around.enter_context(closing_on_failure(rank.groups.pp))
+            if rank.crosses:
+                crossing = communicator_of(rank.siblings, rank.device)
+                self._communicator = around.enter_context(crossing)
             self._resume_other_stages()
             embedding, plan = self._memory.run(self._attempt, report.plan, rank, self._why_final)
             report.retried, report.plan = plan is not report.plan, plan
-            num, forward_only = len(self._capture.steps[0]), self._forward_only
-            routers.leave(num, rank, self._capture, forward_only=forward_only)
-            if not self._forward_only:
+            if rank.has_experts:
+                routers.leave(len(self._capture.steps[0]), rank, self._capture)
+            if not rank.forward_only:
                 report.memory = self._memory.predicted(plan, rank)
                 finish_embedding_wgrad_compute(rank.config, embedding, rank.is_last, rank.groups.tp)
                 num_tokens = self._losses.num_tokens if self._losses is not None else 0
@@ -132,7 +131,7 @@ class StepRun:
                 self._ahead.log()
             if self._losses is not None:
                 self._losses.check()  # waits for the device, so after what others wait for
-        if on_gpu and not self._forward_only:
+        if on_gpu and not rank.forward_only:
             self._memory.give_back(report.base_bytes, reserved, rank.device)
         return self._losses.forward_data_store if self._losses is not None else []
 
@@ -177,35 +176,38 @@ class StepRun:
 
     def _attempt(self, plan: Plan) -> Any:
         """Runs a plan on this rank, but for what follows its last backward."""
-        rank, report, forward_only = self._rank, self._report, self._forward_only
+        rank, report, offloader = self._rank, self._report, self._memory.offloader(plan, self._rank)
         config, cp = rank.config, rank.groups.cp
-        offloader = self._memory.offloader(plan, rank, forward_only)
         inputs = SegmentInputs(
-            self._step.forest, self._step.samples, rank.device, cp.rank(), cp.size(),
-            rank.rows,
-        )  # fmt: skip
+            self._step.forest, self._step.samples, rank.device, cp.rank(), cp.size(), rank.rows
+        )
         stages = self._stages(plan, offloader)
         if rank.has_experts:
-            routers.begin(stages, self._step, self._contract, rank, forward_only, self._capture)
+            routers.begin(stages, self._step, self._contract, rank, self._capture)
         if report.stopwatch is not None:
             report.stopwatch.forget()
-        links = Links(
-            channels_of(rank.groups.pp, rank.device), report.joint,
-            message_shape(config, plan), message_dtype(config), rank.device, not forward_only,
-        )  # fmt: skip
-        if rank.overlaps and not forward_only:
+        links = None
+        if rank.num_stages > 1:
+            links = Links(
+                channels_of(rank.groups.pp, rank.device), report.joint,
+                message_shape(config, plan), message_dtype(config), rank.device,
+                not rank.forward_only,
+            )  # fmt: skip
+        if rank.overlaps and not rank.forward_only:
             self._reductions = Reductions(rank, self._force_all_reduce)
-        exchanges = self._exchanges(stages)
-        behind = [] if forward_only else self._capture.behind()
+        exchanges = None
+        if self._communicator is not None:
+            exchanges = self._exchanges(stages, self._communicator)
+        behind = [] if rank.forward_only else self._capture.behind()
         executor = Executor(
-            plan, stages, inputs, links, forward_only,
+            plan, stages, inputs, links, rank.forward_only,
             self._schedule.watch or (report.stopwatch.timing if report.stopwatch else None),
             # Gradients are reduced after the last exchange, as ranks must not wait for both, and
             # after what goes on behind embeddings that were given.
             offloader, None if exchanges or behind else self._reductions, exchanges,
         )  # fmt: skip
         embedding = clear_embedding_activation_buffer(config, rank.models, stages[-1].is_last)
-        with contextlib.nullcontext() if forward_only else _no_sync(rank):
+        with contextlib.nullcontext() if rank.forward_only else _no_sync(rank):
             executor.run(rank.stage)
             self._is_behind = bool(behind)
             for one in behind:
@@ -214,55 +216,57 @@ class StepRun:
         report.cache_bytes = sum(stage.cache.peak_bytes for stage in stages)
         return embedding
 
-    def _exchanges(self, stages: list[Stage]) -> Exchanges | None:
-        """With other data-parallel ranks; None without."""
-        if self._communicator is None:
-            return None
-        forest = self._step.forest
+    def _exchanges(self, stages: list[Stage], communicator: Communicator) -> Exchanges:
+        """With other data-parallel ranks."""
+        forest, rank = self._step.forest, self._rank
         scored = [segment.scored for segment in forest.segments]
         chunks = [Carried(s.model, s.cache, s.ledger, s.final, scored) for s in stages]
-        device = self._rank.device
-        return Exchanges(forest, self._communicator, chunks, device, self._forward_only)
+        return Exchanges(forest, communicator, chunks, rank.device, rank.forward_only)
 
     def _stages(self, plan: Plan, offloader: Offloader | None) -> list[Stage]:
         """The rank's model chunks with hooks and sidecars; the last stage's has the losses."""
         cp = self._rank.groups.cp
         exchange = Exchange(cp) if cp.size() > 1 else None
-        stages = []
         self._capture.begin(self._step.forest)
+        stages = []
         for chunk, model in enumerate(self._rank.models):
             hooks, number = install(model, self._config.kernel), plan.stage(self._rank.stage, chunk)
-            steps = self._capture.steps[chunk]
+            steps, hooks.ahead = self._capture.steps[chunk], None
             call = steps[0].call if steps else ModelCall(0, {})
-            hooks.ahead = None
-            if number == plan.num_stages - 1 and self._rank.predicts_further(self._forward_only):
-                has_labels = call["labels"] is not None
-                self._ahead = ahead.begin(
-                    self._step, self._rank, self._contract, self._communicator,
-                    has_labels=has_labels,
-                )  # fmt: skip
-                hooks.ahead = self._ahead
-            called = steps[0].called if steps else Settings.now()
             stage = Stage(
                 model, hooks, self._cache(plan, chunk, hooks, exchange, offloader),
-                number == 0, number == plan.num_stages - 1, called,
-                call["labels"] is not None, call.others, self._capture.given[chunk],
-                heads.FilledDict(call[FILLED_BY_MODEL]) if heads.fills(call.others) else None,
+                number == 0, number == plan.num_stages - 1,
+                steps[0].called if steps else Settings.now(), call["labels"] is not None,
+                call.others, self._capture.given[chunk],
             )  # fmt: skip
-            if stage.is_last and self._losses is not None:  # memory ran out in an attempt before
-                self._losses.begin_again()
-            elif stage.is_last:
-                form = self._answer_form(stage, exchange)
-                self._losses = Losses(self._step, self._contract, model, steps, form)
+            if stage.others:
+                stage.moves_labels = heads.moves_labels(stage.others)
+                if heads.fills(stage.others):
+                    stage.filled = heads.FilledDict(stage.others[FILLED_BY_MODEL])
             if stage.is_last:
-                stage.losses, stage.final = self._losses, self._final(stage)
+                self._end_with_losses(stage, steps, exchange)
             stages.append(stage)
         return stages
 
-    def _answer_form(self, stage: Stage, exchange: Exchange | None) -> AnswerForm:
-        sequence = Exchange(self._rank.groups.tp) if self._rank.sequence_ranks > 1 else None
-        short = int(heads.moves_labels(stage.others))
-        return AnswerForm(exchange, sequence, short, stage.filled)
+    def _end_with_losses(
+        self, stage: Stage, steps: list[SuspendedStep], exchange: Exchange | None
+    ) -> None:
+        """Gives the last stage its losses, and what multi-token prediction and other data-parallel
+        ranks take of it."""
+        rank, step = self._rank, self._step
+        if rank.predicts_further:
+            self._ahead = stage.hooks.ahead = ahead.begin(
+                step, rank, self._contract, self._communicator, has_labels=stage.has_labels
+            )
+        if self._losses is not None:  # memory ran out in an attempt before
+            self._losses.begin_again()
+        else:
+            sequence = Exchange(rank.groups.tp) if rank.sequence_ranks > 1 else None
+            form = AnswerForm(exchange, sequence, int(stage.moves_labels), stage.filled)
+            self._losses = Losses(step, self._contract, stage.model, steps, form)
+        stage.losses = self._losses
+        if step.forest.exchanges:
+            stage.final = self._final(stage)
 
     def _final(self, stage: Stage) -> FinalStates | None:
         """What of a last stage's decoder output crosses data-parallel ranks; None if nothing."""
@@ -347,10 +351,8 @@ def _same(value: Tensor) -> Tensor:
 def _timed(config: Any) -> Iterator[None]:
     """Megatron's timer around the whole step."""
     timers = config.timers
-    if timers is not None:
-        timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     try:
         yield
     finally:
-        if timers is not None:
-            timers("forward-backward").stop()
+        timers("forward-backward").stop()

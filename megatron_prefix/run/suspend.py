@@ -8,6 +8,11 @@ A forward step runs on a greenlet: its own stack on the same thread.  What it ch
 model call (forward_step_state.py) is put back at every suspension and set again at every
 resumption, so that it nests as in a plain call.
 
+A forward step may call the model without gradients beside that: a preference loss wants log-probs
+of a reference, and trainers with adapters get them from the model itself, adapters off (ms-swift's
+DPO and KTO).  Such a call is the stock model's, in its place: what the trainer has switched for it
+is as it left it.
+
 greenlet is a dependency because threads, the alternative, break what Megatron keeps in one thread
 (the tracker of CUDA random states) and take four times as long (benchmarks/suspend_steps.py).
 """
@@ -30,18 +35,17 @@ import torch
 from megatron_prefix.errors import DataEnded, UserError, refused
 from megatron_prefix.megatron.install import intercepted, vision_tower
 from megatron_prefix.moe import versions
-from megatron_prefix.moe.told import Told, replays_of, told
+from megatron_prefix.moe.told import Told, may_replay, replays_of, told
 from megatron_prefix.refusals.table import (
     DIFFERENT_AUTOCAST,
     FP8_AROUND,
     FP8_INSIDE,
     NO_CALL,
-    SOME_ROUTES,
     TORCH_MODES,
     TRAINING_MODE,
     TWO_CALLS,
 )
-from megatron_prefix.run import beside, forward_step_state
+from megatron_prefix.run import forward_step_state
 from megatron_prefix.run.calls import ModelCall, bound
 from megatron_prefix.run.forward_step_state import Settings, Swap, fixed, quantises
 from megatron_prefix.run.given import Given
@@ -80,6 +84,8 @@ class SuspendedStep:
         told: what each router had been told by then; the step's own copies of its routes until
             `forget_arguments`.
         called: the settings that it was called with; not there before.
+        kept: what of each of `states` is the step's own while it is suspended; None: nothing. The
+            first one is the model's mode, train() or eval().
         goes_on_itself: whether it was resumed with the model itself, which it may call again.
     """
 
@@ -99,15 +105,10 @@ class SuspendedStep:
         self._problem: UserError | None = None
         self._result: Any = None
         self.goes_on_itself = False
-        self._states, self._kept = states, [None] * len(states)
+        self._states, self.kept = states, [None] * len(states)
         self._settings: Settings | None = None
         self._greenlet = greenlet.greenlet(function)
         self._greenlet.gr_context = contextvars.copy_context()
-
-    @property
-    def changes_training(self) -> bool:
-        """Whether the model is in another mode than outside: train() or eval()."""
-        return bool(self._kept) and self._kept[0] is not None
 
     def start(self) -> None:
         """Runs the forward step up to its model call.
@@ -188,8 +189,8 @@ class SuspendedStep:
             self._swap(entering=False)
 
     def _swap(self, *, entering: bool) -> None:
-        pairs = zip(self._states, self._kept, strict=True)
-        self._kept = [swap(kept, entering) for swap, kept in pairs]
+        pairs = zip(self._states, self.kept, strict=True)
+        self.kept = [swap(kept, entering) for swap, kept in pairs]
 
 
 class Capture:
@@ -203,7 +204,6 @@ class Capture:
         keeps_drawn: whether model calls keep what their forward step drew; iterators that have no
             `__next__` stay as they are.
         watched: `forward_step` in what watches it, if anything does (first_step.py).
-        takes_beside: whether forward steps may make calls without gradients, too (beside.py).
 
     Attributes:
         steps: per model chunk the suspended forward steps in the trainer's order.
@@ -219,10 +219,9 @@ class Capture:
         num_microbatches: int,
         keeps_drawn: bool,
         watched: Callable[..., Any] | None = None,
-        takes_beside: bool = False,
     ) -> None:
         self._forward_step, self._rank = watched or forward_step, rank
-        self._takes_beside = takes_beside and torch.is_grad_enabled()
+        self._takes_beside = takes_beside(rank)
         self._num = num_microbatches
         many = isinstance(data_iterator, list)
         given = data_iterator if many else [data_iterator]
@@ -293,24 +292,6 @@ class Capture:
         """The model calls of a chunk, in the trainer's order."""
         return [step.call for step in self.steps[chunk]]
 
-    def told(self, chunk: int) -> dict[int, tuple[Any, list[Told]]]:
-        """By layer of a chunk that has a router that was told something: the router, and what at
-        each call.
-
-        Raises:
-            CannotShare: at some calls only.
-        """
-        found = {}
-        steps = self.steps[chunk]
-        for layer, router in (steps[0].routers if steps else NO_ROUTERS).items():
-            each = [step.told[layer] for step in steps]
-            known = [one for one in each if one is not None]
-            if 0 < len(known) < len(each):
-                raise refused(SOME_ROUTES)
-            if known:
-                found[layer] = router, known
-        return found
-
     def check_settings(self) -> None:
         """Refuses calls under settings that segments, which stand for several, cannot have.
 
@@ -323,7 +304,7 @@ class Capture:
         steps = list(itertools.chain(*self.steps))
         if len({step.called.autocast for step in steps}) > 1:
             raise refused(DIFFERENT_AUTOCAST)
-        if any(step.changes_training for step in steps):
+        if any(step.kept and step.kept[0] is not None for step in steps):
             raise refused(TRAINING_MODE)
 
     def begin(self, forest: Forest) -> None:
@@ -372,7 +353,7 @@ class Capture:
             step = running()
             if step is None or step.model is not model or step.goes_on_itself:
                 return stock(*args, **kwargs)
-            if self._takes_beside and beside.is_now(model, called=step.call is not None):
+            if self._takes_beside and is_beside(model, called=step.call is not None):
                 return stock(*args, **kwargs)
             if step.call is not None:
                 raise refused(TWO_CALLS)
@@ -380,3 +361,30 @@ class Capture:
             return step.pause(call, lambda: stock(*args, **kwargs))
 
         return forward
+
+
+def takes_beside(rank: Rank) -> bool:
+    """Whether forward steps of a call of the schedule may call the model without gradients, too.
+
+    Without gradients nothing tells a microbatch's own call from another. Behind the first pipeline
+    stage a call's input is what the stage before it has sent, which segments do not send. A vision
+    tower's rows are kept for a microbatch, whichever call they are for. A queue of routes has an
+    entry for each call, in their order.
+    """
+    alone = len(rank.models) == 1 and rank.num_stages == 1
+    replays = rank.has_experts and may_replay(rank.config)
+    if not alone or replays or rank.forward_only or vision_tower(rank.models[0]) is not None:
+        return False
+    return torch.is_grad_enabled()
+
+
+def is_beside(model: Any, *, called: bool) -> bool:
+    """Whether a call of a language model, in a forward step that may make such calls, is one.
+
+    Args:
+        model: the language model.
+        called: whether the step has made its own call. What follows that runs in another order on
+            every rank, and ranks that share experts would wait for one another.
+    """
+    apart = not called or model.config.expert_model_parallel_size == 1
+    return apart and not torch.is_grad_enabled()

@@ -7,10 +7,9 @@ answer: the common spans, their owners, the segments that they are in, and when 
 first position that carries loss on, final hidden states cross, too: every rank has losses of its
 own on them.
 
-A step has *windows*: equal parts of every rank's microbatches. A segment crosses when the first
-window begins in which any rank needs it, and its gradients cross when the last one ends. In this
-order, the same on all ranks, no exchange waits for a later one: a span's parents cross before it,
-and their gradients after its own.
+Segments cross when a step begins, and their gradients when it ends. In this order, the same on all
+ranks, no exchange waits for a later one: a span's parents cross before it, their gradients after
+its own.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_prefix.tree.block_tree import BlockTree, RankBeginnings, block_tree, window_of
+from megatron_prefix.tree.block_tree import BlockTree, RankBeginnings, block_tree
 from megatron_prefix.tree.forest import LEAST_SHARE, Pairs, TreeOptions
-from megatron_prefix.tree.nodes import Node
-from megatron_prefix.tree.parts import equal_bounds, even_parts
+from megatron_prefix.tree.nodes import Node, equal_bounds, even_parts
 
 _BYTES = 16
 BLOCK = 8
@@ -43,7 +41,6 @@ class CommonSpan(NamedTuple):
         parent: the common span that it continues, with a smaller number; -1: none.
         level: common spans above it.
         ranks: that have it, ascending.
-        first, last: the windows in which any of them needs it first and last.
         scored: whether positions may carry loss on any of them.
     """
 
@@ -52,8 +49,6 @@ class CommonSpan(NamedTuple):
     parent: int
     level: int
     ranks: tuple[int, ...]
-    first: int
-    last: int
     scored: bool = False
 
     @property
@@ -68,13 +63,10 @@ class CommonSegment(NamedTuple):
     Attributes:
         owner: the rank.
         spans: their numbers; spans with one parent are neighbours.
-        first, last: see CommonSpan; of all of them.
     """
 
     owner: int
     spans: tuple[int, ...]
-    first: int
-    last: int
 
 
 @dataclass(frozen=True)
@@ -86,25 +78,12 @@ class CommonSpans:
         spans: parents before children.
         segments: in the order in which they cross.
         below: per beginning of this rank the last common span of it; -1: none.
-        num_microbatches: of this rank.
-        num_windows: of the step.
     """
 
     rank: int = 0
     spans: tuple[CommonSpan, ...] = ()
     segments: tuple[CommonSegment, ...] = ()
     below: tuple[int, ...] = ()
-    num_microbatches: int = 1
-    num_windows: int = 1
-
-    def window_of(self, microbatch: int) -> int:
-        """The window in which one of this rank's microbatches runs."""
-        window = window_of(microbatch, self.num_microbatches, self.num_windows)
-        return min(window, self.num_windows - 1)
-
-    def beginning(self, window: int) -> Iterator[CommonSegment]:
-        """The segments of this rank that cross when a window begins."""
-        return (one for one in self.segments if one.first == window and self.here(one))
 
     def source(self, segment: CommonSegment) -> int:
         """The rank that sends a segment's payload; -1: this one computes it."""
@@ -129,26 +108,22 @@ NOTHING_IN_COMMON = CommonSpans()
 
 
 def beginnings_of(
-    rollouts: Sequence[Pairs],
-    microbatch_of: Sequence[int],
-    options: TreeOptions,
-    block: int = BLOCK,
+    rollouts: Sequence[Pairs], options: TreeOptions, block: int = BLOCK
 ) -> tuple[RankBeginnings, list[int]]:
     """What a rank tells the others, and per rollout the number of its beginning.
 
     Args:
         rollouts: of the step, on this rank.
-        microbatch_of: the trainer's microbatch of each.
         options: see TreeOptions; beginnings end at a multiple of the boundary.
         block: positions between digests, rounded up to such a multiple.
     """
     block = -(-block // options.boundary) * options.boundary
     known: dict[bytes, int] = {}
     ends: list[int] = []
-    needed: list[list[int]] = []  # the first and the last microbatch, the first trained position
+    trained_at: list[int] = []
     digests: list[bytes] = []
     number_of, own = [], 0
-    for rollout, microbatch in zip(rollouts, microbatch_of, strict=True):
+    for rollout in rollouts:
         trained = rollout.first_trained
         end = options.rounded(trained if options.loss_in_leaves else len(rollout) - 1)
         codes = rollout.codes(0, end)
@@ -156,17 +131,13 @@ def beginnings_of(
         number = known.setdefault(codes.tobytes(), len(ends))
         if number == len(ends):
             ends.append(end)
-            needed.append([microbatch, microbatch, end])
+            trained_at.append(end)
             digests += _digests(codes, block)
-        first, last, least = needed[number]
-        needed[number] = [min(first, microbatch), max(last, microbatch), min(least, trained)]
+        trained_at[number] = min(trained_at[number], trained)
         number_of.append(number)
-    firsts, lasts, trained_at = np.array(needed, np.int64).reshape(-1, 3).T
     found = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
-    num_microbatches = max(microbatch_of, default=0) + 1
-    lengths = np.array(ends, np.int64)
-    told = (lengths, found, firsts, lasts, trained_at, own, num_microbatches, block)
-    return RankBeginnings(*told), number_of
+    lengths, first_trained = np.array(ends, np.int64), np.array(trained_at, np.int64)
+    return RankBeginnings(lengths, found, first_trained, own, block), number_of
 
 
 def _digests(codes: np.ndarray, block: int) -> Iterator[bytes]:
@@ -177,9 +148,7 @@ def _digests(codes: np.ndarray, block: int) -> Iterator[bytes]:
         yield digest.digest()
 
 
-def common_spans(
-    ranks: Sequence[RankBeginnings], rank: int, options: TreeOptions, num_windows: int = 1
-) -> CommonSpans:
+def common_spans(ranks: Sequence[RankBeginnings], rank: int, options: TreeOptions) -> CommonSpans:
     """What ranks have in common; the same on all of them but for `below`.
 
     Args:
@@ -187,9 +156,8 @@ def common_spans(
         rank: this one.
         options: see TreeOptions. A span that saves fewer than `min_gain` positions on all ranks
             together is not common, nor are those of a segment that saves fewer than `segment_gain`.
-        num_windows: of the step.
     """
-    tree = block_tree(ranks, num_windows)
+    tree = block_tree(ranks)
     load = [a + one.own for a, one in zip(tree.alone, ranks, strict=True)]
     found = _spans(tree, options)
     found = _chunked(_worthwhile(found, load, ranks, options), options)
@@ -197,7 +165,6 @@ def common_spans(
     return CommonSpans(
         rank, tuple(found.spans), tuple(segments),
         tuple(found.below[node] if node >= 0 else -1 for node in tree.below[rank]),
-        ranks[rank].num_microbatches, num_windows,
     )  # fmt: skip
 
 
@@ -226,8 +193,7 @@ def _spans(tree: BlockTree, options: TreeOptions) -> _Spans:
         pieces = [(min(cut, last), False)] if cut > tree.start[node] else []
         for end, scored in [*pieces, (last, True)] if cut < last else pieces:
             if end - start >= least:
-                window = tree.first[node], tree.last[node]
-                found.spans.append(CommonSpan(start, end, parent, level, ranks, *window, scored))
+                found.spans.append(CommonSpan(start, end, parent, level, ranks, scored))
                 start, parent, level = end, len(found.spans) - 1, level + 1
         found.below[node] = parent
         todo += [(child, start, parent, level) for child in reversed(tree.children[node])]
@@ -310,16 +276,16 @@ def _owners(spans: Sequence[CommonSpan], alone: Sequence[int]) -> list[int]:
 def _segments(
     spans: Sequence[CommonSpan], owners: Sequence[int], budget: int
 ) -> Iterator[CommonSegment]:
-    """Spans of one owner, level and pair of windows together, those with loss apart from others;
-    parents cross before children."""
-    together: dict[tuple[int, int, int, int, bool], list[int]] = collections.defaultdict(list)
+    """Spans of one owner and level together, those with loss apart from others; parents cross
+    before children."""
+    together: dict[tuple[int, int, bool], list[int]] = collections.defaultdict(list)
     for number, span in enumerate(spans):
-        together[span.first, span.level, span.last, owners[number], span.scored].append(number)
-    for (first, _, last, owner, _), numbers in sorted(together.items()):
+        together[span.level, owners[number], span.scored].append(number)
+    for (_, owner, _), numbers in sorted(together.items()):
         numbers.sort(key=lambda number: (spans[number].parent, number))
         lengths = [spans[number].end - spans[number].start for number in numbers]
         for begin, stop in even_parts(lengths, budget):
-            yield CommonSegment(owner, tuple(numbers[begin:stop]), first, last)
+            yield CommonSegment(owner, tuple(numbers[begin:stop]))
 
 
 def tree_of(common: CommonSpans, below: Mapping[int, list[Node]]) -> list[Node]:

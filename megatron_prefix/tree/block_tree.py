@@ -7,7 +7,7 @@ digests are one place, and the one before it is its parent. No beginning is comp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,21 +23,16 @@ class RankBeginnings(NamedTuple):
         lengths: positions of each beginning, all of them different: int64 [num].
         digests: of each one's first block, its first two, and so on up to all of it: uint64
             [sum of their blocks, 2]. The last block may be shorter.
-        first, last: the first and the last of the rank's microbatches that have it: int64 [num].
         first_trained: the first position of each that carries loss in any rollout; at most its
             length: int64 [num].
         own: positions of its rollouts behind them.
-        num_microbatches: of the trainer.
         block: positions of a block, a multiple of the trees' boundary.
     """
 
     lengths: np.ndarray
     digests: np.ndarray
-    first: np.ndarray
-    last: np.ndarray
     first_trained: np.ndarray
     own: int
-    num_microbatches: int
     block: int
 
     def blocks(self) -> np.ndarray:
@@ -52,7 +47,6 @@ class BlockTree(NamedTuple):
         start, end: positions of each node.
         parent: the node that it continues; -1: none.
         ranks: that have it, ascending.
-        first, last: the windows in which any of them needs it first and last.
         first_trained: the first position that carries loss on any of them.
         children: of each node, and behind these of none: in the order of the first beginning.
         below: per rank the last node of each of its beginnings; -1: no other rank has any of it.
@@ -63,8 +57,6 @@ class BlockTree(NamedTuple):
     end: list[int]
     parent: list[int]
     ranks: list[tuple[int, ...]]
-    first: list[int]
-    last: list[int]
     first_trained: list[int]
     children: list[list[int]]
     below: list[list[int]]
@@ -95,17 +87,11 @@ class _Blocks(NamedTuple):
     shared: np.ndarray
 
 
-def window_of(microbatch: Any, num_microbatches: int, num_windows: int) -> Any:
-    """The window of a microbatch, or of an array of them."""
-    return microbatch * num_windows // num_microbatches
-
-
-def block_tree(ranks: Sequence[RankBeginnings], num_windows: int = 1) -> BlockTree:
+def block_tree(ranks: Sequence[RankBeginnings]) -> BlockTree:
     """The tree of what several ranks tell; the same on all of them.
 
     Args:
         ranks: what each of them tells.
-        num_windows: of the step.
     """
     blocks = _blocks(ranks)
     block = ranks[0].block
@@ -133,9 +119,9 @@ def block_tree(ranks: Sequence[RankBeginnings], num_windows: int = 1) -> BlockTr
     below[some] = node_of[lasts]
     counts = np.cumsum([len(one.lengths) for one in ranks])[:-1]
     start, end = _positions(blocks, heads, tail_of, block)
-    members, first, last, trained = _members(blocks, heads, ranks, num_windows)
+    members, trained = _members(blocks, heads, ranks)
     return BlockTree(
-        start, end, parent.tolist(), members, first, last, trained,
+        start, end, parent.tolist(), members, trained,
         _children(blocks, heads, parent), [one.tolist() for one in np.split(below, counts)],
         _alone(blocks, block, len(ranks)),
     )  # fmt: skip
@@ -217,27 +203,21 @@ def _positions(
 
 
 def _members(
-    blocks: _Blocks, heads: np.ndarray, ranks: Sequence[RankBeginnings], num_windows: int
-) -> tuple[list[tuple[int, ...]], list[int], list[int], list[int]]:
-    """Of every node the ranks that have it, its first and last window, and where loss begins."""
+    blocks: _Blocks, heads: np.ndarray, ranks: Sequence[RankBeginnings]
+) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Of every node the ranks that have it, and where loss begins."""
     if not len(heads):
-        return [], [], [], []
+        return [], []
     counts = blocks.bounds[heads + 1] - blocks.bounds[heads]
     begins = np.cumsum(counts) - counts
     rows = np.arange(counts.sum()) - np.repeat(begins - blocks.bounds[heads], counts)
     members = blocks.beginning[blocks.order[rows]]
-    first, last = (
-        np.concatenate([window_of(one[n], one.num_microbatches, num_windows) for one in ranks])
-        for n in (RankBeginnings._fields.index("first"), RankBeginnings._fields.index("last"))
-    )
     trained = np.concatenate([one.first_trained for one in ranks])
     pairs = np.unique(np.repeat(np.arange(len(heads)), counts) * len(ranks) + blocks.rank[members])
     names = (pairs % len(ranks)).tolist()
     ends = np.cumsum(np.bincount(pairs // len(ranks), minlength=len(heads))).tolist()
     return (
         [tuple(names[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)],
-        np.minimum.reduceat(first[members], begins).tolist(),
-        np.maximum.reduceat(last[members], begins).tolist(),
         np.minimum.reduceat(trained[members], begins).tolist(),
     )
 

@@ -30,10 +30,8 @@ from megatron_prefix.tree.forest import (
     any_trained,
     check_routes,
 )
-from megatron_prefix.tree.nodes import Node, preorder
-from megatron_prefix.tree.packing import Packing
-from megatron_prefix.tree.parts import equal_bounds
-from megatron_prefix.tree.rounds import Rows
+from megatron_prefix.tree.nodes import Node, equal_bounds, preorder
+from megatron_prefix.tree.packing import Packing, Rows
 
 _PAIRS, _AT_ONCE = 1024, 1 << 20
 """Pairs of rollouts, and positions of one of each, that are compared at once."""
@@ -79,12 +77,10 @@ class Tries:
         roots = _worthwhile(roots, first, options, microbatch_of, sum(num_positions), self.common)
         roots = _chunked(roots, first, options)
         packed = Packing(roots, first, options, microbatch_of, self.common, rows)
-        across = len(packed.exchanges) > 0
         return Forest(
             tuple(segment._replace(trained=self._trained(segment)) for segment in packed.segments),
             num_positions, first, options.multiple, unshared_by_routes=self.unshared_by_routes,
-            exchanges=tuple(packed.exchanges), windows=tuple(packed.windows) if across else (),
-            num_windows=self.common.num_windows, rounds=tuple(packed.rounds) if rows else (),
+            exchanges=tuple(packed.exchanges), rounds=tuple(packed.rounds) if rows else (),
             whole=options.whole,
         )  # fmt: skip
 

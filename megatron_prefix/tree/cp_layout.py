@@ -5,8 +5,8 @@ Under a causal mask every rank then has the same work. An all-gather returns the
 to end: the *view*. It is not in the order of positions; attention without a mask does not need that
 ("The Llama 3 Herd of Models", section 3.3.2: the same pieces and the same all-gather).
 
-That is how segments are cut. A trainer may cut its model calls otherwise (`Slices`): what is read
-of them, and what answers them, goes through `call_positions` alone.
+That is how segments are cut, and model calls, sample by sample. A trainer may say that it cuts its
+calls otherwise (`Slices`); then they are refused.
 
 Everything here takes plain numbers, so it is tested without processes.
 """
@@ -68,32 +68,6 @@ def held_positions(lengths: Sequence[int], rank: int, size: int) -> Index:
     starts = np.cumsum([0, *lengths])[:-1]
     held = [positions(n, rank, size) + start for n, start in zip(lengths, starts, strict=True)]
     return np.concatenate(held) if held else np.zeros(0, np.int64)
-
-
-def call_positions(
-    lengths: Sequence[int], packed: bool, slices: Slices, rank: int, size: int
-) -> Index:
-    """Positions that a rank holds of a model call, whose samples lie one behind the other.
-
-    Args:
-        lengths: whole, of its samples.
-        packed: whether these are in one row, else in one each.
-        slices: how rows are cut.
-        rank: place among the ranks of context parallelism.
-        size: their number.
-
-    Raises:
-        ValueError: a row, or a sample in a zig-zag, has no multiple of the parts it is cut into.
-    """
-    if slices is Slices.ZIGZAG or size == 1:
-        return held_positions(lengths, rank, size)
-    rows = [sum(lengths)] if packed else lengths
-    if any(row % size for row in rows):
-        raise ValueError(f"rows of {[*rows]} positions cannot be cut into {size} parts")
-    parts = [row // size for row in rows]
-    starts = np.cumsum([0, *rows])[:-1] + rank * np.array(parts, np.int64)
-    held = [np.arange(start, start + num) for start, num in zip(starts, parts, strict=True)]
-    return np.concatenate([np.zeros(0, np.int64), *held])
 
 
 def dealt(lengths: Sequence[int], size: int) -> Index:

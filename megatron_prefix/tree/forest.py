@@ -270,8 +270,6 @@ class Exchange(NamedTuple):
 
     Attributes:
         segment: its index on this rank.
-        first: the window (see `Forest.windows`) at whose beginning its payload crosses.
-        last: the window at whose end its gradients come back.
         peers: the ranks that get it, each with the numbers of the spans that it gets; or the rank
             that it comes from, with all of them; none where only ranks that run side by side with
             this one have a segment.
@@ -279,8 +277,6 @@ class Exchange(NamedTuple):
     """
 
     segment: int
-    first: int
-    last: int
     peers: tuple[tuple[int, tuple[int, ...]], ...]
     level: int
 
@@ -298,9 +294,6 @@ class Forest:
         ordered: whether a microbatch's losses need all microbatches before it (global_aux_loss).
         unshared_by_routes: positions computed again because routes of this rank's rollouts differ.
         exchanges: segments that cross data-parallel ranks, in the order that all ranks have.
-        windows: per segment the part of the step in which it runs forward, of `num_windows` parts
-            that all ranks begin with an exchange and end with another; empty without exchanges.
-        num_windows: at least 1.
         rounds: per segment the round of microbatches that it runs in, ascending, where the ranks
             that share experts have the same rounds; empty elsewhere.
     """
@@ -312,8 +305,6 @@ class Forest:
     ordered: bool = False
     unshared_by_routes: int = 0
     exchanges: tuple[Exchange, ...] = ()
-    windows: tuple[int, ...] = ()
-    num_windows: int = 1
     rounds: tuple[int, ...] = ()
     whole: int = 1
 
@@ -367,18 +358,17 @@ class Forest:
 
     def to_ints(self) -> list[int]:
         """The forest as numbers, to send to ranks that read no data; `from_ints` reads them."""
-        numbers = [self.multiple, int(self.ordered), self.unshared_by_routes, self.num_windows]
-        numbers += [self.whole, len(self.exchanges)]
+        numbers = [self.multiple, int(self.ordered), self.unshared_by_routes, self.whole]
+        numbers.append(len(self.exchanges))
         for one in self.exchanges:
-            numbers += [*one[:3], one.level, len(one.peers)]
+            numbers += [one.segment, one.level, len(one.peers)]
             for rank, spans in one.peers:
                 numbers += [rank, len(spans), *spans]
         numbers += [len(self.num_positions), *self.num_positions, *self.first_trained]
-        windows = self.windows or (0,) * len(self.segments)
         rounds = self.rounds or (-1,) * len(self.segments)
-        for segment, window, number in zip(self.segments, windows, rounds, strict=True):
+        for segment, number in zip(self.segments, rounds, strict=True):
             known = -1 if segment.trained is None else segment.trained
-            numbers += [segment.inner + 2 * segment.scored, known, segment.source, window, number]
+            numbers += [segment.inner + 2 * segment.scored, known, segment.source, number]
             numbers.append(len(segment.spans))
             for span in segment.spans:
                 numbers += [*(span.parent or (-1, -1)), *span[:3]]
@@ -393,17 +383,17 @@ class Forest:
         def take(count: int) -> tuple[int, ...]:
             return tuple(itertools.islice(stream, count))
 
-        align, ordered, unshared, num_windows, whole, num_exchanges = take(6)
+        align, ordered, unshared, whole, num_exchanges = take(5)
         exchanges = []
         for _ in range(num_exchanges):
-            segment, first, last, level, num_peers = take(5)
+            segment, level, num_peers = take(3)
             peers = ((rank, take(num)) for rank, num in (take(2) for _ in range(num_peers)))
-            exchanges.append(Exchange(segment, first, last, tuple(peers), level))
+            exchanges.append(Exchange(segment, tuple(peers), level))
         (num_rollouts,) = take(1)
         num_positions, first_trained = take(num_rollouts), take(num_rollouts)
-        segments, windows, rounds = [], [], []
-        while head := take(6):
-            flags, known, source, window, number, num_spans = head
+        segments, rounds = [], []
+        while head := take(5):
+            flags, known, source, number, num_spans = head
             spans = []
             for _ in range(num_spans):
                 *parent, start, length, padded, members = take(6)
@@ -412,10 +402,8 @@ class Forest:
             trained = None if known < 0 else known
             inner, scored = bool(flags & 1), bool(flags & 2)
             segments.append(Segment(tuple(spans), inner, scored, trained, source))
-            windows.append(window)
             rounds.append(number)
         return cls(
             tuple(segments), num_positions, first_trained, align, bool(ordered), unshared,
-            tuple(exchanges), tuple(windows) if exchanges else (), num_windows,
-            () if -1 in rounds else tuple(rounds), whole,
+            tuple(exchanges), () if -1 in rounds else tuple(rounds), whole,
         )  # fmt: skip

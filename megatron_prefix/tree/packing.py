@@ -14,14 +14,140 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans
-from megatron_prefix.tree.forest import Exchange, Place, Segment, Span, TreeOptions
-from megatron_prefix.tree.nodes import Node, preorder
-from megatron_prefix.tree.parts import even_parts
-from megatron_prefix.tree.rounds import Rounds, Rows
+from megatron_prefix.tree.forest import Exchange, Forest, Place, Segment, Span, TreeOptions
+from megatron_prefix.tree.nodes import Node, even_parts, preorder
+
+
+class Rows(NamedTuple):
+    """Positions of a step's spans by microbatch, each span with the first one that needs it.
+
+    Attributes:
+        inner: of spans that others read, of every microbatch.
+        leaves: of the others.
+    """
+
+    inner: tuple[int, ...]
+    leaves: tuple[int, ...]
+
+    @classmethod
+    def of(cls, forest: Forest, microbatch_of: Sequence[int]) -> Rows:
+        """Of segments, with the microbatch of each rollout."""
+        rows = [[0] * (max(microbatch_of, default=-1) + 1) for _ in range(2)]
+        for segment in forest.segments:
+            for span in segment.spans:
+                first = min(microbatch_of[rollout] for rollout in span.rollouts)
+                rows[not segment.inner][first] += span.padded
+        return cls(*map(tuple, rows))
+
+    @classmethod
+    def most(cls, several: Iterable[Rows]) -> Rows:
+        """Of every microbatch those of the rank that has most."""
+        inner, leaves = zip(*several, strict=True)
+        largest = [map(max, itertools.zip_longest(*one, fillvalue=0)) for one in (inner, leaves)]
+        return cls(*map(tuple, largest))
+
+
+class Rounds:
+    """Which microbatches run together.
+
+    Args:
+        inner: nodes that others read, each with the number of nodes above it.
+        leaves: the others.
+        owner: the microbatch of every rollout.
+        options: see TreeOptions.
+        rows: by which microbatches are cut; None: by those of `inner` and `leaves`.
+
+    Attributes:
+        inner: per round the nodes of `inner` that no earlier one needs.
+        leaves: per round its leaves, each with those of its rollouts that are in the round.
+        lasting: per round the leaves that it needs first, and later rounds too.
+    """
+
+    def __init__(
+        self,
+        inner: Iterable[tuple[int, Node]],
+        leaves: list[Node],
+        owner: Sequence[int],
+        options: TreeOptions,
+        rows: Rows | None = None,
+    ) -> None:
+        self._owner, self._multiple, self._budget = owner, options.multiple, options.segment_tokens
+        inner = [*inner]
+        if rows is None:
+            mine: Any = self._rows(node for _, node in inner), self._rows(leaves)
+            rounds = list(self._rounds(sorted({*owner}), *mine))
+        else:
+            mine = rows
+            rounds = list(self._rounds(range(len(rows.leaves)), *rows))
+        self._new = [sum(mine[0][one] for one in some) for some in rounds]
+        self._round_of = {one: number for number, some in enumerate(rounds) for one in some}
+        self.inner: list[list[tuple[int, Node]]] = [[] for _ in rounds]
+        self.leaves: list[list[tuple[Node, list[int]]]] = [[] for _ in rounds]
+        self.lasting: list[list[Node]] = [[] for _ in rounds]
+        for depth, node in inner:
+            self.inner[self._round_of[self._first(node)]].append((depth, node))
+        for leaf in leaves:
+            self._place(leaf, options.segment_gain)
+
+    def _first(self, node: Node) -> int:
+        """The first microbatch that needs a node."""
+        return min(self._owner[member] for member in node.members)
+
+    def _place(self, leaf: Node, least: int) -> None:
+        """Gives a leaf to its rounds. Equal rollouts of several rounds have one leaf, in a segment
+        that waits for all their losses, unless that saves fewer positions than `least`."""
+        parts: dict[int, list[int]] = collections.defaultdict(list)
+        for member in leaf.members:
+            parts[self._round_of[self._owner[member]]].append(member)
+        if len(parts) > 1 and (len(parts) - 1) * (leaf.end - leaf.start) >= least:
+            self.lasting[min(parts)].append(leaf)
+            return
+        for number, members in parts.items():
+            self.leaves[number].append((leaf, members))
+
+    def together(self) -> Iterator[range]:
+        """Rounds whose inner nodes run together: those that have a segment of them at most."""
+        start, rows = 0, 0
+        for number, new in enumerate(self._new):
+            if number > start and 0 < self._budget < rows + new:
+                yield range(start, number)
+                start, rows = number, 0
+            rows += new
+        if self.inner:
+            yield range(start, len(self.inner))
+
+    def _rows(self, nodes: Iterable[Node]) -> collections.Counter[int]:
+        """Per microbatch the positions of nodes that no earlier one needs."""
+        rows = collections.Counter[int]()
+        for node in nodes:
+            rows[self._first(node)] += node.padded(self._multiple)
+        return rows
+
+    def _rounds(
+        self,
+        microbatches: Sequence[int],
+        inner: Mapping[int, int] | Sequence[int],
+        leaves: Mapping[int, int] | Sequence[int],
+    ) -> Iterator[Sequence[int]]:
+        """Microbatches in order, as many a round as fit, about equally many positions in each.
+
+        A round begins with one that adds more than half a segment of inner nodes: they would live
+        at once with those of the microbatches before it.
+        """
+        begins = [
+            place
+            for place, one in enumerate(microbatches)
+            if not place or 0 < self._budget < 2 * inner[one]
+        ]
+        for start, stop in itertools.pairwise([*begins, len(microbatches)]):
+            run = microbatches[start:stop]
+            for low, high in even_parts([max(1, leaves[one]) for one in run], self._budget):
+                yield run[low:high]
 
 
 class Packing:
@@ -39,7 +165,6 @@ class Packing:
         segments: in F-order.
         inner: the nodes of every inner segment that the rank has for itself.
         exchanges: see Forest.
-        windows: of every segment; see Forest.
         rounds: of every segment.
     """
 
@@ -55,7 +180,6 @@ class Packing:
         self.segments: list[Segment] = []
         self.inner: list[Sequence[Node]] = []
         self.exchanges: list[Exchange] = []
-        self.windows: list[int] = []
         self.rounds: list[int] = []
         self._first, self._multiple = first_trained, options.multiple
         self._whole = options.whole
@@ -65,12 +189,12 @@ class Packing:
         self._places: dict[int, Place] = {}
         self._parents: dict[int, Node] = {}
         self._owner = range(len(first_trained)) if microbatch_of is None else microbatch_of
-        self._common = common
-        rounds = Rounds(self._inner(roots), _leaves(roots), self._owner, options, common, rows)
-        shared = {node.common: node for node in preorder(roots) if node.common >= 0}
-        self._window, self._round = -1, 0
+        leaves = [node for node in preorder(roots) if not node.children]
+        rounds = Rounds(self._inner(roots), leaves, self._owner, options, rows)
+        self._round = 0
+        if common.segments:
+            self._cross(common, {one.common: one for one in preorder(roots) if one.common >= 0})
         for together in rounds.together():
-            self._begin(rounds.windows[together[0]], common, shared)
             self._round = together[0]
             levels: dict[int, list[Node]] = collections.defaultdict(list)
             for depth, node in itertools.chain(*(rounds.inner[number] for number in together)):
@@ -81,20 +205,17 @@ class Packing:
                 self._round = number
                 self._fill(rounds.lasting[number], inner=False)
                 self._fill([self._part(*part) for part in rounds.leaves[number]], inner=False)
-        self._begin(common.num_windows - 1, common, shared)
 
-    def _begin(self, window: int, common: CommonSpans, nodes: Mapping[int, Node]) -> None:
-        """Adds what crosses ranks when windows up to this one begin, as far as this rank has it."""
-        while self._window < window:
-            self._window += 1
-            for one in common.beginning(self._window):
-                source, spans = common.source(one), common.here(one)
-                peers = common.peers(one) if source < 0 else ((source, tuple(range(len(spans)))),)
-                span, number = common.spans[one.spans[0]], len(self.segments)
-                self.exchanges.append(Exchange(number, one.first, one.last, peers, span.level))
-                self._add([nodes[span] for span in spans], inner=True, source=source)
-                # Losses of any rank may look at any of its positions.
-                self.segments[-1] = self.segments[-1]._replace(scored=span.scored)
+    def _cross(self, common: CommonSpans, nodes: Mapping[int, Node]) -> None:
+        """Adds what crosses ranks, as far as this rank has it."""
+        for one in filter(common.here, common.segments):
+            source, spans = common.source(one), common.here(one)
+            peers = common.peers(one) if source < 0 else ((source, tuple(range(len(spans)))),)
+            span = common.spans[one.spans[0]]
+            self.exchanges.append(Exchange(len(self.segments), peers, span.level))
+            self._add([nodes[span] for span in spans], inner=True, source=source)
+            # Losses of any rank may look at any of its positions.
+            self.segments[-1] = self.segments[-1]._replace(scored=span.scored)
 
     def _inner(self, roots: Sequence[Node]) -> Iterator[tuple[int, Node]]:
         """The nodes that others read, each with the number of nodes above it, level by level."""
@@ -120,20 +241,12 @@ class Packing:
     def _fill(self, nodes: Sequence[Node], *, inner: bool) -> None:
         """Adds nodes as the fewest segments of about equal length.
 
-        What hangs below one node is side by side, so that it is one run of queries. Nodes that are
-        needed up to different windows are apart: what they read must end with their window.
+        What hangs below one node is side by side, so that it is one run of queries.
         """
-        for _, alike in itertools.groupby(sorted(nodes, key=self._last), self._last):
-            some = sorted(alike, key=self._path)
-            lengths = [node.padded(self._multiple) for node in some]
-            for start, stop in even_parts(lengths, self._budget):
-                self._add(some[start:stop], inner=inner)
-
-    def _last(self, node: Node) -> int:
-        """The last window that needs a node."""
-        if self._common.num_windows == 1:
-            return 0
-        return max(self._common.window_of(self._owner[member]) for member in node.members)
+        some = sorted(nodes, key=self._path)
+        lengths = [node.padded(self._multiple) for node in some]
+        for start, stop in even_parts(lengths, self._budget):
+            self._add(some[start:stop], inner=inner)
 
     def _add(self, nodes: Sequence[Node], *, inner: bool, source: int = -1) -> None:
         for number, node in enumerate(nodes):
@@ -147,7 +260,6 @@ class Packing:
         if source < 0:
             spans = self._padded(spans, inner=inner)
         self.segments.append(Segment(spans, inner, scored, source=source))
-        self.windows.append(self._window)
         self.rounds.append(self._round)
         if inner and nodes[0].common < 0:
             self.inner.append(nodes)
@@ -171,7 +283,3 @@ class Packing:
             path.append(self._places[id(above)])
             above = self._parents.get(id(above))
         return path[::-1]
-
-
-def _leaves(roots: Sequence[Node]) -> list[Node]:
-    return [node for node in preorder(roots) if not node.children]

@@ -182,10 +182,10 @@ def payload_map(
     positions = _Allocator(segments, sizes, lines).run(program)
     below = _Levels(segments, positions.intervals, parts, shares)
     levels = tuple(below.of(index) for index in range(len(segments)))
-    above = [[span.parent for span in segment.spans] for segment in segments]
     apart: list[int | None] = [None] * len(segments)
     counts = [len(segment.spans) for segment in segments]
     spans = _Allocator(segments, counts, apart, zeros=1).run(program)
+    rows = tuple(tuple(_row(spans.placed, span.parent) for span in one.spans) for one in segments)
     tails = {}
     for form in {form for form in forms if form.last is not None}:
         sizes = [sum(form.rows(span.padded) for span in one.spans) for one in segments]
@@ -195,10 +195,8 @@ def payload_map(
         tails[form] = RowMap(last.length, last.intervals, seen), reads
     return PayloadMap(
         RowMap(positions.length, positions.intervals, tuple(map(tuple, below.seen))),
-        RowMap(spans.length, spans.intervals, tuple(map(_segments_of, above)), spans.zeros),
-        levels,
-        tuple(tuple(_row(spans.placed, place) for place in places) for places in above),
-        tuple(tuple(span.padded for span in segment.spans) for segment in segments),
+        RowMap(spans.length, spans.intervals, tuple(one.parents for one in segments), spans.zeros),
+        levels, rows, tuple(tuple(span.padded for span in segment.spans) for segment in segments),
         parts, shares, tails,
     )  # fmt: skip
 
@@ -208,10 +206,6 @@ def batches(lengths: Sequence[int]) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lambda number: lengths[number].bit_length())
     groups = itertools.groupby(order, key=lambda number: lengths[number].bit_length())
     return [[*numbers] for _, numbers in groups]
-
-
-def _segments_of(places: Iterable[Place | None]) -> tuple[int, ...]:
-    return tuple(sorted({place.segment for place in places if place}))
 
 
 def _row(placed: dict[int, slice], place: Place | None) -> int:

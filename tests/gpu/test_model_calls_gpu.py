@@ -73,7 +73,7 @@ def test_transformer_engine(form: Form) -> None:
 @pytest.mark.skipif(not has_transformer_engine(), reason="transformer-engine is not installed")
 @pytest.mark.parametrize("shape", ["tokens", "transformer-engine's"])
 def test_transformer_engine_ignores_masks_where_it_is_causal(shape: str) -> None:
-    """So run/masks.py takes masks that cut off the ends of samples."""
+    """So run/calls.py takes masks that cut off the ends of samples."""
     (model,) = small("bfloat16", layer_spec="te")
     tokens = torch.randint(0, VOCAB, (2, 16), device="cuda")
     kept = (torch.arange(16, device="cuda") < torch.tensor([[16], [9]], device="cuda")).bool()

@@ -66,8 +66,8 @@ def change_rank(patch: pytest.MonkeyPatch, **attributes: Any) -> None:
     """The schedule's ranks say something else of themselves."""
 
     class Changed(Rank):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
             vars(self).update(attributes)
 
     patch.setattr(schedule, "Rank", Changed)

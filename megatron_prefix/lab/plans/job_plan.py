@@ -86,7 +86,7 @@ def job_plan(
         options: how rollouts become segments.
     """
     both = [*zip(ranks, microbatch_of, strict=True)]
-    told = [beginnings_of(*one, options) for one in both]
+    told = [beginnings_of(one, options) for one in ranks]
     heard = [mine for mine, _ in told]
     forests, plans, ready_after = [], [], []
     for rank, (rollouts, microbatches) in enumerate(both):

@@ -18,14 +18,10 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.moe import versions
-from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.routes import ToldRoutes
-from megatron_prefix.tree.cp_layout import Slices
 from tests.core.alignment.test_model_calls import Case, built, compare_with
-from tests.harness import contiguous
 from tests.harness.calls import ROWS, Form, Trainer
 from tests.harness.cases import check_cases
-from tests.harness.contiguous import ContiguousTrainer
 
 EXPERTS = 8
 OVERRIDES = {"moe_enable_routing_replay": True}
@@ -46,7 +42,6 @@ ENDS = {
     for name, case in FEW.items()
 }
 PADDED = {name: replace(case, form=replace(case.form, pad=2)) for name, case in FEW.items()}
-NO_ROPE = {name: replace(case, spec={"rope": False}) for name, case in FEW.items()}
 JOBS = {
     "one rank": (Layout(), CASES),
     "CP2": (Layout(cp=2), CASES),
@@ -93,23 +88,10 @@ class Routed(Trainer):
         return {}
 
 
-class RoutedContiguous(Routed, ContiguousTrainer):
-    """The same, in calls of contiguous parts."""
-
-
 def compare(case: Case, layout: Layout) -> None:
     """Ours against the stock schedule with the same routes."""
     chunks = built(case, layout)
     compare_with(case, layout, chunks, following(Routed, chunks))
-
-
-def compare_contiguous(case: Case, layout: Layout) -> None:
-    """The same with contiguous parts."""
-    chunks = built(case, layout)
-    for chunk in chunks:
-        contiguous.put_into(chunk)
-    trainer = following(RoutedContiguous, chunks)
-    compare_with(case, layout, chunks, trainer, Callbacks(slices=Slices.CONTIGUOUS))
 
 
 def following(kind: type[Routed], chunks: Sequence[Any]) -> type[Routed]:
@@ -122,10 +104,6 @@ def following(kind: type[Routed], chunks: Sequence[Any]) -> type[Routed]:
 @pytest.mark.parametrize("job", list(JOBS))
 def test_routes_are_read_in_the_layout_of_the_calls(job: str) -> None:
     check_cases(*JOBS[job], compare)
-
-
-def test_routes_of_contiguous_parts_are_read() -> None:
-    check_cases(Layout(cp=2), NO_ROPE, compare_contiguous)
 
 
 def test_rows_in_the_order_of_positions_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

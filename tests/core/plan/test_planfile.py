@@ -161,7 +161,7 @@ def test_steps_are_planned_as_the_user_set() -> None:
     microbatch_of = [0, 0, 1, 1, 2, 2, 3, 3]
     config = PrefixConfig(chunk_tokens=200, segment_tokens=256, run_ahead=1)
     planner = StepPlanner(config, COST, 8, 4, 2, None)
-    _, step = planner.build(rollouts, groups, microbatch_of)
+    _, step = planner.build(rollouts, microbatch_of)
     assert step == build(rollouts, groups, TreeOptions(8, 200, 256), microbatch_of)
     plan = planner.plan(joint_forest([step], [microbatch_of]))
     assert plan == best_plan(step, 4, num_chunks=2, microbatches=microbatch_of, run_ahead=1)
@@ -173,11 +173,11 @@ def test_steps_are_planned_as_the_user_set() -> None:
 
 def test_chunks_are_chosen_by_the_cost_of_the_model() -> None:
     """Where an action costs next to nothing there are many, where it costs a lot there are few."""
-    rollouts, groups = flat_rollouts(8192, 512, 8, 2)
+    rollouts, _ = flat_rollouts(8192, 512, 8, 2)
     config = PrefixConfig(chunk_tokens="auto", segment_tokens=512)
     num = {}
     for action_tokens in (1.0, 4000.0):
         cost = CostModel.of_flops(1e6, 0.0, 1.0, action_tokens)
         planner = StepPlanner(config, cost, 1, 4, 1, None)
-        num[action_tokens] = len(planner.build(rollouts, groups, each(16))[1].segments)
+        num[action_tokens] = len(planner.build(rollouts, each(16))[1].segments)
     assert num[1.0] > num[4000.0] >= 2 + 16

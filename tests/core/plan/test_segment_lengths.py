@@ -22,7 +22,7 @@ COST = CostModel.of_flops(1.0, 1.0, 0.0)
 
 def chosen(room: int, per_action: float, given: int | str = "auto") -> int:
     """The longest segment, where at most `room` positions fit and an action costs so much."""
-    rollouts, groups = flat_rollouts(100, 900, 4, 20)
+    rollouts, _ = flat_rollouts(100, 900, 4, 20)
     planner = StepPlanner(PrefixConfig(segment_tokens=given), COST, 1, 1, 1, None)
 
     def judge(forest: Forest, _: Sequence[int], plan: Plan) -> Verdict:
@@ -30,7 +30,7 @@ def chosen(room: int, per_action: float, given: int | str = "auto") -> int:
         seconds = sum(s.padded_length + per_action for s in plan.segments)
         return Verdict(max(0, longest - room), seconds, retains=True)
 
-    _, forest = planner.build(rollouts, groups, list(range(len(rollouts))), judge)
+    _, forest = planner.build(rollouts, list(range(len(rollouts))), judge)
     return max(segment.padded_length for segment in forest.segments)
 
 
@@ -63,10 +63,10 @@ def test_a_plan_without_a_device_needs_a_number(capsys: pytest.CaptureFixture[st
 
 def test_stages_run_less_ahead_where_that_alone_keeps_the_limit() -> None:
     """The quickest plan that does; with room the one that runs ahead as far as is allowed."""
-    rollouts, groups = flat_rollouts(100, 900, 4, 20)
+    rollouts, _ = flat_rollouts(100, 900, 4, 20)
     owners = list(range(len(rollouts)))
     planner = StepPlanner(PrefixConfig(segment_tokens=1000), COST, 1, 4, 2, None)
-    _, forest = planner.build(rollouts, groups, owners)
+    _, forest = planner.build(rollouts, owners)
     joint = JointForest.alone(forest, owners)
 
     def chosen(room: float) -> tuple[float, float]:

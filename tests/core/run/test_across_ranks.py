@@ -186,6 +186,6 @@ def test_the_setting_or_what_is_in_its_way_is_named(changes, told) -> None:
 
 def test_without_a_common_dp_group_nothing_is_exchanged() -> None:
     watch = across_ranks.Watch()
-    rank = SimpleNamespace(is_first=True, data_ranks=None)
-    watch.look(None, rank, forward_only=False, setting="")  # type: ignore[arg-type]
+    rank = SimpleNamespace(is_first=True, data_ranks=None, forward_only=False)
+    watch.look(None, rank, setting="")  # type: ignore[arg-type]
     assert watch.last is None

@@ -71,14 +71,15 @@ def test_host_memory_goes_with_the_first_step_that_does_not_offload() -> None:
     """A pass without gradients in between does not count."""
     model = small_model()
     control, rank = MemoryControl(PrefixConfig()), Rank([model])
+    no_gradients = Rank([model], forward_only=True)
     rollouts, groups = flat_rollouts(12, 6, 3, 1)
     plain = make_plan(build(rollouts, groups, TreeOptions(min_gain=0)))
     away = replace(plain, policies=policies(plain.segments, "offload"))
-    first = control.offloader(away, rank, False)
+    first = control.offloader(away, rank)
     assert first is not None
-    assert control.offloader(plain, rank, True) is None
-    assert control.offloader(away, rank, False) is first
-    assert control.offloader(plain, rank, False) is None
+    assert control.offloader(plain, no_gradients) is None
+    assert control.offloader(away, rank) is first
+    assert control.offloader(plain, rank) is None
     kept = weakref.ref(first)
     del first
     assert kept() is None

@@ -12,7 +12,7 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.refusals.table import NOT_CAUSAL
 from megatron_prefix.run.agreement import agree
-from megatron_prefix.run.rank import companions, default_groups
+from megatron_prefix.run.rank import default_groups, several
 from tests.harness.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -31,7 +31,8 @@ def said(problems: dict[int, BaseException], layout: Layout = LAYOUT) -> Any:
     """What a rank hears when some have a problem."""
     runtime.initialize(layout)
     try:
-        groups = companions(default_groups())
+        made = default_groups()
+        groups = several(made.tp, made.pp, made.dp_cp)
         found = agree(problems.get(torch.distributed.get_rank()), groups, CPU)
         refusal = () if found is None or found.refusal is None else (found.refusal,)
         return None if found is None else ("falls back", str(found), *refusal)

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.errors import CannotShare, UserError
-from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall, bound, check, layouts
+from megatron_prefix.run.calls import (
+    Callbacks,
+    CallLayout,
+    ModelCall,
+    are_contiguous,
+    bound,
+    check,
+    layouts,
+)
 from megatron_prefix.run.read_calls import CallTokens, check_positions, read_tokens
 from megatron_prefix.tree.cp_layout import Slices
 from tests.harness import ranks  # noqa: F401  # applies the CPU platform
@@ -178,16 +186,14 @@ def known(positions: list[int], *lengths: int) -> CallTokens:
     return CallTokens([CallLayout(lengths, True)], column, None, None, column)
 
 
-@pytest.mark.parametrize(
-    ("given", "ends", "wanted"),
-    [("zigzag", (0, 4, 12), [0, 3, 4, 5, 10, 11]), ("contiguous", (0, 3, 12), [0, 1, 2, 3, 4, 5])],
-)
-def test_a_packing_says_how_it_is_cut(given: str, ends: Any, wanted: list[int]) -> None:
-    packed = packing(*ends, cp_partition_mode=given)
-    (found,) = layouts([call(torch.zeros(1, 6), None, None, packed_seq_params=packed)], 2) or []
-    assert found.held(0, 2).tolist() == wanted
-    told = layouts([call(torch.zeros(1, 6), None, None)], 2, 1, Slices.CONTIGUOUS) or []
-    assert [one.positions(1, 2).tolist() for one in told] == [[6, 7, 8, 9, 10, 11]]
+def test_a_packing_or_the_trainer_says_how_calls_are_cut() -> None:
+    for given, is_contiguous in (("zigzag", False), ("contiguous", True)):
+        packed = packing(0, 4, 12, cp_partition_mode=given)
+        calls = [call(torch.zeros(1, 6), None, None, packed_seq_params=packed)]
+        assert are_contiguous(calls, Slices.ZIGZAG) is is_contiguous
+        assert are_contiguous(calls, Slices.CONTIGUOUS)
+    (found,) = layouts(calls, 2) or []
+    assert found.held(0, 2).tolist() == [0, 3, 4, 5, 10, 11]
 
 
 def test_contiguous_slices_of_context_parallelism_are_refused() -> None:

@@ -102,8 +102,8 @@ def test_what_has_left_is_dropped_without_waiting() -> None:
     )
     spans = tuple(Span(0, 2, 2, (n,)) for n in range(3))
     segments = (Segment(spans, inner=True, scored=False), Segment(spans[:1], False, False))
-    exchanged = (Exchange(0, 0, 0, ((1, (0, 2)),), 0),)
-    forest: Any = SimpleNamespace(num_windows=1, exchanges=exchanged, segments=segments)
+    exchanged = (Exchange(0, ((1, (0, 2)),), 0),)
+    forest: Any = SimpleNamespace(exchanges=exchanged, segments=segments)
     exchanges = Exchanges(forest, communicator, [carried], torch.device("cpu"))
     size = 6 * 5 * 4
     exchanges.forward(0, 0, ())

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from megatron_prefix.run.garbage import uncollected
+from megatron_prefix.run.planning import uncollected
 
 
 @contextmanager

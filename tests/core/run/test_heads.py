@@ -128,10 +128,9 @@ def test_a_segment_s_dict_is_the_call_s_and_takes_weights_only(value: Any) -> No
 )
 def test_heads_for_further_tokens_are_refused(given: dict[str, Any]) -> None:
     calls = [ModelCall(0, given)]
-    heads.check(calls, looks_ahead=False)
-    heads.check([ModelCall(0, {heads.MOVES_LABELS: False})], looks_ahead=True)
+    heads.check([ModelCall(0, {heads.MOVES_LABELS: False})])
     with pytest.raises(CannotShare, match="multi-token prediction") as found:
-        heads.check(calls, looks_ahead=True)
+        heads.check(calls)
     assert found.value.refusal is table.AHEAD_HEAD
 
 

@@ -11,8 +11,7 @@ import torch
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.layers.attention import MaskUse
 from megatron_prefix.moe.versions import counts_tokens
-from megatron_prefix.run.calls import ModelCall
-from megatron_prefix.run.masks import check
+from megatron_prefix.run.calls import ModelCall, check_masks
 
 CAUSAL = torch.ones(1, 1, 4, 4, dtype=torch.bool).triu(1)
 RESET = CAUSAL.clone()
@@ -39,7 +38,9 @@ def accepts(use: MaskUse, *, counted: bool = False, **masks: Any) -> str:
     tokens = torch.zeros(2, 4, dtype=torch.int64)
     plain = {"input_ids": tokens, "attention_mask": CAUSAL}
     try:
-        check([ModelCall(0, plain), ModelCall(1, {**plain, **masks})], use, counts_tokens=counted)
+        check_masks(
+            [ModelCall(0, plain), ModelCall(1, {**plain, **masks})], use, counts_tokens=counted
+        )
     except CannotShare as error:
         return str(error)
     return ""

@@ -15,11 +15,11 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.model import footprint_of
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.offload.segment import addresses
-from megatron_prefix.plan import stock_plan
+from megatron_prefix.plan import prediction
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.peak_memory import predict
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.plan.stock_plan import heaviest_stock_plan
+from megatron_prefix.plan.prediction import heaviest_stock_plan
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Forest, Segment, Span
 from tests.harness import steps
@@ -39,7 +39,7 @@ def _rank() -> Iterator[None]:
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Any:
     """No bytes are too few to count."""
-    monkeypatch.setattr(stock_plan, "LEAST_OVER", 0.0)
+    monkeypatch.setattr(prediction, "LEAST_OVER", 0.0)
     return small_model("tiny-llama", vocab=VOCAB, spec={"num_layers": 3}, dtype=torch.float32)
 
 

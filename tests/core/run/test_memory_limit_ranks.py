@@ -20,7 +20,7 @@ from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.offload.segment import addresses
-from megatron_prefix.plan import stock_plan
+from megatron_prefix.plan import prediction
 from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
@@ -97,7 +97,7 @@ def counted(
     """A rank's part: what the stock schedule's step saves, bytes of weights and gradients, and
     steps by some configurations."""
     runtime.initialize(layout)
-    stock_plan.LEAST_OVER = 0.0  # no bytes are too few to count
+    prediction.LEAST_OVER = 0.0  # no bytes are too few to count
     name = "tiny-moe" if layout.ep > 1 else "tiny-llama"
     spec = resolve(name, num_layers=4).with_vocab(128)
     overrides = GLOBAL if order == "in turn" else {}

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.plan.seen_peaks import Peaks, Seen, factors
-from megatron_prefix.plan.stock_plan import limit_of
+from megatron_prefix.plan.peak_memory import Peaks, Seen, factors
+from megatron_prefix.plan.prediction import limit_of
 from megatron_prefix.run import cost_meter
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps

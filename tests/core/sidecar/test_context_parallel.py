@@ -230,11 +230,12 @@ def test_every_rank_keeps_all_if_the_least_room_allows_it(
     rank: Any = SimpleNamespace(groups=SimpleNamespace(cp=Alone(2)), same_schedule=[])
     found = ""
     for kind in steps:
-        control.settle(plan, joint, rank, kind == "f")
+        rank.forward_only = kind == "f"
+        control.settle(plan, joint, rank)
         found += "y" if control.gathers else "n"
     assert found == gathers
     rank.groups.cp = Alone()
-    control.settle(plan, joint, rank, False)
+    control.settle(plan, joint, rank)
     assert not control.gathers
 
 

@@ -40,15 +40,15 @@ def dealt(seed: int, num_ranks: int) -> list[list[Pairs]]:
 
 
 def forests_of(
-    ranks: list[list[Pairs]], options: TreeOptions, num_windows: int, block: int = 1
+    ranks: list[list[Pairs]], options: TreeOptions, block: int = 1
 ) -> tuple[list[Forest], list[list[int]]]:
     """Every rank's forest, and its microbatches of two rollouts each."""
     owners = [[number // 2 for number in range(len(rank))] for rank in ranks]
-    told = [beginnings_of(*both, options, block) for both in zip(ranks, owners, strict=True)]
+    told = [beginnings_of(rank, options, block) for rank in ranks]
     forests = []
     for place, rank in enumerate(ranks):
         heard = [mine for mine, _ in told]
-        common = common_spans(heard, place, options, num_windows)
+        common = common_spans(heard, place, options)
         tries = find_below(rank, told[place][1], common, options)
         forests.append(tries.forest(microbatch_of=owners[place]))
     return forests, owners
@@ -67,15 +67,14 @@ def judged(forests: list[Forest], owners: list[list[int]]) -> JobTimeline:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("num_windows", [1, 2, 3])
 @pytest.mark.parametrize(("segment_tokens", "block"), [(0, 8), (64, 1), (200, 5)])
 def test_every_rank_has_its_rollouts_and_a_plan_that_runs(
-    num_ranks: int, num_windows: int, segment_tokens: int, block: int
+    num_ranks: int, segment_tokens: int, block: int
 ) -> None:
     options = TreeOptions(segment_tokens=segment_tokens, min_gain=0, share="batch")
     for seed in range(25):
         ranks = dealt(seed, num_ranks)
-        forests, owners = forests_of(ranks, options, num_windows, block)
+        forests, owners = forests_of(ranks, options, block)
         for rank, forest, microbatch_of in zip(ranks, forests, owners, strict=True):
             assert Forest.from_ints(forest.to_ints()) == forest
             for rollout, path in zip(rank, forest.paths, strict=True):
@@ -92,7 +91,7 @@ def test_both_ends_of_every_exchange_agree() -> None:
     options = TreeOptions(segment_tokens=64, min_gain=0, share="batch")
     crossed = 0
     for seed in range(60):
-        forests, _ = forests_of(dealt(seed, 3), options, 2)
+        forests, _ = forests_of(dealt(seed, 3), options)
         sent, got = {}, {}
         for place, forest in enumerate(forests):
             for one in forest.exchanges:
@@ -101,9 +100,7 @@ def test_both_ends_of_every_exchange_agree() -> None:
                     spans = [segment.spans[n][:3] for n in numbers]
                     received = segment.source >= 0
                     ends = (peer, place) if received else (place, peer)
-                    (got if received else sent).setdefault(ends, []).append(
-                        (one.first, one.last, spans)
-                    )
+                    (got if received else sent).setdefault(ends, []).append(spans)
         assert sent == got
         crossed += sum(map(len, sent.values()))
     assert crossed > 100
@@ -114,7 +111,7 @@ def test_all_positions_but_the_last_run_once_in_the_job() -> None:
     scored = 0
     for seed in range(60):
         ranks = dealt(seed, 3)
-        forests, _ = forests_of(ranks, options, 1)
+        forests, _ = forests_of(ranks, options)
         beginnings = [
             Pairs(*(c[:-1] for c in (one.inputs, one.labels, one.trained)))
             for rank in ranks for one in rank if len(one) > 1
@@ -142,7 +139,7 @@ def test_what_is_common_ends_at_a_block_or_with_the_beginning(block: int, multip
     whole = part = 0
     for seed in range(30):
         ranks = dealt(seed, 3)
-        told = [beginnings_of(rank, [0] * len(rank), options, block) for rank in ranks]
+        told = [beginnings_of(rank, options, block) for rank in ranks]
         for place, (_, numbers) in enumerate(told):
             common = common_spans([mine for mine, _ in told], place, options)
             others = [one for other in ranks if other is not ranks[place] for one in other]
@@ -162,13 +159,12 @@ def test_ranks_send_no_tokens_and_little() -> None:
     draw = np.random.default_rng(1)
     tokens = draw.integers(0, 1000, 4001)
     rollout = Pairs(tokens[:-1], tokens[1:], np.arange(4000) >= 3999)
-    told, numbers = beginnings_of([rollout] * 5, [0, 0, 1, 2, 2], TreeOptions())
+    told, numbers = beginnings_of([rollout] * 5, TreeOptions())
     assert numbers == [0] * 5 and told.lengths.tolist() == [3999]
-    assert (told.first.tolist(), told.last.tolist(), told.num_microbatches) == ([0], [2], 3)
     assert len(pickle.dumps(told)) < 2.2 * 3999
     # Another token far down: digests agree up to its block, and nowhere behind it.
     inputs = np.where(np.arange(4000) == 2000, -1, rollout.inputs)
-    other, _ = beginnings_of([replace(rollout, inputs=inputs)], [0], TreeOptions())
+    other, _ = beginnings_of([replace(rollout, inputs=inputs)], TreeOptions())
     same = (told.digests == other.digests).all(axis=1)
     assert same[: 2000 // BLOCK].all() and not same[2000 // BLOCK :].any()
 
@@ -180,17 +176,17 @@ def test_routes_are_part_of_a_beginning() -> None:
     other = routes.copy()
     other[5] = 1
     rollouts = [Pairs(tokens[:-1], tokens[1:], trained, one) for one in (routes, other)]
-    told = [beginnings_of([one], [0], options, 1)[0] for one in rollouts]
+    told = [beginnings_of([one], options, 1)[0] for one in rollouts]
     assert [span.end for span in common_spans(told, 0, options).spans] == [5]
     none = replace(rollouts[0], trained=trained | True)  # a beginning without a position
     before = replace(options, loss_in_leaves=True)
-    assert beginnings_of([none], [0], before)[0].digests.shape == (0, 2)
+    assert beginnings_of([none], before)[0].digests.shape == (0, 2)
 
 
 def test_common_spans_are_no_longer_than_a_chunk() -> None:
     options = TreeOptions(min_gain=0, share="batch", chunk_tokens=12)
     for seed in range(40):
-        forests, owners = forests_of(dealt(seed, 3), options, 1)
+        forests, owners = forests_of(dealt(seed, 3), options)
         spans = [s for one in forests for segment in one.segments for s in segment.spans]
         assert max(span.length for span in spans) <= 12
         judged(forests, owners)
@@ -198,7 +194,7 @@ def test_common_spans_are_no_longer_than_a_chunk() -> None:
 
 def test_a_rank_without_rollouts_has_no_segments() -> None:
     options = TreeOptions(min_gain=0, share="batch")
-    forests, owners = forests_of([*dealt(1, 2), []], options, 1)
+    forests, owners = forests_of([*dealt(1, 2), []], options)
     assert forests[2].segments == ()
     judged(forests, owners)
 
@@ -213,7 +209,7 @@ def test_owners_even_out_what_ranks_compute() -> None:
             tokens = np.array(prompt + [draw.randrange(1000) for _ in range(20)])
             trained = np.arange(len(tokens) - 1) >= 299
             rank.append(Pairs(tokens[:-1], tokens[1:], trained))
-    forests, _ = forests_of(ranks, options, 1)
+    forests, _ = forests_of(ranks, options)
     executed = [forest.executed_tokens for forest in forests]
     assert sum(executed) == 8 * 299 + 16 * 20
     assert max(executed) == min(executed)
@@ -233,7 +229,7 @@ def test_segments_that_save_too_little_are_not_common() -> None:
             rank.append(Pairs(tokens[:-1], tokens[1:], np.arange(499) >= 399))
     for segment_gain, ends in ((0, [399, 439]), (50, [399])):
         options = TreeOptions(share="batch", min_gain=20, segment_gain=segment_gain)
-        told = [beginnings_of(rank, [0, 0], options, block=1)[0] for rank in ranks]
+        told = [beginnings_of(rank, options, block=1)[0] for rank in ranks]
         found = common_spans(told, 0, options).spans
         assert [one.end for one in found] == ends
         assert [one.scored for one in found] == [False, True][: len(ends)]
@@ -243,10 +239,10 @@ def loads_of(
     ranks: list[list[Pairs]], options: TreeOptions
 ) -> tuple[list[int], list[int], list[tuple[int, int, CommonSpan]]]:
     """What ranks compute for themselves alone and with what they own, and every span's owner."""
-    told = [beginnings_of(rank, [0] * len(rank), options, block=1)[0] for rank in ranks]
+    told = [beginnings_of(rank, options, block=1)[0] for rank in ranks]
     common = common_spans(told, 0, options)
     owned = [(one.owner, n, common.spans[n]) for one in common.segments for n in one.spans]
-    forests, _ = forests_of(ranks, options, 1)
+    forests, _ = forests_of(ranks, options)
     load = [one.executed_tokens for one in forests]
     own = [*load]
     for owner, _, span in owned:
@@ -294,7 +290,7 @@ def test_ranks_run_backwards_of_shared_prompts_side_by_side() -> None:
             tokens = np.concatenate([prompt, draw.integers(0, 1000, 20)])
             rank.append(Pairs(tokens[:-1], tokens[1:], np.arange(369) >= 349))
     options = TreeOptions(share="batch", segment_tokens=400)
-    found = judged(*forests_of(ranks, options, 1))
+    found = judged(*forests_of(ranks, options))
     assert max(found.busy) < 1.1 * min(found.busy)
     # But for the system prompt, whose owner is waited for before all others and after them.
     assert max(found.waiting) < 0.1 * max(found.busy)

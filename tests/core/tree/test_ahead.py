@@ -118,7 +118,7 @@ def test_owners_hear_what_counts_on_other_data_parallel_ranks(seed: int, size: i
     draw = np.random.default_rng(seed)
     ranks = [told_apart([weighed(one, draw) for one in rank]) for rank in dealt(seed, 3)]
     options = TreeOptions(1 if size == 1 else 2 * size, chunk_tokens=8, min_gain=0)
-    forests, owners = forests_of(ranks, options, 1)
+    forests, owners = forests_of(ranks, options)
     both = [*zip(forests, ranks, owners, strict=True)]
     division, total = DIVISIONS[5], Counter[tuple]()
     for place in range(size):

@@ -27,14 +27,14 @@ def drawn(seed: int) -> list[RankBeginnings]:
             ids = np.r_[prompt[: draw.integers(1, len(prompt) + 1)], draw.integers(0, 3, 3)]
             trained = np.arange(len(ids) - 1) >= draw.integers(0, len(ids))
             rollouts.append(Pairs(ids[:-1], ids[1:], trained))
-        one, _ = beginnings_of(rollouts, [*range(len(rollouts))], TreeOptions(), BLOCKS)
+        one, _ = beginnings_of(rollouts, TreeOptions(), BLOCKS)
         told.append(one)
     return told
 
 
 def naive(told: list[RankBeginnings]) -> tuple[dict[bytes, tuple], list[int]]:
-    """By what each node ends with: where it begins and ends, its parent's end, its ranks, windows,
-    and the first trained position; and what each rank has alone."""
+    """By what each node ends with: where it begins and ends, its parent's end, its ranks, and
+    the first trained position; and what each rank has alone."""
     having: dict[bytes, list[tuple[int, int]]] = {}
     paths: dict[tuple[int, int], list[bytes]] = {}
     for rank, one in enumerate(told):
@@ -63,7 +63,6 @@ def naive(told: list[RankBeginnings]) -> tuple[dict[bytes, tuple], list[int]]:
             of = [(told[r], n) for r, n in shared[digest]]
             nodes[digest] = (
                 start, end, parent, tuple(sorted({r for r, _ in shared[digest]})),
-                min(int(one.first[n]) for one, n in of), max(int(one.last[n]) for one, n in of),
                 min(int(one.first_trained[n]) for one, n in of),
             )  # fmt: skip
             start, parent = end, digest
@@ -80,8 +79,8 @@ def named(tree: BlockTree, told: list[RankBeginnings]) -> dict[bytes, tuple]:
                 place = -(-tree.end[node] // BLOCKS) - 1
                 last[node] = one.digests[start + place].tobytes()
                 node = tree.parent[node]
-    columns = (tree.start, tree.end, tree.parent, tree.ranks, tree.first, tree.last)
-    rows = zip(*columns, tree.first_trained, strict=True)
+    columns = (tree.start, tree.end, tree.parent, tree.ranks, tree.first_trained)
+    rows = zip(*columns, strict=True)
     return {
         last[node]: (start, end, last[parent], *others)
         for node, (start, end, parent, *others) in enumerate(rows)
@@ -91,11 +90,7 @@ def named(tree: BlockTree, told: list[RankBeginnings]) -> dict[bytes, tuple]:
 @pytest.mark.parametrize("seed", range(40))
 def test_nodes_are_where_beginnings_leave_one_another(seed: int) -> None:
     told = drawn(seed)
-    tree = block_tree(told, num_windows=1)
-    # Windows are microbatches here.
-    windows = max(one.num_microbatches for one in told)
-    told = [one._replace(num_microbatches=windows) for one in told]
-    tree = block_tree(told, windows)
+    tree = block_tree(told)
     nodes, alone = naive(told)
     assert named(tree, told) == nodes
     assert tree.alone == alone

@@ -29,17 +29,6 @@ def test_positions_of_a_row() -> None:
     assert cp_layout.positions(5, 0, 1).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_calls_are_cut_row_by_row() -> None:
-    cut, whole = cp_layout.call_positions, cp_layout.Slices.CONTIGUOUS
-    assert cut([3, 5], True, whole, 0, 2).tolist() == [0, 1, 2, 3]
-    assert cut([3, 5], True, whole, 1, 2).tolist() == [4, 5, 6, 7]
-    assert cut([4, 4], False, whole, 1, 2).tolist() == [2, 3, 6, 7]
-    assert cut([4, 4], True, cp_layout.Slices.ZIGZAG, 1, 2).tolist() == [1, 2, 5, 6]
-    assert cut([], True, whole, 1, 2).tolist() == []
-    with pytest.raises(ValueError, match="cannot be cut into 2 parts"):
-        cut([3, 5], False, whole, 0, 2)
-
-
 @pytest.mark.parametrize("length", [6, 10, 2])
 def test_a_row_that_cannot_be_cut_is_refused(length: int) -> None:
     with pytest.raises(ValueError, match=f"{length} positions .* multiple of 4"):

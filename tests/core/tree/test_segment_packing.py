@@ -16,8 +16,7 @@ from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Pairs, Place, TreeOptions, build, find_shared
-from megatron_prefix.tree.nodes import Node
-from megatron_prefix.tree.parts import even_parts
+from megatron_prefix.tree.nodes import Node, even_parts
 from megatron_prefix.tree.payload_map import payload_map
 from tests.harness import data
 from tests.harness.trees import (

@@ -1,0 +1,41 @@
+"""Numbers of a model: made once, and again where an option changes; they keep no model."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+from megatron_prefix.run.rank import Rank
+from tests.harness.one_rank import one_rank, small_model
+
+
+def test_numbers_are_made_once_until_an_option_changes() -> None:
+    with one_rank():
+        model = small_model()
+        first, again = Rank([model]), Rank([model], forward_only=True)
+        assert again.cost is first.cost and again.footprints is first.footprints
+        kept = first.footprint(False, 0)
+        assert again.footprint(False, 0) is kept
+        first.config.recompute_granularity = "full"
+        first.config.recompute_method, first.config.recompute_num_layers = "uniform", 1
+        assert Rank([model]).footprint(False, 0) != kept
+        first.config.recompute_granularity, first.config.recompute_modules = "selective", []
+        nothing = Rank([model]).footprint(False, 0)
+        first.config.recompute_modules.append("core_attn")  # in place
+        assert Rank([model]).footprint(False, 0) != nothing
+
+
+def test_other_chunks_have_numbers_of_their_own() -> None:
+    with one_rank():
+        model, other = small_model(), small_model()
+        assert Rank([model, other]).cost is not Rank([model]).cost
+
+
+def test_numbers_do_not_keep_a_model() -> None:
+    with one_rank():
+        model = small_model()
+        gone = weakref.ref(model)
+        Rank([model]).footprint(False, 0)
+        del model
+        gc.collect()
+        assert gone() is None
