@@ -70,7 +70,7 @@ def wave(spans: int, rows: int, layers: int, device: str, new: int) -> Any:
     for layer in range(layers):
         cache.capture(layer, 0, (key, key))
     where = torch.zeros(rows, dtype=torch.int64, device=device)
-    context = SegmentContext(1, False, own_runs(lengths, 0, 1), 1, where, cache)
+    context = SegmentContext(1, False, own_runs(lengths, 0, 1), where, cache)
     query = torch.zeros(rows, 1, HEADS, DIM, dtype=dtype, device=device)
     return context, query
 

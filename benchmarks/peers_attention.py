@@ -108,8 +108,7 @@ class Ours:
         none = torch.zeros(0)
         for index, segment in enumerate(self._segments):
             runs = Runs.own(tuple(span.padded for span in segment.spans))
-            levels = len(self._map.levels[index])
-            context = SegmentContext(index, segment.inner, runs, levels, none, cache)
+            context = SegmentContext(index, segment.inner, runs, none, cache)
             tensors = (leaves[index].unsqueeze(1) for leaves in self._leaves)
             out = segment_attention(*tensors, context, 0, self._scale, self._kernel)
             self._outputs.append(out)

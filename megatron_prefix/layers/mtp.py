@@ -287,7 +287,7 @@ class LooksAhead:
         """[rows, 1, vocabulary of this rank]."""
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-        from megatron_prefix.layers.blocks.unread import picked, repeated
+        from megatron_prefix.layers.blocks.unread import picked
 
         model, config, weight = self._model, self._model.config, None
         if model.share_embeddings_and_output_weights:
@@ -297,7 +297,7 @@ class LooksAhead:
         if config.sequence_parallel:
             group = model.pg_collection.tp
             predicted = gather_from_sequence_parallel_region(predicted, group=group)
-        rows = repeated(picked(predicted, segment.distinct), segment.repeats)
+        rows = picked(picked(predicted, segment.distinct), segment.repeats, repeats=True)
         gather = named.get("runtime_gather_output")
         logits: Tensor = model.output_layer(rows, weight=weight, runtime_gather_output=gather)[0]
         return model._scale_logits(logits) if getattr(config, "use_mup", False) else logits

@@ -190,11 +190,10 @@ class Executor:
     def _context(self, index: int, stage: Stage, backward: bool = False) -> SegmentContext:
         segment, final = self._plan.segments[index], stage.final
         runs = own_runs(stage.cache.map.lengths[index], *self._inputs.place)
-        num_levels = len(stage.cache.map.levels[index])
         positions = self._inputs[index][2]
         unread, scored = stage.is_last and not segment.scored, self._scored(index, stage)
         return SegmentContext(
-            index, segment.inner, runs, num_levels, positions, stage.cache, stage.ledger,
+            index, segment.inner, runs, positions, stage.cache, stage.ledger,
             backward, None if backward else stage.offloads.get(index), stage.ahead,
             stage.hooks.keys_only if unread else None,
             self._inputs.read(index, stage.others) if scored else None,

@@ -22,7 +22,8 @@ from megatron_prefix.device.tolerance import assert_close
 from megatron_prefix.errors import UserError
 from megatron_prefix.layers.blocks.adaptive import AdaptiveKernel
 from megatron_prefix.layers.blocks.batched import Batched
-from megatron_prefix.layers.blocks.interface import Aux, Gradients, Kernel, Partial, Runs
+from megatron_prefix.layers.blocks.composite import CompositeKernel
+from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
 from megatron_prefix.layers.blocks.operators import (
     FA4_SHORT,
     CudnnKernel,
@@ -36,36 +37,6 @@ from megatron_prefix.layers.blocks.operators import (
 __all__ = ["KERNELS", "CompositeKernel", "Kernel", "Partial", "Runs", "available", "choose", "why"]
 
 logger = logging.getLogger(__name__)
-
-
-class CompositeKernel:
-    """Runs without a mask by one kernel, causal runs by another."""
-
-    def __init__(self, dense: Kernel, causal: Kernel) -> None:
-        self.name = f"{dense.name}+{causal.name}"
-        self._parts = (dense, causal)
-
-    def begin_step(self) -> None:
-        """See `Kernel.begin_step`."""
-        for part in self._parts:
-            part.begin_step()
-
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """See `Kernel.refusal`."""
-        dense, causal = (part.refusal(q, k, v) for part in self._parts)
-        return dense or causal
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
-        """See `Kernel.forward`."""
-        return self._parts[runs.causal].forward(q, k, v, runs, scale)
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
-        runs: Runs, scale: float,
-    ) -> Gradients:  # fmt: skip
-        """See `Kernel.backward`."""
-        kernel = self._parts[runs.causal]
-        return kernel.backward(dout, q, k, v, out, lse, aux, runs, scale)
 
 
 _HERE: tuple[Batched, ...] = (

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_prefix.layers.blocks.shared import Pull
+from megatron_prefix.layers.blocks.shared import Pull, Shared
 from megatron_prefix.sidecar.arena import Both, Payload, wide
 from megatron_prefix.sidecar.cache import SegmentState
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron_prefix.layers.kind import Override, Running
 
 
-class Latents:
+class Latents(Shared):
     """What one layer of multi-latent attention leaves; see Shared.
 
     What one method leaves for another is in the segment's context: latents from the projection's
@@ -42,8 +42,6 @@ class Latents:
         number: of the layer in the sidecar.
         running: says which segment runs.
     """
-
-    is_keys = False
 
     def __init__(self, module: Any, number: int, running: Running) -> None:
         config = module.config
@@ -70,9 +68,9 @@ class Latents:
         if hasattr(rotary, "get_cached_cos_sin"):
             yield rotary, "get_cached_cos_sin", self._turns(rotary.get_cached_cos_sin)
 
-    def left(self, key: Tensor, value: Tensor) -> Payload:
+    def left(self, context: SegmentContext, key: Tensor, value: Tensor) -> Payload:
         """See Shared: latents [positions, rank], and rotated parts of keys [positions, width]."""
-        latents: Tensor = self._context.between.pop(("latents", self._number))
+        latents: Tensor = context.between.pop(("latents", self._number))
         return latents, key[:, 0, self._plain :]
 
     def keys(self, payload: Payload) -> Both:
@@ -97,11 +95,11 @@ class Latents:
 
         return self._joined(made.detach(), turned), pull
 
-    def returned(self, sent: Payload, gradients: Both) -> None:
+    def returned(self, context: SegmentContext, sent: Payload, gradients: Both) -> None:
         """See Shared; that of latents waits for the projection's backward."""
         latents_grad, turned_grad = sent
         gradients[0][:, 0, self._plain :].add_(turned_grad)
-        # The arena's rows will be others' again.
+        # Not `context`, that of the forward. A copy: the arena's rows will be others' again.
         self._context.between["gradients", self._number] = latents_grad.clone()
 
     @property

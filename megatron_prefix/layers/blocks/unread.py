@@ -16,7 +16,7 @@ from torch import Size, Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megatron_prefix.layers.blocks.shared import KEYS, Leaving
+from megatron_prefix.layers.blocks.shared import KEYS, Shared
 from megatron_prefix.sidecar.arena import wide
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def keys_only(
     value: Tensor,
     context: SegmentContext,
     layer: int,
-    shared: Leaving = KEYS,
+    shared: Shared = KEYS,
 ) -> Tensor:
     """Captures what an inner segment leaves, and lets its gradients in; arguments as of
     `segment_attention`.
@@ -49,16 +49,16 @@ def skipped(x: Tensor, shape: Sequence[int]) -> Tensor:
     return out
 
 
-def picked(x: Tensor, rows: Tensor) -> Tensor:
-    """Some rows of `x`, all different, int64 [rows]; its gradient is zero in the others."""
-    out: Tensor = _Picked.apply(x, rows)
-    return out
+def picked(x: Tensor, rows: Tensor, *, repeats: bool = False) -> Tensor:
+    """Some rows of `x`, int64 [rows]; its gradient is zero in the others.
 
-
-def repeated(x: Tensor, rows: Tensor) -> Tensor:
-    """Some rows of `x`, perhaps the same more than once, int64 [rows]; its gradient is summed in
-    fp32 or wider."""
-    out: Tensor = _Repeated.apply(x, rows)
+    Args:
+        x: [positions, ...].
+        rows: which ones.
+        repeats: whether some may be there more than once; gradients are then summed in fp32 or
+            wider.
+    """
+    out: Tensor = _Picked.apply(x, rows, repeats)
     return out
 
 
@@ -77,7 +77,7 @@ class _KeysOnly(Function):
         value: Tensor,
         context: SegmentContext,
         layer: int,
-        shared: Leaving,
+        shared: Shared,
     ) -> Tensor:
         context.capture(layer, shared, key, value)
         if not context.backward:
@@ -95,7 +95,7 @@ class _KeysOnly(Function):
         cache.release(layer)
         gradients = [out_grad.new_zeros(shape, dtype=dtype) for shape, dtype in like]
         if sent is not None:
-            shared.returned(sent, (gradients[1], gradients[2]))
+            shared.returned(context, sent, (gradients[1], gradients[2]))
         return *gradients, None, None, None
 
 
@@ -113,29 +113,19 @@ class _Skipped(Function):
 
 class _Picked(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.call = x.shape, rows
+    def forward(ctx: Any, x: Tensor, rows: Tensor, repeats: bool) -> Tensor:  # type: ignore[override]
+        ctx.call = x.shape, rows, repeats
         return x.index_select(0, rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        shape, rows = ctx.call
-        return gradient.new_zeros(shape).index_copy_(0, rows, gradient), None
-
-
-class _Repeated(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.call = x.shape, rows
-        return x.index_select(0, rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        shape, rows = ctx.call
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        shape, rows, repeats = ctx.call
+        if not repeats:
+            return gradient.new_zeros(shape).index_copy_(0, rows, gradient), None, None
         total = gradient.new_zeros(shape, dtype=wide(gradient))
-        return total.index_add_(0, rows, gradient.to(total.dtype)).to(gradient.dtype), None
+        total.index_add_(0, rows, gradient.to(total.dtype))
+        return total.to(gradient.dtype), None, None
 
 
 class _Reaching(Function):

@@ -31,7 +31,7 @@ def context(positions: list[int]) -> SegmentContext:
     num = len(positions)
     segment = Segment((Span(0, num, num, (0,)),), inner=False, scored=True)
     cache = SidecarCache(payload_map([segment]), [Form.POSITIONS] * 2)
-    return SegmentContext(0, False, Runs.own((num,)), 0, torch.tensor(positions), cache)
+    return SegmentContext(0, False, Runs.own((num,)), torch.tensor(positions), cache)
 
 
 def test_what_runs_is_taken_back_after_an_exception() -> None:
