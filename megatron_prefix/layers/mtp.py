@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from packaging.version import Version
+import numpy as np
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers.kind import Override, Running, owner
@@ -62,11 +62,10 @@ def memory(config: Any, form: Execution) -> LayerMemory:
 
 def division(config: Any) -> Division:
     """How this release of Megatron divides the loss of a microbatch."""
-    import megatron.core
+    from megatron_prefix.moe.versions import is_since
 
-    clamps_mean = Version(Version(megatron.core.__version__).base_version) >= Version("0.18")
     per_token = bool(config.calculate_per_token_loss)
-    return Division(per_token, _process() is not None, clamps_mean)
+    return Division(per_token, _process() is not None, clamps_mean=is_since("0.18"))
 
 
 def loss_scale() -> float:
@@ -337,8 +336,6 @@ def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[
         device: where the model is.
         ranks, rank: see `StepAhead`.
     """
-    import numpy as np
-
     from megatron_prefix.device.transfer import on
 
     rows = [_padded(one, ranks) for one in tables.rows()]
@@ -365,8 +362,6 @@ def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[
 
 def _padded(rows: Rows, ranks: int) -> Rows:
     """As many rows for every sequence-parallel rank: the last one again, without a weight."""
-    import numpy as np
-
     more = -len(rows.places) % ranks
     places = np.pad(rows.places, (0, more), "edge") if more else rows.places
     labels, weights = np.pad(rows.labels, (0, more)), np.pad(rows.weights, ((0, 0), (0, more)))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_prefix import config
 from megatron_prefix.device.tolerance import assert_close
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import UserError, named
 from megatron_prefix.layers.blocks.adaptive import AdaptiveKernel
 from megatron_prefix.layers.blocks.batched import Batched
 from megatron_prefix.layers.blocks.composite import CompositeKernel
@@ -221,7 +221,7 @@ def probed(
         ):
             assert_close(got, wanted, terms, dtype, f"the probe of {name}")
     except Exception as error:  # noqa: BLE001 - a private operator may throw anything
-        return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        return named(error)
     return None
 
 

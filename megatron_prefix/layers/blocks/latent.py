@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_prefix.layers.blocks.shared import Pull, Shared
+from megatron_prefix.layers.own_backward import with_backward
 from megatron_prefix.sidecar.arena import Both, Payload, wide
 from megatron_prefix.sidecar.cache import SegmentState
 
@@ -130,7 +130,7 @@ class Latents(Shared):
         if context is not None and context.inner:
             if context.cache.state(self._number, context.index) is SegmentState.EMPTY:
                 context.between["latents", self._number] = self._whole(x.detach()).squeeze(1)
-            x = _Receiving.apply(x, self)
+            x = with_backward(lambda x: x.view_as(x), self._pulled, x)
         return self._project(x, *args, **kwargs)
 
     def _whole(self, mine: Tensor) -> Tensor:
@@ -140,6 +140,12 @@ class Latents(Shared):
         whole = mine.new_empty((self._ranks * len(mine), *mine.shape[1:]))
         dist.all_gather_into_tensor(whole, mine.contiguous(), group=self._group)
         return whole
+
+    def _pulled(self, gradient: Tensor) -> Tensor:
+        """A gradient of this rank's latents with what descendants have sent; both are summed before
+        they are rounded."""
+        sent = self.arrived()
+        return gradient if sent is None else (gradient + sent).to(gradient.dtype)
 
     def arrived(self) -> Tensor | None:
         """What descendants have sent to this rank's latents, [positions, 1, rank]."""
@@ -178,19 +184,3 @@ class Latents(Shared):
             return tuple([(turn(angles) * scale).to(dtype) for turn in (torch.cos, torch.sin)])
 
         return get_cached_cos_sin
-
-
-class _Receiving(torch.autograd.Function):
-    """The identity; its backward adds what descendants have sent to latents."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, owner: Latents) -> Tensor:  # type: ignore[override]
-        ctx.owner = owner
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        sent = ctx.owner.arrived()
-        # Both are summed before they are rounded.
-        return gradient if sent is None else (gradient + sent).to(gradient.dtype), None
