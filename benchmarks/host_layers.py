@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.layers.blocks import operators
-from megatron_prefix.layers.blocks.core import SegmentContext, own_runs, segment_attention
+from megatron_prefix.layers.blocks.core import own_runs, segment_attention
 from megatron_prefix.layers.blocks.kernels import KERNELS, Kernel, choose
+from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree.payload_map import Form, Level, PayloadMap, RowMap, Run
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from benchmarks.bench_kernels import Shape
 from megatron_prefix.layers.blocks.batched import Saved
-from megatron_prefix.layers.blocks.core import SegmentContext, segment_attention
+from megatron_prefix.layers.blocks.core import segment_attention
 from megatron_prefix.layers.blocks.kernels import Kernel, Runs
+from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Forest, Pairs, Segment, TreeOptions, build
 from megatron_prefix.tree.payload_map import Form, payload_map

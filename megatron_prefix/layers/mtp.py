@@ -28,7 +28,7 @@ from megatron_prefix.tree.ahead import AheadTables, Division, Rows
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_prefix.layers.blocks.core import SegmentContext
+    from megatron_prefix.layers.segment import SegmentContext
 
 _MODEL = "megatron.core.models.gpt.gpt_model.GPTModel"
 _BLOCK = "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionBlock"

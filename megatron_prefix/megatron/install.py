@@ -37,7 +37,6 @@ from torch import Tensor, nn
 from megatron_prefix.device.transfer import on
 from megatron_prefix.errors import refused
 from megatron_prefix.layers import table
-from megatron_prefix.layers.blocks.core import SegmentContext
 from megatron_prefix.layers.blocks.kernels import Kernel, choose
 from megatron_prefix.layers.blocks.merge import prepare
 from megatron_prefix.layers.blocks.rotary import Rotary
@@ -45,6 +44,7 @@ from megatron_prefix.layers.blocks.unread import picked, skipped
 from megatron_prefix.layers.kind import Part, Slot
 from megatron_prefix.layers.mtp import LooksAhead, StepAhead
 from megatron_prefix.layers.precision import is_fp8
+from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.megatron import families, features
 from megatron_prefix.megatron.cross_entropy import without_waiting
 from megatron_prefix.moe import versions

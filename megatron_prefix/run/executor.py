@@ -20,7 +20,8 @@ import torch
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 from torch import Tensor
 
-from megatron_prefix.layers.blocks.core import SegmentContext, own_runs
+from megatron_prefix.layers.blocks.core import own_runs
+from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.megatron.install import Hooks
 from megatron_prefix.moe.ledger import RouterLedger
 from megatron_prefix.offload.segment import OffloadedSegment, Offloader, addresses

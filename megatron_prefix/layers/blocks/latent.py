@@ -26,8 +26,8 @@ from megatron_prefix.sidecar.arena import Both, Payload, wide
 from megatron_prefix.sidecar.cache import SegmentState
 
 if TYPE_CHECKING:
-    from megatron_prefix.layers.blocks.core import SegmentContext
     from megatron_prefix.layers.kind import Override, Running
+    from megatron_prefix.layers.segment import SegmentContext
 
 
 class Latents(Shared):

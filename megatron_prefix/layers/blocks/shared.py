@@ -16,7 +16,7 @@ from megatron_prefix.sidecar.arena import Both, Payload
 from megatron_prefix.sidecar.own_keys import OwnKeys
 
 if TYPE_CHECKING:
-    from megatron_prefix.layers.blocks.core import SegmentContext
+    from megatron_prefix.layers.segment import SegmentContext
 
 Pull = Callable[[Both], tuple[Payload, Sequence[Tensor | None]]]
 """Of gradients of keys and values: those of the payload, and of the layer's `weights`."""

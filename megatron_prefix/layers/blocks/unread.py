@@ -19,7 +19,7 @@ from megatron_prefix.layers.own_backward import with_backward
 from megatron_prefix.sidecar.arena import wide
 
 if TYPE_CHECKING:
-    from megatron_prefix.layers.blocks.core import SegmentContext
+    from megatron_prefix.layers.segment import SegmentContext
 
 
 def keys_only(

@@ -22,7 +22,7 @@ from megatron_prefix.sidecar.own_keys import OwnKeys
 from megatron_prefix.tree.payload_map import Form
 
 if TYPE_CHECKING:
-    from megatron_prefix.layers.blocks.core import SegmentContext
+    from megatron_prefix.layers.segment import SegmentContext
 
 
 class Tails(Shared):

@@ -17,7 +17,7 @@ from megatron_prefix.layers.recurrent.moves import with_some
 from megatron_prefix.sidecar.arena import Payload, Reading, wide
 
 if TYPE_CHECKING:
-    from megatron_prefix.layers.blocks.core import SegmentContext
+    from megatron_prefix.layers.segment import SegmentContext
 
 
 class LayerStates:

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_prefix.lab.numerics import assert_close
-from megatron_prefix.layers.blocks.core import SegmentContext, own_runs, segment_attention
+from megatron_prefix.layers.blocks.core import own_runs, segment_attention
 from megatron_prefix.layers.blocks.kernels import KERNELS
+from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import Transfers
 from megatron_prefix.plan.planner import make_plan

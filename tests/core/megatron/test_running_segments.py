@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.layers.blocks.core import SegmentContext
 from megatron_prefix.layers.blocks.interface import Runs
+from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.megatron.install import install
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Segment, Span
