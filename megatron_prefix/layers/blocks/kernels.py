@@ -217,7 +217,7 @@ def probed(
             return refusal
         terms = max(PROBE_ROWS * group, head_dim)
         for got, wanted in zip(
-            _small_run(kernel, dout, q, k, v), _small_run(truth, dout, q, k, v), strict=True
+            small_run(kernel, dout, q, k, v), small_run(truth, dout, q, k, v), strict=True
         ):
             assert_close(got, wanted, terms, dtype, f"the probe of {name}")
     except Exception as error:  # noqa: BLE001 - a private operator may throw anything
@@ -225,7 +225,7 @@ def probed(
     return None
 
 
-def _small_run(kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+def small_run(kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Every result of one run and of uneven runs, without a mask, causal, and causal with more keys
     than queries."""
     scale, lengths = q.shape[-1] ** -0.5, (5, PROBE_ROWS - 5)

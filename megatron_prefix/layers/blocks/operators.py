@@ -149,12 +149,12 @@ class CudnnKernel(_Aligned, SplitCausal):
         strides, stats_shape, stats_strides, *spans, seed, offset = aux
         stats = saved.lse.reshape(stats_shape)
         gradients = aten._scaled_dot_product_cudnn_attention_backward(
-            _laid_out(dout, strides),
+            laid_out(dout, strides),
             q,
             k,
             v,
-            _laid_out(out, strides),
-            _laid_out(stats, stats_strides),
+            laid_out(out, strides),
+            laid_out(stats, stats_strides),
             seed,
             offset,
             None,
@@ -546,7 +546,7 @@ def _positions_first(x: Tensor, q: Tensor) -> Tensor:
     return x.permute(2, 0, 1, 3).flatten(1, 2)[None]
 
 
-def _laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+def laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     """x with these strides; a copy unless only dimensions of size 1 differ."""
     if all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True)):
         return x.as_strided(x.shape, strides)

@@ -114,11 +114,12 @@ class _KeysInWindow:
 
 
 def _keys_of(context: SegmentContext, form: Form, device: torch.device) -> WindowKeys:
-    """A segment's keys in layers of a form; made once a step."""
-    return context.cache.once(context.index, form, lambda: _window(context, form, device))
+    """The segment's `window_keys`, made once a step."""
+    return context.cache.once(context.index, form, lambda: window_keys(context, form, device))
 
 
-def _window(context: SegmentContext, form: Form, device: torch.device) -> WindowKeys:
+def window_keys(context: SegmentContext, form: Form, device: torch.device) -> WindowKeys:
+    """What a segment's queries see in layers of a form."""
     reading, own = context.cache.tail(context.index, form), context.cache.map.lengths[context.index]
     spans = ((),) * len(own) if reading is None else reading.spans
     begins = itertools.accumulate(own[:-1], initial=0)

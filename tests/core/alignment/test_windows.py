@@ -195,7 +195,7 @@ BROKEN: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     ),
     "nothing from descendants": (Tails, "returned", lambda stock: lambda self, *both: None),
     "the first positions instead": (
-        windowed, "_window",
+        windowed, "window_keys",
         lambda stock: lambda *given: stock(*given)._replace(
             last=stock(*given).last.new_tensor(range(len(stock(*given).last)))
         ),
