@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.layers.blocks import operators
-from megatron_prefix.layers.blocks.core import SegmentContext, own_runs, segment_attention
+from megatron_prefix.layers.blocks.core import own_runs, segment_attention
 from megatron_prefix.layers.blocks.kernels import KERNELS, Kernel, choose
+from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree.payload_map import Form, Level, PayloadMap, RowMap, Run
 
@@ -70,7 +71,7 @@ def wave(spans: int, rows: int, layers: int, device: str, new: int) -> Any:
     for layer in range(layers):
         cache.capture(layer, 0, (key, key))
     where = torch.zeros(rows, dtype=torch.int64, device=device)
-    context = SegmentContext(1, False, own_runs(lengths, 0, 1), 1, where, cache)
+    context = SegmentContext(1, False, own_runs(lengths, 0, 1), where, cache)
     query = torch.zeros(rows, 1, HEADS, DIM, dtype=dtype, device=device)
     return context, query
 

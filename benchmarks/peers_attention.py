@@ -17,8 +17,9 @@ from torch import Tensor
 
 from benchmarks.bench_kernels import Shape
 from megatron_prefix.layers.blocks.batched import Saved
-from megatron_prefix.layers.blocks.core import SegmentContext, segment_attention
+from megatron_prefix.layers.blocks.core import segment_attention
 from megatron_prefix.layers.blocks.kernels import Kernel, Runs
+from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Forest, Pairs, Segment, TreeOptions, build
 from megatron_prefix.tree.payload_map import Form, payload_map
@@ -108,8 +109,7 @@ class Ours:
         none = torch.zeros(0)
         for index, segment in enumerate(self._segments):
             runs = Runs.own(tuple(span.padded for span in segment.spans))
-            levels = len(self._map.levels[index])
-            context = SegmentContext(index, segment.inner, runs, levels, none, cache)
+            context = SegmentContext(index, segment.inner, runs, none, cache)
             q, k, v = (leaves[index].unsqueeze(1) for leaves in self._leaves)
             out = segment_attention(q, k, v, context, 0, self._scale, self._kernel)
             self._outputs.append(out)

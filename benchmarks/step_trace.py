@@ -65,7 +65,8 @@ class Case:
     """One step.
 
     Attributes:
-        kind: of model: "dense", "experts", "delta" (GatedDeltaNet and attention) or "mamba".
+        kind: of model: "dense", "experts", "delta" (GatedDeltaNet and attention), "mamba", or
+            "latent" (multi-latent attention).
         layout: tp, pp, vpp, cp, ep, dp and sequence_parallel, where they are not 1.
         options: fields of PrefixConfig.
         model: fields of TransformerConfig.
@@ -104,6 +105,7 @@ FULL = {
     "recompute_num_layers": 1,
 }
 CHUNKS = {"chunk_tokens": 16}
+WINDOWS = {"window_size": (8, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"}
 CASES: dict[str, Case] = {
     "dense": Case(),
     "dense-chunks": Case(options=CHUNKS),
@@ -115,6 +117,13 @@ CASES: dict[str, Case] = {
     "experts-bias": Case("experts", model={**BIAS, **NO_AUX}, packed=True),
     "hybrid-delta": Case("delta", branches=True, options=CHUNKS),
     "hybrid-mamba": Case("mamba", branches=True),
+    "windows": Case(branches=True, options=CHUNKS, model=WINDOWS),
+    "windows-host": Case(
+        branches=True, options={"memory": "offload", "cache_host_layers": 2}, model=WINDOWS
+    ),
+    "latent": Case("latent", branches=True, options=CHUNKS),
+    "latent-packed": Case("latent", packed=True, options={"memory": "recompute"}),
+    "predicts-further": Case(branches=True, model={"mtp_num_layers": 1}),
     "memory-recompute": Case(branches=True, options={**CHUNKS, "memory": "recompute"}),
     "memory-offload": Case(branches=True, options={**CHUNKS, "memory": "offload"}),
     "memory-host-layers": Case(options={"memory": "offload", "cache_host_layers": 2}),
@@ -171,7 +180,10 @@ def in_package(path: str) -> str | None:
 
 def transformer_config(case: Case, dtype: torch.dtype) -> Any:
     """Megatron's configuration of a case: four small layers, nothing random, nothing fused."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
 
     virtual: dict[str, Any] = {}
     if case.size("vpp") > 1:
@@ -192,7 +204,8 @@ def transformer_config(case: Case, dtype: torch.dtype) -> Any:
         use_cpu_initialization=not torch.cuda.is_available(),
         **virtual,
     )  # fmt: skip
-    return TransformerConfig(**values | _OF_KIND[case.kind] | case.model)
+    made = MLATransformerConfig if case.kind == "latent" else TransformerConfig
+    return made(**values | _OF_KIND[case.kind] | case.model)
 
 
 _OF_KIND: dict[str, dict[str, Any]] = {
@@ -209,6 +222,10 @@ _OF_KIND: dict[str, dict[str, Any]] = {
     "mamba": dict(
         is_hybrid_model=True, mamba_state_dim=8, mamba_head_dim=16, mamba_num_groups=2,
         mamba_num_heads=8,
+    ),
+    "latent": dict(
+        multi_latent_attention=True, q_lora_rank=24, kv_lora_rank=16, qk_head_dim=16,
+        qk_pos_emb_head_dim=8, v_head_dim=16, rope_type="rope", num_query_groups=4,
     ),
 }  # fmt: skip
 PATTERN = "M*-M"
@@ -232,7 +249,9 @@ def _attention() -> Any:
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             alone = copy.copy(config)
             alone.context_parallel_size = 1
-            super().__init__(alone, *args, **kwargs)
+            of_latents = {"k_channels", "v_channels"}
+            given = {name: one for name, one in kwargs.items() if name not in of_latents}
+            super().__init__(alone, *args, **given)
 
     return Attention
 
@@ -241,7 +260,9 @@ def _localized(submodules: Any) -> Any:
     """Puts the two modules above into the parts of a local layer."""
     submodules.input_layernorm = submodules.pre_mlp_layernorm = Norm
     attention = submodules.self_attention.submodules
-    attention.q_layernorm = attention.k_layernorm = Norm
+    of_keys = "k_layernorm" if hasattr(attention, "k_layernorm") else "kv_layernorm"
+    attention.q_layernorm = Norm
+    setattr(attention, of_keys, Norm)
     attention.core_attention = _attention()
     return submodules
 
@@ -258,7 +279,10 @@ def _delta_net() -> Any:
 
 
 def _gpt(config: Any, vp_stage: int | None, options: dict[str, Any]) -> Any:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -274,7 +298,16 @@ def _gpt(config: Any, vp_stage: int | None, options: dict[str, Any]) -> Any:
         _localized(layer.submodules)
         if config.experimental_attention_variant and number % config.linear_attention_freq:
             layer.submodules.self_attention = _delta_net()
-    return GPTModel(config, block, vp_stage=vp_stage, position_embedding_type="rope", **options)
+    ahead = None
+    if config.mtp_num_layers:
+        ahead = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
+        for one in ahead.layer_specs:
+            parts = one.submodules
+            parts.enorm = parts.hnorm = parts.layer_norm = Norm
+    return GPTModel(
+        config, block, vp_stage=vp_stage, position_embedding_type="rope", mtp_block_spec=ahead,
+        **options,
+    )  # fmt: skip
 
 
 def _mamba(config: Any, options: dict[str, Any]) -> Any:

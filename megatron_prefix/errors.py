@@ -76,6 +76,11 @@ def shown(value: object, limit: int = 48) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def named(error: BaseException) -> str:
+    """The kind of an error that somebody else raised, and its first line."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+
+
 def listed(names: Iterable[Any], most: int = 3) -> str:
     """The first few names or numbers in order, and how many more there are."""
     names = sorted(names)

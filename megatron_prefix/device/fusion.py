@@ -7,6 +7,8 @@ import logging
 
 import torch
 
+from megatron_prefix.errors import named
+
 logger = logging.getLogger(__name__)
 
 
@@ -27,7 +29,6 @@ def has_triton(device_type: str) -> bool:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - not installed, no compiler, an unknown device, ...
-        first = next(iter(str(error).strip().splitlines()), "")
-        reason = f"{type(error).__name__}: {first}"
+        reason = named(error)
     logger.warning("sums around attention run without fusion, which is slower; Triton: %s", reason)
     return False

@@ -24,7 +24,7 @@ from megatron_prefix.tree.payload_map import Form
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_prefix.layers.blocks.shared import Leaving
+    from megatron_prefix.layers.blocks.shared import Shared
 
 _QUANTISED = "modelopt.torch.quantization.plugins.megatron._QuantTEDotProductAttention"
 CORES = {
@@ -218,9 +218,7 @@ def in_segments(
     attention: Any,
     number: int,
     running: Running,
-    shared: Leaving,
-    attend: Callable[..., Tensor] | None = None,
-    window: int | None = None,
+    shared: Shared,
 ) -> Callable[..., Tensor]:
     """The core attention's forward.
 
@@ -229,13 +227,9 @@ def in_segments(
         number: of the layer in the sidecar.
         running: says which segment runs.
         shared: what the layer leaves.
-        attend: runs a segment (default: `segment_attention`).
-        window: of the kernel that it gets.
     """
     from megatron_prefix.layers.blocks.core import segment_attention
     from megatron_prefix.layers.blocks.unread import keys_only
-
-    run: Callable[..., Tensor] = attend or segment_attention
 
     core = attention.core_attention
     stock = core.forward
@@ -254,8 +248,8 @@ def in_segments(
             # norms of queries and keys the projection is kept anyway.
             value = value.contiguous()
         scale = _softmax_scale(attention, core)  # it may be changed between steps
-        kernel, sink = running.kernels[window], _sink(core)
-        return run(query, key, value, context, number, scale, kernel, shared, sink)
+        kernel, sink = running.kernels[shared.window], _sink(core)
+        return segment_attention(query, key, value, context, number, scale, kernel, shared, sink)
 
     return forward
 

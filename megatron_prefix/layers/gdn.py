@@ -68,16 +68,13 @@ class GatedDeltaNet(Recurrent):
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind; on a GPU the rule is tried, once a process."""
-        import megatron.core
-        from packaging.version import Version
-
         from megatron_prefix.layers.recurrent import probe
+        from megatron_prefix.moe.versions import is_since
 
         config = model.config
-        release = Version(Version(megatron.core.__version__).base_version)
         if config.context_parallel_size > 1 and _is_bridges(type(module)):
             yield OWN_DELTA_CP.given()
-        elif config.context_parallel_size > 1 and release < Version(self.cp_since):
+        elif config.context_parallel_size > 1 and not is_since(self.cp_since):
             yield DELTA_CP.given()
         if next(model.parameters()).device.type != "cuda":
             return

@@ -21,10 +21,10 @@ from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
 from megatron_prefix.tree.payload_map import Form
 
 if TYPE_CHECKING:
-    from megatron_prefix.layers.blocks.core import SegmentContext
     from megatron_prefix.layers.blocks.interface import Kernel
     from megatron_prefix.layers.blocks.rotary import Rotary
     from megatron_prefix.layers.mtp import StepAhead
+    from megatron_prefix.layers.segment import SegmentContext
     from megatron_prefix.moe.replay import Replay
 
 Override = tuple[Any, str, Callable[..., Any]]

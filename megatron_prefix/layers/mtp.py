@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from packaging.version import Version
+import numpy as np
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers.kind import Override, Running, owner
@@ -28,7 +28,7 @@ from megatron_prefix.tree.ahead import AheadTables, Division, Rows
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_prefix.layers.blocks.core import SegmentContext
+    from megatron_prefix.layers.segment import SegmentContext
 
 _MODEL = "megatron.core.models.gpt.gpt_model.GPTModel"
 _BLOCK = "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionBlock"
@@ -62,11 +62,10 @@ def memory(config: Any, form: Execution) -> LayerMemory:
 
 def division(config: Any) -> Division:
     """How this release of Megatron divides the loss of a microbatch."""
-    import megatron.core
+    from megatron_prefix.moe.versions import is_since
 
-    clamps_mean = Version(Version(megatron.core.__version__).base_version) >= Version("0.18")
     per_token = bool(config.calculate_per_token_loss)
-    return Division(per_token, _process() is not None, clamps_mean)
+    return Division(per_token, _process() is not None, clamps_mean=is_since("0.18"))
 
 
 def loss_scale() -> float:
@@ -287,7 +286,7 @@ class LooksAhead:
         """[rows, 1, vocabulary of this rank]."""
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-        from megatron_prefix.layers.blocks.unread import picked, repeated
+        from megatron_prefix.layers.blocks.unread import picked
 
         model, config, weight = self._model, self._model.config, None
         if model.share_embeddings_and_output_weights:
@@ -297,7 +296,7 @@ class LooksAhead:
         if config.sequence_parallel:
             group = model.pg_collection.tp
             predicted = gather_from_sequence_parallel_region(predicted, group=group)
-        rows = repeated(picked(predicted, segment.distinct), segment.repeats)
+        rows = picked(picked(predicted, segment.distinct), segment.repeats, repeats=True)
         gather = named.get("runtime_gather_output")
         logits: Tensor = model.output_layer(rows, weight=weight, runtime_gather_output=gather)[0]
         return model._scale_logits(logits) if getattr(config, "use_mup", False) else logits
@@ -337,8 +336,6 @@ def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[
         device: where the model is.
         ranks, rank: see `StepAhead`.
     """
-    import numpy as np
-
     from megatron_prefix.device.transfer import on
 
     rows = [_padded(one, ranks) for one in tables.rows()]
@@ -365,8 +362,6 @@ def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[
 
 def _padded(rows: Rows, ranks: int) -> Rows:
     """As many rows for every sequence-parallel rank: the last one again, without a weight."""
-    import numpy as np
-
     more = -len(rows.places) % ranks
     places = np.pad(rows.places, (0, more), "edge") if more else rows.places
     labels, weights = np.pad(rows.labels, (0, more)), np.pad(rows.weights, ((0, 0), (0, more)))

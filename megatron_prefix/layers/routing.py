@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_prefix.layers.kind import Running
+from megatron_prefix.layers.own_backward import with_backward
 from megatron_prefix.moe.ledger import RouterLedger
 
 
@@ -119,36 +119,13 @@ def _accounted(
     ledger.count(layer, index, experts, scores, squares)
     if not torch.is_grad_enabled():
         return probs
-    return _AuxiliaryLosses.apply(probs, scores, squares, ledger, layer, index)
+    num_tokens, has_scores, has_squares = len(probs), scores is not None, squares is not None
 
-
-class _AuxiliaryLosses(torch.autograd.Function):
-    """Identity for the probabilities; scores and squares get the losses' gradients."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        probs: Tensor,
-        scores: Tensor | None,
-        squares: Tensor | None,
-        ledger: RouterLedger,
-        layer: int,
-        index: int,
-    ) -> Tensor:
-        ctx.call = ledger, layer, index, len(probs)
-        return probs.view_as(probs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ledger, layer, index, num_tokens = ctx.call
+    def pull(gradient: Tensor) -> tuple[Tensor | None, ...]:
         of_scores, of_squares = ledger.gradients(layer, index, num_tokens)
-        _, has_scores, has_squares, *_ = ctx.needs_input_grad
-        return (
-            gradient,
-            of_scores if has_scores else None,
-            of_squares if has_squares else None,
-            None,
-            None,
-            None,
-        )
+        return gradient, of_scores if has_scores else None, of_squares if has_squares else None
+
+    attached: Tensor = with_backward(
+        lambda probs, *_: probs.view_as(probs), pull, probs, scores, squares
+    )
+    return attached

@@ -2,7 +2,8 @@
 
 A query sees its own position and the `window` before it, so descendants read no more of a span than
 its last positions, and attention costs the same at every position. A model has such layers and full
-ones in turn (gpt-oss, Gemma 3, MiMo), or no other (Mistral). Segments run in blocks/windowed.py.
+ones in turn (gpt-oss, Gemma 3, MiMo), or no other (Mistral). What of segments is other than in
+blocks/core.py is in blocks/windowed.py.
 """
 
 from __future__ import annotations
@@ -79,11 +80,10 @@ class Window(Attention):
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         """See Kind."""
-        from megatron_prefix.layers.blocks.windowed import Tails, window_attention
+        from megatron_prefix.layers.blocks.windowed import Tails
 
-        tails, window = Tails(self.form_in(module), running), self.window(module)
-        core = in_segments(module, number, running, tails, window_attention, window)
-        yield module.core_attention, "forward", core
+        tails = Tails(self.form_in(module))
+        yield module.core_attention, "forward", in_segments(module, number, running, tails)
 
     def window(self, module: Any) -> int | None:
         """See Kind."""

@@ -37,14 +37,14 @@ from torch import Tensor, nn
 from megatron_prefix.device.transfer import on
 from megatron_prefix.errors import refused
 from megatron_prefix.layers import table
-from megatron_prefix.layers.blocks.core import SegmentContext
 from megatron_prefix.layers.blocks.kernels import Kernel, choose
 from megatron_prefix.layers.blocks.merge import prepare
 from megatron_prefix.layers.blocks.rotary import Rotary
-from megatron_prefix.layers.blocks.unread import picked, repeated, skipped
+from megatron_prefix.layers.blocks.unread import picked, skipped
 from megatron_prefix.layers.kind import Part, Slot
 from megatron_prefix.layers.mtp import LooksAhead, StepAhead
 from megatron_prefix.layers.precision import is_fp8
+from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.megatron import families, features
 from megatron_prefix.megatron.cross_entropy import without_waiting
 from megatron_prefix.moe import versions
@@ -326,7 +326,7 @@ class Hooks:
         return self._picked(hidden, rows)
 
     def _picked(self, x: Tensor, rows: Tensor) -> Tensor:
-        return (repeated if self.current.repeats else picked)(x, rows)  # type: ignore[union-attr]
+        return picked(x, rows, repeats=self.current.repeats)  # type: ignore[union-attr]
 
     def _override(self, module: Any, name: str, method: Callable[..., Any]) -> None:
         before = module.__dict__.get(name)

@@ -134,9 +134,7 @@ class RouterLedger:
         like = scores if squares is None else squares
         if like is None:
             raise RuntimeError(f"layer {layer}: nothing to count")
-        if layer not in self._layers:
-            self._layers[layer] = self._new_layer(layer, like)
-        state = self._layers[layer]
+        state = self._layer(layer, like)
         if index in state.counted:
             return
         state.counted.add(index)
@@ -171,9 +169,7 @@ class RouterLedger:
                 router.local_tokens_per_expert += (found["routed"] * copies).sum(0)  # type: ignore[operator]
             if not _counts(router):
                 continue
-            if layer not in self._layers:
-                self._layers[layer] = self._new_layer(layer, router.weight)
-            state = self._layers[layer]
+            state = self._layer(layer, router.weight)
             for name in _SUMS:
                 total, by_span = getattr(state, name), found[name].squeeze(-1)  # type: ignore[union-attr]
                 total.index_add_(0, tokens.rollout, by_span[tokens.span].to(total.dtype))
@@ -229,12 +225,17 @@ class RouterLedger:
             for name, each in by_rollout.items()
         }  # fmt: skip
 
-    def _new_layer(self, layer: int, like: Tensor) -> _Layer:
-        num_rollouts, num_experts = self._tokens.num_rollouts, self._routers[layer].num_experts
-        dtype = torch.promote_types(like.dtype, torch.float32)  # exact for counts up to 2^24
-        counts, masses, scores = like.new_zeros((3, num_rollouts, num_experts), dtype=dtype)
-        squares, squares_gradient = like.new_zeros((2, num_rollouts), dtype=dtype)
-        return _Layer(counts, masses, squares, scores, squares_gradient, self._tokens.num_tokens)
+    def _layer(self, layer: int, like: Tensor) -> _Layer:
+        """A router's sums, zeros at first, on the device of a tensor."""
+        if layer not in self._layers:
+            shape = self._tokens.num_rollouts, self._routers[layer].num_experts
+            dtype = torch.promote_types(like.dtype, torch.float32)  # exact for counts up to 2^24
+            counts, masses, scores = like.new_zeros((3, *shape), dtype=dtype)
+            squares, squares_gradient = like.new_zeros((2, shape[0]), dtype=dtype)
+            self._layers[layer] = _Layer(
+                counts, masses, squares, scores, squares_gradient, self._tokens.num_tokens
+            )
+        return self._layers[layer]
 
     def _close(self, layer: int, microbatches: tuple[int, ...]) -> None:
         """Logs the losses of microbatches and computes their gradients."""

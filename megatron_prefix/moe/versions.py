@@ -10,6 +10,11 @@ from packaging.version import Version
 from torch import Tensor
 
 
+def is_since(release: str) -> bool:
+    """Whether Megatron-Core is of a release or a later one; candidates for one count as it."""
+    return Version(Version(megatron.core.__version__).base_version) >= Version(release)
+
+
 def transformer_layers(model: Any) -> list[Any]:
     """Megatron's layers of a language model, in the order in which they run: the decoder's, and
     behind them those inside multi-token prediction, on the stage that has it."""
@@ -93,4 +98,4 @@ def sample_losses_weigh_batch() -> bool:
     Before 0.19 Megatron weights it with the tokens of one sample
     (megatron/core/transformer/moe/router.py, `_apply_seq_aux_loss`).
     """
-    return Version(Version(megatron.core.__version__).base_version) >= Version("0.19")
+    return is_since("0.19")

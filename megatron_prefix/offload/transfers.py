@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +16,22 @@ MARGIN = 0.05
 """Share of a device's memory that is left for fragmentation and other libraries."""
 
 
-class Transfers(Protocol):
-    """Makes the copies of one device.
+class Transfers:
+    """Makes the copies of one device. These are plain ones, where there is no device.
+
+    Args:
+        limit: bytes of room, always; None: the free memory of the machine.
 
     Attributes:
         pinned: whether host memory must be page-locked.
         least_bytes: smaller tensors stay on the device.
     """
 
-    pinned: bool
-    least_bytes: int
+    pinned = False
+    least_bytes = 1
+
+    def __init__(self, limit: float | None = None) -> None:
+        self.limit = limit
 
     def begin_step(self, expected: float) -> None:
         """Notes the memory in use before a step; `expected`: predicted bytes of the step."""
@@ -41,6 +47,8 @@ class Transfers(Protocol):
         Returns:
             A mark for `load`, `fill` and `wait`.
         """
+        for device, host in pairs:
+            host.copy_(device)
 
     def keep_limit(self) -> None:
         """Waits for copies to the host while more memory is in use than the limit."""
@@ -51,10 +59,13 @@ class Transfers(Protocol):
         Returns:
             The tensor, to be read only after `wait`, and a mark for `wait`.
         """
+        return host.clone(), None
 
     def fill(self, pairs: Pairs, stored: Any) -> Any:
         """Copies (device, host) pairs, stored before the mark, to the device. The caller keeps the
         device tensors until after a `wait` for the mark that this returns."""
+        for device, host in pairs:
+            device.copy_(host)
 
     def wait(self, mark: Any) -> None:
         """Makes the computing stream wait for a copy; the host does not wait."""
@@ -68,53 +79,10 @@ class Transfers(Protocol):
         Args:
             as_planned: within the predicted peak of the step.
         """
-
-
-class HostTransfers:
-    """Plain copies, where there is no device.
-
-    Args:
-        limit: bytes of room, always; None: the free memory of the machine.
-    """
-
-    pinned = False
-    least_bytes = 1
-
-    def __init__(self, limit: float | None = None) -> None:
-        self.limit = limit
-
-    def begin_step(self, expected: float) -> None:
-        """See `Transfers.begin_step`."""
-
-    def store(self, pairs: Pairs, *, held: bool = False) -> None:
-        """See `Transfers.store`."""
-        for device, host in pairs:
-            host.copy_(device)
-
-    def fill(self, pairs: Pairs, stored: None) -> None:
-        """See `Transfers.fill`."""
-        for device, host in pairs:
-            device.copy_(host)
-
-    def keep_limit(self) -> None:
-        """See `Transfers.keep_limit`."""
-
-    def load(self, host: Tensor, stored: None) -> tuple[Tensor, None]:
-        """See `Transfers.load`."""
-        return host.clone(), None
-
-    def wait(self, mark: None) -> None:
-        """See `Transfers.wait`."""
-
-    def end_step(self) -> None:
-        """See `Transfers.end_step`."""
-
-    def room(self, *, as_planned: bool = False) -> float:
-        """See `Transfers.room`."""
         return _free_host_bytes() if self.limit is None else self.limit
 
 
-class CudaTransfers:
+class CudaTransfers(Transfers):
     """Copies on side streams, one for each direction.
 
     Device memory of both directions belongs to the computing stream's pool. A tensor that is stored
@@ -132,7 +100,8 @@ class CudaTransfers:
     least_bytes = 1 << 18  # a smaller copy costs more than it saves
 
     def __init__(self, device: torch.device, limit: float | None = None) -> None:
-        self._device, self._limit = device, limit
+        super().__init__(limit)
+        self._device = device
         self._base = self._expected = 0.0
         self._storing, self._loading = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._stored: collections.deque[torch.cuda.Event] = collections.deque()
@@ -155,7 +124,7 @@ class CudaTransfers:
                 if not held:
                     device.record_stream(self._storing)
         mark = self._storing.record_event()
-        if self._limit is not None and not held:
+        if self.limit is not None and not held:
             self._stored.append(mark)
         return mark
 
@@ -169,18 +138,14 @@ class CudaTransfers:
 
     def load(self, host: Tensor, stored: torch.cuda.Event) -> tuple[Tensor, torch.cuda.Event]:
         """See `Transfers.load`."""
-        current = torch.cuda.current_stream(self._device)
         device = torch.empty(host.shape, dtype=host.dtype, device=self._device)
-        self._loading.wait_stream(current)  # it may still use this memory
-        self._loading.wait_event(stored)
-        with torch.cuda.stream(self._loading):
-            device.copy_(host, non_blocking=True)
-        mark = self._loading.record_event()
+        mark = self.fill([(device, host)], stored)
         self._loaded[id(mark)] = mark, device
         return device, mark
 
     def fill(self, pairs: Pairs, stored: torch.cuda.Event) -> torch.cuda.Event:
         """See `Transfers.fill`."""
+        # The computing stream may still use this memory.
         self._loading.wait_stream(torch.cuda.current_stream(self._device))
         self._loading.wait_event(stored)
         with torch.cuda.stream(self._loading):
@@ -203,8 +168,8 @@ class CudaTransfers:
         """See `Transfers.room`."""
         most, total, used = _cuda_memory(self._device)
         room = most - MARGIN * total
-        if self._limit is not None:
-            room = min(room, self._base + self._limit)
+        if self.limit is not None:
+            room = min(room, self._base + self.limit)
         if as_planned:
             room = min(room, self._base + self._expected)
         return room - used
@@ -212,7 +177,7 @@ class CudaTransfers:
 
 def transfers_of(device: torch.device, limit: float | None = None) -> Transfers:
     """The transfers of a device; `limit`: see PrefixConfig.memory_budget."""
-    return CudaTransfers(device, limit) if device.type == "cuda" else HostTransfers(limit)
+    return CudaTransfers(device, limit) if device.type == "cuda" else Transfers(limit)
 
 
 def free_bytes(device: torch.device, limit: float | None = None) -> float:

@@ -20,7 +20,8 @@ import torch
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 from torch import Tensor
 
-from megatron_prefix.layers.blocks.core import SegmentContext, own_runs
+from megatron_prefix.layers.blocks.core import own_runs
+from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.megatron.install import Hooks
 from megatron_prefix.moe.ledger import RouterLedger
 from megatron_prefix.offload.segment import OffloadedSegment, Offloader, addresses
@@ -196,11 +197,10 @@ class Executor:
     def _context(self, index: int, stage: Stage, backward: bool = False) -> SegmentContext:
         segment, final = self._plan.segments[index], stage.final
         runs = own_runs(stage.cache.map.lengths[index], *self._inputs.place)
-        num_levels = len(stage.cache.map.levels[index])
         positions = self._inputs[index][2]
         unread, scored = stage.is_last and not segment.scored, self._scored(index, stage)
         return SegmentContext(
-            index, segment.inner, runs, num_levels, positions, stage.cache, stage.ledger,
+            index, segment.inner, runs, positions, stage.cache, stage.ledger,
             backward, None if backward else stage.offloads.get(index), stage.ahead,
             stage.hooks.keys_only if unread else None,
             self._inputs.read(index, stage.moves_labels) if scored else None, stage.moves_labels,

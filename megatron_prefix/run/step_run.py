@@ -55,9 +55,9 @@ from megatron_prefix.run.step import Step
 from megatron_prefix.run.suspend import Capture, SuspendedStep
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.context_parallel import Exchange
-from megatron_prefix.sidecar.gathered import GatheredStore
+from megatron_prefix.sidecar.gathered import GatheredArena
 from megatron_prefix.sidecar.host_arena import HostLayers
-from megatron_prefix.sidecar.sharded import ShardedStore
+from megatron_prefix.sidecar.sharded import ShardedArena
 from megatron_prefix.tree.payload_map import payload_map
 
 
@@ -294,7 +294,7 @@ class StepRun:
         if exchange is None:
             host = HostLayers(offloader, len(forms), share) if offloader and share else None
             return SidecarCache(planned, forms, host)
-        store = GatheredStore if gathers else ShardedStore
+        store = GatheredArena if gathers else ShardedArena
         return SidecarCache(planned, forms, transport=functools.partial(store, exchange))
 
 

@@ -1,4 +1,4 @@
 """The sidecar: K/V that spans leave for their children, and the gradients they get back.
 
-Read cache.py, store.py, arena.py.
+Read cache.py, arena.py.
 """

@@ -4,14 +4,19 @@ their backward, and one for their gradients. Where a segment lies is planned (tr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron_prefix.sidecar.store import LocalKeys
+from megatron_prefix.sidecar.own_keys import LocalKeys, OwnKeys
+from megatron_prefix.tree.cp_layout import Index
 from megatron_prefix.tree.payload_map import RowMap
+
+if TYPE_CHECKING:
+    from megatron_prefix.sidecar.cache import SidecarCache
 
 Payload = tuple[Tensor, ...]
 """What a layer leaves in some rows, [rows, ...] each: K and V; or a state and a tail."""
@@ -19,6 +24,8 @@ Both = tuple[Tensor, Tensor]
 """Of keys and of values."""
 Rows = slice | Tensor
 """Consecutive rows, or an index, int64 [n]."""
+Lengths = tuple[int, ...]
+"""Of a segment's spans, on all ranks together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +81,13 @@ class DeviceBytes:
 
 
 class Arena:
-    """Payloads of one layer on the device, and their gradients in fp32 or wider; see Store.
+    """Payloads of one layer, and their gradients in fp32 or wider. The sidecar checks that they are
+    there.
 
-    The first `write` takes memory for payloads, the first `add` for gradients.
+    This one is on the device, and has all that this rank reads. Others are on the host
+    (host_arena.py), or context-parallel ranks exchange payloads of positions when they are written
+    (gathered.py) or when they are read (sharded.py); states are of heads, and every rank has those
+    of its own. The first `write` takes memory for payloads, the first `add` for gradients.
 
     Args:
         rows: where segments lie.
@@ -87,25 +98,25 @@ class Arena:
         values: tensors [rows, ...], one for each tensor of a payload; empty without memory.
         sums: their gradients; empty without memory.
         width: numbers in the last dimension of the first of them: of a key in one head.
+        keys: (cache, (layer, segment), inner, both) -> OwnKeys; see SidecarCache.own_keys.
+        looks_ahead: whether `fetch` and `leave` do something.
     """
 
-    keys, looks_ahead, width = LocalKeys, False, 0
+    keys: Callable[[SidecarCache, tuple[int, int], bool, Both], OwnKeys] = LocalKeys
+    looks_ahead, width = False, 0
 
     def __init__(self, rows: RowMap, device_bytes: DeviceBytes) -> None:
         self.rows, self._device_bytes = rows, device_bytes
         self.values: list[Tensor] = []
         self.sums: list[Tensor] = []
 
-    @property
-    def arena(self) -> Arena:
-        """See Store."""
-        return self
-
-    def mine(self, index: int) -> None:
-        """See Store."""
+    def mine(self, index: int) -> Index | None:
+        """The rows of this rank's positions among those of a segment, span after span; None: all of
+        them."""
+        return None
 
     def write(self, index: int, payload: Payload) -> None:
-        """See Store."""
+        """Copies in what a segment leaves on this rank; its gradients are zero from now on."""
         rows = self.rows.intervals[index]
         if rows is None:
             raise RuntimeError(f"segment {index} is a wave: it leaves nothing here")
@@ -117,19 +128,20 @@ class Arena:
             total[rows].zero_()
 
     def own(self, index: int) -> Payload:
-        """See Store."""
+        """A segment's payload as it is kept, views."""
         rows = self.rows.intervals[index]
         return tuple([whole[rows] for whole in self.values])
 
     def read(self, seen: Collection[int], what: Reading) -> Payload:
-        """See Store: views of an interval, copies for an index."""
+        """What a segment reads of the segments `seen`, a level of all ranks: views of an interval,
+        copies for an index."""
         rows = what.rows
         if isinstance(rows, slice):
             return tuple([whole[rows] for whole in self.values])
         return tuple([whole.index_select(0, rows) for whole in self.values])
 
     def add(self, seen: Collection[int], what: Reading, gradients: Payload) -> None:
-        """See Store; the rows are all different."""
+        """Adds gradients of what `read` returns; the rows are all different."""
         rows = what.rows
         if not self.sums:
             if isinstance(rows, slice) and len(gradients[0]) == self.rows.length:
@@ -144,20 +156,27 @@ class Arena:
                 total.index_add_(0, rows, part.to(total.dtype))
 
     def sent(self, index: int) -> Payload | None:
-        """See Store: views."""
+        """Gradients of what a segment has left on this rank, views; None if there are none at
+        all."""
         rows = self.rows.intervals[index]
         return tuple([total[rows] for total in self.sums]) or None
 
     def fetch(
-        self, seen: Collection[int], sums: Collection[int], levels: Iterable[Reading]
+        self, seen: Collection[int], sums: Collection[int], levels: Iterable[LevelReading]
     ) -> None:
-        """See Store: everything is here."""
+        """Starts to get what will be used; the rest comes when it is used.
+
+        Args:
+            seen: segments whose payloads will be read.
+            sums: segments whose gradients will be read or added to.
+            levels: which will be read.
+        """
 
     def leave(self) -> None:
-        """See Store: everything stays."""
+        """Tells that the layer is not used for a while."""
 
     def drop(self) -> None:
-        """See Store."""
+        """Frees all memory."""
         self._device_bytes.add(-_size([*self.values, *self.sums]))
         self.values, self.sums = [], []
 

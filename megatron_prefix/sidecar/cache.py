@@ -13,10 +13,10 @@ instead of wrong gradients.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from megatron_prefix.sidecar.arena import (
     Arena,
     Both,
     DeviceBytes,
+    Lengths,
     LevelReading,
     Payload,
     Reading,
@@ -34,11 +35,15 @@ from megatron_prefix.sidecar.arena import (
     TailReading,
     wide,
 )
-from megatron_prefix.sidecar.store import OwnKeys, Store, Transport, no_transport
-from megatron_prefix.tree.payload_map import Form, PayloadMap, one_interval
+from megatron_prefix.sidecar.own_keys import OwnKeys
+from megatron_prefix.tree.payload_map import Form, PayloadMap, RowMap, one_interval
 
 if TYPE_CHECKING:
     from megatron_prefix.sidecar.host_arena import HostLayers
+
+T = TypeVar("T")
+Transport = Callable[[RowMap, DeviceBytes, tuple[Lengths, ...]], Arena]
+"""Makes the arena of a layer whose rows cross ranks; it gets the lengths of all segments' spans."""
 
 
 class SegmentState(Enum):
@@ -52,17 +57,17 @@ class SegmentState(Enum):
 
 @dataclass(eq=False)
 class _Layer:
-    """One layer: where its payloads are, and how far the segments are in it.
+    """One layer: its payloads, and how far the segments are in it.
 
     Attributes:
-        store: with the payloads.
+        arena: with the payloads.
         seen: per segment the inner segments whose payloads it reads.
         rereads: whether a backward reads payloads again; states autograd has.
         states: of segments; those that are missing are empty.
         live: the segments that are captured.
     """
 
-    store: Store
+    arena: Arena
     seen: tuple[tuple[int, ...], ...]
     rereads: bool
     states: dict[int, SegmentState] = field(default_factory=dict)
@@ -72,13 +77,13 @@ class _Layer:
 class SidecarCache:
     """Payloads and their gradients of one model chunk for one step.
 
-    It knows the life of every segment in every layer; a layer's payloads are in its store.
+    It knows the life of every segment in every layer; a layer's payloads are in its arena.
 
     Args:
         planned: where they lie; of this rank's part of every segment.
         forms: of the payloads of the layers that leave one, in the order in which they run.
         host: layers whose arena is on the host, and on the device only while it is used.
-        transport: how rows of positions cross ranks.
+        transport: how rows of positions cross ranks; None: they do not.
 
     Attributes:
         map, forms: as given.
@@ -89,15 +94,14 @@ class SidecarCache:
         planned: PayloadMap,
         forms: Sequence[Form],
         host: HostLayers | None = None,
-        transport: Transport = no_transport,
+        transport: Transport | None = None,
     ) -> None:
         self.map, self.forms = planned, tuple(forms)
         self._host, self._transport = host, transport
         self._bytes, self._device = DeviceBytes(), torch.device("cpu")
         self._layers = [self._layer(*item) for item in enumerate(forms)]
-        self._ahead = {n for n, one in enumerate(self._layers) if one.store.looks_ahead}
-        self._levels: dict[tuple[int, int], LevelReading] = {}
-        self._tails: dict[tuple[int, Form], TailReading] = {}
+        self._ahead = {n for n, one in enumerate(self._layers) if one.arena.looks_ahead}
+        self._made: dict[tuple[int, Any], Any] = {}
 
     def state(self, layer: int, index: int) -> SegmentState:
         """State of segment `index` in `layer`."""
@@ -114,7 +118,7 @@ class SidecarCache:
         return self._bytes.peak
 
     def capture(self, layer: int, index: int, payload: Payload) -> None:
-        """Copies a segment's payload into its layer's store.
+        """Copies a segment's payload into its layer's arena.
 
         It is copied because Megatron frees the storage of K and V under some recompute and offload
         options. A second call comes from activation recomputation and changes nothing.
@@ -124,13 +128,13 @@ class SidecarCache:
             return
         self._expect(layer, index, SegmentState.EMPTY)
         self._device = payload[0].device
-        one.store.write(index, payload)
+        one.arena.write(index, payload)
         one.live.add(index)
         one.states[index] = SegmentState.CAPTURED
 
     def own(self, layer: int, index: int) -> Payload:
         """The payload of the segment itself, views."""
-        return self._expect(layer, index, SegmentState.CAPTURED).store.own(index)
+        return self._expect(layer, index, SegmentState.CAPTURED).arena.own(index)
 
     def own_keys(self, layer: int, index: int, inner: bool, both: Both) -> OwnKeys:
         """A segment's own K and V for one call of its attention, captured if it is inner.
@@ -141,49 +145,56 @@ class SidecarCache:
             inner: whether others read it; what is captured is then used, not `both`.
             both: this rank's K and V, [positions, kv_heads, dim] each.
         """
-        return self._layers[layer].store.keys(self, (layer, index), inner, both)
+        return self._layers[layer].arena.keys(self, (layer, index), inner, both)
 
     def level(self, index: int, number: int) -> LevelReading:
         """A segment's level as a kernel's call needs it; made once a step."""
-        known = self._levels.get((index, number))
-        if known is None:
+
+        def make() -> LevelReading:
             level, parts = self.map.levels[index][number], self.map.shares
             queries = _rows(self._device, [(run.first, run.stop) for run in level.runs])
             keys = _rows(self._device, [(run.start, run.end) for run in level.runs])
             seen = tuple(num * parts for num in level.keys)
-            known = LevelReading(keys, index, level.queries, seen, queries)
-            self._levels[index, number] = known
-        return known
+            return LevelReading(keys, index, level.queries, seen, queries)
+
+        return self.once(index, number, make)
+
+    def once(self, index: int, what: Any, make: Callable[[], T]) -> T:
+        """What layers need to know of a segment, made in the first that asks, for the whole step.
+
+        Args:
+            index: the segment.
+            what: distinguishes it from other such things.
+            make: makes it.
+        """
+        found: T | None = self._made.get((index, what))
+        if found is None:
+            found = self._made[index, what] = make()
+        return found
 
     def tail(self, index: int, form: Form) -> TailReading | None:
-        """What a segment reads of last positions; made once a step. None if it reads nothing."""
+        """What a segment reads of last positions; None if it reads nothing."""
         tail = self.map.tails[form][1][index]
-        if not tail.rows:
-            return None
-        known = self._tails.get((index, form))
-        if known is None:
-            known = TailReading(_rows(self._device, tail.rows), tail.spans)
-            self._tails[index, form] = known
-        return known
+        return TailReading(_rows(self._device, tail.rows), tail.spans) if tail.rows else None
 
     def read(self, layer: int, index: int, what: Reading) -> Payload:
         """What a segment reads of others: views, or copies if its rows are not one interval."""
         one = self._layers[layer]
         if not one.live.issuperset(one.seen[index]):
             raise self._closed(layer, index)
-        return one.store.read(one.seen[index], what)
+        return one.arena.read(one.seen[index], what)
 
     def add(self, layer: int, index: int, what: Reading, gradients: Payload) -> None:
         """Adds what a segment sends to rows, all different; the sums are fp32 or wider."""
         one = self._layers[layer]
         if not one.live.issuperset(one.seen[index]):
             raise self._closed(layer, index)
-        one.store.add(one.seen[index], what, gradients)
+        one.arena.add(one.seen[index], what, gradients)
 
     def take(self, layer: int, index: int) -> Payload | None:
         """What a segment's descendants have sent; only once. None if nothing was sent."""
         self.consume(layer, index)
-        return self._layers[layer].store.sent(index)
+        return self._layers[layer].arena.sent(index)
 
     def consume(self, layer: int, index: int) -> None:
         """Notes that a segment's gradients are taken; `take` does."""
@@ -196,9 +207,9 @@ class SidecarCache:
         are not neighbours."""
         found = []
         for layer in range(len(self._layers)):
-            store = self._expect(layer, index, SegmentState.CAPTURED).store
+            arena = self._expect(layer, index, SegmentState.CAPTURED).arena
             what = Reading(self._rows_of(layer, index, spans))
-            found.append(store.arena.read((index,), what))
+            found.append(arena.read((index,), what))
             self.release(layer)
         return found
 
@@ -206,7 +217,7 @@ class SidecarCache:
         """What a segment's descendants have sent in every layer, zeros if nothing; only once."""
         found = []
         for layer in range(len(self._layers)):
-            own, mine = self.own(layer, index), self._layers[layer].store.mine(index)
+            own, mine = self.own(layer, index), self._layers[layer].arena.mine(index)
             num = len(own[0]) if mine is None else len(mine)
             zeros = (one.new_zeros((num, *one.shape[1:]), dtype=wide(one)) for one in own)
             found.append(self.take(layer, index) or tuple(zeros))
@@ -216,14 +227,14 @@ class SidecarCache:
     def add_to(self, index: int, spans: Sequence[int], gradients: Sequence[Payload]) -> None:
         """Adds in every layer what another rank's descendants of some spans send back."""
         for layer, parts in enumerate(gradients):
-            store = self._expect(layer, index, SegmentState.CAPTURED).store
-            store.arena.add((index,), Reading(self._rows_of(layer, index, spans)), parts)
+            arena = self._expect(layer, index, SegmentState.CAPTURED).arena
+            arena.add((index,), Reading(self._rows_of(layer, index, spans)), parts)
             self.release(layer)
 
     def _rows_of(self, layer: int, index: int, spans: Sequence[int]) -> Rows:
         """Rows of this rank's part of some spans of a segment in a layer's arena."""
         form, lengths = self.forms[layer], self.map.lengths[index]
-        whole, mine = self.map.rows(form).intervals[index], self._layers[layer].store.mine(index)
+        whole, mine = self.map.rows(form).intervals[index], self._layers[layer].arena.mine(index)
         if whole is None:
             raise RuntimeError(f"segment {index} is a wave: it leaves nothing here")
         local = [form.rows(length, self.map.parts) for length in lengths]
@@ -253,12 +264,12 @@ class SidecarCache:
         mine = (*seen, index) if index in one.live else seen
         again = mine if one.rereads else () if backward else seen
         levels = (self.level(index, number) for number in range(len(self.map.levels[index])))
-        one.store.fetch(again, mine if backward else (), levels)
+        one.arena.fetch(again, mine if backward else (), levels)
 
     def release(self, layer: int) -> None:
         """Tells that a segment is done in a layer."""
         if layer in self._ahead:
-            self._layers[layer].store.leave()
+            self._layers[layer].arena.leave()
 
     def free(self, index: int, *, consumed: bool) -> None:
         """Releases a segment after its backward; an arena is freed with the last one in it.
@@ -273,26 +284,28 @@ class SidecarCache:
             one.states[index] = SegmentState.FREED
             one.live.discard(index)
             if not one.live:
-                one.store.drop()
+                one.arena.drop()
 
     def clear(self) -> None:
         """Drops everything in any state: at the end of a step, also of a failed one."""
         for one in self._layers:
-            one.store.drop()
+            one.arena.drop()
             one.states.clear()
             one.live.clear()
-        self._levels.clear()
-        self._tails.clear()
+        self._made.clear()
         if self._host is not None:
             self._host.clear()
 
     def _layer(self, number: int, form: Form) -> _Layer:
         """A layer without payloads. Positions are exchanged, and backward reads them again."""
         rows, exchanged = self.map.rows(form), form.name == "positions"
-        arena = Arena(rows, self._bytes)
-        place = arena if self._host is None else self._host.keep(number, arena)
-        store = self._transport(place, self.map.lengths) if exchanged else place
-        return _Layer(store, rows.seen, exchanged)
+        if self._transport is not None and exchanged:
+            arena = self._transport(rows, self._bytes, self.map.lengths)
+        elif self._host is not None and number in self._host:
+            arena = self._host.arena(rows, self._bytes)
+        else:
+            arena = Arena(rows, self._bytes)
+        return _Layer(arena, rows.seen, exchanged)
 
     def _closed(self, layer: int, index: int) -> RuntimeError:
         """What is wrong if `index` reads a segment that is not captured, or is consumed."""

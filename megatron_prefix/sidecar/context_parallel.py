@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.device.transfer import on
-from megatron_prefix.sidecar.arena import Both, Payload
+from megatron_prefix.sidecar.arena import Both, Lengths, Payload
 from megatron_prefix.sidecar.key_sums import halves, key_sums
-from megatron_prefix.sidecar.store import Lengths, added
+from megatron_prefix.sidecar.own_keys import added
 from megatron_prefix.tree import cp_layout
 
 

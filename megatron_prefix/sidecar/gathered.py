@@ -8,40 +8,47 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_prefix.sidecar.arena import Arena, Both, Payload
+from megatron_prefix.sidecar.arena import Arena, Both, DeviceBytes, Lengths, Payload
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 from megatron_prefix.sidecar.context_parallel import Exchange, GatheredKeys, Pending
 from megatron_prefix.sidecar.key_sums import halves
-from megatron_prefix.sidecar.store import Lengths, OwnKeys
+from megatron_prefix.sidecar.own_keys import OwnKeys
 from megatron_prefix.tree import cp_layout
+from megatron_prefix.tree.payload_map import RowMap
 
 
-class GatheredStore:
-    """A layer of which every rank keeps all positions; see Store.
+class GatheredArena(Arena):
+    """Every rank keeps all positions.
 
     What descendants send is summed here and crosses once, in the backward of the segment, together
     with what its own attention gives.
 
     Args:
         exchange: the group's collectives.
-        arena: for whole segments; the queries that read it are this rank's.
+        rows: of whole segments; the queries that read them are this rank's.
+        device_bytes: see Arena.
         lengths: of every segment's spans, whole.
     """
 
-    def __init__(self, exchange: Exchange, arena: Arena, lengths: tuple[Lengths, ...]) -> None:
-        self._exchange, self._lengths, self.arena = exchange, lengths, arena
+    def __init__(
+        self,
+        exchange: Exchange,
+        rows: RowMap,
+        device_bytes: DeviceBytes,
+        lengths: tuple[Lengths, ...],
+    ) -> None:
+        super().__init__(rows, device_bytes)
+        self._exchange, self._lengths = exchange, lengths
         self._coming: dict[int, Pending] = {}
-        self.own, self.read, self.add = arena.own, arena.read, arena.add
-        self.looks_ahead, self.fetch, self.leave = arena.looks_ahead, arena.fetch, arena.leave
 
     def mine(self, index: int) -> cp_layout.Index:
-        """See Store."""
+        """See Arena."""
         return cp_layout.held_positions(
             self._lengths[index], self._exchange.rank, self._exchange.size
         )
 
     def keys(self, cache: SidecarCache, place: tuple[int, int], inner: bool, both: Both) -> OwnKeys:
-        """See Store."""
+        """See Arena."""
         index, lengths = place[1], self._lengths[place[1]]
         if not inner:
             return GatheredKeys(self._exchange, lengths, both)
@@ -61,25 +68,25 @@ class GatheredStore:
         return GatheredKeys(self._exchange, lengths, both, kept=kept, begin=begin)
 
     def write(self, index: int, payload: Payload) -> None:
-        """See Store: keeps the K and V of all ranks."""
+        """See Arena: keeps the K and V of all ranks."""
         self._expect(index, payload)
         (view,) = self._coming.pop(index).wait()
         whole = view.index_select(
             0, self._exchange.table("order", self._lengths[index], view.device)
         )
-        self.arena.write(index, halves(whole, payload[0].shape[-1]))
+        super().write(index, halves(whole, payload[0].shape[-1]))
 
     def sent(self, index: int) -> Payload | None:
-        """See Store: what descendants on all ranks have sent."""
+        """See Arena: what descendants on all ranks have sent."""
         total = self._total(index)
         if total is None:
             return None
         (both,) = self._exchange.reduce_scatter(total).wait()
-        return halves(both, self.arena.width)
+        return halves(both, self.width)
 
     def drop(self) -> None:
-        """See Store."""
-        self.arena.drop()
+        """See Arena."""
+        super().drop()
         self._coming.clear()
 
     def _expect(self, index: int, both: Payload) -> None:
@@ -89,7 +96,7 @@ class GatheredStore:
 
     def _total(self, index: int) -> Tensor | None:
         """This rank's sums of gK and gV of a whole segment, in the order of an exchange."""
-        sums = self.arena.sent(index)
+        sums = super().sent(index)
         if sums is None:
             return None
         both = torch.cat(sums, dim=-1)

@@ -20,8 +20,7 @@ from megatron_prefix.offload.pool import Lease, StagingPool
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import Pairs
 from megatron_prefix.plan.footprint import spread
-from megatron_prefix.sidecar.arena import Arena, Payload, Reading, wide
-from megatron_prefix.sidecar.store import LocalKeys, Store
+from megatron_prefix.sidecar.arena import Arena, DeviceBytes, LevelReading, Payload, Reading, wide
 from megatron_prefix.tree.payload_map import RowMap
 
 PIECE_BYTES = 1 << 26
@@ -54,9 +53,9 @@ class HostLayers:
             return max((number for number in self._layers if number <= layer), default=None)
         return min((number for number in self._layers if number >= layer), default=None)
 
-    def keep(self, layer: int, arena: Arena) -> Store:
-        """Where a layer's arena is: on the host, or on the device as it is given."""
-        return HostArena(arena, self) if layer in self._layers else arena
+    def arena(self, rows: RowMap, device_bytes: DeviceBytes) -> Arena:
+        """The arena of one of these layers; arguments as of Arena."""
+        return HostArena(rows, device_bytes, self)
 
     def hold(self, mark: Any, tensors: Sequence[Tensor]) -> None:
         """Keeps tensors until their copies to the host have been waited for."""
@@ -75,104 +74,96 @@ class HostLayers:
             self._leaving.popleft()
 
 
-class HostArena:
-    """An arena that is kept on the host; see Store.
+class HostArena(Arena):
+    """An arena that is kept on the host.
 
     It is on the device during a visit, which begins with `fetch` or the first use, and ends with
     `leave`.
 
     Args:
-        arena: on the device, without memory.
+        rows, device_bytes: see Arena.
         host: the layers on the host.
     """
 
-    keys, looks_ahead = LocalKeys, True
+    looks_ahead = True
 
-    def __init__(self, arena: Arena, host: HostLayers) -> None:
-        self._arena, self._host = arena, host
+    def __init__(self, rows: RowMap, device_bytes: DeviceBytes, host: HostLayers) -> None:
+        super().__init__(rows, device_bytes)
+        self._host = host
         self._likes: list[Tensor] = []  # a payload without rows
-        self._values, self._sums = _HostCopy(host, arena.rows), _HostCopy(host, arena.rows)
+        self._host_values, self._host_sums = _HostCopy(host, rows), _HostCopy(host, rows)
         self._changed: set[int] = set()  # segments whose gradients on the device are newer
         self._pending: list[Any] = []
 
-    @property
-    def arena(self) -> Store:
-        """See Store."""
-        return self
-
-    def mine(self, index: int) -> None:
-        """See Store."""
-
     def write(self, index: int, payload: Payload) -> None:
-        """See Store; from the device it is copied to the host."""
-        arena = self._arena
+        """See Arena; from the device it is copied to the host."""
         if not self._likes:
             self._likes = [like.new_empty((0, *like.shape[1:])) for like in payload]
-            self._values.lease(self._likes)
-        elif not arena.values:
-            arena.allocate(self._likes)
-        arena.write(index, payload)
-        self._values.loaded.add(index)
+            self._host_values.lease(self._likes)
+        elif not self.values:
+            self.allocate(self._likes)
+        super().write(index, payload)
+        self._host_values.loaded.add(index)
         # Clones: else the whole arena would have to stay until they are on the host.
-        self._values.store({index}, lambda rows: [whole[rows].clone() for whole in arena.values])
+        self._host_values.store(
+            {index}, lambda rows: [whole[rows].clone() for whole in self.values]
+        )
 
     def own(self, index: int) -> Payload:
-        """See Store."""
+        """See Arena."""
         self._use((index,), ())
-        return self._arena.own(index)
+        return super().own(index)
 
     def read(self, seen: Collection[int], what: Reading) -> Payload:
-        """See Store."""
+        """See Arena."""
         self._use(seen, ())
-        return self._arena.read(seen, what)
+        return super().read(seen, what)
 
     def add(self, seen: Collection[int], what: Reading, gradients: Payload) -> None:
-        """See Store."""
+        """See Arena."""
         self._use((), seen)
-        self._arena.add(seen, what, gradients)
+        super().add(seen, what, gradients)
         self._changed.update(seen)
 
     def sent(self, index: int) -> Payload | None:
-        """See Store; the views last until `leave`."""
-        if not self._sums.stored and not self._arena.sums:
+        """See Arena; the views last until `leave`."""
+        if not self._host_sums.stored and not self.sums:
             return None
         self._use((), (index,))
-        return self._arena.sent(index)
+        return super().sent(index)
 
     def fetch(
-        self, seen: Collection[int], sums: Collection[int], levels: Iterable[Reading]
+        self, seen: Collection[int], sums: Collection[int], levels: Iterable[LevelReading]
     ) -> None:
-        """See Store: goes on with a visit."""
-        arena = self._arena
-        if missing := self._values.missing(seen):
-            if not arena.values:
-                arena.allocate(self._likes)
-            self._pending += self._values.load(missing, arena.values)
-        if sums and not arena.sums:
-            arena.allocate(self._likes, sums=True)
-        if missing := self._sums.missing(sums):
-            self._pending += self._sums.load(missing, arena.sums)
+        """See Arena: goes on with a visit."""
+        if missing := self._host_values.missing(seen):
+            if not self.values:
+                self.allocate(self._likes)
+            self._pending += self._host_values.load(missing, self.values)
+        if sums and not self.sums:
+            self.allocate(self._likes, sums=True)
+        if missing := self._host_sums.missing(sums):
+            self._pending += self._host_sums.load(missing, self.sums)
 
     def leave(self) -> None:
-        """See Store: changed gradients are copied to the host, device memory is freed."""
+        """See Arena: changed gradients are copied to the host, device memory is freed."""
         self._arrive()
-        sums = self._arena.sums
-        if self._changed and not self._sums.stored:
-            self._sums.lease([like.to(wide(like)) for like in self._likes])
-        self._sums.store(self._changed, lambda rows: [total[rows] for total in sums])
+        if self._changed and not self._host_sums.stored:
+            self._host_sums.lease([like.to(wide(like)) for like in self._likes])
+        self._host_sums.store(self._changed, lambda rows: [total[rows] for total in self.sums])
         self._changed.clear()
-        self._values.loaded.clear()
-        self._sums.loaded.clear()
-        self._arena.drop()
+        self._host_values.loaded.clear()
+        self._host_sums.loaded.clear()
+        super().drop()
 
     def drop(self) -> None:
-        """See Store."""
+        """See Arena."""
         self._arrive()
-        self._arena.drop()
+        super().drop()
         self._likes.clear()
         self._changed.clear()
-        self._values.clear()
-        self._sums.clear()
+        self._host_values.clear()
+        self._host_sums.clear()
 
     def _use(self, seen: Collection[int], sums: Collection[int]) -> None:
         """Fetches, and makes the computing stream wait for what is on its way."""

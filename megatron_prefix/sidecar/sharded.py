@@ -11,38 +11,51 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor
 
-from megatron_prefix.sidecar.arena import Arena, Both, LevelReading, Payload
+from megatron_prefix.sidecar.arena import (
+    Arena,
+    Both,
+    DeviceBytes,
+    Lengths,
+    LevelReading,
+    Payload,
+    Reading,
+)
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.context_parallel import Exchange, GatheredKeys, Pending
 from megatron_prefix.sidecar.key_sums import halves, side_by_side
-from megatron_prefix.sidecar.store import Lengths, OwnKeys
+from megatron_prefix.sidecar.own_keys import OwnKeys
+from megatron_prefix.tree.payload_map import RowMap
 
 
-class ShardedStore:
-    """A layer of which every rank keeps its own positions; see Store.
+class ShardedArena(Arena):
+    """Every rank keeps its own positions.
 
     A level is gathered when it is read or before, and stays until the layer is left. Its gradients
     are sent to the owners at once, and added here when they have come.
 
     Args:
         exchange: the group's collectives.
-        arena: for this rank's part of segments.
+        rows: of this rank's part of segments.
+        device_bytes: see Arena.
         lengths: of every segment's spans, whole.
     """
 
     looks_ahead = True
 
-    def __init__(self, exchange: Exchange, arena: Arena, lengths: tuple[Lengths, ...]) -> None:
-        self._exchange, self._lengths, self.arena = exchange, lengths, arena
+    def __init__(
+        self,
+        exchange: Exchange,
+        rows: RowMap,
+        device_bytes: DeviceBytes,
+        lengths: tuple[Lengths, ...],
+    ) -> None:
+        super().__init__(rows, device_bytes)
+        self._exchange, self._lengths = exchange, lengths
         self._views: dict[LevelReading, Pending] = {}
         self._coming: list[tuple[LevelReading, Pending]] = []
-        self.write, self.own = arena.write, arena.own
-
-    def mine(self, index: int) -> None:
-        """See Store."""
 
     def keys(self, cache: SidecarCache, place: tuple[int, int], inner: bool, both: Both) -> OwnKeys:
-        """See Store."""
+        """See Arena."""
         lengths = self._lengths[place[1]]
         if not inner:
             return GatheredKeys(self._exchange, lengths, both)
@@ -54,26 +67,31 @@ class ShardedStore:
     def fetch(
         self, seen: Collection[int], sums: Collection[int], levels: Iterable[LevelReading]
     ) -> None:
-        """See Store: starts to gather levels."""
+        """See Arena: starts to gather levels."""
         for level in levels:
             if level not in self._views:
                 self._gather(seen, level)
 
     def leave(self) -> None:
-        """See Store: drops what was gathered."""
+        """See Arena: drops what was gathered."""
         self._views.clear()
 
-    def read(self, seen: Collection[int], what: LevelReading) -> Payload:
-        """See Store: K and V, [size * keys, kv_heads, dim], run after run."""
+    def read(self, seen: Collection[int], what: Reading) -> Payload:
+        """See Arena; of a level K and V, [size * keys, kv_heads, dim], run after run."""
+        if not isinstance(what, LevelReading):
+            return super().read(seen, what)
         coming = self._views.get(what) or self._gather(seen, what)
         if coming.works:
             (both,), order = coming.wait(), self._order(what)
             both = both if order is None else both.index_select(0, order)
             self._views[what] = coming = Pending((), (both,))
-        return halves(coming.tensors[0], self.arena.width)
+        return halves(coming.tensors[0], self.width)
 
-    def add(self, seen: Collection[int], what: LevelReading, gradients: Payload) -> None:
-        """See Store: sends them to the owners of the keys."""
+    def add(self, seen: Collection[int], what: Reading, gradients: Payload) -> None:
+        """See Arena; those of a level are sent to the owners of the keys."""
+        if not isinstance(what, LevelReading):
+            super().add(seen, what, gradients)
+            return
         view, order = side_by_side(gradients), self._order(what)
         if order is not None:
             view = torch.empty_like(view).index_copy_(0, order, view)
@@ -81,18 +99,18 @@ class ShardedStore:
         self._coming.append((what, self._exchange.reduce_scatter(view)))
 
     def sent(self, index: int) -> Payload | None:
-        """See Store."""
+        """See Arena."""
         self._settle()
-        return self.arena.sent(index)
+        return super().sent(index)
 
     def drop(self) -> None:
-        """See Store."""
-        self.arena.drop()
+        """See Arena."""
+        super().drop()
         self._views.clear()
         self._coming.clear()
 
     def _gather(self, seen: Collection[int], level: LevelReading) -> Pending:
-        self._views[level] = coming = self._exchange.gather(*self.arena.read(seen, level))
+        self._views[level] = coming = self._exchange.gather(*super().read(seen, level))
         return coming
 
     def _order(self, level: LevelReading) -> Tensor | None:
@@ -100,7 +118,7 @@ class ShardedStore:
         runs lie end to end; None for a single run, whose order does not matter."""
         if len(level.key_lengths) == 1:
             return None
-        return self._exchange.table("runs", level.key_lengths, self.arena.values[0].device)
+        return self._exchange.table("runs", level.key_lengths, self.values[0].device)
 
     def _settle(self, newer: int | None = None) -> None:
         """Adds gradients that were sent here, but not those from the segment `newer`."""
@@ -109,4 +127,4 @@ class ShardedStore:
         for level, pending in coming:
             if level.index != newer:
                 (both,) = pending.wait()
-                self.arena.add((), level, halves(both, self.arena.width))
+                super().add((), level, halves(both, self.width))

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.context_parallel import Exchange
-from megatron_prefix.sidecar.gathered import GatheredStore
-from megatron_prefix.sidecar.sharded import ShardedStore
+from megatron_prefix.sidecar.gathered import GatheredArena
+from megatron_prefix.sidecar.sharded import ShardedArena
 from megatron_prefix.tree import Forest, TreeOptions, build
 from megatron_prefix.tree.payload_map import Form, PayloadMap
 from tests.harness.trees import flat_rollouts
@@ -90,7 +90,7 @@ def spread(
 ) -> SidecarCache:
     """A rank's sidecar by the name of cp_reduce; `planned` maps an arena of one of so many shares
     of K/V."""
-    store, shares = {"wave": (ShardedStore, rank.size), "segment": (GatheredStore, 1)}[reduce]
+    store, shares = {"wave": (ShardedArena, rank.size), "segment": (GatheredArena, 1)}[reduce]
     transport = functools.partial(store, rank)
     return SidecarCache(planned(shares), [Form.POSITIONS] * num_layers, transport=transport)
 

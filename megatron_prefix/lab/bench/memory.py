@@ -11,7 +11,6 @@ Training", section 5, whose memory figures are of that phase.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +26,7 @@ from megatron_prefix.lab.bench.timing import GIB
 from megatron_prefix.lab.bench.work import GroupShape
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.rl import loss, passes
+from megatron_prefix.lab.rl.updates import now
 from megatron_prefix.lab.verify import align
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.offload.segment import addresses
@@ -213,12 +213,9 @@ def _call(schedule: Any, chunks: list[Any], items: Sequence[Any]) -> _Peaks:
 
 
 def _timed(work: Any, device: torch.device) -> float:
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda _: None)
-    wait(device)
-    begin = time.perf_counter()
+    begin = now(device)
     work()
-    wait(device)
-    return time.perf_counter() - begin
+    return now(device) - begin
 
 
 class _Meter:

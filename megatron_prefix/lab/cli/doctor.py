@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_prefix import __version__, trainers
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import UserError, named
 from megatron_prefix.lab.cli import arguments, packages
 from megatron_prefix.lab.cli.report import print_facts, print_json, print_table
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
@@ -129,8 +129,7 @@ def _attempt(problems: list[str], look: Callable[..., T], *args: Any) -> T | Non
     except UserError as error:
         problems.append(str(error).partition("\n")[0])
     except Exception as error:  # noqa: BLE001  (a broken installation raises anything)
-        first = (str(error).strip().splitlines() or [""])[0]
-        problems.append(f"{type(error).__name__}: {first}")
+        problems.append(named(error))
     return None
 
 

@@ -9,7 +9,6 @@ import warnings
 from typing import Any
 
 import torch
-from packaging.version import Version
 
 from megatron_prefix.errors import UserError, shown
 from megatron_prefix.lab.models.presets import LATENT, ModelSpec, YarnScaling
@@ -81,19 +80,19 @@ def check_layout(spec: ModelSpec, layout: Layout) -> None:
 
 def _check_local(spec: ModelSpec, layout: Layout) -> None:
     """Refuse layouts that Megatron's layers do not have, or in which they are wrong."""
+    from megatron_prefix.moe.versions import is_since
+
     if spec.is_moe and spec.add_bias_linear and layout.tp > 1:
         raise UserError(
             f"model {spec.name} has experts with biases, which Megatron-Core does not split over"
             f" tensor-parallel ranks; leave --tp {layout.tp} out"
         )
-    if spec.multi_latent_attention and spec.q_lora_rank is None and spec.qk_layernorm:
-        import megatron.core
-
-        if Version(Version(megatron.core.__version__).base_version) >= Version("0.19"):
-            raise UserError(
-                f"model {spec.name} has no q_lora_rank: from 0.19 on Megatron-Core norms the input"
-                " of its queries, too, which is another model; use an earlier megatron-core"
-            )
+    norms_latents = spec.multi_latent_attention and spec.qk_layernorm
+    if norms_latents and spec.q_lora_rank is None and is_since("0.19"):
+        raise UserError(
+            f"model {spec.name} has no q_lora_rank: from 0.19 on Megatron-Core norms the input of"
+            " its queries, too, which is another model; use an earlier megatron-core"
+        )
     if spec.window_size is not None and layout.cp > 1:
         raise UserError(
             f"model {spec.name} has layers with a window, which do not run with context parallelism"
@@ -109,17 +108,16 @@ def _check_local(spec: ModelSpec, layout: Layout) -> None:
 
 def _check_recurrent(spec: ModelSpec, layout: Layout) -> None:
     """Refuse layouts that Megatron's recurrent layers do not have."""
-    import megatron.core
+    from megatron_prefix.moe.versions import is_since
 
-    release = Version(Version(megatron.core.__version__).base_version)
     pattern = spec.hybrid_override_pattern
     for kind in spec.recurrent:
-        if pattern and release < Version(kind.hybrid_since):
+        if pattern and not is_since(kind.hybrid_since):
             raise UserError(
                 f"model {spec.name}: hybrid models have no {kind.name} ({kind.symbol}) before"
                 f" megatron-core {kind.hybrid_since}; leave {kind.symbol} out of {pattern}"
             )
-        if layout.cp > 1 and release < Version(kind.cp_since):
+        if layout.cp > 1 and not is_since(kind.cp_since):
             raise UserError(
                 f"model {spec.name}: {kind.name} has no context parallelism before megatron-core"
                 f" {kind.cp_since}; leave --cp {layout.cp} out"
@@ -131,7 +129,7 @@ def _check_recurrent(spec: ModelSpec, layout: Layout) -> None:
                 f"model {spec.name} has {heads} {name} in its recurrent layers, which --tp"
                 f" {layout.tp} does not divide; use a smaller --tp"
             )
-    if layout.vpp > 1 and pattern and release < Version("0.17"):
+    if layout.vpp > 1 and pattern and not is_since("0.17"):
         raise UserError(
             f"model {spec.name}: hybrid models have no virtual stages before megatron-core 0.17;"
             f" leave --vpp {layout.vpp} out"

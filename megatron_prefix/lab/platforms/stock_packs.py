@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.device import tolerance
+from megatron_prefix.errors import named
 
 LENGTHS = (1000, 300, 77, 1179)
 
@@ -43,7 +44,7 @@ def refusal(heads: int, kv_heads: int, width: int, device: str = "cuda") -> str 
         stock = library.DotProductAttention(heads, width, num_gqa_groups=kv_heads)
         got = _with_gradients(functools.partial(_stock, stock), parts, sent)
     except Exception as raised:  # noqa: BLE001  # a kernel fails in its own way
-        return f"{type(raised).__name__}: {(str(raised).strip().splitlines() or [''])[0]}"
+        return named(raised)
     wanted = _with_gradients(_definition, [part.float() for part in parts], sent)
     limit = tolerance.tolerance(torch.bfloat16, max(LENGTHS), width, 1)
     names = ("output", "gradient of queries", "gradient of keys", "gradient of values")

@@ -17,7 +17,8 @@ import collections
 from torch import Tensor
 
 from megatron_prefix.layers.blocks.batched import batches
-from megatron_prefix.layers.blocks.interface import Aux, Gradients, Kernel, Partial, Runs
+from megatron_prefix.layers.blocks.composite import Choosing
+from megatron_prefix.layers.blocks.interface import Kernel, Runs
 
 PLAN_S = 0.058
 """Seconds to build the forward and the backward plan of one shape."""
@@ -33,7 +34,7 @@ MAX_SHAPES = 100_000
 Shape = tuple[object, ...]
 
 
-class AdaptiveKernel:
+class AdaptiveKernel(Choosing):
     """Runs every block with the kernel chosen for its shape.
 
     Args:
@@ -43,40 +44,23 @@ class AdaptiveKernel:
     """
 
     def __init__(self, planned: Kernel, ready: Kernel, num_layers: int) -> None:
-        self.name = f"{planned.name} or {ready.name} by shape"
-        self._planned, self._ready, self._num_layers = planned, ready, num_layers
+        super().__init__(f"{planned.name} or {ready.name} by shape", planned, ready)
+        self._num_layers = num_layers
         self._earlier: collections.Counter[Shape] = collections.Counter()
         self._now: collections.Counter[Shape] = collections.Counter()
         self._planned_now: dict[Shape, bool] = {}
 
     def begin_step(self) -> None:
         """Adds the last step's calls; within a step a shape keeps its kernel."""
+        super().begin_step()
         if len(self._earlier) > MAX_SHAPES:
             self._earlier.clear()
         self._earlier.update(self._now)
         self._now.clear()
         self._planned_now.clear()
 
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """See `Kernel.refusal`."""
-        return self._planned.refusal(q, k, v) or self._ready.refusal(q, k, v)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
-        """See `Kernel.forward`."""
-        kernel = self._choice(q, k, runs)
-        part = kernel.forward(q, k, v, runs, scale)
-        return Partial(part.out, part.lse, (kernel, part.aux))
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
-        runs: Runs, scale: float,
-    ) -> Gradients:  # fmt: skip
-        """See `Kernel.backward`; with the forward's kernel."""
-        kernel, inner = aux
-        return kernel.backward(dout, q, k, v, out, lse, inner, runs, scale)
-
-    def _choice(self, q: Tensor, k: Tensor, runs: Runs) -> Kernel:
-        """The kernel of a shape, the same throughout a step."""
+    def choice(self, q: Tensor, k: Tensor, runs: Runs) -> Kernel:
+        """See `Choosing.choice`; the same for a shape throughout a step."""
         shape = (q.shape, k.shape, runs)
         self._now[shape] += 1
         if shape not in self._planned_now:
@@ -93,4 +77,5 @@ class AdaptiveKernel:
             self._planned_now[shape] = (
                 saved * calls >= sum(dict(zip(shapes, parts, strict=True)).values()) * PLAN_S
             )
-        return self._planned if self._planned_now[shape] else self._ready
+        planned, ready = self._parts
+        return planned if self._planned_now[shape] else ready

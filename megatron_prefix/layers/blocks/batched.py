@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_prefix.layers.blocks.interface import Aux, Gradients, Partial, Runs
+from megatron_prefix.layers.blocks.interface import Aux, Gradients, Kernel, Partial, Runs
 from megatron_prefix.layers.blocks.merge import merge
 
 
@@ -70,7 +70,7 @@ def batches(runs: Runs, num_queries: int, num_keys: int) -> tuple[tuple[Batch, B
     return tuple(pairs)
 
 
-class Batched:
+class Batched(Kernel):
     """Blocks as batched calls of one operator on [n, positions, heads, d] tensors.
 
     A single run and equal runs are one call on views. Unequal runs are one call a batch, joined by
@@ -81,12 +81,8 @@ class Batched:
         has_windows: whether `attend` heeds it.
     """
 
-    name: str
     window: int | None = None
     has_windows = False
-
-    def begin_step(self) -> None:
-        """See `Kernel.begin_step`."""
 
     def windowed(self, window: int) -> Batched | None:
         """The same kernel with a window; None if it has none."""

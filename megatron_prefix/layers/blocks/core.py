@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,99 +24,13 @@ from torch.autograd.function import once_differentiable
 
 from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
 from megatron_prefix.layers.blocks.merge import merge
-from megatron_prefix.layers.blocks.shared import KEYS, Leaving, Shared
+from megatron_prefix.layers.blocks.shared import KEYS, Shared
 from megatron_prefix.layers.blocks.sinks import sink_gradient, with_sink
-from megatron_prefix.layers.recurrent.spans import Spans
+from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.sidecar.arena import Rows
-from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
-from megatron_prefix.sidecar.store import OwnKeys
 from megatron_prefix.tree import cp_layout
 
-if TYPE_CHECKING:
-    from megatron_prefix.layers.blocks.windowed import WindowKeys
-    from megatron_prefix.moe.ledger import RouterLedger
-    from megatron_prefix.offload.segment import OffloadedSegment
-    from megatron_prefix.tree.payload_map import Form
-
-
 _AS_IT_IS = contextlib.nullcontext()
-
-
-@dataclass(frozen=True)
-class SegmentContext:
-    """What attention and routers need to know about the segment that runs.
-
-    Attributes:
-        index: the segment.
-        inner: whether other segments read its K/V.
-        runs: what its queries on this rank see of its own keys.
-        num_levels: calls in which its queries see their ancestors.
-        positions: position of every token in its rollout, int64 [padded_length], on the model's
-            device.
-        cache: the sidecar of this model chunk.
-        ledger: counts for its routers' losses; None without routers or without gradients.
-        backward: whether its backward runs; a forward is then recomputation, from the last layer to
-            the first.
-        offload: takes what its forward saves; None if that stays on the device.
-        ahead: segments on the host that the next backwards will need; the executor changes it.
-        keys_only: the layer of which only its K and V are computed (layers/blocks/unread.py).
-        rows: the positions on this rank whose output is read, int64, ascending, the last perhaps
-            more than once (`repeats`); None if all are, or the stage is not the last.
-        decoded: what the decoder gives, if another rank has computed it: no layer runs then.
-        on_decoded: gets what the decoder gives, for other ranks; None if they do not want it.
-        between: what one method of a layer leaves for another, by what it is and the layer.
-        windows: its keys in layers with a window, by the form of their payload.
-    """
-
-    index: int
-    inner: bool
-    runs: Runs
-    num_levels: int
-    positions: Tensor
-    cache: SidecarCache
-    ledger: RouterLedger | None = None
-    backward: bool = False
-    offload: OffloadedSegment | None = None
-    ahead: Sequence[OffloadedSegment] = ()
-    keys_only: int | None = None
-    rows: Tensor | None = None
-    repeats: bool = False
-    decoded: Tensor | None = None
-    on_decoded: Callable[[Tensor], None] | None = None
-    between: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    windows: dict[Form, WindowKeys] = field(default_factory=dict)
-
-    def capture(self, layer: int, shared: Leaving, key: Tensor, value: Tensor) -> None:
-        """Puts what an inner segment leaves into the sidecar, once: recomputation calls again."""
-        if self.inner and self.cache.state(layer, self.index) is not SegmentState.CAPTURED:
-            self.cache.capture(layer, self.index, shared.left(key, value))
-
-    def enter(self, layer: int, *, backward: bool) -> None:
-        """Tells the sidecar that a layer runs now, and which will be next."""
-        self.cache.prefetch(layer, self.index, backward=backward)
-        after = layer - 1 if backward else layer + 1
-        if after != self.keys_only:
-            self.cache.prefetch(after, self.index, backward=backward)
-
-    def leave(self, layer: int, *, backward: bool) -> None:
-        """Tells the sidecar that a layer is done."""
-        if backward or not self.backward:  # in recomputation the layer's backward comes next
-            self.cache.release(layer)
-        if backward:
-            for waiting in self.ahead:
-                waiting.prefetch(early=True)
-
-    @functools.cached_property
-    def spans(self) -> Spans:
-        """What recurrent layers need to know of its spans; made in the first, for all of them."""
-        lengths, parents = self.cache.map.lengths[self.index], self.cache.map.parents[self.index]
-        return Spans(lengths, parents, self.positions.device)
-
-    @functools.cached_property
-    def level_runs(self) -> tuple[Runs, ...]:
-        """What its queries see of each level; made in its first layer, for all of them."""
-        levels = (self.cache.level(self.index, number) for number in range(self.num_levels))
-        return tuple(Runs(level.query_lengths, level.key_lengths) for level in levels)
 
 
 def segment_attention(
@@ -151,7 +63,7 @@ def segment_attention(
     cast = _AS_IT_IS if shared.is_keys else autocast_now(query.device.type)
     call = _Call(context, layer, scale, kernel, shared, cast)
     # Where nothing is expanded here, weights have no gradient to get.
-    weights = shared.weights if context.num_levels else ()
+    weights = shared.weights if call.num_levels else ()
     out: Tensor = _SegmentAttention.apply(
         query.squeeze(1), key.squeeze(1), value.squeeze(1), sink, call, *weights
     )
@@ -175,16 +87,15 @@ class _Call(NamedTuple):
     shared: Shared
     autocast: contextlib.AbstractContextManager[Any]
 
-    def own_keys(self, key: Tensor, value: Tensor) -> OwnKeys:
-        """The segment's own K and V; those of an inner one are in the sidecar, if they are shared
-        themselves."""
-        context, cache = self.context, self.context.cache
-        return cache.own_keys(self.layer, context.index, self.kept, (key, value))
-
     @property
     def kept(self) -> bool:
         """Whether the sidecar has its K and V."""
         return self.context.inner and self.shared.is_keys
+
+    @property
+    def num_levels(self) -> int:
+        """Calls in which its queries see keys that are not among its own."""
+        return self.context.num_levels if self.shared.window is None else 0
 
     def returned(self, key_grad: Tensor, value_grad: Tensor) -> None:
         """Adds what descendants have sent, unless `OwnKeys` has."""
@@ -192,7 +103,7 @@ class _Call(NamedTuple):
         if context.inner and not self.kept:
             sent = context.cache.take(self.layer, context.index)
             if sent is not None:
-                self.shared.returned(sent, (key_grad, value_grad))
+                self.shared.returned(context, sent, (key_grad, value_grad))
 
 
 class _SegmentAttention(torch.autograd.Function):
@@ -207,18 +118,18 @@ class _SegmentAttention(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         context, layer, scale, kernel, shared, _ = call
-        cache, keys = context.cache, call.own_keys(key, value)
+        cache, (keys, own) = context.cache, shared.own(context, layer, (key, value))
         if not call.kept:
             context.capture(layer, shared, key, value)
         context.enter(layer, backward=context.backward)
         above = []
-        for number in range(context.num_levels):
+        for number in range(call.num_levels):
             level = cache.level(context.index, number)
             seen = shared.keys(cache.read(layer, context.index, level))
             runs = context.level_runs[number]
             part = kernel.forward(_selected(query, level.queries), *seen, runs, scale)
             above.append(_spread(part, level.queries, len(query)))
-        parts = [kernel.forward(query, *keys.runs(), context.runs, scale), *above]
+        parts = [kernel.forward(query, *keys.runs(), own, scale), *above]
         out, lse = with_sink(*merge(parts), sink)
         context.leave(layer, backward=False)
         ctx.call, ctx.aux, ctx.num_weights = call, [part.aux for part in parts], len(weights)
@@ -232,10 +143,10 @@ class _SegmentAttention(torch.autograd.Function):
         context, layer, scale, kernel, shared, autocast = call
         cache, (query, out, lse, sink, *saved) = context.cache, ctx.saved_tensors
         key, value = saved or cache.own(layer, context.index)
-        keys = call.own_keys(key, value)
+        keys, own = shared.own(context, layer, (key, value))
         context.enter(layer, backward=True)
         query_grad, *gradients = kernel.backward(
-            out_grad, query, *keys.runs(), out, lse, ctx.aux[0], context.runs, scale
+            out_grad, query, *keys.runs(), out, lse, ctx.aux[0], own, scale
         )
         keys.send((gradients[0], gradients[1]))
         del gradients  # perhaps of all ranks' keys; `take` returns those of this rank's

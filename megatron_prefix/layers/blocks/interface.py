@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -66,21 +66,21 @@ class Runs:
         return cls(lengths, lengths, causal=True)
 
 
-class Kernel(Protocol):
-    """One way to run blocks; shapes as above."""
+class Kernel:
+    """One way to run blocks; shapes as above.
 
-    @property
-    def name(self) -> str:
-        """The name that users give."""
-        ...
+    Attributes:
+        name: the name that users give.
+    """
+
+    name: str
 
     def begin_step(self) -> None:
         """Called before every step; for kernels that learn from earlier shapes."""
-        ...
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """Why this kernel cannot take these tensors; None if it can."""
-        ...
+        raise NotImplementedError
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
         """The block's result.
@@ -89,7 +89,7 @@ class Kernel(Protocol):
             ValueError: ``runs`` do not fit the tensors.
             UserError: the operator would fault on these tensors.
         """
-        ...
+        raise NotImplementedError
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
@@ -99,4 +99,4 @@ class Kernel(Protocol):
 
         Raises as `forward`. The gradients are newly allocated.
         """
-        ...
+        raise NotImplementedError

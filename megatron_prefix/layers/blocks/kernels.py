@@ -19,10 +19,11 @@ from torch import Tensor
 
 from megatron_prefix import config
 from megatron_prefix.device.tolerance import assert_close
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import UserError, named
 from megatron_prefix.layers.blocks.adaptive import AdaptiveKernel
 from megatron_prefix.layers.blocks.batched import Batched
-from megatron_prefix.layers.blocks.interface import Aux, Gradients, Kernel, Partial, Runs
+from megatron_prefix.layers.blocks.composite import CompositeKernel
+from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
 from megatron_prefix.layers.blocks.operators import (
     FA4_SHORT,
     CudnnKernel,
@@ -36,36 +37,6 @@ from megatron_prefix.layers.blocks.operators import (
 __all__ = ["KERNELS", "CompositeKernel", "Kernel", "Partial", "Runs", "available", "choose", "why"]
 
 logger = logging.getLogger(__name__)
-
-
-class CompositeKernel:
-    """Runs without a mask by one kernel, causal runs by another."""
-
-    def __init__(self, dense: Kernel, causal: Kernel) -> None:
-        self.name = f"{dense.name}+{causal.name}"
-        self._parts = (dense, causal)
-
-    def begin_step(self) -> None:
-        """See `Kernel.begin_step`."""
-        for part in self._parts:
-            part.begin_step()
-
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """See `Kernel.refusal`."""
-        dense, causal = (part.refusal(q, k, v) for part in self._parts)
-        return dense or causal
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
-        """See `Kernel.forward`."""
-        return self._parts[runs.causal].forward(q, k, v, runs, scale)
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
-        runs: Runs, scale: float,
-    ) -> Gradients:  # fmt: skip
-        """See `Kernel.backward`."""
-        kernel = self._parts[runs.causal]
-        return kernel.backward(dout, q, k, v, out, lse, aux, runs, scale)
 
 
 _HERE: tuple[Batched, ...] = (
@@ -246,15 +217,15 @@ def probed(
             return refusal
         terms = max(PROBE_ROWS * group, head_dim)
         for got, wanted in zip(
-            _small_run(kernel, dout, q, k, v), _small_run(truth, dout, q, k, v), strict=True
+            small_run(kernel, dout, q, k, v), small_run(truth, dout, q, k, v), strict=True
         ):
             assert_close(got, wanted, terms, dtype, f"the probe of {name}")
     except Exception as error:  # noqa: BLE001 - a private operator may throw anything
-        return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        return named(error)
     return None
 
 
-def _small_run(kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+def small_run(kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Every result of one run and of uneven runs, without a mask, causal, and causal with more keys
     than queries."""
     scale, lengths = q.shape[-1] ** -0.5, (5, PROBE_ROWS - 5)

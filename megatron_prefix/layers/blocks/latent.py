@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron_prefix.layers.blocks.shared import Pull
+from megatron_prefix.layers.blocks.shared import Pull, Shared
+from megatron_prefix.layers.own_backward import with_backward
 from megatron_prefix.sidecar.arena import Both, Payload, wide
 from megatron_prefix.sidecar.cache import SegmentState
 
 if TYPE_CHECKING:
-    from megatron_prefix.layers.blocks.core import SegmentContext
     from megatron_prefix.layers.kind import Override, Running
+    from megatron_prefix.layers.segment import SegmentContext
 
 
-class Latents:
+class Latents(Shared):
     """What one layer of multi-latent attention leaves; see Shared.
 
     What one method leaves for another is in the segment's context: latents from the projection's
@@ -42,8 +42,6 @@ class Latents:
         number: of the layer in the sidecar.
         running: says which segment runs.
     """
-
-    is_keys = False
 
     def __init__(self, module: Any, number: int, running: Running) -> None:
         config = module.config
@@ -70,9 +68,9 @@ class Latents:
         if hasattr(rotary, "get_cached_cos_sin"):
             yield rotary, "get_cached_cos_sin", self._turns(rotary.get_cached_cos_sin)
 
-    def left(self, key: Tensor, value: Tensor) -> Payload:
+    def left(self, context: SegmentContext, key: Tensor, value: Tensor) -> Payload:
         """See Shared: latents [positions, rank], and rotated parts of keys [positions, width]."""
-        latents: Tensor = self._context.between.pop(("latents", self._number))
+        latents: Tensor = context.between.pop(("latents", self._number))
         return latents, key[:, 0, self._plain :]
 
     def keys(self, payload: Payload) -> Both:
@@ -97,11 +95,11 @@ class Latents:
 
         return self._joined(made.detach(), turned), pull
 
-    def returned(self, sent: Payload, gradients: Both) -> None:
+    def returned(self, context: SegmentContext, sent: Payload, gradients: Both) -> None:
         """See Shared; that of latents waits for the projection's backward."""
         latents_grad, turned_grad = sent
         gradients[0][:, 0, self._plain :].add_(turned_grad)
-        # The arena's rows will be others' again.
+        # Not `context`, that of the forward. A copy: the arena's rows will be others' again.
         self._context.between["gradients", self._number] = latents_grad.clone()
 
     @property
@@ -132,7 +130,7 @@ class Latents:
         if context is not None and context.inner:
             if context.cache.state(self._number, context.index) is SegmentState.EMPTY:
                 context.between["latents", self._number] = self._whole(x.detach()).squeeze(1)
-            x = _Receiving.apply(x, self)
+            x = with_backward(lambda x: x.view_as(x), self._pulled, x)
         return self._project(x, *args, **kwargs)
 
     def _whole(self, mine: Tensor) -> Tensor:
@@ -142,6 +140,12 @@ class Latents:
         whole = mine.new_empty((self._ranks * len(mine), *mine.shape[1:]))
         dist.all_gather_into_tensor(whole, mine.contiguous(), group=self._group)
         return whole
+
+    def _pulled(self, gradient: Tensor) -> Tensor:
+        """A gradient of this rank's latents with what descendants have sent; both are summed before
+        they are rounded."""
+        sent = self.arrived()
+        return gradient if sent is None else (gradient + sent).to(gradient.dtype)
 
     def arrived(self) -> Tensor | None:
         """What descendants have sent to this rank's latents, [positions, 1, rank]."""
@@ -180,19 +184,3 @@ class Latents:
             return tuple([(turn(angles) * scale).to(dtype) for turn in (torch.cos, torch.sin)])
 
         return get_cached_cos_sin
-
-
-class _Receiving(torch.autograd.Function):
-    """The identity; its backward adds what descendants have sent to latents."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, owner: Latents) -> Tensor:  # type: ignore[override]
-        ctx.owner = owner
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        sent = ctx.owner.arrived()
-        # Both are summed before they are rounded.
-        return gradient if sent is None else (gradient + sent).to(gradient.dtype), None

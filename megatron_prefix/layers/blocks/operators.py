@@ -18,6 +18,7 @@ import functools
 import importlib
 import logging
 import os
+import sys
 from itertools import accumulate
 from typing import Any
 
@@ -112,65 +113,6 @@ class _Aligned(Batched):
             raise UserError(f"attention kernel {self.name!r} {why}; give --kernel math")
 
 
-class FlashKernel(_Aligned):
-    """FlashAttention-2 of torch; unequal runs are one varlen call."""
-
-    name, has_windows = "flash", True
-
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """See `Kernel.refusal`."""
-        return _needs_cuda_16bit(q, k, v) or _needs_equal_widths(q, v) or super().refusal(q, k, v)
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
-    ) -> tuple[Tensor, Tensor, Aux]:
-        """See `Batched.attend`."""
-        out, lse, *state, _ = aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale,
-            **self._window(causal),
-        )  # fmt: skip
-        return out, lse, tuple(state)
-
-    def attend_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
-        """See `Batched.attend_backward`."""
-        dout, q, k, v, out, lse = saved
-        lengths = (None, None, q.shape[1], k.shape[1])
-        return aten._flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, *aux, scale=scale,
-            **self._window(causal),
-        )  # fmt: skip
-
-    def _window(self, causal: bool) -> dict[str, int]:
-        if self.window is None or not causal:
-            return {}
-        return {"window_size_left": self.window, "window_size_right": 0}
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
-        """See `Kernel.forward`."""
-        if len(batches(runs, q.shape[0], k.shape[0])) == 1:
-            return super().forward(q, k, v, runs, scale)
-        self.guard(q, k, v)
-        out, lse, *state, _ = aten._flash_attention_forward(
-            q, k, v, *_varlen(runs, q.device), 0.0, runs.causal, False, scale=scale,
-            **self._window(runs.causal),
-        )  # fmt: skip
-        return Partial(out, lse, tuple(state))
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
-        runs: Runs, scale: float,
-    ) -> Gradients:  # fmt: skip
-        """See `Kernel.backward`."""
-        if len(batches(runs, q.shape[0], k.shape[0])) == 1:
-            return super().backward(dout, q, k, v, out, lse, aux, runs, scale)
-        self.guard(q, k, v, dout, out)
-        lengths = _varlen(runs, q.device)
-        return aten._flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), *lengths, 0.0, runs.causal, *aux, scale=scale,
-            **self._window(runs.causal),
-        )  # fmt: skip
-
-
 class CudnnKernel(_Aligned, SplitCausal):
     """cuDNN's fused attention.
 
@@ -207,12 +149,12 @@ class CudnnKernel(_Aligned, SplitCausal):
         strides, stats_shape, stats_strides, *spans, seed, offset = aux
         stats = saved.lse.reshape(stats_shape)
         gradients = aten._scaled_dot_product_cudnn_attention_backward(
-            _laid_out(dout, strides),
+            laid_out(dout, strides),
             q,
             k,
             v,
-            _laid_out(out, strides),
-            _laid_out(stats, stats_strides),
+            laid_out(out, strides),
+            laid_out(stats, stats_strides),
             seed,
             offset,
             None,
@@ -233,23 +175,22 @@ class _Varlen(Batched):
     """Runs that are a batch as one dense call, any others as varlen calls.
 
     With ``lengths`` of runs `attend` and `attend_backward` get tensors without a leading dimension.
+
+    Attributes:
+        short: queries or keys up to which equal runs are a varlen call, too; its bounds are longer.
+        most_runs: of one call.
     """
 
-    def is_dense(self, runs: Runs) -> bool:
-        """Whether a dense call takes these runs: all have the same lengths."""
-        return _shortest(runs) > 0
-
-    def calls(self, runs: Runs, device: torch.device) -> tuple[Call, ...]:
-        """The varlen calls of runs that are not dense."""
-        return _one_call(runs, device)
+    short = 0
+    most_runs = sys.maxsize
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
         """See `Kernel.forward`."""
         batches(runs, q.shape[0], k.shape[0])  # refuses runs that do not fit
-        if self.is_dense(runs):
+        if _shortest(runs) > self.short:
             return super().forward(q, k, v, runs, scale)
         self.guard(q, k, v)
-        calls = self.calls(runs, q.device)
+        calls = _calls(runs, q.device, self.most_runs, self.short)
         if len(calls) == 1:
             return Partial(*self.attend(q, k, v, scale, runs.causal, **calls[0][2]))
         parts = [
@@ -265,10 +206,10 @@ class _Varlen(Batched):
     ) -> Gradients:  # fmt: skip
         """See `Kernel.backward`."""
         batches(runs, q.shape[0], k.shape[0])
-        if self.is_dense(runs):
+        if _shortest(runs) > self.short:
             return super().backward(dout, q, k, v, out, lse, aux, runs, scale)
         self.guard(q, k, v, dout, out)
-        calls = self.calls(runs, q.device)
+        calls = _calls(runs, q.device, self.most_runs, self.short)
         if len(calls) == 1:
             saved = Saved(dout, q, k, v, out, lse)
             return self.attend_backward(saved, aux, scale, runs.causal, **calls[0][2])
@@ -281,6 +222,46 @@ class _Varlen(Batched):
         ]  # fmt: skip
         dq, dk, dv = (joined(gradients) for gradients in zip(*shares, strict=True))
         return dq, dk, dv
+
+
+class FlashKernel(_Aligned, _Varlen):
+    """FlashAttention-2 of torch."""
+
+    name, has_windows = "flash", True
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """See `Kernel.refusal`."""
+        return _needs_cuda_16bit(q, k, v) or _needs_equal_widths(q, v) or super().refusal(q, k, v)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, **lengths: Any
+    ) -> tuple[Tensor, Tensor, Aux]:
+        """See `Batched.attend`; with ``lengths`` as `_Varlen`."""
+        out, lse, *state, _ = aten._flash_attention_forward(
+            q, k, v, *self._lengths(q, k, lengths), 0.0, causal, False, scale=scale,
+            **self._window(causal),
+        )  # fmt: skip
+        return out, lse, tuple(state)
+
+    def attend_backward(
+        self, saved: Saved, aux: Aux, scale: float, causal: bool, **lengths: Any
+    ) -> Gradients:
+        """See `Batched.attend_backward`; ``lengths`` as in `attend`."""
+        dout, q, k, v, out, lse = saved
+        return aten._flash_attention_backward(
+            dout, q, k, v, out, lse.contiguous(), *self._lengths(q, k, lengths), 0.0, causal, *aux,
+            scale=scale, **self._window(causal),
+        )  # fmt: skip
+
+    @staticmethod
+    def _lengths(q: Tensor, k: Tensor, lengths: dict[str, Any]) -> tuple[Any, ...]:
+        """Where runs of queries and of keys begin, and the longest of both."""
+        return (*lengths.values(),) if lengths else (None, None, q.shape[1], k.shape[1])
+
+    def _window(self, causal: bool) -> dict[str, int]:
+        if self.window is None or not causal:
+            return {}
+        return {"window_size_left": self.window, "window_size_right": 0}
 
 
 class Fa4Kernel(_Varlen):
@@ -306,18 +287,11 @@ class Fa4Kernel(_Varlen):
     """
 
     name, has_windows = "fa4", True
+    short, most_runs = FA4_SHORT, FA4_RUNS
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """See `Kernel.refusal`."""
         return _needs_cuda_16bit(q, k, v) or super().refusal(q, k, v) or _needs_fa4(q, k, v)
-
-    def is_dense(self, runs: Runs) -> bool:
-        """Equal runs, all of them long."""
-        return _shortest(runs) > FA4_SHORT
-
-    def calls(self, runs: Runs, device: torch.device) -> tuple[Call, ...]:
-        """Of few enough runs."""
-        return _fa4_calls(runs, device)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, **lengths: Any
@@ -507,35 +481,29 @@ def _shortest(runs: Runs) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _one_call(runs: Runs, device: torch.device) -> tuple[Call, ...]:
-    """All runs in one varlen call."""
-    q_starts, k_starts, longest_q, longest_k = _varlen(runs, device)
-    lengths = {
-        "cu_seqlens_q": q_starts,
-        "cu_seqlens_k": k_starts,
-        "max_seqlen_q": longest_q,
-        "max_seqlen_k": longest_k,
-    }
-    return ((slice(0, sum(runs.queries)), slice(0, sum(runs.keys)), lengths),)
+def _calls(runs: Runs, device: torch.device, most: int, short: int) -> tuple[Call, ...]:
+    """Varlen calls: their queries, their keys, and the arguments that say what their runs are.
 
+    Made in a segment's first layer: the other layers have the same runs.
 
-@functools.lru_cache(maxsize=1024)
-def _fa4_calls(runs: Runs, device: torch.device) -> tuple[Call, ...]:
-    """Varlen calls of flash-attn-4: their queries, their keys, and the arguments of their runs."""
-    # As equally long as they can be: 257 runs are calls of 129 and 128.
+    Args:
+        runs: of all calls.
+        device: of the tensors.
+        most, short: see `_Varlen`.
+    """
     num = len(runs.queries)
-    most = -(-num // -(-num // FA4_RUNS))
+    each = -(-num // -(-num // most))  # as equal as they can be: 257 runs are 129 and 128
     calls, start, key_start = [], 0, 0
-    for first in range(0, num, most):
-        queries, keys = runs.queries[first : first + most], runs.keys[first : first + most]
-        end, key_end = start + sum(queries), key_start + sum(keys)
-        q_starts, k_starts, longest_q, longest_k = _varlen(Runs(queries, keys), device)
+    for first in range(0, num, each):
+        queries, keys = runs.queries[first : first + each], runs.keys[first : first + each]
+        starts = _starts(queries, device)
         lengths = {
-            "cu_seqlens_q": q_starts,
-            "cu_seqlens_k": k_starts,
-            "max_seqlen_q": max(longest_q, FA4_SHORT + 1),
-            "max_seqlen_k": max(longest_k, FA4_SHORT + 1),
+            "cu_seqlens_q": starts,
+            "cu_seqlens_k": starts if keys == queries else _starts(keys, device),
+            "max_seqlen_q": max(*queries, short + 1),
+            "max_seqlen_k": max(*keys, short + 1),
         }
+        end, key_end = start + sum(queries), key_start + sum(keys)
         calls.append((slice(start, end), slice(key_start, key_end), lengths))
         start, key_start = end, key_end
     return tuple(calls)
@@ -553,17 +521,6 @@ def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
         [0, *accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda"
     )
     return host.to(device, non_blocking=True)
-
-
-@functools.lru_cache(maxsize=1024)
-def _varlen(runs: Runs, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """The varlen operator's arguments: starts of queries and keys, longest of both.
-
-    Made in a segment's first layer: the other layers have the same runs.
-    """
-    starts = _starts(runs.queries, device)
-    key_starts = starts if runs.keys == runs.queries else _starts(runs.keys, device)
-    return starts, key_starts, max(runs.queries), max(runs.keys)
 
 
 def _query_heads(x: Tensor, k: Tensor) -> Tensor:
@@ -589,7 +546,7 @@ def _positions_first(x: Tensor, q: Tensor) -> Tensor:
     return x.permute(2, 0, 1, 3).flatten(1, 2)[None]
 
 
-def _laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+def laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     """x with these strides; a copy unless only dimensions of size 1 differ."""
     if all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True)):
         return x.as_strided(x.shape, strides)

@@ -10,17 +10,16 @@ K and V.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch import Size, Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
-from megatron_prefix.layers.blocks.shared import KEYS, Leaving
+from megatron_prefix.layers.blocks.shared import KEYS, Shared
+from megatron_prefix.layers.own_backward import with_backward
 from megatron_prefix.sidecar.arena import wide
 
 if TYPE_CHECKING:
-    from megatron_prefix.layers.blocks.core import SegmentContext
+    from megatron_prefix.layers.segment import SegmentContext
 
 
 def keys_only(
@@ -29,7 +28,7 @@ def keys_only(
     value: Tensor,
     context: SegmentContext,
     layer: int,
-    shared: Leaving = KEYS,
+    shared: Shared = KEYS,
 ) -> Tensor:
     """Captures what an inner segment leaves, and lets its gradients in; arguments as of
     `segment_attention`.
@@ -37,117 +36,68 @@ def keys_only(
     Returns:
         Zeros, [positions, 1, heads * value_dim], which must not be written to.
     """
-    out: Tensor = _KeysOnly.apply(
-        query.squeeze(1), key.squeeze(1), value.squeeze(1), context, layer, shared
-    )
+    given = [one.squeeze(1) for one in (query, key, value)]
+    like = [(one.shape, one.dtype) for one in given]
+
+    def capture(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        context.capture(layer, shared, key, value)
+        if not context.backward:
+            context.cache.release(layer)
+        return _zeros(query, (len(query), query.shape[1] * value.shape[2]))
+
+    def pull(out_grad: Tensor) -> tuple[Tensor, ...]:
+        cache = context.cache
+        cache.prefetch(layer - 1, context.index, backward=True)
+        sent = cache.take(layer, context.index) if context.inner else None
+        cache.release(layer)
+        gradients = tuple([out_grad.new_zeros(shape, dtype=dtype) for shape, dtype in like])
+        if sent is not None:
+            shared.returned(context, sent, (gradients[1], gradients[2]))
+        return gradients
+
+    out: Tensor = with_backward(capture, pull, *given)
     return out.unsqueeze(1)
 
 
 def skipped(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Zeros of a shape instead of what a module makes of `x`; the graph goes on through it."""
-    out: Tensor = _Skipped.apply(x, Size(shape))
+    whole = x.shape
+    out: Tensor = with_backward(
+        lambda x: x.new_zeros(tuple(shape)), lambda gradient: _zeros(gradient, whole), x
+    )
     return out
 
 
-def picked(x: Tensor, rows: Tensor) -> Tensor:
-    """Some rows of `x`, all different, int64 [rows]; its gradient is zero in the others."""
-    out: Tensor = _Picked.apply(x, rows)
-    return out
+def picked(x: Tensor, rows: Tensor, *, repeats: bool = False) -> Tensor:
+    """Some rows of `x`, int64 [rows]; its gradient is zero in the others.
 
+    Args:
+        x: [positions, ...].
+        rows: which ones.
+        repeats: whether some may be there more than once; gradients are then summed in fp32 or
+            wider.
+    """
+    shape = x.shape
 
-def repeated(x: Tensor, rows: Tensor) -> Tensor:
-    """Some rows of `x`, perhaps the same more than once, int64 [rows]; its gradient is summed in
-    fp32 or wider."""
-    out: Tensor = _Repeated.apply(x, rows)
+    def pull(gradient: Tensor) -> Tensor:
+        if not repeats:
+            return gradient.new_zeros(shape).index_copy_(0, rows, gradient)
+        total = gradient.new_zeros(shape, dtype=wide(gradient))
+        return total.index_add_(0, rows, gradient.to(total.dtype)).to(gradient.dtype)
+
+    out: Tensor = with_backward(lambda x: x.index_select(0, rows), pull, x)
     return out
 
 
 def reaching(x: Tensor, also: Tensor) -> Tensor:
     """`x`, from which a backward goes to `also` as well, with zeros."""
-    out: Tensor = _Reaching.apply(x, also)
+    shape = also.shape
+    out: Tensor = with_backward(
+        lambda x, also: x.view_as(x),
+        lambda gradient: (gradient, gradient.new_zeros(shape)),
+        x, also,
+    )  # fmt: skip
     return out
-
-
-class _KeysOnly(Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        context: SegmentContext,
-        layer: int,
-        shared: Leaving,
-    ) -> Tensor:
-        context.capture(layer, shared, key, value)
-        if not context.backward:
-            context.cache.release(layer)
-        ctx.call = context, layer, shared, [(x.shape, x.dtype) for x in (query, key, value)]
-        return _zeros(query, (len(query), query.shape[1] * value.shape[2]))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
-        context, layer, shared, like = ctx.call
-        cache = context.cache
-        cache.prefetch(layer - 1, context.index, backward=True)
-        sent = cache.take(layer, context.index) if context.inner else None
-        cache.release(layer)
-        gradients = [out_grad.new_zeros(shape, dtype=dtype) for shape, dtype in like]
-        if sent is not None:
-            shared.returned(sent, (gradients[1], gradients[2]))
-        return *gradients, None, None, None
-
-
-class _Skipped(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: Size) -> Tensor:  # type: ignore[override]
-        ctx.shape = x.shape
-        return x.new_zeros(shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _zeros(gradient, ctx.shape), None
-
-
-class _Picked(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.call = x.shape, rows
-        return x.index_select(0, rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        shape, rows = ctx.call
-        return gradient.new_zeros(shape).index_copy_(0, rows, gradient), None
-
-
-class _Repeated(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.call = x.shape, rows
-        return x.index_select(0, rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        shape, rows = ctx.call
-        total = gradient.new_zeros(shape, dtype=wide(gradient))
-        return total.index_add_(0, rows, gradient.to(total.dtype)).to(gradient.dtype), None
-
-
-class _Reaching(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, also: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.shape = also.shape
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, gradient.new_zeros(ctx.shape)
 
 
 def _zeros(like: Tensor, shape: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention of segments in layers with a window: one call of the kernel, without a merge.
+"""Layers with a window: one call of the kernel takes all that queries see, without a merge.
 
 In front of the keys of a span lie the last ones of its ancestors, as many as the window is wide, so
 its queries see causally, from the bottom right, all that they see in a whole rollout. Siblings have
@@ -13,44 +13,44 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_prefix.device.transfer import on
-from megatron_prefix.layers.blocks.interface import Kernel, Runs
-from megatron_prefix.layers.blocks.sinks import sink_gradient, with_sink
+from megatron_prefix.layers.blocks.interface import Runs
+from megatron_prefix.layers.blocks.shared import Shared
 from megatron_prefix.sidecar.arena import Both, Payload, TailReading, wide
+from megatron_prefix.sidecar.own_keys import OwnKeys
 from megatron_prefix.tree.payload_map import Form
 
 if TYPE_CHECKING:
-    from megatron_prefix.layers.blocks.core import SegmentContext
+    from megatron_prefix.layers.segment import SegmentContext
 
 
-class Tails:
-    """K and V of the last positions of every span are what a layer leaves; see Leaving.
+class Tails(Shared):
+    """K and V of the last positions of every span are what a layer leaves; see Shared.
 
     Args:
         form: of the payload.
-        running: says which segment runs.
     """
 
-    def __init__(self, form: Form, running: Any) -> None:
-        self.form, self._running = form, running
+    def __init__(self, form: Form) -> None:
+        self._form, self.window = form, form.last
 
-    def left(self, key: Tensor, value: Tensor) -> Payload:
-        """See Leaving."""
-        rows = self._rows(key.device)
+    def own(self, context: SegmentContext, layer: int, both: Both) -> tuple[OwnKeys, Runs]:
+        """See Shared."""
+        window = _keys_of(context, self._form, both[0].device)
+        return _KeysInWindow(window, context, layer, both), window.runs
+
+    def left(self, context: SegmentContext, key: Tensor, value: Tensor) -> Payload:
+        """See Shared."""
+        rows = _keys_of(context, self._form, key.device).last
         return key.index_select(0, rows), value.index_select(0, rows)
 
-    def returned(self, sent: Payload, gradients: Both) -> None:
-        """See Leaving."""
-        rows = self._rows(gradients[0].device)
+    def returned(self, context: SegmentContext, sent: Payload, gradients: Both) -> None:
+        """See Shared."""
+        rows = _keys_of(context, self._form, gradients[0].device).last
         for gradient, more in zip(gradients, sent, strict=True):
             both = gradient.index_select(0, rows) + more  # summed before it is rounded
             gradient.index_copy_(0, rows, both.to(gradient.dtype))
-
-    def _rows(self, device: torch.device) -> Tensor:
-        """Last positions of the running segment's spans, int64."""
-        return window_of(self._running.current, self.form, device).last
 
 
 class WindowKeys(NamedTuple):
@@ -94,15 +94,32 @@ class WindowKeys(NamedTuple):
         return sums[0][num:], sums[1][num:]
 
 
-def window_of(context: SegmentContext, form: Form, device: torch.device) -> WindowKeys:
-    """A segment's keys in layers of a form; made in the first of them, for all."""
-    found = context.windows.get(form)
-    if found is None:
-        found = context.windows[form] = _window(context, form, device)
-    return found
+class _KeysInWindow:
+    """OwnKeys of a span, behind the last ones of its ancestors."""
+
+    def __init__(self, window: WindowKeys, context: SegmentContext, layer: int, both: Both) -> None:
+        self._window, self._place, self._both = window, (layer, context), both
+
+    def runs(self) -> Both:
+        """See OwnKeys."""
+        return self._window.keys(*self._place, self._both)
+
+    def send(self, gradients: Both) -> None:
+        """See OwnKeys."""
+        self._both = self._window.pull(*self._place, gradients)
+
+    def take(self) -> Both:
+        """See OwnKeys; without those of descendants, which see a part of them."""
+        return self._both
 
 
-def _window(context: SegmentContext, form: Form, device: torch.device) -> WindowKeys:
+def _keys_of(context: SegmentContext, form: Form, device: torch.device) -> WindowKeys:
+    """The segment's `window_keys`, made once a step."""
+    return context.cache.once(context.index, form, lambda: window_keys(context, form, device))
+
+
+def window_keys(context: SegmentContext, form: Form, device: torch.device) -> WindowKeys:
+    """What a segment's queries see in layers of a form."""
     reading, own = context.cache.tail(context.index, form), context.cache.map.lengths[context.index]
     spans = ((),) * len(own) if reading is None else reading.spans
     begins = itertools.accumulate(own[:-1], initial=0)
@@ -116,72 +133,3 @@ def _window(context: SegmentContext, form: Form, device: torch.device) -> Window
     runs = Runs(tuple(own), tuple(keys), causal=True)
     places: list[Any] = [on(device, np.concatenate(one)) for one in (order, last)]
     return WindowKeys(reading, num_read, places[0], runs, places[1])
-
-
-def window_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    context: SegmentContext,
-    layer: int,
-    scale: float,
-    kernel: Kernel,
-    shared: Tails,
-    sink: Tensor | None = None,
-) -> Tensor:
-    """Attention of one segment in one layer with a window; arguments as of `segment_attention`, but
-    the kernel has the window."""
-    call = _Call(context, layer, scale, kernel, shared)
-    out: Tensor = _WindowAttention.apply(
-        query.squeeze(1), key.squeeze(1), value.squeeze(1), sink, call
-    )
-    return out.flatten(1).unsqueeze(1)
-
-
-class _Call(NamedTuple):
-    """What `window_attention` was called with, but for tensors."""
-
-    context: SegmentContext
-    layer: int
-    scale: float
-    kernel: Kernel
-    shared: Tails
-
-
-class _WindowAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, call: _Call
-    ) -> Tensor:
-        context, layer, scale, kernel, shared = call
-        context.capture(layer, shared, key, value)
-        context.enter(layer, backward=context.backward)
-        window = window_of(context, shared.form, key.device)
-        keys = window.keys(layer, context, (key, value))
-        part = kernel.forward(query, *keys, window.runs, scale)
-        out, lse = with_sink(part.out, part.lse, sink)
-        context.leave(layer, backward=False)
-        ctx.call, ctx.aux = call, part.aux
-        ctx.save_for_backward(query, key, value, out, lse, sink)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
-        context, layer, scale, kernel, shared = ctx.call
-        query, key, value, out, lse, sink = ctx.saved_tensors
-        context.enter(layer, backward=True)
-        window = window_of(context, shared.form, key.device)
-        keys = window.keys(layer, context, (key, value))
-        query_grad, *both = kernel.backward(
-            out_grad, query, *keys, out, lse, ctx.aux, window.runs, scale
-        )
-        del keys
-        key_grad, value_grad = window.pull(layer, context, (both[0], both[1]))
-        key_grad, value_grad = key_grad.to(key.dtype), value_grad.to(value.dtype)
-        if context.inner:
-            sent = context.cache.take(layer, context.index)
-            if sent is not None:
-                shared.returned(sent, (key_grad, value_grad))
-        context.leave(layer, backward=True)
-        return query_grad, key_grad, value_grad, sink_gradient(out_grad, out, lse, sink), None

@@ -22,7 +22,7 @@ from megatron_prefix.layers.recurrent.rebound import rebound
 from megatron_prefix.layers.recurrent.states import LayerStates
 
 if TYPE_CHECKING:
-    from megatron_prefix.layers.blocks.core import SegmentContext
+    from megatron_prefix.layers.segment import SegmentContext
 
 
 class DeltaSpans:

@@ -9,12 +9,11 @@ between two of these moves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron_prefix.layers.own_backward import with_backward
 from megatron_prefix.layers.recurrent.spans import Spans
 
 
@@ -25,23 +24,45 @@ def with_some(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         x: [positions, width].
         rows: int64 [number].
     """
-    return cast(tuple[Tensor, Tensor], _WithSome.apply(x, rows))
+    both: tuple[Tensor, Tensor] = with_backward(
+        lambda x: (x.view_as(x), x.index_select(0, rows)),
+        lambda gradient, of_rows: gradient.index_add_(0, rows, of_rows),
+        x,
+    )
+    return both
 
 
 def overwritten(y: Tensor, places: Tensor, rows: Tensor) -> Tensor:
     """`y` with other rows in some places, in its own memory.
+
+    Only for kernels that do not save what they return: flash-linear-attention's (0.4.2) and
+    causal-conv1d's convolution save their inputs, `silu` its own. Autograd would notice by the
+    tensor's version, but not where hooks keep saved tensors, as for offloading.
 
     Args:
         y: what a kernel made, [1, positions, width].
         places: int64 [number], all different.
         rows: [number, width].
     """
-    return cast(Tensor, _Overwritten.apply(y, places, rows))
+
+    def write(y: Tensor, rows: Tensor) -> Tensor:
+        y[0].index_copy_(0, places, rows)
+        return y.view_as(y)  # not `mark_dirty`: the first kernel returns a view, where that raises
+
+    def pull(gradient: Tensor) -> tuple[Tensor, Tensor]:
+        # A copy: the gradient comes from Megatron's code.
+        return gradient.index_fill(1, places, 0), gradient[0].index_select(0, places)
+
+    out: Tensor = with_backward(write, pull, y, rows)
+    return out
 
 
 def permuted(x: Tensor, order: Tensor, reverse: Tensor) -> Tensor:
     """The rows of `x` [positions, ...] in another order; `reverse` is the way back, both int64."""
-    return cast(Tensor, _Permuted.apply(x, order, reverse))
+    out: Tensor = with_backward(
+        lambda x: x.index_select(0, order), lambda gradient: gradient.index_select(0, reverse), x
+    )
+    return out
 
 
 def to_batches(x: Tensor, front: Tensor, still: Tensor, spans: Spans) -> tuple[Tensor, ...]:
@@ -56,65 +77,11 @@ def to_batches(x: Tensor, front: Tensor, still: Tensor, spans: Spans) -> tuple[T
     Returns:
         For every batch of `Spans.batches` [rows, before + longest, width].
     """
-    return cast(tuple[Tensor, ...], _ToBatches.apply(x, front, still, spans))
+    shape = front.shape[:2]
 
-
-def from_batches(batches: Sequence[Tensor], spans: Spans, before: int) -> Tensor:
-    """The reverse, without fronts and padding: [positions, width]."""
-    return cast(Tensor, _FromBatches.apply(spans, before, *batches))
-
-
-class _WithSome(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        ctx.rows = rows
-        return x.view_as(x), x.index_select(0, rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, of_rows: Tensor) -> tuple[Tensor, None]:
-        return gradient.index_add_(0, ctx.rows, of_rows), None
-
-
-class _Overwritten(torch.autograd.Function):
-    # Only for kernels that do not save what they return: flash-linear-attention's (0.4.2) and
-    # causal-conv1d's convolution save their inputs, `silu` its own. Autograd would notice by the
-    # tensor's version, but not where hooks keep saved tensors, as for offloading. Not `mark_dirty`:
-    # the first returns a view, where that raises.
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, places: Tensor, rows: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.places = places
-        y[0].index_copy_(0, places, rows)
-        return y.view_as(y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
-        # A copy: the gradient comes from Megatron's code.
-        return gradient.index_fill(1, ctx.places, 0), None, gradient[0].index_select(0, ctx.places)
-
-
-class _Permuted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, reverse: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.reverse = reverse
-        return x.index_select(0, order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient.index_select(0, ctx.reverse), None, None
-
-
-class _ToBatches(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, front: Tensor, still: Tensor, spans: Spans
-    ) -> tuple[Tensor, ...]:
-        ctx.call = spans, front.shape[:2]
+    def make(x: Tensor, front: Tensor) -> tuple[Tensor, ...]:
         made = []
-        for batch in spans.batches(front.shape[1]):
+        for batch in spans.batches(shape[1]):
             rows = x.index_select(0, batch.positions)
             rows.index_copy_(0, batch.front, front.index_select(0, batch.spans).flatten(0, 1))
             if batch.padding is not None:
@@ -122,31 +89,31 @@ class _ToBatches(torch.autograd.Function):
             made.append(rows.unflatten(0, (len(batch.numbers), -1)))
         return tuple(made)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        spans, shape = ctx.call
+    def pull(*gradients: Tensor) -> tuple[Tensor, Tensor]:
         own, front = spans.unbatched(shape[1])
         rows = _end_to_end(gradients)
         of_front = rows.index_select(0, front).unflatten(0, shape)
-        return rows.index_select(0, own), of_front, None, None
+        return rows.index_select(0, own), of_front
+
+    batches: tuple[Tensor, ...] = with_backward(make, pull, x, front)
+    return batches
 
 
-class _FromBatches(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, spans: Spans, before: int, *batches: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.call = spans, before
+def from_batches(batches: Sequence[Tensor], spans: Spans, before: int) -> Tensor:
+    """The reverse, without fronts and padding: [positions, width]."""
+
+    def make(*batches: Tensor) -> Tensor:
         return _end_to_end(batches).index_select(0, spans.unbatched(before)[0])
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        spans, before = ctx.call
+    def pull(gradient: Tensor) -> tuple[Tensor, ...]:
         made = []
         for batch in spans.batches(before):
             rows = gradient.index_select(0, batch.positions).index_fill_(0, batch.blank, 0)
             made.append(rows.unflatten(0, (len(batch.numbers), -1)))
-        return None, None, *made
+        return tuple(made)
+
+    out: Tensor = with_backward(make, pull, *batches)
+    return out
 
 
 def _end_to_end(batches: Sequence[Tensor]) -> Tensor:

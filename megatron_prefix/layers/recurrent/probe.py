@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.device import tolerance
+from megatron_prefix.errors import named
 from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule
 
 logger = logging.getLogger(__name__)
@@ -55,8 +56,7 @@ def rule_refusal(
             if not error <= limit:
                 return f"wrong {name} (relative error {error:.1e}) with {_versions()}"
     except Exception as error:  # noqa: BLE001  # a kernel fails in its own way
-        first = (str(error).strip().splitlines() or [""])[0]
-        return f"{type(error).__name__}: {first} with {_versions()}"
+        return f"{named(error)} with {_versions()}"
     return None
 
 

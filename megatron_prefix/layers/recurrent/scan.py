@@ -20,7 +20,7 @@ from megatron_prefix.layers.recurrent.rebound import rebound
 from megatron_prefix.layers.recurrent.states import LayerStates
 
 if TYPE_CHECKING:
-    from megatron_prefix.layers.blocks.core import SegmentContext
+    from megatron_prefix.layers.segment import SegmentContext
 
 NO_STEP = -1e4
 """A time step's input that is zero behind softplus, whatever its bias."""

@@ -7,17 +7,17 @@ parent's backward takes the sum as the gradient of its final state: as gK and gV
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron_prefix.layers.own_backward import with_backward
 from megatron_prefix.layers.recurrent.moves import with_some
 from megatron_prefix.sidecar.arena import Payload, Reading, wide
 
 if TYPE_CHECKING:
-    from megatron_prefix.layers.blocks.core import SegmentContext
+    from megatron_prefix.layers.segment import SegmentContext
 
 
 class LayerStates:
@@ -44,7 +44,7 @@ class LayerStates:
         self._left: Tensor | None = None
         context.enter(layer, backward=context.backward)
         if self.spans.has_parents:
-            self.state, self.tail = _Enter.apply(anchor, context, layer)
+            self.state, self.tail = _enter(anchor, context, layer)
 
     def edges(self, x: Tensor, channels: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """The convolution's inputs around the beginnings of spans; what they leave of `x` is kept.
@@ -82,43 +82,36 @@ class LayerStates:
         if self.inner:
             if state is None or self._left is None:
                 raise RuntimeError("a recurrent layer has left no state: its kernel returned none")
-            out = _Leave.apply(out, state, self._left, self._context, self._layer)
+            out = _leave(out, state, self._left, self._context, self._layer)
         self._context.leave(self._layer, backward=False)
         return out
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, context: SegmentContext, layer: int) -> Payload:  # type: ignore[override]
-        ctx.place = context, layer
-        return context.cache.read(layer, context.index, context.spans.reading)
+def _enter(anchor: Tensor, context: SegmentContext, layer: int) -> Payload:
+    """What a segment's spans begin with; their gradients go to its parents."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        context, layer = ctx.place
+    def pull(*gradients: Tensor) -> None:
         context.enter(layer, backward=True)
         numbers, rows = context.spans.runs
         sums = (summed(gradient, numbers) for gradient in gradients)
         context.cache.add(layer, context.index, Reading(rows), tuple(sums))
         context.leave(layer, backward=True)
-        return None, None, None
+
+    payload: Payload = with_backward(
+        lambda _: context.cache.read(layer, context.index, context.spans.reading), pull, anchor
+    )
+    return payload
 
 
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, out: Tensor, state: Tensor, tail: Tensor, context: SegmentContext, layer: int
-    ) -> Tensor:
-        ctx.call = context, layer, state.dtype, tail.dtype
-        wider = state.to(wide(state))
-        context.cache.capture(layer, context.index, (wider, tail))
+def _leave(out: Tensor, state: Tensor, tail: Tensor, context: SegmentContext, layer: int) -> Tensor:
+    """`out`, whose backward brings what the segment's children have sent to what it leaves."""
+    dtypes = state.dtype, tail.dtype
+
+    def capture(out: Tensor, state: Tensor, tail: Tensor) -> Tensor:
+        context.cache.capture(layer, context.index, (state.to(wide(state)), tail))
         return out.view_as(out)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        context, layer, *dtypes = ctx.call
+    def pull(gradient: Tensor) -> tuple[Tensor | None, ...]:
         context.enter(layer, backward=True)
         sent = context.cache.take(layer, context.index) or (None, None)
         # Copies: the arena's rows will be others' again.
@@ -126,7 +119,10 @@ class _Leave(torch.autograd.Function):
         state, tail = (None if x is None else x.to(dtype, copy=True) for x, dtype in pairs)
         if not context.spans.has_parents:  # else the layer ends where it sends to them
             context.leave(layer, backward=True)
-        return gradient, state, tail, None, None
+        return gradient, state, tail
+
+    left: Tensor = with_backward(capture, pull, out, state, tail)
+    return left
 
 
 def summed(gradient: Tensor, numbers: int | Tensor) -> Tensor:

@@ -229,7 +229,7 @@ BROKEN: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
     ),
     "no gradient of rotated keys": (
         Latents, "returned",
-        lambda stock: lambda self, sent, both: stock(self, (sent[0], 0 * sent[1]), both),
+        lambda stock: lambda self, of, sent, both: stock(self, of, (sent[0], 0 * sent[1]), both),
     ),
     "no gradient of the projection": (
         Latents, "keys_with_pull",
@@ -241,7 +241,9 @@ BROKEN: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
     ),
     "latents of other rows": (
         Latents, "left",
-        lambda stock: lambda self, *both: (stock(self, *both)[0].roll(1, 0), both[0][:, 0, 16:]),
+        lambda stock: lambda self, of, *both: (
+            stock(self, of, *both)[0].roll(1, 0), both[0][:, 0, 16:],
+        ),
     ),
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.verify import align
 from megatron_prefix.offload.segment import OffloadedSegment, addresses
-from megatron_prefix.offload.transfers import HostTransfers
+from megatron_prefix.offload.transfers import Transfers
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.run.messages import Links
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -42,7 +42,7 @@ def test_neither_weights_nor_cached_keys_and_nothing_twice(
         held.append(payload)
         cached.update(addresses(payload))
 
-    def store(self: HostTransfers, pairs: Any) -> None:
+    def store(self: Transfers, pairs: Any) -> None:
         for device, host in pairs:
             held.append(device)
             stored.append(device.untyped_storage().data_ptr())
@@ -57,7 +57,7 @@ def test_neither_weights_nor_cached_keys_and_nothing_twice(
         held.append(self)
 
     watch_arenas(monkeypatch, seen)
-    monkeypatch.setattr(HostTransfers, "store", store)
+    monkeypatch.setattr(Transfers, "store", store)
     monkeypatch.setattr(OffloadedSegment, "layer_done", layer_done)
     model = small_model(recompute=recompute)
     plan = plan_of_offloaded_step(model)

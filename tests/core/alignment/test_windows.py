@@ -16,7 +16,7 @@ from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers import table
-from megatron_prefix.layers.blocks import windowed
+from megatron_prefix.layers.blocks import core, windowed
 from megatron_prefix.layers.blocks.windowed import Tails, WindowKeys
 from megatron_prefix.layers.model import footprint_of
 from megatron_prefix.plan.footprint import Execution
@@ -195,14 +195,14 @@ BROKEN: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     ),
     "nothing from descendants": (Tails, "returned", lambda stock: lambda self, *both: None),
     "the first positions instead": (
-        windowed, "_window",
+        windowed, "window_keys",
         lambda stock: lambda *given: stock(*given)._replace(
             last=stock(*given).last.new_tensor(range(len(stock(*given).last)))
         ),
     ),
-    "no sink": (windowed, "with_sink", lambda stock: lambda out, lse, sink: (out, lse)),
+    "no sink": (core, "with_sink", lambda stock: lambda out, lse, sink: (out, lse)),
     "no gradient of sinks": (
-        windowed, "sink_gradient", lambda stock: lambda *given: torch.zeros_like(given[-1]),
+        core, "sink_gradient", lambda stock: lambda *given: torch.zeros_like(given[-1]),
     ),
 }  # fmt: skip
 

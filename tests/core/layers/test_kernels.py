@@ -278,9 +278,9 @@ def test_runs_are_equal_by_value() -> None:
 
 def test_layouts_that_differ_beyond_single_positions_are_copied() -> None:
     x = torch.randn(1, 4, 6, 8)
-    same = operators._laid_out(x, (777, 48, 8, 1))
+    same = operators.laid_out(x, (777, 48, 8, 1))
     assert same.data_ptr() == x.data_ptr() and same.stride() == (777, 48, 8, 1)
-    other = operators._laid_out(x, (192, 8, 32, 1))
+    other = operators.laid_out(x, (192, 8, 32, 1))
     assert other.stride() == (192, 8, 32, 1) and torch.equal(other, x)
 
 

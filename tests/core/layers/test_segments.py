@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_prefix.lab.numerics import assert_close
-from megatron_prefix.layers.blocks.core import SegmentContext, own_runs, segment_attention
+from megatron_prefix.layers.blocks.core import own_runs, segment_attention
 from megatron_prefix.layers.blocks.kernels import KERNELS
+from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.offload.segment import Offloader
-from megatron_prefix.offload.transfers import HostTransfers
+from megatron_prefix.offload.transfers import Transfers
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.host_arena import HostLayers
@@ -128,8 +129,7 @@ def context_of(
     index: int, segment: Segment, cache: SidecarCache, place: tuple[int, int] = (0, 1)
 ) -> SegmentContext:
     runs = own_runs(cache.map.lengths[index], *place)
-    num_levels = len(cache.map.levels[index])
-    return SegmentContext(index, segment.inner, runs, num_levels, torch.zeros(0), cache)
+    return SegmentContext(index, segment.inner, runs, torch.zeros(0), cache)
 
 
 def by_full_attention(forest: Forest, given: Results, heads: Heads) -> Results:
@@ -357,7 +357,7 @@ def test_many_trees_with_other_heads(heads: Heads) -> None:
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("num_host", range(1, NUM_LAYERS + 1))
 def test_many_trees_with_arenas_on_the_host(name: str, num_host: int) -> None:
-    offloader = Offloader(HostTransfers())
+    offloader = Offloader(Transfers())
     offloader.begin_step()
     host = HostLayers(offloader, NUM_LAYERS, num_host)
     cache = SidecarCache(planned(PACKED[name]), [Form.POSITIONS] * NUM_LAYERS, host=host)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.layers.blocks.core import SegmentContext
 from megatron_prefix.layers.blocks.interface import Runs
+from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.megatron.install import install
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Segment, Span
@@ -31,7 +31,7 @@ def context(positions: list[int]) -> SegmentContext:
     num = len(positions)
     segment = Segment((Span(0, num, num, (0,)),), inner=False, scored=True)
     cache = SidecarCache(payload_map([segment]), [Form.POSITIONS] * 2)
-    return SegmentContext(0, False, Runs.own((num,)), 0, torch.tensor(positions), cache)
+    return SegmentContext(0, False, Runs.own((num,)), torch.tensor(positions), cache)
 
 
 def test_what_runs_is_taken_back_after_an_exception() -> None:

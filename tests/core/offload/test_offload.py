@@ -15,12 +15,12 @@ from megatron_prefix.offload import pool as pools
 from megatron_prefix.offload.entry import Entry
 from megatron_prefix.offload.pool import StagingPool
 from megatron_prefix.offload.segment import OffloadedSegment, Offloader, StorageState, addresses
-from megatron_prefix.offload.transfers import HostTransfers
+from megatron_prefix.offload.transfers import Transfers
 
 ROOM = 1 << 30
 
 
-class Recorded(HostTransfers):
+class Recorded(Transfers):
     """Copies that are counted, by the address of the host's side."""
 
     def __init__(self, limit: float = ROOM) -> None:

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.offload.segment import Offloader
-from megatron_prefix.offload.transfers import CudaTransfers, HostTransfers
+from megatron_prefix.offload.transfers import CudaTransfers, Transfers
 from megatron_prefix.sidecar import host_arena as module
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.host_arena import HostLayers
@@ -60,7 +60,7 @@ def hosted(
 @pytest.mark.parametrize("num_host", [1, 2, 3, 4, 9])
 def test_the_same_as_on_the_device(num_host: int, recurrent: tuple[int, ...], made: Step) -> None:
     expected = step(SidecarCache(made.planned(), forms(LAYERS, recurrent)), made)
-    cache, offloader = hosted(HostTransfers(), num_host, made, recurrent)
+    cache, offloader = hosted(Transfers(), num_host, made, recurrent)
     found = step(cache, made)
     assert len(found) == len(expected) > 60
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -90,7 +90,7 @@ def test_copies_are_waited_for(
     assert streams["recorded"] == 0  # memory is held instead, and serves the next layer
 
 
-class Watching(HostTransfers):
+class Watching(Transfers):
     """Knows what is on its way, and that its memory on the device is there until it arrives."""
 
     def __init__(self) -> None:
@@ -155,7 +155,7 @@ def test_what_is_loaded_in_vain_is_waited_for() -> None:
 
 def test_only_what_a_layer_uses_is_on_the_device() -> None:
     """The whole arena of a layer, during its visit; copies of the segments that need one."""
-    cache, offloader = hosted(HostTransfers(), LAYERS)
+    cache, offloader = hosted(Transfers(), LAYERS)
     row = torch.float64.itemsize * HEADS * (DIM + VALUE_DIM)
     arena = cache.map.positions.length * row
     assert (
@@ -180,7 +180,7 @@ def test_only_what_a_layer_uses_is_on_the_device() -> None:
     assert before == (LAYERS * 5 + 4 + 3) * row and offloader.counts.stored == before + 12 * row
 
 
-class Counting(HostTransfers):
+class Counting(Transfers):
     """Counts the rows of K that are loaded, in one list a call."""
 
     def __init__(self) -> None:
@@ -204,7 +204,7 @@ def test_only_visible_rows_are_loaded_neighbours_in_one_copy() -> None:
 
 
 def test_layers_are_spread_and_found_in_both_directions() -> None:
-    offloader = Offloader(HostTransfers())
+    offloader = Offloader(Transfers())
     some = HostLayers(offloader, 32, 8)
     assert [layer for layer in range(32) if layer in some] == list(range(3, 32, 4))
     assert [some.near(layer, False) for layer in (0, 3, 4, 31, 32)] == [3, 3, 7, 31, None]

@@ -220,6 +220,28 @@ def test_a_step_that_fails_in_an_exchange_leaves_nothing_behind(
     assert coming() is None and cache.num_bytes == 0
 
 
+@both_ways
+def test_other_data_parallel_ranks_get_and_send_the_part_of_a_rank(reduce: str) -> None:
+    """Nothing crosses between context-parallel ranks for it; what came back is in the sums."""
+    more = [
+        tuple(random(4, 2, width, seed=9 * rank + width) for width in (3, 2)) for rank in (0, 1)
+    ]
+
+    def part(rank: PlayedRank) -> None:
+        cache = filled(rank, reduce)
+        held = torch.from_numpy(cp_layout.positions(8, rank.rank, 2) + 8).double()
+        for layer, (key, value) in enumerate(cache.leaving(CHUNK, [0])):
+            assert torch.equal(key[:, 0, 0], 100 * layer + held)
+            assert torch.equal(value, -key[..., :2])
+        cache.add_to(CHUNK, [0], [more[rank.rank]] * NUM_LAYERS)
+        assert not rank.sent
+        for sums in cache.sums(CHUNK):
+            for found, wanted in zip(sums, more[rank.rank], strict=True):
+                assert_close(found, wanted, 2)
+
+    play(2, part)
+
+
 def test_a_segment_is_captured_once_in_a_layer() -> None:
     def part(rank: PlayedRank) -> None:
         cache = filled(rank, "segment")

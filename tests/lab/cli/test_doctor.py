@@ -87,7 +87,7 @@ def test_a_model_is_checked_with_its_own_heads(monkeypatch):
 
 @pytest.mark.parametrize("probe", [False, True])
 def test_what_compiles_first_is_only_run_to_probe(monkeypatch, probe):
-    ran, small_run = set(), kernels._small_run
+    ran, small_run = set(), kernels.small_run
 
     def noted(kernel, *tensors):
         ran.add(kernel.name)
@@ -95,7 +95,7 @@ def test_what_compiles_first_is_only_run_to_probe(monkeypatch, probe):
 
     kernels.probed.cache_clear()
     monkeypatch.setattr(kernels, "COMPILED", ("flash_cpu",))
-    monkeypatch.setattr(kernels, "_small_run", noted)
+    monkeypatch.setattr(kernels, "small_run", noted)
     assert doctor.examine("cpu", probe=probe)["chosen"]["float32"] == "flash_cpu"
     assert ("flash_cpu" in ran) is probe
     kernels.probed.cache_clear()

@@ -1,0 +1,97 @@
+"""The segment that runs, as layers know it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from megatron_prefix.layers.blocks.interface import Runs
+from megatron_prefix.layers.recurrent.spans import Spans
+from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
+
+if TYPE_CHECKING:
+    from megatron_prefix.layers.blocks.shared import Shared
+    from megatron_prefix.moe.ledger import RouterLedger
+    from megatron_prefix.offload.segment import OffloadedSegment
+
+
+@dataclass(frozen=True)
+class SegmentContext:
+    """What layers need to know about the segment that runs, in its forward or its backward.
+
+    Attributes:
+        index: the segment.
+        inner: whether other segments read its K/V.
+        runs: what its queries on this rank see of its own keys.
+        positions: position of every token in its rollout, int64 [padded_length], on the model's
+            device.
+        cache: the sidecar of this model chunk.
+        ledger: counts for its routers' losses; None without routers or without gradients.
+        backward: whether its backward runs; a forward is then recomputation, from the last layer to
+            the first.
+        offload: takes what its forward saves; None if that stays on the device.
+        ahead: segments on the host that the next backwards will need; the executor changes it.
+        keys_only: the layer of which only its K and V are computed (layers/blocks/unread.py).
+        rows: the positions on this rank whose output is read, int64, ascending, the last perhaps
+            more than once (`repeats`); None if all are, or the stage is not the last.
+        decoded: what the decoder gives, if another rank has computed it: no layer runs then.
+        on_decoded: gets what the decoder gives, for other ranks; None if they do not want it.
+        between: what one method of a layer leaves for another, by what it is and the layer.
+    """
+
+    index: int
+    inner: bool
+    runs: Runs
+    positions: Tensor
+    cache: SidecarCache
+    ledger: RouterLedger | None = None
+    backward: bool = False
+    offload: OffloadedSegment | None = None
+    ahead: Sequence[OffloadedSegment] = ()
+    keys_only: int | None = None
+    rows: Tensor | None = None
+    repeats: bool = False
+    decoded: Tensor | None = None
+    on_decoded: Callable[[Tensor], None] | None = None
+    between: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+
+    def capture(self, layer: int, shared: Shared, key: Tensor, value: Tensor) -> None:
+        """Puts what an inner segment leaves into the sidecar, once: recomputation calls again."""
+        if self.inner and self.cache.state(layer, self.index) is not SegmentState.CAPTURED:
+            self.cache.capture(layer, self.index, shared.left(self, key, value))
+
+    def enter(self, layer: int, *, backward: bool) -> None:
+        """Tells the sidecar that a layer runs now, and which will be next."""
+        self.cache.prefetch(layer, self.index, backward=backward)
+        after = layer - 1 if backward else layer + 1
+        if after != self.keys_only:
+            self.cache.prefetch(after, self.index, backward=backward)
+
+    def leave(self, layer: int, *, backward: bool) -> None:
+        """Tells the sidecar that a layer is done."""
+        if backward or not self.backward:  # in recomputation the layer's backward comes next
+            self.cache.release(layer)
+        if backward:
+            for waiting in self.ahead:
+                waiting.prefetch(early=True)
+
+    @functools.cached_property
+    def spans(self) -> Spans:
+        """What recurrent layers need to know of its spans; made in the first, for all of them."""
+        lengths, parents = self.cache.map.lengths[self.index], self.cache.map.parents[self.index]
+        return Spans(lengths, parents, self.positions.device)
+
+    @property
+    def num_levels(self) -> int:
+        """Calls in which its queries see their ancestors."""
+        return len(self.cache.map.levels[self.index])
+
+    @functools.cached_property
+    def level_runs(self) -> tuple[Runs, ...]:
+        """What its queries see of each level; made in its first layer, for all of them."""
+        levels = (self.cache.level(self.index, number) for number in range(self.num_levels))
+        return tuple(Runs(level.query_lengths, level.key_lengths) for level in levels)
