@@ -79,7 +79,7 @@ class Planning:
         """The planner of a rank's pipeline, which remembers its plans."""
         turn = rank.config.microbatch_group_size_per_vp_stage
         shape = rank.num_stages, len(rank.models), turn
-        key = guessed(rank), rank.alignment, *shape, rank.whole
+        key = guessed(rank), rank.alignment, *shape, rank.whole, rank.joins
         if key not in self._planners:
             self._planners[key] = StepPlanner(self.config, *key)
         return self._planners[key]

@@ -20,6 +20,7 @@ from megatron_prefix.megatron.features import pattern_of, recomputes
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.moe.versions import counts_tokens, has_global_loss
 from megatron_prefix.plan.footprint import Execution, Footprint
+from megatron_prefix.tree.payload_map import Form
 
 
 class Rank:
@@ -138,6 +139,14 @@ class Rank:
         """
         form = Execution.of_config(self.config, recomputes(self.language_models[0]))
         return footprint_of(self._told, form, self.vocab_size, self.pattern, gathers, host_layers)
+
+    @functools.cached_property
+    def joins(self) -> bool:
+        """Whether a span can run in the segment of its parent: on one rank of context and expert
+        parallelism, if layers leave what is read position by position."""
+        alone = self.groups.cp.size() == 1 and self.experts is None and not self.looks_ahead
+        left = itertools.chain(*self.footprint(False, 0).payloads)
+        return alone and all(one.form == Form.POSITIONS for one in left)
 
     @property
     def static_bytes(self) -> float:

@@ -195,7 +195,7 @@ def payload_map(
         tails[form] = RowMap(last.length, last.intervals, seen), reads
     return PayloadMap(
         RowMap(positions.length, positions.intervals, tuple(map(tuple, below.seen))),
-        RowMap(spans.length, spans.intervals, tuple(map(_segments_of, above)), spans.zeros),
+        RowMap(spans.length, spans.intervals, tuple(one.parents for one in segments), spans.zeros),
         levels,
         tuple(tuple(_row(spans.placed, place) for place in places) for places in above),
         tuple(tuple(span.padded for span in segment.spans) for segment in segments),
@@ -208,10 +208,6 @@ def batches(lengths: Sequence[int]) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lambda number: lengths[number].bit_length())
     groups = itertools.groupby(order, key=lambda number: lengths[number].bit_length())
     return [[*numbers] for _, numbers in groups]
-
-
-def _segments_of(places: Iterable[Place | None]) -> tuple[int, ...]:
-    return tuple(sorted({place.segment for place in places if place}))
 
 
 def _row(placed: dict[int, slice], place: Place | None) -> int:
@@ -334,13 +330,14 @@ class _Levels:
 
     def of(self, index: int) -> tuple[Level, ...]:
         """The levels of a segment; call it for all segments, in F-order."""
-        spans = self.segments[index].spans
-        paths = [self.paths[span.parent] if span.parent else () for span in spans]
-        if self.segments[index].inner:
-            for number, path in enumerate(paths):
+        spans, paths = self.segments[index].spans, list[tuple[Place, ...]]()
+        for number, span in enumerate(spans):
+            paths.append(self.paths[span.parent] if span.parent else ())
+            if self.segments[index].inner:
                 place = Place(index, number)
-                self.paths[place] = (*path, place)
-        self.seen.append(sorted({place.segment for path in {*paths} for place in path}))
+                self.paths[place] = (*paths[-1], place)
+        above = {place.segment for path in {*paths} for place in path}
+        self.seen.append(sorted(above - {index}))
         bounds = [0, *itertools.accumulate(span.padded // self.parts for span in spans)]
         common = _num_common(paths)
         levels = list(self._shared(paths[0][:common], bounds[-1]))
