@@ -80,6 +80,7 @@ class StepPlanner:
     ) -> None:
         # A pipeline waits less for short segments, and what is not kept must be apart.
         joins = joins and num_ranks * num_chunks == 1 and config.memory in ("auto", "retain")
+        joins = joins and config.min_gain > 0
         joins = joins and not (config.chunk_tokens or config.cache_host_layers or config.plan_file)
         self._options = replace(config.tree_options(align, whole), joins=joins)
         self._shape = num_ranks, num_chunks

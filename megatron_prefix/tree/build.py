@@ -30,7 +30,7 @@ from megatron_prefix.tree.forest import (
     any_trained,
     check_routes,
 )
-from megatron_prefix.tree.joining import joined_segments
+from megatron_prefix.tree.joining import joined_segments, most_alive
 from megatron_prefix.tree.nodes import Node, dissolved, preorder
 from megatron_prefix.tree.packing import Packing
 from megatron_prefix.tree.parts import equal_bounds
@@ -84,7 +84,11 @@ class Tries:
         across = len(packed.exchanges) > 0
         segments = packed.segments
         if options.joins and rows is None and self.common is NOTHING_IN_COMMON:
-            joined = joined_segments(every, first, options, microbatch_of)
+            # A little longer than others, where as much is alive at once in any case.
+            more = options.segment_tokens // 8 if options.segment_tokens else sum(num_positions)
+            longest = min(most_alive(segments), options.segment_tokens + more)
+            longest = max(longest, options.segment_tokens)
+            joined = joined_segments(every, first, options, microbatch_of, longest)
             segments = min(joined or segments, segments, key=lambda one: _cost(one, options))
         return Forest(
             tuple(segment._replace(trained=self._trained(segment)) for segment in segments),

@@ -24,6 +24,7 @@ def joined_segments(
     first_trained: Sequence[int],
     options: TreeOptions,
     microbatch_of: Sequence[int] | None,
+    longest: int,
 ) -> list[Segment] | None:
     """Segments of whole microbatches, each with everything that its rollouts need; None if a
     microbatch is longer than a segment.
@@ -33,13 +34,14 @@ def joined_segments(
         first_trained: of every rollout.
         options: see TreeOptions.
         microbatch_of: the trainer's microbatch of every rollout; None: one rollout each.
+        longest: most positions in a segment.
     """
     owner = range(len(first_trained)) if microbatch_of is None else microbatch_of
     paths: list[list[Node]] = [[] for _ in first_trained]
     for node in preorder(roots):
         for member in node.members:
             paths[member].append(node)
-    rounds = _rounds(paths, owner, options)
+    rounds = _rounds(paths, owner, options.multiple, longest)
     if rounds is None:
         return None
     round_of = {one: number for number, some in enumerate(rounds) for one in some}
@@ -50,6 +52,19 @@ def joined_segments(
         _segment(index, _tree(some, paths, options), first_trained, options)
         for index, some in enumerate(rollouts)
     ]
+
+
+def most_alive(segments: Sequence[Segment]) -> int:
+    """Most positions that a forward computes or keeps for others, of segments in F-order."""
+    last = [*range(len(segments))]
+    for index in reversed(range(len(segments))):
+        for parent in segments[index].parents:
+            last[parent] = max(last[parent], last[index])
+    lengths = [segment.padded_length for segment in segments]
+    return max(
+        sum(lengths[other] for other in range(index + 1) if last[other] >= index)
+        for index in range(len(segments))
+    )
 
 
 def padded(spans: tuple[Span, ...], whole: int, *, inner: bool) -> tuple[Span, ...]:
@@ -65,18 +80,18 @@ def padded(spans: tuple[Span, ...], whole: int, *, inner: bool) -> tuple[Span, .
 
 
 def _rounds(
-    paths: Sequence[Sequence[Node]], owner: Sequence[int], options: TreeOptions
+    paths: Sequence[Sequence[Node]], owner: Sequence[int], multiple: int, longest: int
 ) -> list[list[int]] | None:
     """Microbatches in order, in the fewest rounds that fit, about equally long; None if one does
     not fit by itself."""
     needs: dict[int, dict[int, int]] = collections.defaultdict(dict)
     for path, microbatch in zip(paths, owner, strict=True):
-        needs[microbatch].update((id(node), node.padded(options.multiple)) for node in path)
-    high = options.segment_tokens or sum(sum(one.values()) for one in needs.values())
-    if any(sum(one.values()) > high for one in needs.values()):
+        needs[microbatch].update((id(node), node.padded(multiple)) for node in path)
+    low, high = max(sum(one.values()) for one in needs.values()) - 1, longest
+    if low >= high:
         return None
-    rounds, low = _cut(needs, high), 0
-    while high - low > options.segment_tokens // _STEPS + 1:
+    rounds = _cut(needs, high)
+    while high - low > longest // _STEPS + 1:
         middle = (low + high) // 2
         fewer = _cut(needs, middle)
         low, high = (middle, high) if len(fewer) > len(rounds) else (low, middle)
