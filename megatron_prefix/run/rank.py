@@ -15,12 +15,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_prefix.layers import mtp, precision, table
-from megatron_prefix.layers.model import cost_of, footprint_of
+from megatron_prefix.layers.model import cost_of, footprint_of, joins
 from megatron_prefix.megatron.features import pattern_of, recomputes
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.moe.versions import counts_tokens, has_global_loss
 from megatron_prefix.plan.footprint import Execution, Footprint
-from megatron_prefix.tree.payload_map import Form
 
 
 class Rank:
@@ -142,11 +141,9 @@ class Rank:
 
     @functools.cached_property
     def joins(self) -> bool:
-        """Whether a span can run in the segment of its parent: on one rank of context and expert
-        parallelism, if layers leave what is read position by position."""
-        alone = self.groups.cp.size() == 1 and self.experts is None and not self.looks_ahead
-        left = itertools.chain(*self.footprint(False, 0).payloads)
-        return alone and all(one.form == Form.POSITIONS for one in left)
+        """Whether a span can run in the segment of its parent."""
+        alone = self.groups.cp.size() == 1 and self.experts is None
+        return alone and joins(self._told, self.pattern)
 
     @property
     def static_bytes(self) -> float:

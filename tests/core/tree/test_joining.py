@@ -1,4 +1,4 @@
-"""A prompt and its suffixes in one segment: rounds, what runs twice, and where nothing is joined."""
+"""A prompt and its suffixes in one segment: rounds, what runs twice, where nothing is joined."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_most_alive() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields, ranks",
+    ("fields", "ranks"),
     [
         ({"min_gain": 0}, 1),
         ({"memory": "recompute"}, 1),
@@ -143,7 +143,7 @@ def faults() -> list[tuple[Segment, str]]:
     ]
 
 
-@pytest.mark.parametrize("segment, fault", faults())
+@pytest.mark.parametrize(("segment", "fault"), faults())
 def test_faults_of_joined_segments_are_named(segment: Segment, fault: str) -> None:
     if not fault:
         check_segments([segment])
