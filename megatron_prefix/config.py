@@ -52,7 +52,7 @@ class PrefixConfig:
             from LEAST_SEGMENT on, is taken where that keeps the limit, or a pipeline waits less.
         min_gain: a shared span that saves fewer positions is dissolved, and an inner segment that
             saves fewer than SEGMENT_GAIN times as many and less than a 16th of the step; 0
-            dissolves nothing.
+            dissolves nothing, and no prompt runs in the segment of its suffixes.
         align: spans begin at multiples of it, besides those that the layout needs. With 64 the
             kernels of GatedDeltaNet cut a sequence where they do anyway, and a chain of spans is
             bitwise the whole; else it differs by rounding.

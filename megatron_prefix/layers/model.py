@@ -12,6 +12,7 @@ from megatron_prefix.layers import mtp, precision, table
 from megatron_prefix.layers.kind import Kind, Slot
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.footprint import Execution, Footprint
+from megatron_prefix.tree.payload_map import Form
 
 
 def layers_of(config: Any, pattern: str | None = None) -> list[tuple[Kind, ...]]:
@@ -82,6 +83,15 @@ def footprint_of(
         _vocabulary(config, vocab_size), execution, gathers, host_layers,
         [*behind, mtp.memory(config, execution)] if behind else (),
     )  # fmt: skip
+
+
+def leaves_positions(config: Any, pattern: str | None = None) -> bool:
+    """Whether all that layers leave for the children of a span is a row a position: then these can
+    run in its segment. Arguments as of `layers_of`."""
+    form = Execution()
+    every = {kind for layer in layers_of(config, pattern) for kind in layer}
+    left = [kind.memory(config, form).payload for kind in every]
+    return not mtp.is_in(config) and all(one is None or one.form == Form.POSITIONS for one in left)
 
 
 def _vocabulary(config: Any, given: int | None) -> int:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.tree import Place, Segment, Span
-from megatron_prefix.tree.forest import with_above
+from megatron_prefix.tree.forest import joined_of, with_above
 
 VERSION, VERSION_ALONE = 5, 4
 """Of files of plans whose segments cross data-parallel ranks, and of all others."""
@@ -287,7 +287,8 @@ def _segment_from(
     known = POLICIES if flags[0] else POLICIES[:1]
     if policy not in known:
         raise UserError(f"policy {_shown(policy)}: {kind} can have {' or '.join(known)}")
-    found = Segment(tuple(map(_span_from, spans)), *flags)
+    made = tuple(map(_span_from, spans))
+    found = Segment(made, *flags, joined=joined_of(number, made))
     if trained and not 0 <= _number(trained) <= found.padded_length * flags[1]:
         raise UserError(
             f"{_shown(trained)} trained positions: give at most as many as the spans have, and 0"
@@ -352,5 +353,5 @@ def policies(segments: Sequence[Segment], memory: str) -> tuple[str, ...]:
     if memory in ("retain", "auto"):
         return ()
     return tuple(
-        memory if segment.inner and segment.source < 0 else "retain" for segment in segments
+        memory if segment.waits and segment.source < 0 else "retain" for segment in segments
     )

@@ -21,7 +21,7 @@ BACKWARDS_AHEAD = 4
 def leaner(plan: Plan) -> Plan | None:
     """The plan with every inner segment recomputed; None where it is already."""
     lean = policies(plan.segments, "recompute")
-    same = lean == plan.policies or not any(segment.inner for segment in plan.segments)
+    same = lean == plan.policies or not any(segment.waits for segment in plan.segments)
     return None if same else replace(plan, policies=lean)
 
 
@@ -84,8 +84,8 @@ def automatic(
 
 
 def _computed(segment: Segment) -> bool:
-    """Whether a segment is an inner one that this rank runs itself."""
-    return segment.inner and segment.source < 0
+    """Whether a segment waits for others, and this rank runs it itself."""
+    return segment.waits and segment.source < 0
 
 
 class _Choice:
@@ -161,7 +161,7 @@ class _Choice:
         ends = dict(zip(program, itertools.accumulate(lengths), strict=True))
         found = {}
         for place, action in enumerate(program):
-            if action.kind == "B" and self.plan.segments[action.segment].inner:
+            if action.kind == "B" and self.plan.segments[action.segment].waits:
                 before = program[max(0, place - BACKWARDS_AHEAD) : place]
                 run = len([*itertools.takewhile(lambda a: a.kind == "B", reversed(before))])
                 between = ends[action] - lengths[place] - ends[action._replace(kind="F")]

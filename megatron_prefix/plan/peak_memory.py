@@ -136,7 +136,7 @@ class _MemoryRun:
             # What has arrived is in the sidecar before the action computes.
             at_once = max(again + temporary + crossing, before)
             used, exchanged = total + at_once + self.messages, max(exchanged, before)
-            if not self.plan.segments[action.segment].inner:
+            if not self.plan.segments[action.segment].waits:
                 wave = max(wave, used)
             if used > found.peak:
                 found = RankMemory(

@@ -61,6 +61,7 @@ class StepPlanner:
         num_chunks: model chunks a rank.
         group_size: Megatron's microbatch_group_size_per_vp_stage.
         whole: what segments are padded to; see TreeOptions.
+        joins: whether the model can run a span in the segment of its parent.
 
     Raises:
         UserError: the user's plan file cannot run.
@@ -75,8 +76,13 @@ class StepPlanner:
         num_chunks: int,
         group_size: int | None,
         whole: int = 1,
+        joins: bool = False,
     ) -> None:
-        self._options = config.tree_options(align, whole)
+        # A pipeline waits less for short segments, and what is not kept must be apart.
+        joins = joins and num_ranks * num_chunks == 1 and config.memory in ("auto", "retain")
+        joins = joins and config.min_gain > 0
+        joins = joins and not (config.chunk_tokens or config.cache_host_layers or config.plan_file)
+        self._options = replace(config.tree_options(align, whole), joins=joins)
         self._shape = num_ranks, num_chunks
         self._memory = config.memory
         self._lengths = _lengths(config)

@@ -290,7 +290,7 @@ class Executor:
         ends_early = stage.is_last and not segment.scored
         further = stage.hooks.ahead  # it may be all that the output layer is for
         rows = further is not None and further[action.segment].labels.numel() > 0
-        expands = bool(segment.parents)  # weights that make keys of ancestors' latents
+        expands = any(span.parent is not None for span in segment.spans)  # latents of ancestors
         policy = self._plan.policy(action.segment)
         kind = segment.inner, segment.scored, rows, expands, policy
         return reductions.during(action.chunk, kind, stage.hooks.unread if ends_early else tuple)

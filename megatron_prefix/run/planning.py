@@ -99,11 +99,11 @@ class Planning:
     def planner(self, rank: Rank) -> StepPlanner:
         """The planner of a rank's pipeline, which remembers its plans."""
         turn = rank.config.microbatch_group_size_per_vp_stage
-        key = rank.layout, rank.device.type, turn, rank.alignment, rank.whole
+        key = rank.layout, rank.device.type, turn, rank.alignment, rank.whole, rank.joins
         if key not in self._planners:
             self._planners[key] = StepPlanner(
                 self.config, guessed(rank), rank.alignment, rank.num_stages, len(rank.models),
-                turn, rank.whole,
+                turn, rank.whole, rank.joins,
             )  # fmt: skip
         return self._planners[key]
 

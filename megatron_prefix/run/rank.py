@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_prefix.layers import mtp, precision, table
-from megatron_prefix.layers.model import cost_of, footprint_of
+from megatron_prefix.layers.model import cost_of, footprint_of, leaves_positions
 from megatron_prefix.megatron.features import pattern_of, recomputes
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.moe.versions import counts_tokens, has_global_loss
@@ -47,6 +47,7 @@ class ModelNumbers:
         vocab_size: the model's vocabulary, which every pipeline stage knows; 0 if it does not say.
         pattern: one letter per layer of the whole model, as hybrid models name them; "" for others.
         cost: FLOPs of the whole model; the same on every rank.
+        leaves_positions: see `layers.model.leaves_positions`.
         footprints: those that were asked for; see `Rank.footprint`.
     """
 
@@ -63,7 +64,9 @@ class ModelNumbers:
         self.has_global_loss = has_global_loss(config)
         self.vocab_size: int = getattr(models[0], "vocab_size", 0)
         self.pattern = pattern_of(models[0])
-        self.cost = cost_of(table.told(config, models), self.vocab_size, self.pattern)
+        told = table.told(config, models)
+        self.cost = cost_of(told, self.vocab_size, self.pattern)
+        self.leaves_positions = leaves_positions(told, self.pattern)
         self.footprints: dict[tuple[bool, int], Footprint] = {}
 
 
@@ -197,6 +200,11 @@ class Rank(ModelNumbers):
                 self.vocab_size, self.pattern, *key,
             )  # fmt: skip
         return self.footprints[key]
+
+    @property
+    def joins(self) -> bool:
+        """Whether a span can run in the segment of its parent."""
+        return self.leaves_positions and self.groups.cp.size() == 1 and self.experts is None
 
     @property
     def static_bytes(self) -> float:

@@ -173,7 +173,7 @@ class StepReport:
 
 
 def _phase(plan: Plan, action: Action) -> str:
-    if not plan.segments[action.segment].inner:
+    if not plan.segments[action.segment].waits:
         return "B"
     return "A" if action.kind == "F" else "C"
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,7 +30,8 @@ from megatron_prefix.tree.forest import (
     any_trained,
     check_routes,
 )
-from megatron_prefix.tree.nodes import Node, equal_bounds, preorder
+from megatron_prefix.tree.joining import joined_segments, most_alive
+from megatron_prefix.tree.nodes import Node, dissolved, equal_bounds, preorder
 from megatron_prefix.tree.packing import Packing, Rows
 
 _PAIRS, _AT_ONCE = 1024, 1 << 20
@@ -73,12 +74,21 @@ class Tries:
         num_positions = tuple(map(len, self.trained))
         if chunk_tokens is not None:
             options = replace(options, chunk_tokens=chunk_tokens)
-        roots = _copied([root for tree in self.trees for root in tree])
+        every = [root for tree in self.trees for root in tree]
+        roots = _copied(every)
         roots = _worthwhile(roots, first, options, microbatch_of, sum(num_positions), self.common)
         roots = _chunked(roots, first, options)
         packed = Packing(roots, first, options, microbatch_of, self.common, rows)
+        segments = packed.segments
+        if options.joins and rows is None and self.common is NOTHING_IN_COMMON:
+            # A little longer than others, where as much is alive at once in any case.
+            more = options.segment_tokens // 8 if options.segment_tokens else sum(num_positions)
+            longest = min(most_alive(segments), options.segment_tokens + more)
+            longest = max(longest, options.segment_tokens)
+            joined = joined_segments(every, first, options, microbatch_of, longest)
+            segments = min(joined or segments, segments, key=lambda one: _cost(one, options))
         return Forest(
-            tuple(segment._replace(trained=self._trained(segment)) for segment in packed.segments),
+            tuple(segment._replace(trained=self._trained(segment)) for segment in segments),
             num_positions, first, options.multiple, unshared_by_routes=self.unshared_by_routes,
             exchanges=tuple(packed.exchanges), rounds=tuple(packed.rounds) if rows else (),
             whole=options.whole,
@@ -88,6 +98,12 @@ class Tries:
         """Positions of a segment that carry loss in any of their rollouts."""
         spans = segment.spans if segment.scored else ()
         return sum(int(np.count_nonzero(any_trained(span, self.trained))) for span in spans)
+
+
+def _cost(segments: Sequence[Segment], options: TreeOptions) -> tuple[int, int]:
+    """What segments take, in positions, and how many they are."""
+    positions = sum(segment.padded_length for segment in segments)
+    return positions + options.segment_gain * len(segments), len(segments)
 
 
 def build(
@@ -174,7 +190,7 @@ def _worth(
     codes = {m: rollouts[m].codes(start) for m in members}
     first = {m: rollouts[m].first_trained - start for m in members}
     roots = trie(codes, options, first if options.loss_in_leaves else {}, start)
-    return _dissolved(roots, lambda node: node.saved >= options.min_gain)
+    return dissolved(roots, lambda node: node.saved >= options.min_gain)
 
 
 def trie(
@@ -276,27 +292,8 @@ def _worthwhile(
         if not saved:
             break
         weak = {id(node) for _, nodes in saved[: -(-len(saved) // 2)] for node in nodes}
-        roots = _dissolved(roots, lambda node, weak=weak: id(node) not in weak)  # type: ignore[misc]
+        roots = dissolved(roots, lambda node, weak=weak: id(node) not in weak)  # type: ignore[misc]
     return roots
-
-
-def _dissolved(roots: list[Node], pays: Callable[[Node], bool]) -> list[Node]:
-    """Merges inner nodes that do not pay into their children, top down."""
-    top = Node(0, 0, [], roots)
-    for node in preorder([top]):
-        kept: list[Node] = []
-        todo = list(reversed(node.children))
-        while todo:
-            child = todo.pop()
-            if not child.children or pays(child):
-                kept.append(child)
-                continue
-            for grandchild in child.children:
-                grandchild.start = child.start
-            ends_here = [Node(child.start, child.end, child.ending())] if child.ending() else []
-            todo.extend(reversed([*ends_here, *child.children]))
-        node.children = sorted(kept, key=lambda child: child.members[0])
-    return top.children
 
 
 def _copied(roots: list[Node]) -> list[Node]:

@@ -120,6 +120,7 @@ class TreeOptions:
         cut: spans begin at multiples of it, too. Nothing is padded to it.
         whole: segments are padded to multiples of it, which are multiples of `multiple`, too:
             products in FP8 take so many positions at once (layers/precision.py).
+        joins: a span may run in the segment of its parent.
     """
 
     multiple: int = 1
@@ -131,6 +132,7 @@ class TreeOptions:
     share: str = "group"
     cut: int = 1
     whole: int = 1
+    joins: bool = False
 
     def __post_init__(self) -> None:
         for name in ("chunk_tokens", "segment_tokens", "min_gain", "segment_gain"):
@@ -201,16 +203,19 @@ def any_trained(span: Span, trained: Sequence[np.ndarray]) -> np.ndarray:
 
 
 class Segment(NamedTuple):
-    """What one action runs: spans of one tree or of many, none of them an ancestor of another.
+    """What one action runs: spans of one tree or of many.
 
     Attributes:
-        spans: what it computes; spans with one parent are neighbours.
-        inner: whether other segments read its K/V; a segment that nobody reads is a wave.
+        spans: what it computes; spans with one parent are neighbours, behind it if it is here.
+        inner: whether its K/V are read: by other segments, or by spans of itself. A segment that
+            nobody reads is a wave.
         scored: whether its outputs reach a loss, of any data-parallel rank that has it.
         trained: positions that carry loss in any rollout of this rank; None if that is not known.
         source: the data-parallel rank that computes it and sends its payload here; -1: it is
             computed here. What is received is inner. If it is scored, the output layer runs here.
         above: positions of all ancestors of its spans, each counted once; None outside of a forest.
+        joined: its own number, where spans of it continue others of it: no other segment reads it
+            then (tree/joining.py); -1 elsewhere, and no span is an ancestor of another.
     """
 
     spans: tuple[Span, ...]
@@ -219,6 +224,12 @@ class Segment(NamedTuple):
     trained: int | None = None
     source: int = -1
     above: int | None = None
+    joined: int = -1
+
+    @property
+    def waits(self) -> bool:
+        """Whether its backward waits for those of other segments, which read it."""
+        return self.inner and self.joined < 0
 
     @property
     def padded_length(self) -> int:
@@ -234,8 +245,9 @@ class Segment(NamedTuple):
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """Segments of its spans' parents, ascending."""
-        return tuple(sorted({span.parent.segment for span in self.spans if span.parent}))
+        """The other segments of its spans' parents, ascending."""
+        found = {span.parent.segment for span in self.spans if span.parent}
+        return tuple(sorted(found - {self.joined}))
 
 
 def with_above(segments: Sequence[Segment]) -> Iterator[Segment]:
@@ -253,16 +265,22 @@ def trees(segments: Sequence[Segment]) -> list[tuple[int, ...]]:
     """Per segment the tree of every span; trees are counted from 0 in the order of their roots."""
     tree_of: list[tuple[int, ...]] = []
     num_trees = 0
-    for segment in segments:
-        numbers = []
+    for index, segment in enumerate(segments):
+        numbers: list[int] = []
         for span in segment.spans:
             if span.parent is None:
                 numbers.append(num_trees)
                 num_trees += 1
             else:
-                numbers.append(tree_of[span.parent.segment][span.parent.number])
+                where, number = span.parent
+                numbers.append((numbers if where == index else tree_of[where])[number])
         tree_of.append(tuple(numbers))
     return tree_of
+
+
+def joined_of(index: int, spans: Sequence[Span]) -> int:
+    """`Segment.joined` of a segment with some spans."""
+    return index if any(span.parent and span.parent.segment == index for span in spans) else -1
 
 
 class Exchange(NamedTuple):
@@ -391,7 +409,8 @@ class Forest:
             exchanges.append(Exchange(segment, tuple(peers), level))
         (num_rollouts,) = take(1)
         num_positions, first_trained = take(num_rollouts), take(num_rollouts)
-        segments, rounds = [], []
+        segments: list[Segment] = []
+        rounds = []
         while head := take(5):
             flags, known, source, number, num_spans = head
             spans = []
@@ -401,7 +420,8 @@ class Forest:
                 spans.append(Span(start, length, padded, take(members), place))
             trained = None if known < 0 else known
             inner, scored = bool(flags & 1), bool(flags & 2)
-            segments.append(Segment(tuple(spans), inner, scored, trained, source))
+            joined = joined_of(len(segments), spans)
+            segments.append(Segment(tuple(spans), inner, scored, trained, source, joined=joined))
             rounds.append(number)
         return cls(
             tuple(segments), num_positions, first_trained, align, bool(ordered), unshared,

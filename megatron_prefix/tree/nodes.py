@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron_prefix.tree.forest import Place, Span
@@ -98,3 +98,22 @@ def equal_bounds(start: int, end: int, longest: int, align: int) -> list[int]:
     units = -(-(end - start) // align)
     bounds = [start + align * (units * i // num) for i in range(num)]
     return [*bounds, end]
+
+
+def dissolved(roots: list[Node], pays: Callable[[Node], bool]) -> list[Node]:
+    """Merges inner nodes that do not pay into their children, top down."""
+    top = Node(0, 0, [], roots)
+    for node in preorder([top]):
+        kept: list[Node] = []
+        todo = list(reversed(node.children))
+        while todo:
+            child = todo.pop()
+            if not child.children or pays(child):
+                kept.append(child)
+                continue
+            for grandchild in child.children:
+                grandchild.start = child.start
+            ends_here = [Node(child.start, child.end, child.ending())] if child.ending() else []
+            todo.extend(reversed([*ends_here, *child.children]))
+        node.children = sorted(kept, key=lambda child: child.members[0])
+    return top.children

@@ -19,7 +19,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans
-from megatron_prefix.tree.forest import Exchange, Forest, Place, Segment, Span, TreeOptions
+from megatron_prefix.tree.forest import Exchange, Forest, Place, Segment, TreeOptions
+from megatron_prefix.tree.joining import padded
 from megatron_prefix.tree.nodes import Node, even_parts, preorder
 
 
@@ -258,22 +259,11 @@ class Packing:
         )
         scored = any(self._first[m] < span.end for span in spans for m in span.rollouts)
         if source < 0:
-            spans = self._padded(spans, inner=inner)
+            spans = padded(spans, self._whole, inner=inner)
         self.segments.append(Segment(spans, inner, scored, source=source))
         self.rounds.append(self._round)
         if inner and nodes[0].common < 0:
             self.inner.append(nodes)
-
-    def _padded(self, spans: tuple[Span, ...], *, inner: bool) -> tuple[Span, ...]:
-        """A segment's spans with what is missing to a multiple of `whole`: at the end of its last
-        leaf; behind spans that others read, as a span of no rollout."""
-        missing = -sum(span.padded for span in spans) % self._whole
-        if not missing:
-            return spans
-        if inner:
-            return *spans, Span(0, 0, missing, ())
-        *others, last = spans
-        return *others, last._replace(padded=last.padded + missing)
 
     def _path(self, node: Node) -> list[Place]:
         """Where the nodes above one are, root first; all of them have a place."""

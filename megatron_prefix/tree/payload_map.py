@@ -328,13 +328,14 @@ class _Levels:
 
     def of(self, index: int) -> tuple[Level, ...]:
         """The levels of a segment; call it for all segments, in F-order."""
-        spans = self.segments[index].spans
-        paths = [self.paths[span.parent] if span.parent else () for span in spans]
-        if self.segments[index].inner:
-            for number, path in enumerate(paths):
+        spans, paths = self.segments[index].spans, list[tuple[Place, ...]]()
+        for number, span in enumerate(spans):
+            paths.append(self.paths[span.parent] if span.parent else ())
+            if self.segments[index].inner:
                 place = Place(index, number)
-                self.paths[place] = (*path, place)
-        self.seen.append(sorted({place.segment for path in {*paths} for place in path}))
+                self.paths[place] = (*paths[-1], place)
+        above = {place.segment for path in {*paths} for place in path}
+        self.seen.append(sorted(above - {index}))
         bounds = [0, *itertools.accumulate(span.padded // self.parts for span in spans)]
         common = _num_common(paths)
         levels = list(self._shared(paths[0][:common], bounds[-1]))

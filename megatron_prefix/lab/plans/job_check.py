@@ -115,10 +115,11 @@ class Job:
     def _table_faults(self, plan: Plan, peers: set[int]) -> Iterator[str]:
         """Segments and transfers that name what does not exist."""
         segments = plan.segments
-        for index, (_, inner, _, _, source, _) in enumerate(segments):
+        for index, one in enumerate(segments):
+            source = one.source
             if source not in peers | {-1}:
                 yield f"segment {index} comes from rank {source}, which is no other rank"
-            elif source >= 0 and not inner:
+            elif source >= 0 and not one.inner:
                 yield f"segment {index} is received: it must be inner"
         counts = Counter(one[:2] for one in plan.transfers)
         for index, peer, numbers in plan.transfers:

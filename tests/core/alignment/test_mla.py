@@ -56,6 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "a layer on the host": {"cache_host_layers": 1, "memory": "offload"},
     "all layers on the host": {"cache_host_layers": 9, "memory": "recompute", "chunk_tokens": 7},
     "no parent": {"min_gain": 10**6},
+    "in one segment": {"min_gain": 1},
 }
 
 

@@ -75,6 +75,7 @@ class Case:
 
 
 CHUNKED = PrefixConfig(min_gain=0, chunk_tokens=8, segment_tokens=16)
+JOINED = PrefixConfig(min_gain=1)
 ACROSS = PrefixConfig(min_gain=0, across_ranks="on")
 ACROSS_CHUNKED = replace(CHUNKED, across_ranks="on")
 PER_TOKEN = {"calculate_per_token_loss": True, **BOTH}
@@ -97,6 +98,12 @@ CASES = {
         {**AUX_Z, "moe_router_pre_softmax": True, "moe_router_topk": 3}
     ),
     "one layer of two is dense": Case({**AUX_Z, "moe_layer_freq": (False, True)}),
+    "in one segment": Case(prefix=JOINED, config=BOTH),
+    "in one segment, global_aux_loss": Case(GLOBAL, prefix=JOINED, recompute="full"),
+    "in one segment, per-token loss": Case(prefix=JOINED, config=PER_TOKEN),
+    "in one segment, expert bias": Case(prefix=JOINED, config=BIAS),
+    "in one segment, TP2": Case(layout=Layout(tp=2, **SP), prefix=JOINED, config=PER_TOKEN),
+    "in one segment, DP2": Case(layout=Layout(dp=2), prefix=JOINED, config=ALL, uneven=True),
     "all-gather": Case(
         config={"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False}
     ),

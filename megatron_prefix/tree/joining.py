@@ -1,0 +1,154 @@
+"""A prompt and its suffixes in one segment, where a round of microbatches has room for both.  Pure.
+
+In every layer a suffix reads keys that the segment itself has just made, so one forward runs all of
+a round, as peers do within a packed microbatch ("DualKV", section 3). A segment costs what some
+positions cost: what several rounds need runs in each of them where that is cheaper than a segment
+of its own.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterable, Sequence
+
+from megatron_prefix.tree.forest import Place, Segment, Span, TreeOptions
+from megatron_prefix.tree.nodes import Node, dissolved, preorder
+
+_STEPS = 16
+"""Rounds are made about equally long, to within such a part of a segment."""
+
+
+def joined_segments(
+    roots: Sequence[Node],
+    first_trained: Sequence[int],
+    options: TreeOptions,
+    microbatch_of: Sequence[int] | None,
+    longest: int,
+) -> list[Segment] | None:
+    """Segments of whole microbatches, each with everything that its rollouts need; None if a
+    microbatch is longer than a segment.
+
+    Args:
+        roots: of all trees of a step; they stay as they are.
+        first_trained: of every rollout.
+        options: see TreeOptions.
+        microbatch_of: the trainer's microbatch of every rollout; None: one rollout each.
+        longest: most positions in a segment.
+    """
+    owner = range(len(first_trained)) if microbatch_of is None else microbatch_of
+    paths: list[list[Node]] = [[] for _ in first_trained]
+    for node in preorder(roots):
+        for member in node.members:
+            paths[member].append(node)
+    rounds = _rounds(paths, owner, options.multiple, longest)
+    if rounds is None:
+        return None
+    round_of = {one: number for number, some in enumerate(rounds) for one in some}
+    rollouts: list[list[int]] = [[] for _ in rounds]
+    for rollout, microbatch in enumerate(owner):
+        rollouts[round_of[microbatch]].append(rollout)
+    return [
+        _segment(index, _tree(some, paths, options), first_trained, options)
+        for index, some in enumerate(rollouts)
+    ]
+
+
+def most_alive(segments: Sequence[Segment]) -> int:
+    """Most positions that a forward computes or keeps for others, of segments in F-order."""
+    last = [*range(len(segments))]
+    for index in reversed(range(len(segments))):
+        for parent in segments[index].parents:
+            last[parent] = max(last[parent], last[index])
+    lengths = [segment.padded_length for segment in segments]
+    return max(
+        sum(lengths[other] for other in range(index + 1) if last[other] >= index)
+        for index in range(len(segments))
+    )
+
+
+def padded(spans: tuple[Span, ...], whole: int, *, inner: bool) -> tuple[Span, ...]:
+    """A segment's spans with what is missing to a multiple of `whole`: at the end of its last
+    leaf; behind spans that others read, as a span of no rollout."""
+    missing = -sum(span.padded for span in spans) % whole
+    if not missing:
+        return spans
+    if inner:
+        return *spans, Span(0, 0, missing, ())
+    *others, last = spans
+    return *others, last._replace(padded=last.padded + missing)
+
+
+def _rounds(
+    paths: Sequence[Sequence[Node]], owner: Sequence[int], multiple: int, longest: int
+) -> list[list[int]] | None:
+    """Microbatches in order, in the fewest rounds that fit, about equally long; None if one does
+    not fit by itself."""
+    needs: dict[int, dict[int, int]] = collections.defaultdict(dict)
+    for path, microbatch in zip(paths, owner, strict=True):
+        needs[microbatch].update((id(node), node.padded(multiple)) for node in path)
+    low, high = max(sum(one.values()) for one in needs.values()) - 1, longest
+    if low >= high:
+        return None
+    rounds = _cut(needs, high)
+    while high - low > longest // _STEPS + 1:
+        middle = (low + high) // 2
+        fewer = _cut(needs, middle)
+        low, high = (middle, high) if len(fewer) > len(rounds) else (low, middle)
+        rounds = rounds if len(fewer) > len(rounds) else fewer
+    return rounds
+
+
+def _cut(needs: dict[int, dict[int, int]], budget: int) -> list[list[int]]:
+    """Rounds filled one after the other."""
+    rounds: list[list[int]] = []
+    here: set[int] = set()
+    size = 0
+    for microbatch in sorted(needs):
+        mine = needs[microbatch]
+        more = sum(rows for node, rows in mine.items() if node not in here)
+        if not rounds or size + more > budget:
+            rounds.append([])
+            here, size, more = set(), 0, sum(mine.values())
+        rounds[-1].append(microbatch)
+        here |= mine.keys()
+        size += more
+    return rounds
+
+
+def _tree(
+    rollouts: Iterable[int], paths: Sequence[Sequence[Node]], options: TreeOptions
+) -> list[Node]:
+    """The trees of some rollouts, of what several of them need."""
+    copies: dict[int, Node] = {}
+    roots: list[Node] = []
+    for rollout in rollouts:
+        siblings = roots
+        for node in paths[rollout]:
+            copy = copies.get(id(node))
+            if copy is None:
+                copy = copies[id(node)] = Node(node.start, node.end, [])
+                siblings.append(copy)
+            copy.members.append(rollout)
+            siblings = copy.children
+    return dissolved(roots, lambda node: node.saved >= max(1, options.min_gain))
+
+
+def _segment(
+    index: int, roots: Sequence[Node], first_trained: Sequence[int], options: TreeOptions
+) -> Segment:
+    """All nodes of some trees, level by level, so that what reads is behind what it reads."""
+    spans: list[Span] = []
+    level: list[tuple[Node, Place | None]] = [(root, None) for root in roots]
+    while level:
+        places = itertools.count(len(spans))
+        spans += [node.span(options.multiple, parent) for node, parent in level]
+        level = [
+            (child, Place(index, number))
+            for (node, _), number in zip(level, places, strict=False)
+            for child in node.children
+        ]
+    inner = any(span.parent is not None for span in spans)
+    scored = any(first_trained[one] < span.end for span in spans for one in span.rollouts)
+    whole = padded(tuple(spans), options.whole, inner=inner)
+    return Segment(whole, inner, scored, joined=index if inner else -1)

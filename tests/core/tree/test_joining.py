@@ -1,0 +1,166 @@
+"""A prompt and its suffixes in one segment: rounds, what runs twice, where nothing is joined."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import UserError
+from megatron_prefix.plan.check import check_segments
+from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.plan.step_planner import StepPlanner
+from megatron_prefix.tree import Forest, Pairs, Place, Segment, Span, TreeOptions, build
+from megatron_prefix.tree.joining import most_alive
+from megatron_prefix.tree.payload_map import payload_map
+from tests.harness.trees import flat_rollouts, rollout_sets, tree_options
+
+JOINS = TreeOptions(min_gain=4, segment_gain=32, segment_tokens=100, joins=True, share="batch")
+
+
+def owners(num: int, each: int) -> list[int]:
+    """Microbatches of so many rollouts."""
+    return [rollout // each for rollout in range(num)]
+
+
+@given(rollout_sets(), tree_options(), st.integers(1, 4), st.sampled_from([0, 10, 1000]))
+@settings(max_examples=150)
+def test_joined_forests_are_whole(sets, options, each, gain) -> None:
+    rollouts, groups = sets
+    owner = owners(len(rollouts), each)
+    options = replace(options, joins=True, segment_gain=gain, chunk_tokens=0)
+    apart = build(rollouts, groups, replace(options, joins=False), owner)
+    forest = build(rollouts, groups, options, owner)
+    check_segments(forest.segments)
+    assert Forest.from_ints(forest.to_ints()) == forest
+    for rollout, path in enumerate(forest.paths):
+        spans = [forest.segments[index].spans[number] for index, number in path]
+        assert [span.start for span in spans] == [0, *(span.end for span in spans)][:-1]
+        assert spans[-1].end == len(rollouts[rollout])
+        for span in spans:  # what is shared is the same
+            first = rollouts[span.rollouts[0]]
+            mine, theirs = (
+                np.stack([one.inputs, one.labels])[:, span.start : span.end]
+                for one in (rollouts[rollout], first)
+            )
+            assert np.array_equal(mine, theirs)
+    costs = [sum(one.padded_length + gain for one in made.segments) for made in (apart, forest)]
+    assert costs[1] <= costs[0]
+    joined = {segment.joined for segment in forest.segments} - {-1}
+    for index in joined:
+        assert not any(index in segment.parents for segment in forest.segments)
+        assert not forest.segments[index].waits and forest.segments[index].inner
+    if joined:  # a microbatch runs in one segment
+        where = [{place.segment for place in path} for path in forest.paths]
+        for microbatch in set(owner):
+            mine = [where[one] for one, other in enumerate(owner) if other == microbatch]
+            assert len(set().union(*mine)) == 1
+
+
+def test_a_round_has_its_prompts() -> None:
+    """Two groups of four rollouts of 20 + 5, a microbatch a group: each is a segment of 40."""
+    forest = build(*flat_rollouts(20, 5, 4, 2), JOINS, owners(8, 4))
+    assert [one.padded_length for one in forest.segments] == [80]
+    tight = replace(JOINS, segment_tokens=40)
+    forest = build(*flat_rollouts(20, 5, 4, 2), tight, owners(8, 4))
+    assert [(one.padded_length, one.joined) for one in forest.segments] == [(40, 0), (40, 1)]
+    assert [span.parent for span in forest.segments[1].spans] == [None, *[Place(1, 0)] * 4]
+    assert forest.executed_tokens == 80
+
+
+def test_what_few_positions_need_again_runs_again() -> None:
+    """A prompt of two rounds runs in both where that is cheaper than a segment of its own."""
+    rollouts, groups = flat_rollouts(20, 10, 4, 1)
+    for gain, segments in ((21, [40, 40]), (19, [20, 20, 20])):
+        options = replace(JOINS, segment_gain=gain, segment_tokens=36)
+        forest = build(rollouts, groups, options, owners(4, 2))
+        assert [one.padded_length for one in forest.segments] == segments
+
+
+def test_a_segment_is_as_long_as_what_is_alive() -> None:
+    """An eighth above the longest segment: prompt and wave would live at once in any case."""
+    rollouts, groups = flat_rollouts(90, 4, 4, 1)
+    forest = build(rollouts, groups, JOINS, owners(4, 4))
+    assert [one.padded_length for one in forest.segments] == [106]
+    forest = build(rollouts, groups, replace(JOINS, segment_tokens=93), owners(4, 4))
+    assert [one.padded_length for one in forest.segments] == [90, 16]
+
+
+def test_most_alive() -> None:
+    forest = build(*flat_rollouts(20, 5, 4, 1), replace(JOINS, joins=False, segment_tokens=5))
+    assert [one.padded_length for one in forest.segments] == [20, 5, 5, 5, 5]
+    assert most_alive(forest.segments) == 25
+
+
+@pytest.mark.parametrize(
+    ("fields", "ranks"),
+    [
+        ({"min_gain": 0}, 1),
+        ({"memory": "recompute"}, 1),
+        ({"memory": "offload"}, 1),
+        ({"chunk_tokens": 8}, 1),
+        ({"cache_host_layers": 1}, 1),
+        ({}, 2),
+    ],
+)
+def test_where_nothing_is_joined(fields: dict, ranks: int) -> None:
+    cost = CostModel.of_flops(1.0, 1.0, 0.0)
+    rollouts, groups = flat_rollouts(200, 50, 4, 2)
+    planner = StepPlanner(PrefixConfig(**fields), cost, 1, ranks, 1, None, joins=True)
+    _, forest = planner.build(rollouts, groups, owners(8, 8))
+    assert {one.joined for one in forest.segments} == {-1}
+    planner = StepPlanner(PrefixConfig(), cost, 1, 1, 1, None, joins=True)
+    _, forest = planner.build(rollouts, groups, owners(8, 8))
+    assert {one.joined for one in forest.segments} == {0}
+
+
+def test_rows_of_a_joined_segment() -> None:
+    """Its spans read rows of its own; no other segment is waited for."""
+    forest = build(*flat_rollouts(20, 5, 4, 2), JOINS, owners(8, 4))
+    planned = payload_map(forest.segments)
+    [levels], [seen] = planned.levels, planned.positions.seen
+    assert seen == () and planned.positions.length == 80
+    assert [(run.first, run.stop, run.start, run.end) for run in levels[0].runs] == [
+        (40, 60, 0, 20), (60, 80, 20, 40),
+    ]  # fmt: skip
+
+
+def faults() -> list[tuple[Segment, str]]:
+    root, leaf = Span(0, 4, 4, (0, 1)), Span(4, 2, 2, (0,), Place(0, 0))
+    other = Span(4, 2, 2, (1,), Place(0, 0))
+    return [
+        (Segment((root, leaf, other), True, True, joined=0), ""),
+        (Segment((leaf, root, other), True, True, joined=0), "is no span of an inner segment"),
+        (Segment((root, leaf, other), True, True), "is no span of an inner segment"),
+        (Segment((root, leaf, other), False, True, joined=0), "is no span of an inner segment"),
+        (Segment((root, leaf, other), True, True, joined=3), "is joined as segment 3"),
+        (Segment((root._replace(padded=5), leaf, other), True, True, joined=0), "has padding"),
+        (Segment((root, leaf, leaf), True, True, joined=0), "rollout 0 comes from"),
+    ]
+
+
+@pytest.mark.parametrize(("segment", "fault"), faults())
+def test_faults_of_joined_segments_are_named(segment: Segment, fault: str) -> None:
+    if not fault:
+        check_segments([segment])
+        return
+    with pytest.raises(UserError, match=fault):
+        check_segments([segment])
+
+
+def test_nobody_reads_a_joined_segment() -> None:
+    root, leaf = Span(0, 4, 4, (0, 1)), Span(4, 2, 2, (0,), Place(0, 0))
+    joined = Segment((root, leaf), True, True, joined=0)
+    with pytest.raises(UserError, match="is no span of an inner segment"):
+        check_segments([joined, Segment((Span(4, 2, 2, (1,), Place(0, 0)),), False, True)])
+
+
+def test_equal_rollouts_have_one_leaf() -> None:
+    rollouts = [Pairs(np.arange(9), np.arange(1, 10), np.arange(9) > 5) for _ in range(3)]
+    forest = build(rollouts, None, JOINS, owners(3, 3))
+    assert [len(one.spans) for one in forest.segments] == [1]
+    assert not forest.segments[0].inner
