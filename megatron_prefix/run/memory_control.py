@@ -146,14 +146,22 @@ class MemoryControl:
         return plan, by_ours * max(one.peak for one in predict(plan, footprint))
 
     def _limit(self, joint: JointForest, rank: Rank, by_stock: float) -> float:
+        ranks = self._stock_peaks(joint, rank)
+        self.stock_bytes = ranks[rank.stage]
+        if self._config.memory_budget is not None:
+            return self._config.memory_budget
+        return limit_of(by_stock * max(ranks), self._static)
+
+    def stock_peak(self, joint: JointForest, rank: Rank) -> float:
+        """What the stock schedule is predicted to take on this rank, besides weights and gradients;
+        of a step without segments, too."""
+        return self._stock_peaks(joint, rank)[rank.stage]
+
+    def _stock_peaks(self, joint: JointForest, rank: Rank) -> list[float]:
         plan = heaviest_stock_plan(
             joint.union, joint.microbatches_of, rank.num_stages, len(rank.models)
         )
-        ranks = predict(plan, self._before_settled(rank))
-        self.stock_bytes = ranks[rank.stage].peak
-        if self._config.memory_budget is not None:
-            return self._config.memory_budget
-        return limit_of(by_stock * max(one.peak for one in ranks), self._static)
+        return [one.peak for one in predict(plan, self._before_settled(rank))]
 
     def _before_settled(self, rank: Rank) -> Footprint:
         """Before it is known whether a rank keeps K/V of all: only if the user says so."""

@@ -203,6 +203,14 @@ class Planning:
         verdict = Verdict(max(0.0, peak - limit), found.prefix_seconds, retains)
         return Forecast(plan, union, peak, limit, found, verdict)
 
+    def of_stock(self, step: Step, rank: Rank) -> tuple[Prediction, float]:
+        """Of a step without segments what the stock schedule computes, with nothing beside it, and
+        the bytes that it is predicted to take on this rank; it asks no other rank."""
+        joint = JointForest.alone(step.forest, step.microbatch_of)
+        plan = Plan((), ((),) * rank.num_stages, len(rank.models))
+        found = predict(self.meter(rank).times, joint.union, joint.union_microbatch_of, plan)
+        return found, self._memory.stock_peak(joint, rank)
+
     def decided(
         self, step: Step, rank: Rank, *, forward_only: bool
     ) -> tuple[StepReport, JointForest]:

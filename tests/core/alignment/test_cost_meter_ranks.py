@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
@@ -15,8 +16,10 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.plan import gate
 from megatron_prefix.plan.cost_file import read_costs
 from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.run.suspend import Capture
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
@@ -124,6 +127,56 @@ def test_ranks_with_different_schedules_learn_together(tmp_path: Path) -> None:
         2, learned, Layout(dp=2), str(tmp_path / "costs.json"), True
     )
     assert times == other and never == [False] * 6 and shares[1]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, sequence_parallel=True),
+        Layout(cp=2),
+        Layout(dp=2),
+        Layout(pp=2, vpp=2),
+        Layout(pp=2, dp=2),
+    ],
+    ids=str,
+)
+def test_all_ranks_time_stock_without_a_look(layout: Layout, tmp_path: Path) -> None:
+    """In the same steps, and each stage learns what the step has computed."""
+    found = run_ranks(layout.world_size, timed_stock, layout, str(tmp_path / "costs.json"))
+    (measured,) = read_costs(str(tmp_path / "costs.json")).values()
+    for letters, expected, bytes_read, told in found:
+        assert letters == "rSrS--rS"
+        assert told == bytes_read > 0
+    expected = {features for _, features, _, _ in found}
+    assert {step.features for step in measured.measured(False)} <= expected
+
+
+def timed_stock(layout: Layout, path: str) -> tuple[str, Any, float, float]:
+    """Per step whether it was read and shared; and what reading says of the stock schedule."""
+    runtime.initialize(layout)
+    gate.DOUBT, letters = 1e9, ""
+    config = PrefixConfig(
+        mode="auto", min_gain=0, kernel="math", min_speedup=0.01, cost_file=path,
+        across_ranks="off",
+    )  # fmt: skip
+    schedule, chunks = PrefixSchedule(config), model_of(layout)
+    data, real = items(4, parallel_state.get_data_parallel_rank()), Capture.run
+
+    def run_noted(self: Capture) -> None:
+        nonlocal letters
+        letters += "r"
+        real(self)
+
+    Capture.run = run_noted
+    for number in range(5):
+        run(schedule, chunks, data)
+        letters += "-S"[schedule.report.decision.share]
+        if number == 0:
+            before = schedule.report
+        if letters[-1] == "-":
+            told = schedule.report.stock_bytes
+    runtime.shutdown()
+    return letters, tuple(before.prediction.stock_features.tolist()), before.stock_bytes, told
 
 
 def test_a_bad_file_ends_all_ranks(tmp_path: Path) -> None:
