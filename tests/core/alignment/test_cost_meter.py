@@ -156,9 +156,9 @@ def counted_looks(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """How often a step's calls are read, and how often its forward steps are suspended."""
     found = []
     for owner, name in ((schedule_module, "read_calls"), (Capture, "run")):
-        count = SimpleNamespace(count=0)
+        count, real = SimpleNamespace(count=0), getattr(owner, name)
 
-        def counting(*args: Any, _real=getattr(owner, name), _count=count, **kwargs: Any) -> Any:
+        def counting(*args: Any, _real: Any = real, _count: Any = count, **kwargs: Any) -> Any:
             _count.count += 1
             return _real(*args, **kwargs)
 
