@@ -100,6 +100,7 @@ def joint_forest(
             exchanges=tuple(Exchange(place, 0, 0, (), level) for place, level in enumerate(levels)),
             windows=(0,) * len(nodes) if crossing else (),
             whole=forests[place].whole,
+            wanted=min((forest.wanted for forest in forests if forest.wanted), default=0),
         ),
         tuple(_numbered(microbatches_of, ordered)),
         tuple(map(tuple, microbatches_of)),

@@ -117,7 +117,12 @@ class MemoryControl:
         return Rates(*map(_rounded, numbers))
 
     def limited(
-        self, plan: Plan, joint: JointForest, rank: Rank, factors: tuple[float, float]
+        self,
+        plan: Plan,
+        joint: JointForest,
+        rank: Rank,
+        factors: tuple[float, float],
+        least: float = 0.0,
     ) -> tuple[Plan, float]:
         """The plan with policies that keep the limit, by memory "auto", and the peak of the rank
         with most, in bytes; sets `limit`.
@@ -131,9 +136,10 @@ class MemoryControl:
             joint: the step, of all ranks that share experts.
             rank: that runs it.
             factors: by what predictions are multiplied, of the stock schedule and of ours.
+            least: of the limit, where it is known to be that of a rank that is not in `joint`.
         """
         by_stock, by_ours = factors
-        self.limit = self._limit(joint, rank, by_stock)
+        self.limit = max(least, self._limit(joint, rank, by_stock))
         footprint = self._before_settled(rank)
         if self._config.memory == "auto" and not self._config.plan_file:
             may_offload = self._config.memory_budget is not None and not any(

@@ -58,6 +58,18 @@ class Forecast(NamedTuple):
     verdict: Verdict
 
 
+class Beside(NamedTuple):
+    """What ranks that share experts knew of one another in their last step with gradients.
+
+    Attributes:
+        shortest: the least of the segment lengths that they would choose, each alone.
+        limit: bytes that the one with most may take besides weights and gradients.
+    """
+
+    shortest: int
+    limit: float
+
+
 class Planning:
     """What one schedule decides with: plans that it knows, and times that it has measured.
 
@@ -73,6 +85,7 @@ class Planning:
     def __init__(self, config: PrefixConfig, memory: MemoryControl) -> None:
         self.config, self._memory = config, memory
         self._planners: dict[Any, StepPlanner] = {}
+        self._beside: dict[StepPlanner, Beside] = {}
         self.meters: dict[Any, CostMeter] = {}
 
     def planner(self, rank: Rank) -> StepPlanner:
@@ -112,9 +125,20 @@ class Planning:
         forward_only: bool,
         common: Common | None = None,
     ) -> Forest:
-        """The segments of a step, which asks no other rank; see `StepPlanner.build`."""
-        groups = [0] * len(samples)
-        _, forest = self.planner(rank).build(samples, groups, microbatch_of, judge, common)
+        """The segments of a step, which asks no other rank; see `StepPlanner.build`.
+
+        What ranks that share experts run side by side takes as long as on the longest, so they take
+        the shortest length that any of them would choose, under the limit of the largest. They know
+        both of the step before, as they hear of one another's segments when those are made.
+        """
+        planner, groups = self.planner(rank), [0] * len(samples)
+        length, forest = planner.build(samples, groups, microbatch_of, judge, common)
+        if rank.experts is not None and judge is not None:
+            known = self._beside.get(planner)
+            if known is not None and known.shortest < length:
+                most = known.shortest
+                forest = planner.build_at(most, samples, groups, microbatch_of, common=common)
+            forest = replace(forest, wanted=length)
         return replace(forest, ordered=rank.has_global_loss and not forward_only)
 
     def cuts_together(self, rank: Rank, *, forward_only: bool) -> bool:
@@ -161,10 +185,12 @@ class Planning:
         if forward_only:
             return None
         self._memory.ask_once(rank)
+        known = self._beside.get(self.planner(rank))
+        least = 0.0 if known is None else known.limit
 
         def judged(forest: Forest, microbatch_of: Sequence[int], plan: Plan) -> Verdict:
             joint = JointForest.alone(forest, microbatch_of)
-            return self._forecast(plan, joint, rank, forward_only=False).verdict
+            return self._forecast(plan, joint, rank, forward_only=False, least=least).verdict
 
         return judged
 
@@ -183,13 +209,19 @@ class Planning:
         return fitting(tried, lambda one: one.verdict)
 
     def _forecast(
-        self, plan: Plan, joint: JointForest, rank: Rank, *, forward_only: bool
+        self,
+        plan: Plan,
+        joint: JointForest,
+        rank: Rank,
+        *,
+        forward_only: bool,
+        least: float = 0.0,
     ) -> Forecast:
         peak = limit = 0.0
         if not forward_only:
             longest = replace(plan, segments=longest_segments(joint))
             factors = self.meter(rank).memory_factors
-            longest, peak = self._memory.limited(longest, joint, rank, factors)
+            longest, peak = self._memory.limited(longest, joint, rank, factors, least)
             limit = self._memory.limit
             plan = replace(plan, policies=longest.policies)
         union = plan
@@ -226,6 +258,9 @@ class Planning:
         else:
             joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
             report = self._predicted(step, joint, rank, forward_only=forward_only)
+            if joint.union.wanted:
+                found = Beside(joint.union.wanted, self._memory.limit)
+                self._beside[self.planner(rank)] = found
         ordered = rank.has_global_loss and not forward_only
         report.decision = self._together(
             report.decision, step, rank, ordered=ordered, forward_only=forward_only

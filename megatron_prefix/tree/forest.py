@@ -303,6 +303,8 @@ class Forest:
         num_windows: at least 1.
         rounds: per segment the round of microbatches that it runs in, ascending, where the ranks
             that share experts have the same rounds; empty elsewhere.
+        wanted: most positions in a segment that the rank would choose if it shared no experts; 0:
+            it has no choice.
     """
 
     segments: tuple[Segment, ...]
@@ -316,6 +318,7 @@ class Forest:
     num_windows: int = 1
     rounds: tuple[int, ...] = ()
     whole: int = 1
+    wanted: int = 0
 
     def __post_init__(self) -> None:
         if any(segment.above is None for segment in self.segments):
@@ -368,7 +371,7 @@ class Forest:
     def to_ints(self) -> list[int]:
         """The forest as numbers, to send to ranks that read no data; `from_ints` reads them."""
         numbers = [self.multiple, int(self.ordered), self.unshared_by_routes, self.num_windows]
-        numbers += [self.whole, len(self.exchanges)]
+        numbers += [self.whole, self.wanted, len(self.exchanges)]
         for one in self.exchanges:
             numbers += [*one[:3], one.level, len(one.peers)]
             for rank, spans in one.peers:
@@ -393,7 +396,7 @@ class Forest:
         def take(count: int) -> tuple[int, ...]:
             return tuple(itertools.islice(stream, count))
 
-        align, ordered, unshared, num_windows, whole, num_exchanges = take(6)
+        align, ordered, unshared, num_windows, whole, wanted, num_exchanges = take(7)
         exchanges = []
         for _ in range(num_exchanges):
             segment, first, last, level, num_peers = take(5)
@@ -417,5 +420,5 @@ class Forest:
         return cls(
             tuple(segments), num_positions, first_trained, align, bool(ordered), unshared,
             tuple(exchanges), tuple(windows) if exchanges else (), num_windows,
-            () if -1 in rounds else tuple(rounds), whole,
+            () if -1 in rounds else tuple(rounds), whole, wanted,
         )  # fmt: skip
