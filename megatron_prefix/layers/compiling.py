@@ -80,7 +80,8 @@ def compile_share(part: int, parts: int) -> None:
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
-    stock, calls = JITFunction.run, itertools.count()
+    stock: Any = JITFunction.run
+    calls = itertools.count()
 
     def run(self: Any, *args: Any, warmup: bool = False, **given: Any) -> None:
         if next(calls) % parts == part:
@@ -117,7 +118,10 @@ def main() -> None:
     """Does one job: its kind and its arguments as JSON."""
     end_with_starter()
     kind, arguments = sys.argv[1:]
-    {"attention": _attention, "rule": _rule}[kind](**json.loads(arguments))
+    if kind == "rule":
+        _rule(**json.loads(arguments))
+    else:
+        _attention(**json.loads(arguments))
 
 
 if __name__ == "__main__":
