@@ -26,8 +26,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
-import megatron_prefix
-
 logger = logging.getLogger(__name__)
 MOST_WORKERS = 8
 TOLD_EVERY = 10.0
@@ -130,7 +128,7 @@ def _tell(what: str, done: int, num: int, begin: float) -> None:
 
 
 def _started(job: Sequence[str]) -> _Worker:
-    root = str(Path(megatron_prefix.__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed in `_end`
     process = subprocess.Popen(
