@@ -76,7 +76,9 @@ def end_with_starter() -> None:
     this first."""
 
     def wait() -> None:
-        sys.stdin.buffer.read()  # nothing is sent: it returns when the other end is closed
+        # Nothing is sent: it returns when the other end is closed. Not by `sys.stdin`, whose lock
+        # this thread would hold when the process ends.
+        os.read(0, 1)
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(1)

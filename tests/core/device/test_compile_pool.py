@@ -60,6 +60,13 @@ def test_jobs_run_side_by_side_and_once(tmp_path: Path, monkeypatch, caplog) -> 
     assert len(files(tmp_path, "job")) == 5
 
 
+def test_a_job_that_would_end_with_its_starter_ends_well(tmp_path: Path, caplog) -> None:
+    before = "from megatron_prefix.device.compile_pool import end_with_starter; end_with_starter()"
+    with caplog.at_level(logging.INFO):
+        compile_beside("kernels", [touch(tmp_path / "job", 0.2, before)], tmp_path, "key", 60)
+    assert len(files(tmp_path, "job")) == 1 and "where it first runs" not in caplog.text
+
+
 def test_what_fails_ends_nothing(tmp_path: Path, caplog) -> None:
     jobs = [["-c", "raise KeyError('no compiler')"], touch(tmp_path / "job")]
     with caplog.at_level(logging.INFO):
