@@ -120,6 +120,7 @@ def test_a_process_that_waits_goes_on_without(tmp_path: Path) -> None:
         begin = time.monotonic()
         compile_beside("kernels", [touch(tmp_path / "job")], tmp_path, "key", 1)
         assert 0.9 < time.monotonic() - begin < 30 and not files(tmp_path, "job")
+        assert not lock.with_suffix(".tried").exists(), "nothing was tried"
     finally:
         other.kill()
         other.wait()
