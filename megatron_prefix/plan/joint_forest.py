@@ -100,6 +100,7 @@ def joint_forest(
             ordered,
             exchanges=tuple(Exchange(place, (), level) for place, level in enumerate(levels)),
             whole=forests[place].whole,
+            wanted=min((forest.wanted for forest in forests if forest.wanted), default=0),
         ),
         tuple(_numbered(microbatches_of, ordered)),
         tuple(map(tuple, microbatches_of)),

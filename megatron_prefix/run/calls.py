@@ -96,6 +96,18 @@ class ModelCall:
         }
         return ModelCall(self.microbatch, plain | self.others)
 
+    def outline(self) -> ModelCall:
+        """The call with the shapes of what is per position, and its packing: it holds no memory."""
+        names = (*PER_POSITION, EMBEDDINGS)
+        held = {name: value for name in names if isinstance(value := self[name], Tensor)}
+        outlined: dict[str, Any] = {
+            name: torch.empty(value.shape, device="meta")
+            for name, value in held.items()
+            if not value.is_nested
+        }
+        outlined["packed_seq_params"] = self["packed_seq_params"]
+        return ModelCall(self.microbatch, outlined, _versions(outlined))
+
     def given(self, name: str) -> Any:
         """One of `GIVEN`, of the call itself or of what it hands to the decoder."""
         found = self[name]

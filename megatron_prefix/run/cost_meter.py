@@ -12,7 +12,7 @@ import contextlib
 import importlib.metadata
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from megatron_prefix.plan.cost import FLOPS_PER_SECOND, CostModel, action_featur
 from megatron_prefix.plan.cost_file import read_costs, write_costs
 from megatron_prefix.plan.cost_fit import KEPT, Evidence, StepTime, together
 from megatron_prefix.plan.files import check_writable
-from megatron_prefix.plan.gate import Decision, other_way
+from megatron_prefix.plan.gate import Decision, decide, other_way
 from megatron_prefix.plan.peak_memory import Peaks, Seen, factors
 from megatron_prefix.run.agreement import first_says
 from megatron_prefix.run.rank import Rank
@@ -73,6 +73,10 @@ class CostMeter:
         self.times = first_says(self._measured.times(self._prior), stages)
         self._num_steps = 0
         self._ran: set[bool] = set()
+        # A trainer's groups that do not tell which ranks are data-parallel: these may meet later,
+        # without having agreed on a schedule. For experts see `Planning.proposed`.
+        self._agrees = rank.data_ranks is not None and rank.experts is None
+        self._doubted: float | None = None
         self._seen = {share: Seen() for share in (False, True)}
         self.memory_factors = 1.0, 1.0
         self.due = False
@@ -112,6 +116,18 @@ class CostMeter:
     def _knows_both(self) -> bool:
         return bool(self._measured.measured(True) and self._measured.measured(False))
 
+    def ran_stock(self) -> None:
+        """The stock schedule has run a step with gradients: its next one is no longer its first."""
+        self._ran.add(False)
+
+    @property
+    def times_stock(self) -> Decision | None:
+        """The decision for a step that times the stock schedule, where all ranks know it before
+        they read the step: an earlier one's prediction has left open which is faster."""
+        if not self.due or self._doubted is None or self._measured.measured(False):
+            return None
+        return other_way(self._config, decide(self._config, self._doubted))
+
     def chosen(self, decision: Decision) -> Decision:
         """The decision, or the other schedule where that was never timed and could be faster.
 
@@ -122,12 +138,15 @@ class CostMeter:
         return decision
 
     @contextlib.contextmanager
-    def step(self, report: StepReport, rank: int) -> Iterator[None]:
+    def step(
+        self, report: StepReport, rank: int, complete: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
         """Surrounds a step after its planning, whichever schedule runs it.
 
         Args:
             report: of the step, with decision and prediction.
             rank: place in the pipeline.
+            complete: called when the step's time is taken, to put a prediction into the report.
         """
         if due := self.due:
             wait_for(self._device)
@@ -136,6 +155,7 @@ class CostMeter:
         if due:
             wait_for(self._device)
             seconds = time.perf_counter() - begin
+            complete()
             self._learn(report, rank, seconds, self._looked(report, before))
         self._ran.add(report.decision.share)
 
@@ -173,9 +193,25 @@ class CostMeter:
             self._seen[one] = self._seen[one].then(most)
         self.memory_factors = factors(self._seen[False], self._seen[True])
         self._measured = self._measured.and_also(mine, KEPT)
-        self.times = first_says(self._measured.times(self._prior), self._groups)
+        times = self._measured.times(self._prior)
+        mine_next = times, self._doubt(report, times)
+        self.times, self._doubted = first_says(mine_next, self._groups)
         logger.info("measured step %d: %s", self._num_steps, self.times)
         self._save()
+
+    def _doubt(self, report: StepReport, times: CostModel) -> float | None:
+        """The predicted speedup of a step, by what is known now, if it is so close that the stock
+        schedule is to be timed; of a step that has no prediction what was said before."""
+        both = report.prediction
+        if both is None or not both.prefix_features.any():
+            return self._doubted
+        if not self._agrees or report.crossed is not None or not self._measured.measured(True):
+            return None
+        stock = times.stock_factor * times.of(both.stock_features)
+        speedup = stock / (times.prefix_factor * times.of(both.prefix_features))
+        decision = decide(self._config, speedup)
+        close = decision.share and not other_way(self._config, decision).share
+        return speedup if close else None
 
     def _save(self) -> None:
         path = self._config.cost_file

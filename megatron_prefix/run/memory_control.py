@@ -115,7 +115,12 @@ class MemoryControl:
         return Rates(*map(_rounded, numbers))
 
     def limited(
-        self, plan: Plan, joint: JointForest, rank: Rank, factors: tuple[float, float]
+        self,
+        plan: Plan,
+        joint: JointForest,
+        rank: Rank,
+        factors: tuple[float, float],
+        least: float = 0.0,
     ) -> tuple[Plan, float]:
         """The plan with policies that keep the limit, by memory "auto", and the peak of the rank
         with most, in bytes; sets `limit`.
@@ -129,11 +134,11 @@ class MemoryControl:
             joint: the step, of all ranks that share experts.
             rank: that runs it.
             factors: by what predictions are multiplied, of the stock schedule and of ours.
+            least: of the limit, where it is known to be that of a rank that is not in `joint`.
         """
         by_stock, by_ours = factors
-        # Before it is known whether a rank keeps K/V of all: only if the user says so.
-        footprint = self._footprint(rank, gathers=self._config.cp_reduce == "segment")
-        self.limit = self._limit(joint, rank, footprint, by_stock)
+        self.limit = max(least, self._limit(joint, rank, by_stock))
+        footprint = self._before_settled(rank)
         if self._config.memory == "auto" and not self._config.plan_file:
             may_offload = self._config.memory_budget is not None and not any(
                 map(offload_refusal, rank.models)
@@ -144,17 +149,27 @@ class MemoryControl:
             plan = replace(plan, policies=policies)
         return plan, by_ours * max(one.peak for one in predict(plan, footprint))
 
-    def _limit(
-        self, joint: JointForest, rank: Rank, footprint: Footprint, by_stock: float
-    ) -> float:
+    def _limit(self, joint: JointForest, rank: Rank, by_stock: float) -> float:
+        ranks = self._stock_peaks(joint, rank)
+        self.stock_bytes = ranks[rank.stage]
+        if self._config.memory_budget is not None:
+            return self._config.memory_budget
+        return limit_of(by_stock * max(ranks), self._static)
+
+    def stock_peak(self, joint: JointForest, rank: Rank) -> float:
+        """What the stock schedule is predicted to take on this rank, besides weights and gradients;
+        of a step without segments, too."""
+        return self._stock_peaks(joint, rank)[rank.stage]
+
+    def _stock_peaks(self, joint: JointForest, rank: Rank) -> list[float]:
         plan = heaviest_stock_plan(
             joint.union, joint.microbatches_of, rank.num_stages, len(rank.models)
         )
-        ranks = predict(plan, footprint)
-        self.stock_bytes = ranks[rank.stage].peak
-        if self._config.memory_budget is not None:
-            return self._config.memory_budget
-        return limit_of(by_stock * max(one.peak for one in ranks), self._static)
+        return [one.peak for one in predict(plan, self._before_settled(rank))]
+
+    def _before_settled(self, rank: Rank) -> Footprint:
+        """Before it is known whether a rank keeps K/V of all: only if the user says so."""
+        return self._footprint(rank, gathers=self._config.cp_reduce == "segment")
 
     def _footprint(self, rank: Rank, gathers: bool | None = None) -> Footprint:
         """Bytes per row of the model on a rank, in the step that runs unless `gathers` is given."""

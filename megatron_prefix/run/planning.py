@@ -79,6 +79,18 @@ class Forecast(NamedTuple):
     verdict: Verdict
 
 
+class Beside(NamedTuple):
+    """What ranks that share experts knew of one another in their last step with gradients.
+
+    Attributes:
+        shortest: the least of the segment lengths that they would choose, each alone.
+        limit: bytes that the one with most may take besides weights and gradients.
+    """
+
+    shortest: int
+    limit: float
+
+
 class Planning:
     """What one schedule decides with: plans that it knows, and times that it has measured.
 
@@ -94,6 +106,7 @@ class Planning:
     def __init__(self, config: PrefixConfig, memory: MemoryControl) -> None:
         self.config, self._memory = config, memory
         self._planners: dict[Any, StepPlanner] = {}
+        self._beside: dict[StepPlanner, Beside] = {}
         self.meters: dict[Any, CostMeter] = {}
 
     def planner(self, rank: Rank) -> StepPlanner:
@@ -130,8 +143,20 @@ class Planning:
         *,
         common: Common | None = None,
     ) -> Forest:
-        """The segments of a step, which asks no other rank; see `StepPlanner.build`."""
-        _, forest = self.planner(rank).build(samples, microbatch_of, judge, common)
+        """The segments of a step, which asks no other rank; see `StepPlanner.build`.
+
+        What ranks that share experts run side by side takes as long as on the longest, so they take
+        the shortest length that any of them would choose, under the limit of the largest. They know
+        both of the step before, as they hear of one another's segments when those are made.
+        """
+        planner = self.planner(rank)
+        length, forest = planner.build(samples, microbatch_of, judge, common)
+        if rank.experts is not None and judge is not None:
+            known = self._beside.get(planner)
+            if known is not None and known.shortest < length:
+                most = known.shortest
+                forest = planner.build_at(most, samples, microbatch_of, common=common)
+            forest = replace(forest, wanted=length)
         return replace(forest, ordered=rank.ordered)
 
     def build_together(
@@ -173,10 +198,12 @@ class Planning:
         if rank.forward_only:
             return None
         self._memory.ask_once(rank)
+        known = self._beside.get(self.planner(rank))
+        least = 0.0 if known is None else known.limit
 
         def judged(forest: Forest, microbatch_of: Sequence[int], plan: Plan) -> Verdict:
             joint = JointForest.alone(forest, microbatch_of)
-            return self._forecast(plan, joint, rank).verdict
+            return self._forecast(plan, joint, rank, least).verdict
 
         return judged
 
@@ -192,12 +219,12 @@ class Planning:
         tried = (self._forecast(plan, joint, rank) for plan in plans)
         return fitting(tried, lambda one: one.verdict)
 
-    def _forecast(self, plan: Plan, joint: JointForest, rank: Rank) -> Forecast:
+    def _forecast(self, plan: Plan, joint: JointForest, rank: Rank, least: float = 0.0) -> Forecast:
         peak = limit = 0.0
         if not rank.forward_only:
             longest = replace(plan, segments=longest_segments(joint))
             factors = self.meter(rank).memory_factors
-            longest, peak = self._memory.limited(longest, joint, rank, factors)
+            longest, peak = self._memory.limited(longest, joint, rank, factors, least)
             limit = self._memory.limit
             plan = replace(plan, policies=longest.policies)
         union = plan
@@ -210,6 +237,14 @@ class Planning:
         retains = rank.forward_only or self.config.memory != "auto" or not any(plan.policies)
         verdict = Verdict(max(0.0, peak - limit), found.prefix_seconds, retains)
         return Forecast(plan, union, peak, limit, found, verdict)
+
+    def of_stock(self, step: Step, rank: Rank) -> tuple[Prediction, float]:
+        """Of a step without segments what the stock schedule computes, with nothing beside it, and
+        the bytes that it is predicted to take on this rank; it asks no other rank."""
+        joint = JointForest.alone(step.forest, step.microbatch_of)
+        plan = Plan((), ((),) * rank.num_stages, len(rank.models))
+        found = predict(self.meter(rank).times, joint.union, joint.union_microbatch_of, plan)
+        return found, self._memory.stock_peak(joint, rank)
 
     def decided(self, step: Step, rank: Rank) -> tuple[StepReport, JointForest]:
         """Which schedule runs a step, and by which plan; all ranks that meet call this.
@@ -228,6 +263,8 @@ class Planning:
             report = self._proposed_together(step, joint, rank)
         else:
             report, _ = self.proposed(step, joint, rank)
+        if joint.union.wanted:
+            self._beside[self.planner(rank)] = Beside(joint.union.wanted, self._memory.limit)
         report.decision = self._together(report.decision, step, rank)
         if rank.ordered and not step.unshared:
             global_aux_sync.prove(report.plan, joint, rank.stage)

@@ -40,6 +40,7 @@ from megatron_prefix.run.loss_variables import code_name
 from megatron_prefix.run.losses import LossContract, are_in_order
 from megatron_prefix.run.memory_control import MemoryControl
 from megatron_prefix.run.messages import channels_of
+from megatron_prefix.run.outlines import Outlines
 from megatron_prefix.run.pause import Pause, Rest
 from megatron_prefix.run.planning import Planning, uncollected
 from megatron_prefix.run.rank import Rank
@@ -202,7 +203,10 @@ class PrefixSchedule:
             rank: this one.
             arguments: of the call.
         """
-        iterator = arguments["data_iterator"]
+        iterator, meter = arguments["data_iterator"], self.planning.meter(rank)
+        meter.begin(rank.forward_only)
+        if (decision := meter.times_stock) is not None:
+            return self._timed(decision, rank, arguments)
         capturing = Capture(
             arguments["forward_step_func"],
             iterator if first is None else first.iterator(iterator), rank,
@@ -210,8 +214,6 @@ class PrefixSchedule:
             None if first is None else first.forward_step,
         )  # fmt: skip
         watching = contextlib.nullcontext() if first is None else first.watching()
-        meter = self.planning.meter(rank)
-        meter.begin(rank.forward_only)
         with capturing as capture, watching, self.memory.step():
             with uncollected():
                 step = self._read(capture, rank, first, kind.pause)
@@ -227,6 +229,19 @@ class PrefixSchedule:
                     self, capture, rank, step, joint, contract, self.measures or meter.due,
                     arguments["force_all_reduce"],
                 ).run()  # fmt: skip
+
+    def _timed(self, decision: Decision, rank: Rank, arguments: dict[str, Any]) -> list[Any]:
+        """The stock schedule's step, timed, and nothing of it read before it has run."""
+        report = self._stock_report(decision)
+        outlines = Outlines(rank, self.callbacks.slices)
+
+        def complete() -> None:
+            step = outlines.step(arguments["num_microbatches"])
+            if step is not None:
+                report.prediction, report.stock_bytes = self.planning.of_stock(step, rank)
+
+        with self.planning.meter(rank).step(report, rank.stage, complete), outlines.noted():
+            return stock_schedule()(**arguments)
 
     def _watched(self, first: FirstStep, kind: Kind, arguments: dict[str, Any]) -> list[Any]:
         """The stock schedule's step, watched; what is in its way is remembered."""
@@ -249,6 +264,8 @@ class PrefixSchedule:
         kind.ordered = agree(exchange, rank.agreeing, rank.device) is not None
         kind.watched = True
         if kind.refusal is None:
+            if self.config.mode == "auto" and not rank.forward_only:
+                self.planning.meter(rank).ran_stock()
             self._stock_report(Decision(False, WATCHED, False, 1.0))
         else:
             self._refused(kind.refusal)
@@ -382,10 +399,12 @@ class PrefixSchedule:
         self._stock_report(Decision(False, str(reason), self.config.mode == "auto", 1.0))
         self._told.add(str(reason))  # it is the same in every step, and logged once
 
-    def _stock_report(self, decision: Decision) -> None:
+    def _stock_report(self, decision: Decision) -> StepReport:
         """Sets `report` for a step of which there is no forest."""
         plan = Plan((), ((),), 1)
-        self._report(StepReport(Forest((), (), ()), decision, plan, plan))
+        report = StepReport(Forest((), (), ()), decision, plan, plan)
+        self._report(report)
+        return report
 
     def _report(self, report: StepReport) -> None:
         """Sets `report`; a fallback is counted and logged."""

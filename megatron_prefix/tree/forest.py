@@ -314,6 +314,8 @@ class Forest:
         exchanges: segments that cross data-parallel ranks, in the order that all ranks have.
         rounds: per segment the round of microbatches that it runs in, ascending, where the ranks
             that share experts have the same rounds; empty elsewhere.
+        wanted: most positions in a segment that the rank would choose if it shared no experts; 0:
+            it has no choice.
     """
 
     segments: tuple[Segment, ...]
@@ -325,6 +327,7 @@ class Forest:
     exchanges: tuple[Exchange, ...] = ()
     rounds: tuple[int, ...] = ()
     whole: int = 1
+    wanted: int = 0
 
     def __post_init__(self) -> None:
         if any(segment.above is None for segment in self.segments):
@@ -377,7 +380,7 @@ class Forest:
     def to_ints(self) -> list[int]:
         """The forest as numbers, to send to ranks that read no data; `from_ints` reads them."""
         numbers = [self.multiple, int(self.ordered), self.unshared_by_routes, self.whole]
-        numbers.append(len(self.exchanges))
+        numbers += [self.wanted, len(self.exchanges)]
         for one in self.exchanges:
             numbers += [one.segment, one.level, len(one.peers)]
             for rank, spans in one.peers:
@@ -401,7 +404,7 @@ class Forest:
         def take(count: int) -> tuple[int, ...]:
             return tuple(itertools.islice(stream, count))
 
-        align, ordered, unshared, whole, num_exchanges = take(5)
+        align, ordered, unshared, whole, wanted, num_exchanges = take(6)
         exchanges = []
         for _ in range(num_exchanges):
             segment, level, num_peers = take(3)
@@ -425,5 +428,5 @@ class Forest:
             rounds.append(number)
         return cls(
             tuple(segments), num_positions, first_trained, align, bool(ordered), unshared,
-            tuple(exchanges), () if -1 in rounds else tuple(rounds), whole,
+            tuple(exchanges), () if -1 in rounds else tuple(rounds), whole, wanted,
         )  # fmt: skip

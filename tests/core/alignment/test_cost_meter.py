@@ -5,16 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
+from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.plan import gate
 from megatron_prefix.plan.cost_file import read_costs, write_costs
 from megatron_prefix.run import cost_meter
-from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.run import schedule as schedule_module
+from megatron_prefix.run.schedule import WATCHED, PrefixSchedule
+from megatron_prefix.run.suspend import Capture
 from tests.harness import one_group, steps
-from tests.harness.one_group import run, schedule_with
+from tests.harness.one_group import assert_bitwise, run, schedule_with
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract
 
@@ -102,6 +108,63 @@ def test_a_close_prediction_times_both_schedules(tmp_path: Path) -> None:
     assert [share for share, _ in found] == [True, False, False], "the first run warms up"
     assert {step.share for step in measured(path).steps} == {True, False}
     assert meter_of(schedule).times.stock_factor != meter_of(schedule).times.prefix_factor
+
+
+def test_a_step_that_is_known_to_time_stock_is_not_read(monkeypatch, tmp_path: Path) -> None:
+    """Of two steps that the stock schedule gets to be timed the second is known before."""
+    path, model = tmp_path / "costs.json", small_model()
+    first = schedule_with(mode="auto", min_speedup=0.01, cost_file=str(path))
+    ran(first, model, 2)
+    both = first.report.prediction
+    timed = cost_meter.StepTime(True, tuple(both.prefix_features.tolist()), both.prefix_seconds)
+    remember(path, timed)
+    speedup = first.report.decision.predicted_speedup
+    schedule = schedule_with(mode="auto", min_speedup=0.8 * speedup, cost_file=str(path))
+    reads, suspended = counted_looks(monkeypatch)
+    assert [share for share, _ in ran(schedule, model, 2)] == [True, False]
+    assert (reads.count, suspended.count) == (2, 2)
+    found = run(schedule, model)
+    assert (reads.count, suspended.count) == (2, 2), "it was read"
+    assert "times the stock schedule" in schedule.report.decision.reason
+    assert_bitwise(found, run(stock_schedule(), small_model()))
+    # What was measured stands beside the work of exactly this step.
+    (stock,) = [step for step in measured(path).steps if not step.share]
+    assert stock.features == tuple(both.stock_features.tolist())
+    assert schedule.report.stock_bytes == first.report.stock_bytes > 0
+    ran(schedule, model, 1)
+    assert reads.count == 3, "the next one is looked at again"
+
+
+def test_the_watched_step_is_the_first_run_of_stock(monkeypatch, tmp_path: Path) -> None:
+    """So one step is enough to time it."""
+    monkeypatch.setattr(gate, "DOUBT", 1e9)
+    path, model = tmp_path / "costs.json", small_model()
+    config = PrefixConfig(
+        mode="auto", min_gain=0, kernel="math", min_speedup=0.01, cost_file=str(path)
+    )
+    schedule, shares = PrefixSchedule(config, looks_first=True), ""
+    for _ in range(5):
+        run(schedule, model)
+        shares += "-S"[schedule.report.decision.share]
+        if schedule.report.decision.reason == WATCHED:
+            shares = "w"
+    assert shares == "wSS-S"
+    assert {step.share for step in measured(path).steps} == {True, False}
+
+
+def counted_looks(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """How often a step's calls are read, and how often its forward steps are suspended."""
+    found = []
+    for owner, name in ((schedule_module, "read_calls"), (Capture, "run")):
+        count, real = SimpleNamespace(count=0), getattr(owner, name)
+
+        def counting(*args: Any, _real: Any = real, _count: Any = count, **kwargs: Any) -> Any:
+            _count.count += 1
+            return _real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counting)
+        found.append(count)
+    return found[0], found[1]
 
 
 def test_auto_learns_that_sharing_is_slow(tmp_path: Path) -> None:

@@ -8,15 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab import runtime
+from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.rl import packing
 from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.lab.verify import align
+from megatron_prefix.plan import gate
 from megatron_prefix.plan.cost_file import read_costs
 from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.run.suspend import Capture
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
@@ -124,6 +130,57 @@ def test_ranks_with_different_schedules_learn_together(tmp_path: Path) -> None:
         2, learned, Layout(dp=2), str(tmp_path / "costs.json"), True
     )
     assert times == other and never == [False] * 6 and shares[1]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, sequence_parallel=True),
+        Layout(cp=2),
+        Layout(dp=2),
+        Layout(pp=2, vpp=2),
+        Layout(pp=2, dp=2),
+    ],
+    ids=str,
+)
+def test_all_ranks_time_stock_without_a_look(layout: Layout, tmp_path: Path) -> None:
+    """In the same steps, and each stage learns what the step has computed."""
+    found = run_ranks(layout.world_size, timed_stock, layout, str(tmp_path / "costs.json"))
+    (measured,) = read_costs(str(tmp_path / "costs.json")).values()
+    for letters, _, bytes_read, told in found:
+        assert letters == "rSrS--rS" and told == bytes_read > 0
+    expected = {features for _, features, _, _ in found}
+    assert {step.features for step in measured.measured(False)} <= expected
+
+
+def timed_stock(layout: Layout, path: str) -> tuple[str, Any, float, float]:
+    """Per step whether it was read and shared; and what reading says of the stock schedule."""
+    runtime.initialize(layout)
+    gate.DOUBT, letters, before, told = 1e9, "", None, 0.0
+    config = PrefixConfig(mode="auto", min_gain=0, kernel="math", min_speedup=0.01, cost_file=path)
+    schedule, chunks = PrefixSchedule(config), model_of(layout)
+    groups = list(generate(2, 15, 34, 4, vocab_size=64, uneven=True))
+    groups = groups[:: 1 + parallel_state.get_data_parallel_rank()]
+    data = align.on_this_cp_rank(align.microbatches(groups, 7, layout.alignment))
+    data = [packing.pack(data[:3], layout.cp), packing.pack(data[3:], layout.cp)]
+    real = Capture.run
+
+    def run_noted(self: Capture) -> None:
+        nonlocal letters
+        letters += "r"
+        real(self)
+
+    Capture.run = run_noted  # type: ignore[method-assign]
+    for _ in range(5):
+        align.run_step(schedule, chunks, data, optimize=False)
+        report = schedule.report
+        assert report is not None
+        letters += "-S"[report.decision.share]
+        before = before or report
+        told = told if report.decision.share else report.stock_bytes
+    runtime.shutdown()
+    assert before is not None and before.prediction is not None
+    return letters, tuple(before.prediction.stock_features.tolist()), before.stock_bytes, told
 
 
 def test_a_bad_file_ends_all_ranks(tmp_path: Path) -> None:

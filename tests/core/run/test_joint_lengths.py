@@ -1,0 +1,125 @@
+"""Ranks that share experts choose one length of segments, by the rank that has most."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.device.tolerance import tolerance
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.plan import step_planner, stock_plan
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.core.run.test_memory_limit_ranks import step
+from tests.harness import steps
+from tests.harness.ranks import run_ranks
+from tests.harness.trees import flat_rollouts
+
+COLLECTIVES = ("all_reduce", "all_gather_object", "broadcast", "all_gather_into_tensor")
+
+MEMORY = (8, 64), (160, 8)
+"""Prompts and responses of two ranks: the first alone would have a lower limit of memory."""
+
+
+class Cut(NamedTuple):
+    """How a rank has cut a step that it runs side by side with another.
+
+    Attributes:
+        wanted: the length of segments that it would choose.
+        longest: segment of several spans; a single one may exceed the length.
+        places: segments side by side.
+        seconds: predicted.
+        collectives: that were made.
+        saved: the most bytes that autograd and the sidecar hold.
+        limit: bytes that the rank with most may take.
+        error: the largest difference of a gradient from the stock schedule's, over the largest
+            gradient, in units of what the numerics policy allows.
+    """
+
+    wanted: int
+    longest: int
+    places: int
+    seconds: float
+    collectives: int
+    saved: float
+    limit: float
+    error: float
+
+
+def batches(second: bool, shapes: tuple[tuple[int, int], ...]) -> list[Any]:
+    """Six groups of four, two rollouts a microbatch."""
+    rollouts, _ = flat_rollouts(*shapes[second], 4, 6)
+    starts = range(0, len(rollouts), 2)
+    return [steps.microbatch(rollouts[start : start + 2], 0, start) for start in starts]
+
+
+def counted_collectives() -> list[int]:
+    """How many are made from now on, in the one item."""
+    made = [0]
+    for name in COLLECTIVES:
+        real = getattr(dist, name)
+
+        def counting(*args: Any, _real: Any = real, **kwargs: Any) -> Any:
+            made[0] += 1
+            return _real(*args, **kwargs)
+
+        setattr(dist, name, counting)  # in the rank's own process
+    return made
+
+
+def cut(layout: Layout, shapes: tuple[tuple[int, int], ...]) -> list[Cut]:
+    """A rank's part of four equal steps."""
+    runtime.initialize(layout)
+    stock_plan.LEAST_OVER, step_planner.LEAST_SEGMENT = 0.0, 16
+    spec = resolve("tiny-moe", num_layers=4).with_vocab(128)
+    chunks = build_model(spec, layout=layout, dtype="float64")
+    items = batches(bool(dist.get_rank() % layout.dp), shapes)
+    _, wanted = step(get_forward_backward_func(), chunks, items)
+    allowed = tolerance(torch.float64, sum(i["tokens"].numel() for i in items), 256, 4)
+    schedule = PrefixSchedule(PrefixConfig(kernel="math", min_gain=0, segment_tokens=256))
+    made, found = counted_collectives(), []
+    for _ in range(4):
+        made[0] = 0
+        saved, gradients = step(schedule, chunks, items)
+        error = float((gradients - wanted).abs().max() / wanted.abs().max()) / allowed
+        report: Any = schedule.report
+        several = [s.padded_length for s in report.forest.segments if len(s.spans) > 1]
+        found.append(
+            Cut(
+                report.forest.wanted, max(several), len(report.joint.segments),
+                report.prediction.prefix_seconds, made[0], saved, schedule.memory.limit, error,
+            )
+        )  # fmt: skip
+    runtime.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("shapes", [MEMORY, ((160, 32), (80, 32))], ids=str)
+@pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(pp=2, dp=2, ep=2)], ids=str)
+def test_ranks_that_share_experts_cut_alike(
+    layout: Layout, shapes: tuple[tuple[int, int], ...]
+) -> None:
+    ranks = run_ranks(layout.world_size, cut, layout, shapes)
+    by_step = [list(one) for one in zip(*ranks, strict=True)]
+    for number, one in enumerate(by_step):
+        assert max(rank.error for rank in one) <= 1
+        (limit,) = {rank.limit for rank in one}
+        assert max(rank.saved for rank in one) <= 1.1 * limit, f"step {number}"
+    assert len({rank.wanted for rank in by_step[0]}) > 1, "alone they would differ"
+    for before, one in itertools.pairwise(by_step):
+        shortest = min(rank.wanted for rank in before)
+        assert max(rank.longest for rank in one) <= shortest
+    first, second, third, fourth = (one[0] for one in by_step)
+    assert third.places == fourth.places <= first.places
+    assert second.collectives == third.collectives == fourth.collectives
+    if shapes == MEMORY:  # the second rank's limit is both ranks', and no rank needs short ones
+        assert {rank.wanted for rank in by_step[-1]} == {256} or layout.pp > 1
+        assert fourth.seconds < 0.9 * first.seconds
