@@ -307,7 +307,7 @@ def build(
     layout: Any,
     *,
     freeze: bool = False,
-    num_layers: int = 4,
+    num_layers: int = 2,
     make: Callable[..., Any] | None = None,
     spec: str = "tiny-qwen3",
     **overrides: Any,

@@ -20,6 +20,7 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.lab.verify.matrix import MODELS, SHAPES, Row
 from tests.harness.ranks import run_ranks
+from tests.harness.small_rows import small_rows  # noqa: F401
 
 ROWS = """
 gdn/TP2+SP/tree/none
@@ -54,7 +55,7 @@ def test_row(name: str) -> None:
 def _packed(model: str, layout: Layout) -> list[str]:
     """A rank's part: what differs from the stock schedule, both on packs."""
     runtime.initialize(layout)
-    groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(2, "float64"))
+    groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(2, "float64")[:2])
     chunks = build_model(resolve(MODELS[model]).with_vocab(vocab), layout=layout, dtype="float64")
     config = PrefixConfig(segment_tokens=64, min_gain=0, kernel="math")
     packs = Baseline("packed", pack_tokens=150)

@@ -27,7 +27,7 @@ FOUR = (LINEAR, LINEAR, LINEAR, FULL)
 def _aligned(layout: Layout, recompute: str, types: tuple[str, ...], net: str) -> list[str]:
     """A rank's part: what differs from the stock schedule, both on packs."""
     runtime.initialize(layout)
-    groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(2, "float64"))
+    groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(2, "float64")[:2])
     spec = resolve("tiny-llama", num_layers=len(types)).with_vocab(vocab)
     with own_delta.own_layers(types, net, layout.sequence_parallel):
         chunks = build_model(spec, layout=layout, dtype="float64", recompute=recompute)

@@ -51,7 +51,7 @@ class Case(NamedTuple):
     splits: bool = False
 
 
-RECURRENT = Case(ROWS, "mbridge, GLM-4V", build={"spec": hybrid.GDN})
+RECURRENT = Case(ROWS, "mbridge, GLM-4V", build={"spec": hybrid.GDN, "num_layers": 4})
 OVERLAP = Case(build={"overlap_grad_reduce": True, "bucket_size": 5000})
 TIED = Case(build={**OVERLAP.build, "tied": True})
 EXPERTS = Case(
