@@ -107,7 +107,9 @@ def counted(
     chunks = build_model(spec, layout=layout, dtype="float64", config_overrides=overrides)
     items = batches(dist.get_rank() % layout.dp, order)  # data-parallel ranks are neighbours
     stock, wanted = step(get_forward_backward_func(), chunks, items)
-    allowed = tolerance(torch.float64, sum(i["tokens"].numel() for i in items), 256, spec.num_layers)
+    allowed = tolerance(
+        torch.float64, sum(i["tokens"].numel() for i in items), 256, spec.num_layers
+    )
     found = []
     for config in configs:
         schedule = PrefixSchedule(config)
@@ -134,7 +136,9 @@ def test_counted_bytes_keep_the_limit(layout: str, order: str) -> None:
     layers = 2 * of.vpp
     configs = [PrefixConfig(segment_tokens=tokens, **options) for tokens in (512, 96)]
     configs += [
-        PrefixConfig(segment_tokens=96, memory=memory, memory_budget_gb=mib * layers / 1024, **options)
+        PrefixConfig(
+            segment_tokens=96, memory=memory, memory_budget_gb=mib * layers / 1024, **options
+        )
         for memory, mib in itertools.product(("auto", "retain"), (3.5, 1))
     ]
     ranks = run_ranks(of.world_size, counted, of, order, configs)
