@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from megatron_prefix.lab.data.rollouts import Group
@@ -11,7 +9,7 @@ from megatron_prefix.lab.verify.matrix import RolloutShape
 
 
 @pytest.fixture(autouse=True)
-def small_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two groups of four rollouts where one data-parallel rank has them all, half of the matrix's.
 
     Still two trees, and more waves and microbatches than stages: a group more repeats them.
@@ -23,4 +21,3 @@ def small_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return made[:2] if dp == 1 else made
 
     monkeypatch.setattr(RolloutShape, "groups", groups)
-    yield

@@ -107,9 +107,8 @@ def counted(
     chunks = build_model(spec, layout=layout, dtype="float64", config_overrides=overrides)
     items = batches(dist.get_rank() % layout.dp, order)  # data-parallel ranks are neighbours
     stock, wanted = step(get_forward_backward_func(), chunks, items)
-    allowed = tolerance(
-        torch.float64, sum(i["tokens"].numel() for i in items), 256, spec.num_layers
-    )
+    num_tokens = sum(item["tokens"].numel() for item in items)
+    allowed = tolerance(torch.float64, num_tokens, 256, spec.num_layers)
     found = []
     for config in configs:
         schedule = PrefixSchedule(config)
@@ -133,13 +132,11 @@ def test_counted_bytes_keep_the_limit(layout: str, order: str) -> None:
     of = LAYOUTS[layout]
     options: dict[str, Any] = dict(mode="auto", kernel="math", min_speedup=0.01, min_gain=0)
     options["across_ranks"] = "off"
-    layers = 2 * of.vpp
+    budgets = [mib / 1024 * 2 * of.vpp for mib in (3.5, 1)]  # 3.5 and 1 MiB a layer
     configs = [PrefixConfig(segment_tokens=tokens, **options) for tokens in (512, 96)]
     configs += [
-        PrefixConfig(
-            segment_tokens=96, memory=memory, memory_budget_gb=mib * layers / 1024, **options
-        )
-        for memory, mib in itertools.product(("auto", "retain"), (3.5, 1))
+        PrefixConfig(segment_tokens=96, memory=memory, memory_budget_gb=budget, **options)
+        for memory, budget in itertools.product(("auto", "retain"), budgets)
     ]
     ranks = run_ranks(of.world_size, counted, of, order, configs)
     stock, static = (max(rank[number] for rank in ranks) for number in (0, 1))
