@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_prefix.lab.data.rollouts import Group
@@ -10,14 +12,14 @@ from megatron_prefix.lab.verify.matrix import RolloutShape
 
 @pytest.fixture(autouse=True)
 def small_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two groups of four rollouts where one data-parallel rank has them all, half of the matrix's.
+    """Groups of three rollouts of the matrix's four, and two groups where one rank has them all.
 
-    Still two trees, and more waves and microbatches than stages: a group more repeats them.
+    Still two trees a rank, and more waves and microbatches than stages: more would repeat them.
     """
     whole = RolloutShape.groups
 
     def groups(self: RolloutShape, dp: int, dtype: str) -> list[Group]:
-        made = whole(self, dp, dtype)
-        return made[:2] if dp == 1 else made
+        made = whole(self, dp, dtype)[: 2 if dp == 1 else None]
+        return [replace(group, rollouts=group.rollouts[:3]) for group in made]
 
     monkeypatch.setattr(RolloutShape, "groups", groups)

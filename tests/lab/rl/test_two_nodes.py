@@ -28,9 +28,12 @@ from tests.harness.namespaces import CABLE, Node
 from tests.harness.ranks import run_ranks
 from tests.harness.training import assert_same, metrics_of
 
-pytestmark = pytest.mark.skipif(
-    namespaces.refusal() is not None, reason=namespaces.refusal() or "nodes can be made"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        namespaces.refusal() is not None, reason=namespaces.refusal() or "nodes can be made"
+    ),
+]
 
 LIMIT_S = 15
 """How long a rank waits for a message."""
