@@ -324,7 +324,8 @@ def build(
             and attention has gates, as in Qwen3.5.
         overrides: of the config, of `DDP`, and `tied`: embedding and output layer are one.
     """
-    num_layers = num_layers or (3 if layout.pp == 1 else 4)
+    depth = KINDS[name].depth
+    num_layers = num_layers or (2 * max(1, depth) if layout.pp > 1 else max(2, depth + 1))
     recurrent = spec == hybrid.GDN
     if recurrent:
         cpu.load_recurrent_layers()

@@ -77,7 +77,7 @@ class Job(NamedTuple):
         from megatron_prefix.lab.rl import loss
         from megatron_prefix.lab.verify import align
 
-        options = {"num_layers": 2 * self.layout.pp * self.layout.vpp, **self.model}
+        options = {"num_layers": max(2, self.layout.pp * self.layout.vpp), **self.model}
         spec = resolve(self.name, **options).with_vocab(VOCAB)
         build = {"dtype": "float64", **self.build, "overlap_grad_reduce": overlaps, **BUCKETS}
         chunks = build_model(spec, layout=self.layout, **build)
