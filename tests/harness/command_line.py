@@ -10,6 +10,7 @@ import pytest
 
 from megatron_prefix.lab.cli.main import main
 from tests.harness import data
+from tests.harness.fork_server import forked_module
 
 BUNDLED = str(data.BUNDLED)
 
@@ -40,7 +41,13 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str, out: str = "") 
     return err[:-1]
 
 
+def forked(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own, which has imported all it needs; see fork_server.py."""
+    return forked_module("megatron_prefix", *arguments, cwd=data.REPOSITORY)
+
+
 def command(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+    """A command as a user starts it."""
     return subprocess.run(
         [sys.executable, "-m", "megatron_prefix", *arguments],
         cwd=data.REPOSITORY,

@@ -15,12 +15,12 @@ def groups(*shape: int, **options: Any) -> list[Group]:
     return list(generate(2, *shape, vocab_size=VOCAB, uneven=True, **options))
 
 
-# Groups of four uneven rollouts. Under the long prompt the second of two ranks, which holds the
+# Groups of three uneven rollouts. Under the long prompt the second of two ranks, which holds the
 # middle of every rollout, has no trained token; agents' turns are trained and shared.
 DATA = {
-    "flat": groups(22, 20, 4),
-    "long prompt": groups(52, 9, 4),
-    "tree": groups(15, 34, 4, tree="turns", depth=2),
+    "flat": groups(30, 20, 3),
+    "long prompt": groups(52, 9, 3),
+    "tree": groups(15, 34, 3, tree="turns", depth=2),
 }
 
 

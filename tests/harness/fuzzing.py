@@ -10,6 +10,7 @@ import copy
 import io
 import json
 import logging
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -24,6 +25,11 @@ ODD_VALUES: tuple[Any, ...] = (
 ODD_NUMBERS = ("", "-1", "0", "1", "7", "999999999", str(2**31), "9" * 300, "9" * 5000, "x", "1.5")
 MOST_SECONDS = 5.0
 """No small file keeps the processor busy for longer."""
+
+
+def rounds(few: int, many: int) -> int:
+    """How often something random is tried: `few` times, `many` with HYPOTHESIS_PROFILE=search."""
+    return many if os.environ.get("HYPOTHESIS_PROFILE") == "search" else few
 
 
 def changed_bytes(rng: random.Random, content: bytes) -> bytes:

@@ -307,7 +307,7 @@ def build(
     layout: Any,
     *,
     freeze: bool = False,
-    num_layers: int = 4,
+    num_layers: int | None = None,
     make: Callable[..., Any] | None = None,
     spec: str = "tiny-qwen3",
     **overrides: Any,
@@ -318,12 +318,14 @@ def build(
         name: of `KINDS`.
         layout: of the job.
         freeze: the tower is not trained.
-        num_layers: of the language model.
+        num_layers: of the language model; None: as few as read all rows that are added to layers.
         make: another class's constructor, called as that of `VisionLanguage`.
         spec: name of the language model's; of `hybrid.GDN` every second layer is a GatedDeltaNet,
             and attention has gates, as in Qwen3.5.
         overrides: of the config, of `DDP`, and `tied`: embedding and output layer are one.
     """
+    depth = KINDS[name].depth
+    num_layers = num_layers or (2 * max(1, depth) if layout.pp > 1 else max(2, depth + 1))
     recurrent = spec == hybrid.GDN
     if recurrent:
         cpu.load_recurrent_layers()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.harness.fuzzing import rounds
 from tests.oracle import judge, known, pairs, runner
 from tests.oracle.case import AXES, LAYOUTS, Case, alone, draw, settle
 from tests.oracle.judge import ENDED, GOOD, INVALID, MODES, WRONG, Verdict
@@ -65,8 +66,10 @@ def test_every_value_of_every_axis_alone() -> None:
 
 @pytest.mark.slow
 def test_pairs_of_values() -> None:
-    """Nothing ends or changes a step of mode auto."""
-    _run(*(runner.Job(case, ("auto",)) for case in pairs.cases()))
+    """Nothing ends or changes a step of mode auto. Seeds that come first cover the most pairs: half
+    of them cover 95 of 100."""
+    cases = pairs.cases()
+    _run(*(runner.Job(case, ("auto",)) for case in cases[: rounds(180, len(cases))]))
 
 
 @pytest.mark.slow

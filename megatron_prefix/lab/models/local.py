@@ -215,11 +215,16 @@ def _hidden(length: int, rank: int, size: int, device: torch.device) -> torch.Te
     return (torch.arange(length, device=device) > held[:, None])[None, None]
 
 
+_CASTS = {torch.Tensor.to, torch.Tensor.float, torch.softmax}
+
+
 class Float64Kept(TorchFunctionMode):
     """Makes casts of float64 to float32 do nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _CASTS:  # of nearly every call, attributes among them
+            return func(*args, **kwargs)
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             # 0.17 casts logits so; the experts' biases, of one dimension, are float32 everywhere.
             is_cast = func is torch.Tensor.to and args[1:] == (torch.float32,) and args[0].dim() > 1

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.harness.command_line import BUNDLED, command, run
+from tests.harness.command_line import BUNDLED, forked, run
 from tests.harness.data import REPOSITORY
 
 SMALL = "--groups 3 --max-tokens 96 --set num_layers=2 --min-gain 8 --dtype float64 --json"
@@ -76,7 +76,7 @@ def test_a_prompt_runs_once_in_the_job(layout: str, aligned: Result) -> None:
 def test_what_is_timed_says_what_crossed() -> None:
     options = [*SMALL.split(), "--dp", "2", "--deal", "random", "--across-ranks", "on"]
     options[options.index("float64")] = "float32"
-    done = command("bench", "--rollouts", BUNDLED, *options, "--repeats", "1")
+    done = forked("bench", "--rollouts", BUNDLED, *options, "--repeats", "1")
     assert done.returncode == 0, done.stderr
     [row] = json.loads(done.stdout)["rows"]
     assert row["received_tokens"] > 0
@@ -86,6 +86,6 @@ def test_what_is_timed_says_what_crossed() -> None:
 def test_what_cannot_cross_is_refused() -> None:
     plan = next((REPOSITORY / "schedules").glob("*.csv"))
     options = f"--dp 2 --deal random --across-ranks on --prefix-plan {plan}"
-    done = command("align", "--rollouts", BUNDLED, *SMALL.split(), *options.split())
+    done = forked("align", "--rollouts", BUNDLED, *SMALL.split(), *options.split())
     assert done.returncode == 2
     assert "across_ranks with a plan file" in done.stderr

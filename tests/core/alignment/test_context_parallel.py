@@ -36,6 +36,7 @@ from tests.harness.context_parallel import DATA, VOCAB, spec
 from tests.harness.data import BUNDLED
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract
+from tests.harness.stock_once import stock_once
 
 LAYOUTS = {
     "cp2": Layout(cp=2),
@@ -86,7 +87,7 @@ def verdicts(layout: Layout, recompute: str, model: str) -> list[align.Alignment
 
 
 def check(layout: Layout, recompute: str, model: str = "tiny-llama") -> None:
-    results = run_ranks(layout.world_size, verdicts, layout, recompute, model)
+    results = run_ranks(layout.world_size, stock_once()(verdicts), layout, recompute, model)
     for found in results:
         for (name, options), verdict in zip(cases(layout, recompute), found, strict=True):
             assert verdict.passed, (name, options, verdict.failures)

@@ -26,6 +26,7 @@ from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import fp8
 from tests.harness.one_rank import change_rank, one_rank, small_model
+from tests.harness.small_rows import small_rows  # noqa: F401
 
 ROWS = """
 dense/TP2+SP/packed/none

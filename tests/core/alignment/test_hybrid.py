@@ -29,6 +29,7 @@ from megatron_prefix.sidecar.arena import Arena
 from megatron_prefix.tree import Pairs, TreeOptions
 from tests.harness import hybrid, mistakes, steps
 from tests.harness.arenas import offloaders
+from tests.harness.fuzzing import rounds
 from tests.harness.hybrid import GDN, MAMBA
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import change_rank, one_rank
@@ -469,7 +470,7 @@ def step_inputs(draw: Any) -> list[steps.Microbatch]:
 
 
 # Shrinking takes minutes, and a failing example is small as it is.
-@settings(max_examples=25, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=rounds(15, 500), phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     name=st.sampled_from([GDN, MAMBA]),
     items=step_inputs(),

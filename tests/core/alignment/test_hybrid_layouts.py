@@ -20,6 +20,8 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.lab.verify.matrix import MODELS, SHAPES, Row
 from tests.harness.ranks import run_ranks
+from tests.harness.small_rows import small_rows  # noqa: F401
+from tests.harness.stock_once import stock_once
 
 ROWS = """
 gdn/TP2+SP/tree/none
@@ -54,7 +56,7 @@ def test_row(name: str) -> None:
 def _packed(model: str, layout: Layout) -> list[str]:
     """A rank's part: what differs from the stock schedule, both on packs."""
     runtime.initialize(layout)
-    groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(2, "float64"))
+    groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(2, "float64")[:2])
     chunks = build_model(resolve(MODELS[model]).with_vocab(vocab), layout=layout, dtype="float64")
     config = PrefixConfig(segment_tokens=64, min_gain=0, kernel="math")
     packs = Baseline("packed", pack_tokens=150)
@@ -84,19 +86,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "recompute": {"memory": "recompute", "chunk_tokens": 8},
     "offload": {"memory": "offload"},
     "auto": {"memory": "auto", "chunk_tokens": 16},
+}
+GATHERED: dict[str, dict[str, Any]] = {
     "gathered by wave": {"cp_reduce": "wave", "chunk_tokens": 8},
     "gathered by segment": {"cp_reduce": "segment", "memory": "recompute"},
 }
+"""With context parallelism, too: without it nothing is gathered."""
+
+
+def configs_of(layout: Layout) -> dict[str, dict[str, Any]]:
+    return {**CONFIGS, **GATHERED} if layout.cp > 1 else CONFIGS
 
 
 def _policies(model: str, layout: Layout, recompute: str) -> dict[str, Any]:
-    """A rank's part: what went wrong with each of CONFIGS, "" for nothing."""
+    """A rank's part: what went wrong with each configuration, "" for nothing."""
     runtime.initialize(layout)
     groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(1, "float64"))
     spec = resolve(MODELS[model]).with_vocab(vocab)
     chunks = build_model(spec, layout=layout, dtype="float64", recompute=recompute)
     found = {}
-    for name, fields in CONFIGS.items():
+    for name, fields in configs_of(layout).items():
         if layout.cp == 1 and name == "offload":
             fields = {**fields, "cache_host_layers": 9}
         config = PrefixConfig(segment_tokens=64, min_gain=0, kernel="math", **fields)
@@ -119,5 +128,5 @@ def _policies(model: str, layout: Layout, recompute: str) -> dict[str, Any]:
     ids=["gdn PP2", "mamba PP2", "mamba CP2"],
 )
 def test_memory_policies(model: str, layout: Layout, recompute: str) -> None:
-    for found in run_ranks(layout.world_size, _policies, model, layout, recompute):
-        assert found == dict.fromkeys(CONFIGS, "")
+    for found in run_ranks(layout.world_size, stock_once()(_policies), model, layout, recompute):
+        assert found == dict.fromkeys(configs_of(layout), "")

@@ -12,6 +12,7 @@ from megatron_prefix.lab.verify.matrix import Row
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.run import executor
 from tests.harness import ranks  # noqa: F401  # ranks are forked from here
+from tests.harness.small_rows import small_rows  # noqa: F401
 
 SAMPLE = """
 dense/TP2+SP/tree/none

@@ -29,7 +29,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import lora, steps
 from tests.harness.ranks import run_ranks
 
-VOCAB = 64
+VOCAB, LAYERS = 64, 2
 CHUNKED = PrefixConfig(min_gain=0, chunk_tokens=16, segment_tokens=48)
 ACROSS = replace(CHUNKED, across_ranks="on")
 
@@ -55,12 +55,14 @@ CASES = {
     "PP2": Case(Layout(pp=2)),
     "DP2, overlapped": Case(Layout(dp=2), build={"overlap_grad_reduce": True, "bucket_size": 1}),
     "the first layer's K and V frozen": Case(adapters={"targets": ("linear_fc2",)}),
-    "the last layer alone": Case(adapters={"layers": (3,)}),
+    "the last layer alone": Case(adapters={"layers": (LAYERS - 1,)}),
     "the first layer alone": Case(adapters={"layers": (0,)}),
     "across ranks": Case(Layout(dp=2), ACROSS),
     "across ranks, PP2": Case(Layout(dp=2, pp=2), ACROSS),
     "across ranks, experts": Case(Layout(dp=2), ACROSS, "tiny-moe"),
-    "across ranks, the last layer alone": Case(Layout(dp=2), ACROSS, adapters={"layers": (3,)}),
+    "across ranks, the last layer alone": Case(
+        Layout(dp=2), ACROSS, adapters={"layers": (LAYERS - 1,)}
+    ),
     "across ranks, the first layer alone": Case(Layout(dp=2), ACROSS, adapters={"layers": (0,)}),
 }
 
@@ -84,7 +86,7 @@ def compare(case: Case) -> None:
 
     def on_rank() -> None:
         runtime.initialize(case.layout)
-        spec = resolve(case.name, num_layers=4).with_vocab(VOCAB)
+        spec = resolve(case.name, num_layers=LAYERS).with_vocab(VOCAB)
         # The reference keeps everything: with all layers recomputed, and an input without gradient
         # before them, Megatron's backward does not enter them, and adapters get zeros.
         keeping = {**case.build, "recompute": "none"}

@@ -18,7 +18,7 @@ from megatron_prefix.megatron.install import installed, language_model
 from megatron_prefix.plan.footprint import Execution
 from tests.core.alignment.test_hybrid_memory import step
 from tests.harness import hybrid, steps
-from tests.harness.command_line import BUNDLED, command
+from tests.harness.command_line import BUNDLED, forked
 from tests.harness.failures import Countdown, Fault
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank, small_model
@@ -75,7 +75,7 @@ def test_reductions_overlap_with_selective_recomputation() -> None:
     """A checkpoint's graph gives the projection its gradient apart from attention's."""
     options = "--groups 3 --max-tokens 96 --min-gain 8 --dtype float64 --model tiny-deepseek"
     options += " --set num_moe_experts=none --dp 2 --overlap-grad-reduce --recompute selective"
-    done = command("align", "--rollouts", BUNDLED, *options.split())
+    done = forked("align", "--rollouts", BUNDLED, *options.split())
     assert done.returncode == 0, done.stderr
 
 

@@ -264,7 +264,9 @@ def aligned(case: Case) -> align.Alignment:
 
     def on_rank() -> align.Alignment:
         runtime.initialize(case.layout)
-        spec = resolve("tiny-moe", **{"num_layers": 2, **case.spec}).with_vocab(VOCAB)
+        experts = 8 if "moe_router_num_groups" in case.config else 4
+        fields = {"num_layers": 2, "num_moe_experts": experts, **case.spec}
+        spec = resolve("tiny-moe", **fields).with_vocab(VOCAB)
         chunks = build_model(
             spec,
             layout=case.layout,

@@ -77,7 +77,7 @@ class Job(NamedTuple):
         from megatron_prefix.lab.rl import loss
         from megatron_prefix.lab.verify import align
 
-        options = {"num_layers": 2 * self.layout.pp * self.layout.vpp, **self.model}
+        options = {"num_layers": max(2, self.layout.pp * self.layout.vpp), **self.model}
         spec = resolve(self.name, **options).with_vocab(VOCAB)
         build = {"dtype": "float64", **self.build, "overlap_grad_reduce": overlaps, **BUCKETS}
         chunks = build_model(spec, layout=self.layout, **build)
@@ -111,13 +111,13 @@ class Job(NamedTuple):
 
 def flat(number: int, rank: int, spec: Any, layout: Layout) -> Sequence[Group]:
     """Groups whose last backward is that of a prompt, in chunks: without loss."""
-    return [*generate(2, 40, 16, 4, vocab_size=VOCAB, seed=10 * number + rank)]
+    return [*generate(2, 40, 16, 3, vocab_size=VOCAB, seed=10 * number + rank)]
 
 
 def trees(number: int, rank: int, spec: Any, layout: Layout) -> Sequence[Group]:
     """Groups placed on the ranks, unlike in size where the layout allows."""
     made = [
-        *generate(2, 40, 24, 6, tree="branch", depth=2, vocab_size=VOCAB, seed=number, name="a"),
+        *generate(2, 40, 24, 4, tree="branch", depth=2, vocab_size=VOCAB, seed=number, name="a"),
         *generate(2, 32, 12, 2, vocab_size=VOCAB, seed=number + 1, name="b"),
     ]
     return deal(made, spec, layout, CONFIG, stock=True)[rank]

@@ -20,6 +20,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import own_delta
 from tests.harness.own_delta import FULL, LINEAR
 from tests.harness.ranks import run_ranks
+from tests.harness.stock_once import stock_once
 
 FOUR = (LINEAR, LINEAR, LINEAR, FULL)
 
@@ -27,7 +28,7 @@ FOUR = (LINEAR, LINEAR, LINEAR, FULL)
 def _aligned(layout: Layout, recompute: str, types: tuple[str, ...], net: str) -> list[str]:
     """A rank's part: what differs from the stock schedule, both on packs."""
     runtime.initialize(layout)
-    groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(2, "float64"))
+    groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(2, "float64")[:2])
     spec = resolve("tiny-llama", num_layers=len(types)).with_vocab(vocab)
     with own_delta.own_layers(types, net, layout.sequence_parallel):
         chunks = build_model(spec, layout=layout, dtype="float64", recompute=recompute)
@@ -69,5 +70,5 @@ def _aligned(layout: Layout, recompute: str, types: tuple[str, ...], net: str) -
     ids=["TP2+SP", "TP2+SP full", "TP2", "PP2", "PP2 full", "DP2"],
 )
 def test_ranks(layout: Layout, recompute: str, net: str) -> None:
-    for found in run_ranks(layout.world_size, _aligned, layout, recompute, FOUR, net):
+    for found in run_ranks(layout.world_size, stock_once()(_aligned), layout, recompute, FOUR, net):
         assert found == []

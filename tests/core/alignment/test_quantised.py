@@ -67,7 +67,7 @@ def built(case: Case, layout: Layout) -> tuple[list[Any], list[Any]]:
     """Groups, and model chunks in which every kind of quantiser is at work."""
     config = quantised.recipe(case.recipe)
     config["quant_cfg"] += case.more
-    groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(2, "float64"))
+    groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(2, "float64")[:2])
     spec = resolve(case.model, num_layers=2).with_vocab(vocab)
     with quantised.quantised(lambda model: quantised.quantise(model, config)):
         chunks = build_model(spec, layout=layout, dtype="float64")

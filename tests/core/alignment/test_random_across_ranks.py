@@ -27,10 +27,11 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.communicator import Communicator
+from tests.harness.fuzzing import rounds
 from tests.harness.ranks import run_ranks
 
 VOCAB = 64
-MOE = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5}
+MOE = {"num_moe_experts": 4, "moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5}
 GLOBAL = {**MOE, "moe_router_load_balancing_type": "global_aux_loss"}
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[Layout, ...]]] = {
     "dense": ("tiny-qwen3", {}, (Layout(dp=2), Layout(dp=3), Layout(dp=2, pp=2))),
@@ -146,7 +147,7 @@ def run(model: str, layout: Layout, seeds: list[int], timeout_s: float = 240.0) 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_random_steps_are_the_stock_schedules(model: str) -> None:
-    assert run(model, MODELS[model][2][0], [*range(5)]) == []
+    assert run(model, MODELS[model][2][0], [*range(rounds(3, 50))]) == []
 
 
 def received(bytes_per_second: float) -> int:

@@ -20,6 +20,7 @@ from megatron_prefix.run import schedule
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.tree import Pairs, TreeOptions
 from tests.harness import steps
+from tests.harness.fuzzing import rounds
 from tests.harness.one_rank import change_rank, one_rank, small_model
 from tests.harness.steps import Contract, Microbatch
 from tests.harness.trees import rollout_sets, tree_options
@@ -151,7 +152,7 @@ def check(
 
 
 # Shrinking takes minutes, and a failing example is small as it is.
-@settings(max_examples=75, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=rounds(40, 500), phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     name=st.sampled_from(sorted(MODELS)),
     items=step_inputs(),

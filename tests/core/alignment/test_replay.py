@@ -37,7 +37,8 @@ from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract, Microbatch
 from tests.harness.trees import with_routes
 
-LAYERS, EXPERTS, ROLLOUTS = 4, 8, 6
+LAYERS, EXPERTS, ROLLOUTS = 2, 4, 6
+SIZES = {"num_layers": LAYERS, "num_moe_experts": EXPERTS}
 ROUTED = {"moe_enable_routing_replay": True, "moe_router_enable_expert_bias": True,
           "moe_router_score_function": "sigmoid"}  # fmt: skip
 CONTRACT = Contract()
@@ -101,7 +102,7 @@ def compare(case: Case) -> tuple[int, int]:
 
     def on_rank() -> tuple[int, int]:
         runtime.initialize(case.layout)
-        fields = {"num_layers": LAYERS, "moe_aux_loss_coeff": 1.0}
+        fields = {**SIZES, "moe_aux_loss_coeff": 1.0}
         fields |= {"mtp_num_layers": 1} if case.ahead else {}
         spec = resolve("tiny-moe", **fields).with_vocab(64)
         (model,) = build_model(
@@ -226,8 +227,7 @@ def in_part(_: Any, router: Any, routes: torch.Tensor, number: int) -> None:
 @pytest.mark.parametrize("tell", [in_one_buffer, in_part])
 def test_what_a_router_is_told_of_one_microbatch_is_its_own(tell: Any) -> None:
     with one_rank():
-        spec = {"num_layers": LAYERS}
-        built = small_model("tiny-moe", spec=spec, config_overrides=ROUTED, wrap_ddp=False)
+        built = small_model("tiny-moe", spec=SIZES, config_overrides=ROUTED, wrap_ddp=False)
         routers, kept = versions.routers(built), {}
 
         def step(iterator: Iterator[Microbatch], model: Any) -> Any:
@@ -253,8 +253,7 @@ def test_what_a_router_is_told_of_one_microbatch_is_its_own(tell: Any) -> None:
 @pytest.fixture(scope="module")
 def model() -> Iterator[Any]:
     with one_rank():
-        spec = {"num_layers": LAYERS}
-        yield small_model("tiny-moe", spec=spec, config_overrides=ROUTED, wrap_ddp=False)
+        yield small_model("tiny-moe", spec=SIZES, config_overrides=ROUTED, wrap_ddp=False)
 
 
 @pytest.fixture(autouse=True)
@@ -302,13 +301,13 @@ def test_an_action_set_by_the_forward_step_is_followed(model) -> None:
 
 def test_routes_of_another_model_are_refused(model) -> None:
     set_action(RouterReplayAction.REPLAY_FORWARD)
-    fewer = [{**item, "routes": item["routes"][:, :, :2]} for item in items()]
-    with pytest.raises(UserError, match=r"rollout 0 has routes .* \[2, 2\], the model \[4, 2\]"):
+    fewer = [{**item, "routes": item["routes"][:, :, :1]} for item in items()]
+    with pytest.raises(UserError, match=r"rollout 0 has routes .* \[1, 2\], the model \[2, 2\]"):
         run(model, fewer)
 
 
 def test_a_router_of_multi_token_prediction_follows_no_routes(model) -> None:
-    spec = {"num_layers": LAYERS, "mtp_num_layers": 1}
+    spec = {**SIZES, "mtp_num_layers": 1}
     other = small_model("tiny-moe", spec=spec, config_overrides=ROUTED, wrap_ddp=False)
     set_action(RouterReplayAction.REPLAY_FORWARD)
     with pytest.raises(UserError, match="a router of multi-token prediction that replays"):

@@ -26,7 +26,7 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.moe import versions
 from megatron_prefix.refusals.table import TWO_CALLS
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.core.alignment.test_replay import CHUNKED, CONTRACT, LAYERS, items
+from tests.core.alignment.test_replay import CHUNKED, CONTRACT, SIZES, items
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
 
@@ -93,7 +93,7 @@ def compare(name: str, kind: str) -> tuple[int, int]:
     """Compares an update with stock's; executed positions, and those not shared."""
     layout, recompute = CASES[name]
     runtime.initialize(layout)
-    spec = resolve("tiny-moe", num_layers=LAYERS, moe_aux_loss_coeff=1.0).with_vocab(64)
+    spec = resolve("tiny-moe", **SIZES, moe_aux_loss_coeff=1.0).with_vocab(64)
     (model,) = build_model(spec, layout=layout, dtype="float64", recompute=recompute)
     now, set_stage = stages(kind)
     queues, made = put_into(model, now), items()
@@ -132,7 +132,7 @@ def compare(name: str, kind: str) -> tuple[int, int]:
 def reference_with_entries() -> None:
     """A queue has entries for a call without gradients, too, which is made before a step's own."""
     runtime.initialize(Layout())
-    (model,) = build_model(resolve("tiny-moe", num_layers=LAYERS).with_vocab(64), layout=Layout())
+    (model,) = build_model(resolve("tiny-moe", **SIZES).with_vocab(64), layout=Layout())
     now, set_stage = stages("slime")
     made = items()
     for queue, router in zip(

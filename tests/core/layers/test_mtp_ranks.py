@@ -25,6 +25,7 @@ from tests.harness.calls import Form
 from tests.harness.mtp import cases_across_ranks, compared_across_ranks
 from tests.harness.one_group import schedule_with
 from tests.harness.ranks import run_ranks
+from tests.harness.small_rows import small_rows  # noqa: F401
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "dense": {"mtp_num_layers": 1},

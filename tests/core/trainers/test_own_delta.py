@@ -80,7 +80,7 @@ def _aligned(folder: str, name: str, layout: Layout, checkpoint: str) -> tuple[s
     """A rank's part: the class that ran, and what differs from the stock schedule on packs."""
     runtime.initialize(layout)
     attention = _import(folder, *MODULES[name][:2]).Attention
-    groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(2, "float64"))
+    groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(2, "float64")[:2])
     spec = resolve("tiny-llama", num_layers=len(TYPES)).with_vocab(vocab)
     given = {"hf_checkpoint": checkpoint, "allgather_cp": False, "linear_attention_backend": "fla"}
     parallel = layout.sequence_parallel
@@ -145,7 +145,7 @@ def _aligned_bridge(folder: str, layout: Layout) -> list[str]:
 
     own = _bridges(folder)
     TransformerConfig.linear_decoupled_in_proj = False  # type: ignore[attr-defined]
-    groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(2, "float64"))
+    groups, vocab, _ = dense_vocabulary(SHAPES["tree"].groups(2, "float64")[:2])
     with mock.patch.object(hybrid, "GatedDeltaNet", own):
         spec = resolve("tiny-qwen3-next").with_vocab(vocab)
         chunks = build_model(spec, layout=layout, dtype="float64")

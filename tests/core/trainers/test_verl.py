@@ -40,7 +40,7 @@ def run(*layouts: str, **environ: str) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, dict[str, Any]]:
-    return run(*LAYOUTS) | run(*FORMS)
+    return run(*LAYOUTS, *FORMS)
 
 
 @pytest.fixture

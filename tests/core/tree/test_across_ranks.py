@@ -17,6 +17,7 @@ from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Pairs, TreeOptions
 from megatron_prefix.tree.across_ranks import BLOCK, CommonSpan, beginnings_of, common_spans
 from megatron_prefix.tree.build import find_below
+from tests.harness.fuzzing import rounds
 from tests.harness.trees import trie_size
 
 
@@ -72,7 +73,7 @@ def test_every_rank_has_its_rollouts_and_a_plan_that_runs(
     num_ranks: int, segment_tokens: int, block: int
 ) -> None:
     options = TreeOptions(segment_tokens=segment_tokens, min_gain=0, share="batch")
-    for seed in range(25):
+    for seed in range(rounds(10, 100)):
         ranks = dealt(seed, num_ranks)
         forests, owners = forests_of(ranks, options, block)
         for rank, forest, microbatch_of in zip(ranks, forests, owners, strict=True):

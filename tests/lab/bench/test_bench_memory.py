@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +23,7 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers.blocks.math import MAX_SCORES
 from megatron_prefix.layers.model import footprint_of
 from megatron_prefix.plan.footprint import Execution
-from tests.harness.command_line import failure
-from tests.harness.data import REPOSITORY
+from tests.harness.command_line import failure, forked
 from tests.harness.one_rank import one_rank, small_model
 
 CONFIG = PrefixConfig(kernel="math")
@@ -146,10 +143,7 @@ def test_the_verb(tmp_path: Path) -> None:
     command = "bench memory --shapes 96:16:2 --ways stock recompute offload --frontier 16"
     command += " --capacity-gb 0.1 --repeats 0 --align-layers 1 --json"
     words = [*command.split(), "--plot", str(plot), "--bench-json", str(out)]
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_prefix", *words],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = forked(*words)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result == json.loads(out.read_text(encoding="utf-8"))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_prefix.lab.bench import timing
-from tests.harness.command_line import BUNDLED, command
+from tests.harness.command_line import BUNDLED, forked
 
 pytest.importorskip("matplotlib")
 from megatron_prefix.lab.bench.picture import PHASES, PREFIX, STOCK, figure
@@ -102,6 +102,6 @@ def test_bars_and_names_lie_in_the_figure(tmp_path: Path) -> None:
 def test_the_verb_draws_it(tmp_path: Path) -> None:
     plot = tmp_path / "bench.svg"
     options = "--groups 1 --steps 2 --max-tokens 96 --min-gain 0 --set num_layers=1".split()
-    done = command("bench", "--rollouts", BUNDLED, *options, "--plot", str(plot))
+    done = forked("bench", "--rollouts", BUNDLED, *options, "--plot", str(plot))
     assert done.returncode == 0, done.stderr
     assert plot.read_text(encoding="utf-8").lstrip().startswith("<?xml")

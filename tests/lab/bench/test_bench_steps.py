@@ -23,7 +23,7 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.rl import passes
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
-from tests.harness.command_line import BUNDLED, command, failure
+from tests.harness.command_line import BUNDLED, failure, forked
 from tests.harness.one_rank import one_rank, small_model
 
 SPEC = resolve("tiny-llama", num_layers=1).with_vocab(64)
@@ -130,7 +130,7 @@ def test_the_bound_counts_pairs_and_all_that_can_be_shared() -> None:
 def test_consecutive_steps_of_a_file() -> None:
     options = "--groups 1 --steps 2 --max-tokens 96 --min-gain 0 --pack-tokens 200".split()
     options += ["--prefix-schedule", "auto", "--set", "num_layers=1", "--json"]
-    done = command("bench", "--rollouts", BUNDLED, *options)
+    done = forked("bench", "--rollouts", BUNDLED, *options)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     [row] = result["rows"]
@@ -166,7 +166,7 @@ def test_steps_that_cannot_be_made_are_refused(capsys, options, message) -> None
 
 def ranked(*options: str) -> dict[str, Any]:
     usual = "--shapes 96:24:3 --shape-groups 2 --pack-tokens 300 --min-gain 0 --repeats 1".split()
-    done = command("bench", *usual, *options, "--set", "num_layers=2", "--json")
+    done = forked("bench", *usual, *options, "--set", "num_layers=2", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["alignment"]["passed"] and len(found["rows"]) == 1
@@ -204,7 +204,7 @@ def test_memory_is_measured_on_one_rank(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_the_log_of_router_losses_is_that_of_the_timed_model() -> None:
     """Megatron sizes it by the layers of the first model, and the aligned one has fewer."""
-    done = command(
+    done = forked(
         "bench", "--model", "tiny-moe", "--set", "num_layers=2", "--align-layers", "1", "--shapes",
         "24:8:2", "--repeats", "1", "--warm-up-calls", "1", "--json",
     )  # fmt: skip

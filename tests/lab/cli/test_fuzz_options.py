@@ -27,8 +27,10 @@ from megatron_prefix.lab.models import build
 from megatron_prefix.lab.models.presets import PRESETS, ModelSpec
 from megatron_prefix.lab.runtime import Layout
 from tests.harness.command_line import BUNDLED, row
+from tests.harness.fuzzing import rounds
 
-ALONE, TOGETHER = 4, 60  # times that an option is tried by itself, and with others
+# Times that an option is tried by itself, as --set with each field, and with others.
+ALONE, FIELD, TOGETHER = rounds(2, 4), rounds(1, 3), rounds(30, 60)
 NUMBERS = [
     *("nan", "inf", "-inf", "1e300", "1e-300", "1e400", "-0.0", "0.5", "1,5", "1_000", "0x10"),
     *("-1", "0", "1", "2", "3", "64", "1023", "2e9", "\uff11\uff12", "9" * 5000, "-" + "9" * 5000),
@@ -166,7 +168,7 @@ def command_lines(verb: str, draw: random.Random) -> Iterator[list[str]]:
     chosen = [[one] for one in options] * ALONE
     chosen += [draw.sample(options, draw.randint(1, min(4, len(options)))) for _ in range(TOGETHER)]
     # Most of what --set can change is a number.
-    chosen += [[one] for one in options if one.dest == "set"] * 3 * len(FIELDS)
+    chosen += [[one] for one in options if one.dest == "set"] * FIELD * len(FIELDS)
     for some in chosen:
         argv = [verb, *BASES[verb]]
         for one in some:

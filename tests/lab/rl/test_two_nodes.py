@@ -22,14 +22,18 @@ import torch
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from tests.harness import namespaces
+from tests.harness.command_line import forked
 from tests.harness.data import BUNDLED, REPOSITORY
 from tests.harness.namespaces import CABLE, Node
 from tests.harness.ranks import run_ranks
 from tests.harness.training import assert_same, metrics_of
 
-pytestmark = pytest.mark.skipif(
-    namespaces.refusal() is not None, reason=namespaces.refusal() or "nodes can be made"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        namespaces.refusal() is not None, reason=namespaces.refusal() or "nodes can be made"
+    ),
+]
 
 LIMIT_S = 15
 """How long a rank waits for a message."""
@@ -105,8 +109,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def here(*arguments: str) -> dict[str, Any]:
     """What a verb prints that starts its ranks itself, on one node."""
-    command = [sys.executable, "-m", "megatron_prefix", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = forked(*arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 

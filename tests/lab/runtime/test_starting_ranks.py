@@ -18,6 +18,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout, RankError, folders
 from tests.harness.ranks import run_ranks
+from tests.harness.sleeping import sleep_and_tell
 
 ROOT = Path(__file__).parents[3]
 
@@ -138,11 +139,6 @@ def test_a_result_that_cannot_travel_is_a_failure():
         run_ranks(1, lambda: lambda: None)
 
 
-def sleep_and_tell(folder):
-    Path(folder, os.environ["RANK"]).write_text(str(os.getpid()), encoding="utf-8")
-    time.sleep(300)
-
-
 def alive(pid):
     """Whether the process runs; one that has ended but is not yet collected does not."""
     try:
@@ -255,7 +251,7 @@ WAITING_JOB = """
     import signal
     import sys
     from megatron_prefix.lab import runtime
-    from tests.lab.runtime.test_starting_ranks import sleep_and_tell
+    from tests.harness.sleeping import sleep_and_tell
 
     if __name__ == "__main__":
         # A shell's background jobs are started with SIGINT ignored.

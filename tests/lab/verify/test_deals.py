@@ -18,7 +18,7 @@ from megatron_prefix.lab.data.shorten import shorten
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.plans.dealing import DEALS, deal
 from megatron_prefix.lab.runtime import Layout
-from tests.harness.command_line import BUNDLED, command
+from tests.harness.command_line import BUNDLED, forked
 from tests.harness.trees import trie_size
 
 SEED = 1234
@@ -35,7 +35,7 @@ def tries(groups: Sequence[Group], how: str, *, stock: bool = False) -> int:
 @pytest.mark.parametrize(("how", "baseline"), [("length", "packed"), ("random", "rollout")])
 def test_both_schedules_agree_on_scattered_groups(how: str, baseline: str) -> None:
     options = f"--groups 2 --max-tokens 64 --set num_layers=1 --min-gain 0 --baseline {baseline}"
-    done = command(
+    done = forked(
         "align", "--rollouts", BUNDLED, *options.split(), "--dp", "2", "--deal", how, "--json"
     )
     assert done.returncode == 0, done.stderr
@@ -49,7 +49,7 @@ def test_both_schedules_agree_on_scattered_groups(how: str, baseline: str) -> No
 
 def test_bench_times_what_was_dealt() -> None:
     options = "--shapes 48:8:4 --dp 2 --repeats 1 --warm-up-calls 1 --align-layers 1 --min-gain 0"
-    done = command("bench", *options.split(), "--set", "num_layers=1", "--deal", "length", "--json")
+    done = forked("bench", *options.split(), "--set", "num_layers=1", "--deal", "length", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["deal"] == "length"

@@ -19,7 +19,7 @@ from megatron_prefix.lab.rl import packing, passes
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
-from tests.harness.command_line import BUNDLED, command
+from tests.harness.command_line import BUNDLED, command, forked
 from tests.harness.ranks import run_ranks
 
 VOCAB = 64
@@ -58,7 +58,7 @@ def test_a_packed_rollout_has_the_log_probs_it_has_alone(name: str) -> None:
 def aligned(text: str) -> dict[str, Any]:
     """In a process of its own: a world of one rank would run in this one."""
     arguments = f"--groups 2 --max-tokens 96 --set num_layers=1 --json --progress {text}".split()
-    done = command("align", "--rollouts", BUNDLED, *arguments)
+    done = forked("align", "--rollouts", BUNDLED, *arguments)
     assert done.returncode == 0, done.stderr
     assert "draws aligned: 1 of 1" in done.stderr
     result: dict[str, Any] = json.loads(done.stdout)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,19 +15,13 @@ from megatron_prefix.lab.plans import catalogue
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.harness.data import BUNDLED, REPOSITORY
+from tests.harness.command_line import forked
+from tests.harness.data import BUNDLED
 from tests.harness.pipelines import FOLDER, Case, build_chunks, microbatches, rollouts_of, run_step
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract
 
 TWO_STAGES = ["--pp", "2", "--set", "num_layers=2"]
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatron_prefix", *arguments]
-    return subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False
-    )
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +36,7 @@ def test_align_runs_a_plan_of_the_catalogue(rollouts: str) -> None:
     """With the options that the README names."""
     options = ["--baseline", "rollout", "--min-gain", "0", "--segment-tokens", "32"]
     plan = "schedules/two-level-tree-pp2.csv"
-    done = run(
+    done = forked(
         "align", "--rollouts", rollouts, *TWO_STAGES, *options, "--prefix-plan", plan, "--json"
     )
     assert done.returncode == 0, done.stderr
@@ -53,7 +45,7 @@ def test_align_runs_a_plan_of_the_catalogue(rollouts: str) -> None:
 
 def test_a_plan_of_another_step_is_refused_in_one_line(rollouts: str) -> None:
     plan = "schedules/two-level-tree-pp2.csv"
-    done = run("align", "--rollouts", rollouts, *TWO_STAGES, "--prefix-plan", plan)
+    done = forked("align", "--rollouts", rollouts, *TWO_STAGES, "--prefix-plan", plan)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"megatron-prefix align: {plan}: segment 0 is 0,inner,0+48")
@@ -72,9 +64,9 @@ def test_train_runs_a_plan_and_measures_it(tmp_path: Path) -> None:
         "--segment-tokens",
         "64",
     ]
-    done = run("plan", str(BUNDLED), *lengths, "--pp", "2", "--extra", "1", "--csv", str(plan))
+    done = forked("plan", str(BUNDLED), *lengths, "--pp", "2", "--extra", "1", "--csv", str(plan))
     assert done.returncode == 0, done.stderr
-    done = run(
+    done = forked(
         "train", str(BUNDLED), *lengths, *TWO_STAGES, "--steps", "1", "--groups-per-step", "2",
         "--prefix-plan", str(plan), "--trace", str(trace), "--trace", str(picture), "--json",
         "--output", str(tmp_path / "run"),

@@ -18,7 +18,7 @@ import torch
 from megatron_prefix.lab.rl.updates import TrainingError
 from megatron_prefix.lab.verify import replay
 from megatron_prefix.lab.verify.replay import RUNS, Distance, Replay, ReplayStep, judged
-from tests.harness.command_line import BUNDLED, command, failure, row, run
+from tests.harness.command_line import BUNDLED, failure, forked, row, run
 from tests.harness.one_rank import one_rank
 
 CURVE = dict.fromkeys(RUNS, 0.5)
@@ -120,7 +120,7 @@ def test_the_picture_has_every_step() -> None:
 def test_json_table_and_files(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = [str(tmp_path / name) for name in ("result.json", "plot.svg")]
-    done = command(
+    done = forked(
         "replay", BUNDLED, *SMALL, "--steps", "2", "--min-gain", "8", "--prefix-schedule", "on",
         "--adam-eps", "1e-5", "--result-json", files[0], "--plot", files[1], "--progress",
     )  # fmt: skip
