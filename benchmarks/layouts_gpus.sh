@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two GPUs over NCCL: both schedules in the same layout, on packs, aligned first; dp and ep reduce gradients
+# Two or four GPUs over NCCL: both schedules in the same layout, on packs, aligned first; dp and ep reduce gradients
 # during the backward (overlap_grad_reduce). With transformer-engine and flash-attn-4.
 #   bash benchmarks/layouts_gpus.sh OUTPUT [ARGUMENTS of `megatron-prefix bench`]
 # OUTPUT gets ROW.json for each; the tables go to stdout. Exit code 0 when everything was aligned and timed. A row that
@@ -7,9 +7,9 @@
 #
 # Environment variables:
 #   ROWS      which of tp (with sequence parallelism), cp, pp, dp (Qwen3-8B's widths), ep (Qwen3-30B-A3B, 12 layers),
-#             latents-tp, latents-pp (Moonlight's widths), windows-tp, windows-pp (gpt-oss-20b's, without sinks) to run
-#             (default: tp cp pp dp ep)
-#   LAYERS    of the dense rows (default: 12; all 36 fit two GPUs of 141 GB)
+#             latents-tp, latents-pp (Moonlight's widths), windows-tp, windows-pp (gpt-oss-20b's, without sinks), and on
+#             four GPUs pp4, tp2-pp2, cp4, ep4 to run (default: tp cp pp dp ep)
+#   LAYERS    of the dense rows and of experts (default: 12; all 36 fit two GPUs of 141 GB)
 #   SETS      rollout files, by name, besides 10240:2048:8: two steps of 100,000 tokens each, in tp, cp, pp and ep
 #             (default: none)
 #   DATA      their folder (default: ../shared/data)
@@ -26,7 +26,7 @@ for name in ${SETS:-}; do files+=("${DATA:-../shared/data}/$name.jsonl.gz"); don
 steps=()
 ((${#files[@]})) && steps=(--rollouts "${files[@]}" --step-tokens 100000 --warm-up 1 --steps 2 --rehearse)
 dense=(--model qwen3-8b --set "num_layers=${LAYERS:-12}" --shapes 10240:2048:8)
-experts=(--model qwen3-30b-a3b --set num_layers=12 --shapes 10240:2048:8)
+experts=(--model qwen3-30b-a3b --set "num_layers=${LAYERS:-12}" --shapes 10240:2048:8)
 latents=(--model moonlight-16b-a3b --set num_layers=6 --set num_moe_experts=16 --set max_position=32768
     --shapes 10240:2048:8)
 windows=(--model gpt-oss-20b --set num_layers=6 --set num_moe_experts=8 --set softmax_type=vanilla
@@ -41,6 +41,10 @@ for row in ${ROWS:-tp cp pp dp ep}; do
     pp) row_options=("${dense[@]}" "${pp[@]}" "${steps[@]}") ;;
     dp) row_options=("${dense[@]}" --dp 2 --overlap-grad-reduce) ;;
     ep) row_options=("${experts[@]}" --ep 2 --overlap-grad-reduce "${steps[@]}") ;;
+    pp4) row_options=("${dense[@]}" --pp 4 --shape-groups 4 --chunk-tokens 4096 "${steps[@]}") ;;
+    tp2-pp2) row_options=("${dense[@]}" "${tp[@]}" "${pp[@]}" "${steps[@]}") ;;
+    cp4) row_options=("${dense[@]}" --cp 4 "${steps[@]}") ;;
+    ep4) row_options=("${experts[@]}" --ep 4 --overlap-grad-reduce "${steps[@]}") ;;
     latents-tp) row_options=("${latents[@]}" "${tp[@]}") ;;
     latents-pp) row_options=("${latents[@]}" "${pp[@]}") ;;
     windows-tp) row_options=("${windows[@]}" "${tp[@]}") ;;
