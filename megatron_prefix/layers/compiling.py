@@ -80,8 +80,7 @@ def compile_share(part: int, parts: int) -> None:
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
-    stock: Any = JITFunction.run
-    calls = itertools.count()
+    stock, calls = JITFunction.run, itertools.count()
 
     def run(self: Any, *args: Any, warmup: bool = False, **given: Any) -> None:
         if next(calls) % parts == part:
@@ -118,10 +117,7 @@ def main() -> None:
     """Does one job: its kind and its arguments as JSON."""
     end_with_starter()
     kind, arguments = sys.argv[1:]
-    if kind == "rule":
-        _rule(**json.loads(arguments))
-    else:
-        _attention(**json.loads(arguments))
+    {"attention": _attention, "rule": _rule}[kind](**json.loads(arguments))
 
 
 if __name__ == "__main__":
