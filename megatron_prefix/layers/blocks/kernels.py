@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,9 +20,8 @@ from torch import Tensor
 from megatron_prefix import config
 from megatron_prefix.device.tolerance import assert_close
 from megatron_prefix.errors import UserError, named
-from megatron_prefix.layers import compiling
 from megatron_prefix.layers.blocks.adaptive import AdaptiveKernel
-from megatron_prefix.layers.blocks.batched import Batched, batches
+from megatron_prefix.layers.blocks.batched import Batched
 from megatron_prefix.layers.blocks.composite import CompositeKernel
 from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
 from megatron_prefix.layers.blocks.operators import (
@@ -34,7 +32,6 @@ from megatron_prefix.layers.blocks.operators import (
     FlashCpuKernel,
     FlashKernel,
     MathKernel,
-    fa4_folder,
 )
 
 __all__ = ["KERNELS", "CompositeKernel", "Kernel", "Partial", "Runs", "available", "choose", "why"]
@@ -200,7 +197,13 @@ def probed(
     """Tries one kernel on small blocks; returns why it fails, or None."""
     if not dtype.is_floating_point:
         return f"needs a floating dtype, got {dtype}"
-    dout, q, k, v = _probe_inputs(device, dtype, head_dim, head_dim_v, group)
+    source = torch.Generator().manual_seed(0)  # leaves the global random state alone
+
+    def random(heads: int, width: int) -> Tensor:
+        return torch.randn(PROBE_ROWS, heads, width, generator=source).to(device, dtype)
+
+    q, dout = random(2 * group, head_dim), random(2 * group, head_dim_v)
+    k, v = random(2, head_dim), random(2, head_dim_v)
     kernel, truth = KERNELS[name], KERNELS["math"]
     if window is not None:
         windowed = kernel.windowed(window)
@@ -212,8 +215,6 @@ def probed(
         untried = name in COMPILED and not compiles
         if refusal is not None or name == "math" or untried:
             return refusal
-        if name in COMPILED:
-            compile_probe(device, dtype, head_dim, head_dim_v, group, window)
         terms = max(PROBE_ROWS * group, head_dim)
         for got, wanted in zip(
             small_run(kernel, dout, q, k, v), small_run(truth, dout, q, k, v), strict=True
@@ -224,72 +225,19 @@ def probed(
     return None
 
 
-_LENGTHS = (5, PROBE_ROWS - 5)
-_EACH_COMPILED = (
-    Runs.dense(PROBE_ROWS, PROBE_ROWS - 9),
-    Runs.own((PROBE_ROWS,)),
-    Runs.own(_LENGTHS),
-    Runs(_LENGTHS, (PROBE_ROWS - 7, 7)),
-)
-"""Runs of a probe, for each of which `fa4` compiles a forward and a backward."""
-_MORE_KEYS = Runs((PROBE_ROWS - 40, 5), (PROBE_ROWS - 30, 30), causal=True)
-
-
-def _probe_inputs(
-    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, group: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of outputs, queries, keys and values, for two K/V heads."""
-    source = torch.Generator().manual_seed(0)  # leaves the global random state alone
-
-    def random(heads: int, width: int) -> Tensor:
-        return torch.randn(PROBE_ROWS, heads, width, generator=source).to(device, dtype)
-
-    q, dout = random(2 * group, head_dim), random(2 * group, head_dim_v)
-    return dout, q, random(2, head_dim), random(2, head_dim_v)
-
-
-def compile_probe(
-    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, group: int,
-    window: int | None,
-) -> None:  # fmt: skip
-    """What the probe of `fa4` will compile, by several processes at once, where it keeps that."""
-    folder = fa4_folder()
-    if device.type == "cuda" and folder is not None:
-        compiling.attention(
-            Path(folder), len(_EACH_COMPILED), device=device.index,
-            dtype=str(dtype).removeprefix("torch."), head_dim=head_dim, head_dim_v=head_dim_v,
-            group=group, window=window,
-        )  # fmt: skip
-
-
-def run_one(
-    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, group: int,
-    window: int | None, number: int, backward: bool, name: str = "fa4",
-) -> None:  # fmt: skip
-    """One call of a kernel's probe, forward or backward, to compile it; arguments as in `probed`.
-
-    `number`: of the probe's runs. A backward is of an output of zeros.
-    """
-    dout, q, k, v = _probe_inputs(device, dtype, head_dim, head_dim_v, group)
-    runs, kernel = _EACH_COMPILED[number], _with_window(KERNELS[name], window)
-    rows, keys = sum(runs.queries), sum(runs.keys)
-    call, scale = (q[:rows], k[:keys], v[:keys]), q.shape[-1] ** -0.5
-    with torch.no_grad():
-        if backward:
-            out, lse = torch.zeros_like(dout[:rows]), q.new_zeros((q.shape[1], rows)).float()
-            aux = ((),) * len(batches(runs, rows, keys))
-            kernel.backward(dout[:rows], *call, out, lse, aux, runs, scale)
-        else:
-            kernel.forward(*call, runs, scale)
-
-
 def small_run(kernel: Kernel, dout: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Every result of one run and of uneven runs, without a mask, causal, and causal with more keys
     than queries."""
-    scale = q.shape[-1] ** -0.5
+    scale, lengths = q.shape[-1] ** -0.5, (5, PROBE_ROWS - 5)
     results: list[Tensor] = []
     with torch.no_grad():
-        for runs in (*_EACH_COMPILED, _MORE_KEYS):
+        for runs in (
+            Runs.dense(PROBE_ROWS, PROBE_ROWS - 9),
+            Runs.own((PROBE_ROWS,)),
+            Runs.own(lengths),
+            Runs(lengths, (PROBE_ROWS - 7, 7)),
+            Runs((PROBE_ROWS - 40, 5), (PROBE_ROWS - 30, 30), causal=True),
+        ):
             num_queries, num_keys = sum(runs.queries), sum(runs.keys)
             call = (q[:num_queries], k[:num_keys], v[:num_keys])
             part = kernel.forward(*call, runs, scale)

@@ -431,7 +431,7 @@ def flash_attn_4() -> Any:
 @functools.cache
 def _say_that_it_compiles(dtype: torch.dtype, width: int, width_v: int, group: int) -> None:
     """Once for what flash-attn-4 compiles for."""
-    folder = fa4_folder()
+    folder = _fa4_folder()
     kept = (
         f"results are kept in {folder}"
         if folder
@@ -444,7 +444,7 @@ def _say_that_it_compiles(dtype: torch.dtype, width: int, width_v: int, group: i
     )
 
 
-def fa4_folder() -> str | None:
+def _fa4_folder() -> str | None:
     """Where flash-attn-4 keeps what it compiles; None if it does not."""
     try:
         cache = importlib.import_module("flash_attn.cute.cache_utils")

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megatron_prefix.device import tolerance
 from megatron_prefix.errors import named
-from megatron_prefix.layers import compiling
 from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule
 
 logger = logging.getLogger(__name__)
@@ -93,21 +92,11 @@ def refusals(
         return {"GatedDeltaNet": None, "MambaMixer": None}
     found = {"GatedDeltaNet": _missing("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")}
     if found["GatedDeltaNet"] is None and compiles:
-        compiling.rule(key_dim, value_dim, heads)
-        found["GatedDeltaNet"] = tried(_fla_rule(), device, key_dim, value_dim, heads)
+        rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        found["GatedDeltaNet"] = tried(rule, device, key_dim, value_dim, heads)
     scan = "mamba_ssm.ops.triton.ssd_combined", "mamba_split_conv1d_scan_combined"
     found["MambaMixer"] = _missing(*scan) or _missing("causal_conv1d", "causal_conv1d_fn")
     return found
-
-
-def run_once(device: str, key_dim: int, value_dim: int, heads: int) -> None:
-    """The probe's call of flash-linear-attention's rule on a GPU, whatever comes out."""
-    given = _inputs(torch.bfloat16, key_dim, value_dim, heads)
-    _run(_fla_rule(), given, torch.device(device))
-
-
-def _fla_rule() -> Any:
-    return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
 
 
 def _missing(module: str, name: str) -> str | None:
