@@ -179,7 +179,10 @@ def check_segments(segments: Sequence[Segment]) -> None:
     """
     reached: dict[int, Place] = {}  # last span of each rollout so far
     for index, segment in enumerate(segments):
+        members = [rollout for span in segment.spans for rollout in span.rollouts]
         fault = "" if segment.spans else "has no span"
+        if segment.joined < 0 and len(set(members)) < len(members):
+            fault = "has a rollout twice"
         if segment.joined not in (-1, index):
             fault = f"is joined as segment {segment.joined}"
         for number, span in enumerate(segment.spans):

@@ -233,10 +233,15 @@ class StepRun:
             hooks, number = install(model, self._config.kernel), plan.stage(self._rank.stage, chunk)
             steps, hooks.ahead = self._capture.steps[chunk], None
             call = steps[0].call if steps else ModelCall(0, {})
+            has_labels, is_last = call["labels"] is not None, number == plan.num_stages - 1
+            if is_last and self._rank.predicts_further:  # it leaves a payload, too
+                self._ahead = hooks.ahead = ahead.begin(
+                    self._step, self._rank, self._contract, self._communicator,
+                    has_labels=has_labels,
+                )  # fmt: skip
             stage = Stage(
                 model, hooks, self._cache(plan, chunk, hooks, exchange, offloader),
-                number == 0, number == plan.num_stages - 1,
-                steps[0].called if steps else Settings.now(), call["labels"] is not None,
+                number == 0, is_last, steps[0].called if steps else Settings.now(), has_labels,
                 call.others, self._capture.given[chunk],
             )  # fmt: skip
             if stage.others:
@@ -251,13 +256,8 @@ class StepRun:
     def _end_with_losses(
         self, stage: Stage, steps: list[SuspendedStep], exchange: Exchange | None
     ) -> None:
-        """Gives the last stage its losses, and what multi-token prediction and other data-parallel
-        ranks take of it."""
+        """Gives the last stage its losses, and what other data-parallel ranks take of it."""
         rank, step = self._rank, self._step
-        if rank.predicts_further:
-            self._ahead = stage.hooks.ahead = ahead.begin(
-                step, rank, self._contract, self._communicator, has_labels=stage.has_labels
-            )
         if self._losses is not None:  # memory ran out in an attempt before
             self._losses.begin_again()
         else:

@@ -16,7 +16,7 @@ from megatron_prefix.lab.verify import align
 from megatron_prefix.offload.segment import OffloadedSegment, addresses
 from megatron_prefix.offload.transfers import Transfers
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.run.messages import Links
+from megatron_prefix.run import executor
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.arenas import offloaders, watch_arenas
 from tests.harness.failures import CONFIG, run
@@ -92,21 +92,21 @@ def test_a_segment_is_loaded_in_the_backward_before_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not while other segments' forwards still want the memory."""
-    places, num_done = set(), [-1]  # of the program; links advance once before it
-    prefetch, advance = OffloadedSegment.prefetch, Links.advance
+    places, number = set(), [-1]  # of the program, from the first action
+    prefetch, annotated = OffloadedSegment.prefetch, executor._annotated
 
-    def counted(self: Links) -> None:
-        num_done[0] += 1
-        advance(self)
+    def counted(action: Any) -> Any:
+        number[0] += 1
+        return annotated(action)
 
     def recorded(self: OffloadedSegment, *, early: bool = False) -> None:
         before = offloading[0].counts.prefetched
         prefetch(self, early=early)
         if early and offloading[0].counts.prefetched > before:
-            places.add(num_done[0])
+            places.add(number[0])
 
     offloading = offloaders(monkeypatch)
-    monkeypatch.setattr(Links, "advance", counted)
+    monkeypatch.setattr(executor, "_annotated", counted)
     monkeypatch.setattr(OffloadedSegment, "prefetch", recorded)
     groups = list(generate(2, 60, 4, 3, vocab_size=64))  # prompts that pay for their action
     config = PrefixConfig(memory="offload", kernel="math", min_gain=3, segment_tokens=4, mode="on")

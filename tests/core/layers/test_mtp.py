@@ -336,5 +336,5 @@ def test_a_last_stage_without_tokens() -> None:
     from megatron_prefix.run import read_calls
 
     with pytest.raises(CannotShare) as caught:
-        read_calls.check_ahead(None, None, forward_only=False)  # type: ignore[arg-type]
+        read_calls.check_ahead(None, None)  # type: ignore[arg-type]
     assert str(caught.value) == str(error(AHEAD_TOKENS))

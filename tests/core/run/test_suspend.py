@@ -205,7 +205,7 @@ def test_the_models_mode_is_put_back_and_set_again() -> None:
         model.train()
 
     step = suspended(function, forward_step_state.training_modes(model))
-    assert step.changes_training and all(module.training for module in model.modules())
+    assert step.kept[0] is not None and all(module.training for module in model.modules())
     step.resume(lambda: None)
     assert seen == [False] and all(module.training for module in model.modules())
 

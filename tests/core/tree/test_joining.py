@@ -109,12 +109,12 @@ def test_most_alive() -> None:
 )
 def test_where_nothing_is_joined(fields: dict, ranks: int) -> None:
     cost = CostModel.of_flops(1.0, 1.0, 0.0)
-    rollouts, groups = flat_rollouts(200, 50, 4, 2)
+    rollouts, _ = flat_rollouts(200, 50, 4, 2)
     planner = StepPlanner(PrefixConfig(**fields), cost, 1, ranks, 1, None, joins=True)
-    _, forest = planner.build(rollouts, groups, owners(8, 8))
+    _, forest = planner.build(rollouts, owners(8, 8))
     assert {one.joined for one in forest.segments} == {-1}
     planner = StepPlanner(PrefixConfig(), cost, 1, 1, 1, None, joins=True)
-    _, forest = planner.build(rollouts, groups, owners(8, 8))
+    _, forest = planner.build(rollouts, owners(8, 8))
     assert {one.joined for one in forest.segments} == {0}
 
 
@@ -135,7 +135,7 @@ def faults() -> list[tuple[Segment, str]]:
     return [
         (Segment((root, leaf, other), True, True, joined=0), ""),
         (Segment((leaf, root, other), True, True, joined=0), "is no span of an inner segment"),
-        (Segment((root, leaf, other), True, True), "is no span of an inner segment"),
+        (Segment((root, leaf, other), True, True), "has a rollout twice"),
         (Segment((root, leaf, other), False, True, joined=0), "is no span of an inner segment"),
         (Segment((root, leaf, other), True, True, joined=3), "is joined as segment 3"),
         (Segment((root._replace(padded=5), leaf, other), True, True, joined=0), "has padding"),
