@@ -238,9 +238,9 @@ FALLBACK = {"prefix_sharing/fallback_reason": str}
     [
         (PrefixConfig(mode="off"), {}, None, None),
         (PrefixConfig(mode="observe"), OF_SHARING, 0, 0),
-        (PrefixConfig(mode="on"), OF_SHARING | WHEN_SHARING, 1, 0),
-        (PrefixConfig(mode="auto"), OF_SHARING | WHEN_SHARING, 1, 0),
-        (PrefixConfig(mode="auto", min_speedup=4.5), OF_SHARING | FALLBACK, 0, 2),
+        (PrefixConfig(mode="on", min_gain=0), OF_SHARING | WHEN_SHARING, 1, 0),
+        (PrefixConfig(mode="auto", min_gain=0), OF_SHARING | WHEN_SHARING, 1, 0),
+        (PrefixConfig(mode="auto", min_speedup=4.5, min_gain=0), OF_SHARING | FALLBACK, 0, 2),
         (PrefixConfig(mode="auto", min_speedup=99.0), OF_MODE | FALLBACK, 0, 2),
     ],
     ids=["off", "observe", "on", "auto", "auto, falling back", "auto, without a tree"],
