@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_prefix.device.transfer import on, to_host
 from megatron_prefix.errors import refused
 from megatron_prefix.megatron import families
-from megatron_prefix.refusals.table import NO_POSITION_IDS
+from megatron_prefix.refusals.table import AHEAD_GIVEN, NO_POSITION_IDS
 from megatron_prefix.run.call_rows import CallRows, Places
 from megatron_prefix.run.calls import BLOCK, DEEPSTACK, EMBEDDINGS, MASK, ModelCall
 from megatron_prefix.run.fingerprints import combined
@@ -285,6 +285,21 @@ class Given:
         if ids.shape[1] * self._cp.size() != sum(lengths):
             raise refused(NO_POSITION_IDS)
         return self._over_cp(ids.T.contiguous(), lengths).T.contiguous()
+
+
+def given(calls: Sequence[ModelCall], rank: Rank, chunk: int) -> Given | None:
+    """What the calls of a model chunk give in the place of tokens; None if nothing.
+
+    Raises:
+        CannotShare: the model needs positions, and a call has none; or it has multi-token
+            prediction.
+    """
+    multimodal = families.is_multimodal(rank.language_models[chunk])
+    if not calls or not (multimodal or calls[0][EMBEDDINGS] is not None):
+        return None
+    if rank.looks_ahead:
+        raise refused(AHEAD_GIVEN)
+    return Given(calls, rank, chunk)
 
 
 def _rows_of(segment: Any, lengths: Sequence[int]) -> tuple[Numbers, Numbers]:

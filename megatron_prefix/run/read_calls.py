@@ -22,13 +22,12 @@ from megatron_prefix.device.transfer import to_host
 from megatron_prefix.errors import refused
 from megatron_prefix.layers import mtp
 from megatron_prefix.layers.table import payload_parts
-from megatron_prefix.megatron import families, features
+from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.moe.told import may_replay
 from megatron_prefix.moe.versions import replays_routes
 from megatron_prefix.refusals.table import (
     AHEAD_BEHIND,
-    AHEAD_GIVEN,
     AHEAD_LABELS,
     AHEAD_TOKENS,
     COLUMN_LENGTH,
@@ -48,7 +47,7 @@ from megatron_prefix.run.calls import (
     check_masks,
     layouts,
 )
-from megatron_prefix.run.given import Given
+from megatron_prefix.run.given import Given, given
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.routes import ToldRoutes
 from megatron_prefix.run.routes import read as told_routes
@@ -162,10 +161,7 @@ def _check_chunk(capture: Capture, rank: Rank, callbacks: Callbacks, chunk: int)
         heads.check(calls)
     if rank.groups.cp.size() > 1 and are_contiguous(calls, callbacks.slices):
         raise refused(CONTIGUOUS)
-    if calls and (calls[0][EMBEDDINGS] is not None or families.is_multimodal(model)):
-        if rank.looks_ahead:
-            raise refused(AHEAD_GIVEN)
-        capture.given[chunk] = Given(calls, rank, chunk)
+    capture.given[chunk] = given(calls, rank, chunk)
 
 
 def check_ahead(known: CallTokens | None, rank: Rank) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_prefix.layers.blocks import core
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.sidecar.arena import Arena
 from tests.core.alignment.test_hybrid_memory import step
@@ -115,19 +114,19 @@ def test_saved_bytes_are_those_that_were_predicted() -> None:
 
 def test_a_failure_in_the_middle_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
-    for place in ("forward", "backward"):
+    for method in ("write", "read", "add", "sent"):
         with monkeypatch.context() as patch:
-            count, stock = Countdown(Fault, 2), getattr(core._SegmentAttention, place)
+            count, stock = Countdown(Fault, 2), getattr(Arena, method)
 
             def failing(*args: Any, count: Any = count, stock: Any = stock) -> Any:
                 count()
                 return stock(*args)
 
-            patch.setattr(core._SegmentAttention, place, staticmethod(failing))
+            patch.setattr(Arena, method, failing)
             with pytest.raises(Fault):
                 hybrid.worst(model, expected_of(), **JOINED)
         assert installed(model).current is None  # type: ignore[union-attr]
-        assert hybrid.worst(model, expected_of(), **JOINED) <= EXACT, place
+        assert hybrid.worst(model, expected_of(), **JOINED) <= EXACT, method
 
 
 @pytest.mark.parametrize(

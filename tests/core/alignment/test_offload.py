@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,6 @@ from megatron_prefix.lab.verify import align
 from megatron_prefix.offload.segment import OffloadedSegment, addresses
 from megatron_prefix.offload.transfers import Transfers
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.run import executor
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.arenas import offloaders, watch_arenas
 from tests.harness.failures import CONFIG, run
@@ -92,32 +92,30 @@ def test_a_segment_is_loaded_in_the_backward_before_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not while other segments' forwards still want the memory."""
-    places, number = set(), [-1]  # of the program, from the first action
-    prefetch, annotated = OffloadedSegment.prefetch, executor._annotated
+    early_in, running, prefetch = set(), [""], OffloadedSegment.prefetch
 
-    def counted(action: Any) -> Any:
-        number[0] += 1
-        return annotated(action)
+    def watch(action: Any) -> Any:
+        running[0] = str(action)
+        return contextlib.nullcontext()
 
     def recorded(self: OffloadedSegment, *, early: bool = False) -> None:
         before = offloading[0].counts.prefetched
         prefetch(self, early=early)
         if early and offloading[0].counts.prefetched > before:
-            places.add(number[0])
+            early_in.add(running[0])
 
     offloading = offloaders(monkeypatch)
-    monkeypatch.setattr(executor, "_annotated", counted)
     monkeypatch.setattr(OffloadedSegment, "prefetch", recorded)
     groups = list(generate(2, 60, 4, 3, vocab_size=64))  # prompts that pay for their action
     config = PrefixConfig(memory="offload", kernel="math", min_gain=3, segment_tokens=4, mode="on")
     schedule = PrefixSchedule(config)
+    schedule.watch = watch
     align.run_step(schedule, [small_model()], align.microbatches(groups, 0))
     program = [str(action) for action in schedule.report.plan.programs[0]]
-    early = {program[place] for place in places}
     prompts = [f"B{n}" for n, s in enumerate(schedule.report.plan.segments) if s.inner]
     assert len(prompts) == 2
-    assert early == {program[program.index(prompt) - 1] for prompt in prompts}
-    assert all(action.startswith("B") for action in early)
+    assert early_in == {program[program.index(prompt) - 1] for prompt in prompts}
+    assert all(action.startswith("B") for action in early_in)
     # Two prompts are on the host at once, one after the other or together: as the plan says.
     staged = schedule.report.memory.staged
     assert 0.9 <= offloading[0].counts.stored / len(prompts) / staged <= 1.1

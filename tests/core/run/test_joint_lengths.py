@@ -16,7 +16,7 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.plan import step_planner, stock_plan
+from megatron_prefix.plan import prediction, step_planner
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.run.test_memory_limit_ranks import step
 from tests.harness import steps
@@ -78,7 +78,7 @@ def counted_collectives() -> list[int]:
 def cut(layout: Layout, shapes: tuple[tuple[int, int], ...]) -> list[Cut]:
     """A rank's part of four equal steps."""
     runtime.initialize(layout)
-    stock_plan.LEAST_OVER, step_planner.LEAST_SEGMENT = 0.0, 16
+    prediction.LEAST_OVER, step_planner.LEAST_SEGMENT = 0.0, 16
     spec = resolve("tiny-moe", num_layers=4).with_vocab(128)
     chunks = build_model(spec, layout=layout, dtype="float64")
     items = batches(bool(dist.get_rank() % layout.dp), shapes)
