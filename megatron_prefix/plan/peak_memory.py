@@ -135,12 +135,13 @@ class _MemoryRun:
             crossing = sum(one.held for one in messages)
             # What has arrived is in the sidecar before the action computes.
             at_once = max(again + temporary + crossing, before)
-            used, exchanged = total + at_once + self.messages, max(exchanged, before)
+            late = min(sum(arena.late for arena in arenas), held[key])
+            used, exchanged = total - late + at_once + self.messages, max(exchanged, before)
             if not self.plan.segments[action.segment].waits:
                 wave = max(wave, used)
             if used > found.peak:
                 found = RankMemory(
-                    used, 0.0, action, activations, kv, kv_grad, self.messages + crossing,
+                    used, 0.0, action, activations, kv, kv_grad - late, self.messages + crossing,
                     at_once - crossing, 0.0, 0.0, 0.0, 0.0,
                     tuple((index, size) for (_, index), size in held.items()),
                 )  # fmt: skip
@@ -277,6 +278,8 @@ class _Arena:
         here, there: of the layers on the device, on the host.
         live: inner segments between forward and backward.
         returned: whether gradients have come back.
+        late: bytes of those that come in the action that runs, layer by layer, as what its segment
+            has saved goes: all but one layer's, where it sends to spans of its own first.
     """
 
     def __init__(
@@ -287,7 +290,7 @@ class _Arena:
         on_host = spread(len(sizes), footprint.host_layers)
         self.there = [sizes[layer] for layer in on_host]
         self.here = [size for layer, size in enumerate(sizes) if layer not in on_host]
-        self.map, self.live, self.returned = planned, 0, False
+        self.map, self.live, self.returned, self.late = planned, 0, False, 0.0
 
     def values(self, layers: Sizes) -> float:
         """Bytes of payloads of some layers."""
@@ -309,12 +312,15 @@ class _Arena:
         if action.kind == "F":
             self.live += self.map.positions.intervals[action.segment] is not None
         elif self.map.levels[action.segment]:
+            if not (self.returned or self.map.positions.seen[action.segment]):
+                gradients = [of_layer for _, of_layer in self.here]
+                self.late = sum(gradients) - max(gradients, default=0.0)
             self.returned = True
 
     def end(self, action: Action) -> None:
         """Gives it back after a backward."""
         self.live -= self.map.positions.intervals[action.segment] is not None
-        self.returned = self.returned and self.live > 0
+        self.returned, self.late = self.returned and self.live > 0, 0.0
 
 
 # What was seen -----------------------------------------------------------------------------------

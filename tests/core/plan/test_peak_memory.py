@@ -210,6 +210,25 @@ def test_a_stage_counts_its_own_layers() -> None:
     assert whole.cache_peak == first.cache_peak + last.cache_peak
 
 
+def test_gradients_of_a_joined_segment_come_as_activations_go() -> None:
+    """At its peak there are those of one layer; when its backward ends, those of all."""
+    options = TreeOptions(min_gain=4, segment_gain=9999, joins=True, share="batch")
+    rollouts, groups = flat_rollouts(100, 20, 4, 2)
+    plan = make_plan(build(rollouts, groups, options, [0] * 8))
+    [segment], [memory] = (
+        plan.segments,
+        predict(plan, footprint := footprint_of(resolve("llama3-8b"))),
+    )
+    [layers] = footprint.payloads
+    assert segment.joined == 0 and segment.padded_length == 2 * (100 + 4 * 20)
+    values = sum(one.values for one in layers) * segment.padded_length
+    gradients = sum(one.gradients for one in layers) * segment.padded_length
+    assert memory.cache_peak == values + gradients
+    apart = make_plan(build(rollouts, groups, replace(options, joins=False), [0] * 8))
+    assert memory.kv_grad in (0.0, gradients / len(layers))
+    assert predict(apart, footprint)[0].kv_grad > memory.kv_grad
+
+
 def footprint_of(spec: ModelSpec, **execution: Any) -> Footprint:
     """Of a model, computed as said."""
     return layers_model.footprint_of(spec, Execution(**execution))
