@@ -129,6 +129,19 @@ def test_rows_of_a_joined_segment() -> None:
     ]  # fmt: skip
 
 
+def test_every_key_is_in_a_level_once() -> None:
+    """Two trees of three levels: sums of gradients in rows that come twice have no fixed order."""
+    paths = [(x, y, z) for x in (1, 2) for y in (3, 4) for z in (5, 6)]
+    tokens = [np.repeat([x, 10 * x + y, 100 * x + 10 * y + z, 0], 10) for x, y, z in paths]
+    rollouts = [Pairs(one[:-1], one[1:], one[1:] > 0) for one in tokens]
+    forest = build(rollouts, None, replace(JOINS, segment_tokens=0), owners(8, 8))
+    [segment], [levels] = forest.segments, payload_map(forest.segments).levels
+    assert segment.joined == 0 and len(levels) == 2
+    for level in levels:
+        rows = np.concatenate([np.arange(run.start, run.end) for run in level.runs])
+        assert len({*rows.tolist()}) == len(rows)
+
+
 def faults() -> list[tuple[Segment, str]]:
     root, leaf = Span(0, 4, 4, (0, 1)), Span(4, 2, 2, (0,), Place(0, 0))
     other = Span(4, 2, 2, (1,), Place(0, 0))
