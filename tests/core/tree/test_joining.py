@@ -172,6 +172,10 @@ def test_nobody_reads_a_joined_segment() -> None:
         check_segments([joined, Segment((Span(4, 2, 2, (1,), Place(0, 0)),), False, True)])
 
 
+def test_a_step_of_no_rollout_has_no_segment() -> None:
+    assert build([], None, JOINS, []).segments == ()
+
+
 def test_equal_rollouts_have_one_leaf() -> None:
     rollouts = [Pairs(np.arange(9), np.arange(1, 10), np.arange(9) > 5) for _ in range(3)]
     forest = build(rollouts, None, JOINS, owners(3, 3))
