@@ -40,17 +40,22 @@ def joined_segments(
     for node in preorder(roots):
         for member in node.members:
             paths[member].append(node)
-    rounds = _rounds(paths, owner, options.multiple, longest)
-    if rounds is None:
-        return None
-    round_of = {one: number for number, some in enumerate(rounds) for one in some}
-    rollouts: list[list[int]] = [[] for _ in rounds]
-    for rollout, microbatch in enumerate(owner):
-        rollouts[round_of[microbatch]].append(rollout)
-    return [
-        _segment(index, _tree(some, paths, options), first_trained, options)
-        for index, some in enumerate(rollouts)
-    ]
+    budget = longest
+    while rounds := _rounds(paths, owner, options.multiple, budget):
+        round_of = {one: number for number, some in enumerate(rounds) for one in some}
+        rollouts: list[list[int]] = [[] for _ in rounds]
+        for rollout, microbatch in enumerate(owner):
+            rollouts[round_of[microbatch]].append(rollout)
+        segments = [
+            _segment(index, _tree(some, paths, options), first_trained, options)
+            for index, some in enumerate(rollouts)
+        ]
+        # What too few of a round have in common to be worth a span is there several times.
+        over = max(segment.padded_length for segment in segments) - longest
+        if over <= 0:
+            return segments
+        budget -= over
+    return None
 
 
 def most_alive(segments: Sequence[Segment]) -> int:

@@ -52,6 +52,9 @@ def test_joined_forests_are_whole(sets, options, each, gain) -> None:
     assert costs[1] <= costs[0]
     joined = {segment.joined for segment in forest.segments} - {-1}
     for index in joined:
+        if options.segment_tokens:
+            most = options.segment_tokens + options.segment_tokens // 8
+            assert forest.segments[index].padded_length <= most
         assert not any(index in segment.parents for segment in forest.segments)
         assert not forest.segments[index].waits and forest.segments[index].inner
     if joined:  # a microbatch runs in one segment
@@ -88,6 +91,19 @@ def test_a_segment_is_as_long_as_what_is_alive() -> None:
     assert [one.padded_length for one in forest.segments] == [106]
     forest = build(rollouts, groups, replace(JOINS, segment_tokens=93), owners(4, 4))
     assert [one.padded_length for one in forest.segments] == [90, 16]
+
+
+def test_what_is_too_short_for_a_span_in_a_round_counts() -> None:
+    """Ten positions of three rollouts are worth a span, of the two in a round they are not: they
+    run twice there, in a segment that is not longer for it."""
+    ends = [np.full(20, 100 + rollout) for rollout in range(3)]
+    tokens = [np.concatenate([np.full(40, 1), np.full(10, 2), end, [0]]) for end in ends]
+    rollouts = [Pairs(one[:-1], one[1:], one[1:] > 99) for one in [tokens[0][:40], *tokens]]
+    options = replace(JOINS, min_gain=15, segment_gain=100, segment_tokens=80)
+    for limit, longest in ((81, 63), (90, 101)):
+        options = replace(options, segment_tokens=limit)
+        lengths = [one.padded_length for one in build(rollouts, None, options, range(4)).segments]
+        assert max(lengths) == longest, lengths
 
 
 def test_most_alive() -> None:
