@@ -122,18 +122,23 @@ class StepPlanner:
                 common.
         """
 
-        def built(length: int) -> Forest:
-            return self.build_at(length, rollouts, microbatch_of, common=common)
+        def built(length: int, joins: bool = True) -> Forest:
+            return self.build_at(length, rollouts, microbatch_of, common=common, joins=joins)
 
-        if judge is None or len(self._lengths) == 1:
+        joins = self._options.joins
+        if judge is None or (len(self._lengths) == 1 and not joins):
             length = self._options.segment_tokens
             return length, built(length)
         tried: list[tuple[Verdict, int, JointForest]] = []
-        for length in self._lengths:
-            length = max(length, self._options.multiple)
-            joint = JointForest.alone(built(length), microbatch_of)
-            tried.append((judge(joint.forest, microbatch_of, self.plan(joint)), length, joint))
-            if tried[-1][0].settles and len(tried) >= self._least:
+        # What is joined waits for nothing, so nothing of it can be kept otherwise to fit.
+        for joined in (True, False) if joins else (False,):
+            for length in self._lengths:
+                length = length and max(length, self._options.multiple)
+                joint = JointForest.alone(built(length, joined), microbatch_of)
+                tried.append((judge(joint.forest, microbatch_of, self.plan(joint)), length, joint))
+                if tried[-1][0].settles and len(tried) >= self._least:
+                    break
+            if any(not verdict.over for verdict, *_ in tried):
                 break
         if all(verdict.over for verdict, *_ in tried):
             # Shorter segments may wait less than stages that run less ahead.
@@ -154,12 +159,15 @@ class StepPlanner:
         *,
         common: Common | None = None,
         rows: Rows | None = None,
+        joins: bool = True,
     ) -> Forest:
         """The step's segments, of at most so many positions; see `build`.
 
+        `joins`: whether any may be joined, where the model can do so.
         `rows`: see `Tries.forest`; they have nothing in common with other data-parallel ranks.
         """
-        options = replace(self._options, segment_tokens=length)
+        joins = joins and self._options.joins
+        options = replace(self._options, segment_tokens=length, joins=joins)
         if common is not None:
             return find_below(rollouts, *common, options).forest(microbatch_of=microbatch_of)
         if self._chooser is not None:

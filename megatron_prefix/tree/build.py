@@ -80,7 +80,7 @@ class Tries:
         roots = _chunked(roots, first, options)
         packed = Packing(roots, first, options, microbatch_of, self.common, rows)
         segments = packed.segments
-        if options.joins and rows is None and self.common is NOTHING_IN_COMMON:
+        if options.joins and every and rows is None and self.common is NOTHING_IN_COMMON:
             # A little longer than others, where as much is alive at once in any case.
             more = options.segment_tokens // 8 if options.segment_tokens else sum(num_positions)
             longest = min(most_alive(segments), options.segment_tokens + more)

@@ -9,7 +9,6 @@ of its own.
 from __future__ import annotations
 
 import collections
-import itertools
 from collections.abc import Iterable, Sequence
 
 from megatron_prefix.tree.forest import Place, Segment, Span, TreeOptions
@@ -41,17 +40,22 @@ def joined_segments(
     for node in preorder(roots):
         for member in node.members:
             paths[member].append(node)
-    rounds = _rounds(paths, owner, options.multiple, longest)
-    if rounds is None:
-        return None
-    round_of = {one: number for number, some in enumerate(rounds) for one in some}
-    rollouts: list[list[int]] = [[] for _ in rounds]
-    for rollout, microbatch in enumerate(owner):
-        rollouts[round_of[microbatch]].append(rollout)
-    return [
-        _segment(index, _tree(some, paths, options), first_trained, options)
-        for index, some in enumerate(rollouts)
-    ]
+    budget = longest
+    while rounds := _rounds(paths, owner, options.multiple, budget):
+        round_of = {one: number for number, some in enumerate(rounds) for one in some}
+        rollouts: list[list[int]] = [[] for _ in rounds]
+        for rollout, microbatch in enumerate(owner):
+            rollouts[round_of[microbatch]].append(rollout)
+        segments = [
+            _segment(index, _tree(some, paths, options), first_trained, options)
+            for index, some in enumerate(rollouts)
+        ]
+        # What too few of a round have in common to be worth a span is there several times.
+        over = max(segment.padded_length for segment in segments) - longest
+        if over <= 0:
+            return segments
+        budget -= over
+    return None
 
 
 def most_alive(segments: Sequence[Segment]) -> int:
@@ -137,17 +141,16 @@ def _tree(
 def _segment(
     index: int, roots: Sequence[Node], first_trained: Sequence[int], options: TreeOptions
 ) -> Segment:
-    """All nodes of some trees, level by level, so that what reads is behind what it reads."""
+    """All nodes of some trees: siblings, and then what is below each of them. What reads is behind
+    what it reads, and all that reads one span is in one piece: every key is in a level once."""
     spans: list[Span] = []
-    level: list[tuple[Node, Place | None]] = [(root, None) for root in roots]
-    while level:
-        places = itertools.count(len(spans))
-        spans += [node.span(options.multiple, parent) for node, parent in level]
-        level = [
-            (child, Place(index, number))
-            for (node, _), number in zip(level, places, strict=False)
-            for child in node.children
-        ]
+    todo: list[tuple[list[Node], Place | None]] = [([*roots], None)]
+    while todo:
+        siblings, parent = todo.pop()
+        places = [Place(index, len(spans) + number) for number in range(len(siblings))]
+        spans += [node.span(options.multiple, parent) for node in siblings]
+        below = zip((node.children for node in siblings), places, strict=True)
+        todo += reversed([pair for pair in below if pair[0]])
     inner = any(span.parent is not None for span in spans)
     scored = any(first_trained[one] < span.end for span in spans for one in span.rollouts)
     whole = padded(tuple(spans), options.whole, inner=inner)

@@ -163,12 +163,12 @@ def _filled(row: Row, schedule: Any, results: Sequence[_Peaks], base: float) -> 
     report = schedule.report if isinstance(schedule, PrefixSchedule) else None
     wave = None
     if results[0].by_action and report is not None:
-        inner = [segment.inner for segment in report.plan.segments]
+        waits = [segment.waits for segment in report.plan.segments]
         wave = max(
             size
             for result in results
             for index, size in result.by_action.items()
-            if not inner[index]
+            if not waits[index]
         )
     elif report is None:
         wave = max(result.peak for result in results)

@@ -12,10 +12,11 @@ import pytest
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
+from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan import gate
 from megatron_prefix.plan.cost_file import read_costs, write_costs
-from megatron_prefix.run import cost_meter
+from megatron_prefix.run import cost_meter, outlines
 from megatron_prefix.run import schedule as schedule_module
 from megatron_prefix.run.schedule import WATCHED, PrefixSchedule
 from megatron_prefix.run.suspend import Capture
@@ -133,6 +134,26 @@ def test_a_step_that_is_known_to_time_stock_is_not_read(monkeypatch, tmp_path: P
     assert schedule.report.stock_bytes == first.report.stock_bytes > 0
     ran(schedule, model, 1)
     assert reads.count == 3, "the next one is looked at again"
+
+
+def test_a_timed_step_that_cannot_be_read_has_run_all_the_same(monkeypatch, tmp_path: Path) -> None:
+    """Whatever is wrong with its calls, other stages wait to hear of it."""
+    path, model = tmp_path / "costs.json", small_model()
+    schedule = schedule_with(mode="auto", min_speedup=0.01, cost_file=str(path))
+    ran(schedule, model, 2)
+    both = schedule.report.prediction
+    timed = cost_meter.StepTime(True, tuple(both.prefix_features.tolist()), both.prefix_seconds)
+    remember(path, timed)
+    speedup = schedule.report.decision.predicted_speedup
+    schedule = schedule_with(mode="auto", min_speedup=0.8 * speedup, cost_file=str(path))
+    ran(schedule, model, 2)
+    monkeypatch.setattr(outlines, "layouts", lambda *_: [][0])
+    found = run(schedule, model)
+    assert "times the stock schedule" in schedule.report.decision.reason
+    assert schedule.report.prediction is None
+    assert_bitwise(found, run(stock_schedule(), small_model()))
+    assert all(step.share for step in measured(path).steps)
+    assert "forward" not in vars(unwrap(model))
 
 
 def test_the_watched_step_is_the_first_run_of_stock(monkeypatch, tmp_path: Path) -> None:

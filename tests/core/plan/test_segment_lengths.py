@@ -50,6 +50,24 @@ def test_a_given_length_is_halved_only_to_keep_the_limit() -> None:
     assert 1024 < chosen(room=10, per_action=500.0, given=1900) <= 1900
 
 
+@pytest.mark.parametrize("given", [0, 8192, "auto"])
+def test_nothing_is_joined_where_only_what_waits_keeps_the_limit(given: int | str) -> None:
+    """A joined segment can be neither recomputed nor offloaded until its backward."""
+    rollouts, _ = flat_rollouts(900, 100, 4, 4)
+    owners = [rollout // 8 for rollout in range(16)]
+    planner = StepPlanner(PrefixConfig(segment_tokens=given), COST, 1, 1, 1, None, joins=True)
+    for over in (0.0, 1.0):
+
+        def judge(forest: Forest, _: Sequence[int], plan: Plan, over: float = over) -> Verdict:
+            joined = any(segment.joined >= 0 for segment in plan.segments)
+            return Verdict(over if joined else 0.0, float(len(forest.segments)), retains=joined)
+
+        _, forest = planner.build(rollouts, owners, judge)
+        joined = any(segment.joined >= 0 for segment in forest.segments)
+        assert joined is (over == 0.0)
+        assert any(segment.waits for segment in forest.segments) is not joined
+
+
 def test_no_other_word() -> None:
     with pytest.raises(UserError, match="segment_tokens is 'all'"):
         PrefixConfig(segment_tokens="all")

@@ -52,6 +52,9 @@ def test_joined_forests_are_whole(sets, options, each, gain) -> None:
     assert costs[1] <= costs[0]
     joined = {segment.joined for segment in forest.segments} - {-1}
     for index in joined:
+        if options.segment_tokens:
+            most = options.segment_tokens + options.segment_tokens // 8
+            assert forest.segments[index].padded_length <= most
         assert not any(index in segment.parents for segment in forest.segments)
         assert not forest.segments[index].waits and forest.segments[index].inner
     if joined:  # a microbatch runs in one segment
@@ -88,6 +91,19 @@ def test_a_segment_is_as_long_as_what_is_alive() -> None:
     assert [one.padded_length for one in forest.segments] == [106]
     forest = build(rollouts, groups, replace(JOINS, segment_tokens=93), owners(4, 4))
     assert [one.padded_length for one in forest.segments] == [90, 16]
+
+
+def test_what_is_too_short_for_a_span_in_a_round_counts() -> None:
+    """Ten positions of three rollouts are worth a span, of the two in a round they are not: they
+    run twice there, in a segment that is not longer for it."""
+    ends = [np.full(20, 100 + rollout) for rollout in range(3)]
+    tokens = [np.concatenate([np.full(40, 1), np.full(10, 2), end, [0]]) for end in ends]
+    rollouts = [Pairs(one[:-1], one[1:], one[1:] > 99) for one in [tokens[0][:40], *tokens]]
+    options = replace(JOINS, min_gain=15, segment_gain=100, segment_tokens=80)
+    for limit, longest in ((81, 63), (90, 101)):
+        options = replace(options, segment_tokens=limit)
+        lengths = [one.padded_length for one in build(rollouts, None, options, range(4)).segments]
+        assert max(lengths) == longest, lengths
 
 
 def test_most_alive() -> None:
@@ -129,6 +145,19 @@ def test_rows_of_a_joined_segment() -> None:
     ]  # fmt: skip
 
 
+def test_every_key_is_in_a_level_once() -> None:
+    """Two trees of three levels: sums of gradients in rows that come twice have no fixed order."""
+    paths = [(x, y, z) for x in (1, 2) for y in (3, 4) for z in (5, 6)]
+    tokens = [np.repeat([x, 10 * x + y, 100 * x + 10 * y + z, 0], 10) for x, y, z in paths]
+    rollouts = [Pairs(one[:-1], one[1:], one[1:] > 0) for one in tokens]
+    forest = build(rollouts, None, replace(JOINS, segment_tokens=0), owners(8, 8))
+    [segment], [levels] = forest.segments, payload_map(forest.segments).levels
+    assert segment.joined == 0 and len(levels) == 2
+    for level in levels:
+        rows = np.concatenate([np.arange(run.start, run.end) for run in level.runs])
+        assert len({*rows.tolist()}) == len(rows)
+
+
 def faults() -> list[tuple[Segment, str]]:
     root, leaf = Span(0, 4, 4, (0, 1)), Span(4, 2, 2, (0,), Place(0, 0))
     other = Span(4, 2, 2, (1,), Place(0, 0))
@@ -157,6 +186,10 @@ def test_nobody_reads_a_joined_segment() -> None:
     joined = Segment((root, leaf), True, True, joined=0)
     with pytest.raises(UserError, match="is no span of an inner segment"):
         check_segments([joined, Segment((Span(4, 2, 2, (1,), Place(0, 0)),), False, True)])
+
+
+def test_a_step_of_no_rollout_has_no_segment() -> None:
+    assert build([], None, JOINS, []).segments == ()
 
 
 def test_equal_rollouts_have_one_leaf() -> None:
