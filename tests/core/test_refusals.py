@@ -45,7 +45,7 @@ def said(tree: ast.AST) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree):
         if called(node) == "refused" and isinstance(node.args[0], ast.Name):  # type: ignore[attr-defined]
             yield node.args[0].id, len(node.args) - 1  # type: ignore[attr-defined]
-        elif called(node) == "given" and isinstance(node.func.value, ast.Name):  # type: ignore[attr-defined]
+        elif called(node) == "given" and isinstance(getattr(node.func, "value", None), ast.Name):  # type: ignore[attr-defined]
             yield node.func.value.id, len(node.args)  # type: ignore[attr-defined]
 
 
