@@ -250,6 +250,18 @@ class Segment(NamedTuple):
         return tuple(sorted(found - {self.joined}))
 
 
+def padded(spans: tuple[Span, ...], whole: int, *, inner: bool) -> tuple[Span, ...]:
+    """A segment's spans with what is missing to a multiple of `whole`: at the end of its last
+    leaf; behind spans that others read, as a span of no rollout."""
+    missing = -sum(span.padded for span in spans) % whole
+    if not missing:
+        return spans
+    if inner:
+        return *spans, Span(0, 0, missing, ())
+    *others, last = spans
+    return *others, last._replace(padded=last.padded + missing)
+
+
 def with_above(segments: Sequence[Segment]) -> Iterator[Segment]:
     """Segments, in F-order, with `above` counted."""
     for segment in segments:

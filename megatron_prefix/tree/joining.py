@@ -11,11 +11,12 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Sequence
 
-from megatron_prefix.tree.forest import Place, Segment, Span, TreeOptions
+from megatron_prefix.tree.forest import Place, Segment, Span, TreeOptions, padded
 from megatron_prefix.tree.nodes import Node, dissolved, preorder
 
 _STEPS = 16
-"""Rounds are made about equally long, to within such a part of a segment."""
+"""Rounds are made about equally long, and shorter where they do not fit, in such parts of a
+segment."""
 
 
 def joined_segments(
@@ -54,7 +55,7 @@ def joined_segments(
         over = max(segment.padded_length for segment in segments) - longest
         if over <= 0:
             return segments
-        budget -= over
+        budget -= max(over, longest // _STEPS + 1)
     return None
 
 
@@ -69,18 +70,6 @@ def most_alive(segments: Sequence[Segment]) -> int:
         sum(lengths[other] for other in range(index + 1) if last[other] >= index)
         for index in range(len(segments))
     )
-
-
-def padded(spans: tuple[Span, ...], whole: int, *, inner: bool) -> tuple[Span, ...]:
-    """A segment's spans with what is missing to a multiple of `whole`: at the end of its last
-    leaf; behind spans that others read, as a span of no rollout."""
-    missing = -sum(span.padded for span in spans) % whole
-    if not missing:
-        return spans
-    if inner:
-        return *spans, Span(0, 0, missing, ())
-    *others, last = spans
-    return *others, last._replace(padded=last.padded + missing)
 
 
 def _rounds(

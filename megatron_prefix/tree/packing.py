@@ -19,8 +19,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans
-from megatron_prefix.tree.forest import Exchange, Forest, Place, Segment, TreeOptions
-from megatron_prefix.tree.joining import padded
+from megatron_prefix.tree.forest import Exchange, Forest, Place, Segment, TreeOptions, padded
 from megatron_prefix.tree.nodes import Node, even_parts, preorder
 
 

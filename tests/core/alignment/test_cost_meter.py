@@ -18,6 +18,7 @@ from megatron_prefix.plan import gate
 from megatron_prefix.plan.cost_file import read_costs, write_costs
 from megatron_prefix.run import cost_meter, outlines
 from megatron_prefix.run import schedule as schedule_module
+from megatron_prefix.run.report import StepReport
 from megatron_prefix.run.schedule import WATCHED, PrefixSchedule
 from megatron_prefix.run.suspend import Capture
 from tests.harness import one_group, steps
@@ -111,16 +112,24 @@ def test_a_close_prediction_times_both_schedules(tmp_path: Path) -> None:
     assert meter_of(schedule).times.stock_factor != meter_of(schedule).times.prefix_factor
 
 
+def doubting(path: Path, model: Any) -> tuple[PrefixSchedule, StepReport]:
+    """A schedule that has timed only itself, with a prediction near the least speedup, and the
+    report of the step that it knows."""
+    first = schedule_with(mode="auto", min_speedup=0.01, cost_file=str(path))
+    ran(first, model, 2)
+    report = first.report
+    assert report is not None and report.prediction is not None
+    both = report.prediction
+    timed = cost_meter.StepTime(True, tuple(both.prefix_features.tolist()), both.prefix_seconds)
+    remember(path, timed)
+    speedup = report.decision.predicted_speedup
+    return schedule_with(mode="auto", min_speedup=0.8 * speedup, cost_file=str(path)), report
+
+
 def test_a_step_that_is_known_to_time_stock_is_not_read(monkeypatch, tmp_path: Path) -> None:
     """Of two steps that the stock schedule gets to be timed the second is known before."""
     path, model = tmp_path / "costs.json", small_model()
-    first = schedule_with(mode="auto", min_speedup=0.01, cost_file=str(path))
-    ran(first, model, 2)
-    both = first.report.prediction
-    timed = cost_meter.StepTime(True, tuple(both.prefix_features.tolist()), both.prefix_seconds)
-    remember(path, timed)
-    speedup = first.report.decision.predicted_speedup
-    schedule = schedule_with(mode="auto", min_speedup=0.8 * speedup, cost_file=str(path))
+    schedule, report = doubting(path, model)
     reads, suspended = counted_looks(monkeypatch)
     assert [share for share, _ in ran(schedule, model, 2)] == [True, False]
     assert (reads.count, suspended.count) == (2, 2)
@@ -130,8 +139,8 @@ def test_a_step_that_is_known_to_time_stock_is_not_read(monkeypatch, tmp_path: P
     assert_bitwise(found, run(stock_schedule(), small_model()))
     # What was measured stands beside the work of exactly this step.
     (stock,) = [step for step in measured(path).steps if not step.share]
-    assert stock.features == tuple(both.stock_features.tolist())
-    assert schedule.report.stock_bytes == first.report.stock_bytes > 0
+    assert stock.features == tuple(report.prediction.stock_features.tolist())
+    assert schedule.report.stock_bytes == report.stock_bytes > 0
     ran(schedule, model, 1)
     assert reads.count == 3, "the next one is looked at again"
 
@@ -139,13 +148,7 @@ def test_a_step_that_is_known_to_time_stock_is_not_read(monkeypatch, tmp_path: P
 def test_a_timed_step_that_cannot_be_read_has_run_all_the_same(monkeypatch, tmp_path: Path) -> None:
     """Whatever is wrong with its calls, other stages wait to hear of it."""
     path, model = tmp_path / "costs.json", small_model()
-    schedule = schedule_with(mode="auto", min_speedup=0.01, cost_file=str(path))
-    ran(schedule, model, 2)
-    both = schedule.report.prediction
-    timed = cost_meter.StepTime(True, tuple(both.prefix_features.tolist()), both.prefix_seconds)
-    remember(path, timed)
-    speedup = schedule.report.decision.predicted_speedup
-    schedule = schedule_with(mode="auto", min_speedup=0.8 * speedup, cost_file=str(path))
+    schedule, _ = doubting(path, model)
     ran(schedule, model, 2)
     monkeypatch.setattr(outlines, "layouts", lambda *_: [][0])
     found = run(schedule, model)
