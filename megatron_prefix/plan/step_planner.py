@@ -44,6 +44,8 @@ class Verdict(NamedTuple):
 
 
 T = TypeVar("T")
+Tried = tuple[Verdict, int, JointForest]
+"""What a step's segments would do, the most positions in one, and the segments."""
 Common = tuple[Sequence[int], CommonSpans]
 """Per rollout the number of its beginning, and what data-parallel ranks have in common."""
 Judge = Callable[[Forest, Sequence[int], Plan], Verdict]
@@ -129,15 +131,16 @@ class StepPlanner:
         if judge is None or (len(self._lengths) == 1 and not joins):
             length = self._options.segment_tokens
             return length, built(length)
-        tried: list[tuple[Verdict, int, JointForest]] = []
+        tried: list[Tried] = []
+
+        def judged(length: int, joined: bool) -> Tried:
+            length = length and max(length, self._options.multiple)
+            joint = JointForest.alone(built(length, joined), microbatch_of)
+            return judge(joint.forest, microbatch_of, self.plan(joint)), length, joint
+
         # What is joined waits for nothing, so nothing of it can be kept otherwise to fit.
         for joined in (True, False) if joins else (False,):
-            for length in self._lengths:
-                length = length and max(length, self._options.multiple)
-                joint = JointForest.alone(built(length, joined), microbatch_of)
-                tried.append((judge(joint.forest, microbatch_of, self.plan(joint)), length, joint))
-                if tried[-1][0].settles and len(tried) >= self._least:
-                    break
+            tried += self._by_length(functools.partial(judged, joined=joined))
             if any(not verdict.over for verdict, *_ in tried):
                 break
         if all(verdict.over for verdict, *_ in tried):
@@ -145,6 +148,19 @@ class StepPlanner:
             tried = [(self._leaner(joint, judge), length, joint) for _, length, joint in tried]
         _, length, joint = min(tried, key=lambda entry: entry[0][:2])
         return length, joint.forest
+
+    def _by_length(self, judged: Callable[[int], Tried]) -> list[Tried]:
+        """The longest segments first, until there is nothing better to look for, and once more
+        between the last two lengths: two answers of 2,050 positions fit no segment of 4,096."""
+        tried: list[Tried] = []
+        for length in self._lengths:
+            tried.append(judged(length))
+            if tried[-1][0].settles and len(tried) >= self._least:
+                break
+        settles = [verdict.settles for verdict, *_ in tried[-2:]]
+        if settles == [False, True] and self._chooser is None:  # which takes tenths of a second
+            tried.append(judged((tried[-2][1] + tried[-1][1]) // 2))
+        return tried
 
     def _leaner(self, joint: JointForest, judge: Judge) -> Verdict:
         """On the best of a pipeline's plans, those that hold less among them."""
