@@ -49,7 +49,8 @@ class PrefixConfig:
         segment_tokens: most positions in a segment (a single span may exceed it); 0: no limit;
             "auto": for every step the number of SEGMENT_TOKENS with the shortest predicted time
             among those that keep the limit of memory. Of a number a half, a quarter or an eighth,
-            from LEAST_SEGMENT on, is taken where that keeps the limit, or a pipeline waits less.
+            from LEAST_SEGMENT on, or a length between two of these, is taken where that keeps the
+            limit, or a pipeline waits less.
         min_gain: a shared span that saves fewer positions is dissolved, and an inner segment that
             saves fewer than SEGMENT_GAIN times as many and less than a 16th of the step; 0
             dissolves nothing, and no prompt runs in the segment of its suffixes.

@@ -150,16 +150,17 @@ class StepPlanner:
         return length, joint.forest
 
     def _by_length(self, judged: Callable[[int], Tried]) -> list[Tried]:
-        """The longest segments first, until there is nothing better to look for, and once more
-        between the last two lengths: two answers of 2,050 positions fit no segment of 4,096."""
+        """Lengths in turn until there is nothing better to look for, and one between the longest
+        that settles it and the next: two answers of 2,050 positions fit no segment of 4,096."""
         tried: list[Tried] = []
         for length in self._lengths:
             tried.append(judged(length))
             if tried[-1][0].settles and len(tried) >= self._least:
                 break
-        settles = [verdict.settles for verdict, *_ in tried[-2:]]
-        if settles == [False, True] and self._chooser is None:  # which takes tenths of a second
-            tried.append(judged((tried[-2][1] + tried[-1][1]) // 2))
+        settled = max((length for verdict, length, _ in tried if verdict.settles), default=0)
+        longer = min((length for _, length, _ in tried if length > settled), default=0)
+        if settled and longer and self._chooser is None:  # which takes tenths of a second
+            tried.append(judged((settled + longer) // 2))
         return tried
 
     def _leaner(self, joint: JointForest, judge: Judge) -> Verdict:

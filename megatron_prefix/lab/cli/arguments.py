@@ -188,7 +188,7 @@ _TEXTS = {
     "chunk_tokens": "cut longer spans into chunks of at most N; 0: never; auto: the length with the"
     " shortest simulated step (default {})",
     "segment_tokens": "most positions that one forward runs, of one tree or of many; 0: no limit;"
-    " auto: by step, what is fastest within the limit of memory; a half, a quarter or an eighth is"
+    " auto: by step, what is fastest within the limit of memory; down to an eighth of it is"
     " taken where only that keeps it (default {})",
     "min_gain": "dissolve a shared span that saves fewer positions, and an inner segment that saves"
     " fewer than 32 times as many and less than a 16th of the step; 0 dissolves nothing,"

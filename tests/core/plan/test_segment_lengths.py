@@ -20,10 +20,12 @@ from tests.harness.trees import flat_rollouts
 COST = CostModel.of_flops(1.0, 1.0, 0.0)
 
 
-def chosen(room: int, per_action: float, given: int | str = "auto") -> int:
+def chosen(
+    room: int, per_action: float, given: int | str = "auto", answer: int = 900, align: int = 1
+) -> int:
     """The longest segment, where at most `room` positions fit and an action costs so much."""
-    rollouts, _ = flat_rollouts(100, 900, 4, 20)
-    planner = StepPlanner(PrefixConfig(segment_tokens=given), COST, 1, 1, 1, None)
+    rollouts, _ = flat_rollouts(100, answer, 4, 20)
+    planner = StepPlanner(PrefixConfig(segment_tokens=given), COST, align, 1, 1, None)
 
     def judge(forest: Forest, _: Sequence[int], plan: Plan) -> Verdict:
         longest = max(segment.padded_length for segment in plan.segments)
@@ -48,6 +50,17 @@ def test_a_given_length_is_halved_only_to_keep_the_limit() -> None:
     assert 2048 < chosen(room=5000, per_action=500.0, given=8192) <= 4096
     assert 512 < chosen(room=10, per_action=500.0, given=8192) <= 1024
     assert 1024 < chosen(room=10, per_action=500.0, given=1900) <= 1900
+
+
+@pytest.mark.parametrize("given", [8192, "auto"])
+def test_a_length_between_two_where_padding_is_all_that_does_not_fit(given: int | str) -> None:
+    """2,049 positions are 2,050 where two ranks share them."""
+
+    def longest(room: int) -> int:
+        return chosen(room, 500.0, given, answer=2049, align=2)
+
+    assert longest(room=4100) == 4100
+    assert longest(room=4099) == 2050
 
 
 @pytest.mark.parametrize("given", [0, 8192, "auto"])
