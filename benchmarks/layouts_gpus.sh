@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Two or four GPUs over NCCL: both schedules in the same layout, on packs, aligned first; dp and ep reduce gradients
+# Two or four GPUs over NCCL: both schedules in the same layout, on packs, aligned first; cp, dp and ep reduce gradients
 # during the backward (overlap_grad_reduce). With transformer-engine and flash-attn-4.
 #   bash benchmarks/layouts_gpus.sh OUTPUT [ARGUMENTS of `megatron-prefix bench`]
 # OUTPUT gets ROW.json for each; the tables go to stdout. Exit code 0 when everything was aligned and timed. A row that
@@ -37,13 +37,13 @@ status=0
 for row in ${ROWS:-tp cp pp dp ep}; do
     case $row in
     tp) row_options=("${dense[@]}" "${tp[@]}" "${steps[@]}") ;;
-    cp) row_options=("${dense[@]}" --cp 2 "${steps[@]}") ;;
+    cp) row_options=("${dense[@]}" --cp 2 --overlap-grad-reduce "${steps[@]}") ;;
     pp) row_options=("${dense[@]}" "${pp[@]}" "${steps[@]}") ;;
     dp) row_options=("${dense[@]}" --dp 2 --overlap-grad-reduce) ;;
     ep) row_options=("${experts[@]}" --ep 2 --overlap-grad-reduce "${steps[@]}") ;;
     pp4) row_options=("${dense[@]}" --pp 4 --shape-groups 4 --chunk-tokens 4096 "${steps[@]}") ;;
     tp2-pp2) row_options=("${dense[@]}" "${tp[@]}" "${pp[@]}" "${steps[@]}") ;;
-    cp4) row_options=("${dense[@]}" --cp 4 "${steps[@]}") ;;
+    cp4) row_options=("${dense[@]}" --cp 4 --overlap-grad-reduce "${steps[@]}") ;;
     ep4) row_options=("${experts[@]}" --ep 4 --overlap-grad-reduce "${steps[@]}") ;;
     latents-tp) row_options=("${latents[@]}" "${tp[@]}") ;;
     latents-pp) row_options=("${latents[@]}" "${pp[@]}") ;;

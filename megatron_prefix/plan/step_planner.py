@@ -18,8 +18,8 @@ from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.planfile import PlanFile
 from megatron_prefix.plan.planner import best_plan
-from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
-from megatron_prefix.tree.across_ranks import CommonSpans
+from megatron_prefix.tree import Forest, Pairs, TreeOptions, Tries, find_shared
+from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans
 from megatron_prefix.tree.build import find_below
 from megatron_prefix.tree.packing import Rows
 
@@ -124,8 +124,11 @@ class StepPlanner:
                 common.
         """
 
+        shared = self._shared(rollouts, common)
+
         def built(length: int, joins: bool = True) -> Forest:
-            return self.build_at(length, rollouts, microbatch_of, common=common, joins=joins)
+            tries = self._cut(shared, length, rollouts, microbatch_of, joins)
+            return tries.forest(microbatch_of=microbatch_of)
 
         joins = self._options.joins
         if judge is None or (len(self._lengths) == 1 and not joins):
@@ -176,21 +179,36 @@ class StepPlanner:
         *,
         common: Common | None = None,
         rows: Rows | None = None,
-        joins: bool = True,
     ) -> Forest:
         """The step's segments, of at most so many positions; see `build`.
 
-        `joins`: whether any may be joined, where the model can do so.
         `rows`: see `Tries.forest`; they have nothing in common with other data-parallel ranks.
         """
+        tries = self._cut(self._shared(rollouts, common), length, rollouts, microbatch_of)
+        return tries.forest(microbatch_of=microbatch_of, rows=rows)
+
+    def _shared(self, rollouts: Sequence[Pairs], common: Common | None) -> Tries:
+        """What the rollouts share, however long segments are."""
+        if common is not None:
+            return find_below(rollouts, *common, self._options)
+        return find_shared(rollouts, options=self._options)
+
+    def _cut(
+        self,
+        shared: Tries,
+        length: int,
+        rollouts: Sequence[Pairs],
+        microbatch_of: Sequence[int],
+        joins: bool = True,
+    ) -> Tries:
+        """The same, to be cut into segments of at most so many positions, in chunks where these are
+        chosen; `joins`: whether any may be joined, where the model can do so."""
         joins = joins and self._options.joins
         options = replace(self._options, segment_tokens=length, joins=joins)
-        if common is not None:
-            return find_below(rollouts, *common, options).forest(microbatch_of=microbatch_of)
-        if self._chooser is not None:
+        if self._chooser is not None and shared.common is NOTHING_IN_COMMON:
             chunk_tokens = self._chooser.choose(rollouts, None, options, microbatch_of)
             options = replace(options, chunk_tokens=chunk_tokens)
-        return build(rollouts, None, options, microbatch_of, rows)
+        return replace(shared, options=options)
 
     def plan(self, joint: JointForest) -> Plan:
         """The first of `plans`."""

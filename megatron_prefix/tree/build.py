@@ -75,10 +75,12 @@ class Tries:
         if chunk_tokens is not None:
             options = replace(options, chunk_tokens=chunk_tokens)
         every = [root for tree in self.trees for root in tree]
-        roots = _copied(every)
-        roots = _worthwhile(roots, first, options, microbatch_of, sum(num_positions), self.common)
-        roots = _chunked(roots, first, options)
-        packed = Packing(roots, first, options, microbatch_of, self.common, rows)
+        packed = _worthwhile(
+            _copied(every), first, options, microbatch_of, sum(num_positions), self.common
+        )
+        if options.chunk_tokens or rows is not None:
+            roots = _chunked(packed.roots, first, options)
+            packed = Packing(roots, first, options, microbatch_of, self.common, rows)
         segments = packed.segments
         if options.joins and every and rows is None and self.common is NOTHING_IN_COMMON:
             # A little longer than others, where as much is alive at once in any case.
@@ -208,8 +210,8 @@ def trie(
         start: the position at which the codes begin, a multiple of the boundary.
     """
     same: dict[bytes, list[int]] = {}
-    for m, code in codes.items():
-        same.setdefault(code.astype(">u8").tobytes(), []).append(m)
+    for m, key in zip(codes, _keys([*codes.values()]), strict=True):
+        same.setdefault(key, []).append(m)
     # Equal rollouts have one node; with loss_in_leaves the earliest trained position counts.
     earliest = {copies[0]: min(first[m] for m in copies) for copies in same.values() if first}
     ordered = [copies for _, copies in sorted(same.items())]
@@ -233,6 +235,15 @@ def trie(
     for node in preorder(top.children) if start else ():
         node.start, node.end = node.start + start, node.end + start
     return top.children
+
+
+def _keys(codes: Sequence[np.ndarray]) -> Iterator[bytes]:
+    """Of every rollout its codes in an order like theirs; all of them are converted at once."""
+    if not codes:
+        return
+    keys = np.concatenate(codes).astype(">u8").tobytes()
+    ends = [*itertools.accumulate(code.nbytes for code in codes)]
+    yield from (keys[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True))
 
 
 def _shared(
@@ -274,26 +285,22 @@ def _worthwhile(
     microbatch_of: Sequence[int] | None,
     raw_tokens: int,
     common: CommonSpans,
-) -> list[Node]:
-    """Dissolves the nodes of inner segments that save too little.
+) -> Packing:
+    """The segments without the nodes of inner ones that save too little.
 
     What is left is packed again, and may fill its segments better, so each time only the weaker
     half of those segments goes. In a small step what an action costs is small compared with a share
     of it.
     """
     least = min(options.segment_gain, raw_tokens // LEAST_SHARE)
-    while least:
-        packed = Packing(roots, first, options, microbatch_of, common).inner
-        saved = sorted(
-            (entry for entry in ((sum(node.saved for node in nodes), nodes) for nodes in packed)
-             if entry[0] < least),
-            key=lambda entry: entry[0],
-        )  # fmt: skip
+    while True:
+        packed = Packing(roots, first, options, microbatch_of, common)
+        every = ((sum(node.saved for node in nodes), nodes) for nodes in packed.inner)
+        saved = sorted((one for one in every if one[0] < least), key=lambda one: one[0])
         if not saved:
-            break
+            return packed
         weak = {id(node) for _, nodes in saved[: -(-len(saved) // 2)] for node in nodes}
         roots = dissolved(roots, lambda node, weak=weak: id(node) not in weak)  # type: ignore[misc]
-    return roots
 
 
 def _copied(roots: list[Node]) -> list[Node]:
@@ -303,7 +310,7 @@ def _copied(roots: list[Node]) -> list[Node]:
     return top.children
 
 
-def _chunked(roots: list[Node], first: Sequence[int], options: TreeOptions) -> list[Node]:
+def _chunked(roots: Sequence[Node], first: Sequence[int], options: TreeOptions) -> Sequence[Node]:
     """Cuts every node longer than `chunk_tokens` into a chain of nearly equal chunks."""
     longest = options.rounded(options.chunk_tokens)
     if not longest:

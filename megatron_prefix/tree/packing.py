@@ -101,9 +101,9 @@ class Rounds:
     def _place(self, leaf: Node, least: int) -> None:
         """Gives a leaf to its rounds. Equal rollouts of several rounds have one leaf, in a segment
         that waits for all their losses, unless that saves fewer positions than `least`."""
-        parts: dict[int, list[int]] = collections.defaultdict(list)
+        parts: dict[int, list[int]] = {}
         for member in leaf.members:
-            parts[self._round_of[self._owner[member]]].append(member)
+            parts.setdefault(self._round_of[self._owner[member]], []).append(member)
         if len(parts) > 1 and (len(parts) - 1) * (leaf.end - leaf.start) >= least:
             self.lasting[min(parts)].append(leaf)
             return
@@ -162,6 +162,7 @@ class Packing:
         rows: see Rounds.
 
     Attributes:
+        roots: as given.
         segments: in F-order.
         inner: the nodes of every inner segment that the rank has for itself.
         exchanges: see Forest.
@@ -177,6 +178,7 @@ class Packing:
         common: CommonSpans = NOTHING_IN_COMMON,
         rows: Rows | None = None,
     ) -> None:
+        self.roots = roots
         self.segments: list[Segment] = []
         self.inner: list[Sequence[Node]] = []
         self.exchanges: list[Exchange] = []
