@@ -24,8 +24,8 @@ from megatron_prefix.layers import mtp
 from megatron_prefix.layers.table import payload_parts
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import installed
+from megatron_prefix.moe.options import replays_routes
 from megatron_prefix.moe.told import may_replay
-from megatron_prefix.moe.versions import replays_routes
 from megatron_prefix.refusals.table import (
     AHEAD_BEHIND,
     AHEAD_LABELS,

@@ -11,11 +11,10 @@ import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.bench.work import Setting, Work
-from megatron_prefix.lab.data.pairs import pairs_of_groups
+from megatron_prefix.lab.data.pairs import needed_pairs
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.rl.flops import cost_model, peak_flops
-from megatron_prefix.moe.versions import counts_tokens
 from megatron_prefix.run.exchanges import Crossed
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.tree import build
@@ -149,12 +148,7 @@ def flop_bound(spec: ModelSpec, config: PrefixConfig, steps: Sequence[Sequence[G
         cost_model(spec),
         replace(config.tree_options(1), min_gain=0, segment_gain=0),
     )
-    whole = counts_tokens(spec) or spec.mtp_num_layers
-    forests = []
-    for groups in steps:
-        pairs, numbers = pairs_of_groups(groups)
-        pairs = pairs if whole else [one.up_to_loss() for one in pairs]
-        forests.append(build(pairs, numbers, options).all_read())
+    forests = [build(*needed_pairs(groups, spec), options).all_read() for groups in steps]
     return sum(map(cost.stock, forests)) / sum(map(cost.prefix, forests))
 
 

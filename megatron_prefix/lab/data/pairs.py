@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_prefix.lab.data.rollouts import Group, Rollout
+from megatron_prefix.lab.models.presets import ModelSpec
+from megatron_prefix.moe.options import counts_tokens
 from megatron_prefix.tree import Pairs
 
 
@@ -21,3 +23,12 @@ def pairs_of_groups(groups: Sequence[Group]) -> tuple[list[Pairs], list[int]]:
     rollouts = [pairs_of(rollout) for group in groups for rollout in group.rollouts]
     numbers = [number for number, group in enumerate(groups) for _ in group.rollouts]
     return rollouts, numbers
+
+
+def needed_pairs(groups: Sequence[Group], spec: ModelSpec) -> tuple[list[Pairs], list[int]]:
+    """The same without what a training step of a model does not compute, as a run decides it
+    (run/read_calls.py, `ReadCalls.up_to_loss`)."""
+    rollouts, numbers = pairs_of_groups(groups)
+    if counts_tokens(spec) or spec.mtp_num_layers:
+        return rollouts, numbers
+    return [rollout.up_to_loss() for rollout in rollouts], numbers
