@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.bench.work import Setting, Work
-from megatron_prefix.lab.data.pairs import needed_pairs
+from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.rl.flops import cost_model, peak_flops
@@ -148,7 +148,8 @@ def flop_bound(spec: ModelSpec, config: PrefixConfig, steps: Sequence[Sequence[G
         cost_model(spec),
         replace(config.tree_options(1), min_gain=0, segment_gain=0),
     )
-    forests = [build(*needed_pairs(groups, spec), options).all_read() for groups in steps]
+    pairs = [pairs_of_groups(groups, spec.needs_tails) for groups in steps]
+    forests = [build(*some, options).all_read() for some in pairs]
     return sum(map(cost.stock, forests)) / sum(map(cost.prefix, forests))
 
 

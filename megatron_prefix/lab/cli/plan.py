@@ -14,7 +14,7 @@ from megatron_prefix.lab.cli import arguments, plan_ranks
 from megatron_prefix.lab.cli.inputs import load_groups
 from megatron_prefix.lab.cli.outputs import check_outputs, write_text
 from megatron_prefix.lab.cli.report import counted, facts, number, print_facts, print_json
-from megatron_prefix.lab.data.pairs import needed_pairs
+from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.lab.plans.job_plan import rank_cost
@@ -152,7 +152,7 @@ def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
         options = _options(args, config, layout)
         dealt = plan_ranks.dealt(groups, model, layout, config, options, args.deal, args.seed)
         groups = list(dealt.ranks[dealt.tokens.slowest])
-    rollouts, numbers = needed_pairs(groups, model)
+    rollouts, numbers = pairs_of_groups(groups, model.needs_tails)
     chunk_tokens = args.chunk_tokens
     if chunk_tokens == "auto":
         options = _options(args, config, layout)

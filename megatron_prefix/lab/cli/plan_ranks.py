@@ -10,7 +10,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.cli.outputs import write_text
 from megatron_prefix.lab.cli.report import counted, facts, print_facts, print_records
-from megatron_prefix.lab.data.pairs import needed_pairs
+from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.plans.dealing import deal
@@ -96,7 +96,7 @@ def dealt(
     ranks = deal(groups, spec, layout, config, how, stock=False, seed=seed)
     job = None
     if crosses(config, layout):
-        pairs = [needed_pairs(some, spec)[0] for some in ranks]
+        pairs = [pairs_of_groups(some, spec.needs_tails)[0] for some in ranks]
         plans = job_plan(pairs, [[*range(len(one))] for one in pairs], options)
         position = rank_cost(spec, layout).forward.positions
         sent, back = message_seconds(spec, layout, BYTES_PER_SECOND)

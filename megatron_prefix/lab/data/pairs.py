@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_prefix.lab.data.rollouts import Group, Rollout
-from megatron_prefix.lab.models.presets import ModelSpec
-from megatron_prefix.moe.options import counts_tokens
 from megatron_prefix.tree import Pairs
 
 
@@ -18,17 +16,9 @@ def pairs_of(rollout: Rollout) -> Pairs:
     return Pairs(rollout.tokens[:-1], rollout.tokens[1:], rollout.loss_mask[1:])
 
 
-def pairs_of_groups(groups: Sequence[Group]) -> tuple[list[Pairs], list[int]]:
-    """All rollouts of a step as pairs, and the group number of each, as `tree.build` takes them."""
+def pairs_of_groups(groups: Sequence[Group], tails: bool = True) -> tuple[list[Pairs], list[int]]:
+    """All rollouts of a step as pairs, and the group number of each, as `tree.build` takes them;
+    `tails`: with what is behind their last loss (see `ModelSpec.needs_tails`)."""
     rollouts = [pairs_of(rollout) for group in groups for rollout in group.rollouts]
     numbers = [number for number, group in enumerate(groups) for _ in group.rollouts]
-    return rollouts, numbers
-
-
-def needed_pairs(groups: Sequence[Group], spec: ModelSpec) -> tuple[list[Pairs], list[int]]:
-    """The same without what a training step of a model does not compute, as a run decides it
-    (run/read_calls.py, `ReadCalls.up_to_loss`)."""
-    rollouts, numbers = pairs_of_groups(groups)
-    if counts_tokens(spec) or spec.mtp_num_layers:
-        return rollouts, numbers
-    return [rollout.up_to_loss() for rollout in rollouts], numbers
+    return rollouts if tails else [rollout.up_to_loss() for rollout in rollouts], numbers

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_prefix.lab.data.pairs import needed_pairs
+from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.tree import TreeOptions, build
@@ -63,7 +63,7 @@ def dealt_tokens(
         options: how rollouts become segments.
         spec: the model.
     """
-    pairs = [needed_pairs(groups, spec) for groups in ranks]
+    pairs = [pairs_of_groups(groups, spec.needs_tails) for groups in ranks]
     alone = [build(*some, options) for some in pairs]
     names = [[one.group for group in groups for one in group.rollouts] for groups in ranks]
     numbers = {name: n for n, name in enumerate(dict.fromkeys(itertools.chain(*names)))}
