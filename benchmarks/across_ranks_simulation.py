@@ -100,7 +100,7 @@ def simulated(
         seconds = message_seconds(spec, layout, 1e9 * rate)
         unhidden = free + message_time(job, seconds)
         by_rate.append(Outcome(job.timeline(cost.segment, seconds).makespan, unhidden))
-    tokens = dealt_tokens(ranks, options)
+    tokens = dealt_tokens(ranks, options, spec)
     bound = tokens.speedup_across_ranks / tokens.speedup
     stock, shared = map(max, zip(*alone, strict=True))
     return Row(stock, shared, free, by_rate, job.received_tokens, bound)

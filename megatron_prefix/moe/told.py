@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_prefix.moe.versions import replays_routes
+from megatron_prefix.moe.options import replays_routes
 from megatron_prefix.tree.forest import MOST_EXPERTS
 
 RECORD, FORWARD = "RECORD", "REPLAY_FORWARD"

@@ -54,36 +54,6 @@ def forget_logged_losses() -> None:
     _log_of_losses().clear()
 
 
-def _balancing(config: Any) -> set[str]:
-    """Names of the losses that balance the experts."""
-    if not getattr(config, "num_moe_experts", None):
-        return set()
-    kinds = getattr(config, "moe_router_load_balancing_type", "none")
-    coefficients: Any = getattr(config, "moe_aux_loss_coeff", 0.0)
-    if isinstance(kinds, str):
-        kinds, coefficients = [kinds], [coefficients]
-    return {kind for kind, coeff in zip(kinds, coefficients, strict=True) if coeff > 0}
-
-
-def has_global_loss(config: Any) -> bool:
-    """Whether routers use global_aux_loss: counts of all data-parallel ranks, in order."""
-    return "global_aux_loss" in _balancing(config)
-
-
-def counts_tokens(config: Any) -> bool:
-    """Whether routers do anything with which tokens are padding: losses, or a bias by load."""
-    bias = getattr(config, "moe_router_enable_expert_bias", False)
-    z_loss = getattr(config, "moe_z_loss_coeff", None)
-    experts = bool(getattr(config, "num_moe_experts", None))
-    return bool(_balancing(config)) or (experts and bool(bias or z_loss))
-
-
-def replays_routes(config: Any) -> bool:
-    """Whether routers can follow given routes: Megatron's RouterReplay, or verl's older one."""
-    names = ("moe_enable_routing_replay", "enable_routing_replay")
-    return any(bool(getattr(config, name, False)) for name in names)
-
-
 def global_loss_is_whole(router: Any) -> dict[str, bool]:
     """The argument that stops a router's log from averaging over data-parallel ranks."""
     known = inspect.signature(router.attach_and_log_load_balancing_loss).parameters

@@ -15,7 +15,7 @@ one rank's behind another's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -262,21 +262,20 @@ class CallOutputs:
 
     def _joined(self, rollouts: Sequence[int], number: int) -> Tensor:
         """One tensor's positions along the paths of rollouts, [positions, ...]."""
-        segments = self._forest.segments
-        places = [place for rollout in rollouts for place in self._forest.paths[rollout]]
-        like = self.kept[places[-1].segment].leaves[number]
+        places = [place for rollout in rollouts for place in self._places(rollout)]
+        last = self._forest.paths[rollouts[-1]][-1]
+        like = self.kept[last.segment].leaves[number]
         if like.dim() > 1:
             return self._assembled(places, number, like)
-        used = sorted({place.segment for place in places if segments[place.segment].scored})
+        used = sorted({place.segment for place, _ in places if place})
         begins, total = dict[int, int](), 0  # of segments whose outputs lie one behind the other
         for segment in used:
             begins[segment] = total
             total += self._bounds_of(segment)[-1]
         index = []
         missing = total  # zeros behind the outputs stand for positions that nobody computed
-        for place in places:
-            length = segments[place.segment].spans[place.number].length
-            if segments[place.segment].scored:
+        for place, length in places:
+            if place:
                 start = begins[place.segment] + self._bounds_of(place.segment)[place.number]
             else:
                 start, missing = missing, missing + length
@@ -285,6 +284,17 @@ class CallOutputs:
         whole = torch.cat([*outputs, self._guard(like, missing - total)])
         return whole.index_select(0, on(like.device, np.concatenate(index)))
 
+    def _places(self, rollout: int) -> Iterator[tuple[Place | None, int]]:
+        """Where a rollout's outputs are, and of how many positions; None: nobody computed them."""
+        rest = self._forest.num_positions[rollout]
+        for place in self._forest.paths[rollout]:
+            segment = self._forest.segments[place.segment]
+            length = segment.spans[place.number].length
+            rest -= length
+            yield place if segment.scored else None, length
+        if rest:
+            yield None, rest
+
     def _bounds_of(self, index: int) -> list[int]:
         """Where the spans of a segment begin in its output, and where the last one ends."""
         if index not in self._bounds:
@@ -292,14 +302,14 @@ class CallOutputs:
             self._bounds[index] = [*itertools.accumulate(lengths, initial=0)]
         return self._bounds[index]
 
-    def _assembled(self, places: Sequence[Place], number: int, like: Tensor) -> Tensor:
+    def _assembled(
+        self, places: Sequence[tuple[Place | None, int]], number: int, like: Tensor
+    ) -> Tensor:
         """Logits along places: no second copy of them, and zeros where nobody computed any."""
         pieces, targets, unread, offset = [], [], [], 0
-        segments = self._forest.segments
-        for place in places:
-            length = segments[place.segment].spans[place.number].length
+        for place, length in places:
             local = np.arange(0)
-            if segments[place.segment].scored:
+            if place:
                 piece = self.kept[place.segment].pieces[number][place.number]
                 pieces.append(piece)
                 local = piece.positions

@@ -20,7 +20,7 @@ from megatron_prefix.layers import mtp, precision, table
 from megatron_prefix.layers.model import cost_of, footprint_of, leaves_positions
 from megatron_prefix.megatron.features import pattern_of, recomputes
 from megatron_prefix.megatron.install import language_model
-from megatron_prefix.moe.versions import counts_tokens, has_global_loss
+from megatron_prefix.moe.options import counts_tokens, has_global_loss
 from megatron_prefix.plan.footprint import Execution, Footprint
 
 

@@ -24,8 +24,8 @@ from megatron_prefix.layers import mtp
 from megatron_prefix.layers.table import payload_parts
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import installed
+from megatron_prefix.moe.options import replays_routes
 from megatron_prefix.moe.told import may_replay
-from megatron_prefix.moe.versions import replays_routes
 from megatron_prefix.refusals.table import (
     AHEAD_BEHIND,
     AHEAD_LABELS,
@@ -93,6 +93,8 @@ class ReadCalls(NamedTuple):
             the callback says.
         given: what the first stage's calls give in the place of tokens; None: nothing.
         told: without that callback, what this rank's routers have been told; None: they cannot be.
+        up_to_loss: whether what is behind a sample's last loss has no effect, if calls have labels:
+            some routers count all tokens, and multi-token prediction has losses of its own.
     """
 
     first: CallTokens | None
@@ -100,6 +102,7 @@ class ReadCalls(NamedTuple):
     routes: Sequence[Tensor | None] = ()
     given: Given | None = None
     told: ToldRoutes | None = None
+    up_to_loss: bool = False
 
 
 def read_calls(capture: Capture, rank: Rank, callbacks: Callbacks) -> ReadCalls:
@@ -139,7 +142,8 @@ def read_calls(capture: Capture, rank: Rank, callbacks: Callbacks) -> ReadCalls:
     told = None
     if callbacks.routes is None and rank.has_experts and may_replay(rank.config):
         told = told_routes(capture, rank)
-    return ReadCalls(first, last, routes, given, told)
+    up_to_loss = not (rank.forward_only or rank.counts_tokens or rank.looks_ahead)
+    return ReadCalls(first, last, routes, given, told, up_to_loss)
 
 
 def _check_chunk(capture: Capture, rank: Rank, callbacks: Callbacks, chunk: int) -> None:

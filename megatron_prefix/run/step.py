@@ -129,6 +129,9 @@ def read_step(
                 codes = calls.given.codes(known.lengths, known.tokens)
                 known = known._replace(tokens=codes)
             samples = _samples(known, routes, cp, device)
+            # Losses of logits may look at any of them.
+            if calls.up_to_loss and known.labels is not None and known.trained is not None:
+                samples = [sample.up_to_loss() for sample in samples]
         elif calls.last is not None:
             samples = _samples(calls.last, (), cp, device)
     except Exception as error:  # noqa: BLE001  # the other stages wait for this one's message

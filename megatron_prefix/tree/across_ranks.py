@@ -125,9 +125,9 @@ def beginnings_of(
     number_of, own = [], 0
     for rollout in rollouts:
         trained = rollout.first_trained
-        end = options.rounded(trained if options.loss_in_leaves else len(rollout) - 1)
+        end = options.rounded(trained if options.loss_in_leaves else rollout.num_needed - 1)
         codes = rollout.codes(0, end)
-        own += len(rollout) - end
+        own += rollout.num_needed - end
         number = known.setdefault(codes.tobytes(), len(ends))
         if number == len(ends):
             ends.append(end)

@@ -189,7 +189,7 @@ def _worth(
     rollouts: Sequence[Pairs], members: Sequence[int], options: TreeOptions, start: int = 0
 ) -> list[Node]:
     """The tree of some rollouts from a position on, with nodes that save enough."""
-    codes = {m: rollouts[m].codes(start) for m in members}
+    codes = {m: rollouts[m].codes(start, rollouts[m].num_needed) for m in members}
     first = {m: rollouts[m].first_trained - start for m in members}
     roots = trie(codes, options, first if options.loss_in_leaves else {}, start)
     return dissolved(roots, lambda node: node.saved >= options.min_gain)

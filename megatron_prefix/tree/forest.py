@@ -41,6 +41,8 @@ class Pairs:
             elsewhere.
         following: the input after each position, where labels do not tell it; positions with
             different ones are not shared. None: they do, or it is not read.
+        needed: the first positions, at least one, of which anything is needed: what is behind them
+            is not computed. None: all.
     """
 
     inputs: np.ndarray
@@ -49,15 +51,27 @@ class Pairs:
     routes: np.ndarray | None = None
     weights: np.ndarray | None = None
     following: np.ndarray | None = None
+    needed: int | None = None
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     @property
+    def num_needed(self) -> int:
+        """Positions that are computed."""
+        return len(self) if self.needed is None else self.needed
+
+    @property
     def first_trained(self) -> int:
-        """First position with loss; the last position if there is none."""
+        """First position with loss; the last one that is computed if there is none."""
         first = int(self.trained.argmax())
-        return first if self.trained[first] else len(self) - 1
+        return first if self.trained[first] else self.num_needed - 1
+
+    def up_to_loss(self) -> Pairs:
+        """Without what is behind the last position that carries loss; a rollout without any keeps
+        its first position."""
+        behind = int(self.trained[::-1].argmax())
+        return replace(self, needed=len(self) - behind if self.trained[~behind] else 1)
 
     def codes(self, start: int = 0, end: int | None = None) -> np.ndarray:
         """A code per position [start, end), equal if input, label and routes are, and where it is
@@ -376,7 +390,7 @@ class Forest:
 
     @cached_property
     def paths(self) -> tuple[tuple[Place, ...], ...]:
-        """Per rollout the places of its spans, root first."""
+        """Per rollout the places of its spans, root first; what is not computed has none."""
         paths: list[list[Place]] = [[] for _ in self.num_positions]
         for index, segment in enumerate(self.segments):
             for number, span in enumerate(segment.spans):

@@ -38,6 +38,8 @@ class Form:
         per_token: Megatron's calculate_per_token_loss.
         by_tp_rank_0: only the first tensor-parallel rank has an iterator, and broadcasts.
         indices: a microbatch is a number, and the iterator no iterator.
+        tails: ends of samples carry no loss, as answers of tools, and some samples carry none at
+            all, as those that a filter has left out.
     """
 
     packed: bool = True
@@ -49,6 +51,7 @@ class Form:
     per_token: bool = False
     by_tp_rank_0: bool = False
     indices: bool = False
+    tails: bool = False
 
 
 ROWS = Form(packed=False)
@@ -98,7 +101,11 @@ class Trainer:
 
     def samples(self, seed: int, num: int) -> list[Any]:
         """Tokens and trained flags of rollouts; see `samples`."""
-        return samples(seed, num)
+        found = samples(seed, num)
+        for number, (_, trained) in enumerate(found if self.form.tails else ()):
+            trained[-2 - number % 2 :] = False
+            trained[:] &= number % 3 != 0
+        return found
 
     def batch_of(self, members: Sequence[Any], number: int, multiple: int) -> dict[str, Any]:
         form, longest = self.form, max(len(tokens) for tokens, *_ in members)

@@ -142,12 +142,14 @@ class Measured:
 
 
 def flop_bound(spec: ModelSpec, config: PrefixConfig, steps: Sequence[Sequence[Group]]) -> float:
-    """FLOPs of the stock schedule over those of one that shares all it may share."""
+    """FLOPs of the stock schedule over those of one that shares all it may share, and runs nothing
+    behind a rollout's last loss where that has no effect (run/read_calls.py, `up_to_loss`)."""
     cost, options = (
         cost_model(spec),
         replace(config.tree_options(1), min_gain=0, segment_gain=0),
     )
-    forests = [build(*pairs_of_groups(groups), options).all_read() for groups in steps]
+    pairs = [pairs_of_groups(groups, spec.needs_tails) for groups in steps]
+    forests = [build(*some, options).all_read() for some in pairs]
     return sum(map(cost.stock, forests)) / sum(map(cost.prefix, forests))
 
 

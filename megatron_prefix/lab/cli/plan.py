@@ -152,7 +152,7 @@ def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
         options = _options(args, config, layout)
         dealt = plan_ranks.dealt(groups, model, layout, config, options, args.deal, args.seed)
         groups = list(dealt.ranks[dealt.tokens.slowest])
-    rollouts, numbers = pairs_of_groups(groups)
+    rollouts, numbers = pairs_of_groups(groups, model.needs_tails)
     chunk_tokens = args.chunk_tokens
     if chunk_tokens == "auto":
         options = _options(args, config, layout)

@@ -96,13 +96,13 @@ def dealt(
     ranks = deal(groups, spec, layout, config, how, stock=False, seed=seed)
     job = None
     if crosses(config, layout):
-        pairs = [pairs_of_groups(some)[0] for some in ranks]
+        pairs = [pairs_of_groups(some, spec.needs_tails)[0] for some in ranks]
         plans = job_plan(pairs, [[*range(len(one))] for one in pairs], options)
         position = rank_cost(spec, layout).forward.positions
         sent, back = message_seconds(spec, layout, BYTES_PER_SECOND)
         messages = sent / position, back / position
         job = plans, plans.timeline(messages=messages) if simulates(layout) else None
-    return Dealt(how, ranks, dealt_tokens(ranks, options), job)
+    return Dealt(how, ranks, dealt_tokens(ranks, options, spec), job)
 
 
 def crosses(config: PrefixConfig, layout: Layout) -> bool:

@@ -17,6 +17,7 @@ from megatron_prefix.layers.model import behind_decoder, layers_of
 from megatron_prefix.layers.precision import BY_BLOCKS
 from megatron_prefix.layers.recurrent.kind import Recurrent
 from megatron_prefix.layers.table import KINDS
+from megatron_prefix.moe.options import counts_tokens
 
 if sys.version_info >= (3, 11):
     import tomllib as toml
@@ -396,6 +397,12 @@ class ModelSpec:
     def kinds(self) -> tuple[Kind, ...]:
         """All kinds that the layers have."""
         return tuple(kind for kind in KINDS if any(kind in layer for layer in self.layers))
+
+    @property
+    def needs_tails(self) -> bool:
+        """Whether what is behind a rollout's last loss has an effect on a training step, as a run
+        decides it (run/read_calls.py, `ReadCalls.up_to_loss`)."""
+        return counts_tokens(self) or bool(self.mtp_num_layers)
 
     @property
     def recurrent(self) -> tuple[Recurrent, ...]:

@@ -7,11 +7,13 @@ executes at least what no other rank has, and the slowest at least the mean.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_prefix.lab.data.pairs import pairs_of, pairs_of_groups
+from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
+from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.tree import TreeOptions, build
 
 
@@ -51,21 +53,27 @@ class DealtTokens:
         return max(self.raw_tokens) / max(mean, *self.own_tokens)
 
 
-def dealt_tokens(ranks: Sequence[Sequence[Group]], options: TreeOptions) -> DealtTokens:
+def dealt_tokens(
+    ranks: Sequence[Sequence[Group]], options: TreeOptions, spec: ModelSpec
+) -> DealtTokens:
     """Counts a dealt step.
 
     Args:
         ranks: per data-parallel rank its groups, at least one; parts of one group have one name.
         options: how rollouts become segments.
+        spec: the model.
     """
-    alone = [build(*pairs_of_groups(groups), options) for groups in ranks]
+    pairs = [pairs_of_groups(groups, spec.needs_tails) for groups in ranks]
+    alone = [build(*some, options) for some in pairs]
+    names = [[one.group for group in groups for one in group.rollouts] for groups in ranks]
+    numbers = {name: n for n, name in enumerate(dict.fromkeys(itertools.chain(*names)))}
     held = [
-        (rank, one) for rank, some in enumerate(ranks) for group in some for one in group.rollouts
+        (rank, numbers[name], one)
+        for rank, ((some, _), mine) in enumerate(zip(pairs, names, strict=True))
+        for one, name in zip(some, mine, strict=True)
     ]
-    numbers = {name: n for n, name in enumerate(dict.fromkeys(one.group for _, one in held))}
-    held.sort(key=lambda pair: numbers[pair[1].group])  # siblings are packed together
-    pairs = [pairs_of(one) for _, one in held]
-    joint = build(pairs, [numbers[one.group] for _, one in held], options)
+    held.sort(key=lambda entry: entry[1])  # siblings are packed together
+    joint = build([one for *_, one in held], [number for _, number, _ in held], options)
     own = [0] * len(ranks)
     for segment in joint.segments:
         for span in segment.spans:

@@ -41,6 +41,12 @@ class Case:
     forward_only: bool = False
 
 
+ROUTERS = {
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.05,
+    "moe_z_loss_coeff": 0.01,
+}
+NO_ROUTERS = {**ROUTERS, "moe_router_load_balancing_type": "none", "moe_z_loss_coeff": None}
 ONE = {
     "rows, one sample each": Case(Form(packed=False, sizes=(1, 1, 1, 1, 1))),
     "rows of unequal samples": Case(Form(packed=False, sizes=(3, 3, 1))),
@@ -58,25 +64,46 @@ ONE = {
     "recomputed": Case(Form(), build={"recompute": "full"}, prefix={"memory": "recompute"}),
     "offloaded": Case(Form(), prefix={"memory": "offload"}),
     "losses in leaves": Case(Form(), prefix={"loss_in_leaves": True}),
+    **{
+        f"tails, {name}": Case(Form(tails=True, **form), **case)
+        for name, (form, case) in {
+            "packed": ({"pad": 4}, {}),
+            "rows": ({"packed": False}, {}),
+            "rows, a mean": ({"packed": False}, {"overrides": {"calculate_per_token_loss": True}}),
+            "logits": ({"logits": True}, {}),
+            "forward only": ({}, {"forward_only": True}),
+            "recomputed": ({}, {"build": {"recompute": "full"}, "prefix": {"memory": "recompute"}}),
+            "losses in leaves": ({}, {"prefix": {"loss_in_leaves": True}}),
+            "experts": ({}, {"model": "tiny-moe", "overrides": NO_ROUTERS}),
+            "experts that count": ({}, {"model": "tiny-moe", "overrides": ROUTERS}),
+        }.items()
+    },
 }
 TP2 = {
     "packed": Case(Form(pad=2)),
     "packed, logits": Case(Form(logits=True, pad=2)),
     "rows": Case(ROWS),
+    "tails": Case(Form(pad=2, tails=True)),
     "one iterator": Case(Form(by_tp_rank_0=True)),
 }
 PP2 = {
     "packed": Case(Form(pad=2)),
     "packed, data at the ends": Case(Form(where="ends")),
+    "tails, data at the ends": Case(Form(where="ends", tails=True)),
     "packed, logits, data at the ends": Case(Form(where="ends", logits=True)),
     "rows, data at the ends": Case(Form(packed=False, where="ends", sizes=(2, 2, 2))),
     "forward only": Case(Form(logits=True), forward_only=True),
     "freed outputs": Case(Form(), overrides={"deallocate_pipeline_outputs": True}),
 }
 PP4 = {"data at the ends": Case(Form(where="ends")), "rows": Case(ROWS)}
-VPP = {"packed": Case(Form(pad=2)), "data at the ends": Case(Form(where="ends", logits=True))}
+VPP = {
+    "packed": Case(Form(pad=2, tails=True)),
+    "data at the ends": Case(Form(where="ends", logits=True)),
+}
 CP2 = {
     "packed": Case(Form()),
+    "tails": Case(Form(tails=True)),
+    "tails, rows": Case(Form(packed=False, tails=True)),
     "packed, logits": Case(Form(logits=True)),
     "rows": Case(ROWS),
     "no mask, forward only": Case(Form(mask=False), forward_only=True),
@@ -85,11 +112,6 @@ SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "buck
 DP2 = {
     "plain": Case(Form()),
     "distributed optimizer, overlap": Case(Form(pad=4), build=SHARDED),
-}
-ROUTERS = {
-    "moe_router_load_balancing_type": "aux_loss",
-    "moe_aux_loss_coeff": 0.05,
-    "moe_z_loss_coeff": 0.01,
 }
 BY_SAMPLE = {**ROUTERS, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
              "moe_aux_loss_coeff": [0.05, 0.1]}  # fmt: skip
@@ -106,7 +128,10 @@ CP2["packs balanced by sample"] = PACKS_BY_SAMPLE
 JOBS = {
     "one rank": (Layout(), {**ONE, "packs balanced by sample": PACKS_BY_SAMPLE}),
     "TP2": (Layout(tp=2), TP2),
-    "TP2 SP": (Layout(tp=2, sequence_parallel=True), {k: TP2[k] for k in ("packed", "rows")}),
+    "TP2 SP": (
+        Layout(tp=2, sequence_parallel=True),
+        {k: TP2[k] for k in ("packed", "rows", "tails")},
+    ),
     "PP2": (Layout(pp=2), PP2),
     "PP4": (Layout(pp=4), PP4),
     "PP2 VPP2": (Layout(pp=2, vpp=2), VPP),

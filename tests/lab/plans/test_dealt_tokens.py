@@ -27,7 +27,7 @@ def test_tokens_are_those_of_tries(how, dp, tree, share, seed) -> None:
     groups = list(generate(3, 24, 32, 4, tree=tree, depth=2, vocab_size=64, seed=seed))
     config = PrefixConfig(min_gain=0)
     ranks = deal(groups, SPEC, Layout(dp=dp), config, how, stock=False, seed=seed)
-    found = dealt_tokens(ranks, TreeOptions(min_gain=0, share=share))
+    found = dealt_tokens(ranks, TreeOptions(min_gain=0, share=share), SPEC)
     rollouts = [[pairs_of(one) for group in rank for one in group.rollouts] for rank in ranks]
     assert found.rollouts == tuple(map(len, rollouts))
     assert found.raw_tokens == tuple(sum(map(len, some)) for some in rollouts)
