@@ -4,7 +4,7 @@ The tower ("Qwen3-VL Technical Report", section 2) is a plain one: patches see t
 four neighbours become a row of the language model, and its earlier layers give rows that the
 language model's first ones add (deepstack). The language model is called as by mbridge and
 Megatron-Bridge: embeddings, three positions a token, the mask of images and their deepstack rows.
-Classes have the names of mbridge's, by which models are told (megatron_prefix/megatron/families.py).
+Classes have the names of mbridge's: megatron_prefix/megatron/families.py knows models by them.
 """
 
 from __future__ import annotations
@@ -157,8 +157,10 @@ class Attention(SelfAttention):
     ) -> Any:
         """Hidden states [positions, 1, hidden size]."""
         query, key, value = self.get_query_key_value_tensors(hidden_states, None)
-        turn, group = functools.partial(apply_rotary_pos_emb, config=self.config), self.pg_collection.cp
-        query, key = (turn(x, rotary_pos_emb, cp_group=group) for x in (query, key))
+        query, key = (
+            apply_rotary_pos_emb(x, rotary_pos_emb, self.config, cp_group=self.pg_collection.cp)
+            for x in (query, key)
+        )
         if packed_seq_params is not None:
             query, key, value = (x.squeeze(1) for x in (query, key, value))
         found = self.core_attention(
