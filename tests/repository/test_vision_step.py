@@ -30,12 +30,13 @@ def test_the_bound_counts_the_tower_once_an_image() -> None:
     options = vision_step.Options("tiny-qwen3", tower=SIZES["tiny"])
     spec = options.spec().with_vocab(2048)
     groups = vision_step.GroupShape(160, 16, 4).groups(2, 2048, 1)
-    whole = vision_step.bound(options, spec, given, groups)
+    whole, twice = vision_step.bounds(options, spec, given, groups)
     heavy = vision_step.Options("tiny-qwen3", tower=SIZES["tiny"]._replace(hidden=1 << 20))
-    assert vision_step.bound(heavy, spec, given, groups) == pytest.approx(4, rel=1e-3)
+    found = vision_step.bounds(heavy, spec, given, groups)
+    assert found == pytest.approx((4, 3), rel=1e-3)  # four rollouts; 3 instead of 3 + 1 forwards
     none = vision_step.Options("tiny-qwen3", tower=Sizes(0, 0, 1, 0, 0, ()))
-    text = vision_step.bound(none, spec, given, groups)
-    assert whole != pytest.approx(text, rel=1e-4) and 4 < whole < text
+    text, same = vision_step.bounds(none, spec, given, groups)
+    assert text == same and twice < whole and 4 < whole < text
 
 
 def test_flops_of_a_tower() -> None:
