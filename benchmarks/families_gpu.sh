@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Multi-latent attention, windows and sinks against the FLOP bound, on one GPU with transformer-engine and flash-attn-4:
-# widths of Moonlight, DeepSeek-V3 (with a smaller vocabulary) and gpt-oss-20b with few layers and few experts, aligned
-# first. The bound counts what latents are expanded.
+# Multi-latent attention, windows, sinks and multi-token prediction against the FLOP bound, on one GPU with
+# transformer-engine and flash-attn-4: widths of Moonlight, DeepSeek-V3, gpt-oss-20b and Qwen3-8B with few layers and few
+# experts (deepseek, gpt-oss-packed and the last two rows with a smaller vocabulary), aligned first. The bound counts what
+# latents are expanded.
 #   bash benchmarks/families_gpu.sh OUTPUT [ARGUMENTS of `megatron-prefix bench`]
 # OUTPUT gets one JSON file per row; the tables go to stdout. Exit code 0 when everything was aligned and timed.
 #
 # Environment variables:
-#   ROWS      which of moonlight moonlight-steps deepseek gpt-oss gpt-oss-packed gpt-oss-steps to run (default: all).
-#             transformer-engine has no packs with sinks: gpt-oss has one rollout per microbatch, and the other two no
-#             sinks
+#   ROWS      which of moonlight moonlight-steps deepseek gpt-oss gpt-oss-packed gpt-oss-steps mtp mtp-moonlight to run
+#             (default: all). transformer-engine has no packs with sinks: gpt-oss has one rollout per microbatch, and its
+#             other two rows no sinks
 #   DATA      folder of the rollout files, for steps (default: ../shared/data)
 #   SETS      the sets, by their files' names (default: rag_musique rag_hotpot_llm)
 #   TOTAL_S   seconds of one row (default: 280)
@@ -22,10 +23,12 @@ steps=(--step-tokens 100000 --warm-up 1 --steps 3 --rehearse --rollouts)
 for name in ${SETS:-rag_musique rag_hotpot_llm}; do steps+=("${DATA:-../shared/data}/$name.jsonl.gz"); done
 moonlight=(--model moonlight-16b-a3b --set num_layers=12 --set num_moe_experts=16 --set max_position=32768)
 oss=(--model gpt-oss-20b --set num_layers=12 --set num_moe_experts=8)
-# In packs of 16,384 logits of 201,088 tokens do not fit beside 12 layers in 140 GB.
-oss_packs=(--model gpt-oss-20b --set num_layers=8 --set num_moe_experts=8 --set softmax_type=vanilla)
+# In packs of 16,384 logits of 201,088 tokens do not fit beside 12 layers in 140 GB; files need so many. The rotary kernel
+# is off for this model, as for all with YaRN: in packs it leaves their scale out.
+oss_packs=("${oss[@]}" --set softmax_type=vanilla)
+mtp=(--set mtp_num_layers=1 --set vocab_size=65536 --shapes 10240:2048:8)
 status=0
-for row in ${ROWS:-moonlight moonlight-steps deepseek gpt-oss gpt-oss-packed gpt-oss-steps}; do
+for row in ${ROWS:-moonlight moonlight-steps deepseek gpt-oss gpt-oss-packed gpt-oss-steps mtp mtp-moonlight}; do
     case $row in
     moonlight) row_options=("${moonlight[@]}" --shapes 10240:2048:8 16384:64:9) ;;
     moonlight-steps) row_options=("${moonlight[@]}" "${steps[@]}") ;;
@@ -34,8 +37,10 @@ for row in ${ROWS:-moonlight moonlight-steps deepseek gpt-oss gpt-oss-packed gpt
             --shapes 10240:2048:8)
         ;;
     gpt-oss) row_options=("${oss[@]}" --baseline rollout --shapes 10240:2048:8) ;;
-    gpt-oss-packed) row_options=("${oss_packs[@]}" --shapes 10240:2048:8 16384:64:9) ;;
-    gpt-oss-steps) row_options=("${oss_packs[@]}" "${steps[@]}") ;;
+    gpt-oss-packed) row_options=("${oss_packs[@]}" --set vocab_size=65536 --shapes 10240:2048:8 16384:64:9) ;;
+    gpt-oss-steps) row_options=("${oss_packs[@]}" --set num_layers=8 "${steps[@]}") ;;
+    mtp) row_options=(--model qwen3-8b --set num_layers=12 "${mtp[@]}") ;;
+    mtp-moonlight) row_options=("${moonlight[@]}" "${mtp[@]}") ;;
     *)
         echo "ROWS: $row is none of the rows" >&2
         exit 2
