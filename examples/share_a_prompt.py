@@ -35,7 +35,7 @@ def microbatches() -> list[Microbatch]:
 
 
 def forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """As in any trainer on Megatron-Core. A shared prompt only makes the microbatch shorter."""
+    """As in any trainer on Megatron-Core. It does not know that prompts are shared."""
     batch = next(iterator)
     positions = torch.arange(batch["tokens"].shape[1])[None]
     losses = model(batch["tokens"], positions, None, labels=batch["labels"])
