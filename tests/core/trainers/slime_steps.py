@@ -9,8 +9,10 @@ full activation recomputation; with "dp2" each rank has every other rollout of a
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,11 +61,13 @@ UNUSED = (
 """What slime's actor imports besides; of the actor only `fill_routing_replay` runs."""
 
 
-def rollout_data(*, turns: bool = False) -> dict[str, Any]:
+def rollout_data(cut: Callable[..., torch.Tensor], *, turns: bool = False) -> dict[str, Any]:
     """What slime's actor has of a rollout on one rank; in `turns` every third token of an answer is
-    not the model's."""
-    from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
+    not the model's.
 
+    Args:
+        cut: its `slice_log_prob_with_cp`.
+    """
     ids, mask = mine()
     tokens, _ = rollouts(ids, mask)
     answers = [int(held[PROMPT:].sum()) for held in mask]
@@ -71,7 +75,7 @@ def rollout_data(*, turns: bool = False) -> dict[str, Any]:
 
     def column(value: float) -> list[torch.Tensor]:
         return [
-            slice_log_prob_with_cp(torch.full((answer,), value * (1 + n % 3)), total, answer)
+            cut(torch.full((answer,), value * (1 + n % 3)), total, answer)
             for n, (total, answer) in enumerate(zip(totals, answers, strict=True))
         ]
 
@@ -113,48 +117,47 @@ def _mask(answer: int, *, turns: bool) -> torch.Tensor:
     return mask
 
 
-def valued(model: Any) -> None:
+def valued(head: Any, model: Any) -> None:
     """Gives the last stage the head of slime's critic."""
-    from slime.backends.megatron_utils.model_provider import LinearForLastLayer
-
     if model.post_process:
-        model.output_layer = LinearForLastLayer(model.config.hidden_size, 1, config=model.config)
+        model.output_layer = head(model.config.hidden_size, 1, config=model.config)
 
 
-def replay_routes(chunk: Any) -> None:
+def replay_routes(chunk: Any, topk_of: Any, register: Any, queue: Any) -> None:
     """What slime's patch of Megatron does: a queue for every router, used inside the top-k.
 
     Megatron asks an object for the top-k, where there is one; slime's answers in its place.
-    """
-    from slime.utils import routing_replay
 
-    os.environ["ENABLE_ROUTING_REPLAY"] = "1"
+    Args:
+        topk_of: slime's, gets Megatron's top-k.
+        register: makes a router's queue.
+        queue: the class of queues.
+    """
     stock = router.topk_routing_with_score_function
 
     def topk(scores: Any, num: int, groups: Any, group_topk: Any, topk: Any) -> Any:
-        ours = routing_replay.get_routing_replay_compute_topk(topk)
-        return ours(scores, num, groups, group_topk)
+        return topk_of(topk)(scores, num, groups, group_topk)
 
     def routed(*args: Any, **options: Any) -> Any:
-        queue = SimpleNamespace(get_replay_topk=topk)
-        return stock(*args, **options | {"router_replay": queue})
+        asked = SimpleNamespace(get_replay_topk=topk)
+        return stock(*args, **options | {"router_replay": asked})
 
     router.topk_routing_with_score_function = routed
-    routing_replay.RoutingReplay.record = lambda self, indices: self.top_indices_list.append(
+    queue.record = lambda self, indices: self.top_indices_list.append(
         indices.clone()  # slime pins a copy
     )
     for module in chunk.modules():
         if isinstance(module, router.TopKRouter):
-            routing_replay.register_routing_replay(module)
+            register(module)
 
 
-def model_of(name: str, layout: Any) -> tuple[Any, list[Any]]:
-    """What a layout's model is like, and its chunks on this rank."""
+def model_of(name: str, layout: Any, head: Any) -> tuple[Any, list[Any]]:
+    """What a layout's model is like, and its chunks on this rank; a critic has `head`."""
     replay, critic = "replay" in name or "r3" in name, "value" in name
     tied = {} if replay else {"tie_embeddings": not critic}  # a head is not the embedding
     spec = resolve("tiny-moe" if replay else "tiny-qwen3", num_layers=2, **tied).with_vocab(VOCAB)
     recompute, overrides = "full" if "recompute" in name else "none", {"variable_seq_lengths": True}
-    with changed(valued) if critic else contextlib.nullcontext():
+    with changed(functools.partial(valued, head)) if critic else contextlib.nullcontext():
         chunks = build_model(spec, layout=layout, recompute=recompute, config_overrides=overrides)
     return spec, chunks
 
@@ -162,26 +165,32 @@ def model_of(name: str, layout: Any) -> tuple[Any, list[Any]]:
 def steps(name: str) -> list[Step]:
     """A pass for log-probs and an update, on one rank."""
     from slime.backends.megatron_utils import model as slime_model
+    from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
     from slime.backends.megatron_utils.data import get_data_iterator
     from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values
-    from slime.utils import accelerator
+    from slime.backends.megatron_utils.model_provider import LinearForLastLayer
+    from slime.utils import accelerator, routing_replay
     from slime.utils.routing_replay import RoutingReplay
 
     layout = worker.layout_of(name)
     runtime.initialize(layout)
     accelerator.device = accelerator.current_device = lambda: torch.device("cpu")
     brings, critic = "r3" in name, "value" in name
-    spec, chunks = model_of(name, layout)
+    spec, chunks = model_of(name, layout, LinearForLastLayer)
     ARGUMENTS.loss_type = "value_loss" if critic else "sft_loss" if "sft" in name else "policy_loss"
     ARGUMENTS.value_clip = 0.2
     both = Both(config_of(name), state=lambda: RoutingReplay.all_routing_replays)
     both.leaves_alike = "recompute" in name
     if spec.num_moe_experts:
-        replay_routes(chunks[0])
+        os.environ["ENABLE_ROUTING_REPLAY"] = "1"
+        replay_routes(
+            chunks[0], routing_replay.get_routing_replay_compute_topk,
+            routing_replay.register_routing_replay, RoutingReplay,
+        )  # fmt: skip
     # As slime's actor sets it.
     os.environ["ROUTING_REPLAY_STAGE"] = "replay_forward" if brings else "record"
     slime_model.get_forward_backward_func, slime_model.get_args = both, lambda: ARGUMENTS
-    data = rollout_data(turns="sft" in name)
+    data = rollout_data(slice_log_prob_with_cp, turns="sft" in name)
     iterators, num = get_data_iterator(data), len(data["micro_batch_indices"])
     routes = fill_queues(chunks, iterators, data, spec) if brings else None
     with torch.no_grad():
