@@ -47,7 +47,7 @@ ARGUMENTS = Namespace(
     entropy_coef=0.01, use_kl_loss=True, kl_loss_type="low_var_kl", kl_loss_coef=0.1,
     use_unbiased_kl=False, use_rollout_logprobs=False, use_opsm=False, use_tis=False,
     get_mismatch_metrics=False, save_debug_train_data=None, enable_mtp_training=False,
-    ci_test=False, check_for_nan_in_loss_and_grad=True, custom_pg_loss_reducer_function_path=None,
+    value_clip=0.2, ci_test=False, check_for_nan_in_loss_and_grad=True, custom_pg_loss_reducer_function_path=None,
     custom_megatron_before_log_prob_hook_path=None,
     custom_megatron_before_train_step_hook_path=None,
 )  # fmt: skip
@@ -178,7 +178,6 @@ def steps(name: str) -> list[Step]:
     brings, critic = "r3" in name, "value" in name
     spec, chunks = model_of(name, layout, LinearForLastLayer)
     ARGUMENTS.loss_type = "value_loss" if critic else "sft_loss" if "sft" in name else "policy_loss"
-    ARGUMENTS.value_clip = 0.2
     both = Both(config_of(name), state=lambda: RoutingReplay.all_routing_replays)
     both.leaves_alike = "recompute" in name
     if spec.num_moe_experts:
