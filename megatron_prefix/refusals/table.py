@@ -133,6 +133,7 @@ WINDOW_CP = Refusal("a sliding window with context parallelism", "module", NOT_Y
 OTHER_ROTARY = Refusal("rotary embedding …", "module", NOT_YET, "use Megatron's RotaryEmbedding or YarnRotaryEmbedding, or the stock schedule")
 ROTARY_TABLES = Refusal("the model gives its layers rotary_pos_emb …, and its rotary_pos_emb makes one table for all", "module", NOT_YET, "use the stock schedule", ends=True)
 DROPOUT = Refusal("dropout of … in …", "module", WRONG, _DROPS)
+UNMARKED_BIAS = Refusal("the bias of …, whose weight alone is marked for sequence parallelism", "module", WRONG, "mark it, too (bias.sequence_parallel = True), or leave it out: its gradient is of each rank's own positions")
 OTHER_ROUTER = Refusal("layer …'s router …", "module", NOT_YET, "use Megatron's TopKRouter")
 ROUTES_IN_ORDER = Refusal("layer …'s router takes its routes from a queue that is not known", "module", NOT_YET, "use the stock schedule, or a queue as slime's and miles' routing replay has it")
 OTHER_MIXER = Refusal("layer …'s mixer …", "module", NOT_YET, "use Megatron's own attention, GatedDeltaNet or MambaMixer, or the stock schedule")
