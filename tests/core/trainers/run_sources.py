@@ -2,11 +2,11 @@
 
     python -m tests.core.trainers.run_sources FOLDER [TRAINER[:WORD]...]
 
-FOLDER holds one folder a trainer: Megatron-LM, slime, RL (NeMo-RL), ms-swift, SkyRL and verl (an
-installation with `pip install --target`, which test_verl.py makes: other trainers take packages
-from it, too), each a checkout, or an export with the commit in a file COMMIT; Megatron-Bridge, of
-which NeMo-RL takes the head of its value model; and megatron-core, an installation of 0.19 for
-SkyRL. Nothing is fetched. Every layout runs in a process of its own and may take five minutes.
+FOLDER holds one folder a trainer: Megatron-LM, slime, miles, RLinf, RL (NeMo-RL), ms-swift, SkyRL,
+Megatron-Bridge, of which NeMo-RL takes the head of its value model, and verl (an installation with
+`pip install --target`, which test_verl.py makes: other trainers take packages from it, too), each a
+checkout, or an export with the commit in a file COMMIT; and megatron-core, an installation of 0.19
+for SkyRL and Megatron-Bridge. Nothing is fetched. Every layout runs in a process of its own and may take five minutes.
 Prints a table for docs/results.md; what did not run is in it with the reason, and the exit code is
 then 1.
 
@@ -71,6 +71,25 @@ TRAINERS = {
          "pp2-replay-auto", "1-r3-auto", "pp2-r3-recompute-auto", "tp2-sp-r3-auto", "cp2-r3-auto",
          "dp2-ep2-r3-auto", "dp2-across-r3-auto", "1-value", "tp2-sp-value", "pp2-value",
          "cp2-value", "1-value-auto", "1-sft", "tp2-sft", "pp2-sft", "cp2-sft", "1-sft-auto"),
+    ),
+    "miles, model.py": Trainer(
+        "miles_steps", ("miles", "Megatron-LM", "verl"),
+        ("1", "tp2", "pp2", "cp2", "tp2-pp2", "1-auto", "1-replay-auto", "tp2-sp-replay-auto",
+         "pp2-replay-auto", "1-r3-auto", "pp2-r3-recompute-auto", "tp2-sp-r3-auto", "cp2-r3-auto",
+         "dp2-ep2-r3-auto", "dp2-across-r3-auto", "1-value", "tp2-value", "pp2-value", "cp2-value",
+         "1-value-auto", "tp2-sp-value-auto", "tp2-sp-pp2-value-auto", "1-sft", "tp2-sft",
+         "pp2-sft", "cp2-sft", "1-sft-auto"),
+    ),
+    "RLinf, megatron_actor_worker": Trainer(
+        "rlinf_steps", ("RLinf", "Megatron-LM", "verl"),
+        ("1", "tp2", "cp2", "1-hot", "1-auto", "tp2-sp-auto", "pp2-auto", "pp2-hot-auto",
+         "dp2-auto", "1-critic", "tp2-critic", "1-critic-auto"),
+    ),
+    "Megatron-Bridge, train_step": Trainer(
+        "bridge_steps", ("Megatron-Bridge", "Megatron-Bridge/src", "verl"),
+        ("1", "tp2", "tp2-sp", "pp2", "cp2", "tp2-pp2", "1-thd", "tp2-thd", "pp2-thd", "1-auto",
+         "pp2-auto", "dp2-auto", "1-thd-auto"),
+        "megatron-core",
     ),
     "NeMo-RL, train.py": Trainer(
         "nemo_rl_steps", ("RL", "Megatron-LM", "verl", "Megatron-Bridge/src"),
