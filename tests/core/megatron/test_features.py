@@ -434,7 +434,7 @@ def test_routes_are_followed_where_a_config_says_so() -> None:
     assert not versions.replays_routes(SimpleNamespace(moe_enable_routing_replay=False))
 
 
-@pytest.mark.parametrize("ranks, marks, refused", [
+@pytest.mark.parametrize(("ranks", "marks", "refused"), [
     (2, "weight", True), (2, "weight bias", False), (2, "", False), (1, "weight", False),
 ])  # fmt: skip
 def test_a_heads_bias_is_marked_as_its_weight_is(ranks: int, marks: str, refused: bool) -> None:

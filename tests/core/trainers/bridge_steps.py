@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ from tests.core.trainers.megatron_lm_steps import run_on_cpu  # noqa: E402
 from tests.core.trainers.verl_steps import PROMPT, SIZE, VOCAB, mine  # noqa: E402
 
 BRIDGE = "megatron.bridge"
+MODULES = [f"{BRIDGE}.training.{name}" for name in ("gpt_step", "train", "utils.pg_utils")]
 ALIGN = 4
 """Padded rows have a multiple of it: two slices for each of two context-parallel ranks."""
 UNUSED = (
@@ -68,54 +70,49 @@ def microbatches(*, packed: bool) -> Iterator[dict[str, Any]]:
     for start in range(0, len(ids), SIZE):
         members = range(start, min(start + SIZE, len(ids)))
         rows = [ids[row][mask[row].bool()] for row in members]
-        prompts = [int(mask[row, :PROMPT].sum()) for row in members]
-        width = -(-max(map(len, rows)) // ALIGN) * ALIGN
-        parts = []
-        for row, prompt in zip(rows, prompts, strict=True):
-            tokens = torch.nn.functional.pad(row, (0, 0 if packed else width - len(row)))
+        lengths = torch.tensor([len(row) for row in rows])
+        width = -(-int(lengths.max()) // ALIGN) * ALIGN
+        columns: dict[str, list[torch.Tensor]] = {}
+        for row, prompt in zip(rows, mask[members, :PROMPT].sum(1), strict=True):
+            tokens = row if packed else torch.nn.functional.pad(row, (0, width - len(row)))
             place = torch.arange(len(tokens))
             trained = (place >= prompt - 1) & (place < len(row) - 1)
-            parts.append((tokens, tokens.roll(-1), trained.float(), place))
-        names = ("tokens", "labels", "loss_mask", "position_ids")
-        join = (lambda own: torch.cat(own)[None]) if packed else torch.stack
-        batch = {
-            name: join(list(own)) for name, own in zip(names, zip(*parts, strict=True), strict=True)
-        }
-        if packed:
-            ends = torch.tensor([0, *map(len, rows)]).cumsum(0).int()
-            largest = torch.tensor(max(map(len, rows)), dtype=torch.int32)
-            batch |= {
-                "cu_seqlens_q": ends, "cu_seqlens_kv": ends,
-                "max_seqlen_q": largest, "max_seqlen_kv": largest,
+            own = {
+                "tokens": tokens, "labels": tokens.roll(-1), "loss_mask": trained.float(),
+                "position_ids": place,
             }  # fmt: skip
+            for name, value in own.items():
+                columns.setdefault(name, []).append(value)
+        joined = torch.cat if packed else torch.stack
+        batch: dict[str, Any] = {name: joined(own) for name, own in columns.items()}
+        if packed:
+            ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+            batch = {name: value[None] for name, value in batch.items()}
+            for side in "q", "kv":
+                batch[f"cu_seqlens_{side}"], batch[f"max_seqlen_{side}"] = ends, lengths.max()
         yield batch | {"attention_mask": None}
 
 
-def state_of(config: Any, num: int) -> Any:
+def state() -> Any:
     """What its loop has of a run, as far as the two functions read it."""
     off = SimpleNamespace(start=lambda **_: None, stop=lambda **_: None)
-    settings = SimpleNamespace(
-        train=SimpleNamespace(
-            micro_batch_size=SIZE, empty_unused_memory_level=0, check_optimizer_step_success=False,
-            skip_sync_grad_norm_across_mp=True,
-        ),
-        optimizer=SimpleNamespace(
-            reuse_grad_buf_for_mxfp8_param_ag=False, barrier_with_L1_time=False,
-            log_num_zeros_in_grad=False,
-        ),
-        ddp=SimpleNamespace(overlap_param_gather=False), dist=SimpleNamespace(
-            use_decentralized_pg=False
-        ),
-        dataset=SimpleNamespace(dataloader_type="single", enable_in_batch_packing=True),
-        model=SimpleNamespace(seq_length=64, virtual_pipeline_model_parallel_size=None),
-        rerun_state_machine=SimpleNamespace(
-            check_for_nan_in_loss=True, check_for_spiky_loss=False
-        ),
-        data_parallel_size=1,
-    )  # fmt: skip
-    return SimpleNamespace(
-        cfg=settings, timers=lambda *_, **__: off, straggler_timer=_Off(), _num=num, config=config
-    )
+    settings = {
+        "train": {
+            "micro_batch_size": SIZE, "empty_unused_memory_level": 0,
+            "check_optimizer_step_success": False, "skip_sync_grad_norm_across_mp": True,
+        },
+        "optimizer": {
+            "reuse_grad_buf_for_mxfp8_param_ag": False, "barrier_with_L1_time": False,
+            "log_num_zeros_in_grad": False,
+        },
+        "ddp": {"overlap_param_gather": False}, "dist": {"use_decentralized_pg": False},
+        "dataset": {"dataloader_type": "single", "enable_in_batch_packing": True},
+        "model": {"seq_length": 64, "virtual_pipeline_model_parallel_size": None},
+        "rerun_state_machine": {"check_for_nan_in_loss": True, "check_for_spiky_loss": False},
+    }  # fmt: skip
+    parts = {name: SimpleNamespace(**values) for name, values in settings.items()}
+    config = SimpleNamespace(**parts, data_parallel_size=1)
+    return SimpleNamespace(cfg=config, timers=lambda *_, **__: off, straggler_timer=_Off())
 
 
 class _Off:
@@ -133,38 +130,30 @@ class _Off:
 
 def steps(name: str) -> list[Step]:
     """Two steps, on one rank."""
-    gpt_step = importlib.import_module(f"{BRIDGE}.training.gpt_step")
-    train = importlib.import_module(f"{BRIDGE}.training.train")
-
+    gpt_step, train, pg_utils = map(importlib.import_module, MODULES)
     layout = worker.layout_of(name)
     runtime.initialize(layout)
     spec = resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB)
-    (chunk,) = build_model(
-        spec, layout=layout,
-        config_overrides={"variable_seq_lengths": True, "calculate_per_token_loss": True},
-    )  # fmt: skip
+    overrides = {"variable_seq_lengths": True, "calculate_per_token_loss": True}
+    (chunk,) = build_model(spec, layout=layout, config_overrides=overrides)
     # What ModelOpt gives where there is no teacher.
     train.get_tensor_shapes_adjust_fn_for_distillation = lambda *_, **__: None
-    both, config = Both(config_of(name)), get_model_config(chunk)
     given = [*microbatches(packed="thd" in name)]
     calculator = SimpleNamespace(get=lambda: len(given))
     num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR = calculator
-    groups = importlib.import_module(f"{BRIDGE}.training.utils.pg_utils").get_pg_collection(chunk)
-    state = state_of(config, len(given))
-    forward_step = functools.partial(gpt_step.forward_step, state)
-    optimizer = build_optimizer([chunk])
-    scheduler = SimpleNamespace(step=lambda increment: None)
+    both, groups, run = Both(config_of(name)), pg_utils.get_pg_collection(chunk), state()
+    optimizer, scheduler = build_optimizer([chunk]), SimpleNamespace(step=lambda increment: None)
     for _ in range(2):
         train.train_step(
-            forward_step, iter(given), [chunk], optimizer, scheduler, state, groups, both(),
-            P2PCommunicator(groups.pp, config),
+            functools.partial(gpt_step.forward_step, run), iter(given), [chunk], optimizer,
+            scheduler, run, groups, both(), P2PCommunicator(groups.pp, get_model_config(chunk)),
         )  # fmt: skip
     return both.steps
 
 
 if __name__ == "__main__":
     run_on_cpu()
-    sys.path += sys.argv[1].split(":")
+    sys.path += sys.argv[1].split(os.pathsep)
     worker.StandIns(*UNUSED)
     without_its_start()
-    worker.main([f"{BRIDGE}.training.gpt_step", f"{BRIDGE}.training.train"], steps)
+    worker.main(MODULES, steps)

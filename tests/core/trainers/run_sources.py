@@ -6,9 +6,9 @@ FOLDER holds one folder a trainer: Megatron-LM, slime, miles, RLinf, RL (NeMo-RL
 Megatron-Bridge, of which NeMo-RL takes the head of its value model, and verl (an installation with
 `pip install --target`, which test_verl.py makes: other trainers take packages from it, too), each a
 checkout, or an export with the commit in a file COMMIT; and megatron-core, an installation of 0.19
-for SkyRL and Megatron-Bridge. Nothing is fetched. Every layout runs in a process of its own and may take five minutes.
-Prints a table for docs/results.md; what did not run is in it with the reason, and the exit code is
-then 1.
+for SkyRL and Megatron-Bridge. Nothing is fetched. Every layout runs in a process of its own and may
+take five minutes. Prints a table for docs/results.md; what did not run is in it with the reason,
+and the exit code is then 1.
 
 With a WORD only layouts that have it in their name: `verl:value`. What else is in a layout's name,
 such as an objective, is said by the module that runs it. A layout with "auto" in its name has a

@@ -47,7 +47,8 @@ ARGUMENTS = Namespace(
     entropy_coef=0.01, use_kl_loss=True, kl_loss_type="low_var_kl", kl_loss_coef=0.1,
     use_unbiased_kl=False, use_rollout_logprobs=False, use_opsm=False, use_tis=False,
     get_mismatch_metrics=False, save_debug_train_data=None, enable_mtp_training=False,
-    value_clip=0.2, ci_test=False, check_for_nan_in_loss_and_grad=True, custom_pg_loss_reducer_function_path=None,
+    value_clip=0.2, ci_test=False, check_for_nan_in_loss_and_grad=True,
+    custom_pg_loss_reducer_function_path=None,
     custom_megatron_before_log_prob_hook_path=None,
     custom_megatron_before_train_step_hook_path=None,
 )  # fmt: skip
