@@ -54,47 +54,57 @@ def fill_queues(chunks: list[Any], iterators: list[Any], data: dict[str, Any], s
     return routes
 
 
+def states() -> list[Any]:
+    """What holds routes: a stage for all routers, and their queues."""
+    from miles.utils import replay_base
+
+    return [*replay_base.all_replay_managers, *replay_base.routing_replay_manager.replays]
+
+
+def prepare() -> None:
+    """What miles' start does for the two functions, and its dumper off, as sglang's is missing."""
+    from miles.backends.megatron_utils import model, parallel
+    from miles.backends.training_utils.parallel import set_parallel_state
+    from miles.utils import dumper_utils
+    from miles.utils.ft_utils.process_group_utils import GroupInfo
+
+    dumper_utils._get_phase_override_configs = lambda *_: {}
+    model.get_args = parallel.get_args = lambda: ARGUMENTS
+    set_parallel_state(parallel.create_megatron_parallel_state(GroupInfo(0, 1, None)))
+
+
 def steps(name: str) -> list[Step]:
     """A pass for log-probs and an update, on one rank."""
     from miles.backends.megatron_utils import model as miles_model
-    from miles.backends.megatron_utils import parallel
     from miles.backends.megatron_utils.model_provider import LinearForLastLayer
     from miles.backends.training_utils import cp_utils
     from miles.backends.training_utils.data import get_data_iterator
     from miles.backends.training_utils.loss import get_log_probs_and_entropy, get_values
-    from miles.backends.training_utils.parallel import set_parallel_state
-    from miles.utils import dumper_utils
-    from miles.utils.ft_utils.process_group_utils import GroupInfo
-    from miles.utils.replay_base import all_replay_managers, routing_replay_manager
+    from miles.utils.replay_base import routing_replay_manager as manager
 
     layout = worker.layout_of(name)
     runtime.initialize(layout)
-    dumper_utils._get_phase_override_configs = lambda *_: {}  # off; sglang's is a stand-in
-    miles_model.get_args = parallel.get_args = lambda: ARGUMENTS
-    set_parallel_state(parallel.create_megatron_parallel_state(GroupInfo(0, 1, None)))
+    prepare()
     spec, chunks = slime_steps.model_of(name, layout, LinearForLastLayer)
-    critic = "value" in name
-    ARGUMENTS.loss_type = "value_loss" if critic else "sft_loss" if "sft" in name else "policy_loss"
-    miles_model.get_forward_backward_func = both = Both(config_of(name))
+    ARGUMENTS.loss_type = slime_steps.loss_type(name)
+    miles_model.get_forward_backward_func = both = Both(config_of(name), state=states)
     both.leaves_alike = "recompute" in name
-    both.state = lambda: [*all_replay_managers, *routing_replay_manager.replays]
-    cut = cp_utils.slice_log_prob_with_cp
-    data = slime_steps.rollout_data(cut, turns="sft" in name)
+    data = slime_steps.rollout_data(cp_utils.slice_log_prob_with_cp, turns="sft" in name)
     data["num_microbatches"] = [len(data["micro_batch_indices"])]
     if spec.num_moe_experts:
         replay_routes(chunks[0])
     iterators, num = get_data_iterator(ARGUMENTS, chunks, data)
     routes = fill_queues(chunks, iterators, data, spec) if "r3" in name else None
     # As miles' actor sets it.
-    routing_replay_manager.stage = "record" if routes is None else "replay_forward"
+    manager.stage = "record" if routes is None else "replay_forward"
     with torch.no_grad():
-        read = get_values if critic else get_log_probs_and_entropy
+        read = get_values if "value" in name else get_log_probs_and_entropy
         miles_model.forward_only(read, ARGUMENTS, chunks, iterators, num, 0)
     for iterator in iterators:
         iterator.reset()
     if routes is not None:
-        routing_replay_manager.clear_all_forward()
-    routing_replay_manager.stage = "replay_backward"
+        manager.clear_all_forward()
+    manager.stage = "replay_backward"
     miles_model.train_one_step(
         ARGUMENTS, 0, 0, iterators, chunks, build_optimizer(chunks),
         types.SimpleNamespace(step=lambda increment: None), num[0],

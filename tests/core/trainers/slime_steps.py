@@ -152,6 +152,22 @@ def replay_routes(chunk: Any, topk_of: Any, register: Any, queue: Any) -> None:
             register(module)
 
 
+def loss_type(name: str) -> str:
+    """slime's option for a layout's objective."""
+    return "value_loss" if "value" in name else "sft_loss" if "sft" in name else "policy_loss"
+
+
+def own_queues(chunk: Any) -> None:
+    """slime's, and its variable that turns them on."""
+    from slime.utils import routing_replay
+
+    os.environ["ENABLE_ROUTING_REPLAY"] = "1"
+    replay_routes(
+        chunk, routing_replay.get_routing_replay_compute_topk,
+        routing_replay.register_routing_replay, routing_replay.RoutingReplay,
+    )  # fmt: skip
+
+
 def model_of(name: str, layout: Any, head: Any) -> tuple[Any, list[Any]]:
     """What a layout's model is like, and its chunks on this rank; a critic has `head`."""
     replay, critic = "replay" in name or "r3" in name, "value" in name
@@ -170,7 +186,7 @@ def steps(name: str) -> list[Step]:
     from slime.backends.megatron_utils.data import get_data_iterator
     from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values
     from slime.backends.megatron_utils.model_provider import LinearForLastLayer
-    from slime.utils import accelerator, routing_replay
+    from slime.utils import accelerator
     from slime.utils.routing_replay import RoutingReplay
 
     layout = worker.layout_of(name)
@@ -178,15 +194,11 @@ def steps(name: str) -> list[Step]:
     accelerator.device = accelerator.current_device = lambda: torch.device("cpu")
     brings, critic = "r3" in name, "value" in name
     spec, chunks = model_of(name, layout, LinearForLastLayer)
-    ARGUMENTS.loss_type = "value_loss" if critic else "sft_loss" if "sft" in name else "policy_loss"
+    ARGUMENTS.loss_type = loss_type(name)
     both = Both(config_of(name), state=lambda: RoutingReplay.all_routing_replays)
     both.leaves_alike = "recompute" in name
     if spec.num_moe_experts:
-        os.environ["ENABLE_ROUTING_REPLAY"] = "1"
-        replay_routes(
-            chunks[0], routing_replay.get_routing_replay_compute_topk,
-            routing_replay.register_routing_replay, RoutingReplay,
-        )  # fmt: skip
+        own_queues(chunks[0])
     # As slime's actor sets it.
     os.environ["ROUTING_REPLAY_STAGE"] = "replay_forward" if brings else "record"
     slime_model.get_forward_backward_func, slime_model.get_args = both, lambda: ARGUMENTS
