@@ -217,9 +217,8 @@ def steps(name: str) -> list[Step]:
         ARGUMENTS, 0, 0, iterators, chunks, build_optimizer(chunks),
         SimpleNamespace(step=lambda increment: None), num, GROUPS * SIZE,
     )  # fmt: skip
-    update = both.steps[-1]
-    if routes is not None and not update.reason and layout.world_size == layout.pp:
-        check_shared(update, routes)
+    if brings and not both.steps[-1].reason and layout.world_size == layout.pp:
+        check_shared(both.steps[-1], routes)
     return both.steps
 
 
