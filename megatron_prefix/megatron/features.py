@@ -37,6 +37,7 @@ from megatron_prefix.refusals.table import (
     OVERLAPPED_EXPERTS,
     PARTIAL_CHECKPOINTS,
     SPLIT_IMAGES,
+    UNMARKED_BIAS,
 )
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ def _module_refusals(model: Any) -> Iterator[Reason]:
     if not own and families.family(model) is None:
         yield OTHER_FORWARD.given(type(model).__name__)
     yield from rotary_refusals(model)
+    yield from head_refusals(model)
     yield from layer_refusals(model)
     yield from quantisers.refusals(model)
     for name, module in model.named_modules():
@@ -129,6 +131,20 @@ def rotary_refusals(model: Any) -> Iterator[Reason]:
     known = {owner(rotary, name) for name in ("forward", "get_emb")} <= attention.ROTARY
     if not (families.knows_rotary(rotary) if families.is_multimodal(model) else known):
         yield OTHER_ROTARY.given(type(rotary).__name__)
+
+
+def head_refusals(model: Any) -> Iterator[Reason]:
+    """What is refused of what has taken the output layer's place, such as a critic's head (miles).
+
+    Megatron adds up over tensor-parallel ranks the gradients of marked parameters only.
+    """
+    head = getattr(model, "output_layer", None)
+    weight, bias = (getattr(head, name, None) for name in ("weight", "bias"))
+    if bias is None or model.config.tensor_model_parallel_size == 1:
+        return
+    marked = [getattr(one, "sequence_parallel", False) for one in (weight, bias)]
+    if marked == [True, False]:
+        yield UNMARKED_BIAS.given(type(head).__name__)
 
 
 def gradient_hooks(model: Any) -> Iterator[Reason]:

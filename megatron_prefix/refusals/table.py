@@ -36,11 +36,14 @@ GROUPS = {
         (
             "Megatron-LM",
             "Megatron-RL",
+            "Megatron-Bridge",
             "verl",
             "slime",
+            "miles",
             "NeMo-RL",
             "ms-swift",
             "SkyRL",
+            "RLinf",
             "AReaL",
             "ROLL",
         ),
@@ -133,6 +136,7 @@ WINDOW_CP = Refusal("a sliding window with context parallelism", "module", NOT_Y
 OTHER_ROTARY = Refusal("rotary embedding …", "module", NOT_YET, "use Megatron's RotaryEmbedding or YarnRotaryEmbedding, or the stock schedule")
 ROTARY_TABLES = Refusal("the model gives its layers rotary_pos_emb …, and its rotary_pos_emb makes one table for all", "module", NOT_YET, "use the stock schedule", ends=True)
 DROPOUT = Refusal("dropout of … in …", "module", WRONG, _DROPS)
+UNMARKED_BIAS = Refusal("the bias of …, whose weight alone is marked for sequence parallelism", "module", WRONG, "mark it, too (bias.sequence_parallel = True), or leave it out: its gradient is of each rank's own positions")
 OTHER_ROUTER = Refusal("layer …'s router …", "module", NOT_YET, "use Megatron's TopKRouter")
 ROUTES_IN_ORDER = Refusal("layer …'s router takes its routes from a queue that is not known", "module", NOT_YET, "use the stock schedule, or a queue as slime's and miles' routing replay has it")
 OTHER_MIXER = Refusal("layer …'s mixer …", "module", NOT_YET, "use Megatron's own attention, GatedDeltaNet or MambaMixer, or the stock schedule")
@@ -252,13 +256,16 @@ DISTILLATION = Refusal("--export-kd-teacher-load", "Megatron-LM", NOT_YET, "leav
 LEGACY_MODELS = Refusal("--use-legacy-models", "Megatron-LM", NOT_YET, "leave it out: only Megatron-Core's models run in segments")
 OWN_CP_LOOP = Refusal("--hybrid-context-parallel", "Megatron-LM", NOT_YET, "it brings its own loop")
 PACKED_BINS_CP = Refusal("--context-parallel-size with packed bins", "Megatron-RL", NOT_YET, "train_rl.py has none itself")
+BRIDGE_TEACHER = Refusal("a teacher beside the model (distill)", "Megatron-Bridge", NOT_YET, "leave it out: ModelOpt's model has a forward of its own, which runs both")
 DYNAMIC_CP = Refusal("dynamic_context_parallel", "verl", NOT_YET, "it passes a padding_mask")
 ALLGATHER_CP = Refusal("--allgather-cp", "slime", NOT_YET, "it is for DeepSeek's sparse attention, which is refused: leave out both")
+MULTI_LORA = Refusal("--multi-lora-n-adapters", "miles", NOT_YET, "leave it out: its layers find each adapter's tokens by their places in a microbatch")
 MULTIMODAL = Refusal("multimodal data", "NeMo-RL", NOT_YET, "batches with images were not tried in it")
 NEMO_MTP = Refusal("policy.megatron_cfg.mtp_num_layers above 1", "NeMo-RL", NOT_YET, "use one layer of multi-token prediction")
 LORA_DROPOUT = Refusal("--lora_dropout above 0, its default", "ms-swift", WRONG, _DROPS)
 SWIFT_METRICS = Refusal("several data-parallel ranks", "ms-swift", NOT_YET, "its losses average metrics over them in every microbatch: use tensor parallelism instead")
 SKYRL_ROWS = Refusal("no remove_microbatch_padding, with pipeline stages", "SkyRL", NOT_YET, "set trainer.remove_microbatch_padding: the last stage's mask fits no tokens of its call")
+RLINF_STAGES = Refusal("pipeline_model_parallel_size above 1", "RLinf", NOT_YET, "use tensor parallelism instead: its forward step divides what every stage returns by the temperature")
 TREE_TRAINING = Refusal("tree training", "AReaL", NOT_YET, "it has an attention of its own, and shares already")
 SHIFTED_MASK = Refusal("the loss_mask of its model calls", "ROLL", NOT_YET, "it is over tokens, not over the positions that predict them: shift it by one")
 

@@ -99,7 +99,7 @@ class _Running:
         modes: torch's, and transformer-engine's quantisation, when it began; None in a loss.
         switches: of the models' modules, when it began; None in a loss.
         switched: one of them that was changed at a call of the model; "" if none was.
-        sent: what the model returned for the next pipeline stage: its place and shape.
+        sent: what the model returned for the next pipeline stage: its place, shape and version.
     """
 
     number: int
@@ -421,10 +421,12 @@ class FirstStep:
 
 
 def _passed_on(output: Any) -> tuple[Any, ...] | None:
-    """What tells the tensor that goes to the next pipeline stage from another."""
+    """What tells the tensor that goes to the next pipeline stage from another, and from itself
+    changed in place."""
     if not isinstance(output, Tensor):
         return None
-    return output.data_ptr(), output.shape
+    version = None if output.is_inference() else output._version
+    return output.data_ptr(), output.shape, version
 
 
 def _differ(before: dict[str, bytes], now: dict[str, bytes]) -> set[str]:

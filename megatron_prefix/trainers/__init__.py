@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from megatron_prefix.trainers import (
     areal,
+    megatron_bridge,
     megatron_lm,
     megatron_rl,
+    miles,
     ms_swift,
     nemo_rl,
+    rlinf,
     roll,
     skyrl,
     slime,
@@ -22,11 +25,11 @@ from megatron_prefix.tree.cp_layout import Slices
 __all__ = ["TRAINERS", "Trainer", "running", "slices"]
 
 TRAINERS: tuple[Trainer, ...] = (
-    verl.TRAINER, slime.TRAINER, nemo_rl.TRAINER, ms_swift.TRAINER,
-    skyrl.TRAINER, areal.TRAINER, roll.TRAINER,
-    megatron_rl.TRAINER, megatron_lm.TRAINER,
+    verl.TRAINER, slime.TRAINER, miles.TRAINER, nemo_rl.TRAINER, ms_swift.TRAINER,
+    skyrl.TRAINER, rlinf.TRAINER, areal.TRAINER, roll.TRAINER,
+    megatron_bridge.TRAINER, megatron_rl.TRAINER, megatron_lm.TRAINER,
 )  # fmt: skip
-"""The last two are imported by some of the others."""
+"""The last three are imported by some of the others."""
 
 
 def slices() -> Slices:

@@ -432,3 +432,16 @@ def test_routes_are_followed_where_a_config_says_so() -> None:
     assert versions.replays_routes(SimpleNamespace(moe_enable_routing_replay=True))
     assert versions.replays_routes(SimpleNamespace(enable_routing_replay=True))
     assert not versions.replays_routes(SimpleNamespace(moe_enable_routing_replay=False))
+
+
+@pytest.mark.parametrize(("ranks", "marks", "refused"), [
+    (2, "weight", True), (2, "weight bias", False), (2, "", False), (1, "weight", False),
+])  # fmt: skip
+def test_a_heads_bias_is_marked_as_its_weight_is(ranks: int, marks: str, refused: bool) -> None:
+    """miles' critic leaves its bias out, and every rank the gradient of its own positions."""
+    head = nn.Linear(4, 1)
+    for name in marks.split():
+        getattr(head, name).sequence_parallel = True
+    config = SimpleNamespace(tensor_model_parallel_size=ranks)
+    found = [*features.head_refusals(SimpleNamespace(output_layer=head, config=config))]
+    assert found == [table.UNMARKED_BIAS.given("Linear")] * refused

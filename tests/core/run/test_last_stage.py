@@ -53,6 +53,16 @@ class Shortened(Padded):
             model.forward = lambda *args, **kwargs: stock(*args, **kwargs)[:, :-1]
 
 
+class Scaled(Padded):
+    """And that divides what the model returns by a temperature, in place and on every stage, as
+    RLinf's does."""
+
+    def step(self, iterator: Iterator[Microbatch], model: Any) -> Any:
+        output, loss = super().step(iterator, model)
+        output /= 2.0
+        return output, loss
+
+
 def two_steps(schedule: Any, trainer: Padded) -> Any:
     """Logs and gradients of the second of two steps on this rank, and why it was not shared."""
     model = small_model(layout=STAGES)
@@ -88,4 +98,10 @@ def test_an_output_that_is_not_per_position_is_seen_by_what_the_stage_has_receiv
     for found, wanted, reason in run_ranks(2, on_rank, Shortened, "auto"):
         assert reason.endswith(table.OTHER_SHAPE.fix)
         assert " for 17 positions" in reason
+        one_group.assert_bitwise(found, wanted)
+
+
+def test_an_output_that_is_changed_in_place_is_what_the_next_stage_gets() -> None:
+    for found, wanted, reason in run_ranks(2, on_rank, Scaled, "auto"):
+        assert reason.endswith(table.OTHER_SENT.fix)
         one_group.assert_bitwise(found, wanted)

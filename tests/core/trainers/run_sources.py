@@ -2,13 +2,13 @@
 
     python -m tests.core.trainers.run_sources FOLDER [TRAINER[:WORD]...]
 
-FOLDER holds one folder a trainer: Megatron-LM, slime, RL (NeMo-RL), ms-swift, SkyRL and verl (an
-installation with `pip install --target`, which test_verl.py makes: other trainers take packages
-from it, too), each a checkout, or an export with the commit in a file COMMIT; Megatron-Bridge, of
-which NeMo-RL takes the head of its value model; and megatron-core, an installation of 0.19 for
-SkyRL. Nothing is fetched. Every layout runs in a process of its own and may take five minutes.
-Prints a table for docs/results.md; what did not run is in it with the reason, and the exit code is
-then 1.
+FOLDER holds one folder a trainer: Megatron-LM, slime, miles, RLinf, RL (NeMo-RL), ms-swift, SkyRL,
+Megatron-Bridge, of which NeMo-RL takes the head of its value model, and verl (an installation with
+`pip install --target`, which test_verl.py makes: other trainers take packages from it, too), each a
+checkout, or an export with the commit in a file COMMIT; and megatron-core, an installation of 0.19
+for SkyRL and Megatron-Bridge. Nothing is fetched. Every layout runs in a process of its own and may
+take five minutes. Prints a table for docs/results.md; what did not run is in it with the reason,
+and the exit code is then 1.
 
 With a WORD only layouts that have it in their name: `verl:value`. What else is in a layout's name,
 such as an objective, is said by the module that runs it. A layout with "auto" in its name has a
@@ -23,13 +23,24 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
+from megatron_prefix.errors import GAP, Refusal
+from megatron_prefix.refusals.table import (
+    NOT_CAUSAL,
+    OTHER_SENT,
+    RECORDS_ROUTES,
+    TWO_CALLS,
+    UNMARKED_BIAS,
+)
 from megatron_prefix.run.schedule import WATCHED
 from tests.core.trainers.both import Step
 
 TIME_LIMIT_S = 300
+STOCK = "stock schedule: "
 
 
 class Trainer(NamedTuple):
@@ -40,14 +51,17 @@ class Trainer(NamedTuple):
         folders: in the folder of sources; the first one is the trainer's own.
         layouts: see worker.py.
         core: the folder with its Megatron-Core, if it is not this environment's.
+        stock: layouts in mode "auto" with steps of the stock schedule, and why; no others have.
     """
 
     module: str
     folders: tuple[str, ...]
     layouts: tuple[str, ...]
     core: str = ""
+    stock: Mapping[str, Refusal] = MappingProxyType({})
 
 
+REPLAYS = ("1-replay-auto", "tp2-sp-replay-auto", "pp2-replay-auto")
 TRAINERS = {
     "verl, engine": Trainer(
         "verl_steps", ("verl",),
@@ -57,6 +71,7 @@ TRAINERS = {
          "pp2-r2-auto", "tp2-sp-r2-auto", "1-r3-auto", "pp2-r3-recompute-auto", "tp2-sp-r3-auto",
          "cp2-r3-auto", "dp2-ep2-r3-auto", "dp2-across-r3-auto", "tp2-sp-fused-auto",
          "1-value", "tp2-value", "tp2-sp-value", "pp2-value", "cp2-value", "1-value-auto"),
+        stock=dict.fromkeys(("1-r2-auto", "pp2-r2-auto", "tp2-sp-r2-auto"), RECORDS_ROUTES),
     ),
     "Megatron-LM, pretrain_gpt": Trainer(
         "megatron_lm_steps", ("Megatron-LM",),
@@ -71,6 +86,29 @@ TRAINERS = {
          "pp2-replay-auto", "1-r3-auto", "pp2-r3-recompute-auto", "tp2-sp-r3-auto", "cp2-r3-auto",
          "dp2-ep2-r3-auto", "dp2-across-r3-auto", "1-value", "tp2-sp-value", "pp2-value",
          "cp2-value", "1-value-auto", "1-sft", "tp2-sft", "pp2-sft", "cp2-sft", "1-sft-auto"),
+        stock=dict.fromkeys(REPLAYS, RECORDS_ROUTES),
+    ),
+    "miles, model.py": Trainer(
+        "miles_steps", ("miles", "Megatron-LM", "verl"),
+        ("1", "tp2", "pp2", "cp2", "tp2-pp2", "1-auto", "1-replay-auto", "tp2-sp-replay-auto",
+         "pp2-replay-auto", "1-r3-auto", "pp2-r3-recompute-auto", "tp2-sp-r3-auto", "cp2-r3-auto",
+         "dp2-ep2-r3-auto", "dp2-across-r3-auto", "1-value", "tp2-value", "pp2-value", "cp2-value",
+         "1-value-auto", "tp2-sp-value-auto", "tp2-sp-pp2-value-auto", "1-sft", "tp2-sft",
+         "pp2-sft", "cp2-sft", "1-sft-auto"),
+        stock=dict.fromkeys(REPLAYS, RECORDS_ROUTES)
+        | dict.fromkeys(("tp2-sp-value-auto", "tp2-sp-pp2-value-auto"), UNMARKED_BIAS),
+    ),
+    "RLinf, megatron_actor_worker": Trainer(
+        "rlinf_steps", ("RLinf", "Megatron-LM", "verl"),
+        ("1", "tp2", "cp2", "1-hot", "1-auto", "tp2-sp-auto", "pp2-auto", "pp2-hot-auto",
+         "dp2-auto", "1-critic", "tp2-critic", "1-critic-auto"),
+        stock=dict.fromkeys(("pp2-auto", "pp2-hot-auto"), OTHER_SENT),
+    ),
+    "Megatron-Bridge, train_step": Trainer(
+        "bridge_steps", ("Megatron-Bridge", "Megatron-Bridge/src", "verl"),
+        ("1", "tp2", "tp2-sp", "pp2", "cp2", "tp2-pp2", "1-thd", "tp2-thd", "pp2-thd", "1-auto",
+         "pp2-auto", "dp2-auto", "1-thd-auto"),
+        "megatron-core",
     ),
     "NeMo-RL, train.py": Trainer(
         "nemo_rl_steps", ("RL", "Megatron-LM", "verl", "Megatron-Bridge/src"),
@@ -88,6 +126,7 @@ TRAINERS = {
          "dp2-dpo-auto", "1-kto", "1-kto-kl", "tp2-kto-kl", "1-kto-kl-full", "1-kto-kl-auto",
          "1-rm", "tp2-rm", "pp2-rm", "1-rm-auto", "1-gkd", "tp2-gkd", "pp2-gkd", "1-gkd-auto",
          "1-sft", "tp2-sft", "pp2-sft", "1-sft-auto"),
+        stock={"pp2-dpo-auto": TWO_CALLS, "pp2-dpo-full-auto": OTHER_SENT},
     ),
     "SkyRL, megatron_model_wrapper": Trainer(
         "skyrl_steps", ("SkyRL", "SkyRL/skyrl-gym", "verl"),
@@ -96,6 +135,7 @@ TRAINERS = {
          "1-unpacked-fused-auto", "1-r3-auto", "pp2-r3-recompute-auto", "tp2-sp-r3-auto",
          "cp2-r3-auto"),
         "megatron-core",
+        {"pp2-unpacked-auto": NOT_CAUSAL},
     ),
 }  # fmt: skip
 
@@ -145,13 +185,26 @@ def told(steps: list[Step]) -> str:
     if not steps:
         return "failed: nothing ran but watched steps"
     if reasons := dict.fromkeys(step.reason for step in steps if step.reason):
-        return f"0 | 0 | 0 | stock schedule: {'; '.join(reasons)}"
+        return f"0 | 0 | 0 | {STOCK}{'; '.join(reasons)}"
     worst = max(steps, key=lambda step: step.gradient)
     results = max(step.results for step in steps)
     return (
         f"{worst.gradient:.1e} | {results:.1e} | {worst.limit:.1e} | {worst.executed} of"
         f" {worst.raw}"
     )
+
+
+def as_listed(said: str, refusal: Refusal | None) -> str:
+    """What the table says of a layout; failed, if it does not fall back as `Trainer.stock` has it.
+
+    Args:
+        said: by `run`.
+        refusal: why steps of the layout are stock's; None if all are shared.
+    """
+    wanted = "" if refusal is None else max(refusal.name.split(GAP), key=len)
+    if said.startswith("failed") or (wanted in said if wanted else STOCK not in said):
+        return said
+    return f"failed: not as listed ({wanted or 'shared'}): {said}"
 
 
 def main() -> int:
@@ -169,7 +222,9 @@ def main() -> int:
         folders = filter(None, (*trainer.folders, trainer.core))
         missing = [one for one in folders if not (sources / one).is_dir()]
         for layout in layouts:
-            said = f"failed: no folder {missing[0]}" if missing else run(trainer, sources, layout)
+            said = f"failed: no folder {missing[0]}"
+            if not missing:
+                said = as_listed(run(trainer, sources, layout), trainer.stock.get(layout))
             failed |= said.startswith("failed")
             commit = "" if missing else commit_of(sources / trainer.folders[0])
             print(f"| {name} | {commit} | {layout} | {said} |", flush=True)

@@ -9,8 +9,10 @@ full activation recomputation; with "dp2" each rank has every other rollout of a
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,7 +47,8 @@ ARGUMENTS = Namespace(
     entropy_coef=0.01, use_kl_loss=True, kl_loss_type="low_var_kl", kl_loss_coef=0.1,
     use_unbiased_kl=False, use_rollout_logprobs=False, use_opsm=False, use_tis=False,
     get_mismatch_metrics=False, save_debug_train_data=None, enable_mtp_training=False,
-    ci_test=False, check_for_nan_in_loss_and_grad=True, custom_pg_loss_reducer_function_path=None,
+    value_clip=0.2, ci_test=False, check_for_nan_in_loss_and_grad=True,
+    custom_pg_loss_reducer_function_path=None,
     custom_megatron_before_log_prob_hook_path=None,
     custom_megatron_before_train_step_hook_path=None,
 )  # fmt: skip
@@ -59,11 +62,13 @@ UNUSED = (
 """What slime's actor imports besides; of the actor only `fill_routing_replay` runs."""
 
 
-def rollout_data(*, turns: bool = False) -> dict[str, Any]:
+def rollout_data(cut: Callable[..., torch.Tensor], *, turns: bool = False) -> dict[str, Any]:
     """What slime's actor has of a rollout on one rank; in `turns` every third token of an answer is
-    not the model's."""
-    from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
+    not the model's.
 
+    Args:
+        cut: its `slice_log_prob_with_cp`.
+    """
     ids, mask = mine()
     tokens, _ = rollouts(ids, mask)
     answers = [int(held[PROMPT:].sum()) for held in mask]
@@ -71,7 +76,7 @@ def rollout_data(*, turns: bool = False) -> dict[str, Any]:
 
     def column(value: float) -> list[torch.Tensor]:
         return [
-            slice_log_prob_with_cp(torch.full((answer,), value * (1 + n % 3)), total, answer)
+            cut(torch.full((answer,), value * (1 + n % 3)), total, answer)
             for n, (total, answer) in enumerate(zip(totals, answers, strict=True))
         ]
 
@@ -113,48 +118,63 @@ def _mask(answer: int, *, turns: bool) -> torch.Tensor:
     return mask
 
 
-def valued(model: Any) -> None:
+def valued(head: Any, model: Any) -> None:
     """Gives the last stage the head of slime's critic."""
-    from slime.backends.megatron_utils.model_provider import LinearForLastLayer
-
     if model.post_process:
-        model.output_layer = LinearForLastLayer(model.config.hidden_size, 1, config=model.config)
+        model.output_layer = head(model.config.hidden_size, 1, config=model.config)
 
 
-def replay_routes(chunk: Any) -> None:
+def replay_routes(chunk: Any, topk_of: Any, register: Any, queue: Any) -> None:
     """What slime's patch of Megatron does: a queue for every router, used inside the top-k.
 
     Megatron asks an object for the top-k, where there is one; slime's answers in its place.
-    """
-    from slime.utils import routing_replay
 
-    os.environ["ENABLE_ROUTING_REPLAY"] = "1"
+    Args:
+        topk_of: slime's, gets Megatron's top-k.
+        register: makes a router's queue.
+        queue: the class of queues.
+    """
     stock = router.topk_routing_with_score_function
 
     def topk(scores: Any, num: int, groups: Any, group_topk: Any, topk: Any) -> Any:
-        ours = routing_replay.get_routing_replay_compute_topk(topk)
-        return ours(scores, num, groups, group_topk)
+        return topk_of(topk)(scores, num, groups, group_topk)
 
     def routed(*args: Any, **options: Any) -> Any:
-        queue = SimpleNamespace(get_replay_topk=topk)
-        return stock(*args, **options | {"router_replay": queue})
+        asked = SimpleNamespace(get_replay_topk=topk)
+        return stock(*args, **options | {"router_replay": asked})
 
     router.topk_routing_with_score_function = routed
-    routing_replay.RoutingReplay.record = lambda self, indices: self.top_indices_list.append(
+    queue.record = lambda self, indices: self.top_indices_list.append(
         indices.clone()  # slime pins a copy
     )
     for module in chunk.modules():
         if isinstance(module, router.TopKRouter):
-            routing_replay.register_routing_replay(module)
+            register(module)
 
 
-def model_of(name: str, layout: Any) -> tuple[Any, list[Any]]:
-    """What a layout's model is like, and its chunks on this rank."""
+def loss_type(name: str) -> str:
+    """slime's option for a layout's objective."""
+    return "value_loss" if "value" in name else "sft_loss" if "sft" in name else "policy_loss"
+
+
+def own_queues(chunk: Any) -> None:
+    """slime's, and its variable that turns them on."""
+    from slime.utils import routing_replay
+
+    os.environ["ENABLE_ROUTING_REPLAY"] = "1"
+    replay_routes(
+        chunk, routing_replay.get_routing_replay_compute_topk,
+        routing_replay.register_routing_replay, routing_replay.RoutingReplay,
+    )  # fmt: skip
+
+
+def model_of(name: str, layout: Any, head: Any) -> tuple[Any, list[Any]]:
+    """What a layout's model is like, and its chunks on this rank; a critic has `head`."""
     replay, critic = "replay" in name or "r3" in name, "value" in name
     tied = {} if replay else {"tie_embeddings": not critic}  # a head is not the embedding
     spec = resolve("tiny-moe" if replay else "tiny-qwen3", num_layers=2, **tied).with_vocab(VOCAB)
     recompute, overrides = "full" if "recompute" in name else "none", {"variable_seq_lengths": True}
-    with changed(valued) if critic else contextlib.nullcontext():
+    with changed(functools.partial(valued, head)) if critic else contextlib.nullcontext():
         chunks = build_model(spec, layout=layout, recompute=recompute, config_overrides=overrides)
     return spec, chunks
 
@@ -162,8 +182,10 @@ def model_of(name: str, layout: Any) -> tuple[Any, list[Any]]:
 def steps(name: str) -> list[Step]:
     """A pass for log-probs and an update, on one rank."""
     from slime.backends.megatron_utils import model as slime_model
+    from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
     from slime.backends.megatron_utils.data import get_data_iterator
     from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, get_values
+    from slime.backends.megatron_utils.model_provider import LinearForLastLayer
     from slime.utils import accelerator
     from slime.utils.routing_replay import RoutingReplay
 
@@ -171,17 +193,16 @@ def steps(name: str) -> list[Step]:
     runtime.initialize(layout)
     accelerator.device = accelerator.current_device = lambda: torch.device("cpu")
     brings, critic = "r3" in name, "value" in name
-    spec, chunks = model_of(name, layout)
-    ARGUMENTS.loss_type = "value_loss" if critic else "sft_loss" if "sft" in name else "policy_loss"
-    ARGUMENTS.value_clip = 0.2
+    spec, chunks = model_of(name, layout, LinearForLastLayer)
+    ARGUMENTS.loss_type = loss_type(name)
     both = Both(config_of(name), state=lambda: RoutingReplay.all_routing_replays)
     both.leaves_alike = "recompute" in name
     if spec.num_moe_experts:
-        replay_routes(chunks[0])
+        own_queues(chunks[0])
     # As slime's actor sets it.
     os.environ["ROUTING_REPLAY_STAGE"] = "replay_forward" if brings else "record"
     slime_model.get_forward_backward_func, slime_model.get_args = both, lambda: ARGUMENTS
-    data = rollout_data(turns="sft" in name)
+    data = rollout_data(slice_log_prob_with_cp, turns="sft" in name)
     iterators, num = get_data_iterator(data), len(data["micro_batch_indices"])
     routes = fill_queues(chunks, iterators, data, spec) if brings else None
     with torch.no_grad():
@@ -196,9 +217,8 @@ def steps(name: str) -> list[Step]:
         ARGUMENTS, 0, 0, iterators, chunks, build_optimizer(chunks),
         SimpleNamespace(step=lambda increment: None), num, GROUPS * SIZE,
     )  # fmt: skip
-    update = both.steps[-1]
-    if routes is not None and not update.reason and layout.world_size == layout.pp:
-        check_shared(update, routes)
+    if brings and not both.steps[-1].reason and layout.world_size == layout.pp:
+        check_shared(both.steps[-1], routes)
     return both.steps
 
 

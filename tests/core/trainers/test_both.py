@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_prefix.refusals.table import OTHER_ROUTER, TWO_CALLS
 from megatron_prefix.run.schedule import WATCHED
 from tests.core.trainers import run_sources, stand_ins
 from tests.core.trainers.both import Step, copies, flat, furthest, saved
@@ -111,6 +112,14 @@ def test_the_table_tells_why_a_form_falls_back() -> None:
     assert "failed" in run_sources.told([watched])
     watched.gradient = 1e-7
     assert "failed" in run_sources.told([watched, shared])
+
+
+def test_a_form_that_falls_back_otherwise_than_listed_has_failed() -> None:
+    stock = run_sources.STOCK + OTHER_ROUTER.given(3, "Own").text
+    assert run_sources.as_listed("shared", None) == "shared"
+    assert run_sources.as_listed(stock, OTHER_ROUTER) == stock
+    for said, refusal in ((stock, None), (stock, TWO_CALLS), ("shared", OTHER_ROUTER)):
+        assert run_sources.as_listed(said, refusal).startswith("failed: not as listed")
 
 
 def test_what_a_trainer_keeps_is_put_back_as_often_as_needed() -> None:

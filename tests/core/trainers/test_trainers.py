@@ -13,10 +13,12 @@ from megatron.core.pipeline_parallel import schedules
 from megatron_prefix import auto, trainers
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
+from megatron_prefix.refusals.table import MULTI_LORA, TABLE
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.trainers import TRAINERS, Trainer
 from megatron_prefix.trainers.trainer import version_of
 from megatron_prefix.tree.cp_layout import Slices
+from tests.core.trainers import run_sources, which_runs
 from tests.harness.data import REPOSITORY
 
 PAGES = REPOSITORY / "docs" / "trainers"
@@ -78,6 +80,12 @@ def test_distillation_gets_the_stock_schedule(monkeypatch, caplog) -> None:
 
 
 @pytest.mark.parametrize("given", [True, False])
+def test_miles_with_several_adapters_gets_the_stock_schedule(monkeypatch, given: bool) -> None:
+    arguments(monkeypatch, multi_lora=given)
+    assert trainers.miles.TRAINER.refusal() is (MULTI_LORA if given else None)
+
+
+@pytest.mark.parametrize("given", [True, False])
 def test_slimes_flag_tells_how_calls_are_cut(monkeypatch, given: bool) -> None:
     arguments(monkeypatch, allgather_cp=given)
     wanted = Slices.CONTIGUOUS if given else Slices.ZIGZAG
@@ -134,3 +142,19 @@ def test_every_page_says_what_helps_scattered_groups(trainer: Trainer) -> None:
     way = "neither yet" if trainer.refusal() is not None else "[`across_ranks`]"
     way = {"verl": "dealing that we choose"}.get(trainer.name, way)
     assert f"Of the two ways, {trainer.name} has {way}" in text
+
+
+def test_what_is_said_to_have_run_is_run() -> None:
+    """No trainer is in the tables by reading alone."""
+    ran = {name.partition(", ")[0] for name in run_sources.TRAINERS}
+    assert ran == {one.name for one in TRAINERS if one.tried}
+    for one in run_sources.TRAINERS.values():
+        assert {*one.stock} <= {name for name in one.layouts if name.endswith("-auto")}
+        assert {*one.stock.values()} <= {*TABLE}
+
+
+def test_the_documents_table_is_of_what_is_run_and_refused() -> None:
+    text = which_runs.OPERATIONS.read_text(encoding="utf-8")
+    assert text.count(which_runs.BEGIN) == 1
+    found = text.partition(which_runs.BEGIN)[2].partition(which_runs.END)[0]
+    assert found == which_runs.documented()
