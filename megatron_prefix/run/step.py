@@ -111,7 +111,7 @@ def read_step(
     Returns:
         The step; or what went wrong on this or on the first stage, for `agreement.agree`.
     """
-    pp, cp = groups.pp, groups.cp
+    pp = groups.pp
     samples: list[Pairs] | None = None
     step: Step | None = None
     problem: BaseException | None = None
@@ -119,21 +119,8 @@ def read_step(
         known = _tell_first(calls.last, calls.first, pp, device)
     else:
         known = _merged(calls.first, calls.last)
-    routes = calls.routes
     try:
-        if calls.told is not None:  # by all ranks of the pipeline
-            layouts = known.layouts if known else ()
-            routes = calls.told.gathered(layouts, cp.size(), pp, device)
-        if calls.first is not None and known is not None:
-            if calls.given is not None:  # a number for each position, in the place of tokens
-                codes = calls.given.codes(known.lengths, known.tokens)
-                known = known._replace(tokens=codes)
-            samples = _samples(known, routes, cp, device)
-            # Losses of logits may look at any of them.
-            if calls.up_to_loss and known.labels is not None and known.trained is not None:
-                samples = [sample.up_to_loss() for sample in samples]
-        elif calls.last is not None:
-            samples = _samples(calls.last, (), cp, device)
+        samples = _read(calls, known, groups, device)
     except Exception as error:  # noqa: BLE001  # the other stages wait for this one's message
         problem = error
     if calls.first is not None:
@@ -146,6 +133,25 @@ def read_step(
     if pp.size() > 1:
         step = told(step, samples, pp, device)
     return step or problem or refused(NO_TREE)
+
+
+def _read(
+    calls: ReadCalls, known: CallTokens | None, groups: Any, device: torch.device
+) -> list[Pairs] | None:
+    """What this stage knows of the samples; `known`: columns of both ends of the pipeline."""
+    pp, cp, routes = groups.pp, groups.cp, calls.routes
+    if calls.told is not None:  # by all ranks of the pipeline
+        layouts = known.layouts if known else ()
+        routes = calls.told.gathered(layouts, cp.size(), pp, device)
+    if calls.first is None or known is None:
+        return None if calls.last is None else _samples(calls.last, (), cp, device)
+    if calls.given is not None:  # a number for each position, in the place of tokens
+        known = known._replace(tokens=calls.given.codes(known.lengths, known.tokens))
+    samples = _samples(known, routes, cp, device)
+    # Losses of logits may look at any of them.
+    if calls.up_to_loss and known.labels is not None and known.trained is not None:
+        return [sample.up_to_loss() for sample in samples]
+    return samples
 
 
 def told(
