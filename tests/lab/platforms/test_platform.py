@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
@@ -131,6 +132,21 @@ def test_gloo_collectives_of_unequal_length():
         for number, (piece, length) in enumerate(zip(gathered, [2, 0, 3], strict=True)):
             assert torch.equal(piece, torch.full((length, 2), float(number + 1)))
         assert torch.equal(out, gathered[rank] * 6)
+
+
+def threads_of_a_group():
+    runtime.initialize(Layout(dp=2))
+    before = len(os.listdir("/proc/self/task"))
+    group = torch.distributed.new_group(timeout=timedelta(seconds=7))
+    started = len(os.listdir("/proc/self/task")) - before
+    ours = group._get_backend(torch.device("cpu"))
+    theirs = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    return started, ours.options._timeout, ours.options._devices == theirs.options._devices
+
+
+def test_groups_share_gloos_thread():
+    """A group starts two threads for its own work, and keeps its time limit."""
+    assert run_ranks(2, threads_of_a_group) == [(2, timedelta(seconds=7), True)] * 2
 
 
 def resume(folder, layout, options, sharding, save):
