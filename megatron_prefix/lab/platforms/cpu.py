@@ -18,6 +18,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import queue
 import sys
 import types
 import warnings
@@ -68,6 +69,7 @@ def enable(*, hide_gpus: bool = False) -> None:
     _route_without_transformer_engine()
     _recompute_without_fp8()
     _load_distributed_adamw()
+    _save_without_another_process()
     _enabled = True
     logger.info("CPU platform applied to torch %s", torch.__version__)
 
@@ -444,6 +446,20 @@ def _load_distributed_adamw() -> None:
         state_dict=describe_unstepped,
         _set_main_param_and_optimizer_states=write_with_step,
     )
+
+
+def _save_without_another_process() -> None:
+    """Let a rank that saves a checkpoint keep the list of what it has written to itself.
+
+    dist_checkpointing keeps it in a process that it spawns (strategies/filesystem_async.py:54), for
+    saves that go on beside the training; there it imports torch, in two seconds a rank. Such saves
+    ("results_queue should not be empty") need a GPU's platform.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if hasattr(filesystem_async, "_get_write_results_queue"):
+        written: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        _set(filesystem_async, _get_write_results_queue=lambda: written)
 
 
 # --- recurrent layers without fla, causal-conv1d and mamba-ssm -----------------------------------

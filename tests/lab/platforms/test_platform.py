@@ -1,5 +1,6 @@
 """Choosing where to run, and the CPU platform. What it lets run is in tests/lab/models."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -171,6 +172,7 @@ def resume(folder, layout, options, sharding, save):
         forward_backward(chunks, microbatches(layout))
         optimizer.step()
         checkpoints.save(state(False), folder)
+        assert not multiprocessing.active_children(), "another process, which imports torch"
     else:
         loaded = checkpoints.load(state(True), folder)
         unwrap(chunks[0]).load_state_dict(loaded["model"])
