@@ -346,7 +346,7 @@ def _share_gloos_thread() -> None:
     hundred times a second, whether there is a message or not. Together they took a fifth of the
     processor's time in small steps.
     """
-    gloo = dist.ProcessGroupGloo
+    gloo: Any = dist.ProcessGroupGloo
     make = gloo.__init__
 
     def share(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
