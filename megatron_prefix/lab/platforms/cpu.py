@@ -355,8 +355,8 @@ def _share_gloos_thread() -> None:
             make(self, store, rank, size, *args, **kwargs)
             return
         options = gloo._Options()
-        options._timeout = kwargs["timeout"]
-        options._devices = [_gloo_device(interface, os.getpid())]
+        device = _gloo_device(interface, os.getpid())
+        _set(options, _timeout=kwargs["timeout"], _devices=[device])
         make(self, store, rank, size, options)
 
     _set(gloo, __init__=share)
