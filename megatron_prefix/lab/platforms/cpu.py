@@ -451,9 +451,10 @@ def _load_distributed_adamw() -> None:
 def _save_without_another_process() -> None:
     """Let a rank that saves a checkpoint keep the list of what it has written to itself.
 
-    dist_checkpointing keeps it in a process that it spawns (strategies/filesystem_async.py:54), for
-    saves that go on beside the training; there it imports torch, in two seconds a rank. Such saves
-    ("results_queue should not be empty") need a GPU's platform.
+    Megatron keeps it in a process that it spawns
+    (dist_checkpointing/strategies/filesystem_async.py:54), for saves that go on beside the
+    training; there it imports torch, in two seconds a rank. Such saves fail here: "results_queue
+    should not be empty".
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
