@@ -8,6 +8,8 @@ prepare test
 
 # Tests start several ranks on a few cores: one thread each.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Many processes import the same files: Python keeps what it has compiled, whatever the image says.
+unset PYTHONDONTWRITEBYTECODE
 cd "$root"
 # Many tests wait for processes to start or for time to pass; meanwhile others run.
 if [[ $# -eq 0 ]]; then set -- --numprocesses 3 --dist loadfile --no-loadscope-reorder; fi

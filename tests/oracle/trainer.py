@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import pickle
 import random
 import types
 from collections.abc import Callable, Iterator
@@ -192,7 +193,7 @@ class Trainer:
         call.state = {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
-            "numpy": repr(np.random.get_state()),
+            "numpy": pickle.dumps(np.random.get_state()),
             "training": [name for name, module in modules if not module.training],
             "buffers": {n: b.clone() for n, b in self.parts.language.named_buffers()},
             "grad_enabled": torch.is_grad_enabled(),

@@ -168,8 +168,11 @@ def test_files_are_utf_8_in_every_locale():
 
 @pytest.mark.parametrize(
     "tool",
-    [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]],
-    ids=["ruff check", "ruff format", "mypy"],
+    [
+        pytest.param(["ruff", "check", "."], id="ruff check"),
+        pytest.param(["ruff", "format", "--check", "."], id="ruff format"),
+        pytest.param(["mypy"], id="mypy", marks=pytest.mark.slow),
+    ],
 )
 def test_linters_agree(tool):
     pytest.importorskip(tool[0], reason=f"{tool[0]} is not installed (extra: test)")

@@ -9,7 +9,10 @@ import pytest
 
 from tests.harness.data import REPOSITORY
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked, as on Linux")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked, as on Linux"),
+]
 
 IN_RANKS = """
 import os, signal, threading, time

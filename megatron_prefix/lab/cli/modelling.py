@@ -9,6 +9,7 @@ import platform
 from typing import Any
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.lab import platforms
 from megatron_prefix.lab.cli.arguments import (
     add_choice,
     add_config,
@@ -82,6 +83,8 @@ def model_options(args: argparse.Namespace) -> Any:
     Raises:
         UserError: --set names no field, or --load-hf gives no weights of this model.
     """
+    if args.device == "cpu":
+        platforms.select("cpu")  # first: Megatron's import then takes two seconds less
     from megatron_prefix.lab.rl.job import ModelOptions
 
     given, names = vars(args), {field.name for field in dataclasses.fields(ModelOptions)}
@@ -139,9 +142,9 @@ def job_of(args: argparse.Namespace) -> Job:
     Raises:
         UserError: what a user can get wrong of model, layout and rollouts.
     """
+    options = model_options(args)
     from megatron_prefix.lab.rl.job import fit_vocabulary
 
-    options = model_options(args)
     layout = layout_of(args, env_world_size())
     groups, dropped = load_groups(args, options.spec().vocab_size)
     spec, groups = fit_vocabulary(options, groups)

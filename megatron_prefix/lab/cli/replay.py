@@ -101,10 +101,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _replayed(args: argparse.Namespace) -> Replayed:
     """Finds everything that a user can get wrong, before a rank is started."""
+    options = model_options(args)
     from megatron_prefix.lab.rl import routes
     from megatron_prefix.lab.rl.job import fit_vocabulary
 
-    options = model_options(args)
     layout = arguments.layout_of(args, runtime.env_world_size())
     files, left_out = _files(args, options.spec().vocab_size)
     spec, groups = fit_vocabulary(options, list(_in_turn(files)))

@@ -96,7 +96,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _training(args: argparse.Namespace) -> Training:
     """Finds everything that a user can get wrong, before a rank is started."""
-    from megatron_prefix.lab.rl.metrics import check_wandb
     from megatron_prefix.lab.rl.run_folder import check_unused
 
     schedule = args.prefix_schedule
@@ -110,6 +109,8 @@ def _training(args: argparse.Namespace) -> Training:
     if args.resume is None:
         check_unused(Path(output), overwrite=args.overwrite)
     if args.wandb is not None:
+        from megatron_prefix.lab.rl.metrics import check_wandb
+
         check_wandb()
     check_outputs(args.plan_svg, *args.trace, makes_folders=True)
     job = job_of(args)

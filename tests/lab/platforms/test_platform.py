@@ -1,8 +1,10 @@
 """Choosing where to run, and the CPU platform. What it lets run is in tests/lab/models."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
@@ -133,6 +135,21 @@ def test_gloo_collectives_of_unequal_length():
         assert torch.equal(out, gathered[rank] * 6)
 
 
+def threads_of_a_group():
+    runtime.initialize(Layout(dp=2))
+    before = len(os.listdir("/proc/self/task"))
+    group = torch.distributed.new_group(timeout=timedelta(seconds=7))
+    started = len(os.listdir("/proc/self/task")) - before
+    ours = group._get_backend(torch.device("cpu"))
+    theirs = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    return started, ours.options._timeout, ours.options._devices == theirs.options._devices
+
+
+def test_groups_share_gloos_thread():
+    """A group starts two threads for its own work, and keeps its time limit."""
+    assert run_ranks(2, threads_of_a_group) == [(2, timedelta(seconds=7), True)] * 2
+
+
 def resume(folder, layout, options, sharding, save):
     """Two steps with a checkpoint between them: save it, or begin with it."""
     runtime.initialize(layout)
@@ -155,6 +172,7 @@ def resume(folder, layout, options, sharding, save):
         forward_backward(chunks, microbatches(layout))
         optimizer.step()
         checkpoints.save(state(False), folder)
+        assert not multiprocessing.active_children(), "another process, which imports torch"
     else:
         loaded = checkpoints.load(state(True), folder)
         unwrap(chunks[0]).load_state_dict(loaded["model"])
