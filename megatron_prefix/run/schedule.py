@@ -10,6 +10,7 @@ go on with the stock schedule.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import logging
@@ -57,6 +58,12 @@ WATCHED = "the first step of its kind is watched"
 """Why the stock schedule runs a step that nothing is in the way of."""
 LOSSES_EXCHANGE = "losses exchange with other data-parallel ranks"
 """Why prompts do not cross these."""
+NEW_FUNCTION = (
+    "get_forward_backward_func got a new function with the same code: define it once, outside the"
+    " step; each new one starts a new schedule, whose first step mode auto does not share"
+)
+_num_alike: collections.Counter[Any] = collections.Counter()
+"""Schedules that were made of the same configuration and of functions with the same code."""
 
 
 @dataclass
@@ -436,6 +443,15 @@ def _calls_in_order(plan: Plan, step: Step) -> bool:
 @functools.lru_cache(maxsize=8)  # a new callback every step must not fill the memory
 def _schedule(config: PrefixConfig, callbacks: Callbacks) -> PrefixSchedule:
     """One schedule per process and configuration: plans, kernels, pools and reports stay."""
+    functions = {
+        name: code_name(function) or function
+        for name, function in vars(callbacks).items()
+        if callable(function)
+    }
+    alike = config, *(vars(callbacks) | functions).items()
+    _num_alike[alike] += 1
+    if functions and _num_alike[alike] == 2:
+        logger.warning(NEW_FUNCTION)  # only that: two closures may well mean two things
     return PrefixSchedule(config, callbacks, looks_first=True)
 
 
@@ -462,7 +478,9 @@ def get_forward_backward_func(
 ) -> PrefixSchedule:
     """Replaces megatron.core.pipeline_parallel.get_forward_backward_func.
 
-    The same schedule every time for the same arguments, however often it is called.
+    The same schedule every time for the same arguments, however often it is called. Functions are
+    the same if they are equal: one that is defined anew in every step starts a new schedule, of
+    which that is the first step, so that mode "auto" never shares anything. That is logged once.
 
     Args:
         prefix_config: what the user set; default: always share.
