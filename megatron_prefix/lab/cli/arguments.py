@@ -216,7 +216,8 @@ _TEXTS = {
     "across_ranks": "run what rollouts on several data-parallel ranks begin with once in the job:"
     " auto: where it can be, pays and fits; on: what is in the way is refused; node: on, among the"
     " ranks of one host (default: auto in mode auto, else off)",
-    "kernel": f"attention kernel: {', '.join(KERNELS)}, dense+causal, or auto (default)",
+    "kernel": f"attention kernel: {', '.join(KERNELS)}, A+B (A for ancestors' keys, B for a"
+    " segment's own), or auto (default)",
 }
 _OLD_FLAGS = {"segment_tokens": ["--wave-tokens"]}
 _CHOICES = {**CHOICES, "loss_mean": LOSS_MEANS, "deal": DEALS}
