@@ -269,15 +269,10 @@ def add_config(group: Any, *names: str) -> None:
 
 
 def add_lengths(parser: argparse.ArgumentParser) -> None:
-    """Options of tree and plan: `--chunk-tokens --segment-tokens --min-gain --share ...`."""
+    """Options of tree and plan: `--chunk-tokens --segment-tokens --min-gain ...`."""
     group = parser.add_argument_group("lengths, in tokens")
-    add_config(group, "chunk_tokens", "segment_tokens", "min_gain")
-    text = (
-        "what is compared to find what rollouts share: a step compares all of its rollouts"
-        " (default {})"
-    )
-    add_choice(group, "--share", text, ("group", "batch"), "batch")
-    add_config(group, "align", "loss_in_leaves", "run_ahead")
+    names = ("chunk_tokens", "segment_tokens", "min_gain", "align", "loss_in_leaves", "run_ahead")
+    add_config(group, *names)
     # The old name of the option, for existing scripts.
     group.add_argument(
         "--extra", dest="run_ahead", type=int, choices=(1, 2), help=argparse.SUPPRESS
