@@ -149,6 +149,7 @@ def _options(args: argparse.Namespace, config: PrefixConfig, layout: Layout) -> 
 
 def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
     model = resolve(args.model)
+    layout.check_layers(model.name, model.num_layers)
     uncut = 0 if args.chunk_tokens == "auto" else args.chunk_tokens
     config = arguments.config_of(args, chunk_tokens=uncut)
     groups, dropped = load_groups(args)
