@@ -130,10 +130,21 @@ def add_out(parser: argparse.ArgumentParser) -> None:
     add_switch(parser, "--overwrite", "replace OUT if it is there")
 
 
-def add_rollouts(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    """`ROLLOUTS...` or `--rollouts FILE...`, `--groups`, `--max-tokens`; see inputs.load_groups."""
+def add_rollouts(
+    parser: argparse.ArgumentParser,
+    *,
+    positional: bool = False,
+    several: str = "several make one step",
+) -> None:
+    """`ROLLOUTS...` or `--rollouts FILE...`, `--groups`, `--max-tokens`; see inputs.load_groups.
+
+    Args:
+        parser: of the verb.
+        positional: whether the files are given without an option.
+        several: what becomes of several files, for the help.
+    """
     group = parser.add_argument_group("rollouts")
-    text = "rollout file (JSON lines, .gz or plain); several make one step"
+    text = f"rollout file (JSON lines, .gz or plain); {several}"
     if positional:
         group.add_argument("rollouts", metavar="ROLLOUTS", nargs="+", help=text)
     else:

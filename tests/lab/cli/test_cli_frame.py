@@ -61,6 +61,20 @@ def test_help_names_every_attention_kernel(capsys, verb) -> None:
     assert told == f"attention kernel: {', '.join(kernels.KERNELS)}, A+B"
 
 
+@pytest.mark.parametrize(
+    ("verb", "told"),
+    [
+        ("plan", "several make one step"),
+        ("align", "several make one step"),
+        ("train", "steps take groups of several one file after another"),
+        ("replay", "steps take groups of several in turn"),
+    ],
+)
+def test_help_says_what_becomes_of_several_files(capsys, verb, told) -> None:
+    _, out, _ = run(capsys, verb, "--help")
+    assert f"(JSON lines, .gz or plain); {told} --" in " ".join(out.split())
+
+
 def examples(text: str) -> list[list[str]]:
     """The command lines of a help text, as a shell would split them."""
     told = text.partition("examples:\n")[2].replace("\\\n", " ")
