@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import UserError, shown
 from megatron_prefix.tree import TreeOptions
 
 MODES = ("off", "observe", "auto", "on")
@@ -25,6 +26,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 """What a field of PrefixConfig may be, where that is a list."""
 MOST_MEMORY_GB = 1e6
 """No machine has as much."""
+TYPES: dict[str, type] = {
+    "str": str, "int": numbers.Integral, "float": numbers.Real, "bool": bool, "None": type(None),
+}  # fmt: skip
+"""What the parts of a field's annotation take; NumPy's numbers, too."""
 
 
 SEGMENT_TOKENS = (2048, 4096, 8192, 16384, 32768)
@@ -44,8 +49,9 @@ class PrefixConfig:
     Attributes:
         mode: "off": Megatron's schedule; "observe": Megatron's schedule, and metrics say what
             sharing would save; "auto": share where the cost model says that it pays; "on": always.
-        chunk_tokens: longest span; 0: no limit; "auto": for every step the length with the shortest
-            simulated step.
+        chunk_tokens: longest span, at least `align`; 0: no limit; "auto": for every step the length
+            with the shortest simulated step. No shorter than the multiples at which the layout
+            begins spans.
         segment_tokens: most positions in a segment (a single span may exceed it); 0: no limit;
             "auto": for every step the number of SEGMENT_TOKENS with the shortest predicted time
             among those that keep the limit of memory. Of a number a half, a quarter or an eighth,
@@ -60,7 +66,8 @@ class PrefixConfig:
         loss_in_leaves: never share a position at or after a first trained one.
         trainer_masks: in a trainer whose model calls have no loss_mask, follow the mask of its
             microbatches, where its file in megatron_prefix/trainers/ says where that is.
-        kernel: name of the attention kernel, or "auto" (megatron_prefix/layers/blocks/kernels.py).
+        kernel: name of the attention kernel, two of them (A+B), or "auto"
+            (megatron_prefix/layers/blocks/kernels.py).
         memory: what an inner segment keeps between its forward and its backward. "retain": its
             saved tensors; "offload": the same, on the host; "recompute": its K/V and its input, and
             its forward runs again; "auto": for every step and segment the cheapest policy with
@@ -112,17 +119,16 @@ class PrefixConfig:
     plan_file: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("chunk_tokens", "segment_tokens"):
-            value = getattr(self, name)
-            if isinstance(value, str) and value != "auto":
-                raise UserError(f"{name} is {value!r}: give a number or 'auto'")
         if not isinstance(self.align, int) or self.align < 1:
             raise UserError(f"align is {self.align!r}: give an integer from 1")
-        self.tree_options(1)
         for name, known in CHOICES.items():
             value = getattr(self, name)
             if value not in known and value != self.__dataclass_fields__[name].default:
                 raise UserError(f"{name} is {value!r}: give one of {', '.join(map(str, known))}")
+        for name, field in self.__dataclass_fields__.items():
+            check_type(name, kinds_of(field), getattr(self, name))
+        kernel_parts(self.kernel)
+        self.tree_options(1)
         if not 0 <= self.memory_budget_gb <= MOST_MEMORY_GB:
             raise UserError(
                 f"memory_budget_gb is {self.memory_budget_gb}: give a number from 0 to"
@@ -145,13 +151,61 @@ class PrefixConfig:
 
     def tree_options(self, multiple: int, whole: int = 1) -> TreeOptions:
         """Options of trees in a layout that pads spans to a multiple, and segments to whole ones;
-        "auto" lengths are chosen later. All rollouts of a step are compared."""
+        "auto" lengths are chosen later. All rollouts of a step are compared. A chunk is at least
+        as long as that multiple."""
         chunk = 0 if isinstance(self.chunk_tokens, str) else self.chunk_tokens
         segment = (
             SEGMENT_TOKENS[-1] if isinstance(self.segment_tokens, str) else self.segment_tokens
         )
-        chunk = max(chunk, math.lcm(multiple, self.align)) if chunk > 0 else chunk
+        if chunk >= self.align:  # else TreeOptions refuses what the user has set
+            chunk = max(chunk, math.lcm(multiple, self.align))
         return TreeOptions(
             multiple, chunk, segment, self.min_gain, SEGMENT_GAIN * self.min_gain,
             self.loss_in_leaves, "batch", self.align, whole,
         )  # fmt: skip
+
+
+# Values -------------------------------------------------------------------------------------------
+
+
+def kinds_of(field: Any) -> set[str]:
+    """The parts of a field's annotation: names of `TYPES`."""
+    return set(str(field.type).split(" | "))
+
+
+def wanted(kinds: set[str]) -> str:
+    """What to give for a field of such kinds, for a message."""
+    if "bool" in kinds:
+        return "true or false"
+    words = "an integer" if "int" in kinds else "a number"
+    if "str" not in kinds:
+        return words
+    return f"{words} or 'auto'" if "int" in kinds else "text"
+
+
+def check_type(name: str, kinds: set[str], value: Any) -> None:
+    """Refuses a value of another type; a bool is no number, and the text of a number is "auto".
+
+    Raises:
+        UserError: naming the field, the value and what to give.
+    """
+    right = isinstance(value, tuple(TYPES[kind] for kind in kinds))
+    if isinstance(value, bool):
+        right = "bool" in kinds
+    elif isinstance(value, str) and "int" in kinds:
+        right = right and value == "auto"
+    if not right:
+        raise UserError(f"{name} is {shown(value)}: give {wanted(kinds)}")
+
+
+def kernel_parts(name: str) -> list[str]:
+    """The names in that of an attention kernel: one or two of `KERNELS`, or "auto".
+
+    Raises:
+        UserError: it names no kernel.
+    """
+    parts = name.split("+")
+    if name != "auto" and (len(parts) > 2 or not set(parts) <= set(KERNELS)):
+        known = ", ".join(KERNELS)
+        raise UserError(f"attention kernel {name!r} is not auto, one of {known}, or a+b")
+    return parts

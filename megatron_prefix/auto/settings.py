@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix.config import PrefixConfig, check_type, kinds_of, wanted
 from megatron_prefix.errors import UserError, shown
 from megatron_prefix.plan.cost_file import read_costs
 from megatron_prefix.plan.files import read_text
@@ -100,44 +100,27 @@ def _read_file(path: str) -> dict[str, Any]:
     for name, value in values.items():
         if name not in FIELDS:
             raise UserError(f"{path}: {name} is not a setting; known are {', '.join(FIELDS)}")
-        if type(value) not in _types(name):
-            raise UserError(f"{path}: {name} is {shown(value)}: give {_wanted(name)}")
+        try:
+            check_type(name, kinds_of(FIELDS[name]) - {"None"}, value)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
     return values
-
-
-def _types(name: str) -> list[type]:
-    """The types that a setting's value may have in a TOML file."""
-    named: dict[str, list[type]] = {
-        "str": [str], "int": [int], "float": [float, int], "bool": [bool], "None": [],
-    }  # fmt: skip
-    return [one for part in str(FIELDS[name].type).split(" | ") for one in named[part]]
-
-
-def _wanted(name: str) -> str:
-    """What to give for a setting, for a message."""
-    types = _types(name)
-    if bool in types:
-        return "true or false"
-    words = "an integer" if int in types and float not in types else "a number"
-    if str not in types:
-        return words
-    return f"{words} or 'auto'" if int in types else "text"
 
 
 def _parsed(name: str, text: str, where: str) -> Any:
     """The value that a variable's or flag's text means."""
-    types = _types(name)
-    if bool in types and text.lower() in ("true", "false", "1", "0"):
+    kinds = kinds_of(FIELDS[name])
+    if "bool" in kinds and text.lower() in ("true", "false", "1", "0"):
         return text.lower() in ("true", "1")
-    for number in (int, float):
-        if number in types:
+    for kind, number in (("int", int), ("float", float)):
+        if kind in kinds:
             try:
                 return number(text)
             except ValueError:
                 continue
-    if str in types:
+    if "str" in kinds:
         return text
-    raise UserError(f"{where} is {shown(text)}: give {_wanted(name)}")
+    raise UserError(f"{where} is {shown(text)}: give {wanted(kinds)}")
 
 
 def described(config: PrefixConfig) -> str:

@@ -34,7 +34,7 @@ class SegmentContext:
         backward: whether its backward runs; a forward is then recomputation, from the last layer to
             the first.
         offload: takes what its forward saves; None if that stays on the device.
-        ahead: segments on the host that the next backwards will need; the executor changes it.
+        wanted_next: segments on the host that the next backwards need; the executor changes it.
         keys_only: the layer of which only its K and V are computed (layers/blocks/unread.py).
         rows: the positions on this rank whose output is read, int64, ascending, the last perhaps
             more than once (`repeats`); None if all are, or the stage is not the last.
@@ -51,7 +51,7 @@ class SegmentContext:
     ledger: RouterLedger | None = None
     backward: bool = False
     offload: OffloadedSegment | None = None
-    ahead: Sequence[OffloadedSegment] = ()
+    wanted_next: Sequence[OffloadedSegment] = ()
     keys_only: int | None = None
     rows: Tensor | None = None
     repeats: bool = False
@@ -76,7 +76,7 @@ class SegmentContext:
         if backward or not self.backward:  # in recomputation the layer's backward comes next
             self.cache.release(layer)
         if backward:
-            for waiting in self.ahead:
+            for waiting in self.wanted_next:
                 waiting.prefetch(early=True)
 
     @functools.cached_property

@@ -61,7 +61,7 @@ class Stage:
             nothing does.
         ledger: accounts for the routers' losses; None without routers and without gradients.
         offloads: saved tensors of segments that wait on the host for their backward.
-        ahead: those of them that the backwards after the one that runs want back.
+        wanted_next: those of them that the backwards after the one that runs want back.
         live: input and output of segments whose backward is still to come; the output with its
             graph, or None if the forward will run again.
     """
@@ -81,7 +81,7 @@ class Stage:
     final: FinalStates | None = None
     ledger: RouterLedger | None = None
     offloads: dict[int, OffloadedSegment] = field(default_factory=dict)
-    ahead: list[OffloadedSegment] = field(default_factory=list)
+    wanted_next: list[OffloadedSegment] = field(default_factory=list)
     live: dict[int, tuple[Tensor | None, Any]] = field(default_factory=dict)
 
 
@@ -137,7 +137,7 @@ class Executor:
                     stage = self._stages[action.chunk]
                     reducing: contextlib.AbstractContextManager = contextlib.nullcontext()
                     if self._offloader is not None:
-                        stage.ahead[:] = self._wanted(program[place : place + 1 + BACKWARDS_AHEAD])
+                        stage.wanted_next[:] = self._wanted(program, place)
                     if self._reductions is not None and last.get(action.chunk) == place:
                         reducing = self._reducing(action, stage, self._reductions)
                     with _annotated(action), reducing:
@@ -156,7 +156,7 @@ class Executor:
                 stage.hooks.replay = stage.hooks.ahead = None
                 stage.live.clear()
                 stage.offloads.clear()
-                stage.ahead.clear()
+                stage.wanted_next.clear()
                 stage.cache.clear()
                 if stage.final is not None:
                     stage.final.clear()
@@ -201,7 +201,7 @@ class Executor:
         unread, scored = stage.is_last and not segment.scored, self._scored(index, stage)
         return SegmentContext(
             index, segment.inner, runs, positions, stage.cache, stage.ledger,
-            backward, None if backward else stage.offloads.get(index), stage.ahead,
+            backward, None if backward else stage.offloads.get(index), stage.wanted_next,
             stage.hooks.keys_only if unread else None,
             self._inputs.read(index, stage.moves_labels) if scored else None, stage.moves_labels,
             *((None, None) if final is None else final.of(index)),
@@ -304,9 +304,10 @@ class Executor:
         model = stage.hooks.model
         return self._offloader.segment(addresses(received, *model.parameters(), *model.buffers()))
 
-    def _wanted(self, actions: Sequence[Action]) -> list[OffloadedSegment]:
-        """What the backwards right after the first action, a backward too, want back."""
-        backwards = itertools.takewhile(lambda action: action.kind == "B", actions)
+    def _wanted(self, program: Sequence[Action], place: int) -> list[OffloadedSegment]:
+        """What the backwards right after the action there, a backward too, want back."""
+        near = program[place : place + 1 + BACKWARDS_AHEAD]
+        backwards = itertools.takewhile(lambda action: action.kind == "B", near)
         stages = ((index, self._stages[chunk]) for _, index, chunk, _ in [*backwards][1:])
         return [stage.offloads[index] for index, stage in stages if index in stage.offloads]
 

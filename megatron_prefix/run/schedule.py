@@ -10,6 +10,7 @@ go on with the stock schedule.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import logging
@@ -57,10 +58,16 @@ WATCHED = "the first step of its kind is watched"
 """Why the stock schedule runs a step that nothing is in the way of."""
 LOSSES_EXCHANGE = "losses exchange with other data-parallel ranks"
 """Why prompts do not cross these."""
+NEW_FUNCTION = (
+    "get_forward_backward_func got a new function with the same code: define it once, outside the"
+    " step; each new one starts a new schedule, whose first step mode auto does not share"
+)
+_num_alike: collections.Counter[Any] = collections.Counter()
+"""Schedules that were made of the same configuration and of functions with the same code."""
 
 
 @dataclass
-class Kind:
+class StepKind:
     """What is known of calls of one kind: of one forward step, on the same models.
 
     Attributes:
@@ -103,8 +110,8 @@ class PrefixSchedule:
     memory: MemoryControl = field(init=False, repr=False)
     planning: Planning = field(init=False, repr=False)
     _rest: Rest = field(default_factory=Rest, init=False, repr=False)
-    _told: set[str] = field(default_factory=set, init=False, repr=False)
-    _kinds: dict[Any, Kind] = field(default_factory=dict, init=False, repr=False)
+    _logged: set[str] = field(default_factory=set, init=False, repr=False)
+    _kinds: dict[Any, StepKind] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.memory = MemoryControl(self.config)
@@ -157,21 +164,21 @@ class PrefixSchedule:
             return stock_schedule()(**arguments)
         if kind.ordered:
             rank.may_cross, rank.why_alone = False, LOSSES_EXCHANGE
-            joint_step.tell_alone(rank.why_alone, rank, self._told)
+            joint_step.tell_alone(rank.why_alone, rank, self._logged)
         store = self._captured(first, kind, rank, arguments)
         if first is not None:
             kind.watched, kind.refusal = True, first.error
             first.check()  # else what was computed may be wrong
         return store
 
-    def _kind(self, function: Any, rank: Rank) -> Kind:
+    def _kind(self, function: Any, rank: Rank) -> StepKind:
         """What is known of calls like this one."""
         key = rank.forward_only, code_name(function), *map(id, rank.language_models)
         if key not in self._kinds:
-            self._kinds[key] = Kind(Pause() if self.config.mode == "auto" else None)
+            self._kinds[key] = StepKind(Pause() if self.config.mode == "auto" else None)
         return self._kinds[key]
 
-    def _needs_no_look(self, kind: Kind) -> bool:
+    def _needs_no_look(self, kind: StepKind) -> bool:
         """Whether steps of a kind are the stock schedule's for now, refused or in a pause."""
         if kind.refusal is not None:
             self._refused(kind.refusal)
@@ -181,7 +188,7 @@ class PrefixSchedule:
             self._stock_report(decision)
         return decision is not None
 
-    def _first(self, kind: Kind, function: Any, rank: Rank) -> FirstStep | None:
+    def _first(self, kind: StepKind, function: Any, rank: Rank) -> FirstStep | None:
         """What watches the first step of a kind; None in later ones.
 
         In mode "on" it is shared meanwhile, but for ranks that share experts or prompts: those
@@ -193,7 +200,7 @@ class PrefixSchedule:
         return FirstStep(function, rank, suspended=shares)
 
     def _captured(
-        self, first: FirstStep | None, kind: Kind, rank: Rank, arguments: dict[str, Any]
+        self, first: FirstStep | None, kind: StepKind, rank: Rank, arguments: dict[str, Any]
     ) -> list[Any]:
         """Runs a step whose forward steps are suspended in their model calls.
 
@@ -243,7 +250,7 @@ class PrefixSchedule:
         with self.planning.meter(rank).step(report, rank.stage, complete), outlines.noted():
             return stock_schedule()(**arguments)
 
-    def _watched(self, first: FirstStep, kind: Kind, arguments: dict[str, Any]) -> list[Any]:
+    def _watched(self, first: FirstStep, kind: StepKind, arguments: dict[str, Any]) -> list[Any]:
         """The stock schedule's step, watched; what is in its way is remembered."""
         rank = first.rank
         with first.watching():
@@ -288,7 +295,7 @@ class PrefixSchedule:
             if alone is None and self.config.across == "auto" and self._rest.next():
                 alone = joint_step.RESTS
             rank.may_cross, rank.why_alone = alone is None, alone or ""
-            joint_step.tell_alone(rank.why_alone, rank, self._told)
+            joint_step.tell_alone(rank.why_alone, rank, self._logged)
         if self.config.cache_host_layers and rank.groups.cp.size() > 1:
             raise refused(HOST_LAYERS_CP)
         if self.config.mode != "observe" and rank.num_stages > 1:
@@ -311,7 +318,7 @@ class PrefixSchedule:
             return None
         if paused and pause is not None:
             self._stock_report(pause.begin())
-            self._told.add(self.report.decision.reason)  # type: ignore[union-attr]  # told once
+            self._logged.add(self.report.decision.reason)  # type: ignore[union-attr]  # told once
             return None
         planning = self.planning
         build = functools.partial(planning.build, rank=rank, judge=planning.judge(rank))
@@ -354,7 +361,7 @@ class PrefixSchedule:
         if joint is None:
             raise RuntimeError("no rank says why a step has no segments")
         if rank.may_cross:
-            joint_step.tell_alone(joint.why_alone, rank, self._told)
+            joint_step.tell_alone(joint.why_alone, rank, self._logged)
             self._rest.note(joint.crosses)
         if joint.crosses:
             rank.cross()
@@ -376,7 +383,7 @@ class PrefixSchedule:
             return None, error
         return calls, None
 
-    def _plan(self, step: Step, rank: Rank, kind: Kind) -> JointForest | None:
+    def _plan(self, step: Step, rank: Rank, kind: StepKind) -> JointForest | None:
         """Sets `report` with the plan; None if the stock schedule is the better one."""
         why = step.why_alone or rank.why_alone
         if self.config.mode != "on":
@@ -397,7 +404,7 @@ class PrefixSchedule:
         if self.config.mode == "on":
             raise reason
         self._stock_report(Decision(False, str(reason), self.config.mode == "auto", 1.0))
-        self._told.add(str(reason))  # it is the same in every step, and logged once
+        self._logged.add(str(reason))  # it is the same in every step, and logged once
 
     def _stock_report(self, decision: Decision) -> StepReport:
         """Sets `report` for a step of which there is no forest."""
@@ -411,7 +418,7 @@ class PrefixSchedule:
         before = self.report.fallback_count if self.report else 0
         report.fallback_count = before + bool(report.decision.fallback)
         self.report = report
-        if report.decision.fallback and report.decision.reason not in self._told:
+        if report.decision.fallback and report.decision.reason not in self._logged:
             logger.warning("stock schedule for this step: %s", report.decision.reason)
 
 
@@ -436,6 +443,15 @@ def _calls_in_order(plan: Plan, step: Step) -> bool:
 @functools.lru_cache(maxsize=8)  # a new callback every step must not fill the memory
 def _schedule(config: PrefixConfig, callbacks: Callbacks) -> PrefixSchedule:
     """One schedule per process and configuration: plans, kernels, pools and reports stay."""
+    functions = {
+        name: code_name(function) or function
+        for name, function in vars(callbacks).items()
+        if callable(function)
+    }
+    alike = config, *(vars(callbacks) | functions).items()
+    _num_alike[alike] += 1
+    if functions and _num_alike[alike] == 2:
+        logger.warning(NEW_FUNCTION)  # only that: two closures may well mean two things
     return PrefixSchedule(config, callbacks, looks_first=True)
 
 
@@ -462,7 +478,9 @@ def get_forward_backward_func(
 ) -> PrefixSchedule:
     """Replaces megatron.core.pipeline_parallel.get_forward_backward_func.
 
-    The same schedule every time for the same arguments, however often it is called.
+    The same schedule every time for the same arguments, however often it is called. Functions are
+    the same if they are equal: one that is defined anew in every step starts a new schedule, of
+    which that is the first step, so that mode "auto" never shares anything. That is logged once.
 
     Args:
         prefix_config: what the user set; default: always share.

@@ -151,14 +151,15 @@ class TreeOptions:
     def __post_init__(self) -> None:
         for name in ("chunk_tokens", "segment_tokens", "min_gain", "segment_gain"):
             if getattr(self, name) < 0:
-                raise UserError(f"{name} is {getattr(self, name)}: give 0 (no limit) or more")
+                least = "0 (no limit)" if name.endswith("tokens") else "0"
+                raise UserError(f"{name} is {getattr(self, name)}: give {least} or more")
         for name in ("multiple", "whole", "cut"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: give 1 or more")
         if 0 < self.chunk_tokens < self.boundary:
             raise UserError(
-                f"chunk_tokens {self.chunk_tokens} is below the alignment {self.boundary} of this"
-                f" layout: give 0 or at least {self.boundary}"
+                f"chunk_tokens {self.chunk_tokens} is below the alignment {self.boundary} of"
+                f" spans: give 0 or at least {self.boundary}"
             )
         if self.share not in ("group", "batch"):
             raise UserError(f"share is {self.share!r}: give 'group' or 'batch'")

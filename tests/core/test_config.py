@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from megatron_prefix.config import PrefixConfig
@@ -38,6 +39,26 @@ def test_defaults_are_valid_and_those_of_the_tree() -> None:
         ({"min_gain": -1}, "min_gain is -1"),
         ({"align": 0}, "align is 0: give an integer from 1"),
         ({"align": 1.5}, "align is 1.5: give an integer from 1"),
+        ({"align": True}, "align is True: give an integer"),
+        ({"align": 64, "chunk_tokens": 63}, "chunk_tokens 63 is below the alignment 64 of spans"),
+        ({"run_ahead": True}, "run_ahead is True: give an integer"),
+        ({"chunk_tokens": 1.5}, "chunk_tokens is 1.5: give an integer or 'auto'"),
+        ({"segment_tokens": True}, "segment_tokens is True: give an integer or 'auto'"),
+        ({"segment_tokens": "4k"}, "segment_tokens is '4k': give an integer or 'auto'"),
+        ({"cache_host_layers": 1.5}, "cache_host_layers is 1.5: give an integer"),
+        ({"min_gain": "64"}, "min_gain is '64': give an integer"),
+        ({"min_gain": -1}, "min_gain is -1: give 0 or more"),
+        ({"chunk_tokens": -1}, r"chunk_tokens is -1: give 0 \(no limit\) or more"),
+        ({"memory_budget_gb": "3"}, "memory_budget_gb is '3': give a number"),
+        ({"min_speedup": "2"}, "min_speedup is '2': give a number"),
+        ({"loss_in_leaves": "no"}, "loss_in_leaves is 'no': give true or false"),
+        ({"trainer_masks": 1}, "trainer_masks is 1: give true or false"),
+        ({"kernel": None}, "kernel is None: give text"),
+        ({"kernel": "foo"}, "attention kernel 'foo' is not auto, one of math, flash_cpu, .*, or a"),
+        ({"kernel": "auto+math"}, "attention kernel 'auto.math' is not auto"),
+        ({"kernel": "math+math+math"}, "attention kernel 'math.math.math' is not auto"),
+        ({"mode": ["on"]}, r"mode is \['on'\]: give one of off"),
+        ({"cost_file": 1}, "cost_file is 1: give text"),
     ],
 )
 def test_values_that_mean_nothing_are_refused(fields, message) -> None:
@@ -57,6 +78,13 @@ def test_the_tree_gets_what_the_user_set() -> None:
 def test_chunks_are_no_shorter_than_the_alignment() -> None:
     assert PrefixConfig(chunk_tokens=4).tree_options(16).chunk_tokens == 16
     assert PrefixConfig(chunk_tokens=0).tree_options(16).chunk_tokens == 0
+    assert PrefixConfig(chunk_tokens=64, align=64).tree_options(24).chunk_tokens == 192
+
+
+def test_numbers_of_numpy_and_kernels_by_two_names_are_taken() -> None:
+    numbers = PrefixConfig(chunk_tokens=np.int64(512), min_gain=np.int32(3), min_speedup=2)
+    assert numbers == PrefixConfig(chunk_tokens=512, min_gain=3, min_speedup=2.0)
+    assert PrefixConfig(kernel="flash_cpu+math").kernel == "flash_cpu+math"
 
 
 def test_a_configuration_cannot_be_changed() -> None:

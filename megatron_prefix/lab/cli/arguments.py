@@ -130,10 +130,21 @@ def add_out(parser: argparse.ArgumentParser) -> None:
     add_switch(parser, "--overwrite", "replace OUT if it is there")
 
 
-def add_rollouts(parser: argparse.ArgumentParser, *, positional: bool = False) -> None:
-    """`ROLLOUTS...` or `--rollouts FILE...`, `--groups`, `--max-tokens`; see inputs.load_groups."""
+def add_rollouts(
+    parser: argparse.ArgumentParser,
+    *,
+    positional: bool = False,
+    several: str = "several make one step",
+) -> None:
+    """`ROLLOUTS...` or `--rollouts FILE...`, `--groups`, `--max-tokens`; see inputs.load_groups.
+
+    Args:
+        parser: of the verb.
+        positional: whether the files are given without an option.
+        several: what becomes of several files, for the help.
+    """
     group = parser.add_argument_group("rollouts")
-    text = "rollout file (JSON lines, .gz or plain); several make one step"
+    text = f"rollout file (JSON lines, .gz or plain); {several}"
     if positional:
         group.add_argument("rollouts", metavar="ROLLOUTS", nargs="+", help=text)
     else:
@@ -216,7 +227,8 @@ _TEXTS = {
     "across_ranks": "run what rollouts on several data-parallel ranks begin with once in the job:"
     " auto: where it can be, pays and fits; on: what is in the way is refused; node: on, among the"
     " ranks of one host (default: auto in mode auto, else off)",
-    "kernel": f"attention kernel: {', '.join(KERNELS)}, dense+causal, or auto (default)",
+    "kernel": f"attention kernel: {', '.join(KERNELS)}, A+B (A for ancestors' keys, B for a"
+    " segment's own), or auto (default)",
 }
 _OLD_FLAGS = {"segment_tokens": ["--wave-tokens"]}
 _CHOICES = {**CHOICES, "loss_mean": LOSS_MEANS, "deal": DEALS}
@@ -268,15 +280,10 @@ def add_config(group: Any, *names: str) -> None:
 
 
 def add_lengths(parser: argparse.ArgumentParser) -> None:
-    """Options of tree and plan: `--chunk-tokens --segment-tokens --min-gain --share ...`."""
+    """Options of tree and plan: `--chunk-tokens --segment-tokens --min-gain ...`."""
     group = parser.add_argument_group("lengths, in tokens")
-    add_config(group, "chunk_tokens", "segment_tokens", "min_gain")
-    text = (
-        "what is compared to find what rollouts share: a step compares all of its rollouts"
-        " (default {})"
-    )
-    add_choice(group, "--share", text, ("group", "batch"), "batch")
-    add_config(group, "align", "loss_in_leaves", "run_ahead")
+    names = ("chunk_tokens", "segment_tokens", "min_gain", "align", "loss_in_leaves", "run_ahead")
+    add_config(group, *names)
     # The old name of the option, for existing scripts.
     group.add_argument(
         "--extra", dest="run_ahead", type=int, choices=(1, 2), help=argparse.SUPPRESS

@@ -114,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
     check_plot(args.plot)
     if args.what == "memory":
         return bench_memory.run(args)
+    bench_memory.refuse_options(args)
     layout = arguments.layout_of(args, runtime.env_world_size())
     from megatron_prefix.lab.bench.work import GroupShape
 

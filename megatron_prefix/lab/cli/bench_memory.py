@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_prefix.config import MOST_MEMORY_GB
@@ -20,24 +20,50 @@ MOST = 10**6  # tokens of a response, or tries
 WAYS = ("stock", "retain", "offload", "recompute")
 
 
+DEFAULTS: dict[str, Any] = {
+    "ways": list(WAYS), "frontier_ways": None, "frontier": None, "frontier_step": 256, "tries": 0,
+    "capacity_gb": 0.0,
+}  # fmt: skip
+"""Of the options that only `bench memory` reads."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that only `bench memory` reads."""
     group = parser.add_argument_group("bench memory")
     ways = "stock, or a memory policy, and +full with Megatron's full recomputation"
-    for name, usual, text in (
-        ("--ways", list(WAYS), f"{ways} (default {' '.join(WAYS)})"),
-        ("--frontier-ways", None, "ways for which to find the longest sequence (default: --ways)"),
+    for name, text in (
+        ("ways", f"{ways} (default {' '.join(WAYS)})"),
+        ("frontier_ways", "ways for which to find the longest sequence (default: --ways)"),
     ):
-        group.add_argument(name, nargs="+", default=usual, metavar="POLICY[+full]", help=text)
+        group.add_argument(
+            _flag(name), nargs="+", default=DEFAULTS[name], metavar="POLICY[+full]", help=text
+        )
+
+    def add(name: str, text: str, kind: Callable[[str], float], metavar: str) -> None:
+        add_number(group, _flag(name), text, DEFAULTS[name], kind, metavar)
+
     text = "also find the longest sequence that trains, responses of R"
-    add_number(group, "--frontier", text, kind=whole(1, MOST), metavar="R")
-    add_number(
-        group, "--frontier-step", "lengths are multiples of N (default {})", 256, whole(1, MOST)
-    )
+    add("frontier", text, whole(1, MOST), "R")
+    add("frontier_step", "lengths are multiples of N (default {})", whole(1, MOST), "N")
     text = "steps to run to find it, near what the memory model predicts (default {}: only predict)"
-    add_number(group, "--tries", text, 0, whole(0, MOST))
+    add("tries", text, whole(0, MOST), "N")
     text = "GiB besides weights and gradients that may be used (default {}: not set)"
-    add_number(group, "--capacity-gb", text, 0.0, real(0, MOST_MEMORY_GB), "X")
+    add("capacity_gb", text, real(0, MOST_MEMORY_GB), "X")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def refuse_options(args: argparse.Namespace) -> None:
+    """Refuses options that only `bench memory` reads.
+
+    Raises:
+        UserError: naming the first one.
+    """
+    for name, default in DEFAULTS.items():
+        if getattr(args, name) != default:
+            raise UserError(f"{_flag(name)} is for `bench memory`: add memory, or leave it out")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -56,7 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="rows MODEL/LAYOUT/SHAPE/RECOMPUTE that match a pattern, e.g. 'moe/EP*/tree/full'",
     )
-    text = "write results to FILE (JSON lines); rows that it has as aligned do not run again"
+    text = (
+        "write results to FILE (JSON lines), and make its folder; rows that it has as aligned do"
+        " not run again"
+    )
     add_text(group, "--continue", text, dest="record")
     add_switch(group, "--allow-refused", "exit code 0 even if rows were refused")
     add_device(group, None, "(default: float64 on the CPU, bfloat16 on a GPU)")
@@ -68,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds per row (default 120)",
     )
-    add_text(group, "--markdown", "write the table as Markdown")
+    add_text(group, "--markdown", "write the table as Markdown, and make its folder")
     add_messages(parser)
 
 
@@ -232,8 +235,10 @@ def _read(args: argparse.Namespace, world: int | None) -> dict[str, Result]:
     for number, line in enumerate(lines, 1):
         try:
             result = matrix.result_of(json.loads(line))
-        except (json.JSONDecodeError, TypeError, UserError) as error:
-            raise UserError(f"{path}:{number}: {error}") from None
+        except (ValueError, RecursionError, TypeError):
+            raise UserError(
+                f"--continue {path}:{number}: not a row of `matrix --continue`; name another file"
+            ) from None
         if result.run == name:
             known[result.row] = result
     return {row: result for row, result in known.items() if result.status == "aligned"}

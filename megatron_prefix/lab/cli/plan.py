@@ -66,6 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `plan`."""
     arguments.add_rollouts(parser, positional=True)
     arguments.add_lengths(parser)
+    text = (
+        "which rollouts may share. group: only those of one group; batch: all of the step, as"
+        " steps that run do (default {})"
+    )
+    arguments.add_choice(parser, "--share", text, ("group", "batch"), "batch")
     arguments.add_layout(parser)
     group = parser.add_argument_group("data-parallel ranks")
     arguments.add_deal(group)
@@ -144,6 +149,7 @@ def _options(args: argparse.Namespace, config: PrefixConfig, layout: Layout) -> 
 
 def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
     model = resolve(args.model)
+    layout.check_layers(model.name, model.num_layers)
     uncut = 0 if args.chunk_tokens == "auto" else args.chunk_tokens
     config = arguments.config_of(args, chunk_tokens=uncut)
     groups, dropped = load_groups(args)

@@ -43,7 +43,8 @@ _SHOWN = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    arguments.add_rollouts(parser, positional=True)
+    several = "steps take groups of several in turn"
+    arguments.add_rollouts(parser, positional=True, several=several)
     add_training(parser)
     parser.set_defaults(compare=False)
     group = parser.add_argument_group("replay")

@@ -7,6 +7,7 @@ as if Python had been called with it. Neither torch nor Megatron is imported bef
 from __future__ import annotations
 
 import argparse
+import difflib
 import itertools
 import os
 import runpy
@@ -20,6 +21,10 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab.cli.main import Parser
 
 PROG = "python -m megatron_prefix.run"
+BEGIN = "--prefix-"
+"""Of our flags."""
+ALIKE = 0.8
+"""Ratio of difflib from which a word is one of them, misspelt."""
 _EPILOG = f"""\
 Each flag has a variable: {flag("min_gain")} is {variable("min_gain")}, and
 {flag("mode")} is {variable("mode")}. A flag wins over its variable, and that
@@ -81,6 +86,20 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return ours, script
 
 
+def _misspelt(words: Sequence[str]) -> str | None:
+    """What is wrong with the first word that is nearly one of our flags; None: no word is.
+
+    What follows "--prefix-" is compared, and strictly: a script may have flags that begin so.
+    """
+    known = {flag(name).removeprefix(BEGIN): flag(name) for name in FIELDS}
+    for word in words:
+        name = word.partition("=")[0]
+        if name.startswith(BEGIN):
+            for near in difflib.get_close_matches(name.removeprefix(BEGIN), known, 1, ALIKE):
+                return f"{name}: did you mean {known[near]}?"
+    return None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the script.
 
@@ -95,6 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ours, script = _split(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     flags = {name: text for name, text in vars(parser.parse_args(ours)).items() if text is not None}
+    if problem := _misspelt(script):
+        parser.error(problem)
     if not script or script[0].startswith("-"):
         parser.error(f"give a script{f' before {script[0]}' if script else ''}")
     if not os.path.isfile(script[0]):

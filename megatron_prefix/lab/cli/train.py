@@ -51,7 +51,8 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    arguments.add_rollouts(parser, positional=True)
+    several = "steps take groups of several one file after another"
+    arguments.add_rollouts(parser, positional=True, several=several)
     add_training(parser)
     add_schedule(parser)
     add_files(parser)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,6 +51,18 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise user_error(_OPTION, f"{text}; {fix}") from None
 
 
+@contextlib.contextmanager
+def _silent(package: str) -> Iterator[None]:
+    """Keeps a package's log to itself: what it tells of every attempt is in its last error."""
+    logger = logging.getLogger(package)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 class _FileTokenizer:
     """A `tokenizer.json`, read with `tokenizers`."""
 
@@ -72,11 +87,19 @@ class _FileTokenizer:
 
 
 class _HubTokenizer:
-    """A tokenizer with its chat template, read with `transformers`."""
+    """A tokenizer with its chat template, read with `transformers`: from files that are here, else
+    from the hub."""
 
     def __init__(self, name: str) -> None:
         package = importlib.import_module("transformers")
-        self._auto = package.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        load = functools.partial(
+            package.AutoTokenizer.from_pretrained, name, trust_remote_code=False
+        )
+        with _silent("huggingface_hub"):
+            try:
+                self._auto = load(local_files_only=True)
+            except Exception:  # noqa: BLE001  (see load_tokenizer)
+                self._auto = load()
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return list(self._auto.encode(text, add_special_tokens=add_special_tokens))

@@ -48,12 +48,7 @@ def check_layout(spec: ModelSpec, layout: Layout) -> None:
     Raises:
         UserError: names both numbers and the fix.
     """
-    stages = layout.pp * layout.vpp
-    if spec.num_layers % stages:
-        raise UserError(
-            f"model {spec.name} has {spec.num_layers} layers, which {stages} pipeline stages "
-            f"(pp {layout.pp} * vpp {layout.vpp}) do not divide; change --pp or --vpp"
-        )
+    layout.check_layers(spec.name, spec.num_layers)
     if spec.num_query_groups % layout.tp:
         raise UserError(
             f"model {spec.name} has {spec.num_query_groups} key/value heads, which --tp "

@@ -56,6 +56,19 @@ class Layout:
                 f"use --dp {self.ep // gcd(self.ep, self.cp)} or a smaller --ep"
             )
 
+    def check_layers(self, model: str, num_layers: int) -> None:
+        """Refuses a model whose layers the pipeline stages do not divide.
+
+        Raises:
+            UserError: names both numbers and the fix.
+        """
+        stages = self.pp * self.vpp
+        if num_layers % stages:
+            raise UserError(
+                f"model {model} has {num_layers} layers, which {stages} pipeline stages "
+                f"(pp {self.pp} * vpp {self.vpp}) do not divide; change --pp or --vpp"
+            )
+
     @property
     def world_size(self) -> int:
         """The number of ranks."""

@@ -105,11 +105,8 @@ def choose(
         if best == "cudnn" and probe("flash") is None:
             return AdaptiveKernel(KERNELS["cudnn"], KERNELS["flash"], num_layers)
         return _with_window(KERNELS[best], window)
-    parts = name.split("+")
+    parts = config.kernel_parts(name)
     for part in parts if window is None else parts[-1:]:
-        if part not in KERNELS or len(parts) > 2:
-            known = ", ".join(KERNELS)
-            raise UserError(f"attention kernel {name!r} is not auto, one of {known}, or a+b")
         reason = probe(part)
         if reason is not None:
             working = ", ".join(known for known in KERNELS if probe(known) is None)

@@ -17,7 +17,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.run.rank import default_groups
-from megatron_prefix.run.schedule import PrefixSchedule, get_forward_backward_func
+from megatron_prefix.run.schedule import NEW_FUNCTION, PrefixSchedule, get_forward_backward_func
 from tests.harness import steps
 from tests.harness.one_group import assert_aligned, assert_bitwise, items, run, schedule_with
 from tests.harness.one_rank import one_rank, small_model
@@ -63,6 +63,22 @@ def test_one_schedule_a_process_and_configuration() -> None:
     assert get_forward_backward_func(prefix_config=PrefixConfig(min_gain=4)) is not made
     assert get_forward_backward_func(prefix_config=config, trained=str) is not made
     assert get_forward_backward_func() is get_forward_backward_func()
+
+
+def test_a_function_that_is_made_anew_in_every_step_is_warned_of_once(caplog) -> None:
+    def none(_: Any) -> None:
+        return None
+
+    config = PrefixConfig(min_gain=3)
+    for callback in (none, none, len, str, lambda _: None):  # as many codes as functions
+        get_forward_backward_func(prefix_config=config, trained=callback)
+        get_forward_backward_func(prefix_config=config, routes=callback)
+    assert not caplog.records
+    made = [
+        get_forward_backward_func(prefix_config=config, trained=lambda _: None) for _ in range(3)
+    ]
+    assert len(set(map(id, made))) == 3
+    assert [record.message for record in caplog.records] == [NEW_FUNCTION]
 
 
 def test_a_configuration_is_given_by_name() -> None:

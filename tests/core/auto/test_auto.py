@@ -251,6 +251,7 @@ def test_a_flag_wins_over_a_variable_and_that_over_the_file(tmp_path: Path) -> N
         ({"SEGMENT_TOKENS": "4k"}, "MEGATRON_PREFIX_SEGMENT_TOKENS: segment_tokens is '4k'"),
         ({"MIN_SPEEDUP": "fast"}, "MEGATRON_PREFIX_MIN_SPEEDUP is 'fast': give a number"),
         ({"LOSS_IN_LEAVES": "yes"}, "MEGATRON_PREFIX_LOSS_IN_LEAVES is 'yes': give true or false"),
+        ({"KERNEL": "zzz"}, "MEGATRON_PREFIX_KERNEL: attention kernel 'zzz' is not auto, one of"),
         ({"PLAN": "no-such.csv"}, "MEGATRON_PREFIX_PLAN: no-such.csv: "),
         (
             {"SEGMENT_TOKEN": "4096"},

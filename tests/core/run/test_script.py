@@ -49,12 +49,13 @@ def script(tmp_path: Path) -> str:
 def test_the_script_sees_its_own_words_folder_and_name(script: str) -> None:
     done = run(
         "-m", "megatron_prefix.run", "--prefix-schedule", "off", script, "--help", "--lr", "1",
-        "--prefix-min-gain=3", "--prefix-of-its-own", "--prefix-memory", "offload", "last",
+        "--prefix-min-gain=3", "--prefix-of-its-own", "--prefix-memory", "offload",
+        "--prefix-tokens=9",
     )  # fmt: skip
     assert done.returncode == 7, done.stderr
     name, file, argv, folder, heavy, ours, is_main = json.loads(done.stdout)
     assert (name, file, folder, heavy) == ("__main__", script, str(Path(script).parent), [])
-    assert argv == [script, "--help", "--lr", "1", "--prefix-of-its-own", "last"]
+    assert argv == [script, "--help", "--lr", "1", "--prefix-of-its-own", "--prefix-tokens=9"]
     assert is_main
     assert ours == {
         "MEGATRON_PREFIX_MODE": "off", "MEGATRON_PREFIX_MIN_GAIN": "3",
@@ -80,6 +81,12 @@ def test_the_scripts_traceback_passes_through(script: str) -> None:
         ([__file__, "--prefix-schedule", "maybe"], "--prefix-schedule: mode is 'maybe': give one"),
         ([__file__, "--prefix-min-gain=few"], "--prefix-min-gain is 'few': give an integer"),
         ([__file__, "--prefix-plan", "no-such.csv"], "--prefix-plan: no-such.csv: "),
+        (
+            [__file__, "--prefix-shedule", "off"],
+            "--prefix-shedule: did you mean --prefix-schedule?",
+        ),
+        ([__file__, "--prefix-min-gian=3"], "--prefix-min-gian: did you mean --prefix-min-gain?"),
+        (["--prefix-aling", "8", __file__], "--prefix-aling: did you mean --prefix-align?"),
         ([__file__, "--prefix-plan"], "argument --prefix-plan: expected one argument"),
     ],
 )

@@ -165,3 +165,12 @@ def test_the_verb(tmp_path: Path) -> None:
 )
 def test_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in failure(capsys, "bench", "memory", *arguments)
+
+
+@pytest.mark.parametrize(
+    "option", ["--ways retain", "--frontier-ways stock", "--frontier 8", "--tries 1",
+               "--frontier-step 64", "--capacity-gb 1"],
+)  # fmt: skip
+def test_its_options_are_not_for_times(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = option.split()[0]
+    assert f"{name} is for `bench memory`: add memory" in failure(capsys, "bench", *option.split())

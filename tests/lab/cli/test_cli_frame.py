@@ -55,10 +55,24 @@ def test_every_verb_has_help_with_examples_and_json(capsys, verb) -> None:
 @pytest.mark.parametrize("verb", ["align", "bench", "replay", "train"])
 def test_help_names_every_attention_kernel(capsys, verb) -> None:
     _, out, _ = run(capsys, verb, "--help")
-    told = " ".join(out.partition("  --kernel NAME")[2].split()).partition(", or auto")[0]
+    told = " ".join(out.partition("  --kernel NAME")[2].split()).partition(" (A for")[0]
     names = {kernel.name for kernel in kernels._HERE}
     assert names == set(kernels.KERNELS)
-    assert told == f"attention kernel: {', '.join(kernels.KERNELS)}, dense+causal"
+    assert told == f"attention kernel: {', '.join(kernels.KERNELS)}, A+B"
+
+
+@pytest.mark.parametrize(
+    ("verb", "told"),
+    [
+        ("plan", "several make one step"),
+        ("align", "several make one step"),
+        ("train", "steps take groups of several one file after another"),
+        ("replay", "steps take groups of several in turn"),
+    ],
+)
+def test_help_says_what_becomes_of_several_files(capsys, verb, told) -> None:
+    _, out, _ = run(capsys, verb, "--help")
+    assert f"(JSON lines, .gz or plain); {told} --" in " ".join(out.split())
 
 
 def examples(text: str) -> list[list[str]]:

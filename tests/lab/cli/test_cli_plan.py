@@ -200,15 +200,15 @@ def test_people_get_a_table(capsys) -> None:
 
 def test_csv_and_svg_are_what_was_planned(capsys, tmp_path) -> None:
     csv, svg = tmp_path / "plan.csv", tmp_path / "plan.svg"
-    arguments = ["plan", BUNDLED, "--pp", "3", "--csv", str(csv), "--svg", str(svg)]
+    arguments = ["plan", BUNDLED, "--pp", "4", "--csv", str(csv), "--svg", str(svg)]
     found = result(capsys, *arguments)
     plan = Plan.from_csv(csv.read_text(encoding="utf-8"))
     assert simulate(plan).makespan == found["makespan"]
     assert len(plan.segments) == found["segments"]
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
-    assert "agents.jsonl.gz: 8 groups, 3 stages" in svg.read_text(encoding="utf-8")
+    assert "agents.jsonl.gz: 8 groups, 4 stages" in svg.read_text(encoding="utf-8")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.csv", "plan.svg"]
-    code, out, err = run(capsys, "plan", BUNDLED, "--pp", "3", "--csv", "-")
+    code, out, err = run(capsys, "plan", BUNDLED, "--pp", "4", "--csv", "-")
     assert (code, out) == (0, csv.read_text(encoding="utf-8"))
     assert "compression" in err
 
@@ -269,9 +269,21 @@ def test_groups_of_one_and_copies_are_valid(capsys, tmp_path) -> None:
         (["plan", "x", "--chunk-tokens", "some"], "'some' is neither 'auto' nor an integer"),
         (["plan", "x", "--chunk-tokens", "-5"], "argument --chunk-tokens: "),
         (["plan", "x", "--share", "all"], "argument --share: invalid choice: 'all'"),
+        (["align", "--rollouts", "x", "--share", "group"], "unrecognized arguments: --share group"),
+        (["bench", "speed", "--share", "group"], "unrecognized arguments: --share group"),
+        (["replay", "x", "--share", "group"], "unrecognized arguments: --share group"),
+        (["train", "x", "--share", "group"], "unrecognized arguments: --share group"),
         (["plan", "x", "--chunk", "5"], "unrecognized arguments: --chunk 5"),
         (["plan", "/no/such/file"], "megatron-prefix plan: /no/such/file: cannot be read"),
         (["plan", BUNDLED, "--vpp", "2"], "--vpp 2 needs --pp of at least 2"),
+        (
+            ["plan", BUNDLED, "--pp", "7"],
+            "has 32 layers, which 7 pipeline stages (pp 7 * vpp 1) do",
+        ),
+        (
+            ["plan", BUNDLED, "--pp", "8", "--vpp", "3"],
+            "which 24 pipeline stages (pp 8 * vpp 3) do",
+        ),
         (["plan", BUNDLED, "--sequence-parallel"], "--sequence-parallel needs --tp"),
         (["plan", BUNDLED, "--model", "gpt-9"], "model 'gpt-9' is neither a preset"),
         (["plan", BUNDLED, "--csv", "/no/such/plan.csv"], "/no/such/plan.csv: cannot be written"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -146,6 +149,35 @@ def test_a_missing_package_is_named(source: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(tokenizers.importlib, "import_module", absent)
     assert "pip install tokenizers" in refused(source, "verl", "tokenizer.json")
     assert "pip install transformers" in refused(source, "verl", "some/name")
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_what_is_here_is_taken_and_the_hub_is_asked_in_silence(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_here: bool
+) -> None:
+    asked: list[bool] = []
+
+    def from_pretrained(name: str, *, trust_remote_code: bool, local_files_only: bool = False):
+        assert not trust_remote_code
+        asked.append(local_files_only)
+        if is_here:
+            return Characters()
+        logging.getLogger("huggingface_hub.utils").warning("Retrying in 1s")
+        raise OSError(f"no {name} at all\nand a second line")
+
+    hub = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=from_pretrained))
+    monkeypatch.setitem(sys.modules, "transformers", hub)
+    write(source, {"input": "ab", "output": "b", "score": 1.0})
+    if is_here:
+        assert list(import_file(source, "verl", "some/name"))
+        assert asked == [True]
+        return
+    assert "cannot be loaded from 'some/name' (no some/name at all)" in refused(
+        source, "verl", "some/name"
+    )
+    assert asked == [True, False]
+    assert caplog.messages == []
+    assert logging.getLogger("huggingface_hub").level == logging.NOTSET
 
 
 def test_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -183,20 +183,20 @@ def test_continue_runs_what_is_not_aligned_yet(monkeypatch, capsys, tmp_path):
         assert len(other) == 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--only", "dense/TP3/*"], "matches no row; layouts: TP2"),
-        (["--continue", "{bad}"], "bad.jsonl:1: not a row"),
-    ],
-)
-def test_bad_usage_is_exit_code_2(capsys, tmp_path, arguments, message):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"rows": 3}\n', encoding="utf-8")
-    assert main(["matrix", *(text.format(bad=bad) for text in arguments)]) == 2
+def test_a_pattern_of_no_row_is_refused(capsys):
+    assert main(["matrix", "--only", "dense/TP3/*"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert message in err
+    assert "matches no row; layouts: TP2" in err
+
+
+@pytest.mark.parametrize("line", ['{"rows": 3}', "3", "a log", "[" * 100_000])
+def test_a_record_of_something_else_is_refused(capsys, tmp_path, line):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(f"{line}\n", encoding="utf-8")
+    assert main(["matrix", "--continue", str(bad)]) == 2
+    wanted = f"--continue {bad}:1: not a row of `matrix --continue`; name another file\n"
+    assert capsys.readouterr().err == f"megatron-prefix matrix: {wanted}"
 
 
 def test_results_survive_the_record():
