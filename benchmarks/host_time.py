@@ -105,7 +105,7 @@ def main() -> None:
     runtime.initialize(runtime.Layout(), device)
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megatron_prefix.run.executor import Executor
+    from megatron_prefix.run.execute.executor import Executor
     from megatron_prefix.run.schedule import PrefixSchedule
 
     spec = resolve("tiny-llama", num_layers=1).with_vocab(VOCAB)

@@ -192,7 +192,7 @@ def barrier_links(channels: Any, plan: Plan, *arguments: Any, **options: Any) ->
     """Messages of a `barrier_plan`: behind the last action of a phase the ranks wait."""
     import torch.distributed as dist
 
-    from megatron_prefix.run.messages import Links
+    from megatron_prefix.run.execute.messages import Links
 
     phases = [phase(plan, action) for action in plan.programs[channels.rank]]
     # The first look is before the first action.

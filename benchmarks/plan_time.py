@@ -5,7 +5,7 @@
 Host time of one core: median of several runs on rollouts of random tokens. "planned" is everything
 that mode auto does with a step's tokens: the prefilter, the tree, the plan and the prediction;
 "nothing shared" ends after the prefilter. The samples are cut out of the step's columns as in
-run/step.py, which is part of both.
+run/read/step.py, which is part of both.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.prediction import predict
 from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.run.calls import CallLayout
-from megatron_prefix.run.read_calls import CallTokens, ReadCalls
-from megatron_prefix.run.step import read_step
+from megatron_prefix.run.read.read_calls import CallTokens, ReadCalls
+from megatron_prefix.run.read.step import read_step
 
 COST = cost_of(resolve("qwen3-8b"))
 GROUPS = SimpleNamespace(size=lambda: 1, rank=lambda: 0)

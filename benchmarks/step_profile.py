@@ -34,8 +34,8 @@ from megatron_prefix.lab.models import presets
 from megatron_prefix.lab.rl import loss, passes
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify.align import made, of_this_rank, stock_schedule
-from megatron_prefix.run import executor
 from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.run.execute import executor
 from megatron_prefix.run.schedule import PrefixSchedule
 
 BLOCKING = ("Synchronize", "cudaMalloc", "cudaFree", "HostAlloc", "cudaMemcpyAsync")

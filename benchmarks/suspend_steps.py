@@ -3,7 +3,8 @@
     python -m benchmarks.suspend_steps --steps 512
 
 Threads are tried in a few lines here; the package has greenlets only
-(megatron_prefix/run/suspend.py).  The steps also launch an operation before and after their call.
+(megatron_prefix/run/read/suspend.py).  The steps also launch an operation before and after their
+call.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def by_threads(num: int, device: torch.device) -> float:
 
 def by_greenlets(num: int, device: torch.device) -> float:
     """See `by_threads`."""
-    from megatron_prefix.run import suspend
+    from megatron_prefix.run.read import suspend
 
     def function() -> Any:
         _work(device)

@@ -72,8 +72,8 @@ class PrefixConfig:
             saved tensors; "offload": the same, on the host; "recompute": its K/V and its input, and
             its forward runs again; "auto": for every step and segment the cheapest policy with
             which the predicted peak keeps the limit: that of Megatron's own schedule on the same
-            microbatches and 5 % (run/memory_control.py), or `memory_budget_gb`. Without a budget
-            it does not offload.
+            microbatches and 5 % (run/execute/memory_control.py), or `memory_budget_gb`. Without a
+            budget it does not offload.
         memory_budget_gb: GiB of device memory that a step may use in addition to what is in use
             when it begins, instead of the limit of "auto". Limits prefetches of "offload", too.
             0: not set. In mode "auto" a step that cannot keep its limit runs as Megatron's.

@@ -26,7 +26,7 @@ Sizes = list[tuple[float, float]]
 """Of some layers the bytes of their payload, and of its gradient."""
 
 MESSAGES = 4
-"""Receives posted ahead and sends under way, both directions together (run/messages.py)."""
+"""Receives posted ahead and sends under way, both directions together (run/execute/messages.py)."""
 LAYERS_VISITED, GRADIENTS_VISITED = 2, 3
 """With layers on the host, so many of them have K/V, or gK/gV, on the device at once: the one that
 runs, the next, and for gK/gV those on their way back (megatron_prefix/sidecar/host_arena.py)."""

@@ -1,5 +1,5 @@
-"""One step of the prefix schedule: Megatron's contract, the step, its executor and messages.
+"""One step of the prefix schedule: Megatron's contract, and the order of a step.
 
-Read schedule.py, which reads a step (read_calls.py, step.py), plans it (planning.py) and runs it
-(step_run.py, executor.py, losses.py).
+Read schedule.py: a step is read (read/), planned (planning.py) and run (step_run.py, execute/).
+What ranks agree on, and what crosses data-parallel ranks, is in across/.
 """

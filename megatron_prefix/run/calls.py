@@ -45,12 +45,12 @@ PER_POSITION = ("input_ids", "position_ids", "labels", "loss_mask")
 
 EMBEDDINGS, MASK, DEEPSTACK = "decoder_input", "visual_pos_masks", "deepstack_visual_embeds"
 GIVEN = (EMBEDDINGS, MASK, DEEPSTACK)
-"""Arguments of a vision-language model's call of its language model: see given.py."""
+"""Arguments of a vision-language model's call of its language model: see read/given.py."""
 BLOCK = "extra_block_kwargs"
 """Keywords for the decoder, which may hold some of them."""
 
 FILLED_BY_MODEL = "output_processor_context"
-"""Keyword for a dict that the model's head may fill: see heads.py."""
+"""Keyword for a dict that the model's head may fill: see read/heads.py."""
 
 REFUSED = {
     "inference_context": INFERENCE_CONTEXT,

@@ -56,15 +56,15 @@ from megatron_prefix.refusals.table import (
     TRAINING_MODE,
     TWO_CALLS,
 )
-from megatron_prefix.run import heads, traces
-from megatron_prefix.run.call_outputs import CHECKED_ROWS, largest
 from megatron_prefix.run.calls import FILLED_BY_MODEL
-from megatron_prefix.run.forward_step_state import fixed, quantises
-from megatron_prefix.run.loss_graph import CallGraph, next_number
-from megatron_prefix.run.loss_variables import Place, code_of, places, used_names
+from megatron_prefix.run.execute.call_outputs import CHECKED_ROWS, largest
 from megatron_prefix.run.rank import Rank, default_groups
-from megatron_prefix.run.samples import WatchedIterator
-from megatron_prefix.run.suspend import is_beside, takes_beside
+from megatron_prefix.run.read import heads, traces
+from megatron_prefix.run.read.forward_step_state import fixed, quantises
+from megatron_prefix.run.read.loss_graph import CallGraph, next_number
+from megatron_prefix.run.read.loss_variables import Place, code_of, places, used_names
+from megatron_prefix.run.read.samples import WatchedIterator
+from megatron_prefix.run.read.suspend import is_beside, takes_beside
 
 HELD = 256
 """Values that one loss may read, and places of them, that are looked at."""
@@ -116,7 +116,7 @@ class _Running:
 
 
 _running: ContextVar[_Running | None] = ContextVar("running", default=None)
-# A suspended forward step has a context of its own (suspend.py).
+# A suspended forward step has a context of its own (read/suspend.py).
 
 
 class FirstStep:
@@ -348,7 +348,7 @@ class FirstStep:
                 self._note(OTHER_SHAPE.given(list(leaf.shape), rows * num))
 
     def _own(self) -> Iterator[tuple[str, Any]]:
-        """What the forward step's own code holds: see loss_variables.py."""
+        """What the forward step's own code holds: see read/loss_variables.py."""
         for place in self._places:
             yield from ((str(n), one) for n, one in place.read().items() if _in_place(one))
 
@@ -438,7 +438,7 @@ def _read_by(loss: Callable[..., Any], restored: set[int]) -> Iterator[tuple[str
 
     Args:
         loss: as the forward step returned it.
-        restored: identities of dicts whose items are set again for a loss (loss_variables.py).
+        restored: identities of dicts whose items are set again for a loss (read/loss_variables.py).
     """
     used = used_names(loss)
     while isinstance(loss, functools.partial):

@@ -29,14 +29,14 @@ from megatron_prefix.refusals.table import (
     ACROSS_NO_GROUP,
     ACROSS_PLAN,
 )
-from megatron_prefix.run import agreement
-from megatron_prefix.run.agreement import worst
-from megatron_prefix.run.communicator import communicator
-from megatron_prefix.run.node_groups import node_group
+from megatron_prefix.run.across import agreement
+from megatron_prefix.run.across.agreement import worst
+from megatron_prefix.run.across.communicator import communicator
+from megatron_prefix.run.across.node_groups import node_group
 from megatron_prefix.run.pause import AFTER, STEPS
 from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.rank import Rank, several
-from megatron_prefix.run.step import Step
+from megatron_prefix.run.read.step import Step
 from megatron_prefix.sidecar.arena import wider
 from megatron_prefix.tree import Forest
 from megatron_prefix.tree.across_ranks import CommonSpans, beginnings_of, common_spans

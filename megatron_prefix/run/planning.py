@@ -1,7 +1,7 @@
 """Deciding: the segments of a step, its plan, and which schedule runs it.
 
 What is decided is the same on all ranks that must agree; where it takes more than one to know, they
-ask one another (run/agreement.py).
+ask one another (run/across/agreement.py).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from megatron_prefix.plan.gate import (
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.prediction import Prediction, predict
 from megatron_prefix.plan.step_planner import Common, Judge, StepPlanner, Verdict, fitting
-from megatron_prefix.run import agreement, global_aux_sync
+from megatron_prefix.run.across import agreement, global_aux_sync
 from megatron_prefix.run.cost_meter import CostMeter, guessed
-from megatron_prefix.run.memory_control import MemoryControl, longest_segments
+from megatron_prefix.run.execute.memory_control import MemoryControl, longest_segments
 from megatron_prefix.run.rank import Rank, default_groups
+from megatron_prefix.run.read.step import Step
 from megatron_prefix.run.report import StepReport
-from megatron_prefix.run.step import Step
 from megatron_prefix.tree import Forest, Pairs
 from megatron_prefix.tree.packing import Rows
 
@@ -321,9 +321,9 @@ class Planning:
         if rank.crosses:  # all have come to it together
             return decision
         # Buckets that are reduced during the backward are reduced in the order in which the stock
-        # schedule's backward completes them, and ours is a fixed one (run/overlap.py): the two
-        # differ for chunks that are interleaved, and where neighbouring weights of a layer fill a
-        # bucket each.
+        # schedule's backward completes them, and ours is a fixed one (run/execute/overlap.py): the
+        # two differ for chunks that are interleaved, and where neighbouring weights of a layer fill
+        # a bucket each.
         if self.config.mode == "auto" and not rank.forward_only and rank.overlaps:
             why = "overlap_grad_reduce needs one schedule"
             everyone = rank.data_ranks or default_groups().dp_cp

@@ -18,7 +18,7 @@ from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.peak_memory import RankMemory
 from megatron_prefix.plan.prediction import Prediction
 from megatron_prefix.plan.simulator import Event, Timeline, simulate
-from megatron_prefix.run.exchanges import Crossed
+from megatron_prefix.run.across.exchanges import Crossed
 from megatron_prefix.tree import Forest
 
 

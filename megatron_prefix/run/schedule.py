@@ -3,9 +3,9 @@
 `get_forward_backward_func()` replaces Megatron's function of that name; what it returns
 has Megatron's keyword contract (megatron/core/pipeline_parallel/schedules.py) and its return value.
 
-A call suspends the trainer's forward steps in their model calls, **reads** those (read_calls.py,
-step.py), **plans** (planning.py), and **runs** the plan (step_run.py); or it lets the forward steps
-go on with the stock schedule.
+A call suspends the trainer's forward steps in their model calls, **reads** those
+(read/read_calls.py, read/step.py), **plans** (planning.py), and **runs** the plan (step_run.py); or
+it lets the forward steps go on with the stock schedule.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import DATA_EXCHANGE, FP8_UNTRIED, HOST_LAYERS_CP
-from megatron_prefix.run import ahead, joint_step, routers
-from megatron_prefix.run.across_ranks import Watch
-from megatron_prefix.run.agreement import agree, agree_on
+from megatron_prefix.run import joint_step
+from megatron_prefix.run.across.across_ranks import Watch
+from megatron_prefix.run.across.agreement import agree, agree_on
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
+from megatron_prefix.run.execute import ahead, routers
+from megatron_prefix.run.execute.losses import LossContract, are_in_order
+from megatron_prefix.run.execute.memory_control import MemoryControl
+from megatron_prefix.run.execute.messages import channels_of
 from megatron_prefix.run.first_step import FirstStep
-from megatron_prefix.run.loss_variables import code_name
-from megatron_prefix.run.losses import LossContract, are_in_order
-from megatron_prefix.run.memory_control import MemoryControl
-from megatron_prefix.run.messages import channels_of
-from megatron_prefix.run.outlines import Outlines
 from megatron_prefix.run.pause import Pause, Rest
 from megatron_prefix.run.planning import Planning, uncollected
 from megatron_prefix.run.rank import Rank
-from megatron_prefix.run.read_calls import ReadCalls, read_calls
+from megatron_prefix.run.read.loss_variables import code_name
+from megatron_prefix.run.read.outlines import Outlines
+from megatron_prefix.run.read.read_calls import ReadCalls, read_calls
+from megatron_prefix.run.read.step import Step, read_step, told
+from megatron_prefix.run.read.suspend import Capture
 from megatron_prefix.run.report import StepReport
-from megatron_prefix.run.step import Step, read_step, told
 from megatron_prefix.run.step_run import StepRun
-from megatron_prefix.run.suspend import Capture
 from megatron_prefix.tree import Forest
 from megatron_prefix.tree.cp_layout import Slices
 

@@ -4,7 +4,7 @@ Every backward of the step runs without synchronisation, since no single one of 
 microbatch" that Megatron's overlapped reduction waits for: the last one is an inner segment's and
 touches no output layer.  Where Megatron would have started reductions from a backward hook
 (megatron/core/distributed/param_and_grad_buffer.py), they are started by hand: during the rank's
-last backwards where that can be (overlap.py), the rest afterwards.
+last backwards where that can be (execute/overlap.py), the rest afterwards.
 """
 
 from __future__ import annotations
@@ -30,29 +30,30 @@ from megatron_prefix.offload.transfers import free_bytes
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import CHANGED_OUTPUT
-from megatron_prefix.run import ahead, heads, routers
-from megatron_prefix.run.call_outputs import AnswerForm
+from megatron_prefix.run.across.carried import Carried
+from megatron_prefix.run.across.communicator import Communicator, communicator_of
+from megatron_prefix.run.across.exchanges import Exchanges
+from megatron_prefix.run.across.final_states import FinalStates
 from megatron_prefix.run.calls import FILLED_BY_MODEL, ModelCall
-from megatron_prefix.run.carried import Carried
-from megatron_prefix.run.communicator import Communicator, communicator_of
-from megatron_prefix.run.exchanges import Exchanges
-from megatron_prefix.run.executor import Executor, Stage
-from megatron_prefix.run.final_states import FinalStates
-from megatron_prefix.run.forward_step_state import Settings
-from megatron_prefix.run.inputs import SegmentInputs
-from megatron_prefix.run.losses import LossContract, Losses
-from megatron_prefix.run.messages import (
+from megatron_prefix.run.execute import ahead, routers
+from megatron_prefix.run.execute.call_outputs import AnswerForm
+from megatron_prefix.run.execute.executor import Executor, Stage
+from megatron_prefix.run.execute.inputs import SegmentInputs
+from megatron_prefix.run.execute.losses import LossContract, Losses
+from megatron_prefix.run.execute.messages import (
     Links,
     channels_of,
     closing_on_failure,
     message_dtype,
     message_shape,
 )
-from megatron_prefix.run.overlap import Reductions
+from megatron_prefix.run.execute.overlap import Reductions
 from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.read import heads
+from megatron_prefix.run.read.forward_step_state import Settings
+from megatron_prefix.run.read.step import Step
+from megatron_prefix.run.read.suspend import Capture, SuspendedStep
 from megatron_prefix.run.report import Stopwatch
-from megatron_prefix.run.step import Step
-from megatron_prefix.run.suspend import Capture, SuspendedStep
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.context_parallel import Exchange
 from megatron_prefix.sidecar.gathered import GatheredArena

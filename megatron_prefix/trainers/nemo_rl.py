@@ -9,7 +9,7 @@ from megatron_prefix.trainers.trainer import Trainer
 
 
 def samples(microbatch: Any) -> list[tuple[Any, Any]] | None:
-    """Tokens and trained positions of a ProcessedMicrobatch; see `Samples` in run/samples.py.
+    """Tokens and trained positions of a ProcessedMicrobatch; see `Samples` in run/read/samples.py.
 
     A position predicts the next token, so it carries loss where that one's `token_mask` says so;
     `sample_mask` also leaves out whole samples.  The last position counts, too: reward models look

@@ -15,6 +15,7 @@ TRAINER = Trainer(
     loss="loss_mask of the model call, which leaves out the position of the first answer token",
     together="nothing: batch_balance deals out by length",
     refused=(SHIFTED_MASK,),
-    # A gradient would reach positions that nobody computes: losses.py finds that at a step's end.
+    # A gradient would reach positions that nobody computes: run/execute/losses.py finds that at a
+    # step's end.
     refusal=lambda: SHIFTED_MASK,
 )

@@ -21,6 +21,9 @@ AT_THE_ROOT = {"__init__.py", "__main__.py", "config.py", "errors.py"}
 LAB = "lab"
 COMMANDS = {"__main__.py", "run/__main__.py"}
 """Of the core: they start the lab's command line, and nothing imports them."""
+RUN = PACKAGE / "run"
+KNOWN = {"calls", "rank"}
+"""Files of run/ that its rooms import; they import none of run/ themselves."""
 STOCK = r"^megatron\.(.*\.get_forward_backward_func|core\.pipeline_parallel(\.schedules)?)$"
 NAMED = re.compile(r"\bmegatron_prefix(?:\.\w+)+")
 
@@ -97,13 +100,15 @@ def test_the_core_does_not_know_the_lab() -> None:
         assert [name for name in names if name.startswith("megatron_prefix.lab")] == [], path
 
 
-@pytest.mark.parametrize("floor", [PACKAGE, PACKAGE / LAB], ids=["core", "lab"])
+@pytest.mark.parametrize("floor", [PACKAGE, PACKAGE / LAB, RUN], ids=["core", "lab", "run"])
 def test_no_two_rooms_import_each_other(floor) -> None:
     assert _circle(_rooms(floor)) == []
 
 
 @pytest.mark.parametrize(
-    ("floor", "title"), [(PACKAGE, "The core"), (PACKAGE / LAB, "The lab")], ids=["core", "lab"]
+    ("floor", "title"),
+    [(PACKAGE, "The core"), (PACKAGE / LAB, "The lab"), (RUN, "A step")],
+    ids=["core", "lab", "run"],
 )
 def test_the_map_of_the_folders_is_true(floor, title) -> None:
     """Every folder has its line, and imports only folders above it."""
@@ -114,6 +119,19 @@ def test_the_map_of_the_folders_is_true(floor, title) -> None:
     assert sorted(order) == sorted(used)
     for number, folder in enumerate(order):
         assert used[folder] <= set(order[:number]), folder
+
+
+def test_rooms_of_a_step_know_two_files_beside_them() -> None:
+    """The other files of run/ are the order of a step."""
+    prefix, rooms = "megatron_prefix.run.", _rooms(RUN)
+    for path, source in _sources(RUN):
+        first = Path(path).with_suffix("").parts[1]
+        named = [name for name in _imported(source) if name.startswith(prefix)]
+        used = {name.removeprefix(prefix).partition(".")[0] for name in named}
+        if first in rooms:
+            assert used <= KNOWN | rooms.keys(), path
+        elif first in KNOWN:
+            assert not used, path
 
 
 def _importing(pattern: str) -> list[str]:

@@ -13,7 +13,7 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.run.executor import Executor
+from megatron_prefix.run.execute.executor import Executor
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.calls import ROWS, VOCAB, Trainer, run_step
 

@@ -16,7 +16,7 @@ from megatron_prefix.lab.models.build import build_model, has_transformer_engine
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.run.forward_step_state import Settings
+from megatron_prefix.run.read.forward_step_state import Settings
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.calls import ROWS, VOCAB, Form, Trainer, run_step
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.run.calls import FILLED_BY_MODEL
-from megatron_prefix.run.heads import MOVES_LABELS
+from megatron_prefix.run.read.heads import MOVES_LABELS
 from tests.harness.calls import Form, Trainer, nll_of
 
 HEADS = ("kernels", "moved", "filled")

@@ -33,7 +33,7 @@ from megatron_prefix.offload.segment import addresses
 from megatron_prefix.plan.actions import Action, Plan, policies
 from megatron_prefix.plan.peak_memory import RankMemory, predict
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.run.oom_retry import free_memory
+from megatron_prefix.run.execute.oom_retry import free_memory
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs, TreeOptions, build

@@ -15,7 +15,7 @@ from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.rl.flops import cost_model, peak_flops
-from megatron_prefix.run.exchanges import Crossed
+from megatron_prefix.run.across.exchanges import Crossed
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.tree import build
 
@@ -143,7 +143,7 @@ class Measured:
 
 def flop_bound(spec: ModelSpec, config: PrefixConfig, steps: Sequence[Sequence[Group]]) -> float:
     """FLOPs of the stock schedule over those of one that shares all it may share, and runs nothing
-    behind a rollout's last loss where that has no effect (run/read_calls.py, `up_to_loss`)."""
+    behind a rollout's last loss where that has no effect (run/read/read_calls.py, `up_to_loss`)."""
     cost, options = (
         cost_model(spec),
         replace(config.tree_options(1), min_gain=0, segment_gain=0),

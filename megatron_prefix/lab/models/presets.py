@@ -401,7 +401,7 @@ class ModelSpec:
     @property
     def needs_tails(self) -> bool:
         """Whether what is behind a rollout's last loss has an effect on a training step, as a run
-        decides it (run/read_calls.py, `ReadCalls.up_to_loss`)."""
+        decides it (run/read/read_calls.py, `ReadCalls.up_to_loss`)."""
         return counts_tokens(self) or bool(self.mtp_num_layers)
 
     @property

@@ -24,7 +24,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab import platforms
 from megatron_prefix.lab.runtime import folders
 from megatron_prefix.lab.runtime.groups import RENDEZVOUS, env_world_size, shutdown
-from megatron_prefix.run import hosts
+from megatron_prefix.run.across import hosts
 
 logger = logging.getLogger(__name__)
 

@@ -36,8 +36,8 @@ from megatron_prefix.lab.verify.observed import take_auxiliary
 from megatron_prefix.layers import precision
 from megatron_prefix.megatron.install import install
 from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.run.across.exchanges import Crossed
 from megatron_prefix.run.calls import Callbacks
-from megatron_prefix.run.exchanges import Crossed
 from megatron_prefix.run.rank import overlaps
 from megatron_prefix.run.schedule import PrefixSchedule
 

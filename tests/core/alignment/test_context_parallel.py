@@ -28,7 +28,7 @@ from megatron_prefix.lab.rl import passes
 from megatron_prefix.lab.rl.batches import on_cp_rank
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
-from megatron_prefix.run.memory_control import MemoryControl
+from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs, TreeOptions, build, cp_layout, trees
 from tests.harness import steps

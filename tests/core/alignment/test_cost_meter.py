@@ -16,11 +16,12 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan import gate
 from megatron_prefix.plan.cost_file import read_costs, write_costs
-from megatron_prefix.run import cost_meter, outlines
+from megatron_prefix.run import cost_meter
 from megatron_prefix.run import schedule as schedule_module
+from megatron_prefix.run.read import outlines
+from megatron_prefix.run.read.suspend import Capture
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.run.schedule import WATCHED, PrefixSchedule
-from megatron_prefix.run.suspend import Capture
 from tests.harness import one_group, steps
 from tests.harness.one_group import assert_bitwise, run, schedule_with
 from tests.harness.one_rank import one_rank, small_model

@@ -21,8 +21,8 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.plan import gate
 from megatron_prefix.plan.cost_file import read_costs
+from megatron_prefix.run.read.suspend import Capture
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.run.suspend import Capture
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.ranks import run_ranks

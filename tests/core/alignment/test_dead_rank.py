@@ -22,8 +22,8 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout, RankError
 from megatron_prefix.lab.runtime.groups import RENDEZVOUS
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.run.inputs import SegmentInputs
-from megatron_prefix.run.messages import Links, channels_of
+from megatron_prefix.run.execute.inputs import SegmentInputs
+from megatron_prefix.run.execute.messages import Links, channels_of
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Segment, Span

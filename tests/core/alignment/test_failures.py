@@ -18,8 +18,8 @@ from megatron_prefix.config import MEMORY_POLICIES
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.megatron.install import Hooks, install
-from megatron_prefix.run import suspend
-from megatron_prefix.run.inputs import SegmentInputs
+from megatron_prefix.run.execute.inputs import SegmentInputs
+from megatron_prefix.run.read import suspend
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.arenas import Storages, offloaders, watch_arenas

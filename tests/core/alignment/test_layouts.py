@@ -10,7 +10,7 @@ import pytest
 from megatron_prefix.lab.cli.matrix import align_row
 from megatron_prefix.lab.verify.matrix import Row
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.run import executor
+from megatron_prefix.run.execute import executor
 from tests.harness import ranks  # noqa: F401  # ranks are forked from here
 from tests.harness.small_rows import small_rows  # noqa: F401
 

@@ -17,8 +17,8 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import assert_close, tolerance
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan import step_planner
-from megatron_prefix.run import memory_control
 from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.run.execute import memory_control
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.calls import ROWS, VOCAB, Form, Trainer, assert_gradients, run_step
 from tests.harness.cases import check_cases

@@ -26,7 +26,7 @@ from megatron_prefix.lab.plans.dealing import deal
 from megatron_prefix.lab.rl import loss, passes
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
-from megatron_prefix.run import overlap
+from megatron_prefix.run.execute import overlap
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.ranks import run_ranks

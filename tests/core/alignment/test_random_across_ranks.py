@@ -25,8 +25,8 @@ from megatron_prefix.lab.rl import loss
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
+from megatron_prefix.run.across.communicator import Communicator
 from megatron_prefix.run.calls import Callbacks
-from megatron_prefix.run.communicator import Communicator
 from tests.harness.fuzzing import rounds
 from tests.harness.ranks import run_ranks
 

@@ -28,7 +28,7 @@ from megatron_prefix.lab.rl.metrics import of_report
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.moe import replay, versions
 from megatron_prefix.run.calls import Callbacks
-from megatron_prefix.run.routes import ToldRoutes
+from megatron_prefix.run.read.routes import ToldRoutes
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import steps

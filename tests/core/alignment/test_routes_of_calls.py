@@ -18,7 +18,7 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.moe import versions
-from megatron_prefix.run.routes import ToldRoutes
+from megatron_prefix.run.read.routes import ToldRoutes
 from tests.core.alignment.test_model_calls import Case, built, compare_with
 from tests.harness.calls import ROWS, Form, Trainer
 from tests.harness.cases import check_cases

@@ -333,7 +333,7 @@ def test_calls_that_megatron_itself_cannot_run() -> None:
 def test_a_last_stage_without_tokens() -> None:
     from megatron_prefix.errors import refused as error
     from megatron_prefix.refusals.table import AHEAD_TOKENS
-    from megatron_prefix.run import read_calls
+    from megatron_prefix.run.read import read_calls
 
     with pytest.raises(CannotShare) as caught:
         read_calls.check_ahead(None, None)  # type: ignore[arg-type]

@@ -18,8 +18,8 @@ from megatron_prefix.layers import precision
 from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan
-from megatron_prefix.run.heads import MOVES_LABELS
-from megatron_prefix.run.inputs import SegmentInputs
+from megatron_prefix.run.execute.inputs import SegmentInputs
+from megatron_prefix.run.read.heads import MOVES_LABELS
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 from tests.harness.trees import is_prefix_tree, rollout_sets, tree_options
 

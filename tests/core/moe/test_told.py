@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.moe import told
-from megatron_prefix.run import forward_step_state
+from megatron_prefix.run.read import forward_step_state
 
 ROUTES = torch.tensor([[3, 1], [0, 2], [1, 0]])
 

@@ -15,7 +15,7 @@ from megatron_prefix.plan.check import check_segments
 from megatron_prefix.plan.joint_forest import JointForest, joint_forest
 from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
 from megatron_prefix.plan.simulator import simulate
-from megatron_prefix.run.memory_control import longest_segments
+from megatron_prefix.run.execute.memory_control import longest_segments
 from megatron_prefix.tree import Forest, Pairs, Place, Segment, TreeOptions, build
 from megatron_prefix.tree.packing import Rows
 from tests.harness.trees import flat_rollouts, random_forest

@@ -16,8 +16,8 @@ from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.peak_memory import predict
 from megatron_prefix.plan.planner import best_plan
-from megatron_prefix.run.memory_control import longest_segments
-from megatron_prefix.run.oom_retry import _modules
+from megatron_prefix.run.execute.memory_control import longest_segments
+from megatron_prefix.run.execute.oom_retry import _modules
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 
 

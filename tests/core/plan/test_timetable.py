@@ -21,8 +21,8 @@ from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan, make_plan
 from megatron_prefix.plan.simulator import Event, simulate
 from megatron_prefix.plan.timetable import Message, exchanges, timetable
-from megatron_prefix.run import messages
-from megatron_prefix.run.messages import Channels
+from megatron_prefix.run.execute import messages
+from megatron_prefix.run.execute.messages import Channels
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness.plans import random_case
 from tests.harness.trees import flat_rollouts, random_forest

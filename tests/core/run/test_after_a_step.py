@@ -15,7 +15,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan.actions import policies
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.run.memory_control import MemoryControl
+from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import TreeOptions, build

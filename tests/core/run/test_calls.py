@@ -21,7 +21,7 @@ from megatron_prefix.run.calls import (
     check,
     layouts,
 )
-from megatron_prefix.run.read_calls import CallTokens, check_positions, read_tokens
+from megatron_prefix.run.read.read_calls import CallTokens, check_positions, read_tokens
 from megatron_prefix.tree.cp_layout import Slices
 from tests.harness import ranks  # noqa: F401  # applies the CPU platform
 

@@ -18,7 +18,7 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan import prediction, step_planner
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.core.run.test_memory_limit_ranks import step
+from tests.core.run.execute.test_memory_limit_ranks import step
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
 from tests.harness.trees import flat_rollouts

@@ -22,7 +22,7 @@ from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan import cost
 from megatron_prefix.refusals.table import ACROSS_EXPERTS, ACROSS_GATHERS
 from megatron_prefix.run import joint_step, planning
-from megatron_prefix.run.communicator import Communicator
+from megatron_prefix.run.across.communicator import Communicator
 from megatron_prefix.run.joint_step import APART, NOTHING, RESTS, SLOWER, tell_alone, why_alone
 from megatron_prefix.run.pause import Rest
 from megatron_prefix.run.schedule import PrefixSchedule

@@ -20,12 +20,12 @@ from megatron_prefix.layers.blocks.core import own_runs
 from megatron_prefix.layers.blocks.interface import Kernel, Runs
 from megatron_prefix.layers.blocks.kernels import KERNELS, CompositeKernel
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.run import memory_control
 from megatron_prefix.run.calls import CallLayout
-from megatron_prefix.run.inputs import SegmentInputs
-from megatron_prefix.run.memory_control import MemoryControl
-from megatron_prefix.run.read_calls import CallTokens, ReadCalls
-from megatron_prefix.run.step import read_step
+from megatron_prefix.run.execute import memory_control
+from megatron_prefix.run.execute.inputs import SegmentInputs
+from megatron_prefix.run.execute.memory_control import MemoryControl
+from megatron_prefix.run.read.read_calls import CallTokens, ReadCalls
+from megatron_prefix.run.read.step import read_step
 from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.payload_map import PayloadMap, RowMap
 from tests.harness.played_ranks import PlayedRank, forest, play, random, spread

@@ -1,0 +1,46 @@
+"""Data-parallel ranks that share a host, so that prompts may cross these alone (`across_ranks`
+"node")."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_prefix.run.across import hosts
+from megatron_prefix.run.rank import Rank, several
+
+_made: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
+
+
+def node_group(rank: Rank) -> tuple[Any, bool]:
+    """Those of a rank's `siblings` on its host, and whether there are several on any host; all
+    ranks of a job call this together the first time.
+
+    Ranks of one pipeline, tensor- or context-parallel group may be on several hosts. Two
+    data-parallel ranks are together only if they are in each of these places, as all places of a
+    data-parallel rank have the same prompts.
+    """
+    group: Any = rank.siblings
+    if group not in _made:
+        _made[group] = _made_for(rank, group)
+    return _made[group]
+
+
+def _made_for(rank: Rank, group: Any) -> tuple[Any, bool]:
+    names: list[Any] = [None] * group.size()
+    dist.all_gather_object(names, hosts.here(), group=group)
+    labels: Sequence[Hashable] = [names.index(name) for name in names]
+    for other in several(rank.groups.tp, rank.groups.cp, rank.groups.pp):
+        heard: list[Any] = [None] * other.size()
+        dist.all_gather_object(heard, labels, group=other)
+        labels = [*zip(*heard, strict=True)]
+    mine = labels[group.rank()]
+    ranks = dist.get_process_group_ranks(group)
+    near = [number for number, label in zip(ranks, labels, strict=True) if label == mine]
+    timeout = group._get_backend(torch.device(rank.device)).options._timeout
+    made = dist.new_group(near, timeout=timeout, use_local_synchronization=True)
+    return made, len({*labels}) < len(labels)

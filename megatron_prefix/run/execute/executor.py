@@ -1,0 +1,332 @@
+"""Runs one rank's program, with one handler per kind of action.
+
+A segment's forward on a stage begins with the previous stage's output and ends with handing its
+own on; its backward begins with the next stage's gradient, or with the losses' on the last stage,
+or with zeros there when no loss reaches the segment.  Zeros are not a trick: gK/gV enter inside the
+layers, and a backward that starts at the stage's output passes every hook and every recomputation
+on its way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
+from torch import Tensor
+
+from megatron_prefix.layers.blocks.core import own_runs
+from megatron_prefix.layers.segment import SegmentContext
+from megatron_prefix.megatron.install import Hooks
+from megatron_prefix.moe.ledger import RouterLedger
+from megatron_prefix.offload.segment import OffloadedSegment, Offloader, addresses
+from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.memory_policy import BACKWARDS_AHEAD
+from megatron_prefix.run.across.exchanges import Exchanges
+from megatron_prefix.run.across.final_states import FinalStates
+from megatron_prefix.run.calls import FILLED_BY_MODEL
+from megatron_prefix.run.execute.inputs import SegmentInputs
+from megatron_prefix.run.execute.losses import Losses
+from megatron_prefix.run.execute.messages import Links
+from megatron_prefix.run.execute.overlap import Reductions
+from megatron_prefix.run.read.forward_step_state import Settings
+from megatron_prefix.run.read.given import Given
+from megatron_prefix.run.read.heads import FilledDict
+from megatron_prefix.sidecar.cache import SidecarCache
+
+
+@dataclass
+class Stage:
+    """One model chunk during one step.
+
+    Attributes:
+        model: the chunk as the trainer knows it, wrappers included.
+        hooks: its hooks.
+        cache: its sidecar.
+        is_first: whether it holds the embedding and so receives no activations.
+        is_last: whether it holds the output layer and so sends none.
+        called: settings of the trainer's model calls.
+        has_labels: whether these have labels.
+        others: their other arguments that are about no position.
+        given: what they give in the place of tokens; None: nothing.
+        moves_labels: whether their head moves labels by one: see run/read/heads.py.
+        filled: what they put into a dict that calls bring; None: these bring none.
+        losses: on the last stage only.
+        final: what of its decoder's output crosses data-parallel ranks; None elsewhere, and where
+            nothing does.
+        ledger: accounts for the routers' losses; None without routers and without gradients.
+        offloads: saved tensors of segments that wait on the host for their backward.
+        wanted_next: those of them that the backwards after the one that runs want back.
+        live: input and output of segments whose backward is still to come; the output with its
+            graph, or None if the forward will run again.
+    """
+
+    model: Any
+    hooks: Hooks
+    cache: SidecarCache
+    is_first: bool
+    is_last: bool
+    called: Settings
+    has_labels: bool
+    others: Mapping[str, Any]
+    given: Given | None = None
+    moves_labels: bool = False
+    filled: FilledDict | None = None
+    losses: Losses | None = None
+    final: FinalStates | None = None
+    ledger: RouterLedger | None = None
+    offloads: dict[int, OffloadedSegment] = field(default_factory=dict)
+    wanted_next: list[OffloadedSegment] = field(default_factory=list)
+    live: dict[int, tuple[Tensor | None, Any]] = field(default_factory=dict)
+
+
+class Executor:
+    """Runs a plan on one rank.
+
+    Args:
+        plan: the step's plan.
+        stages: the rank's model chunks.
+        inputs: tokens, labels and positions of the segments.
+        links: messages to and from the neighbours; None where there are none.
+        forward_only: run without gradients; a backward then only releases its segment.
+        timing: what times the computation of an action, if anything does.
+        offloader: takes what segments with policy "offload" save.
+        reductions: of the step's gradients; None without.
+        exchanges: with other data-parallel ranks; None without.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Sequence[Stage],
+        inputs: SegmentInputs,
+        links: Links | None,
+        forward_only: bool,
+        timing: Callable[[Action], contextlib.AbstractContextManager] | None,
+        offloader: Offloader | None,
+        reductions: Reductions | None,
+        exchanges: Exchanges | None,
+    ) -> None:
+        self._offloader, self._reductions = offloader, reductions
+        self._exchanges = exchanges
+        self._timing = timing or contextlib.nullcontext
+        self._plan, self._stages, self._inputs, self._links = plan, stages, inputs, links
+        self._forward_only = forward_only
+        self._handlers: dict[str, Callable[[Action, Stage], None]] = {
+            "F": self._forward,
+            "B": self._release if forward_only else self._backward,
+        }
+
+    def run(self, rank: int) -> None:
+        """Runs the rank's program; whatever happens, nothing of the step is left behind."""
+        gradients = torch.no_grad() if self._forward_only else contextlib.nullcontext()
+        try:
+            for chunk, stage in enumerate(self._stages):
+                stage.hooks.prepare(self._inputs.max_position)
+                if stage.final is not None:
+                    stage.final.head_backward = functools.partial(self._head_backward, stage, chunk)
+            with gradients:
+                program = self._plan.programs[rank]
+                last = {one.chunk: place for place, one in enumerate(program) if one.kind == "B"}
+                for place, action in enumerate(program):
+                    stage = self._stages[action.chunk]
+                    reducing: contextlib.AbstractContextManager = contextlib.nullcontext()
+                    if self._offloader is not None:
+                        stage.wanted_next[:] = self._wanted(program, place)
+                    if self._reductions is not None and last.get(action.chunk) == place:
+                        reducing = self._reducing(action, stage, self._reductions)
+                    with _annotated(action), reducing:
+                        if self._exchanges is None:
+                            self._handlers[action.kind](action, stage)
+                        else:
+                            self._crossing(action, stage, self._exchanges)
+                    if self._links is not None:
+                        self._links.advance()
+            if self._links is not None:
+                self._links.finish()
+            if self._exchanges is not None:
+                self._exchanges.finish()
+        finally:
+            for stage in self._stages:
+                stage.hooks.replay = stage.hooks.ahead = None
+                stage.live.clear()
+                stage.offloads.clear()
+                stage.wanted_next.clear()
+                stage.cache.clear()
+                if stage.final is not None:
+                    stage.final.clear()
+            if self._offloader is not None:
+                self._offloader.end_step()
+
+    def _crossing(self, action: Action, stage: Stage, exchanges: Exchanges) -> None:
+        """An action, and what crosses data-parallel ranks before it."""
+        index, chunk = action.segment, action.chunk
+        received = self._plan.segments[index].source >= 0
+        if action.kind == "F":
+            exchanges.forward(index, chunk, () if received else stage.cache.map.seen(index))
+            for seen in stage.final.fresh() if stage.final is not None else ():
+                self._head(Action("F", seen, chunk), stage)
+        else:
+            exchanges.backward(index, chunk)
+        if not received:
+            self._handlers[action.kind](action, stage)
+        elif action.kind == "B":
+            self._release(action, stage)
+
+    def _head(self, action: Action, stage: Stage) -> None:
+        """Runs the output layer on what another rank's decoder gives for a segment. It runs again
+        for its backward: what it saves would live from the step's begin to its end."""
+        index = action.segment
+        with self._timing(action), torch.no_grad():
+            output = self._call(index, stage, stage.final.received[index])  # type: ignore[union-attr]
+            rows = self._inputs.rows[index]
+            stage.losses.take(index, output, rows, differentiable=not self._forward_only)  # type: ignore[union-attr]
+
+    def _head_backward(self, stage: Stage, chunk: int, index: int) -> None:
+        stage.losses.complete(index)  # type: ignore[union-attr]
+        with self._timing(Action("B", index, chunk)):
+            output = self._call(index, stage, stage.final.received[index])  # type: ignore[union-attr]
+            with stage.hooks.running(self._context(index, stage, backward=True)):
+                torch.autograd.backward(*stage.losses.outputs.gradients(index, output))  # type: ignore[union-attr]
+
+    def _context(self, index: int, stage: Stage, backward: bool = False) -> SegmentContext:
+        segment, final = self._plan.segments[index], stage.final
+        runs = own_runs(stage.cache.map.lengths[index], *self._inputs.place)
+        positions = self._inputs[index][2]
+        unread, scored = stage.is_last and not segment.scored, self._scored(index, stage)
+        return SegmentContext(
+            index, segment.inner, runs, positions, stage.cache, stage.ledger,
+            backward, None if backward else stage.offloads.get(index), stage.wanted_next,
+            stage.hooks.keys_only if unread else None,
+            self._inputs.read(index, stage.moves_labels) if scored else None, stage.moves_labels,
+            *((None, None) if final is None else final.of(index)),
+        )  # fmt: skip
+
+    def _forward(self, action: Action, stage: Stage) -> None:
+        index = action.segment
+        received = None if stage.is_first else self._links.receive(action)  # type: ignore[union-attr]
+        if received is not None and not self._forward_only:
+            received.requires_grad_()
+        again = self._plan.policy(index) == "recompute"
+        if self._plan.policy(index) == "offload" and not self._forward_only:
+            stage.offloads[index] = self._offloaded(stage, received)
+        with self._timing(action):
+            with torch.no_grad() if again else contextlib.nullcontext():
+                output = self._call(index, stage, received)
+            if self._scored(index, stage):
+                rows = self._inputs.rows[index]
+                stage.losses.take(index, output, rows, differentiable=not self._forward_only)  # type: ignore[union-attr]
+        if not self._forward_only:
+            stage.live[index] = received, None if again else output
+        if not stage.is_last:
+            self._links.send(action, output)  # type: ignore[union-attr]
+            if self._frees_outputs(stage) and not again:
+                deallocate_output_tensor(output, True)
+
+    def _call(self, index: int, stage: Stage, received: Tensor | None) -> Any:
+        """Runs the model chunk on a segment: its forward, or its forward again."""
+        stage.hooks.model.set_input_tensor(received)
+        scored = self._scored(index, stage)
+        context = self._context(index, stage)
+        with stage.hooks.running(context, scored=scored), stage.called.autocasting():
+            forward = stage.hooks.model.forward
+            others = dict(stage.others)
+            if stage.given is not None:
+                others |= stage.given.arguments(index)
+            if stage.filled is not None:
+                others[FILLED_BY_MODEL] = dict(stage.filled.brought)
+            moves_labels = scored and stage.moves_labels
+            found = self._inputs.call(forward, index, stage.has_labels, others, moves_labels)
+            if stage.filled is not None:
+                stage.filled.take(others, scored=scored)
+            return found
+
+    def _backward(self, action: Action, stage: Stage) -> None:
+        index = action.segment
+        scored = self._scored(index, stage)
+        received, output = stage.live.pop(index)
+        freed = self._frees_outputs(stage) and output is not None
+        if output is None:  # while the gradient is on its way
+            with self._timing(action):
+                output = self._call(index, stage, received)
+        gradient = None if stage.is_last else self._links.receive(action)  # type: ignore[union-attr]
+        if index in stage.offloads:
+            stage.offloads[index].prefetch()
+        context = self._context(index, stage, backward=True)
+        with self._timing(action):
+            if scored:  # outside of the hooks: a loss may call the model
+                stage.losses.complete(index)  # type: ignore[union-attr]
+            with stage.hooks.running(context, scored=scored):
+                if scored:
+                    tensors, gradients = stage.losses.outputs.gradients(index, output)  # type: ignore[union-attr]
+                    if stage.final is not None:
+                        states, sent = stage.final.gradients(index)
+                        tensors, gradients = tensors + states, gradients + sent
+                    torch.autograd.backward(tensors, gradients)
+                elif freed:
+                    custom_backward(output, gradient)
+                else:
+                    gradient = torch.zeros_like(output) if gradient is None else gradient
+                    torch.autograd.backward(output, gradient)
+        if stage.given is not None:
+            stage.given.collect(index)
+        if received is not None:
+            if received.grad is None:
+                raise RuntimeError(f"{action}: no gradient has reached the stage's input")
+            self._links.send(action, received.grad)  # type: ignore[union-attr]
+        stage.offloads.pop(index, None)
+        self._release(action, stage)
+
+    def _reducing(
+        self, action: Action, stage: Stage, reductions: Reductions
+    ) -> contextlib.AbstractContextManager:
+        """Starts reductions during the last backward of a model chunk."""
+        segment = self._plan.segments[action.segment]
+        ends_early = stage.is_last and not segment.scored
+        further = stage.hooks.ahead  # it may be all that the output layer is for
+        rows = further is not None and further[action.segment].labels.numel() > 0
+        expands = any(span.parent is not None for span in segment.spans)  # latents of ancestors
+        policy = self._plan.policy(action.segment)
+        kind = segment.inner, segment.scored, rows, expands, policy
+        return reductions.during(action.chunk, kind, stage.hooks.unread if ends_early else tuple)
+
+    def _scored(self, index: int, stage: Stage) -> bool:
+        return stage.losses is not None and self._plan.segments[index].scored
+
+    def _offloaded(self, stage: Stage, received: Tensor | None) -> OffloadedSegment:
+        if self._offloader is None:
+            raise RuntimeError("the plan offloads, and nothing is there to do it")
+        model = stage.hooks.model
+        return self._offloader.segment(addresses(received, *model.parameters(), *model.buffers()))
+
+    def _wanted(self, program: Sequence[Action], place: int) -> list[OffloadedSegment]:
+        """What the backwards right after the action there, a backward too, want back."""
+        near = program[place : place + 1 + BACKWARDS_AHEAD]
+        backwards = itertools.takewhile(lambda action: action.kind == "B", near)
+        stages = ((index, self._stages[chunk]) for _, index, chunk, _ in [*backwards][1:])
+        return [stage.offloads[index] for index, stage in stages if index in stage.offloads]
+
+    def _release(self, action: Action, stage: Stage) -> None:
+        if stage.losses is not None:
+            stage.losses.release(action.segment)
+        if stage.final is not None:
+            stage.final.drop(action.segment)
+        if self._plan.segments[action.segment].inner:
+            stage.cache.free(action.segment, consumed=not self._forward_only)
+
+    def _frees_outputs(self, stage: Stage) -> bool:
+        """Whether outputs that were sent keep their graph only (Megatron's option)."""
+        config = stage.hooks.model.config
+        return config.deallocate_pipeline_outputs and not (stage.is_last or self._forward_only)
+
+
+def _annotated(action: Action) -> contextlib.AbstractContextManager:
+    """An NVTX range with the action's name, as the trainers' profilers show them."""
+    if torch.cuda.is_available():
+        return torch.cuda.nvtx.range(str(action))
+    return contextlib.nullcontext()

@@ -1,0 +1,149 @@
+"""What segments are computed from: tokens, labels, positions, and the model's other arguments."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_prefix.device.transfer import on
+from megatron_prefix.run.read import heads
+from megatron_prefix.tree import Forest, Pairs, cp_layout
+from megatron_prefix.tree.forest import any_trained
+
+
+class ReadRows(NamedTuple):
+    """Positions of a segment on this rank that carry loss, ascending.
+
+    Others make up the number if it is below two, or not what linear layers take: it divides among
+    ranks of sequence parallelism, and in FP8 (layers/precision.py).
+
+    Attributes:
+        there: int64 [rows], on the model's device.
+        here: the same, on the host.
+    """
+
+    there: Tensor
+    here: np.ndarray
+
+
+class SegmentInputs:
+    """Tokens, labels and positions of all segments of a step, on the device in one copy.
+
+    Args:
+        forest: the step's segments.
+        samples: what the forest was built from; None on a stage that knows no tokens and labels.
+        device: where the model is.
+        rank: place in the context-parallel group, whose ranks share the positions of every segment.
+        size: of that group.
+        multiple: of the number of rows that are read; segments are a multiple of it on every rank.
+
+    Attributes:
+        max_position: the largest position of any segment.
+        rows: per segment the positions that carry loss; None if all do.
+        place: `rank` and `size`.
+    """
+
+    def __init__(
+        self,
+        forest: Forest,
+        samples: Sequence[Pairs] | None,
+        device: torch.device,
+        rank: int = 0,
+        size: int = 1,
+        multiple: int = 1,
+    ) -> None:
+        self.place, self._multiple = (rank, size), multiple
+        self._offsets = np.cumsum([0, *(segment.padded_length for segment in forest.segments)])
+        table = np.zeros((4, self._offsets[-1]), np.int64)
+        spans = [span for segment in forest.segments for span in segment.spans]
+        trained = [sample.trained for sample in samples or ()]
+        offset = 0
+        for span in spans:
+            if samples is not None and span.rollouts:  # a filler has none
+                sample, here = samples[span.rollouts[0]], slice(offset, offset + span.length)
+                table[0, here] = sample.inputs[span.start : span.end]
+                table[1, here] = sample.labels[span.start : span.end]
+                table[3, here] = any_trained(span, trained)
+            # Padding goes on counting: its positions are legal and its outputs unread.
+            counted = np.arange(span.start, span.start + span.padded)
+            table[2, offset : offset + span.padded] = counted
+            offset += span.padded
+        self.max_position = int(table[2].max(initial=0))
+        if size > 1:
+            held = cp_layout.held_positions([span.padded for span in spans], rank, size)
+            table = np.ascontiguousarray(table[:, held])
+            self._offsets //= size
+        self._table = on(device, table[:3])
+        self.rows: list[ReadRows | None] = [None] * len(forest.segments)
+        if samples is not None:
+            self.rows = self._read_rows(table[3], device)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Tokens, labels and positions of a segment, int64 [3, positions]."""
+        return self._table[:, self._offsets[index] : self._offsets[index + 1]]
+
+    def call(
+        self,
+        forward: Callable[..., Any],
+        index: int,
+        has_labels: bool,
+        others: Mapping[str, Any],
+        moves_labels: bool = False,
+    ) -> Any:
+        """Calls a language model on a segment as the trainer calls it on microbatches.
+
+        Args:
+            forward: the model's own, inside its wrappers and hooks: the trainer's call goes through
+                those, and its answer comes back through them.
+            index: the segment.
+            has_labels: whether the trainer's calls have labels.
+            others: what else they have and is about no position (`runtime_gather_output`, ...), and
+                what is given in the place of tokens.
+            moves_labels: whether the model's head runs, and moves labels by one: see
+                run/read/heads.py.
+
+        Returns:
+            The model's output; on the last stage of the trainer's kind.
+        """
+        tokens, labels, positions = self[index].unsqueeze(1)
+        if has_labels and (rows := self.rows[index]) is not None:
+            # As many as there are hidden states in front of the output layer.
+            labels = labels.index_select(1, rows.there)
+        num = labels.shape[1]
+        if moves_labels:
+            labels = heads.before_moving(labels, self._multiple)
+        arguments = {"input_ids": tokens, "position_ids": positions, "attention_mask": None}
+        arguments["labels"] = labels if has_labels else None
+        found = forward(**arguments | dict(others))
+        return heads.without_more(found, num) if moves_labels else found
+
+    def read(self, index: int, moves_labels: bool) -> Tensor | None:
+        """The positions of a segment on which the head runs, int64; None: all. A head that moves
+        labels has the last one more than once."""
+        rows, num = self.rows[index], self._offsets[index + 1] - self._offsets[index]
+        there = None if rows is None else rows.there
+        if not moves_labels:
+            return there
+        if there is None:
+            there = torch.arange(num, device=self._table.device)
+        return torch.cat([there, there[-1:].expand(self._multiple)])
+
+    def _read_rows(self, flags: np.ndarray, device: torch.device) -> list[ReadRows | None]:
+        by_segment: list[np.ndarray] = []
+        for start, end in itertools.pairwise(self._offsets):
+            num = min(max(int(flags[start:end].sum()), 2), end - start)
+            num += -num % self._multiple
+            # A stable order: those that are read, then others to make up the number.
+            by_segment.append(np.sort(np.argsort(-flags[start:end], kind="stable")[:num]))
+        whole = on(device, np.concatenate([np.zeros(0, np.int64), *by_segment]))
+        parts = whole.split([len(rows) for rows in by_segment])
+        lengths = np.diff(self._offsets)
+        return [
+            None if len(here) == length else ReadRows(there, here)
+            for there, here, length in zip(parts, by_segment, lengths, strict=True)
+        ]

@@ -1,0 +1,267 @@
+"""Losses on the last stage: the trainer's own, called once for each of its microbatches.
+
+When the last segment of a microbatch has been through, the suspended forward step goes on with the
+output of its model call (run/execute/call_outputs.py), to its own loss, which runs back to that
+output at once.  What all microbatches send to a segment's output is added up there, and with that
+the segment's own backward starts: the same superposition as for gK/gV, applied to the outputs
+("Schedule-Level Shared-Prefix Reuse for LLM RL Training", appendix A.5, the direct adjoints of
+prefix tokens).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+from torch import Tensor
+from torch.utils import (
+    _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
+)
+
+from megatron_prefix.errors import refused
+from megatron_prefix.refusals.table import STRAY_GRADIENT
+from megatron_prefix.run.execute.call_outputs import AnswerForm, CallOutputs
+from megatron_prefix.run.execute.inputs import ReadRows
+from megatron_prefix.run.read.step import Step
+from megatron_prefix.run.read.suspend import SuspendedStep
+from megatron_prefix.tree import Forest
+
+
+@dataclass(frozen=True)
+class LossContract:
+    """What of Megatron's schedule arguments the loss needs.
+
+    Attributes:
+        config: the model's configuration.
+        cp_size: context parallel size.
+        collect_non_loss_data: see Megatron's schedules.
+    """
+
+    config: Any
+    cp_size: int
+    collect_non_loss_data: bool
+
+
+def set_auxiliary_scales(contract: LossContract, model: Any, num_microbatches: int) -> None:
+    """Tells Megatron how to weigh the losses of routers and of multi-token prediction, as a stage
+    without losses does in its schedule.
+
+    The scales are read when a backward runs, on every stage, and only the last has `Losses`.
+    """
+    config = contract.config
+    if config.timers is not None:
+        config.timers("forward-compute", log_level=2).start()
+    forward_step_calc_loss(
+        model, next(model.parameters()), None, config, getattr(model, "vp_stage", None),
+        contract.collect_non_loss_data, max(num_microbatches, 1), [], contract.cp_size, False,
+    )  # fmt: skip
+
+
+class Losses:
+    """The trainer's losses on the last stage: answers its model calls, and keeps its order.
+
+    A microbatch is answered when its last segment is through and all microbatches before it are, or
+    sooner where a backward needs its loss.
+
+    A forward step cannot go on twice.  Where memory runs out and the segments run again
+    (`begin_again`), losses that were called stay as they are, and the gradients that they have sent
+    are sent again: so they are kept, where they are one number a position.
+
+    Args:
+        step: the step's segments and microbatches.
+        contract: how losses are made.
+        model: the model chunk as the trainer knows it.
+        steps: its suspended forward steps.
+        form: how its calls are answered.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        contract: LossContract,
+        model: Any,
+        steps: Sequence[SuspendedStep],
+        form: AnswerForm = AnswerForm(),  # noqa: B008  # a tuple
+    ) -> None:
+        self._contract, self._model, self._steps = contract, model, steps
+        self._forest, self._form = step.forest, form
+        self._new_outputs = functools.partial(CallOutputs, step, form)
+        self.outputs = self._new_outputs()
+        self._strays: list[Tensor] = []
+        self.num_tokens: int | Tensor = 0
+        self._small, self._inside = True, False
+        self._sent: dict[int, list[Tensor | None]] = {}
+        self._again: dict[int, list[Tensor | None]] = {}
+        self._stores: list[list[Any]] = [[] for _ in steps]
+        self._rollouts: list[list[int]] = [[] for _ in steps]
+        for rollout, microbatch in enumerate(step.microbatch_of):
+            self._rollouts[microbatch].append(rollout)
+        self._ready_after, self._through = _turns(step.forest, step.microbatch_of, len(steps))
+        self._left = set(range(len(steps)))
+        self._taken = -1
+        self._released: set[int] = set()
+
+    @property
+    def forward_data_store(self) -> list[Any]:
+        """What Megatron's schedule returns, in the trainer's order of microbatches."""
+        return [entry for store in self._stores for entry in store]
+
+    def take(
+        self, index: int, output: Any, rows: ReadRows | None = None, *, differentiable: bool
+    ) -> None:
+        """Takes a segment's output, see CallOutputs; scores the microbatches whose turn it is."""
+        if self._forest.segments[index].scored:
+            self.outputs.take(index, output, rows, differentiable=differentiable)
+        # What another rank has computed comes late, and still before the leaves below it.
+        self._taken = max(self._taken, index)
+        while self._left and self._ready_after[first := min(self._left)] <= index:
+            self._score(first)
+
+    def complete(self, index: int) -> None:
+        """Sees to it that every loss that reaches a segment has sent its gradient."""
+        for microbatch in self._through[index]:
+            if microbatch in self._left:
+                self._score(microbatch)
+            if microbatch in self._again:
+                self._send_again(microbatch, self._again.pop(microbatch))
+
+    def begin_again(self) -> None:
+        """Forgets all segments, which will run again; losses that were called stay as they are."""
+        self._again = dict(self._sent)
+        self._strays += self.outputs.strays()
+        self.outputs, self._taken = self._new_outputs(), -1
+        self._released.clear()
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether `begin_again` is possible."""
+        return self._small and not self._inside
+
+    def check(self) -> None:
+        """Refuses a step in which a gradient has reached a position that nobody computed.
+
+        The host waits for the device where such positions are.
+
+        Raises:
+            UserError: with the fix.
+        """
+        sizes = [*self._strays, *self.outputs.strays()]
+        if sizes and bool(torch.stack(sizes).amax() != 0):
+            raise refused(STRAY_GRADIENT)
+
+    def _send_again(self, microbatch: int, gradients: list[Tensor | None]) -> None:
+        """Sends the gradients of a loss that was called in an attempt before."""
+        tensors = _with_graph(self.outputs.answer(microbatch, self._rollouts[microbatch]))
+        pairs = [p for p in zip(tensors, gradients, strict=True) if p[1] is not None]
+        torch.autograd.backward([t for t, _ in pairs], [gradient for _, gradient in pairs])
+
+    def _answer(self, microbatch: int) -> Any:
+        """A microbatch's answer; the gradients that reach it are kept where they are small."""
+        answer = self.outputs.answer(microbatch, self._rollouts[microbatch])
+        if self._form.filled is not None:
+            self._form.filled.give(self._steps[microbatch].call)
+        tensors = _with_graph(answer)
+        # Logits are large; what a loss sends to weights that it was handed cannot be sent again.
+        if self._form.filled is not None or any(tensor.dim() > 2 for tensor in tensors):
+            self._small = False
+            return answer
+        kept: list[Tensor | None] = [None] * len(tensors)
+        self._sent[microbatch] = kept
+        for place, tensor in enumerate(tensors):
+            tensor.register_hook(functools.partial(kept.__setitem__, place))
+        return answer
+
+    def release(self, index: int) -> None:
+        """Drops a segment's output as soon as no answer needs it any more."""
+        self._released.add(index)
+        self._drop()
+
+    def _drop(self) -> None:
+        for index in [i for i in self._released if not self._left.intersection(self._through[i])]:
+            self.outputs.kept.pop(index, None)
+            self._released.remove(index)
+
+    def _score(self, microbatch: int) -> None:
+        """Lets the trainer's forward step go on, calls the loss function that it returns, and runs
+        the loss back to the answer: no other microbatch's logits are there at the same time."""
+        contract, step = self._contract, self._steps[microbatch]
+        if self._ready_after[microbatch] > self._taken:
+            raise RuntimeError(f"microbatch {microbatch} is asked for before its last segment")
+        self._left.discard(microbatch)
+        timers = contract.config.timers
+        self._inside = True  # what fails from here on cannot be repeated
+        with contextlib.nullcontext() if timers is None else _timer_of_forward(timers):
+            output, loss_func = step.resume(functools.partial(self._answer, microbatch))
+            loss, num_tokens = forward_step_calc_loss(
+                self._model, output, loss_func, contract.config,
+                getattr(self._model, "vp_stage", None), contract.collect_non_loss_data,
+                len(self._steps), self._stores[microbatch], contract.cp_size, True,
+            )  # fmt: skip
+        self.num_tokens = self.num_tokens + num_tokens
+        if torch.is_grad_enabled() and isinstance(loss, Tensor) and loss.requires_grad:
+            scale = contract.config.grad_scale_func
+            torch.autograd.backward(loss if scale is None else scale(loss))
+        self._inside = False
+        self._drop()
+
+
+def are_in_order(step: Step, actions: Sequence[tuple[str, int]]) -> bool:
+    """Whether `Losses` calls the losses of a step in the trainer's order.
+
+    Args:
+        step: its segments and microbatches.
+        actions: of the last stage: ("F" or "B", segment).
+    """
+    num, segments = step.num_microbatches, step.forest.segments
+    ready_after, through = _turns(step.forest, step.microbatch_of, num)
+    turn = 0
+    for kind, index in actions:
+        if not segments[index].scored:
+            continue
+        if kind == "F":
+            while turn < num and ready_after[turn] <= index:
+                turn += 1
+        elif any(microbatch >= turn for microbatch in through[index]):
+            wanted = [microbatch for microbatch in through[index] if microbatch >= turn]
+            if wanted != [*range(turn, turn + len(wanted))]:
+                return False
+            turn += len(wanted)
+    return True
+
+
+def _turns(
+    forest: Forest, microbatch_of: Sequence[int], num: int
+) -> tuple[list[int], list[list[int]]]:
+    """Of every microbatch its last segment, and of every segment its microbatches."""
+    ready_after = [-1] * num
+    for rollout, microbatch in enumerate(microbatch_of):
+        last = forest.paths[rollout][-1][0]
+        ready_after[microbatch] = max(ready_after[microbatch], last)
+    through = [
+        sorted({microbatch_of[rollout] for span in segment.spans for rollout in span.rollouts})
+        for segment in forest.segments
+    ]
+    return ready_after, through
+
+
+def _with_graph(answer: Any) -> list[Tensor]:
+    """Tensors of an answer that gradients can reach."""
+    leaves = pytree.tree_leaves(answer)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+@contextlib.contextmanager
+def _timer_of_forward(timers: Any) -> Iterator[None]:
+    """Starts the timer that `forward_step_calc_loss` stops; after a failure it can start again."""
+    timer = timers("forward-compute", log_level=2)
+    timer.start()
+    try:
+        yield
+    except BaseException:
+        timer.reset()
+        raise

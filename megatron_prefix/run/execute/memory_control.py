@@ -1,0 +1,289 @@
+"""Device memory of one schedule: what a step keeps, and where, so that it fits."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import StepOutOfMemory
+from megatron_prefix.megatron.features import offload_refusal
+from megatron_prefix.offload import rates
+from megatron_prefix.offload.segment import Offloader
+from megatron_prefix.offload.transfers import free_bytes, transfers_of
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.footprint import Footprint
+from megatron_prefix.plan.joint_forest import JointForest
+from megatron_prefix.plan.memory_policy import Rates, automatic
+from megatron_prefix.plan.peak_memory import RankMemory, predict, table
+from megatron_prefix.plan.prediction import heaviest_stock_plan, limit_of
+from megatron_prefix.run.execute import oom_retry
+from megatron_prefix.run.execute.oom_retry import Result, Rewind
+from megatron_prefix.run.rank import Rank
+from megatron_prefix.tree import Place, Segment, Span
+
+STEPS_ASKED, STEPS_BETWEEN = 3, 50
+"""Training steps, first of all and later on, in which all ranks say how much memory is free. The
+optimizer's state is there from the second one on; other things may come later."""
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryControl:
+    """Device memory of one schedule.
+
+    Args:
+        config: what the user set.
+
+    Attributes:
+        gathers: whether every context-parallel rank keeps K/V of all, in the step that runs.
+        limit: bytes besides weights and gradients that the last planned step may take on a rank.
+        stock_bytes: what it is predicted to take on this one with the stock schedule, likewise.
+    """
+
+    def __init__(self, config: PrefixConfig) -> None:
+        self._config, self.gathers = config, False
+        self._offloader: Offloader | None = None
+        self._free: list[float] = []
+        self._settled = 0
+        self._known: dict[Any, tuple[float, Rates]] = {}
+        self._static, self._rates = 0.0, Rates(1.0, 1.0)
+        self.limit, self.stock_bytes = math.inf, 0.0
+        self._before: Rewind | None = None
+        self._resting = 0
+
+    def begin(self, rank: Rank) -> None:
+        """Notes how a step begins, if it could run again; before the host plans, so that the device
+        looks at the gradients in the meantime."""
+        leaner_left = not rank.forward_only and self._config.memory != "recompute"
+        self._before = Rewind(rank) if leaner_left and not rank.waiting else None
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """A step, after which nothing that `begin` noted is left."""
+        try:
+            yield
+        finally:
+            self._before = None
+
+    def settle(self, plan: Plan, joint: JointForest, rank: Rank) -> None:
+        """Decides where K/V are with context parallelism, alike on all ranks that make this step
+        together: those of the pipeline and those that share experts; all of them call this.
+
+        What is free is asked in a few training steps only, as to ask means to wait for the device;
+        until one has been made, every rank keeps its own K/V.
+
+        Args:
+            plan: of the step, before `chosen`.
+            joint: its segments among those of ranks that share experts.
+            rank: that runs it.
+        """
+        several, wanted = rank.groups.cp.size() > 1, self._config.cp_reduce
+        self.gathers = several and wanted == "segment"
+        if not several or wanted != "auto":
+            return
+        if not rank.forward_only:
+            if self._settled < STEPS_ASKED or self._settled % STEPS_BETWEEN == 0:
+                self._free = [*self._free, self._least_of(rank.same_schedule, rank)][-STEPS_ASKED:]
+            self._settled += 1
+        if self._free:
+            longest = replace(plan, segments=longest_segments(joint))
+            peaks = predict(longest, self._footprint(rank, gathers=True))
+            self.gathers = max(one.peak for one in peaks) <= min(*self._free, self.limit)
+
+    def ask_once(self, rank: Rank) -> None:
+        """Asks what weights and their gradients take on the stage with the least, and how fast the
+        slowest rank is, where something may be offloaded; all ranks that meet call this."""
+        if rank.layout not in self._known:
+            stages = [rank.groups.pp] if rank.num_stages > 1 else []
+            static = _least([rank.static_bytes], stages, rank.device)[0]
+            self._known[rank.layout] = static, self._slowest(rank)
+        self._static, self._rates = self._known[rank.layout]
+
+    def _slowest(self, rank: Rank) -> Rates:
+        if self._config.memory != "auto" or self._config.memory_budget is None:
+            return Rates(1.0, 1.0)  # nothing is offloaded, so only their ratio would matter
+        measured = rates.measured(rank.device, rank.config.params_dtype)
+        numbers = _least([measured.flops, measured.link], rank.waiting, rank.device)
+        return Rates(*map(_rounded, numbers))
+
+    def limited(
+        self,
+        plan: Plan,
+        joint: JointForest,
+        rank: Rank,
+        factors: tuple[float, float],
+        least: float = 0.0,
+    ) -> tuple[Plan, float]:
+        """The plan with policies that keep the limit, by memory "auto", and the peak of the rank
+        with most, in bytes; sets `limit`.
+
+        Without a budget the limit is the peak of Megatron's own schedule on the same
+        microbatches, with the user's own recomputation, and a little more. All ranks that make a
+        step together come to the same answer.
+
+        Args:
+            plan: of the step, on segments as long as on the longest rank.
+            joint: the step, of all ranks that share experts.
+            rank: that runs it.
+            factors: by what predictions are multiplied, of the stock schedule and of ours.
+            least: of the limit, where it is known to be that of a rank that is not in `joint`.
+        """
+        by_stock, by_ours = factors
+        self.limit = max(least, self._limit(joint, rank, by_stock))
+        footprint = self._before_settled(rank)
+        if self._config.memory == "auto" and not self._config.plan_file:
+            may_offload = self._config.memory_budget is not None and not any(
+                map(offload_refusal, rank.models)
+            )
+            policies = automatic(
+                plan, footprint, rank.cost, self._rates, self.limit / by_ours, may_offload
+            )
+            plan = replace(plan, policies=policies)
+        return plan, by_ours * max(one.peak for one in predict(plan, footprint))
+
+    def _limit(self, joint: JointForest, rank: Rank, by_stock: float) -> float:
+        ranks = self._stock_peaks(joint, rank)
+        self.stock_bytes = ranks[rank.stage]
+        if self._config.memory_budget is not None:
+            return self._config.memory_budget
+        return limit_of(by_stock * max(ranks), self._static)
+
+    def stock_peak(self, joint: JointForest, rank: Rank) -> float:
+        """What the stock schedule is predicted to take on this rank, besides weights and gradients;
+        of a step without segments, too."""
+        return self._stock_peaks(joint, rank)[rank.stage]
+
+    def _stock_peaks(self, joint: JointForest, rank: Rank) -> list[float]:
+        plan = heaviest_stock_plan(
+            joint.union, joint.microbatches_of, rank.num_stages, len(rank.models)
+        )
+        return [one.peak for one in predict(plan, self._before_settled(rank))]
+
+    def _before_settled(self, rank: Rank) -> Footprint:
+        """Before it is known whether a rank keeps K/V of all: only if the user says so."""
+        return self._footprint(rank, gathers=self._config.cp_reduce == "segment")
+
+    def _footprint(self, rank: Rank, gathers: bool | None = None) -> Footprint:
+        """Bytes per row of the model on a rank, in the step that runs unless `gathers` is given."""
+        gathers = self.gathers if gathers is None else gathers
+        return rank.footprint(gathers, self._config.cache_host_layers)
+
+    def _least_of(self, groups: Sequence[Any], rank: Rank) -> float:
+        free = [float(free_bytes(rank.device, self._config.memory_budget))]
+        return _rounded(_least(free, groups, rank.device)[0])
+
+    def predicted(self, plan: Plan, rank: Rank) -> RankMemory:
+        """What a rank is predicted to hold."""
+        return predict(plan, self._footprint(rank))[rank.stage]
+
+    def give_back(self, used: int, reserved: int, device: torch.device) -> None:
+        """In mode "auto" returns to the device the blocks that torch's allocator has cached in a
+        step with gradients, where they are more than the stock schedule would have left: what other
+        phases run besides this process's allocator (an inference engine) finds the same room. Where
+        the trainer had reserved as much before, nothing is returned, as that takes time, nor within
+        `STEPS_BETWEEN` steps: what a step needs again it would have to ask the device for.
+
+        Args:
+            used, reserved: bytes of the allocator when the step began.
+            device: of the model.
+        """
+        if self._config.mode != "auto":
+            return
+        self._resting -= 1
+        if self._resting > 0:
+            return
+        if torch.cuda.memory_reserved(device) > max(reserved, used + self.limit):
+            logger.info("the step's cached blocks are more than its limit: they are given back")
+            torch.cuda.empty_cache()
+            self._resting = STEPS_BETWEEN
+
+    def offloader(self, plan: Plan, rank: Rank) -> Offloader | None:
+        """What takes tensors to the host in a step that begins; None if all stay. The first step
+        with gradients in which all do gives the host memory back.
+
+        Raises:
+            UserError: the model cannot run with "offload".
+        """
+        offloads = "offload" in plan.policies and not rank.forward_only
+        if not (offloads or self._config.cache_host_layers):
+            self._offloader = self._offloader if rank.forward_only else None
+            return None
+        reasons = [reason for reason in map(offload_refusal, rank.models) if reason]
+        if offloads and reasons:
+            raise reasons[0].error()
+        if self._offloader is None:
+            transfers = transfers_of(rank.device, self._config.memory_budget)
+            self._offloader = Offloader(transfers)
+        predicted = self.predicted(plan, rank)
+        staged = predicted.staged if offloads else 0.0
+        self._offloader.begin_step(predicted.peak, staged + predicted.cache_staged)
+        return self._offloader
+
+    def run(
+        self,
+        attempt: Callable[[Plan], Result],
+        plan: Plan,
+        rank: Rank,
+        why_final: Callable[[], str] = str,
+    ) -> tuple[Result, Plan]:
+        """Runs a step, and again if memory runs out and it can be undone; see `oom_retry.run`."""
+        before, self._before = None if rank.waiting else self._before, None
+        return oom_retry.run(
+            attempt, plan, before, is_alone=not rank.waiting, why_final=why_final,
+            failure=lambda reason, tried: self._failure(reason, tried, rank),
+        )  # fmt: skip
+
+    def _failure(self, reason: str, plan: Plan, rank: Rank) -> StepOutOfMemory:
+        rows = table(plan, predict(plan, self._footprint(rank)))
+        keeps = "cp_reduce 'wave', " if self.gathers else ""
+        logger.error("predicted besides weights and gradients, GiB:\n%s", rows)
+        return StepOutOfMemory(
+            f"{reason}. Give {keeps}fewer segment_tokens, chunk_tokens, Megatron's"
+            f" recompute_granularity, or more ranks\n{rows}"
+        )
+
+
+def _least(numbers: list[float], groups: Sequence[Any], device: torch.device) -> list[float]:
+    """The smallest of each number over ranks that meet; every rank of the groups calls this."""
+    if not groups:
+        return numbers
+    values = torch.tensor(numbers, dtype=torch.float64, device=device)
+    for group in groups:  # of a grid: after the last one it is the smallest of all of them
+        dist.all_reduce(values, dist.ReduceOp.MIN, group=group)
+    return values.tolist()
+
+
+def _rounded(number: float) -> float:
+    """Down to six binary digits, so that choices do not change with every byte."""
+    if number <= 0:
+        return 0.0
+    mantissa, exponent = math.frexp(number)
+    return math.ldexp(math.floor(mantissa * 64) / 64, exponent)
+
+
+def longest_segments(joint: JointForest) -> tuple[Segment, ...]:
+    """As long as on the rank that has most rows, place by place, in as many spans as on the rank
+    that has most, all of them below the last parent."""
+    if joint.num_pipelines == 1:
+        return joint.forest.segments
+    segments, align = [], max(1, joint.forest.multiple)
+    places = zip(joint.union.segments, joint.lengths, joint.spans, strict=True)
+    for segment, lengths, most in places:
+        num, parents = max(lengths), segment.parents
+        parent = Place(parents[-1], 0) if parents else None
+        others = max(0, min(most, num // align) - 1)  # a span is not shorter than the alignment
+        spans = tuple(
+            Span(0, length, length, segment.spans[0].rollouts, parent)
+            for length in (num - others * align, *[align] * others)
+        )
+        trained = min(num, segment.num_read)
+        segments.append(segment._replace(spans=spans, trained=trained))
+    return tuple(segments)

@@ -1,0 +1,326 @@
+"""What a vision-language model gives its language model in the place of tokens.
+
+Such a model calls its language model with embeddings of text and images (`decoder_input`), with
+three positions a token (mrope), and with rows that its first layers add (deepstack).  That call is
+where forward steps are suspended, so its rows are compared as tokens are: each gets a number that
+is made of its bits, of its positions and of its deepstack rows, and the tree is built of these
+numbers.  A segment is computed from one copy of every row, and what its backward sends to them goes
+on into that copy's own graph: the graphs of copies are the same function of the same weights, and
+backward is linear in the gradient.
+
+On later pipeline stages, which get hidden states, only positions are given, each stage its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_prefix.device.transfer import on, to_host
+from megatron_prefix.errors import refused
+from megatron_prefix.megatron import families
+from megatron_prefix.refusals.table import AHEAD_GIVEN, NO_POSITION_IDS
+from megatron_prefix.run.calls import BLOCK, DEEPSTACK, EMBEDDINGS, MASK, ModelCall
+from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.read.call_rows import CallRows, Places
+from megatron_prefix.run.read.fingerprints import combined
+from megatron_prefix.tree import Forest, cp_layout
+
+Numbers = np.ndarray
+
+
+@dataclass
+class Leaf:
+    """A segment's rows: what its forward has begun with.
+
+    Attributes:
+        rows: the copies that they were taken from: positions of all samples one behind the other,
+            int64 [positions of the whole segment]; -1 for padding.
+        mine: those of this rank.
+        tensors: embeddings and deepstack rows.
+    """
+
+    rows: Numbers
+    mine: Numbers
+    tensors: list[Tensor]
+
+
+class Given:
+    """What the calls of one model chunk give in the place of tokens.
+
+    Args:
+        calls: of the chunk, in order.
+        rank: this one.
+        chunk: number of the chunk on it.
+
+    Raises:
+        CannotShare: the model needs positions, and a call has none.
+    """
+
+    def __init__(self, calls: Sequence[ModelCall], rank: Rank, chunk: int) -> None:
+        model = rank.language_models[chunk]
+        self._cp, self._tp, self._device = rank.groups.cp, rank.groups.tp, rank.device
+        self._sequence_ranks = rank.sequence_ranks
+        self._positions_first = families.positions_first(model)
+        self._in_block = any(DEEPSTACK in (call[BLOCK] or {}) for call in calls)
+        self._block = dict(calls[0].others.get(BLOCK, {})) if calls else {}
+        self._stacked = any(isinstance(call.given(DEEPSTACK), Tensor) for call in calls)
+        multimodal = families.is_multimodal(model)
+        self._ids = [call["position_ids"] for call in calls] if multimodal else []
+        if any(ids is None for ids in self._ids):
+            raise refused(NO_POSITION_IDS)
+        has_rows = bool(calls) and calls[0][EMBEDDINGS] is not None
+        known = [CallRows.of(call, self._positions_first) for call in calls if has_rows]
+        self._calls: list[CallRows] = known
+        self._tokens: Tensor | None = None
+        self._positions: Tensor | None = None
+        self._images = np.zeros(0, bool)
+        self._depth, self._owner = 0, np.zeros(0, np.int64)
+        self._leaves: dict[int, Leaf] = {}
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the calls give embeddings."""
+        return bool(self._calls)
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients go on behind the rows."""
+        return any(one.trains for one in self._calls)
+
+    def first_row(self, num: int) -> Numbers | None:
+        """The first row of the positions, int64 [positions], where this rank has just its own."""
+        flat = [_three(ids)[0].flatten() for ids in self._ids]
+        if sum(map(len, flat)) != num or not flat:
+            return None
+        return to_host(torch.cat(flat))
+
+    # Rows as tokens -------------------------------------------------------------------------------
+
+    def codes(self, lengths: Sequence[int], tokens: Numbers | None) -> Numbers:
+        """Numbers of this rank's positions, equal where rows and positions are; all ranks of a
+        stage call this.
+
+        Args:
+            lengths: positions of every sample, whole.
+            tokens: of this rank's positions; used where no embeddings are given.
+        """
+        held = on(self._device, self._held(lengths))
+        if self._calls:
+            columns = [
+                torch.stack([one.words(), (one.numbers >= 0).long()], -1) for one in self._calls
+            ]
+            # Ranks of sequence parallelism hold the same samples, one rank's rows after another's.
+            whole = [self._over_sequence(column).transpose(0, 1) for column in columns]
+            words, images = torch.cat([one.flatten(0, 1) for one in whole]).unbind(-1)
+            self._images = to_host(self._over_cp(images.contiguous(), lengths)) != 0
+            depth = torch.tensor([max(len(one.deep) for one in self._calls)], device=self._device)
+            self._depth = int(self._exchanged(depth, dist.ReduceOp.MAX))
+        else:
+            words = torch.from_numpy(tokens).to(self._device)  # type: ignore[arg-type]
+            self._tokens = self._over_cp(words, lengths)
+        if self._ids:
+            self._positions = self._whole_positions(lengths)
+            for row in self._positions:
+                words = combined(words, row.to(words.device).index_select(0, held))
+        if self._tp.size() > self._sequence_ranks:  # ranks must build one tree
+            words = words.contiguous()
+            dist.broadcast(words, dist.get_process_group_ranks(self._tp)[0], self._tp)
+        return to_host(words & torch.iinfo(torch.int64).max)
+
+    def prepare(self, forest: Forest) -> None:
+        """Begins a step, or begins it again: finds the rows of all segments."""
+        lengths = forest.num_positions
+        if self._ids and self._positions is None:
+            self._positions = self._whole_positions(lengths)
+        self._leaves.clear()
+        for one in self._calls:
+            one.gradients = []
+        self._segments = [_rows_of(segment, lengths) for segment in forest.segments]
+        self._padded = [[span.padded for span in segment.spans] for segment in forest.segments]
+        if self._calls and not len(self._owner):
+            self._find_places(lengths)
+            every = np.unique(np.concatenate([rows for rows, _ in self._segments]))
+            calls, at, samples = self._places[:, every]
+            for number, one in enumerate(self._calls):
+                places = at[calls == number], samples[calls == number]
+                one.keep((on(self._device, places[0]), on(self._device, places[1])))
+
+    def _find_places(self, lengths: Sequence[int]) -> None:
+        """Where each position of the samples is on this rank: its call, and where in that; -1."""
+        self._places = np.full((3, sum(lengths)), -1)
+        parts = self._sequence_ranks * self._cp.size()
+        counts = [one.numbers.numel() * parts for one in self._calls]
+        self._owner = np.repeat(np.arange(len(counts)), counts)
+        columns, tp = [], self._tp.rank() if self._sequence_ranks > 1 else 0
+        for number, one in enumerate(self._calls):
+            rows, samples = one.shape[:2]
+            at = np.arange(rows * self._sequence_ranks) - tp * rows
+            inside = (at >= 0) & (at < rows)
+            table = np.stack([np.full_like(at, number), at, at])[:, None].repeat(samples, 1)
+            table[2] = np.arange(samples)[:, None]
+            columns.append(np.where(inside, table, -1).reshape(3, -1))
+        self._places[:, self._held(lengths)] = np.concatenate(columns, axis=1)
+
+    # Segments -------------------------------------------------------------------------------------
+
+    def arguments(self, index: int) -> dict[str, Any]:
+        """The language model's arguments for a segment, on this rank."""
+        rows, own = self._segments[index]
+        held = cp_layout.held_positions(self._padded[index], self._cp.rank(), self._cp.size())
+        found: dict[str, Any] = {}
+        if self._positions is not None:
+            found["position_ids"] = self._own_positions(rows[held])
+        if self._tokens is not None:
+            found["input_ids"] = self._tokens[on(self._tokens.device, rows[held])][None]
+        if not self._calls:
+            return found
+        mine = np.array_split(held, self._sequence_ranks)[
+            self._tp.rank() if self._sequence_ranks > 1 else 0
+        ]
+        images = self._images[rows]
+        here = on(self._device, mine)
+        parts = [part.index_select(0, here) for part in self._gathered(rows, images)]
+        seen, some = on(self._device, images[mine]), on(self._device, np.flatnonzero(images[mine]))
+        tensors = [parts[0].unsqueeze(1), *(part.index_select(0, some) for part in parts[1:])]
+        if torch.is_grad_enabled() and self.trains:
+            tensors = [tensor.requires_grad_() for tensor in tensors]
+            self._leaves[index] = Leaf(np.where(own, rows, -1), mine, tensors)
+        found |= {"input_ids": None, EMBEDDINGS: tensors[0]}
+        if len(tensors) > 1:
+            mask = seen[:, None] if self._positions_first else seen[None]
+            deep = torch.stack(tensors[1:]) if self._stacked else tensors[1:]
+            more = {MASK: mask, DEEPSTACK: deep}
+            found |= {BLOCK: self._block | more} if self._in_block else more
+        return found
+
+    def _own_positions(self, rows: Numbers) -> Tensor:
+        """Positions [3, 1, positions] of rows of this rank. With context parallelism they are put
+        where this rank's slice of the whole would be, as models slice their rotary tables."""
+        ids = self._positions.index_select(1, on(self._device, rows))[:, None]  # type: ignore[union-attr]
+        if (size := self._cp.size()) == 1:
+            return ids
+        whole = ids.new_zeros((3, 1, size * len(rows)))
+        slots = cp_layout.positions(size * len(rows), self._cp.rank(), size)
+        return whole.index_copy_(2, on(self._device, slots), ids)
+
+    def _gathered(self, rows: Numbers, images: Numbers) -> list[Tensor]:
+        """Rows of the whole segment: embeddings, and deepstack rows where it has any image."""
+        like, depth = self._calls[0], self._depth if images.any() else 0
+        shape = 1 + depth, len(rows), like.shape[-1]
+        found = torch.zeros(shape, dtype=like.hidden.dtype, device=self._device)
+        for one, places, at, seen in self._found(rows):
+            one.read(found, places, at, seen)
+        return [*self._exchanged(found)]
+
+    def collect(self, index: int) -> None:
+        """Keeps what a segment's backward has sent to its rows."""
+        leaf = self._leaves.pop(index, None)
+        if leaf is None:
+            return
+        like, images = leaf.tensors[0], self._images[self._segments[index][0]]
+        sent = like.new_zeros((len(leaf.tensors), len(leaf.rows), like.shape[-1]))
+        for layer, tensor in enumerate(leaf.tensors):
+            mine = leaf.mine if layer == 0 else leaf.mine[images[leaf.mine]]
+            if tensor.grad is not None:
+                sent[layer, on(sent.device, mine)] = tensor.grad.view(-1, like.shape[-1])
+        sent = self._exchanged(sent)
+        for number in self._all_calls(leaf.rows):
+            self._calls[number].begin_gradients()
+        for one, places, at, seen in self._found(leaf.rows):
+            one.write(sent, places, at, seen)
+
+    def backward(self) -> None:
+        """Goes on with the backward of every call, behind the language model, once."""
+        for one in self._calls:
+            one.backward()
+
+    def _found(self, rows: Numbers) -> Iterator[tuple[CallRows, Places, Tensor, Tensor]]:
+        """Which of some rows each call has on this rank, where, and which of these are images'."""
+        calls, at, samples = np.where(rows < 0, -1, self._places[:, rows])
+        for number in np.unique(calls[calls >= 0]):
+            (here,) = np.nonzero(calls == number)
+            places = on(self._device, at[here]), on(self._device, samples[here])
+            images = np.flatnonzero(self._images[rows[here]])
+            yield self._calls[number], places, on(self._device, here), on(self._device, images)
+
+    def _all_calls(self, rows: Numbers) -> Numbers:
+        """Calls that have some of the rows on any rank."""
+        return np.unique(self._owner[rows[rows >= 0]])
+
+    # Ranks ----------------------------------------------------------------------------------------
+
+    def _held(self, lengths: Sequence[int]) -> Numbers:
+        return cp_layout.held_positions(lengths, self._cp.rank(), self._cp.size())
+
+    def _exchanged(self, rows: Tensor, how: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Over the ranks that share the rows of a segment: each has put in those that it holds."""
+        if self._cp.size() > 1:
+            dist.all_reduce(rows, how, group=self._cp)
+        if self._sequence_ranks > 1:
+            dist.all_reduce(rows, how, group=self._tp)
+        return rows
+
+    def _over_sequence(self, mine: Tensor) -> Tensor:
+        return _gathered(mine, self._tp) if self._sequence_ranks > 1 else mine
+
+    def _over_cp(self, mine: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Of whole samples, one behind the other: every rank's [positions, ...]."""
+        if self._cp.size() == 1:
+            return mine
+        order = on(mine.device, cp_layout.order(lengths, self._cp.size()))
+        return _gathered(mine, self._cp).index_select(0, order)
+
+    def _whole_positions(self, lengths: Sequence[int]) -> Tensor:
+        """Positions of all samples, int64 [3, positions]. Models get whole ones, or slices."""
+        ids = torch.cat([_three(one).flatten(1) for one in self._ids], 1).to(self._device)
+        if ids.shape[1] == sum(lengths):
+            return ids
+        if ids.shape[1] * self._cp.size() != sum(lengths):
+            raise refused(NO_POSITION_IDS)
+        return self._over_cp(ids.T.contiguous(), lengths).T.contiguous()
+
+
+def given(calls: Sequence[ModelCall], rank: Rank, chunk: int) -> Given | None:
+    """What the calls of a model chunk give in the place of tokens; None if nothing.
+
+    Raises:
+        CannotShare: the model needs positions, and a call has none; or it has multi-token
+            prediction.
+    """
+    multimodal = families.is_multimodal(rank.language_models[chunk])
+    if not calls or not (multimodal or calls[0][EMBEDDINGS] is not None):
+        return None
+    if rank.looks_ahead:
+        raise refused(AHEAD_GIVEN)
+    return Given(calls, rank, chunk)
+
+
+def _rows_of(segment: Any, lengths: Sequence[int]) -> tuple[Numbers, Numbers]:
+    """Which positions of all samples, one behind the other, a segment is computed from, and whether
+    each is its own: padding goes on with its span's last one, and a filler has none."""
+    offsets, rows, own = np.cumsum([0, *lengths]), [], []
+    for span in segment.spans:
+        steps = np.arange(span.padded)
+        start = offsets[span.rollouts[0]] + span.start if span.rollouts else 0
+        rows.append(start + np.minimum(steps, max(span.length - 1, 0)) * bool(span.rollouts))
+        own.append((steps < span.length) & bool(span.rollouts))
+    return np.concatenate(rows), np.concatenate(own)
+
+
+def _three(ids: Tensor) -> Tensor:
+    """Positions [3, samples, positions]; some models are given one row of text."""
+    return ids if ids.dim() == 3 else ids[None].expand(3, -1, -1)
+
+
+def _gathered(mine: Tensor, group: Any) -> Tensor:
+    """[size * n, ...] of every rank's [n, ...]."""
+    view = mine.new_empty((group.size() * len(mine), *mine.shape[1:]))
+    dist.all_gather_into_tensor(view, mine.contiguous(), group=group)
+    return view

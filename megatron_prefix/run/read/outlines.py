@@ -1,0 +1,90 @@
+"""What the model calls of a step that the stock schedule runs say of their samples' lengths.
+
+Mode "auto" gives a step to the stock schedule to time it. What that computes is known by lengths
+alone, so the forward steps go straight on with the model: nothing is read before, and no tree is
+built. Lengths of packs are read from the device when the step has run, and its time is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_prefix.megatron.install import intercepted
+from megatron_prefix.run.calls import ModelCall, are_contiguous, bound, layouts
+from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.read.step import Step, told
+from megatron_prefix.tree import Forest
+from megatron_prefix.tree.cp_layout import Slices
+
+logger = logging.getLogger(__name__)
+
+
+class Outlines:
+    """Notes the model calls of one step.
+
+    Args:
+        rank: with the model chunks that are called.
+        slices: how calls are cut for context-parallel ranks.
+    """
+
+    def __init__(self, rank: Rank, slices: Slices) -> None:
+        self._rank, self._slices = rank, slices
+        self._calls: list[ModelCall] = []
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Around the step. The first stage's calls say what samples there are."""
+        with contextlib.ExitStack() as stack:
+            if self._rank.is_first:
+                stack.enter_context(intercepted(self._rank.models[0], self._intercepting))
+            yield
+
+    def step(self, num_microbatches: int) -> Step | None:
+        """The step without segments, on all stages of a pipeline, which call this together; None
+        if its calls do not say what it is. The host waits for the device.
+
+        Args:
+            num_microbatches: of the trainer on this rank.
+        """
+        rank, found = self._rank, None
+        try:
+            if rank.is_first and len(self._calls) == num_microbatches:
+                found = self._read()
+        except Exception as error:  # noqa: BLE001  # it has run, and other stages wait to hear of it
+            logger.debug("a step that was timed cannot be read: %s", error)
+        self._calls.clear()
+        return told(found, None, rank.groups.pp, rank.device)
+
+    def _read(self) -> Step | None:
+        for call in self._calls:
+            call.check_unchanged()
+        rank = self._rank
+        if are_contiguous(self._calls, self._slices):
+            return None
+        places = layouts(self._calls, rank.groups.cp.size(), rank.sequence_ranks)
+        if places is None:
+            return None
+        lengths = tuple(length for layout in places for length in layout.lengths)
+        counts = [len(layout.lengths) for layout in places]
+        microbatch_of = tuple(np.repeat(np.arange(len(counts)), counts).tolist())
+        forest = Forest((), lengths, (0,) * len(lengths), rank.alignment)
+        return Step(forest, microbatch_of, tuple(layout.packed for layout in places), None)
+
+    def _intercepting(self, _: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """A `forward` that goes straight on with the model's."""
+        signature = inspect.signature(stock)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():  # else it is beside the microbatch's own (suspend.py)
+                call = bound(signature, args, kwargs, len(self._calls))
+                self._calls.append(call.outline())
+            return stock(*args, **kwargs)
+
+        return forward

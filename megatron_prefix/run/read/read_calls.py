@@ -1,0 +1,311 @@
+"""What a step's model calls say on this rank: tokens, labels and loss flags, on the host.
+
+The first stage's calls have the tokens, the last stage's the labels and the loss mask, and those in
+the middle may have nothing.  With context parallelism every rank's call has its own slice of each
+sample (its chunks of the zig-zag, as get_batch_on_this_cp_rank of megatron/core/utils.py makes
+them).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_prefix.device.transfer import to_host
+from megatron_prefix.errors import refused
+from megatron_prefix.layers import mtp
+from megatron_prefix.layers.table import payload_parts
+from megatron_prefix.megatron import features
+from megatron_prefix.megatron.install import installed
+from megatron_prefix.moe.options import replays_routes
+from megatron_prefix.moe.told import may_replay
+from megatron_prefix.refusals.table import (
+    AHEAD_BEHIND,
+    AHEAD_LABELS,
+    AHEAD_TOKENS,
+    COLUMN_LENGTH,
+    CONTIGUOUS,
+    NO_POSITION_IDS,
+    NO_TOKENS,
+    OTHER_POSITIONS,
+)
+from megatron_prefix.run import calls as model_calls
+from megatron_prefix.run.calls import (
+    EMBEDDINGS,
+    Callbacks,
+    CallLayout,
+    ModelCall,
+    are_contiguous,
+    check_masks,
+    layouts,
+)
+from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.read import heads
+from megatron_prefix.run.read.given import Given, given
+from megatron_prefix.run.read.routes import ToldRoutes
+from megatron_prefix.run.read.routes import read as told_routes
+from megatron_prefix.run.read.samples import trained_positions
+from megatron_prefix.run.read.suspend import Capture
+
+Numbers = NDArray[np.int64]
+
+
+class CallTokens(NamedTuple):
+    """What the calls of one model chunk say of their positions on this rank.
+
+    Attributes:
+        layouts: of every call.
+        tokens: int64 [positions] of all calls one behind the other; None if none are given.
+        labels: likewise.
+        trained: whether a position carries loss, 0 or 1, likewise.
+        positions: `position_ids`, likewise; looked at only to refuse some.
+        weights: of the labels in the loss of multi-token prediction, the bits of their loss_mask in
+            float64, likewise; None without.
+    """
+
+    layouts: list[CallLayout]
+    tokens: Numbers | None
+    labels: Numbers | None
+    trained: Numbers | None
+    positions: Numbers | None
+    weights: Numbers | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Positions of every sample of all calls, on all context-parallel ranks."""
+        return [length for layout in self.layouts for length in layout.lengths]
+
+
+class ReadCalls(NamedTuple):
+    """What this rank's model calls say of a step.
+
+    Attributes:
+        first: of the first stage's calls, on that stage.
+        last: of the last stage's calls, on that stage, where they are not the first's.
+        routes: of the first stage's calls where routers follow them, [positions, layers, topk], as
+            the callback says.
+        given: what the first stage's calls give in the place of tokens; None: nothing.
+        told: without that callback, what this rank's routers have been told; None: they cannot be.
+        up_to_loss: whether what is behind a sample's last loss has no effect, if calls have labels:
+            some routers count all tokens, and multi-token prediction has losses of its own.
+    """
+
+    first: CallTokens | None
+    last: CallTokens | None
+    routes: Sequence[Tensor | None] = ()
+    given: Given | None = None
+    told: ToldRoutes | None = None
+    up_to_loss: bool = False
+
+
+def read_calls(capture: Capture, rank: Rank, callbacks: Callbacks) -> ReadCalls:
+    """Reads the model calls that forward steps are suspended in; the host waits for the device.
+
+    Raises:
+        CannotShare: the model or its calls cannot be run in segments.
+    """
+    for chunk in range(len(rank.models)):
+        _check_chunk(capture, rank, callbacks, chunk)
+    capture.check_settings()
+    first = last = given = None
+    routes: list[Tensor | None] = []
+    cp = rank.groups.cp
+    read = functools.partial(
+        read_tokens, cp_size=cp.size(), callbacks=callbacks, forward_only=rank.forward_only,
+        cp_rank=cp.rank(), sequence_ranks=rank.sequence_ranks,
+        ahead=rank.predicts_further,
+    )  # fmt: skip
+    if rank.is_first:
+        calls, given = capture.calls(0), capture.given[0]
+        first = read(calls)
+        if first is None or (first.tokens is None and not (given and given.has_rows)):
+            raise refused(NO_TOKENS)
+        if given is not None:
+            row = given.first_row(sum(first.lengths) // cp.size())
+            first = first if row is None else first._replace(positions=row)
+        embedding = getattr(rank.language_models[0], "position_embedding_type", "")
+        check_positions(first, cp.rank(), cp.size(), used=embedding == "learned_absolute")
+        if callbacks.routes is not None and rank.has_experts and replays_routes(rank.config):
+            routes = [callbacks.routes(call) for call in calls]
+    if rank.is_last and not (rank.is_first and len(rank.models) == 1):
+        calls = capture.calls(-1)
+        last = read(calls) if rank.looks_ahead or _tell_loss(calls, callbacks) else None
+    if rank.looks_ahead and rank.is_last:
+        check_ahead(first if last is None else last, rank)
+    told = None
+    if callbacks.routes is None and rank.has_experts and may_replay(rank.config):
+        told = told_routes(capture, rank)
+    up_to_loss = not (rank.forward_only or rank.counts_tokens or rank.looks_ahead)
+    return ReadCalls(first, last, routes, given, told, up_to_loss)
+
+
+def _check_chunk(capture: Capture, rank: Rank, callbacks: Callbacks, chunk: int) -> None:
+    """Refuses what segments of one model chunk cannot be, and keeps what its calls have given.
+
+    Modules are looked at until a chunk has hooks; options in every step, since Megatron reads some
+    of them in every forward.
+    """
+    model, wrapped, calls = rank.language_models[chunk], rank.models[chunk], capture.calls(chunk)
+    if (hooks := installed(wrapped)) is not None:
+        features.check_again(model, wrapped, hooks.parts)
+        use = hooks.mask_use
+    else:
+        features.check(model, wrapped)
+        use = features.mask_use(payload_parts(model))
+    model_calls.check(calls)
+    check_masks(calls, use, counts_tokens=rank.counts_tokens, sequence_ranks=rank.sequence_ranks)
+    if rank.looks_ahead:
+        heads.check(calls)
+    if rank.groups.cp.size() > 1 and are_contiguous(calls, callbacks.slices):
+        raise refused(CONTIGUOUS)
+    capture.given[chunk] = given(calls, rank, chunk)
+
+
+def check_ahead(known: CallTokens | None, rank: Rank) -> None:
+    """Refuses calls of the last stage with which Megatron's multi-token prediction fails, or does
+    not move all labels."""
+    if known is None or known.tokens is None:
+        raise refused(AHEAD_TOKENS)
+    if known.weights is None and rank.predicts_further:
+        raise refused(AHEAD_TOKENS)
+    if known.labels is None and mtp.without_labels() is mtp.WithoutLabels.FAILS:
+        raise refused(AHEAD_LABELS)
+    size = rank.groups.cp.size()
+    ends = itertools.accumulate(sum(layout.lengths) // size for layout in known.layouts)
+    for layout, end in zip(known.layouts, ends, strict=True):
+        over = layout.behind // size
+        behind = known.weights[end - over : end] if known.weights is not None else ()
+        if np.any(behind) or (layout.behind and rank.counts_tokens):
+            raise refused(AHEAD_BEHIND)
+
+
+def _tell_loss(calls: Sequence[ModelCall], callbacks: Callbacks) -> bool:
+    """Whether the last stage's calls say labels, or which positions carry loss. Else there is
+    nothing to read: its tokens may be any (SkyRL: those of another layout)."""
+    if callbacks.trained is not None or callbacks.samples is not None:
+        return True
+    told = (call[name] is not None for call in calls for name in ("labels", "loss_mask"))
+    return any(told)
+
+
+def read_tokens(
+    calls: Sequence[ModelCall],
+    cp_size: int,
+    callbacks: Callbacks,
+    *,
+    forward_only: bool = False,
+    cp_rank: int = 0,
+    sequence_ranks: int = 1,
+    ahead: bool = False,
+) -> CallTokens | None:
+    """Tokens, labels and loss flags of a chunk's calls, on the host; None if they say nothing.
+
+    Without gradients nothing tells whether somebody looks at a position that the calls' loss_mask
+    leaves out, so only the callback may leave out any.
+
+    Raises:
+        CannotShare: see `calls.layouts`; a column of another size.
+    """
+    if not calls:  # a data-parallel rank without microbatches
+        nothing = np.zeros(0, np.int64)
+        return CallTokens([], nothing, nothing, nothing, None, nothing if ahead else None)
+    where = layouts(calls, cp_size, sequence_ranks)
+    if where is None:
+        return None
+    for call in calls:
+        call.check_unchanged()
+    trained = [None if forward_only else call["loss_mask"] for call in calls]
+    if callbacks.trained is not None and all(one is None for one in trained):
+        trained = [callbacks.trained(call) for call in calls]
+    elif callbacks.samples is not None and not forward_only and all(one is None for one in trained):
+        trained = trained_positions(calls, where, callbacks.samples, cp_rank, cp_size)
+    embedded = any(call[EMBEDDINGS] is not None for call in calls)
+    # With embeddings tokens may be there, in another layout.
+    columns = {"input_ids": [None if embedded else call["input_ids"] for call in calls]}
+    moves = bool(calls[0].others) and heads.moves_labels(calls[0].arguments)
+    columns["labels"] = [heads.moved(call) if moves else call["labels"] for call in calls]
+    columns["trained positions"] = [None if one is None else one != 0 for one in trained]
+    lengths = [sum(layout.lengths) // cp_size for layout in where]
+    weights = [_weights(call) for call in calls] if ahead else []
+    for name, column in [*columns.items(), *([("loss_mask", weights)] if ahead else [])]:
+        for value, num in zip(column, lengths, strict=True):
+            if value is not None and not value.is_nested and value.numel() != num:
+                raise refused(COLUMN_LENGTH, name, value.numel(), num)
+    further = [[call["position_ids"] for call in calls]]
+    if ahead:
+        further.append(weights)
+    return CallTokens(where, *_on_host([*columns.values(), *further], lengths))
+
+
+def _weights(call: ModelCall) -> Tensor | None:
+    """The bits of a call's loss_mask in float64, of ones where it has none, as int64."""
+    mask, tokens = call["loss_mask"], call["input_ids"]
+    if mask is None and tokens is not None and not tokens.is_nested:
+        mask = torch.ones_like(tokens)
+    if mask is None or mask.is_nested:
+        return None
+    return mask.double().contiguous().view(torch.int64)
+
+
+def _on_host(
+    columns: Sequence[Sequence[Tensor | None]], lengths: Sequence[int]
+) -> list[Numbers | None]:
+    """Every column as one array; all of them come in one copy, for which the host waits once."""
+    usable = [
+        all(v is not None and not v.is_nested and v.numel() == n for v, n in zip(c, lengths))  # noqa: B905
+        for c in columns
+    ]
+    values = [v for column, use in zip(columns, usable, strict=True) if use for v in column]
+    if not values:
+        return [None] * len(columns)
+    device = values[0].device  # type: ignore[union-attr]
+    flat = [v.detach().reshape(-1).to(device, torch.int64) for v in values]  # type: ignore[union-attr]
+    table = iter(to_host(torch.cat(flat)).reshape(sum(usable), -1))
+    return [next(table) if use else None for use in usable]
+
+
+def check_positions(known: CallTokens, rank: int, size: int, *, used: bool) -> None:
+    """Refuses position ids that the positions of segments do not have.
+
+    Args:
+        known: of the first stage's calls.
+        rank: place in the context-parallel group.
+        size: of that group.
+        used: whether the model looks at them: a learned embedding does, rotary positions do not.
+
+    Raises:
+        CannotShare: they count otherwise, or each rank holds one contiguous part of a sample.
+    """
+    if not (used or size > 1):
+        return
+    if known.positions is None:
+        if used:
+            raise refused(NO_POSITION_IDS)
+        return
+    counts = np.cumsum([sum(layout.lengths) // size for layout in known.layouts])[:-1]
+    for layout, mine in zip(known.layouts, np.split(known.positions, counts), strict=True):
+        if size > 1 and _look_contiguous(layout, mine, rank, size):
+            raise refused(CONTIGUOUS)
+        if used and not np.array_equal(mine, layout.positions(rank, size)):
+            raise refused(OTHER_POSITIONS)
+
+
+def _look_contiguous(layout: CallLayout, mine: Numbers, rank: int, size: int) -> bool:
+    """Whether positions on this rank are those of a contiguous part of any sample, or of a pack."""
+    if any(length % size for length in layout.lengths):  # no zig-zag either
+        return False
+    shares = [length // size for length in layout.lengths]
+    parts = zip(shares, np.split(mine, np.cumsum(shares)[:-1]), strict=True)
+    if any(n > 1 and np.array_equal(part, np.arange(n) + rank * n) for n, part in parts):
+        return True
+    if not layout.packed:
+        return False
+    pack, num = np.concatenate([np.arange(length) for length in layout.lengths]), len(mine)
+    return bool(mine.any()) and np.array_equal(mine, pack[rank * num : (rank + 1) * num])

@@ -1,0 +1,180 @@
+"""Routes that routers have been told to follow, of all layers and all positions of a step.
+
+A rank's routers know those of its own layers and, under sequence parallelism, of its own part of a
+microbatch's positions. The first pipeline stage builds the tree, and two rollouts share a position
+only where all layers send it to the same experts: so the ranks of a pipeline, and of tensor
+parallelism, put together what they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_prefix.errors import refused
+from megatron_prefix.moe.told import FORWARD, RECORD, Told
+from megatron_prefix.refusals.table import (
+    AHEAD_ROUTES,
+    NUMBER_OF_ROUTES,
+    RECORDS_ROUTES,
+    SOME_ROUTES,
+    UNKNOWN_ROUTES,
+)
+from megatron_prefix.run.calls import CallLayout
+from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.read.suspend import Capture
+
+
+@dataclass(frozen=True)
+class ToldRoutes:
+    """What this rank's routers follow.
+
+    Attributes:
+        layers: numbers of the routers' layers in the whole model, from 0.
+        rows: of every call int16 [tokens that a router sees, layers here, topk], on the device;
+            () where no router follows routes.
+        shape: layers of the whole model, and experts of a token.
+        sequence_group: ranks that have a part each of a call's positions; None: all have all.
+    """
+
+    layers: tuple[int, ...]
+    rows: tuple[Tensor, ...]
+    shape: tuple[int, int]
+    sequence_group: Any
+
+    def gathered(
+        self, layouts: Sequence[CallLayout], cp_size: int, pp: Any, device: torch.device
+    ) -> list[Tensor]:
+        """Routes of this rank's positions through all layers, sample by sample; all ranks of the
+        pipeline and of tensor parallelism call this.
+
+        Args:
+            layouts: of the first stage's calls; () on other stages, which get nothing.
+            cp_size: context-parallel ranks, each of which has an equal part of a call's positions.
+            pp: the pipeline.
+            device: where its tensors live.
+
+        Returns:
+            Of every call int16 [positions, layers, topk]; [] where no router follows routes.
+        """
+        whole, layers = self._of_stages(self._of_positions(device), pp, device)
+        if not layers or not layouts:
+            return []
+        lengths = [sum(layout.lengths) // cp_size for layout in layouts]
+        if len(whole) != sum(lengths):
+            raise refused(NUMBER_OF_ROUTES, len(whole), sum(lengths))
+        table = whole.new_zeros((len(whole), *self.shape))
+        table[:, torch.tensor(layers, device=whole.device)] = whole
+        return [
+            _by_sample(rows, layout)
+            for rows, layout in zip(table.split(lengths), layouts, strict=True)
+        ]
+
+    def _of_positions(self, device: torch.device) -> Tensor:
+        """[positions of all calls on this rank, layers here, topk]."""
+        if not self.rows:
+            return torch.zeros((0, 0, self.shape[1]), dtype=torch.int16, device=device)
+        group, lengths = self.sequence_group, [len(rows) for rows in self.rows]
+        mine = torch.cat(self.rows).to(device)
+        if group is None:
+            return mine
+        parts = _all_gather(mine, group).split(lengths * group.size())
+        calls = len(lengths)
+        return torch.cat([part for call in range(calls) for part in parts[call::calls]])
+
+    def _of_stages(self, mine: Tensor, pp: Any, device: torch.device) -> tuple[Tensor, list[int]]:
+        """The layers of all stages side by side, and their numbers."""
+        if pp.size() == 1:
+            return mine, list(self.layers)
+        head = torch.full((2 + self.shape[0],), -1, dtype=torch.int64, device=device)
+        head[: 2 + len(self.layers)] = torch.tensor([*mine.shape[:2], *self.layers], device=device)
+        heads = _all_gather(head[None], pp).tolist()
+        sizes = {num for num, count, *_ in heads if count}
+        if len(sizes) > 1:
+            raise refused(NUMBER_OF_ROUTES, max(sizes), min(sizes))
+        if not sizes:
+            return mine, []
+        most = max(count for _, count, *_ in heads)
+        padded = mine.new_zeros((sizes.pop(), most, self.shape[1]))
+        padded[:, : mine.shape[1]] = mine
+        parts = _all_gather(padded, pp).split(len(padded))
+        found = [part[:, :count] for part, (_, count, *_) in zip(parts, heads, strict=True)]
+        return torch.cat(found, 1), [n for _, count, *rest in heads for n in rest[:count]]
+
+
+def told_of(capture: Capture, chunk: int) -> dict[int, tuple[Any, list[Told]]]:
+    """By layer of a chunk that has a router that was told something: the router, and what at each
+    call.
+
+    Raises:
+        CannotShare: at some calls only.
+    """
+    found, steps = {}, capture.steps[chunk]
+    for layer, router in steps[0].routers.items() if steps else ():
+        each = [step.told[layer] for step in steps]
+        known = [one for one in each if one is not None]
+        if 0 < len(known) < len(each):
+            raise refused(SOME_ROUTES)
+        if known:
+            found[layer] = router, known
+    return found
+
+
+def read(capture: Capture, rank: Rank) -> ToldRoutes:
+    """What the routers of this rank have been told at its model calls.
+
+    Raises:
+        CannotShare: they record routes; routes are not known, or not of all calls; a router of
+            multi-token prediction has some.
+    """
+    followed: dict[int, list[Tensor]] = {}
+    for chunk, model in enumerate(rank.language_models):
+        num_ahead = len(model.decoder.layers)
+        for layer, (router, told) in told_of(capture, chunk).items():
+            _check(told, ahead=layer >= num_ahead)
+            followed[router.layer_number - 1] = [one.routes for one in told]  # type: ignore[misc]
+    layers = tuple(sorted(followed))
+    calls = zip(*(followed[layer] for layer in layers), strict=True)
+    rows = tuple(_stacked(call) for call in calls)
+    shape = rank.config.num_layers, rank.config.moe_router_topk
+    group = rank.groups.tp if rank.sequence_ranks > 1 else None
+    return ToldRoutes(layers, rows, shape, group)
+
+
+def _check(told: Sequence[Told], *, ahead: bool) -> None:
+    """Refuses what one router was told at the calls of a step."""
+    if any(one.action == RECORD for one in told):
+        raise refused(RECORDS_ROUTES)
+    if ahead:
+        raise refused(AHEAD_ROUTES)
+    # The same tensor twice: set before the step, and not for each of its microbatches.
+    known = {one.source for one in told if one.routes is not None and one.action == FORWARD}
+    if len(known) < len(told):
+        raise refused(UNKNOWN_ROUTES, told[0].action)
+
+
+def _stacked(routes: Sequence[Tensor]) -> Tensor:
+    """[tokens, layers, topk] of one call."""
+    if len({one.shape for one in routes}) > 1:
+        raise refused(SOME_ROUTES)
+    return torch.stack([*routes], 1)
+
+
+def _by_sample(rows: Tensor, layout: CallLayout) -> Tensor:
+    """A call's rows, sample behind sample: in a batch that is not packed they go by position."""
+    if layout.packed or len(layout.lengths) == 1:
+        return rows
+    return rows.unflatten(0, (-1, len(layout.lengths))).transpose(0, 1).flatten(0, 1)
+
+
+def _all_gather(mine: Tensor, group: Any) -> Tensor:
+    """[ranks * n, ...] of every rank's [n, ...]; NCCL has no int16."""
+    sent = mine.contiguous().view(torch.uint8)
+    found = sent.new_empty((group.size() * len(sent), *sent.shape[1:]))
+    dist.all_gather_into_tensor(found, sent, group)
+    return found.view(mine.dtype)

@@ -1,0 +1,293 @@
+"""A step: the trainer's samples as a forest of segments, which every pipeline stage knows.
+
+Labels go from the last stage to the first, which builds the forest, once, and tells it to the
+others; a stage that is alone tells nobody.  The tree is over whole samples, so context-parallel
+ranks gather tokens, labels and loss flags once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_prefix.device.transfer import to_host
+from megatron_prefix.errors import refused
+from megatron_prefix.refusals.table import (
+    NO_TREE,
+    NUMBER_OF_ROUTES,
+    SOME_ROUTES,
+    STAGES_DIFFER,
+)
+from megatron_prefix.run.calls import check_cut
+from megatron_prefix.run.read.read_calls import CallTokens, Numbers, ReadCalls
+from megatron_prefix.tree import Forest, Pairs, cp_layout
+from megatron_prefix.tree.ahead import told_apart
+from megatron_prefix.tree.forest import check_routes
+
+MESSAGE_NUMBERS = 1 << 13
+"""Of a broadcast's first message, 64 KiB: some 500 segments, more than a usual step has."""
+
+Builder = Callable[[Sequence[Pairs], Sequence[int]], Forest]
+"""(samples, their microbatches) -> the step's segments."""
+
+Prefilter = Callable[[Sequence[Pairs] | None], bool]
+"""Whether nobody has to build a tree for these samples; all ranks of the first stage ask."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank knows of a step.
+
+    Attributes:
+        forest: the step's segments.
+        microbatch_of: the trainer's microbatch of each sample; samples are in the calls' order.
+        packed: per microbatch whether its samples are one behind the other in one row.
+        samples: whole; None on stages in the middle. Routes are on the first stage.
+        routed: whether the samples have routes.
+        reads_all: losses look at all positions of segments with loss; known on the first stage.
+        crosses: payloads cross data-parallel ranks, though perhaps none of this one.
+        why_alone: why they do not, where they could have; known on the first stage.
+        unshared: the prefilter says that sharing does not pay; the forest has no segments then.
+    """
+
+    forest: Forest
+    microbatch_of: tuple[int, ...]
+    packed: tuple[bool, ...]
+    samples: Sequence[Pairs] | None
+    routed: bool = False
+    unshared: bool = False
+    reads_all: bool = False
+    crosses: bool = False
+    why_alone: str = ""
+
+    @property
+    def num_microbatches(self) -> int:
+        """The trainer's microbatches of the step."""
+        return len(self.packed)
+
+    def to_ints(self) -> Numbers:
+        """The step as numbers, to tell the other stages; `from_ints` reads them."""
+        owners = np.array(self.microbatch_of, np.int64)
+        counts = np.bincount(owners, minlength=self.num_microbatches)
+        flags = self.routed + 2 * self.unshared + 4 * self.crosses
+        numbers = [flags, len(self.packed), *self.packed, *counts, *self.forest.to_ints()]
+        return np.array(numbers, np.int64)
+
+    @classmethod
+    def from_ints(cls, numbers: Numbers, samples: Sequence[Pairs] | None) -> Step:
+        """See `to_ints`; samples are what this stage knows of them."""
+        flags, num = numbers[:2].tolist()
+        packed, counts = numbers[2 : 2 + num].astype(bool), numbers[2 + num : 2 + 2 * num]
+        forest = Forest.from_ints(numbers[2 + 2 * num :].tolist())
+        microbatch_of = tuple(np.repeat(np.arange(num), counts).tolist())
+        routed, unshared, crosses = (bool(flags & bit) for bit in (1, 2, 4))
+        known = (forest, microbatch_of, tuple(packed.tolist()), samples, routed, unshared)
+        return cls(*known, crosses=crosses)
+
+
+def read_step(
+    calls: ReadCalls,
+    groups: Any,
+    build: Builder | None,
+    device: torch.device,
+    prefilter: Prefilter | None = None,
+) -> Step | BaseException:
+    """Builds the forest on the first stage and tells it to every stage; all of them call this.
+
+    Args:
+        calls: what this rank's model calls say.
+        groups: process groups of the pipeline and of context parallelism.
+        build: makes segments of samples; None: they are made later.
+        device: where the process groups' tensors live.
+        prefilter: asked on the first stage before anything is built, with None if samples were not
+            read; None: nothing is asked.
+
+    Returns:
+        The step; or what went wrong on this or on the first stage, for `agreement.agree`.
+    """
+    pp = groups.pp
+    samples: list[Pairs] | None = None
+    step: Step | None = None
+    problem: BaseException | None = None
+    if pp.size() > 1:
+        known = _tell_first(calls.last, calls.first, pp, device)
+    else:
+        known = _merged(calls.first, calls.last)
+    try:
+        samples = _read(calls, known, groups, device)
+    except Exception as error:  # noqa: BLE001  # the other stages wait for this one's message
+        problem = error
+    if calls.first is not None:
+        unshared = prefilter is not None and prefilter(samples)
+        try:
+            if known is not None and samples is not None:
+                step = _built(known, samples, None if unshared else build, unshared)
+        except Exception as error:  # noqa: BLE001  # likewise
+            problem = error
+    if pp.size() > 1:
+        step = told(step, samples, pp, device)
+    return step or problem or refused(NO_TREE)
+
+
+def _read(
+    calls: ReadCalls, known: CallTokens | None, groups: Any, device: torch.device
+) -> list[Pairs] | None:
+    """What this stage knows of the samples; `known`: columns of both ends of the pipeline."""
+    pp, cp, routes = groups.pp, groups.cp, calls.routes
+    if calls.told is not None:  # by all ranks of the pipeline
+        layouts = known.layouts if known else ()
+        routes = calls.told.gathered(layouts, cp.size(), pp, device)
+    if calls.first is None or known is None:
+        return None if calls.last is None else _samples(calls.last, (), cp, device)
+    if calls.given is not None:  # a number for each position, in the place of tokens
+        known = known._replace(tokens=calls.given.codes(known.lengths, known.tokens))
+    samples = _samples(known, routes, cp, device)
+    # Losses of logits may look at any of them.
+    if calls.up_to_loss and known.labels is not None and known.trained is not None:
+        return [sample.up_to_loss() for sample in samples]
+    return samples
+
+
+def told(
+    step: Step | None, samples: Sequence[Pairs] | None, group: Any, device: torch.device
+) -> Step | None:
+    """The first stage's step on every stage, and None where it has none; all of them call this.
+
+    Args:
+        step: on the first stage.
+        samples: what this stage knows of them.
+        group: the pipeline, of several ranks.
+        device: where its tensors live.
+    """
+    mine = np.zeros(0, np.int64) if step is None else step.to_ints()
+    numbers = _broadcast(mine, group, 0, device)
+    return Step.from_ints(numbers, samples) if step is None and len(numbers) else step
+
+
+def _built(
+    known: CallTokens, samples: Sequence[Pairs], build: Builder | None, unshared: bool
+) -> Step:
+    """The first stage's step."""
+    counts = [len(layout.lengths) for layout in known.layouts]
+    microbatch_of = np.repeat(np.arange(len(counts)), counts).tolist()
+    reads_all = known.labels is None  # outputs are logits of all positions
+    if build is None:  # nobody asks for first trained positions
+        forest = Forest((), tuple(map(len, samples)), (0,) * len(samples))
+    else:
+        forest = build(samples, microbatch_of)
+    packed = tuple(layout.packed for layout in known.layouts)
+    routed = any(sample.routes is not None for sample in samples)
+    return Step(
+        forest.all_read() if reads_all else forest, tuple(microbatch_of), packed, samples, routed,
+        unshared, reads_all,
+    )  # fmt: skip
+
+
+def _tell_first(
+    last: CallTokens | None, first: CallTokens | None, group: Any, device: torch.device
+) -> CallTokens | None:
+    """The first stage's columns, with labels and loss flags of the last where that has some."""
+    numbers = np.zeros(0, np.int64)
+    if last is not None:
+        columns = [c for c in (last.labels, last.trained) if c is not None]
+        flags = [int(last.labels is not None), int(last.trained is not None)]
+        numbers = np.concatenate([np.array(flags, np.int64), *columns])
+    numbers = _broadcast(numbers, group, group.size() - 1, device)
+    if first is None or not len(numbers):
+        return first
+    has_labels, has_trained = numbers[:2].tolist()
+    parts = iter(np.split(numbers[2:], max(has_labels + has_trained, 1)))
+    labels = next(parts) if has_labels else None
+    trained = next(parts) if has_trained else None
+    return _merged(first, first._replace(labels=labels, trained=trained))
+
+
+def _merged(first: CallTokens | None, last: CallTokens | None) -> CallTokens | None:
+    """The first chunk's columns, and what only the last has."""
+    if first is None or last is None:
+        return first
+    return first._replace(
+        labels=first.labels if last.labels is None else last.labels,
+        trained=first.trained if last.trained is None else last.trained,
+    )
+
+
+def _samples(
+    known: CallTokens, routes: Sequence[Tensor | None], group: Any, device: torch.device
+) -> list[Pairs]:
+    """Whole samples from the slices of the context-parallel ranks."""
+    lengths, size = known.lengths, group.size()
+    num = sum(lengths) // size
+    if any(c is not None and len(c) != num for c in (known.labels, known.trained)):
+        raise refused(STAGES_DIFFER)
+    tokens = np.zeros(num, np.int64) if known.tokens is None else known.tokens
+    trained = np.ones(num, np.int64) if known.trained is None else known.trained
+    labels = tokens if known.labels is None else known.labels
+    weights = [] if known.weights is None else [known.weights]
+    table = np.stack([tokens, labels, trained, *weights])
+    paths = _joined_routes(routes, num) if routes else None
+    if size > 1:
+        check_cut(lengths, size)
+        order = cp_layout.order(lengths, size)
+        table = _all_gather(table.T, group, device)[order].T
+        paths = None if paths is None else _all_gather(paths, group, device)[order]
+    samples, ends = [], np.cumsum(lengths)[:-1]
+    parts = np.split(table, ends, axis=1) if lengths else []
+    split = [None] * len(parts) if paths is None else np.split(paths, ends)
+    for index, part in enumerate(parts):
+        inputs, after, flags, *bits = part
+        mask = bits[0].view(np.float64) if bits else None
+        if known.labels is None:
+            # Whatever follows a token may be its label; no other sample has the last one's.
+            after = np.append(inputs[1:], -2 - index)
+            mask = None if mask is None else np.append(mask[1:], 0.0)
+        samples.append(Pairs(inputs, after, flags != 0, split[index], mask))
+    if paths is not None:
+        check_routes(samples)
+    return samples if known.weights is None else told_apart(samples)
+
+
+def _joined_routes(routes: Sequence[Tensor | None], num: int) -> Numbers | None:
+    """Routes of this rank's `num` positions of all calls; None without."""
+    given = [to_host(one.detach().flatten(0, -3)) for one in routes if one is not None]
+    if not given:
+        return None
+    if len(given) < len(routes):
+        raise refused(SOME_ROUTES)
+    whole = np.concatenate(given)
+    if len(whole) != num:
+        raise refused(NUMBER_OF_ROUTES, len(whole), num)
+    return whole.astype(np.int32)
+
+
+def _all_gather(mine: np.ndarray, group: Any, device: torch.device) -> np.ndarray:
+    """[size * n, ...] of every rank's [n, ...]."""
+    sent = torch.from_numpy(np.ascontiguousarray(mine)).to(device)
+    views = sent.new_empty((group.size() * len(sent), *sent.shape[1:]))
+    dist.all_gather_into_tensor(views, sent, group)
+    return views.cpu().numpy()
+
+
+def _broadcast(numbers: Numbers, group: Any, source: int, device: torch.device) -> Numbers:
+    """One stage's numbers on every stage: in one message, and a second for what is over."""
+    rank = dist.get_process_group_ranks(group)[source]
+    first = np.zeros(MESSAGE_NUMBERS, np.int64)
+    first[0], sent = len(numbers), min(len(numbers), MESSAGE_NUMBERS - 1)
+    first[1 : 1 + sent] = numbers[:sent]
+    message = torch.from_numpy(first).to(device)
+    dist.broadcast(message, rank, group=group)
+    count, begin = int(message[0]), message.cpu().numpy()[1:]
+    if count < MESSAGE_NUMBERS:
+        return begin[:count]
+    over = np.zeros(count - len(begin), np.int64)
+    if group.rank() == source:
+        over[:] = numbers[len(begin) :]
+    rest = torch.from_numpy(over).to(device)
+    dist.broadcast(rest, rank, group=group)
+    return np.concatenate([begin, rest.cpu().numpy()])

@@ -1,0 +1,390 @@
+"""The trainer's forward steps of one schedule call, suspended in their model calls.
+
+Each is run once for each of its microbatches on every model chunk, as the stock schedule has it,
+and suspended where it calls the model.  Then it is resumed with an answer that is made of segments,
+or it goes on with the model itself: that is the stock schedule.
+
+A forward step runs on a greenlet: its own stack on the same thread.  What it changes around its
+model call (forward_step_state.py) is put back at every suspension and set again at every
+resumption, so that it nests as in a plain call.
+
+A forward step may call the model without gradients beside that: a preference loss wants log-probs
+of a reference, and trainers with adapters get them from the model itself, adapters off (ms-swift's
+DPO and KTO).  Such a call is the stock model's, in its place: what the trainer has switched for it
+is as it left it.
+
+greenlet is a dependency because threads, the alternative, break what Megatron keeps in one thread
+(the tracker of CUDA random states) and take four times as long (benchmarks/suspend_steps.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import inspect
+import itertools
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import greenlet
+import torch
+
+from megatron_prefix.errors import DataEnded, UserError, refused
+from megatron_prefix.megatron.install import intercepted, vision_tower
+from megatron_prefix.moe import versions
+from megatron_prefix.moe.told import Told, may_replay, replays_of, told
+from megatron_prefix.refusals.table import (
+    DIFFERENT_AUTOCAST,
+    FP8_AROUND,
+    FP8_INSIDE,
+    NO_CALL,
+    TORCH_MODES,
+    TRAINING_MODE,
+    TWO_CALLS,
+)
+from megatron_prefix.run.calls import ModelCall, bound
+from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.read import forward_step_state
+from megatron_prefix.run.read.forward_step_state import Settings, Swap, fixed, quantises
+from megatron_prefix.run.read.given import Given
+from megatron_prefix.run.read.loss_variables import LossVariables
+from megatron_prefix.run.read.samples import RecordingIterator
+from megatron_prefix.run.read.tower import TowerOnce
+from megatron_prefix.tree import Forest
+
+NO_ROUTERS: Mapping[int, Any] = {}
+_running: SuspendedStep | None = None
+
+
+def running() -> SuspendedStep | None:
+    """The forward step whose code runs now; None outside of all."""
+    return _running
+
+
+def _number() -> int:
+    """The microbatch whose forward step runs now; -1 outside of all."""
+    return -1 if _running is None else _running.number
+
+
+class SuspendedStep:
+    """One call of a trainer's `forward_step_func`.
+
+    Args:
+        function: runs the forward step and returns what it returns.
+        model: the language model whose call suspends it.
+        states: what else is put back when it is suspended.
+        number: of the trainer's microbatch.
+        routers: of the model that can replay, by layer.
+
+    Attributes:
+        call: what the model was called with; None before.
+        told: what each router had been told by then; the step's own copies of its routes until
+            `forget_arguments`.
+        called: the settings that it was called with; not there before.
+        kept: what of each of `states` is the step's own while it is suspended; None: nothing. The
+            first one is the model's mode, train() or eval().
+        goes_on_itself: whether it was resumed with the model itself, which it may call again.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        model: Any,
+        states: tuple[Swap, ...] = (),
+        number: int = 0,
+        routers: Mapping[int, Any] = NO_ROUTERS,
+    ) -> None:
+        self.model, self.number, self.routers = model, number, routers
+        self.told: dict[int, Told | None] = {}
+        self.call: Any = None
+        self.called: Settings
+        self._stock: Any = None
+        self._problem: UserError | None = None
+        self._result: Any = None
+        self.goes_on_itself = False
+        self._states, self.kept = states, [None] * len(states)
+        self._settings: Settings | None = None
+        self._greenlet = greenlet.greenlet(function)
+        self._greenlet.gr_context = contextvars.copy_context()
+
+    def start(self) -> None:
+        """Runs the forward step up to its model call.
+
+        Raises:
+            CannotShare: it has run to its end, without a call or since it cannot be suspended;
+                `run_model` has what it returned.
+        """
+        self._result = self._switch(self._greenlet.switch)
+        if self._greenlet.dead:
+            self._swap(entering=True)  # as for a step that goes on to its end
+            self._swap(entering=False)
+            raise self._problem or refused(NO_CALL)
+
+    def pause(self, call: Any, stock: Callable[[], Any]) -> Any:
+        """Suspends the step, which runs now; what it is resumed with, called, is the result.
+
+        Args:
+            call: what the model is called with.
+            stock: runs the model itself.
+        """
+        self.call, self._stock, self.called = call, stock, Settings.now()
+        found = {layer: told(one, self.number) for layer, one in self.routers.items()}
+        self.told = {layer: one and one.kept() for layer, one in found.items()}
+        if quantises() and not self._quantised:
+            self._problem = refused(FP8_INSIDE)
+        elif fixed() != self._before:
+            self._problem = refused(TORCH_MODES)
+        if self._problem is not None:
+            if not getattr(self.model, "pre_process", True):
+                raise self._problem  # behind the first stage the model has no input yet
+            self.goes_on_itself = True
+            return stock()
+        return self._greenlet.parent.switch()()
+
+    def resume(self, answer: Callable[[], Any]) -> Any:
+        """Goes on from the model call to the end.
+
+        Args:
+            answer: called under the settings of the model call; its result is the model's.
+
+        Returns:
+            What the forward step returns.
+        """
+        return self._switch(lambda: self._greenlet.switch(answer))
+
+    def run_model(self) -> Any:
+        """Goes on with the model itself, as if the call had never been caught; see `resume`."""
+        if self._greenlet.dead:
+            result, self._result = self._result, None
+            return result
+        self.goes_on_itself = True
+        stock, self._stock, self.call = self._stock, None, None  # with the arguments they hold
+        self.told = {}
+        return self.resume(stock)
+
+    def close(self) -> None:
+        """Ends a step that is still suspended; its `finally` blocks run."""
+        if self._greenlet and not self._greenlet.dead:
+            self._switch(lambda: self._greenlet.throw(greenlet.GreenletExit))
+
+    def _switch(self, switch: Callable[[], Any]) -> Any:
+        """Runs the step until it is suspended or ends."""
+        global _running
+        outside, around = Settings.now(), _running
+        self._before, self._quantised = fixed(), quantises()
+        self._greenlet.parent = greenlet.getcurrent()
+        if self._settings is not None:
+            self._settings.apply()
+        self._swap(entering=True)
+        _running = self
+        try:
+            return switch()
+        finally:
+            _running = around
+            self._settings = Settings.now()
+            outside.apply()
+            self._swap(entering=False)
+
+    def _swap(self, *, entering: bool) -> None:
+        pairs = zip(self._states, self.kept, strict=True)
+        self.kept = [swap(kept, entering) for swap, kept in pairs]
+
+
+class Capture:
+    """The forward steps of one schedule call; use it as a context manager.
+
+    Args:
+        forward_step: the trainer's `forward_step_func`.
+        data_iterator: the trainer's: one, or a list with one per model chunk; it may be anything.
+        rank: with the model chunks that they call.
+        num_microbatches: of the trainer on this rank.
+        keeps_drawn: whether model calls keep what their forward step drew; iterators that have no
+            `__next__` stay as they are.
+        watched: `forward_step` in what watches it, if anything does (run/first_step.py).
+
+    Attributes:
+        steps: per model chunk the suspended forward steps in the trainer's order.
+        given: per model chunk what their calls give in the place of tokens, once they are read.
+        towers: vision towers, each of which runs once an image.
+    """
+
+    def __init__(
+        self,
+        forward_step: Callable[..., Any],
+        data_iterator: Any,
+        rank: Rank,
+        num_microbatches: int,
+        keeps_drawn: bool,
+        watched: Callable[..., Any] | None = None,
+    ) -> None:
+        self._forward_step, self._rank = watched or forward_step, rank
+        self._takes_beside = takes_beside(rank)
+        self._num = num_microbatches
+        many = isinstance(data_iterator, list)
+        given = data_iterator if many else [data_iterator]
+        if keeps_drawn:
+            given = [RecordingIterator(one) if hasattr(one, "__next__") else one for one in given]
+        self._iterators = given if many else given * len(rank.models)
+        self.steps: list[list[SuspendedStep]] = [[] for _ in rank.models]
+        self.given: list[Given | None] = [None] * len(rank.models)
+        self.towers: list[TowerOnce] = []
+        self._stack, self._loss_variables = contextlib.ExitStack(), LossVariables(forward_step)
+        self._left = [deque[SuspendedStep]() for _ in rank.models]
+
+    def __enter__(self) -> Capture:
+        with contextlib.ExitStack() as stack:
+            self._forks = stack.enter_context(forward_step_state.watched_forks())
+            for model in self._rank.models:
+                stack.enter_context(intercepted(model, self._intercepting))
+                if (tower := vision_tower(model)) is not None:
+                    self.towers.append(stack.enter_context(TowerOnce(tower, _number).running()))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._stack:
+            with contextlib.ExitStack() as stack:  # all of them, whatever one of them raises
+                for step in itertools.chain(*self.steps):
+                    stack.callback(step.close)
+            self._loss_variables.end()
+
+    def run(self) -> None:
+        """Runs every forward step up to its model call.
+
+        Raises:
+            UserError: the data ends early.
+            CannotShare: a forward step does not call the model, or cannot be suspended there; then
+                those after it have not begun.
+        """
+        environment = forward_step_state.environment()
+        for chunk, model in enumerate(self._rank.language_models):
+            swaps = [
+                forward_step_state.training_modes(model),
+                environment,
+                self._forks,
+                self._loss_variables.swap,
+            ]
+            routers: Mapping[int, Any] = NO_ROUTERS
+            if self._rank.has_experts:
+                found = versions.routers(model)
+                routers = {n: one for n, one in found.items() if replays_of(one) is not None}
+                swaps.append(forward_step_state.replayed_routes([*routers.values()]))
+                swaps.append(forward_step_state.stages_of_queues())
+            for number in range(self._num):
+                step = SuspendedStep(
+                    functools.partial(self._call, chunk), model, tuple(swaps), number, routers
+                )
+                self.steps[chunk].append(step)
+                self._left[chunk].append(step)
+                try:
+                    step.start()
+                except StopIteration:
+                    raise DataEnded(
+                        f"the data iterator ended after {number} of {self._num} microbatches"
+                    ) from None
+                if isinstance(iterator := self._iterators[chunk], RecordingIterator):
+                    step.call = replace(step.call, drawn=iterator.taken())
+
+    def calls(self, chunk: int) -> list[ModelCall]:
+        """The model calls of a chunk, in the trainer's order."""
+        return [step.call for step in self.steps[chunk]]
+
+    def check_settings(self) -> None:
+        """Refuses calls under settings that segments, which stand for several, cannot have.
+
+        Raises:
+            CannotShare: autocast differs from call to call, or is one to fp8; or the model is in
+                another mode.
+        """
+        if quantises():
+            raise refused(FP8_AROUND)
+        steps = list(itertools.chain(*self.steps))
+        if len({step.called.autocast for step in steps}) > 1:
+            raise refused(DIFFERENT_AUTOCAST)
+        if any(step.kept and step.kept[0] is not None for step in steps):
+            raise refused(TRAINING_MODE)
+
+    def begin(self, forest: Forest) -> None:
+        """Begins to run segments, or begins again, with what is given in the place of tokens."""
+        for given in filter(None, self.given):
+            given.prepare(forest)
+        for tower in self.towers:
+            tower.begin()
+
+    def behind(self) -> list[Given | TowerOnce]:
+        """What goes on behind the models' inputs when all segments are through, in that order."""
+        trained = [given for given in self.given if given is not None and given.trains]
+        return [*trained, *self.towers] if trained else []
+
+    def forget_arguments(self) -> None:
+        """Drops the tensors of all calls, once they are read."""
+        for step in itertools.chain(*self.steps):
+            step.call = step.call.without_tensors()
+            for layer, one in step.told.items():
+                step.told[layer] = one and one._replace(routes=None)
+
+    def stock_step(self, _: Any, model: Any) -> Any:
+        """A `forward_step_func` for the stock schedule: the suspended steps go on, in order, and
+        those that have not begun begin."""
+        chunk = next(i for i, one in enumerate(self._rank.models) if one is model)
+        self.given[chunk] = None
+        if self._left[chunk]:
+            return self._left[chunk].popleft().run_model()
+        return self._forward_step(self._iterators[chunk], model)
+
+    def _call(self, chunk: int) -> Any:
+        """One of the trainer's forward steps, as in `forward_step` of
+        megatron/core/pipeline_parallel/schedules.py."""
+        config = self._rank.language_models[chunk].config
+        autocast: Any = contextlib.nullcontext()
+        if config.enable_autocast:
+            autocast = torch.autocast("cuda", dtype=config.autocast_dtype)
+        with autocast:
+            return self._forward_step(self._iterators[chunk], self._rank.models[chunk])
+
+    def _intercepting(self, model: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """A `forward` that suspends the forward step which calls it."""
+        signature = inspect.signature(stock)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            step = running()
+            if step is None or step.model is not model or step.goes_on_itself:
+                return stock(*args, **kwargs)
+            if self._takes_beside and is_beside(model, called=step.call is not None):
+                return stock(*args, **kwargs)
+            if step.call is not None:
+                raise refused(TWO_CALLS)
+            call = bound(signature, args, kwargs, step.number)
+            return step.pause(call, lambda: stock(*args, **kwargs))
+
+        return forward
+
+
+def takes_beside(rank: Rank) -> bool:
+    """Whether forward steps of a call of the schedule may call the model without gradients, too.
+
+    Without gradients nothing tells a microbatch's own call from another. Behind the first pipeline
+    stage a call's input is what the stage before it has sent, which segments do not send. A vision
+    tower's rows are kept for a microbatch, whichever call they are for. A queue of routes has an
+    entry for each call, in their order.
+    """
+    alone = len(rank.models) == 1 and rank.num_stages == 1
+    replays = rank.has_experts and may_replay(rank.config)
+    if not alone or replays or rank.forward_only or vision_tower(rank.models[0]) is not None:
+        return False
+    return torch.is_grad_enabled()
+
+
+def is_beside(model: Any, *, called: bool) -> bool:
+    """Whether a call of a language model, in a forward step that may make such calls, is one.
+
+    Args:
+        model: the language model.
+        called: whether the step has made its own call. What follows that runs in another order on
+            every rank, and ranks that share experts would wait for one another.
+    """
+    apart = not called or model.config.expert_model_parallel_size == 1
+    return apart and not torch.is_grad_enabled()

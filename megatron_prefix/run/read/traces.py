@@ -1,0 +1,180 @@
+"""What a part of a trainer's code changes: random states, exchanges with other ranks, and values.
+
+Each function reads something before and after that part runs; what differs was changed by it.  The
+host waits for the device, so this is for steps that are watched (run/first_step.py).
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import logging
+import random
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+SAMPLED = 1 << 16
+"""Elements of a tensor that are compared, evenly spread; of smaller ones all are."""
+ITEMS = 64
+"""Items of a list that are compared, from its end."""
+
+
+def random_states(device: torch.device) -> dict[str, bytes]:
+    """Digests of the generators that a trainer draws from, by name."""
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "Python's random": random.getstate(),
+        "NumPy": np.random.get_state(),  # the global one, which trainers use
+    }
+    if device.type == "cuda":
+        states["torch.cuda"] = torch.cuda.get_rng_state(device)
+    for name, state in get_cuda_rng_tracker().get_states().items():
+        states[f"Megatron's {name}"] = state.get_state() if hasattr(state, "get_state") else state
+    return {name: _digest(state) for name, state in states.items()}
+
+
+def exchanges(groups: Iterable[Any]) -> list[int]:
+    """How many collectives every group has begun."""
+    # Private: nothing public counts them without standing between the trainer and torch.
+    return [group._get_sequence_number_for_group() for group in groups]
+
+
+def ranks(group: Any) -> list[int]:
+    """The job's ranks in a process group."""
+    return dist.get_process_group_ranks(group)
+
+
+def groups_beyond(inside: set[int], others: Iterable[int]) -> list[Any]:
+    """This rank's process groups that hold ranks of other pipelines.
+
+    Args:
+        inside: ranks of this rank's own pipeline.
+        others: ranks that stand in its place in other pipelines.
+    """
+    wanted = {*others} - inside
+    if not wanted:
+        return []
+    # Private: torch has no public list of its groups.
+    known = list(dist.distributed_c10d._world.pg_map)
+    return [group for group in known if wanted.intersection(ranks(group))]
+
+
+class Values:
+    """Values in some tensors, arrays, lists and dicts, as they are now.
+
+    Args:
+        holders: of values, by a name for people.
+    """
+
+    def __init__(self, holders: Iterable[tuple[str, Any]]) -> None:
+        self._held = [(name, holder, _digest(holder)) for name, holder in holders]
+
+    def changed(self) -> list[tuple[str, Any]]:
+        """Those that hold something else by now, and their names."""
+        return [(name, one) for name, one, before in self._held if _digest(one) != before]
+
+
+class Switches:
+    """Which parts of models are on, as attributes of their modules say it (adapters, their names).
+
+    Args:
+        models: whose modules are looked at.
+    """
+
+    def __init__(self, models: Iterable[Any]) -> None:
+        self._before = [
+            (module, {name: _plain(value) for name, value in vars(module).items()})
+            for model in models
+            for module in model.modules()
+        ]
+
+    def changed(self) -> str:
+        """An attribute that says something else by now; "" if there is none."""
+        for module, before in self._before:
+            for name, value in vars(module).items():
+                was, now = before.get(name), _plain(value)
+                if name not in before:  # it was the class's (peft)
+                    was = _plain(getattr(type(module), name, None))
+                if was is not None and now is not None and was != now and name not in _OWN:
+                    return f"{type(module).__name__}.{name}"
+        return ""
+
+
+_OWN = {"training", "is_first_microbatch"}
+"""Attributes that have a check of their own, and that a forward itself changes."""
+
+
+def _plain(value: Any) -> Any:
+    """What a switch is set to; None for what is none: numbers may count, objects hold state."""
+    if isinstance(value, bool | str):
+        return value
+    if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
+        return (*value,)
+    # A method set on the instance, as another way to leave something out.
+    return value if callable(value) and not isinstance(value, torch.nn.Module) else None
+
+
+def _digest(value: Any) -> bytes:
+    """Of what a value holds: its elements, or which objects; what cannot be read stays the same."""
+    found = hashlib.blake2b(digest_size=16)
+    try:
+        for part in _parts(value, 2):
+            found.update(part)
+    except Exception:  # sparse tensors, odd classes: looking must not end a step
+        logger.debug("a %s cannot be compared", type(value).__name__, exc_info=True)
+        return b""
+    return found.digest()
+
+
+def _parts(value: Any, depth: int) -> Iterator[bytes]:
+    if isinstance(value, Tensor):
+        yield from _of_tensor(value)
+    elif isinstance(value, np.ndarray):
+        flat = value.reshape(-1)
+        yield repr((value.shape, value.dtype.str)).encode()
+        yield np.ascontiguousarray(flat[:: 1 + flat.size // SAMPLED]).tobytes()
+    elif value is None or isinstance(value, bool | int | float | str | bytes):
+        yield repr(value).encode()
+    elif isinstance(value, list | tuple | collections.deque):
+        yield repr((len(value), depth > 0)).encode()
+        for item in list(value)[-ITEMS:] if depth else ():
+            yield from _parts(item, depth - 1)
+    elif isinstance(value, dict):
+        for key in list(value)[:ITEMS] if depth else ():
+            yield repr(key).encode()
+            yield from _parts(value[key], depth - 1)
+    elif isinstance(value, set | frozenset):
+        yield repr((len(value), sum(map(hash, value)))).encode()
+    else:
+        yield repr((id(value), type(value).__qualname__)).encode()
+        yield from _of_object(value, depth)
+
+
+def _of_object(value: Any, depth: int) -> Iterator[bytes]:
+    """Attributes of a trainer's object, slots too."""
+    kinds = (kind.__module__.partition(".")[0] for kind in type(value).__mro__)
+    if not depth or isinstance(value, type | types.ModuleType) or "torch" in kinds:
+        return
+    members = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if isinstance(vars(kind).get(name), types.MemberDescriptorType):
+                members[name] = getattr(value, name, None)
+    yield from _parts(members, depth)
+
+
+def _of_tensor(tensor: Tensor) -> Iterator[bytes]:
+    yield repr((tuple(tensor.shape) if not tensor.is_nested else None, tensor.dtype)).encode()
+    flat = (tensor.values() if tensor.is_nested else tensor).detach().reshape(-1)
+    sample = flat[:: 1 + flat.numel() // SAMPLED].contiguous().cpu()
+    yield sample.view(torch.uint8).numpy().tobytes() if sample.numel() else b""

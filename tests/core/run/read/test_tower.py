@@ -1,0 +1,246 @@
+"""A vision tower that runs once an image: rows and gradients of real towers, and what they cost."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from transformers.models.glm4v import configuration_glm4v, modeling_glm4v
+from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl, modeling_qwen2_5_vl
+from transformers.models.qwen2_vl import configuration_qwen2_vl, modeling_qwen2_vl
+from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
+from transformers.models.qwen3_vl import configuration_qwen3_vl, modeling_qwen3_vl
+
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.numerics import tolerance
+from megatron_prefix.megatron import families
+from megatron_prefix.run.read.tower import TowerOnce
+from tests.harness.vision import Kept
+
+SMALL = dict(depth=4, intermediate_size=48, num_heads=2, attn_implementation="sdpa")
+WIDE = dict(SMALL, hidden_size=32, out_hidden_size=24)
+TOWERS: dict[str, tuple[Any, Any]] = {
+    "Qwen2-VL": (
+        modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel,
+        configuration_qwen2_vl.Qwen2VLVisionConfig(**SMALL, embed_dim=32, hidden_size=24),
+    ),
+    "Qwen2.5-VL": (
+        modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel,
+        configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig(**WIDE, fullatt_block_indexes=[1, 3]),
+    ),
+    "Qwen3-VL": (
+        modeling_qwen3_vl.Qwen3VLVisionModel,
+        configuration_qwen3_vl.Qwen3VLVisionConfig(
+            **WIDE, deepstack_visual_indexes=[0, 2], num_position_embeddings=64
+        ),
+    ),
+    "Qwen3.5": (
+        modeling_qwen3_5.Qwen3_5VisionModel,
+        configuration_qwen3_5.Qwen3_5VisionConfig(**WIDE, num_position_embeddings=64),
+    ),
+    "GLM-4V": (modeling_glm4v.Glm4vVisionModel, configuration_glm4v.Glm4vVisionConfig(**WIDE)),
+}
+GRIDS = [(1, 4, 6), (1, 8, 4), (1, 4, 6), (2, 4, 4)]  # the last is a video of two frames
+CALLS = [[0, 1], [0, 2, 1], [3, 0], [1, 1]]
+
+
+def built(name: str) -> Any:
+    """A small tower in fp64."""
+    made, config = TOWERS[name]
+    torch.manual_seed(0)
+    tower = made._from_config(config).double()
+    for parameter in tower.parameters():
+        parameter.data.normal_(0, 0.2)
+    stock = tower.forward
+
+    def forward(patches: Tensor, grid_thw: Tensor) -> Any:
+        with Kept():  # here: a mode outside is not on in a backward
+            return stock(patches, grid_thw=grid_thw)
+
+    tower.forward = forward
+    return tower
+
+
+def step(
+    tower: Any, around: Callable[[], Any] = contextlib.nullcontext, waits: bool = False
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Rows of all calls, and gradients of a loss of each."""
+    config = tower.config
+    width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+    draw = torch.Generator().manual_seed(1)
+    grids = [(t if takes_videos(tower) else 1, h, w) for t, h, w in GRIDS]
+    pixels = [torch.randn(t * h * w, width, generator=draw).double() for t, h, w in grids]
+    tower.zero_grad()
+    losses, rows = [], []
+    with around() as once:
+        if waits:
+            once.begin()
+        for number, call in enumerate(CALLS):
+            global _number
+            _number = number
+            grid = torch.tensor([grids[i] for i in call])
+            found = tower(torch.cat([pixels[i] for i in call]), grid_thw=grid)
+            kept = found.pooler_output, getattr(found, "deepstack_features", None)
+            leaves = [one for one in pytree.tree_leaves(kept) if isinstance(one, Tensor)]
+            weights = [torch.randn(one.shape, generator=draw).double() for one in leaves]
+            losses.append(sum((a * b).sum() for a, b in zip(leaves, weights, strict=True)))
+            rows += [one.detach() for one in leaves]
+        for loss in losses:
+            loss.backward()
+        if waits:
+            once.backward()
+    named = tower.named_parameters()
+    return rows, {name: one.grad.clone() for name, one in named if one.grad is not None}
+
+
+_number = 0
+
+
+def once_around(tower: Any) -> Callable[[], Any]:
+    return lambda: TowerOnce(tower, lambda: _number).running()
+
+
+@contextlib.contextmanager
+def frames(tower: Any) -> Iterator[list[int]]:
+    """Frames that go into the blocks of a tower."""
+    seen: list[int] = []
+    stock = tower.forward
+
+    def counting(patches: Tensor, grid_thw: Tensor) -> Any:
+        seen.append(int(grid_thw[:, 0].sum()))
+        return stock(patches, grid_thw=grid_thw)
+
+    tower.forward = counting
+    yield seen
+    tower.forward = stock
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("name", list(TOWERS))
+def test_rows_and_gradients_are_those_of_a_call(name: str, waits: bool) -> None:
+    tower = built(name)
+    assert families.owner_of_class(tower) in families.TOWERS
+    expected, gradients = step(tower)
+    with frames(tower) as seen:
+        found, own = step(tower, once_around(tower), waits)
+    num = sum(len(one) for one in expected)
+    limit = tolerance(torch.float64, num)
+    for one, other in zip(found, expected, strict=True):
+        assert float((one - other).abs().max()) <= limit * float(other.abs().max())
+    largest = max(float(one.abs().max()) for one in gradients.values())
+    assert own.keys() == gradients.keys() and largest > 0
+    for key, one in gradients.items():
+        scale = max(float(one.abs().max()), 0.01 * largest)
+        assert float((own[key] - one).abs().max()) <= limit * scale, key
+    different = 5 if takes_videos(tower) else 4
+    assert sum(seen) == (2 * different if waits else 2 * different + 4)
+
+
+def takes_videos(tower: Any) -> bool:
+    """GLM-4V's are frames already."""
+    return "Glm" not in type(tower).__name__
+
+
+def test_copies_are_equal_bit_by_bit() -> None:
+    tower = built("Qwen3-VL")
+    found, _ = step(tower, once_around(tower), waits=True)
+    per_call = len(found) // len(CALLS)
+    first, second, last = found[0], found[per_call], found[3 * per_call]
+    assert torch.equal(first[:6], second[:6]) and torch.equal(first[6:], second[12:])
+    assert torch.equal(last[:8], last[8:]) and not torch.equal(second[:6], second[6:12])
+
+
+def test_a_frozen_tower_runs_once() -> None:
+    tower = built("Qwen3-VL").requires_grad_(False)
+    with once_around(tower)() as once:
+        found = tower(torch.randn(24, 1536).double(), grid_thw=torch.tensor([[1, 4, 6]]))
+        assert not found.pooler_output.requires_grad
+        once.begin()
+        once.backward()
+
+
+def test_without_gradients_there_are_none() -> None:
+    tower = built("Qwen3-VL")
+    with once_around(tower)(), torch.no_grad():
+        found = tower(torch.randn(24, 1536).double(), grid_thw=torch.tensor([[1, 4, 6]]))
+    assert not found.pooler_output.requires_grad
+
+
+def test_gradients_that_do_not_come_back_are_an_error() -> None:
+    """Two calls in one microbatch, and a loss of one of them: the tower would never go on."""
+    tower = built("Qwen3-VL")
+    patches, grid = torch.randn(2, 24, 1536).double(), torch.tensor([[1, 4, 6]])
+
+    before = tower.forward
+
+    def half() -> None:
+        with once_around(tower)():
+            tower(patches[0], grid_thw=grid)
+            tower(patches[1], grid_thw=grid).pooler_output.sum().backward()
+
+    with pytest.raises(RuntimeError, match="have not come back"):
+        half()
+    assert vars(tower)["forward"] is before
+
+
+def test_outside_of_a_step_it_is_the_tower_itself() -> None:
+    tower = built("Qwen3-VL")
+    grid = torch.tensor([[1, 4, 6]])
+    with TowerOnce(tower, lambda: -1).running(), frames(tower):
+        found = tower(torch.randn(24, 1536).double(), grid_thw=grid)
+    assert found.pooler_output.grad_fn is not None
+
+
+class Twice(torch.nn.Module):
+    """A tower with two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Linear(2, 2).double() for _ in range(2))
+
+    def forward(self, patches: Tensor, grid_thw: Tensor) -> tuple[Tensor, None, Tensor]:
+        return self.first(patches), None, self.second(patches)
+
+
+def test_outputs_that_get_one_gradient() -> None:
+    """Autograd hands the gradient of a sum to both of its terms, as one tensor."""
+    tower, gradients = Twice(), []
+    patches, grid = torch.randn(2, 2).double(), torch.tensor([[1, 1, 2]])
+    for around in (contextlib.nullcontext, once_around(tower)):
+        tower.zero_grad()
+        with around() as once:
+            if once is not None:
+                once.begin()
+            for factor in (1, 2, 3):
+                one, none, other = tower(patches, grid_thw=grid)
+                assert none is None
+                (factor * (one + other)).sum().backward()
+            if once is not None:
+                once.backward()
+        gradients.append([one.grad.clone() for one in tower.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_calls_without_images_are_the_towers_own() -> None:
+    tower, none = Twice(), torch.zeros(0, 2).double()
+    with once_around(tower)():
+        found = tower(none, grid_thw=torch.zeros(0, 3, dtype=torch.int64))
+    assert found[0].shape == (0, 2) and found[0].grad_fn is not None
+
+
+def test_patches_that_are_overwritten_are_an_error() -> None:
+    """All forward steps run before the tower goes on: a buffer for all of them has the last's."""
+    tower, grid = Twice(), torch.tensor([[1, 1, 2]])
+    buffer, losses = torch.randn(2, 2).double(), []
+    with once_around(tower)() as once:
+        once.begin()
+        for factor in (1, 2):
+            losses.append(tower(buffer.mul_(factor), grid_thw=grid)[0].sum())
+        sum(losses).backward()
+        with pytest.raises(UserError, match="an argument of the vision tower of microbatch"):
+            once.backward()
