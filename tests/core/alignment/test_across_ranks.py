@@ -37,8 +37,8 @@ LAYOUTS = {
 }
 
 
-NUMBERS = 2 * 2 * 2 * 16 + 64
-"""A position's: K and V of two layers and two heads, and the final hidden states, as what these
+KEYS, STATES = 2 * 2 * 2 * 16, 64
+"""Numbers of a position: K and V of two layers and two heads, and final hidden states where what
 rollouts have in common carries loss; with gradients twice as many cross."""
 
 
@@ -70,7 +70,7 @@ def test_a_prompt_runs_once_in_the_job(layout: str, aligned: Result) -> None:
     assert alone["received_tokens"] == alone["received_bytes"] == 0
     assert across["received_tokens"] > 0
     if layout == "packs":
-        assert across["received_bytes"] == across["received_tokens"] * 2 * (NUMBERS * 8)
+        assert across["received_bytes"] == across["received_tokens"] * 2 * (KEYS + STATES) * 8
 
 
 def test_what_is_timed_says_what_crossed() -> None:
@@ -80,7 +80,8 @@ def test_what_is_timed_says_what_crossed() -> None:
     assert done.returncode == 0, done.stderr
     [row] = json.loads(done.stdout)["rows"]
     assert row["received_tokens"] > 0
-    assert row["received_bytes"] == row["received_tokens"] * 2 * (NUMBERS * 4)
+    scored, rest = divmod(row["received_bytes"] // (2 * 4) - row["received_tokens"] * KEYS, STATES)
+    assert rest == 0 < scored <= row["received_tokens"]
 
 
 def test_what_cannot_cross_is_refused() -> None:
