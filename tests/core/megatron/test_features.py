@@ -24,7 +24,7 @@ from megatron_prefix.errors import CannotShare, Refusal, UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import install
-from megatron_prefix.moe import versions
+from megatron_prefix.moe import options, versions
 from megatron_prefix.refusals import table
 from megatron_prefix.refusals.table import OPTIONS
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -408,12 +408,12 @@ def test_the_global_loss_is_told_from_other_losses() -> None:
             moe_aux_loss_coeff=coefficients,
         )  # fmt: skip
 
-    assert versions.has_global_loss(config("global_aux_loss", 0.1))
-    assert versions.has_global_loss(config(["aux_loss", "global_aux_loss"], [0.0, 0.1]))
-    assert not versions.has_global_loss(config(["aux_loss", "global_aux_loss"], [0.1, 0.0]))
-    assert not versions.has_global_loss(config("aux_loss", 0.1))
-    assert not versions.has_global_loss(config("global_aux_loss", 0.1, experts=None))
-    assert not versions.has_global_loss(SimpleNamespace())
+    assert options.has_global_loss(config("global_aux_loss", 0.1))
+    assert options.has_global_loss(config(["aux_loss", "global_aux_loss"], [0.0, 0.1]))
+    assert not options.has_global_loss(config(["aux_loss", "global_aux_loss"], [0.1, 0.0]))
+    assert not options.has_global_loss(config("aux_loss", 0.1))
+    assert not options.has_global_loss(config("global_aux_loss", 0.1, experts=None))
+    assert not options.has_global_loss(SimpleNamespace())
 
 
 def test_the_global_losses_log_is_never_averaged_over_ranks() -> None:
@@ -429,9 +429,9 @@ def test_the_global_losses_log_is_never_averaged_over_ranks() -> None:
 
 
 def test_routes_are_followed_where_a_config_says_so() -> None:
-    assert versions.replays_routes(SimpleNamespace(moe_enable_routing_replay=True))
-    assert versions.replays_routes(SimpleNamespace(enable_routing_replay=True))
-    assert not versions.replays_routes(SimpleNamespace(moe_enable_routing_replay=False))
+    assert options.replays_routes(SimpleNamespace(moe_enable_routing_replay=True))
+    assert options.replays_routes(SimpleNamespace(enable_routing_replay=True))
+    assert not options.replays_routes(SimpleNamespace(moe_enable_routing_replay=False))
 
 
 @pytest.mark.parametrize(("ranks", "marks", "refused"), [
