@@ -112,6 +112,7 @@ SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "buck
 DP2 = {
     "plain": Case(Form()),
     "distributed optimizer, overlap": Case(Form(pad=4), build=SHARDED),
+    "tails, across ranks": Case(Form(tails=True), prefix={"across_ranks": "on"}),
 }
 BY_SAMPLE = {**ROUTERS, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
              "moe_aux_loss_coeff": [0.05, 0.1]}  # fmt: skip
@@ -123,6 +124,7 @@ EP2 = {
         overrides={**ROUTERS, "moe_router_load_balancing_type": "seq_aux_loss"},
     ),
 }  # fmt: skip
+EP2["tails"] = Case(Form(pad=4, tails=True), model="tiny-moe", overrides=NO_ROUTERS)
 EP2["packs balanced by sample"] = PACKS_BY_SAMPLE
 CP2["packs balanced by sample"] = PACKS_BY_SAMPLE
 JOBS = {
@@ -191,6 +193,25 @@ def compare_with(
 @pytest.mark.parametrize("job", list(JOBS))
 def test_calls_are_answered_as_by_the_stock_schedule(job: str) -> None:
     check_cases(*JOBS[job], compare)
+
+
+class UnlikeMasks(Trainer):
+    """Whose model calls have a mask on the first rank only."""
+
+    def arguments(self, batch: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        return {"loss_mask": None} if torch.distributed.get_rank() else {}
+
+
+def with_unlike_masks(layout: Layout) -> None:
+    runtime.initialize(layout)
+    case = Case(Form(tails=True))
+    compare_with(case, layout, built(case, layout), UnlikeMasks)
+    runtime.shutdown()
+
+
+def test_ranks_that_know_masks_unlike_cut_off_the_same_tails() -> None:
+    """A trainer's samples may fit the calls of one context-parallel rank and not of another."""
+    run_ranks(2, with_unlike_masks, Layout(cp=2))
 
 
 # What falls back, fails or is refused -------------------------------------------------------------
