@@ -20,6 +20,7 @@ from megatron_prefix.plan import step_planner
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.execute import memory_control
 from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.tree import Forest
 from tests.harness.calls import ROWS, VOCAB, Form, Trainer, assert_gradients, run_step
 from tests.harness.cases import check_cases
 from tests.harness.ranks import run_ranks
@@ -154,6 +155,12 @@ def built(case: Case, layout: Layout) -> list[Any]:
     )  # fmt: skip
 
 
+def num_computed(forest: Forest) -> int:
+    """Positions of all rollouts that any segment computes, for each of them."""
+    spans = (span for segment in forest.segments for span in segment.spans)
+    return sum(span.length * len(span.rollouts) for span in spans)
+
+
 def compare(case: Case, layout: Layout) -> None:
     """Ours against the stock schedule on the same calls."""
     compare_with(case, layout, built(case, layout), Trainer)
@@ -179,6 +186,9 @@ def compare_with(
     assert schedule.report is not None and schedule.report.decision.share
     forest = schedule.report.forest
     assert forest.executed_tokens < 0.9 * forest.raw_tokens
+    if case.form.tails:
+        needs = case.overrides is ROUTERS or case.forward_only
+        assert needs == (num_computed(forest) == forest.raw_tokens)
     assert ours.reads == stock.reads and sorted(ours.ended) == sorted(stock.ended)
     assert [log["number"] for log in found] == [log["number"] for log in expected]
     if case.forward_only:
