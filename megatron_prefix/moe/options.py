@@ -6,14 +6,15 @@ from typing import Any
 
 
 def _balancing(config: Any) -> set[str]:
-    """Names of the losses that balance the experts."""
+    """Names of the losses that balance the experts; "none" keeps its coefficient, and has none."""
     if not getattr(config, "num_moe_experts", None):
         return set()
     kinds = getattr(config, "moe_router_load_balancing_type", "none")
     coefficients: Any = getattr(config, "moe_aux_loss_coeff", 0.0)
     if isinstance(kinds, str):
         kinds, coefficients = [kinds], [coefficients]
-    return {kind for kind, coeff in zip(kinds, coefficients, strict=True) if coeff > 0}
+    pairs = zip(kinds, coefficients, strict=True)
+    return {kind for kind, coeff in pairs if coeff > 0 and kind != "none"}
 
 
 def has_global_loss(config: Any) -> bool:

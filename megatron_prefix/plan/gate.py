@@ -84,7 +84,9 @@ def without_sharing(
     """Whether a look at the first positions shows that mode "auto" will not share; builds no tree.
 
     What rollouts share is computed at least once, so sharing S of R positions is no more than
-    R / (R - S) times as fast; and the output layer runs on the T trained ones at least.
+    R / (R - S) times as fast; and the output layer runs on the T trained ones at least. What is
+    behind a rollout's last loss is not computed: N of its L positions take at least N^2 / L of its
+    time, as attention's grows with the position.
 
     Args:
         config: of the schedule.
@@ -100,7 +102,8 @@ def without_sharing(
     saved = most_saved(rollouts, config.tree_options(align))
     trained = sum(int(np.count_nonzero(rollout.trained)) for rollout in rollouts)
     left = raw - head * (raw - trained)
-    return raw * raw < config.min_speedup * (raw - saved) * left
+    needed = sum(rollout.num_needed**2 / len(rollout) for rollout in rollouts)
+    return raw * raw < config.min_speedup * (needed - saved) * left
 
 
 def unshared(config: PrefixConfig) -> Decision:

@@ -68,10 +68,11 @@ class Pairs:
         return first if self.trained[first] else self.num_needed - 1
 
     def up_to_loss(self) -> Pairs:
-        """Without what is behind the last position that carries loss; a rollout without any keeps
-        its first position."""
+        """Without what is behind the last position that carries loss. Two positions are kept in any
+        case: outputs of one do not tell along which dimension positions are."""
         behind = int(self.trained[::-1].argmax())
-        return replace(self, needed=len(self) - behind if self.trained[~behind] else 1)
+        needed = len(self) - behind if self.trained[~behind] else 1
+        return replace(self, needed=max(needed, min(2, len(self))))
 
     def codes(self, start: int = 0, end: int | None = None) -> np.ndarray:
         """A code per position [start, end), equal if input, label and routes are, and where it is

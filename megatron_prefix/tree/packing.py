@@ -39,7 +39,7 @@ class Rows(NamedTuple):
         """Of segments, with the microbatch of each rollout."""
         rows = [[0] * (max(microbatch_of, default=-1) + 1) for _ in range(2)]
         for segment in forest.segments:
-            for span in segment.spans:
+            for span in (one for one in segment.spans if one.rollouts):  # a filler has none
                 first = min(microbatch_of[rollout] for rollout in span.rollouts)
                 rows[not segment.inner][first] += span.padded
         return cls(*map(tuple, rows))

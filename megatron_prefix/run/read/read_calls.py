@@ -93,8 +93,8 @@ class ReadCalls(NamedTuple):
             the callback says.
         given: what the first stage's calls give in the place of tokens; None: nothing.
         told: without that callback, what this rank's routers have been told; None: they cannot be.
-        up_to_loss: whether what is behind a sample's last loss has no effect, if calls have labels:
-            some routers count all tokens, and multi-token prediction has losses of its own.
+        up_to_loss: whether what is behind a sample's last loss has no effect: some routers count
+            all tokens, and multi-token prediction has losses of its own.
     """
 
     first: CallTokens | None

@@ -148,10 +148,9 @@ def _read(
     if calls.given is not None:  # a number for each position, in the place of tokens
         known = known._replace(tokens=calls.given.codes(known.lengths, known.tokens))
     samples = _samples(known, routes, cp, device)
-    # Losses of logits may look at any of them.
-    if calls.up_to_loss and known.labels is not None and known.trained is not None:
-        return [sample.up_to_loss() for sample in samples]
-    return samples
+    # Whether masks are known may differ between ranks of context parallelism; the flags that they
+    # have gathered do not.
+    return [sample.up_to_loss() for sample in samples] if calls.up_to_loss else samples
 
 
 def told(

@@ -20,6 +20,7 @@ from megatron_prefix.plan import step_planner
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.execute import memory_control
 from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.tree import Forest
 from tests.harness.calls import ROWS, VOCAB, Form, Trainer, assert_gradients, run_step
 from tests.harness.cases import check_cases
 from tests.harness.ranks import run_ranks
@@ -112,6 +113,7 @@ SHARDED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "buck
 DP2 = {
     "plain": Case(Form()),
     "distributed optimizer, overlap": Case(Form(pad=4), build=SHARDED),
+    "tails, across ranks": Case(Form(tails=True), prefix={"across_ranks": "on"}),
 }
 BY_SAMPLE = {**ROUTERS, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
              "moe_aux_loss_coeff": [0.05, 0.1]}  # fmt: skip
@@ -123,6 +125,7 @@ EP2 = {
         overrides={**ROUTERS, "moe_router_load_balancing_type": "seq_aux_loss"},
     ),
 }  # fmt: skip
+EP2["tails"] = Case(Form(pad=4, tails=True), model="tiny-moe", overrides=NO_ROUTERS)
 EP2["packs balanced by sample"] = PACKS_BY_SAMPLE
 CP2["packs balanced by sample"] = PACKS_BY_SAMPLE
 JOBS = {
@@ -152,6 +155,12 @@ def built(case: Case, layout: Layout) -> list[Any]:
     )  # fmt: skip
 
 
+def num_computed(forest: Forest) -> int:
+    """Positions of all rollouts that any segment computes, for each of them."""
+    spans = (span for segment in forest.segments for span in segment.spans)
+    return sum(span.length * len(span.rollouts) for span in spans)
+
+
 def compare(case: Case, layout: Layout) -> None:
     """Ours against the stock schedule on the same calls."""
     compare_with(case, layout, built(case, layout), Trainer)
@@ -177,6 +186,9 @@ def compare_with(
     assert schedule.report is not None and schedule.report.decision.share
     forest = schedule.report.forest
     assert forest.executed_tokens < 0.9 * forest.raw_tokens
+    if case.form.tails:
+        needs = case.overrides is ROUTERS or case.forward_only
+        assert needs == (num_computed(forest) == forest.raw_tokens)
     assert ours.reads == stock.reads and sorted(ours.ended) == sorted(stock.ended)
     assert [log["number"] for log in found] == [log["number"] for log in expected]
     if case.forward_only:
@@ -191,6 +203,25 @@ def compare_with(
 @pytest.mark.parametrize("job", list(JOBS))
 def test_calls_are_answered_as_by_the_stock_schedule(job: str) -> None:
     check_cases(*JOBS[job], compare)
+
+
+class UnlikeMasks(Trainer):
+    """Whose model calls have a mask on the first rank only."""
+
+    def arguments(self, batch: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        return {"loss_mask": None} if torch.distributed.get_rank() else {}
+
+
+def with_unlike_masks(layout: Layout) -> None:
+    runtime.initialize(layout)
+    case = Case(Form(tails=True))
+    compare_with(case, layout, built(case, layout), UnlikeMasks)
+    runtime.shutdown()
+
+
+def test_ranks_that_know_masks_unlike_cut_off_the_same_tails() -> None:
+    """A trainer's samples may fit the calls of one context-parallel rank and not of another."""
+    run_ranks(2, with_unlike_masks, Layout(cp=2))
 
 
 # What falls back, fails or is refused -------------------------------------------------------------

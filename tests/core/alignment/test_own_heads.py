@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 
+from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
-from tests.core.alignment.test_model_calls import SHARDED, Case, built, compare_with
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.core.alignment.test_model_calls import CONFIG, SHARDED, Case, built, compare_with
+from tests.harness.calls import run_step
 from tests.harness.cases import check_cases
 from tests.harness.own_heads import HEADS, HeadForm, HeadTrainer, put_into
+from tests.harness.ranks import run_ranks
 
 
 def forms(*heads: str, **fields: Any) -> dict[str, Case]:
@@ -27,6 +31,7 @@ ONE = {
         HeadForm(head="filled"), build={"recompute": "full"}, prefix={"memory": "recompute"}
     ),
     "filled, which says something": Case(HeadForm(head="filled", scale=0.5)),
+    **{f"{name}, tails": case for name, case in forms(tails=True).items()},
     "moved, experts": Case(HeadForm(head="moved"), model="tiny-moe"),
 }
 TP2 = {
@@ -45,6 +50,33 @@ JOBS = {
     "TP2 SP PP2": (Layout(tp=2, pp=2, sequence_parallel=True), forms(pad=2)),
     "DP2": (Layout(dp=2), {n: Case(c.form, build=SHARDED) for n, c in forms(pad=4).items()}),
 }
+
+
+class NoLoss(HeadTrainer):
+    """No rollout carries loss, and all of them begin alike: next to nothing is computed."""
+
+    def samples(self, seed: int, num: int) -> list[Any]:
+        found = super().samples(seed, num)
+        for tokens, trained in found:
+            tokens[:2], trained[:] = 5, False
+        return found
+
+
+def without_loss(head: str, packed: bool) -> tuple[int, bool]:
+    """Logs of a step without loss, and whether anything has a gradient."""
+    runtime.initialize(Layout())
+    form = HeadForm(head=head, packed=packed)
+    chunks = built(Case(form), Layout())
+    put_into(chunks[0], head)
+    logs, gradients = run_step(PrefixSchedule(CONFIG), NoLoss(form, 0, Layout()), chunks)
+    runtime.shutdown()
+    return len(logs), any(bool(gradient.any()) for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_step_without_loss_is_answered_in_the_shapes_of_heads(head: str, packed: bool) -> None:
+    assert run_ranks(1, without_loss, head, packed) == [(len(HeadForm().sizes), False)]
 
 
 def compare(case: Case, layout: Layout) -> None:

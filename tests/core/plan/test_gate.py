@@ -124,6 +124,19 @@ def test_what_may_be_shared_is_weighed_against_all_positions() -> None:
     assert not without_sharing(PrefixConfig(mode="auto", min_speedup=1.05), rollouts, 1)
 
 
+def test_tails_without_loss_count_in_a_step_without_sharing() -> None:
+    """Of 49 positions 42 are needed, which take (42 / 49)^2 of the time at least."""
+    rollouts, _ = flat_rollouts(40, 10, 1, 20)
+    for number, rollout in enumerate(rollouts):
+        rollout.inputs[0] = number
+        rollout.trained[-7:] = False
+    auto = PrefixConfig(mode="auto", min_speedup=1.35)
+    assert without_sharing(auto, rollouts, 1)
+    needed = [rollout.up_to_loss() for rollout in rollouts]
+    assert not without_sharing(auto, needed, 1)
+    assert without_sharing(PrefixConfig(mode="auto", min_speedup=1.37), needed, 1)
+
+
 def test_unread_outputs_count_in_a_step_without_sharing() -> None:
     """An output layer of a third of the FLOPs, on a quarter of the positions: 4/3 times as fast."""
     draw = np.random.default_rng(0)

@@ -173,6 +173,17 @@ def uneven(rng: random.Random, num_groups: int) -> list[Pairs]:
     return rollouts
 
 
+def test_fillers_of_segments_are_no_rows() -> None:
+    """Segments that are padded to whole ones: a filler is nobody's."""
+    rollouts, owners = uneven(random.Random(0), 6), [i // 2 for i in range(24)]
+    plain, whole = (
+        build(rollouts, None, TreeOptions(segment_tokens=100, min_gain=0, whole=num), owners)
+        for num in (1, 16)
+    )
+    assert any(not span.rollouts for segment in whole.segments for span in segment.spans)
+    assert Rows.of(whole, owners).inner == Rows.of(plain, owners).inner
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_ordered_losses_hold_up_no_round_where_rounds_are_cut_together(seed: int) -> None:
     """A rank holds no more than it or another would hold alone, and a round besides."""

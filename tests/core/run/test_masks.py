@@ -97,7 +97,7 @@ def test_a_padding_mask_matters_where_routers_count() -> None:
     ("fields", "counts"),
     [
         ({}, False),
-        ({"moe_router_load_balancing_type": "none"}, False),
+        ({"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01}, False),
         ({"moe_aux_loss_coeff": 0.0}, False),
         ({"moe_aux_loss_coeff": 0.01}, True),
         ({"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],

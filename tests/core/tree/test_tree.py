@@ -150,11 +150,11 @@ def test_what_is_behind_the_last_loss_is_not_computed() -> None:
     tokens = [1, 2, 3, 4, 5, 6, 7]
     flags = ([0, 0, 0, 1, 0, 0], [0] * 6, [0, 0, 0, 0, 0, 1])
     rollouts = [as_pairs(tokens[:-1], tokens[1:], one).up_to_loss() for one in flags]
-    assert [one.num_needed for one in rollouts] == [4, 1, 6]
+    assert [one.num_needed for one in rollouts] == [4, 2, 6]
     forest = build(rollouts, options=exact())
     assert (forest.raw_tokens, forest.executed_tokens) == (18, 6)
     ends = [forest.segments[s].spans[n].end for s, n in (path[-1] for path in forest.paths)]
-    assert ends == [4, 1, 6] and forest.first_trained == (3, 0, 5)
+    assert ends == [4, 2, 6] and forest.first_trained == (3, 1, 5)
     assert all(forest.segments[path[-1].segment].scored for path in forest.paths)
 
 
