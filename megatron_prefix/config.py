@@ -119,8 +119,6 @@ class PrefixConfig:
     plan_file: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.align, int) or self.align < 1:
-            raise UserError(f"align is {self.align!r}: give an integer from 1")
         for name, known in CHOICES.items():
             value = getattr(self, name)
             if value not in known and value != self.__dataclass_fields__[name].default:
@@ -128,6 +126,8 @@ class PrefixConfig:
         for name, field in self.__dataclass_fields__.items():
             check_type(name, kinds_of(field), getattr(self, name))
         kernel_parts(self.kernel)
+        if self.align < 1:
+            raise UserError(f"align is {self.align!r}: give an integer from 1")
         self.tree_options(1)
         if not 0 <= self.memory_budget_gb <= MOST_MEMORY_GB:
             raise UserError(

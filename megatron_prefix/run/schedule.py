@@ -445,14 +445,15 @@ def _calls_in_order(plan: Plan, step: Step) -> bool:
 def _schedule(config: PrefixConfig, callbacks: Callbacks) -> PrefixSchedule:
     """One schedule per process and configuration: plans, kernels, pools and reports stay."""
     functions = {
-        name: code_name(function) or function
+        name: code_name(function)
         for name, function in vars(callbacks).items()
         if callable(function)
     }
-    alike = config, *(vars(callbacks) | functions).items()
-    _num_alike[alike] += 1
-    if functions and _num_alike[alike] == 2:
-        logger.warning(NEW_FUNCTION)  # only that: two closures may well mean two things
+    if functions and None not in functions.values():  # what holds no code is not kept here
+        alike = config, *(vars(callbacks) | functions).items()
+        _num_alike[alike] += 1
+        if _num_alike[alike] == 2:
+            logger.warning(NEW_FUNCTION)  # only that: two closures may well mean two things
     return PrefixSchedule(config, callbacks, looks_first=True)
 
 

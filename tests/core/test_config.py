@@ -38,7 +38,7 @@ def test_defaults_are_valid_and_those_of_the_tree() -> None:
         ({"segment_tokens": -1}, "segment_tokens is -1"),
         ({"min_gain": -1}, "min_gain is -1"),
         ({"align": 0}, "align is 0: give an integer from 1"),
-        ({"align": 1.5}, "align is 1.5: give an integer from 1"),
+        ({"align": 1.5}, "align is 1.5: give an integer"),
         ({"align": True}, "align is True: give an integer"),
         ({"align": 64, "chunk_tokens": 63}, "chunk_tokens 63 is below the alignment 64 of spans"),
         ({"run_ahead": True}, "run_ahead is True: give an integer"),
