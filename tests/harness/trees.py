@@ -152,9 +152,10 @@ def trie_size(rollouts: Sequence[Pairs], align: int = 1) -> int:
     seen = set()
     for rollout in rollouts:
         pairs = tuple(zip(rollout.inputs.tolist(), rollout.labels.tolist(), strict=True))
+        pairs = pairs[: rollout.num_needed]
         if rollout.routes is not None:
             routes = map(np.ndarray.tobytes, rollout.routes.astype(int))
-            pairs = tuple(zip(pairs, routes, strict=True))
+            pairs = tuple(zip(pairs, routes, strict=False))
         for position in range(len(pairs)):
             end = (position // align + 1) * align
             seen.add((position, pairs[:end] if end <= len(pairs) else (pairs, "whole")))

@@ -12,7 +12,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.bench.work import GroupShape
 from megatron_prefix.lab.cli.main import make_parser
 from megatron_prefix.lab.cli.training import settings_of
-from megatron_prefix.lab.data.pairs import pairs_of
+from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group, read_groups
 from megatron_prefix.lab.data.shorten import shorten
 from megatron_prefix.lab.models.presets import resolve
@@ -26,10 +26,12 @@ SEED = 1234
 
 
 def tries(groups: Sequence[Group], how: str, *, stock: bool = False) -> int:
-    """What the rollouts of each of two ranks share, and no more: positions of the ranks' tries."""
+    """What the rollouts of each of two ranks share, and no more: positions of the ranks' tries up
+    to the last loss of each."""
     spec, config = resolve("tiny-llama"), PrefixConfig(min_gain=0)
     ranks = deal(groups, spec, Layout(dp=2), config, how, stock=stock, seed=SEED)
-    return sum(trie_size([pairs_of(r) for one in rank for r in one.rollouts]) for rank in ranks)
+    pairs = [pairs_of_groups(rank, tails=False)[0] for rank in ranks]
+    return sum(map(trie_size, pairs))
 
 
 @pytest.mark.parametrize(("how", "baseline"), [("length", "packed"), ("random", "rollout")])
