@@ -2,10 +2,10 @@
 
 Ranks that share experts exchange tokens in every expert layer: a backward returns gradients to the
 ranks whose tokens came in the forward. So segments that run forward together must run backward
-together, on every stage. The F-orders of these ranks are laid side by side, inner segments beside
-inner segments and waves beside waves. The union is one forest, in which a segment has the parents
-that it has on any rank, and its plan is a plan for all ranks. Where a rank has no segment, it gets
-a filler, which is only padding.
+together, on every stage. The F-orders of these ranks are laid side by side, those that others wait
+for beside one another, and so waves and joined segments. The union is one forest, in which a
+segment has the parents that it has on any rank, and its plan is a plan for all ranks. Where a rank
+has no segment, it gets a filler, which is only padding.
 
 What crosses data-parallel ranks comes first, level by level of its trees: the segments that ranks
 compute side by side, then those that they receive, where nothing runs on any rank. Level by level,
@@ -72,6 +72,12 @@ class JointForest:
     def even(self) -> bool:
         """Whether segments that run together are equally long on all ranks."""
         return all(len(set(lengths)) == 1 for lengths in self.lengths)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some pipelines run prompts with their suffixes, and others before them: what the
+        ones run, the others then wait for."""
+        return len({segment.waits for segment in self.union.segments if segment.inner}) == 2
 
 
 def joint_forest(
@@ -156,8 +162,9 @@ def _source(forests: Sequence[Forest], node: _Node) -> int:
 
 
 def _side_by_side(forests: Sequence[Forest]) -> list[_Node]:
-    """Places of the union behind what crosses, in F-order: waves first where some have a wave next
-    and some have not. Ordered forests go round by round, as losses wait for all ranks."""
+    """Places of the union behind what crosses, in F-order: what nobody waits for first where some
+    have such a segment next and some have not. Ordered forests go round by round, as losses wait
+    for all ranks."""
     nodes: list[_Node] = []
     done = [len(forest.exchanges) for forest in forests]
     rounds = [(f.ordered and f.rounds) or (0,) * len(f.segments) for f in forests]
@@ -165,10 +172,10 @@ def _side_by_side(forests: Sequence[Forest]) -> list[_Node]:
         ends = [bisect.bisect(one, number) for one in rounds]
         while any(place < end for place, end in zip(done, ends, strict=True)):
             left = [
-                forest.segments[place].inner if place < end else None
+                forest.segments[place].waits if place < end else None
                 for place, end, forest in zip(done, ends, forests, strict=True)
             ]
-            taken = [inner is (False not in left) for inner in left]
+            taken = [waits is (False not in left) for waits in left]
             nodes.append(tuple(n if take else None for n, take in zip(done, taken, strict=True)))
             done = [n + take for n, take in zip(done, taken, strict=True)]
     return nodes
@@ -209,14 +216,17 @@ def _moved(segment: Segment, new: Mapping[int, int]) -> Segment:
         else span._replace(parent=span.parent._replace(segment=new[span.parent.segment]))
         for span in segment.spans
     )  # fmt: skip
-    return segment._replace(spans=tuple(spans))
+    made = tuple(spans)
+    joined = -1 if segment.joined < 0 else new[segment.joined]
+    return segment._replace(spans=made, joined=joined)
 
 
 def _union(forests: Sequence[Forest], sources: Sequence[int]) -> Iterator[Segment]:
     """Segments at one place as one; spans and rollouts are numbered on from forest to forest."""
     rollouts = [0, *itertools.accumulate(len(forest.num_positions) for forest in forests)]
     before: list[list[int]] = []  # per place and forest the spans of the forests before it
-    for source, *here in zip(sources, *(forest.segments for forest in forests), strict=True):
+    each = zip(sources, *(forest.segments for forest in forests), strict=True)
+    for index, (source, *here) in enumerate(each):
         before.append([0, *itertools.accumulate(len(segment.spans) for segment in here)])
         spans = []
         for number, segment in enumerate(here):
@@ -230,4 +240,7 @@ def _union(forests: Sequence[Forest], sources: Sequence[int]) -> Iterator[Segmen
         inner, scored = (any(flags) for flags in zip(*(s[1:3] for s in here), strict=True))
         trained = [segment.trained for segment in here if segment.trained is not None]
         known = len(trained) == len(here)
-        yield Segment(tuple(spans), inner, scored, sum(trained) if known else None, source)
+        joined = index if any(segment.joined >= 0 for segment in here) else -1
+        yield Segment(
+            tuple(spans), inner, scored, sum(trained) if known else None, source, joined=joined
+        )

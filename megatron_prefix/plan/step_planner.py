@@ -179,12 +179,14 @@ class StepPlanner:
         *,
         common: Common | None = None,
         rows: Rows | None = None,
+        joins: bool = True,
     ) -> Forest:
         """The step's segments, of at most so many positions; see `build`.
 
         `rows`: see `Tries.forest`; they have nothing in common with other data-parallel ranks.
+        `joins`: whether any may be joined.
         """
-        tries = self._cut(self._shared(rollouts, common), length, rollouts, microbatch_of)
+        tries = self._cut(self._shared(rollouts, common), length, rollouts, microbatch_of, joins)
         return tries.forest(microbatch_of=microbatch_of, rows=rows)
 
     def _shared(self, rollouts: Sequence[Pairs], common: Common | None) -> Tries:

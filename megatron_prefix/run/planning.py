@@ -252,10 +252,7 @@ class Planning:
         Raises:
             UserError: ranks that meet would not run the same, or would wait for ever.
         """
-        if rank.experts is None or step.unshared:
-            joint = JointForest.alone(step.forest, step.microbatch_of)
-        else:
-            joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
+        step, joint = self._met(step, rank)
         if step.unshared:
             plan = union = Plan((), ((),) * rank.num_stages, len(rank.models))
             report = StepReport(step.forest, unshared(self.config), plan, union)
@@ -273,6 +270,21 @@ class Planning:
             if report.decision.share:
                 agreement.check_dispatcher(rank.config, joint)
         return report, joint
+
+    def _met(self, step: Step, rank: Rank) -> tuple[Step, JointForest]:
+        """The step's segments beside those of ranks that share experts, all of them with prompts
+        apart if some of them are; all that meet call this."""
+        if rank.experts is None or step.unshared:
+            return step, JointForest.alone(step.forest, step.microbatch_of)
+        joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
+        if joint.mixed and step.samples is not None:  # they are on a first stage, and alone
+            planner = self.planner(rank)
+            length = joint.union.wanted or planner.options.segment_tokens
+            apart = planner.build_at(length, step.samples, step.microbatch_of, joins=False)
+            apart = replace(apart, ordered=rank.ordered, wanted=step.forest.wanted)
+            step = replace(step, forest=apart.all_read() if step.reads_all else apart)
+            joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
+        return step, joint
 
     def _proposed_together(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:
         """The decision of all data-parallel ranks where payloads cross them, as the slowest sets

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.planner import backward_order, loss_ready_after
 from megatron_prefix.tree import Forest, Pairs, Place, Segment, TreeOptions, build
+from megatron_prefix.tree.joining import joined_segments
 from megatron_prefix.tree.nodes import Node, preorder
 from megatron_prefix.tree.packing import Packing
 
@@ -169,14 +170,18 @@ def flat_forest(prefix=4, suffix=2, num=2, num_groups=1, **options) -> Forest:
     return build(rollouts, groups, TreeOptions(**given))
 
 
-def random_forest(rng: random.Random, depth: int = 3) -> Forest:
+def random_forest(rng: random.Random, depth: int = 3, *, joined: bool = False) -> Forest:
     """Segments of random trees, made without tokens: fast, for thousands of plans.
 
     Of few trees or of many, packed under a small or a large budget, or put together at random. Some
     inner spans carry loss, some are chains of chunks, and some rollouts end in them.
+
+    `joined`: with everything that rollouts need in their segment, where there is room.
     """
     roots, first = random_trees(rng, depth)
     options = TreeOptions(segment_tokens=rng.choice((0, 1, 20, 60, 200, 1000)))
+    if joined and (found := joined_segments(roots, first, options, None, 1000)):
+        return Forest(tuple(found), _lengths(roots, len(first)), tuple(first))
     odd = rng.random() < 0.3
     packed = put_together(rng, roots, first) if odd else Packing(roots, first, options).segments
     return Forest(tuple(packed), _lengths(roots, len(first)), tuple(first))

@@ -276,13 +276,16 @@ def longest_segments(joint: JointForest) -> tuple[Segment, ...]:
         return joint.forest.segments
     segments, align = [], max(1, joint.forest.multiple)
     places = zip(joint.union.segments, joint.lengths, joint.spans, strict=True)
-    for segment, lengths, most in places:
+    for index, (segment, lengths, most) in enumerate(places):
         num, parents = max(lengths), segment.parents
         parent = Place(parents[-1], 0) if parents else None
         others = max(0, min(most, num // align) - 1)  # a span is not shorter than the alignment
-        spans = tuple(
-            Span(0, length, length, segment.spans[0].rollouts, parent)
-            for length in (num - others * align, *[align] * others)
+        below = Place(index, 0) if segment.joined >= 0 else parent
+        rollouts = segment.spans[0].rollouts
+        first = num - others * align
+        spans = (
+            Span(0, first, first, rollouts, parent),
+            *[Span(0, align, align, rollouts, below)] * others,
         )
         trained = min(num, segment.num_read)
         segments.append(segment._replace(spans=spans, trained=trained))

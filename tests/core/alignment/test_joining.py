@@ -130,7 +130,14 @@ def test_a_failure_in_the_middle_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    "layout", ["--tp 2 --sequence-parallel --pack-tokens 200", "--dp 2", "--model tiny-moe --tp 2"]
+    "layout",
+    [
+        "--tp 2 --sequence-parallel --pack-tokens 200",
+        "--dp 2",
+        "--model tiny-moe --tp 2",
+        "--model tiny-moe --ep 2 --pack-tokens 200",
+        "--model tiny-deepseek --ep 2 --pack-tokens 200 --segment-tokens 150",
+    ],
 )
 def test_layouts(layout: str) -> None:
     options = "--groups 3 --max-tokens 96 --min-gain 4 --dtype float64 --overlap-grad-reduce"

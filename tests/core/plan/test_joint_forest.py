@@ -22,8 +22,12 @@ from tests.harness.trees import flat_rollouts, random_forest
 
 
 def some(rng: random.Random, num: int) -> tuple[list[Forest], list[list[int]]]:
-    """Forests, one of them without a rollout now and then, and microbatches of some rollouts."""
-    forests = [random_forest(rng) if rng.random() < 0.9 else build([]) for _ in range(num)]
+    """Forests, one of them joined or without a rollout now and then, and microbatches of some
+    rollouts."""
+    forests = [
+        random_forest(rng, joined=rng.random() < 0.4) if rng.random() < 0.9 else build([])
+        for _ in range(num)
+    ]
     microbatches_of = []
     for forest in forests:
         microbatch_of = [number // rng.randint(1, 3) for number in range(len(forest.num_positions))]
@@ -41,7 +45,8 @@ def renumbered(segment: Segment, new: dict[int, int]) -> Segment:
         span._replace(parent=span.parent and Place(new[span.parent.segment], span.parent.number))
         for span in segment.spans
     ]
-    return segment._replace(spans=tuple(spans))
+    joined = -1 if segment.joined < 0 else new[segment.joined]
+    return segment._replace(spans=tuple(spans), joined=joined)
 
 
 def play_together(plans: list[Plan], ready_after: list[list[int]]) -> int:
@@ -138,6 +143,23 @@ def test_the_union_of_like_forests_has_no_fillers() -> None:
     found = joint_forest(forests, [range(8)] * 2)
     assert found.forest == forests[0] and not found.even
     assert joint_forest(forests[:1] * 2, [range(8)] * 2).even
+
+
+def test_joined_segments_run_beside_joined_ones() -> None:
+    """Nobody waits for either; beside prompts that run apart they are told to be mixed."""
+    owners = [number // 2 for number in range(8)]
+    rollouts, groups = flat_rollouts(40, 20, 4, 2)
+    options = TreeOptions(min_gain=1, segment_gain=500, segment_tokens=150, share="batch")
+    apart, joined = (
+        build(rollouts, groups, replace(options, joins=joins), owners) for joins in (False, True)
+    )
+    assert [segment.joined for segment in joined.segments] == [0, 1]
+    found = joint_forest([joined, joined], [owners] * 2)
+    assert found.forest == joined and found.even and not found.mixed
+    assert [segment.joined for segment in found.union.segments] == [0, 1]
+    assert [s.joined for s in longest_segments(found)] == [0, 1]
+    assert not joint_forest([apart, apart], [owners] * 2).mixed
+    assert joint_forest([joined, apart], [owners] * 2).mixed
 
 
 def test_plans_made_apart_hang_together() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ class Cut(NamedTuple):
         limit: bytes that the rank with most may take.
         error: the largest difference of a gradient from the stock schedule's, over the largest
             gradient, in units of what the numerics policy allows.
+        joined: whether prompts run with their suffixes.
     """
 
     wanted: int
@@ -52,6 +54,7 @@ class Cut(NamedTuple):
     saved: float
     limit: float
     error: float
+    joined: bool
 
 
 def batches(second: bool, shapes: tuple[tuple[int, int], ...]) -> list[Any]:
@@ -75,7 +78,7 @@ def counted_collectives() -> list[int]:
     return made
 
 
-def cut(layout: Layout, shapes: tuple[tuple[int, int], ...]) -> list[Cut]:
+def cut(layout: Layout, shapes: tuple[tuple[int, int], ...], **fields: Any) -> list[Cut]:
     """A rank's part of four equal steps."""
     runtime.initialize(layout)
     prediction.LEAST_OVER, step_planner.LEAST_SEGMENT = 0.0, 16
@@ -84,7 +87,8 @@ def cut(layout: Layout, shapes: tuple[tuple[int, int], ...]) -> list[Cut]:
     items = batches(bool(dist.get_rank() % layout.dp), shapes)
     _, wanted = step(get_forward_backward_func(), chunks, items)
     allowed = tolerance(torch.float64, sum(i["tokens"].numel() for i in items), 256, 4)
-    schedule = PrefixSchedule(PrefixConfig(kernel="math", min_gain=0, segment_tokens=256))
+    options: dict[str, Any] = {"min_gain": 0, "segment_tokens": 256, **fields}
+    schedule = PrefixSchedule(PrefixConfig(kernel="math", **options))
     made, found = counted_collectives(), []
     for _ in range(4):
         made[0] = 0
@@ -96,6 +100,7 @@ def cut(layout: Layout, shapes: tuple[tuple[int, int], ...]) -> list[Cut]:
             Cut(
                 report.forest.wanted, max(several), len(report.joint.segments),
                 report.prediction.prefix_seconds, made[0], saved, schedule.memory.limit, error,
+                any(segment.joined >= 0 for segment in report.forest.segments),
             )
         )  # fmt: skip
     runtime.shutdown()
@@ -123,3 +128,15 @@ def test_ranks_that_share_experts_cut_alike(
     if shapes == MEMORY:  # the second rank's limit is both ranks', and no rank needs short ones
         assert {rank.wanted for rank in by_step[-1]} == {256} or layout.pp > 1
         assert fourth.seconds < 0.9 * first.seconds
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_all_join_or_none(long: bool) -> None:
+    """A rank whose microbatches have no room for their prompts keeps the others from joining."""
+    shapes = ((40, 10), (160, 10) if long else (40, 8))
+    joining = functools.partial(cut, min_gain=1, segment_tokens=100)
+    ranks = run_ranks(2, joining, Layout(dp=2, ep=2), shapes)
+    for step_of in zip(*ranks, strict=True):
+        assert [one.joined for one in step_of] == [not long] * 2
+        assert len({one.places for one in step_of}) == 1
+        assert max(one.error for one in step_of) <= 1
