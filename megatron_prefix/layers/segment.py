@@ -41,6 +41,7 @@ class SegmentContext:
         decoded: what the decoder gives, if another rank has computed it: no layer runs then.
         on_decoded: gets what the decoder gives, for other ranks; None if they do not want it.
         between: what one method of a layer leaves for another, by what it is and the layer.
+        joined: whether spans of it continue others of it (tree/joining.py).
     """
 
     index: int
@@ -58,6 +59,7 @@ class SegmentContext:
     decoded: Tensor | None = None
     on_decoded: Callable[[Tensor], None] | None = None
     between: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    joined: bool = False
 
     def capture(self, layer: int, shared: Shared, key: Tensor, value: Tensor) -> None:
         """Puts what an inner segment leaves into the sidecar, once: recomputation calls again."""
@@ -66,6 +68,8 @@ class SegmentContext:
 
     def enter(self, layer: int, *, backward: bool) -> None:
         """Tells the sidecar that a layer runs now, and which will be next."""
+        if self.joined and not backward:
+            return  # all that it reads it makes itself
         self.cache.prefetch(layer, self.index, backward=backward)
         after = layer - 1 if backward else layer + 1
         if after != self.keys_only:

@@ -204,7 +204,7 @@ class Rank(ModelNumbers):
     @property
     def joins(self) -> bool:
         """Whether a span can run in the segment of its parent."""
-        return self.leaves_positions and self.groups.cp.size() == 1
+        return self.leaves_positions
 
     @property
     def static_bytes(self) -> float:

@@ -122,6 +122,7 @@ class _SegmentAttention(torch.autograd.Function):
         if not call.kept:
             context.capture(layer, shared, key, value)
         context.enter(layer, backward=context.backward)
+        mine = keys.runs() if context.joined else None  # which keeps them for its suffixes
         above = []
         for number in range(call.num_levels):
             level = cache.level(context.index, number)
@@ -129,7 +130,7 @@ class _SegmentAttention(torch.autograd.Function):
             runs = context.level_runs[number]
             part = kernel.forward(_selected(query, level.queries), *seen, runs, scale)
             above.append(_spread(part, level.queries, len(query)))
-        parts = [kernel.forward(query, *keys.runs(), own, scale), *above]
+        parts = [kernel.forward(query, *(mine or keys.runs()), own, scale), *above]
         out, lse = with_sink(*merge(parts), sink)
         context.leave(layer, backward=False)
         ctx.call, ctx.aux, ctx.num_weights = call, [part.aux for part in parts], len(weights)
@@ -148,8 +149,8 @@ class _SegmentAttention(torch.autograd.Function):
         query_grad, *gradients = kernel.backward(
             out_grad, query, *keys.runs(), out, lse, ctx.aux[0], own, scale
         )
-        keys.send((gradients[0], gradients[1]))
-        del gradients  # perhaps of all ranks' keys; `take` returns those of this rank's
+        if not context.joined:
+            keys.send((gradients.pop(0), gradients.pop(0)))  # perhaps of all ranks' keys
         sums: list[Tensor | None] = [None] * ctx.num_weights
         for number, level_aux in enumerate(ctx.aux[1:]):
             level = cache.level(context.index, number)
@@ -165,6 +166,8 @@ class _SegmentAttention(torch.autograd.Function):
             sent, of_weights = pull((seen_grads[0], seen_grads[1]))
             sums = [*map(_sum, sums, of_weights)]
             cache.add(layer, context.index, level, sent)
+        if context.joined:  # with what its suffixes have sent
+            keys.send((gradients.pop(0), gradients.pop(0)))
         key_grad, value_grad = keys.take()
         key_grad, value_grad = key_grad.to(key.dtype), value_grad.to(value.dtype)
         call.returned(key_grad, value_grad)

@@ -204,7 +204,7 @@ class Executor:
             backward, None if backward else stage.offloads.get(index), stage.wanted_next,
             stage.hooks.keys_only if unread else None,
             self._inputs.read(index, stage.moves_labels) if scored else None, stage.moves_labels,
-            *((None, None) if final is None else final.of(index)),
+            *((None, None) if final is None else final.of(index)), joined=segment.joined >= 0,
         )  # fmt: skip
 
     def _forward(self, action: Action, stage: Stage) -> None:

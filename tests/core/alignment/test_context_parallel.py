@@ -24,10 +24,12 @@ from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import assert_close
-from megatron_prefix.lab.rl import passes
+from megatron_prefix.lab.rl import loss, passes
+from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.rl.batches import on_cp_rank
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
+from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs, TreeOptions, build, cp_layout, trees
@@ -306,3 +308,27 @@ def test_a_sidecar_on_the_host_is_refused(capsys: pytest.CaptureFixture[str]) ->
     assert main(["align", "--rollouts", str(BUNDLED), *arguments.split()]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and "cache_host_layers is for whole sequences" in captured.err
+
+
+def joined(reduce: str) -> tuple[list[int], float, float]:
+    """One rank of two: which segments are joined, and bytes of the sidecar, predicted and held."""
+    layout = Layout(cp=2)
+    runtime.initialize(layout)
+    chunks = build_model(spec(), layout=layout, dtype="float64")
+    config = PrefixConfig(kernel="math", min_gain=1, cp_reduce=reduce)  # type: ignore[arg-type]
+    baseline = Baseline("packed", 200)
+    mine, least = align.of_this_rank(spec(), layout, DATA["tree"], config, baseline, 0)
+    items = align.made(mine, baseline, layout.alignment, least, 0)
+    schedule = PrefixSchedule(config, Callbacks(loss.trained))
+    passes.run(schedule, loss.forward_step(loss.GrpoConfig()), chunks, items)
+    report: Any = schedule.report
+    runtime.shutdown()
+    found = [segment.joined for segment in report.forest.segments]
+    return found, report.memory.cache_peak, report.cache_bytes
+
+
+@pytest.mark.parametrize("reduce", ["wave", "segment"])
+def test_what_joined_segments_keep_is_predicted(reduce: str) -> None:
+    for found, predicted, held in run_ranks(2, joined, reduce):
+        assert found == [0]
+        assert predicted == pytest.approx(held, rel=1e-9)

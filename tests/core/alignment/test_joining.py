@@ -137,6 +137,9 @@ def test_a_failure_in_the_middle_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
         "--model tiny-moe --tp 2",
         "--model tiny-moe --ep 2 --pack-tokens 200",
         "--model tiny-deepseek --ep 2 --pack-tokens 200 --segment-tokens 150",
+        "--model tiny-qwen3 --cp 2 --pack-tokens 200 --cp-reduce wave --recompute full",
+        "--model tiny-qwen3 --cp 2 --pack-tokens 200 --cp-reduce segment --segment-tokens 250",
+        "--model tiny-deepseek --cp 2 --ep 2 --pack-tokens 200",
     ],
 )
 def test_layouts(layout: str) -> None:
