@@ -147,7 +147,7 @@ def run(model: str, layout: Layout, seeds: list[int], timeout_s: float = 240.0) 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_random_steps_are_the_stock_schedules(model: str) -> None:
-    assert run(model, MODELS[model][2][0], [*range(rounds(3, 50))]) == []
+    assert run(model, MODELS[model][2][0], [*range(rounds(2, 50))]) == []
 
 
 def received(bytes_per_second: float) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -82,21 +85,40 @@ def gradients(schedule: Any, model: Any, items: list[Any]) -> dict[str, torch.Te
     return found
 
 
-def run(
-    config: PrefixConfig, layout: Layout, spoil: Callable[[], None], num_steps: int = 2
-) -> tuple[list[str], float, int]:
-    """A rank's part of some steps: why nothing crossed in each, or what it raised; how long that
-    took; and the positions received in the last one. Gradients are stock's."""
+Found = tuple[list[str], float, int]
+Spoil = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def run(config: PrefixConfig, layout: Layout, spoil: Spoil, num_steps: int = 2) -> Found:
+    """A rank's part of some steps; see `steps_of`."""
+    return run_each(config, layout, [spoil], num_steps)[0]
+
+
+def run_each(
+    config: PrefixConfig, layout: Layout, spoils: Sequence[Spoil], num_steps: int = 2
+) -> list[Found]:
+    """A rank's part of some steps, spoilt in one way after the other."""
     runtime.initialize(layout)
     Communicator.measured = lambda _: 1e15  # type: ignore[method-assign]  # the rank's own process
     model = small_model(dtype=torch.float64, layout=layout)
     number = dist.get_rank() // layout.tp % layout.dp
     items = step_of(number, prompts=4)
     stock = gradients(stock_schedule(), model, items)
-    spoil()
+    found = []
+    for spoil in spoils:
+        with spoil():
+            found.append(steps_of(config, model, items, stock, num_steps))
+    return found
+
+
+def steps_of(
+    config: PrefixConfig, model: Any, items: list[Any], stock: dict[str, torch.Tensor], num: int
+) -> Found:
+    """Why nothing crossed in each step, or what it raised; how long that took; and the positions
+    received in the last one. Gradients are stock's."""
     schedule = PrefixSchedule(config)
     begin, said = time.monotonic(), []
-    for _ in range(num_steps):
+    for _ in range(num):
         try:
             ours = gradients(schedule, model, items)
         except (StepFailed, KeyError) as error:
@@ -109,8 +131,8 @@ def run(
     return said, time.monotonic() - begin, crossed.received_tokens if crossed else 0
 
 
-def nothing() -> None:
-    """Spoils nothing."""
+nothing = contextlib.nullcontext
+"""Spoils nothing."""
 
 
 def test_prompts_cross_by_default_in_mode_auto() -> None:
@@ -126,8 +148,8 @@ def test_each_rank_is_alone_where_nothing_is_in_common() -> None:
     assert [said for said, *_ in ranks] == [[NOTHING] * 2] * 2
 
 
-def slow_messages() -> None:
-    Communicator.measured = lambda _: 1.0  # type: ignore[method-assign]
+def slow_messages() -> contextlib.AbstractContextManager[Any]:
+    return mock.patch.object(Communicator, "measured", return_value=1.0)
 
 
 def test_each_rank_is_alone_where_the_slowest_would_not_be_sooner() -> None:
@@ -154,14 +176,11 @@ def test_ranks_ask_again_after_a_while() -> None:
         assert said[2:] == [RESTS] * 2
 
 
-def failing(module: Any, name: str) -> Callable[[], None]:
+def failing(module: Any, name: str) -> Spoil:
     """Spoils one rank: a function raises there."""
-
-    def spoil() -> None:
-        if dist.get_rank() == FAILS:
-            setattr(module, name, _raise)
-
-    return spoil
+    return lambda: (
+        mock.patch.object(module, name, _raise) if dist.get_rank() == FAILS else nothing()
+    )
 
 
 def _raise(*_: Any, **__: Any) -> None:
@@ -176,10 +195,17 @@ PLACES = {
 }
 
 
+@functools.cache
+def spoilt(layout: Layout) -> list[list[Found]]:
+    """Of every rank what it found with each of the places spoilt."""
+    spoils = [failing(*place) for place in PLACES.values()]
+    return run_ranks(layout.world_size, run_each, AUTO, layout, spoils)
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, tp=2), Layout(dp=2, pp=2)])
 def test_one_rank_that_fails_to_decide_leaves_each_alone(place: str, layout: Layout) -> None:
-    ranks = run_ranks(layout.world_size, run, AUTO, layout, failing(*PLACES[place]))
+    ranks = [found[[*PLACES].index(place)] for found in spoilt(layout)]
     first = [said for said, *_ in ranks if said[0]]
     assert len(first) == layout.dp * layout.tp, "first stages know"
     assert all("rank 1: KeyError: 'spoiled'" in one for said in first for one in said)
@@ -196,7 +222,7 @@ def test_with_on_all_ranks_end_with_its_reason(place: str) -> None:
     assert max(other[1], failed[1]) < SOON_S
 
 
-def failing_behind_the_forecast() -> None:
+def failing_behind_the_forecast() -> contextlib.AbstractContextManager[Any]:
     """Spoils one rank: its proposal raises when ranks have agreed that payloads cross."""
     stock, calls = planning.Planning.proposed, []
 
@@ -204,8 +230,8 @@ def failing_behind_the_forecast() -> None:
         calls.append(args)
         return stock(*args, **options) if len(calls) % 2 else _raise()
 
-    if dist.get_rank() == FAILS:
-        planning.Planning.proposed = proposed  # type: ignore[method-assign]
+    fails = dist.get_rank() == FAILS
+    return mock.patch.object(planning.Planning, "proposed", proposed) if fails else nothing()
 
 
 def test_a_rank_that_fails_to_plan_what_crosses_ends_the_step_of_all() -> None:
