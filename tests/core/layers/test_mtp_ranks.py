@@ -68,7 +68,7 @@ def test_reductions_during_backwards(pp: int, tied: bool) -> None:
     none, is waited for."""
     model = {"mtp_num_layers": 1, "tie_embeddings": tied}
     job = Job(layout=Layout(pp=pp, dp=2), model=model)
-    expected, found = job.on_ranks("SSS", False, trees), job.on_ranks("PPP", True, trees)
+    expected, found = job.runs(trees, ("SSS", False), ("PPP", True))
     for ours, stock in zip(found, expected, strict=True):
         for parameter, value in stock.parameters.items():
             assert_close(ours.parameters[parameter], value, 3000, what=parameter)
