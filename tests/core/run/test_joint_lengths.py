@@ -55,8 +55,8 @@ class Cut(NamedTuple):
 
 
 def batches(second: bool, shapes: tuple[tuple[int, int], ...]) -> list[Any]:
-    """Six groups of four, two rollouts a microbatch."""
-    rollouts, _ = flat_rollouts(*shapes[second], 4, 6)
+    """Four groups of four, two rollouts a microbatch."""
+    rollouts, _ = flat_rollouts(*shapes[second], 4, 4)
     starts = range(0, len(rollouts), 2)
     return [steps.microbatch(rollouts[start : start + 2], 0, start) for start in starts]
 
