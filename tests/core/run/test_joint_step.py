@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,8 @@ from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract, microbatch
 
 AUTO = PrefixConfig(mode="auto", min_gain=0, min_speedup=0.01, kernel="math")
+TOLD = replace(AUTO, mode="on", across_ranks="auto")
+"""In mode "on" it is asked for."""
 SOON_S = 60.0
 FAILS = 1
 """The rank that fails."""
@@ -91,13 +94,13 @@ Spoil = Callable[[], contextlib.AbstractContextManager[Any]]
 
 def run(config: PrefixConfig, layout: Layout, spoil: Spoil, num_steps: int = 2) -> Found:
     """A rank's part of some steps; see `steps_of`."""
-    return run_each(config, layout, [spoil], num_steps)[0]
+    return run_each(layout, [(config, spoil)], num_steps)[0]
 
 
 def run_each(
-    config: PrefixConfig, layout: Layout, spoils: Sequence[Spoil], num_steps: int = 2
+    layout: Layout, ways: Sequence[tuple[PrefixConfig, Spoil]], num_steps: int = 2
 ) -> list[Found]:
-    """A rank's part of some steps, spoilt in one way after the other."""
+    """A rank's part of some steps, by one configuration and spoilt in one way after the other."""
     runtime.initialize(layout)
     Communicator.measured = lambda _: 1e15  # type: ignore[method-assign]  # the rank's own process
     model = small_model(dtype=torch.float64, layout=layout)
@@ -105,7 +108,7 @@ def run_each(
     items = step_of(number, prompts=4)
     stock = gradients(stock_schedule(), model, items)
     found = []
-    for spoil in spoils:
+    for config, spoil in ways:
         with spoil():
             found.append(steps_of(config, model, items, stock, num_steps))
     return found
@@ -136,11 +139,13 @@ nothing = contextlib.nullcontext
 
 
 def test_prompts_cross_by_default_in_mode_auto() -> None:
-    ranks = run_ranks(2, run, AUTO, Layout(dp=2), nothing)
-    assert [said for said, *_ in ranks] == [["", ""]] * 2
-    assert sum(received for *_, received in ranks) >= 4 * 390
-    for config in (replace(AUTO, across_ranks="off"), replace(AUTO, mode="on")):
-        assert [one[2] for one in run_ranks(2, run, config, Layout(dp=2), nothing)] == [0, 0]
+    configs = AUTO, TOLD, replace(AUTO, across_ranks="off"), replace(AUTO, mode="on")
+    found = run_ranks(2, run_each, Layout(dp=2), [(config, nothing) for config in configs])
+    auto, told, *others = zip(*found, strict=True)
+    for ranks in (auto, told):
+        assert [said for said, *_ in ranks] == [["", ""]] * 2
+        assert sum(received for *_, received in ranks) >= 4 * 390
+    assert [[one[2] for one in other] for other in others] == [[0, 0]] * 2
 
 
 def test_each_rank_is_alone_where_nothing_is_in_common() -> None:
@@ -153,8 +158,9 @@ def slow_messages() -> contextlib.AbstractContextManager[Any]:
 
 
 def test_each_rank_is_alone_where_the_slowest_would_not_be_sooner() -> None:
-    for said, *_ in run_ranks(2, run, AUTO, Layout(dp=2), slow_messages):
-        assert all(one.startswith(SLOWER) for one in said)
+    ways = [(config, slow_messages) for config in (AUTO, TOLD)]
+    for said, _, received in itertools.chain(*run_ranks(2, run_each, Layout(dp=2), ways)):
+        assert all(one.startswith(SLOWER) for one in said) and not received
 
 
 def test_each_rank_is_alone_where_one_would_take_too_much_memory() -> None:
@@ -198,8 +204,8 @@ PLACES = {
 @functools.cache
 def spoilt(layout: Layout) -> list[list[Found]]:
     """Of every rank what it found with each of the places spoilt."""
-    spoils = [failing(*place) for place in PLACES.values()]
-    return run_ranks(layout.world_size, run_each, AUTO, layout, spoils)
+    ways = [(AUTO, failing(*place)) for place in PLACES.values()]
+    return run_ranks(layout.world_size, run_each, layout, ways)
 
 
 @pytest.mark.parametrize("place", PLACES)
