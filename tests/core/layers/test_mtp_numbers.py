@@ -18,10 +18,6 @@ from tests.core.plan.test_peak_memory import SHAPES, VOCAB, counted
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 
-FEW = SHAPES[0], SHAPES[3], SHAPES[-1]
-"""A prompt, one in chunks, and several in shorter segments; tests/core/plan/test_peak_memory.py has
-all."""
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _rank() -> Iterator[None]:
@@ -35,7 +31,7 @@ def test_saved_bytes_are_those_that_were_predicted(name: str, recompute: str) ->
     spec = dict(num_layers=3, mtp_num_layers=1)
     options: dict[str, Any] = dict(vocab=VOCAB, spec=spec, dtype=torch.float32)
     model = small_model(name, recompute=recompute, **options)
-    for shape in FEW:
+    for shape in SHAPES:
         for memory in ("retain", "recompute"):
             saved, cache, predicted = counted(model, shape, memory)
             assert predicted.cache_peak == cache, shape
