@@ -87,19 +87,31 @@ def run_cases(layout: Layout, cases: dict[str, Case]) -> dict[str, str]:
 
 def _run(case: Case, layout: Layout) -> str:
     groups, vocab = rollouts_of(case.shape)
-    chunks = build_chunks(case, layout, vocab)
     if case.contract is None:
+        chunks = shared_chunks(case, layout, vocab)
         verdict = align.over_ranks(
             align.align(chunks, groups, case.config(layout), multiple=layout.alignment)
         )
         shared = verdict.executed_tokens < verdict.raw_tokens
         return "; ".join(verdict.failures) if shared else "nothing was shared"
-    items = microbatches(groups)
+    chunks, items = build_chunks(case, layout, vocab), microbatches(groups)
     for chunk in chunks:
         case.contract.configure(chunk)
     expected = run_step(get_forward_backward_func(), case.contract, chunks, items)
     found = run_step(PrefixSchedule(case.config(layout)), case.contract, chunks, items)
     return difference(expected, found, chunks, sum(item["tokens"].numel() for item in items))
+
+
+SHARED: dict[str, list[Any]] = {}
+"""Of a rank's process."""
+
+
+def shared_chunks(case: Case, layout: Layout, vocab: int) -> list[Any]:
+    """Cases that differ in the prefix schedule alone have one model, and one stock step of it."""
+    kind = repr((case.shape, case.model, case.recompute, case.overrides))
+    if kind not in SHARED:
+        SHARED[kind] = build_chunks(case, layout, vocab)
+    return SHARED[kind]
 
 
 def build_chunks(case: Case, layout: Layout, vocab: int) -> list[Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from megatron_prefix.lab.cli.main import VERBS, make_parser
-from tests.harness.command_line import BUNDLED, command
+from tests.harness.command_line import BUNDLED, forked
 from tests.harness.data import REPOSITORY
 
 PACKAGE = REPOSITORY / "megatron_prefix"
@@ -221,7 +221,7 @@ def test_the_readme_is_short() -> None:
 
 def test_the_quick_starts_tokens_are_what_it_counts(tmp_path: Path) -> None:
     """They depend on the rollouts only, so a smaller model counts them."""
-    done = command(
+    done = forked(
         "train", BUNDLED, "--set", "num_layers=1", "--steps", "4", "--json", "--output",
         str(tmp_path / "run"),
     )  # fmt: skip

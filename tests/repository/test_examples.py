@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from megatron_prefix.lab.numerics import tolerance
+from megatron_prefix.run.step_run import StepRun
 from tests.harness.data import BUNDLED, REPOSITORY
+from tests.harness.ranks import run_ranks
 
 LOOP = REPOSITORY / "examples" / "existing_megatron_loop.py"
-# Runs a script, and says at its end how many positions the prefix schedule computed.
-COUNTED = """\
-import runpy, sys
-from megatron_prefix.lab.platforms import cpu
-cpu.enable()
-from megatron_prefix.run.step_run import StepRun
-run, counts = StepRun.run, []
-def counting(self, *arguments):
-    forest = self._step.forest
-    counts.append((forest.raw_tokens, forest.executed_tokens))
-    return run(self, *arguments)
-StepRun.run = counting
-runpy.run_path(sys.argv[1], run_name="__main__")
-print("positions", *counts)
-"""
+
+
+def counted(script: Path) -> tuple[str, list[tuple[int, int]]]:
+    """A rank's part: what a script prints, and how many positions the prefix schedule had and
+    computed in each step."""
+    run, counts = StepRun.run, []
+
+    def counting(self: StepRun, *arguments: Any) -> Any:
+        forest = self._step.forest
+        counts.append((forest.raw_tokens, forest.executed_tokens))
+        return run(self, *arguments)
+
+    StepRun.run = counting  # in this process only
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(script), run_name="__main__")
+    return out.getvalue(), counts
 
 
 def run(name: str, *arguments: str) -> str:
@@ -102,18 +109,11 @@ def test_sharing_is_a_change_of_one_line_and_the_losses_stay(tmp_path: Path):
     assert sum(before != after for before, after in lines) == 1
     steps = []
     for script in (LOOP, changed):
-        done = subprocess.run(
-            [sys.executable, "-c", COUNTED, str(script)],
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
-        *told, counts = done.stdout.splitlines()
-        steps.append([[float(x) for x in re.findall(r"\d+\.\d+", line)] for line in told])
+        [(told, counts)] = run_ranks(1, counted, script)
+        lines = told.splitlines()
+        steps.append([[float(x) for x in re.findall(r"\d+\.\d+", line)] for line in lines])
     # 8 rollouts of 159 positions share 119 of them.
-    assert counts == "positions" + " (1272, 439)" * 3
+    assert counts == [(1272, 439)] * 3
     stock, shared = steps
     assert [len(step) for step in stock] == [2, 2, 2]
     for before, after in zip(stock, shared, strict=True):

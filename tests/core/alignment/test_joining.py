@@ -13,7 +13,7 @@ from megatron_prefix.megatron.install import installed
 from megatron_prefix.sidecar.arena import Arena
 from tests.core.alignment.test_hybrid_memory import step
 from tests.harness import hybrid, steps
-from tests.harness.command_line import BUNDLED, command
+from tests.harness.command_line import BUNDLED, forked
 from tests.harness.failures import Countdown, Fault
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank, small_model
@@ -146,5 +146,5 @@ def test_layouts(layout: str) -> None:
     options = "--groups 3 --max-tokens 96 --min-gain 4 --dtype float64 --overlap-grad-reduce"
     if "--sequence-parallel" not in layout and "--tp" in layout:
         layout += " --sequence-parallel"
-    done = command("align", "--rollouts", BUNDLED, *f"{options} {layout}".split())
+    done = forked("align", "--rollouts", BUNDLED, *f"{options} {layout}".split())
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ changes gradients by as much as the loss itself.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -32,9 +33,12 @@ from megatron_prefix.moe import tokens
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.moe.ledger import RouterLedger
 from megatron_prefix.moe.span_sums import SpanSums
+from megatron_prefix.moe.versions import forget_logged_losses
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import build, trees
+from tests.harness.cases import run_cases
 from tests.harness.ranks import run_ranks
+from tests.harness.stock_once import stock_once
 
 VOCAB = 64
 SP = {"sequence_parallel": True}
@@ -259,39 +263,55 @@ class Forgetful(PrefixSchedule):
         return super().__call__(**arguments)
 
 
-def aligned(case: Case) -> align.Alignment:
-    """The verdict of fresh processes; every data-parallel rank has groups of its own."""
+MODELS: dict[str, list[Any]] = {}
+"""Of a rank's process."""
 
-    def on_rank() -> align.Alignment:
-        runtime.initialize(case.layout)
+
+def chunks_of(case: Case) -> list[Any]:
+    """The model; cases that differ in the prefix schedule alone have one, and the stock schedule's
+    step of it."""
+    across = case.prefix.across_ranks == "on"
+    kind = repr(replace(case, prefix=ACROSS if across else JOINED))
+    if kind not in MODELS:
         experts = 8 if "moe_router_num_groups" in case.config else 4
         fields = {"num_layers": 2, "num_moe_experts": experts, **case.spec}
-        spec = resolve("tiny-moe", **fields).with_vocab(VOCAB)
-        chunks = build_model(
-            spec,
+        MODELS[kind] = build_model(
+            resolve("tiny-moe", **fields).with_vocab(VOCAB),
             layout=case.layout,
             dtype="float64",
             recompute=case.recompute,
             config_overrides=case.config,
         )
-        align.PrefixSchedule = Forgetful  # in this process only
-        number = align.data_rank()
-        if case.prefix.across_ranks == "on":
-            mine = scattered(groups(case.flat, 0), number, even=case.even or case.layout.ep > 1)
-        else:
-            mine = groups(case.flat or (case.uneven and number % 2 == 1), number)
-        multiple = case.layout.alignment
-        return align.over_ranks(align.align(chunks, mine, case.prefix, multiple=multiple))
+    return MODELS[kind]
 
-    return run_ranks(case.layout.world_size, on_rank)[0]
+
+def compare(case: Case, layout: Layout) -> str:
+    """What differs, a line each; every data-parallel rank has groups of its own."""
+    align.PrefixSchedule = Forgetful  # in this process only
+    forget_logged_losses()  # of the case before
+    number = align.data_rank()
+    if case.prefix.across_ranks == "on":
+        mine = scattered(groups(case.flat, 0), number, even=case.even or layout.ep > 1)
+    else:
+        mine = groups(case.flat or (case.uneven and number % 2 == 1), number)
+    found = align.align(chunks_of(case), mine, case.prefix, multiple=layout.alignment)
+    verdict = align.over_ranks(found)
+    assert verdict.passed == (verdict.failures == ())
+    assert verdict.executed_tokens < verdict.raw_tokens
+    return "\n".join(verdict.failures)
+
+
+@functools.cache
+def outcome(layout: Layout) -> list[dict[str, str]]:
+    """What every rank says of every case of a layout."""
+    cases = {name: case for name, case in CASES.items() if case.layout == layout}
+    return run_ranks(layout.world_size, stock_once()(run_cases), layout, cases, compare)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_that_of_the_stock_schedule(name):
-    verdict = aligned(CASES[name])
-    assert verdict.failures == ()
-    assert verdict.passed
-    assert verdict.executed_tokens < verdict.raw_tokens
+    for rank, found in enumerate(outcome(CASES[name].layout)):
+        assert not found[name], f"rank {rank}: {found[name]}"
 
 
 def once(rows: Any, *place: int) -> list[np.ndarray]:
@@ -351,15 +371,29 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_wrong_count_is_seen(mistake, monkeypatch):
+def compare_wrong(mistake: str, layout: Layout) -> str:
+    """What differs in a case with a mistake."""
     name, where, wrong = MISTAKES[mistake]
-    monkeypatch.setattr(f"megatron_prefix.moe.{where}", wrong)
-    verdict = aligned(CASES[name])
-    assert not verdict.passed
-    biased = any("expert_bias" in line for line in verdict.failures)
-    logged = any(line.split(": ")[-2].endswith("loss") for line in verdict.failures)
-    gradients = any("gradient of" in line for line in verdict.failures)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"megatron_prefix.moe.{where}", wrong)
+        return compare(CASES[name], layout)
+
+
+@functools.cache
+def wrong_outcome(layout: Layout) -> dict[str, str]:
+    """What the first rank says of every mistake in a layout."""
+    mistakes = {m: m for m, (name, *_) in MISTAKES.items() if CASES[name].layout == layout}
+    return run_ranks(layout.world_size, stock_once()(run_cases), layout, mistakes, compare_wrong)[0]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_count_is_seen(mistake):
+    found = wrong_outcome(CASES[MISTAKES[mistake][0]].layout)[mistake]
+    assert found and "Traceback" not in found, found
+    failures = found.splitlines()
+    biased = any("expert_bias" in line for line in failures)
+    logged = any(line.split(": ")[-2].endswith("loss") for line in failures)
+    gradients = any("gradient of" in line for line in failures)
     assert biased if mistake.startswith("bias") else logged and gradients
 
 

@@ -66,11 +66,19 @@ class Job(NamedTuple):
 
     def on_ranks(self, turns: str, overlaps: bool, data: Callable[..., Any]) -> list[Found]:
         """Steps by the stock schedule (S) and ours (P); `data` gives a rank's groups by step."""
-        return run_ranks(self.layout.world_size, self.take, turns, overlaps, data)
+        return self.runs(data, (turns, overlaps))[0]
+
+    def runs(self, data: Callable[..., Any], *runs: tuple[str, bool]) -> list[list[Found]]:
+        """Several runs of the same ranks, each as `on_ranks`."""
+
+        def on_rank() -> list[Found]:
+            runtime.initialize(self.layout)
+            return [self.take(turns, overlaps, data) for turns, overlaps in runs]
+
+        return [[*found] for found in zip(*run_ranks(self.layout.world_size, on_rank), strict=True)]
 
     def take(self, turns: str, overlaps: bool, data: Callable[..., Any]) -> Found:
-        """One rank's part."""
-        runtime.initialize(self.layout)
+        """One rank's part of a run."""
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -162,8 +170,7 @@ JOBS: dict[str, tuple[Job, Callable[..., Any]]] = {
 @pytest.mark.parametrize("name", JOBS)
 def test_overlapped_steps_are_exact_and_early(name: str) -> None:
     job, data = JOBS[name]
-    expected = job.on_ranks("SSSSS", False, data)
-    found = job.on_ranks("PPSPP", True, data)
+    expected, found = job.runs(data, ("SSSS", False), ("PPSP", True))
     dtype = torch.float32 if "distributed" in name else torch.float64
     for ours, stock in zip(found, expected, strict=True):
         for parameter, value in stock.parameters.items():
@@ -177,7 +184,7 @@ def test_overlapped_steps_are_exact_and_early(name: str) -> None:
     first_stages = found[: len(found) // job.layout.pp]
     for ours in first_stages:
         assert ours.watched[0].num > 3, "one bucket"
-        step = ours.watched[4]
+        step = ours.watched[3]
         assert step.early >= step.num - 1, "only the embedding's bucket is last"
         if job.layout.vpp > 1:
             assert step.order[0] == step.num - 1, "the last chunk is the first to end"
@@ -244,8 +251,8 @@ def thawing(number: int, _: int, chunks: Sequence[Any]) -> Iterator[None]:
 
 
 def test_weights_that_got_no_gradient_before_are_waited_for() -> None:
-    found = Job(around=thawing).on_ranks("PPPP", True, flat)
-    for one, wanted in zip(found, Job(around=thawing).on_ranks("PPPP", False, flat), strict=True):
+    found, plain = Job(around=thawing).runs(flat, ("PPPP", True), ("PPPP", False))
+    for one, wanted in zip(found, plain, strict=True):
         waited = [step.num - step.inside for step in one.watched]
         assert waited[0] == one.watched[0].num > waited[1] == waited[2] > waited[3] == 0
         assert not any(step.late for step in one.watched)
@@ -268,7 +275,7 @@ def test_frozen_weights_are_not_taken_for_unread_ones(name: str) -> None:
         yield
 
     job = Job(around=around)
-    found, wanted = (job.on_ranks("PPPP", overlaps, flat) for overlaps in (True, False))
+    found, wanted = job.runs(flat, ("PPPP", True), ("PPPP", False))
     for one, other in zip(found, wanted, strict=True):
         assert not any(step.late for step in one.watched)
         for parameter, value in other.parameters.items():
@@ -302,7 +309,7 @@ def passes_alone() -> list[bool]:
 def test_data_parallel_ranks_take_one_schedule() -> None:
     """The stock schedule reduces in another order."""
     job = Job(prefix=PrefixConfig(min_gain=0, mode="auto", min_speedup=1.01))
-    overlapped, plain = (job.on_ranks("PP", overlaps, alone) for overlaps in (True, False))
+    overlapped, plain = job.runs(alone, ("PP", True), ("PP", False))
     assert [one.shared for one in overlapped] == [[False, False]] * 2
     assert [one.shared for one in plain] == [[False, True], [True, False]]
 

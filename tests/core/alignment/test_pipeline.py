@@ -13,6 +13,7 @@ from megatron_prefix.tree import build, trees
 from tests.harness.pipelines import SHAPES, Case, rollouts_of, run_cases
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract
+from tests.harness.stock_once import stock_once
 
 LAYOUTS = {
     "pp2": Layout(pp=2),
@@ -39,7 +40,6 @@ CASES = {
         "memory recompute": Case("uneven-groups", prefix={"memory": "recompute"}, overrides=FREED),
         "sidecar on the host": Case("chunked-prefix", prefix={"cache_host_layers": 1}),
         "chunks auto": Case("chunked-prefix", prefix={"chunk_tokens": "auto"}),
-        "one tree": Case("several-groups"),
         "equal lengths": Case("several-groups", overrides={"variable_seq_lengths": False}),
         "per token": Case("two-level-tree", contract=Contract(per_token=True)),
         "scaled": Case("uneven-groups", contract=Contract(scale=8.0)),
@@ -111,7 +111,7 @@ def test_segments_of_several_trees_are_among_the_cases(
 def outcome(layout: str) -> list[dict[str, str]]:
     """What every rank says of every case of a layout."""
     made = LAYOUTS[layout]
-    return run_ranks(made.world_size, run_cases, made, CASES[layout], timeout_s=900)
+    return run_ranks(made.world_size, stock_once()(run_cases), made, CASES[layout], timeout_s=900)
 
 
 @pytest.mark.parametrize(

@@ -64,11 +64,11 @@ def test_row(name: str) -> None:
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("tied", [True, False])
 def test_reductions_during_backwards(pp: int, tied: bool) -> None:
-    """Five steps, also of the optimizer; the output layer, which may get a row of this loss or
+    """Three steps, also of the optimizer; the output layer, which may get a row of this loss or
     none, is waited for."""
     model = {"mtp_num_layers": 1, "tie_embeddings": tied}
     job = Job(layout=Layout(pp=pp, dp=2), model=model)
-    expected, found = job.on_ranks("SSSSS", False, trees), job.on_ranks("PPPPP", True, trees)
+    expected, found = job.runs(trees, ("SSS", False), ("PPP", True))
     for ours, stock in zip(found, expected, strict=True):
         for parameter, value in stock.parameters.items():
             assert_close(ours.parameters[parameter], value, 3000, what=parameter)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -33,6 +37,8 @@ from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract, microbatch
 
 AUTO = PrefixConfig(mode="auto", min_gain=0, min_speedup=0.01, kernel="math")
+TOLD = replace(AUTO, mode="on", across_ranks="auto")
+"""In mode "on" it is asked for."""
 SOON_S = 60.0
 FAILS = 1
 """The rank that fails."""
@@ -82,21 +88,40 @@ def gradients(schedule: Any, model: Any, items: list[Any]) -> dict[str, torch.Te
     return found
 
 
-def run(
-    config: PrefixConfig, layout: Layout, spoil: Callable[[], None], num_steps: int = 2
-) -> tuple[list[str], float, int]:
-    """A rank's part of some steps: why nothing crossed in each, or what it raised; how long that
-    took; and the positions received in the last one. Gradients are stock's."""
+Found = tuple[list[str], float, int]
+Spoil = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def run(config: PrefixConfig, layout: Layout, spoil: Spoil, num_steps: int = 2) -> Found:
+    """A rank's part of some steps; see `steps_of`."""
+    return run_each(layout, [(config, spoil)], num_steps)[0]
+
+
+def run_each(
+    layout: Layout, ways: Sequence[tuple[PrefixConfig, Spoil]], num_steps: int = 2
+) -> list[Found]:
+    """A rank's part of some steps, by one configuration and spoilt in one way after the other."""
     runtime.initialize(layout)
     Communicator.measured = lambda _: 1e15  # type: ignore[method-assign]  # the rank's own process
     model = small_model(dtype=torch.float64, layout=layout)
     number = dist.get_rank() // layout.tp % layout.dp
     items = step_of(number, prompts=4)
     stock = gradients(stock_schedule(), model, items)
-    spoil()
+    found = []
+    for config, spoil in ways:
+        with spoil():
+            found.append(steps_of(config, model, items, stock, num_steps))
+    return found
+
+
+def steps_of(
+    config: PrefixConfig, model: Any, items: list[Any], stock: dict[str, torch.Tensor], num: int
+) -> Found:
+    """Why nothing crossed in each step, or what it raised; how long that took; and the positions
+    received in the last one. Gradients are stock's."""
     schedule = PrefixSchedule(config)
     begin, said = time.monotonic(), []
-    for _ in range(num_steps):
+    for _ in range(num):
         try:
             ours = gradients(schedule, model, items)
         except (StepFailed, KeyError) as error:
@@ -109,16 +134,18 @@ def run(
     return said, time.monotonic() - begin, crossed.received_tokens if crossed else 0
 
 
-def nothing() -> None:
-    """Spoils nothing."""
+nothing = contextlib.nullcontext
+"""Spoils nothing."""
 
 
 def test_prompts_cross_by_default_in_mode_auto() -> None:
-    ranks = run_ranks(2, run, AUTO, Layout(dp=2), nothing)
-    assert [said for said, *_ in ranks] == [["", ""]] * 2
-    assert sum(received for *_, received in ranks) >= 4 * 390
-    for config in (replace(AUTO, across_ranks="off"), replace(AUTO, mode="on")):
-        assert [one[2] for one in run_ranks(2, run, config, Layout(dp=2), nothing)] == [0, 0]
+    configs = AUTO, TOLD, replace(AUTO, across_ranks="off"), replace(AUTO, mode="on")
+    found = run_ranks(2, run_each, Layout(dp=2), [(config, nothing) for config in configs])
+    auto, told, *others = zip(*found, strict=True)
+    for ranks in (auto, told):
+        assert [said for said, *_ in ranks] == [["", ""]] * 2
+        assert sum(received for *_, received in ranks) >= 4 * 390
+    assert [[one[2] for one in other] for other in others] == [[0, 0]] * 2
 
 
 def test_each_rank_is_alone_where_nothing_is_in_common() -> None:
@@ -126,13 +153,14 @@ def test_each_rank_is_alone_where_nothing_is_in_common() -> None:
     assert [said for said, *_ in ranks] == [[NOTHING] * 2] * 2
 
 
-def slow_messages() -> None:
-    Communicator.measured = lambda _: 1.0  # type: ignore[method-assign]
+def slow_messages() -> contextlib.AbstractContextManager[Any]:
+    return mock.patch.object(Communicator, "measured", return_value=1.0)
 
 
 def test_each_rank_is_alone_where_the_slowest_would_not_be_sooner() -> None:
-    for said, *_ in run_ranks(2, run, AUTO, Layout(dp=2), slow_messages):
-        assert all(one.startswith(SLOWER) for one in said)
+    ways = [(config, slow_messages) for config in (AUTO, TOLD)]
+    for said, _, received in itertools.chain(*run_ranks(2, run_each, Layout(dp=2), ways)):
+        assert all(one.startswith(SLOWER) for one in said) and not received
 
 
 def test_each_rank_is_alone_where_one_would_take_too_much_memory() -> None:
@@ -154,14 +182,11 @@ def test_ranks_ask_again_after_a_while() -> None:
         assert said[2:] == [RESTS] * 2
 
 
-def failing(module: Any, name: str) -> Callable[[], None]:
+def failing(module: Any, name: str) -> Spoil:
     """Spoils one rank: a function raises there."""
-
-    def spoil() -> None:
-        if dist.get_rank() == FAILS:
-            setattr(module, name, _raise)
-
-    return spoil
+    return lambda: (
+        mock.patch.object(module, name, _raise) if dist.get_rank() == FAILS else nothing()
+    )
 
 
 def _raise(*_: Any, **__: Any) -> None:
@@ -176,10 +201,17 @@ PLACES = {
 }
 
 
+@functools.cache
+def spoilt(layout: Layout) -> list[list[Found]]:
+    """Of every rank what it found with each of the places spoilt."""
+    ways = [(AUTO, failing(*place)) for place in PLACES.values()]
+    return run_ranks(layout.world_size, run_each, layout, ways)
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, tp=2), Layout(dp=2, pp=2)])
 def test_one_rank_that_fails_to_decide_leaves_each_alone(place: str, layout: Layout) -> None:
-    ranks = run_ranks(layout.world_size, run, AUTO, layout, failing(*PLACES[place]))
+    ranks = [found[[*PLACES].index(place)] for found in spoilt(layout)]
     first = [said for said, *_ in ranks if said[0]]
     assert len(first) == layout.dp * layout.tp, "first stages know"
     assert all("rank 1: KeyError: 'spoiled'" in one for said in first for one in said)
@@ -196,7 +228,7 @@ def test_with_on_all_ranks_end_with_its_reason(place: str) -> None:
     assert max(other[1], failed[1]) < SOON_S
 
 
-def failing_behind_the_forecast() -> None:
+def failing_behind_the_forecast() -> contextlib.AbstractContextManager[Any]:
     """Spoils one rank: its proposal raises when ranks have agreed that payloads cross."""
     stock, calls = planning.Planning.proposed, []
 
@@ -204,8 +236,8 @@ def failing_behind_the_forecast() -> None:
         calls.append(args)
         return stock(*args, **options) if len(calls) % 2 else _raise()
 
-    if dist.get_rank() == FAILS:
-        planning.Planning.proposed = proposed  # type: ignore[method-assign]
+    fails = dist.get_rank() == FAILS
+    return mock.patch.object(planning.Planning, "proposed", proposed) if fails else nothing()
 
 
 def test_a_rank_that_fails_to_plan_what_crosses_ends_the_step_of_all() -> None:

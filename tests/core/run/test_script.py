@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +19,7 @@ from megatron_prefix.auto.settings import FIELDS, flag
 from megatron_prefix.lab.cli.script import main
 from megatron_prefix.lab.numerics import tolerance
 from tests.harness.data import REPOSITORY
+from tests.harness.ranks import run_ranks
 
 LOOP = REPOSITORY / "examples" / "existing_megatron_loop.py"
 SEEN = """\
@@ -111,13 +115,25 @@ def test_help_before_the_script_has_every_flag_and_an_example(capsys) -> None:
 
 
 def said(done: subprocess.CompletedProcess[str]) -> list[tuple[str, ...]]:
-    """Number, loss and gradient norm of the steps that a loop's ranks have printed, in order.
+    """The steps that a loop's ranks have printed."""
+    assert done.returncode == 0, done.stderr
+    return steps_in(done.stdout)
+
+
+def steps_in(text: str) -> list[tuple[str, ...]]:
+    """Number, loss and gradient norm of the steps in what ranks have printed, in order.
 
     Ranks write a line's end by itself, so two of them may share a line.
     """
-    assert done.returncode == 0, done.stderr
-    step = r"step (\d+): loss (\d+\.\d+), gradient norm (\d+\.\d+)"
-    return sorted(re.findall(step, done.stdout))
+    return sorted(re.findall(r"step (\d+): loss (\d+\.\d+), gradient norm (\d+\.\d+)", text))
+
+
+def printed(script: str) -> str:
+    """What a rank prints that runs a script without the module; forked, it has Megatron already."""
+    torch.use_deterministic_algorithms(False)  # as in a process of its own
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(script, run_name="__main__")
+    return out.getvalue()
 
 
 def numbers(steps: list[tuple[str, ...]]) -> list[float]:
@@ -125,7 +141,7 @@ def numbers(steps: list[tuple[str, ...]]) -> list[float]:
 
 
 def test_off_is_stock_to_the_last_bit() -> None:
-    expected = said(run(str(LOOP)))
+    expected = steps_in(*run_ranks(1, printed, str(LOOP)))
     done = run("-m", "megatron_prefix.run", str(LOOP), "--prefix-schedule", "off")
     assert said(done) == expected
     assert len(expected) == 3
@@ -147,7 +163,11 @@ def test_two_ranks_under_torchrun_train_as_stock(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text(text, encoding="utf-8")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    stock = said(run(*torchrun, str(script)))
+    alike = tmp_path / "alike.py"  # ranks that are forked here meet in a file
+    met = f'"gloo", init_method="file://{tmp_path}/met", rank=int(os.environ["RANK"]), world_size=2'
+    alone = text.replace("import torch\n", "import os\n\nimport torch\n", 1)
+    alike.write_text(alone.replace('("gloo")', f"({met})"), encoding="utf-8")
+    stock = steps_in("".join(run_ranks(2, printed, str(alike))))
     done = run(*torchrun, "-m", "megatron_prefix.run", str(script), "--prefix-schedule", "on")
     assert numbers(said(done)) == pytest.approx(
         numbers(stock), rel=tolerance(torch.float32, 2 * 1272)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import shutil
 import subprocess
@@ -27,9 +28,15 @@ def installed(name: str, beside: Path = Path(__file__).parent) -> Path:
     pins = beside / f"{name}.txt"
     digest = hashlib.sha256(pins.read_bytes()).hexdigest()[:12]
     folder = Path(sys.prefix) / "trainers" / f"{name}-{digest}"
-    if folder.exists():
-        return folder
     folder.parent.mkdir(exist_ok=True)
+    with open(folder.with_suffix(".lock"), "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of tests that want the same at once one installs it
+        if not folder.exists():
+            _install(name, pins, folder)
+    return folder
+
+
+def _install(name: str, pins: Path, folder: Path) -> None:
     part = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps"]
@@ -40,10 +47,6 @@ def installed(name: str, beside: Path = Path(__file__).parent) -> Path:
         if made.returncode and any(text in made.stderr for text in UNREACHABLE):
             pytest.skip(f"pip does not reach a registry with {name}: {made.stderr[-300:]}")
         assert not made.returncode, made.stderr
-        try:
-            part.rename(folder)
-        except OSError:  # another run was faster
-            assert folder.exists()
+        part.rename(folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return folder

@@ -24,7 +24,7 @@ from tests.core.trainers.trajectories import distance
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("pretrain_script.py")
-STEPS = {"tp2-pp2-dp2": 5, "tp2-pp2-dp2-packed": 5, "tp2-pp2-mtp": 20}
+STEPS = {"tp2-pp2-dp2": 3, "tp2-pp2-packed": 3, "tp2-pp2-mtp": 10}
 """Drift shows in one layout as in the other; so does a wrong gradient, in the second step. With
 "mtp" the model has a layer of multi-token prediction, whose loss counts as much as its own."""
 RUNS = [
@@ -58,9 +58,9 @@ def test_steps_are_the_stock_schedules(runs: dict[str, Any], layout: str) -> Non
         assert len(theirs) == STEPS[layout] + 1, "steps and the digest"
         assert max(distance(ours[:-1], theirs[:-1])) <= tolerance(torch.float32, TOKENS)
         assert all(step["active"] and step["executed"] < 0.7 * step["raw"] for step in ours[:-1])
-    if STEPS[layout] == 20:
+    if "mtp" in layout:
         losses = [step["losses"] for step in runs[f"{layout} on"][-1][:-1]]
-        assert losses[-1]["lm loss"] < 0.9 * losses[0]["lm loss"], "it learns"
+        assert losses[-1]["lm loss"] < 0.95 * losses[0]["lm loss"], "it learns"
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import torch
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.data.rollouts import Group, Rollout, read_groups
 from megatron_prefix.lab.rl import snapshot, updates
-from megatron_prefix.lab.rl.job import ModelOptions, fit_vocabulary
+from megatron_prefix.lab.rl.job import fit_vocabulary
 from megatron_prefix.lab.rl.loss import GrpoConfig
 from megatron_prefix.lab.rl.trainer import Trainer
 from tests.harness.data import BUNDLED
@@ -34,9 +34,10 @@ from tests.harness.training import (
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3"])
 def test_both_schedules_make_the_same_updates(tmp_path: Path, model: str) -> None:
     """The bundled file, whole rollouts, in fp32; the verdict is the numerics policy's."""
+    options = replace(SMALL, model=model)
     groups = list(read_groups(BUNDLED))
     job = settings(compare=True, groups_per_step=4, prefix=PrefixConfig())
-    ((summary, _),) = train(tmp_path, 2, job, groups, options=ModelOptions(model))
+    ((summary, _),) = train(tmp_path, 2, job, groups, options=options)
     assert summary.passed is True and not summary.failures
     assert 0 < summary.grad_max_rel_diff <= summary.tolerance < 2e-4
     assert summary.raw_tokens == sum(len(r) - 1 for g in groups for r in g.rollouts)

@@ -19,7 +19,7 @@ from megatron_prefix.lab.rl import packing, passes
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
-from tests.harness.command_line import BUNDLED, command, forked
+from tests.harness.command_line import BUNDLED, forked
 from tests.harness.ranks import run_ranks
 
 VOCAB = 64
@@ -83,7 +83,7 @@ def test_ranks_that_must_have_as_many_microbatches_do(text: str) -> None:
 def test_what_takes_no_packs_is_refused_by_name() -> None:
     balance = "--set moe_router_load_balancing_type=seq_aux_loss --set moe_aux_loss_coeff=0.01"
     options = f"--groups 1 --max-tokens 64 --model tiny-moe {balance}".split()
-    done = command("align", "--rollouts", BUNDLED, *options)
+    done = forked("align", "--rollouts", BUNDLED, *options)
     assert (done.returncode, done.stdout) == (2, "")
     [line] = done.stderr.splitlines()
     assert "--baseline packed: seq_aux_loss" in line and "use --baseline rollout" in line

@@ -62,10 +62,10 @@ GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coe
 
 
 def batches(number: int, order: str) -> list[Any]:
-    """Of a data-parallel rank: four groups of four, two rollouts a microbatch; the second rank has
+    """Of a data-parallel rank: three groups of four, two rollouts a microbatch; the second rank has
     shorter prompts and, where losses wait for one another, longer responses."""
     response = 112 if number and order == "in turn" else 32
-    rollouts, _ = flat_rollouts(160 >> number, response, 4, 4)
+    rollouts, _ = flat_rollouts(160 >> number, response, 4, 3)
     places = list(range(len(rollouts)))
     if order == "shuffled":
         random.Random(number).shuffle(places)
