@@ -29,6 +29,7 @@ from megatron_prefix.tree.forest import (
     TreeOptions,
     any_trained,
     check_routes,
+    codes_of,
 )
 from megatron_prefix.tree.joining import joined_segments, most_alive
 from megatron_prefix.tree.nodes import Node, dissolved, equal_bounds, preorder
@@ -150,7 +151,7 @@ def find_shared(
     trees: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         trees.setdefault(group if options.share == "group" else 0, []).append(index)
-    worth = tuple(_worth(rollouts, members, options) for members in trees.values())
+    worth = tuple(_worth(rollouts, members, first, options) for members in trees.values())
     tries = Tries(worth, tuple(r.trained for r in rollouts), first, options)
     if not any(rollout.routes is not None for rollout in rollouts):
         return tries
@@ -173,11 +174,12 @@ def find_below(
     for rollout, number in enumerate(beginnings):
         members.setdefault(common.below[number], []).append(rollout)
     ends = {number: common.spans[number].end if number >= 0 else 0 for number in members}
-    below = {
-        number: _worth(rollouts, some, options, ends[number]) for number, some in members.items()
-    }
     trained = tuple(one.trained for one in rollouts)
     first = tuple(one.first_trained for one in rollouts)
+    below = {
+        number: _worth(rollouts, some, first, options, ends[number])
+        for number, some in members.items()
+    }
     tries = Tries((tree_of(common, below),), trained, first, options, common=common)
     if not any(rollout.routes is not None for rollout in rollouts):
         return tries
@@ -186,12 +188,17 @@ def find_below(
 
 
 def _worth(
-    rollouts: Sequence[Pairs], members: Sequence[int], options: TreeOptions, start: int = 0
+    rollouts: Sequence[Pairs],
+    members: Sequence[int],
+    first: Sequence[int],
+    options: TreeOptions,
+    start: int = 0,
 ) -> list[Node]:
     """The tree of some rollouts from a position on, with nodes that save enough."""
-    codes = {m: rollouts[m].codes(start, rollouts[m].num_needed) for m in members}
-    first = {m: rollouts[m].first_trained - start for m in members}
-    roots = trie(codes, options, first if options.loss_in_leaves else {}, start)
+    some = [rollouts[m] for m in members]
+    codes = zip(members, codes_of(some, start, [one.num_needed for one in some]), strict=True)
+    behind = {m: first[m] - start for m in members} if options.loss_in_leaves else {}
+    roots = trie(dict(codes), options, behind, start)
     return dissolved(roots, lambda node: node.saved >= options.min_gain)
 
 

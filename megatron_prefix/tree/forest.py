@@ -68,26 +68,53 @@ class Pairs:
         return first if self.trained[first] else self.num_needed - 1
 
     def up_to_loss(self) -> Pairs:
-        """Without what is behind the last position that carries loss. Two positions are kept in any
-        case: outputs of one do not tell along which dimension positions are."""
-        behind = int(self.trained[::-1].argmax())
-        needed = len(self) - behind if self.trained[~behind] else 1
-        return replace(self, needed=max(needed, min(2, len(self))))
+        """Without what is behind the last position that carries loss; see `up_to_losses`."""
+        return replace(self, needed=int(up_to_losses(self.trained, [len(self)])[0]))
 
     def codes(self, start: int = 0, end: int | None = None) -> np.ndarray:
-        """A code per position [start, end), equal if input, label and routes are, and where it is
-        read the next input: uint64 [positions, n]."""
-        low = self.labels[start:end].astype(np.int64) & 0xFFFFFFFF
-        pairs = (self.inputs[start:end].astype(np.int64) << 32 | low).astype(np.uint64)[:, None]
-        if self.weights is not None and len(pairs) == len(self) - start:
-            pairs[-1:] |= _LAST
-        if self.following is not None:
-            pairs = np.hstack([pairs, self.following[start:end, None].astype(np.uint64)])
-        if self.routes is None:
-            return pairs
-        routes = self.routes.reshape(len(self), -1)[start:end].astype(np.uint16)
-        padded = np.pad(routes, ((0, 0), (0, -routes.shape[1] % 4)))  # to whole 64 bits
-        return np.hstack([pairs, padded.view(np.uint64)])
+        """Those of its positions [start, end); see `codes_of`."""
+        return codes_of([self], start, [len(self) if end is None else end])[0]
+
+
+def up_to_losses(trained: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    """Positions of every rollout up to the last one that carries loss, int64 [rollouts]. Two are
+    kept in any case: outputs of one do not tell along which dimension positions are.
+
+    Args:
+        trained: of all rollouts, one behind the other.
+        lengths: of each.
+    """
+    ends, at = np.cumsum(lengths), np.append(-1, np.flatnonzero(trained))
+    last = at[np.searchsorted(at, ends) - 1]
+    return np.maximum(last + 1 - (ends - lengths), np.minimum(2, lengths))
+
+
+def pair_codes(rollouts: Sequence[Pairs], start: int, ends: Sequence[int]) -> np.ndarray:
+    """A number for input and label of the positions from `start` to each end, of all rollouts one
+    behind the other: uint64 [positions]."""
+    cuts = [(one, slice(start, end)) for one, end in zip(rollouts, ends, strict=True)]
+    inputs = np.concatenate([one.inputs[cut] for one, cut in cuts]).astype(np.int64)
+    labels = np.concatenate([one.labels[cut] for one, cut in cuts]).astype(np.int64)
+    return (inputs << 32 | labels & 0xFFFFFFFF).astype(np.uint64)
+
+
+def codes_of(rollouts: Sequence[Pairs], start: int, ends: Sequence[int]) -> list[np.ndarray]:
+    """Of every rollout a code per position [start, end), equal if input, label and routes are, and
+    where it is read the next input: uint64 [positions, n]."""
+    cuts = [(one, slice(start, end)) for one, end in zip(rollouts, ends, strict=True)]
+    bounds = [0, *itertools.accumulate(max(0, end - start) for end in ends)]
+    whole = pair_codes(rollouts, start, ends)[:, None]
+    for (one, cut), stop in zip(cuts, bounds[1:], strict=True):
+        if one.weights is not None and start < cut.stop == len(one):
+            whole[stop - 1] |= _LAST
+    if rollouts[0].following is not None:
+        following = np.concatenate([one.following[cut] for one, cut in cuts])  # type: ignore[index]
+        whole = np.hstack([whole, following[:, None].astype(np.uint64)])
+    if rollouts[0].routes is not None:
+        routes = np.concatenate([one.routes.reshape(len(one), -1)[cut] for one, cut in cuts])  # type: ignore[union-attr]
+        padded = np.pad(routes.astype(np.uint16), ((0, 0), (0, -routes.shape[1] % 4)))
+        whole = np.hstack([whole, padded.view(np.uint64)])  # as whole 64 bits
+    return [whole[begin:stop] for begin, stop in itertools.pairwise(bounds)]
 
 
 def check_routes(rollouts: Sequence[Pairs]) -> None:
