@@ -99,8 +99,9 @@ class Tries:
 
     def _trained(self, segment: Segment) -> int:
         """Positions of a segment that carry loss in any of their rollouts."""
-        spans = segment.spans if segment.scored else ()
-        return sum(int(np.count_nonzero(any_trained(span, self.trained))) for span in spans)
+        spans = [span for span in segment.spans if span.rollouts] if segment.scored else []
+        flags = [any_trained(span, self.trained) for span in spans]
+        return int(np.count_nonzero(np.concatenate(flags))) if flags else 0
 
 
 def _cost(segments: Sequence[Segment], options: TreeOptions) -> tuple[int, int]:

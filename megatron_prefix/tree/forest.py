@@ -240,9 +240,10 @@ def any_trained(span: Span, trained: Sequence[np.ndarray]) -> np.ndarray:
         span: of some rollouts.
         trained: flags of every rollout, see Pairs.
     """
-    flags = [trained[one][span.start : span.end] for one in span.rollouts]
-    # Most spans are of one rollout.
-    return flags[0] if len(flags) == 1 else np.asarray(np.logical_or.reduce(flags))
+    here = slice(span.start, span.end)
+    if len(span.rollouts) == 1:  # as of most spans
+        return trained[span.rollouts[0]][here]
+    return np.asarray(np.logical_or.reduce([trained[one][here] for one in span.rollouts]))
 
 
 class Segment(NamedTuple):
@@ -423,9 +424,10 @@ class Forest:
         paths: list[list[Place]] = [[] for _ in self.num_positions]
         for index, segment in enumerate(self.segments):
             for number, span in enumerate(segment.spans):
+                place = Place(index, number)
                 for rollout in span.rollouts:
-                    paths[rollout].append(Place(index, number))
-        return tuple(tuple(path) for path in paths)
+                    paths[rollout].append(place)
+        return tuple(map(tuple, paths))
 
     def all_read(self) -> Forest:
         """As if losses looked at all positions of segments with loss, as in the stock schedule."""
