@@ -82,14 +82,17 @@ class Tries:
         if options.chunk_tokens or rows is not None:
             roots = _chunked(packed.roots, first, options)
             packed = Packing(roots, first, options, microbatch_of, self.common, rows)
-        segments = packed.segments
+        joined: list[Segment] | None = None
         if options.joins and every and rows is None and self.common is NOTHING_IN_COMMON:
             # A little longer than others, where as much is alive at once in any case.
             more = options.segment_tokens // 8 if options.segment_tokens else sum(num_positions)
-            longest = min(most_alive(segments), options.segment_tokens + more)
-            longest = max(longest, options.segment_tokens)
+            alive = most_alive(packed.lengths, packed.parents)
+            longest = max(min(alive, options.segment_tokens + more), options.segment_tokens)
             joined = joined_segments(every, first, options, microbatch_of, longest)
-            segments = min(joined or segments, segments, key=lambda one: _cost(one, options))
+        joins = joined is not None and _cost(
+            [segment.padded_length for segment in joined], options
+        ) <= _cost(packed.lengths, options)
+        segments = joined if joined is not None and joins else packed.segments
         return Forest(
             tuple(segment._replace(trained=self._trained(segment)) for segment in segments),
             num_positions, first, options.multiple, unshared_by_routes=self.unshared_by_routes,
@@ -104,10 +107,9 @@ class Tries:
         return int(np.count_nonzero(np.concatenate(flags))) if flags else 0
 
 
-def _cost(segments: Sequence[Segment], options: TreeOptions) -> tuple[int, int]:
+def _cost(lengths: Sequence[int], options: TreeOptions) -> tuple[int, int]:
     """What segments take, in positions, and how many they are."""
-    positions = sum(segment.padded_length for segment in segments)
-    return positions + options.segment_gain * len(segments), len(segments)
+    return sum(lengths) + options.segment_gain * len(lengths), len(lengths)
 
 
 def build(
@@ -282,8 +284,9 @@ def _shared(
 def _gather_members(top: Node) -> None:
     """Fills `members` of inner nodes and sorts children by their first rollout."""
     for node in reversed(list(preorder([top]))):
-        node.members = sorted({*node.members, *(m for c in node.children for m in c.members)})
-        node.children.sort(key=lambda child: child.members[0])
+        if node.children:  # which have no member twice
+            node.members = sorted([*node.members, *(m for c in node.children for m in c.members)])
+            node.children.sort(key=lambda child: child.members[0])
 
 
 def _worthwhile(
@@ -314,7 +317,9 @@ def _worthwhile(
 def _copied(roots: list[Node]) -> list[Node]:
     top = Node(0, 0, [], roots)
     for node in preorder([top]):
-        node.children = [replace(child) for child in node.children]
+        node.children = [
+            Node(one.start, one.end, one.members, one.children, one.common) for one in node.children
+        ]
     return top.children
 
 

@@ -59,16 +59,20 @@ def joined_segments(
     return None
 
 
-def most_alive(segments: Sequence[Segment]) -> int:
-    """Most positions that a forward computes or keeps for others, of segments in F-order."""
-    last = [*range(len(segments))]
-    for index in reversed(range(len(segments))):
-        for parent in segments[index].parents:
+def most_alive(lengths: Sequence[int], parents: Sequence[Iterable[int]]) -> int:
+    """Most positions that a forward computes or keeps for others, of segments in F-order.
+
+    Args:
+        lengths: of every segment.
+        parents: of every segment the others that it reads.
+    """
+    last = [*range(len(lengths))]
+    for index in reversed(range(len(lengths))):
+        for parent in parents[index]:
             last[parent] = max(last[parent], last[index])
-    lengths = [segment.padded_length for segment in segments]
     return max(
         sum(lengths[other] for other in range(index + 1) if last[other] >= index)
-        for index in range(len(segments))
+        for index in range(len(lengths))
     )
 
 
