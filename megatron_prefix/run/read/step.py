@@ -255,10 +255,10 @@ def _samples(
     needed = up_to_losses(flags, lengths).tolist() if up_to_loss else [None] * len(lengths)
     samples = []
     for (start, end), most in zip(itertools.pairwise(bounds.tolist()), needed, strict=True):
-        own = (None if one is None else one[start:end] for one in (paths, mask))
-        samples.append(
-            Pairs(inputs[start:end], after[start:end], flags[start:end], *own, needed=most)
-        )
+        own = (inputs[start:end], after[start:end], flags[start:end])
+        routed = None if paths is None else paths[start:end]
+        weights_of = None if mask is None else mask[start:end]
+        samples.append(Pairs(*own, routed, weights_of, None, most))
     if paths is not None:
         check_routes(samples)
     return samples if known.weights is None else told_apart(samples)
