@@ -137,13 +137,16 @@ def _segment(
     """All nodes of some trees: siblings, and then what is below each of them. What reads is behind
     what it reads, and all that reads one span is in one piece: every key is in a level once."""
     spans: list[Span] = []
-    todo: list[tuple[list[Node], Place | None]] = [([*roots], None)]
+    todo: list[tuple[Sequence[Node], Place | None]] = [(roots, None)]
     while todo:
         siblings, parent = todo.pop()
-        places = [Place(index, len(spans) + number) for number in range(len(siblings))]
+        first = len(spans)
         spans += [node.span(options.multiple, parent) for node in siblings]
-        below = zip((node.children for node in siblings), places, strict=True)
-        todo += reversed([pair for pair in below if pair[0]])
+        todo += [
+            (node.children, Place(index, first + number))
+            for number, node in reversed([*enumerate(siblings)])
+            if node.children
+        ]
     inner = any(span.parent is not None for span in spans)
     scored = any(first_trained[one] < span.end for span in spans for one in span.rollouts)
     whole = padded(tuple(spans), options.whole, inner=inner)
