@@ -84,21 +84,30 @@ class Tries:
             packed = Packing(roots, first, options, microbatch_of, self.common, rows)
         joined: list[Segment] | None = None
         if options.joins and every and rows is None and self.common is NOTHING_IN_COMMON:
-            # A little longer than others, where as much is alive at once in any case.
-            more = options.segment_tokens // 8 if options.segment_tokens else sum(num_positions)
-            alive = most_alive(packed.lengths, packed.parents)
-            longest = max(min(alive, options.segment_tokens + more), options.segment_tokens)
-            joined = joined_segments(every, first, options, microbatch_of, longest)
-        joins = joined is not None and _cost(
-            [segment.padded_length for segment in joined], options
-        ) <= _cost(packed.lengths, options)
-        segments = joined if joined is not None and joins else packed.segments
+            joined = self._joined(every, packed, microbatch_of)
+        segments = packed.segments if joined is None else joined
         return Forest(
             tuple(segment._replace(trained=self._trained(segment)) for segment in segments),
             num_positions, first, options.multiple, unshared_by_routes=self.unshared_by_routes,
             exchanges=tuple(packed.exchanges), rounds=tuple(packed.rounds) if rows else (),
             whole=options.whole,
         )  # fmt: skip
+
+    def _joined(
+        self, roots: Sequence[Node], packed: Packing, microbatch_of: Sequence[int] | None
+    ) -> list[Segment] | None:
+        """Joined segments, where there are some that cost no more than packed ones."""
+        options, first = self.options, self.first_trained
+        # A little longer than others, where as much is alive at once in any case.
+        more = (
+            options.segment_tokens // 8 if options.segment_tokens else sum(map(len, self.trained))
+        )
+        longest = min(most_alive(packed.lengths, packed.parents), options.segment_tokens + more)
+        longest = max(longest, options.segment_tokens)
+        joined = joined_segments(roots, first, options, microbatch_of, longest)
+        lengths = [segment.padded_length for segment in joined or ()]
+        costs_more = _cost(lengths, options) > _cost(packed.lengths, options)
+        return None if joined is None or costs_more else joined
 
     def _trained(self, segment: Segment) -> int:
         """Positions of a segment that carry loss in any of their rollouts."""
@@ -265,6 +274,7 @@ def _shared(
     """Positions that different rollouts share with the one before them, rounded toward the root;
     many are compared at once."""
     yield from [0] * bool(ordered)
+    boundary = options.boundary
     pairs = [(a[0], b[0]) for a, b in itertools.pairwise(ordered)]
     while pairs:
         nums = [min(len(codes[a]), len(codes[b])) for a, b in pairs[:_PAIRS]]
@@ -278,7 +288,8 @@ def _shared(
         starts = np.cumsum([0, *nums[:-1]])
         differ = np.append(differ, len(before))[np.searchsorted(differ, starts)]
         for (a, b), shared in zip(some, np.minimum(differ - starts, nums).tolist(), strict=True):
-            yield options.rounded(min(shared, first[a], first[b]) if first else shared)
+            most = min(shared, first[a], first[b]) if first else shared
+            yield most // boundary * boundary
 
 
 def _gather_members(top: Node) -> None:

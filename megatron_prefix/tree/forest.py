@@ -6,11 +6,12 @@ tree/build.py makes the forest.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -241,9 +242,7 @@ def any_trained(span: Span, trained: Sequence[np.ndarray]) -> np.ndarray:
         trained: flags of every rollout, see Pairs.
     """
     here = slice(span.start, span.end)
-    if len(span.rollouts) == 1:  # as of most spans
-        return trained[span.rollouts[0]][here]
-    return np.asarray(np.logical_or.reduce([trained[one][here] for one in span.rollouts]))
+    return functools.reduce(operator.or_, [trained[one][here] for one in span.rollouts])
 
 
 class Segment(NamedTuple):
@@ -394,22 +393,22 @@ class Forest:
         """Positions of all rollouts, shared or not."""
         return sum(self.num_positions)
 
-    @cached_property
+    @functools.cached_property
     def executed_tokens(self) -> int:
         """Positions that the prefix schedule computes on this rank, padding not counted."""
         return sum(s.length for one in self.segments if one.source < 0 for s in one.spans)
 
-    @cached_property
+    @functools.cached_property
     def received_tokens(self) -> int:
         """Positions whose payloads other data-parallel ranks send."""
         return sum(s.length for one in self.segments if one.source >= 0 for s in one.spans)
 
-    @cached_property
+    @functools.cached_property
     def max_depth(self) -> int:
         """Most spans on a path from a root to a leaf."""
         return max(map(len, self.paths), default=0)
 
-    @cached_property
+    @functools.cached_property
     def num_trees(self) -> int:
         """Number of trees; a rollout that shares nothing is one."""
         return sum(
@@ -418,7 +417,7 @@ class Forest:
             for span in segment.spans
         )
 
-    @cached_property
+    @functools.cached_property
     def paths(self) -> tuple[tuple[Place, ...], ...]:
         """Per rollout the places of its spans, root first; what is not computed has none."""
         paths: list[list[Place]] = [[] for _ in self.num_positions]

@@ -8,8 +8,7 @@ of its own.
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_prefix.tree.forest import Place, Segment, Span, TreeOptions, padded
 from megatron_prefix.tree.nodes import Node, dissolved, preorder
@@ -38,11 +37,14 @@ def joined_segments(
     """
     owner = range(len(first_trained)) if microbatch_of is None else microbatch_of
     paths: list[list[Node]] = [[] for _ in first_trained]
+    needs: dict[int, dict[int, int]] = {one: {} for one in sorted({*owner})}
     for node in preorder(roots):
+        rows = node.padded(options.multiple)
         for member in node.members:
             paths[member].append(node)
+            needs[owner[member]][id(node)] = rows
     budget = longest
-    while rounds := _rounds(paths, owner, options.multiple, budget):
+    while rounds := _rounds(needs, budget):
         round_of = {one: number for number, some in enumerate(rounds) for one in some}
         rollouts: list[list[int]] = [[] for _ in rounds]
         for rollout, microbatch in enumerate(owner):
@@ -76,14 +78,14 @@ def most_alive(lengths: Sequence[int], parents: Sequence[Iterable[int]]) -> int:
     )
 
 
-def _rounds(
-    paths: Sequence[Sequence[Node]], owner: Sequence[int], multiple: int, longest: int
-) -> list[list[int]] | None:
+def _rounds(needs: Mapping[int, Mapping[int, int]], longest: int) -> list[list[int]] | None:
     """Microbatches in order, in the fewest rounds that fit, about equally long; None if one does
-    not fit by itself."""
-    needs: dict[int, dict[int, int]] = collections.defaultdict(dict)
-    for path, microbatch in zip(paths, owner, strict=True):
-        needs[microbatch].update((id(node), node.padded(multiple)) for node in path)
+    not fit by itself.
+
+    Args:
+        needs: of every microbatch, in order, the positions of every node.
+        longest: most positions in a round.
+    """
     low, high = max(sum(one.values()) for one in needs.values()) - 1, longest
     if low >= high:
         return None
@@ -96,13 +98,12 @@ def _rounds(
     return rounds
 
 
-def _cut(needs: dict[int, dict[int, int]], budget: int) -> list[list[int]]:
+def _cut(needs: Mapping[int, Mapping[int, int]], budget: int) -> list[list[int]]:
     """Rounds filled one after the other."""
     rounds: list[list[int]] = []
     here: set[int] = set()
     size = 0
-    for microbatch in sorted(needs):
-        mine = needs[microbatch]
+    for microbatch, mine in needs.items():
         more = sum(rows for node, rows in mine.items() if node not in here)
         if not rounds or size + more > budget:
             rounds.append([])
