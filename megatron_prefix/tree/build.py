@@ -153,7 +153,7 @@ def find_shared(
     if len(groups) != len(rollouts):
         raise UserError(f"{len(groups)} group numbers for {len(rollouts)} rollouts: give one each")
     for index, rollout in enumerate(rollouts):
-        if not len(rollout) == len(rollout.labels) == len(rollout.trained) or not len(rollout):
+        if not 0 < len(rollout.inputs) == len(rollout.labels) == len(rollout.trained):
             raise UserError(
                 f"rollout {index}: {len(rollout)} inputs, {len(rollout.labels)} labels,"
                 f" {len(rollout.trained)} loss flags: give equally many, at least one"

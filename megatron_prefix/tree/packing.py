@@ -178,7 +178,6 @@ class Packing:
     Attributes:
         roots: as given.
         lengths: positions of every segment, in F-order.
-        parents: of every segment the others that it reads.
         inner: the nodes of every inner segment that the rank has for itself.
         exchanges: see Forest.
         rounds: of every segment.
@@ -195,7 +194,6 @@ class Packing:
     ) -> None:
         self.roots = roots
         self.lengths: list[int] = []
-        self.parents: list[set[int]] = []
         self.inner: list[Sequence[Node]] = []
         self.exchanges: list[Exchange] = []
         self.rounds: list[int] = []
@@ -232,7 +230,9 @@ class Packing:
             span = common.spans[one.spans[0]]
             self.exchanges.append(Exchange(len(self.lengths), peers, span.level))
             # Losses of any rank may look at any of its positions.
-            self._add(_Nodes([nodes[one] for one in spans], True, source, span.scored))
+            mine = [nodes[one] for one in spans]
+            length = sum(node.padded(self._multiple) for node in mine)
+            self._add(_Nodes(mine, True, source, span.scored), length)
 
     def _inner(self, roots: Sequence[Node]) -> Iterator[tuple[int, Node]]:
         """The nodes that others read, each with the number of nodes above it, level by level."""
@@ -262,20 +262,18 @@ class Packing:
         some = sorted(nodes, key=self._above)
         lengths = [node.padded(self._multiple) for node in some]
         for start, stop in even_parts(lengths, self._budget):
-            self._add(_Nodes(some[start:stop], inner))
+            self._add(_Nodes(some[start:stop], inner), sum(lengths[start:stop]))
 
-    def _add(self, added: _Nodes) -> None:
+    def _add(self, added: _Nodes, length: int) -> None:
         """Adds a segment; its spans are made when all are there, and somebody asks for them."""
-        above = [self._above(node) for node in added.nodes]
         if added.inner:
             index = len(self.lengths)
-            for number, (node, path) in enumerate(zip(added.nodes, above, strict=True)):
-                self._paths[id(node)] = (*path, Place(index, number))
+            for number, node in enumerate(added.nodes):
+                self._paths[id(node)] = (*self._above(node), Place(index, number))
             if added.nodes[0].common < 0:
                 self.inner.append(added.nodes)
-        length, whole = sum(node.padded(self._multiple) for node in added.nodes), self._whole
-        self.lengths.append(length if added.source >= 0 else -(-length // whole) * whole)
-        self.parents.append({path[-1].segment for path in above if path})
+        missing = -length % self._whole if added.source < 0 else 0
+        self.lengths.append(length + missing)
         self.rounds.append(self._round)
         self._nodes.append(added)
 
@@ -283,6 +281,12 @@ class Packing:
         """Where the nodes above one are, root first; all of them have a place."""
         parent = self._parents.get(id(node))
         return () if parent is None else self._paths[id(parent)]
+
+    @property
+    def parents(self) -> list[set[int]]:
+        """Of every segment the others that it reads."""
+        above = (map(self._above, added.nodes) for added in self._nodes)
+        return [{path[-1].segment for path in paths if path} for paths in above]
 
     @functools.cached_property
     def segments(self) -> list[Segment]:
