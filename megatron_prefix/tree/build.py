@@ -260,7 +260,7 @@ def _keys(codes: Sequence[np.ndarray]) -> Iterator[bytes]:
     """Of every rollout its codes in an order like theirs; all of them are converted at once."""
     if not codes:
         return
-    keys = np.concatenate(codes).astype(">u8").tobytes()
+    keys = np.concatenate(codes, dtype=">u8").tobytes()
     ends = [*itertools.accumulate(code.nbytes for code in codes)]
     yield from (keys[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True))
 
@@ -284,7 +284,7 @@ def _shared(
             np.concatenate([codes[pair[side]][:of] for pair, of in zip(some, nums, strict=True)])
             for side in (0, 1)
         )
-        differ = np.flatnonzero((before != behind).any(axis=1))
+        differ = np.flatnonzero(before != behind) // before.shape[1]
         starts = np.cumsum([0, *nums[:-1]])
         differ = np.append(differ, len(before))[np.searchsorted(differ, starts)]
         for (a, b), shared in zip(some, np.minimum(differ - starts, nums).tolist(), strict=True):

@@ -94,9 +94,12 @@ def pair_codes(rollouts: Sequence[Pairs], start: int, ends: Sequence[int]) -> np
     """A number for input and label of the positions from `start` to each end, of all rollouts one
     behind the other: uint64 [positions]."""
     cuts = [(one, slice(start, end)) for one, end in zip(rollouts, ends, strict=True)]
-    inputs = np.concatenate([one.inputs[cut] for one, cut in cuts]).astype(np.int64)
-    labels = np.concatenate([one.labels[cut] for one, cut in cuts]).astype(np.int64)
-    return (inputs << 32 | labels & 0xFFFFFFFF).astype(np.uint64)
+    codes = np.concatenate([one.inputs[cut] for one, cut in cuts], dtype=np.int64)
+    labels = np.concatenate([one.labels[cut] for one, cut in cuts], dtype=np.int64)
+    codes <<= 32  # in place: new memory costs more than the arithmetic
+    labels &= 0xFFFFFFFF
+    codes |= labels
+    return codes.view(np.uint64)
 
 
 def codes_of(rollouts: Sequence[Pairs], start: int, ends: Sequence[int]) -> list[np.ndarray]:

@@ -63,14 +63,14 @@ class SegmentInputs:
         spans = [span for segment in forest.segments for span in segment.spans]
         padded = np.array([span.padded for span in spans], np.int64)
         # Padding goes on counting: its positions are legal and its outputs unread.
-        within = np.arange(len(table[0])) - np.repeat(np.cumsum(padded) - padded, padded)
-        table[2] = within + np.repeat([span.start for span in spans], padded)
+        before = np.cumsum(padded) - padded - [span.start for span in spans]
+        table[2] = np.arange(len(table[2])) - np.repeat(before, padded)
         known = [span for span in spans if span.rollouts]  # a filler has none
         if samples is not None and known:
             trained = [sample.trained for sample in samples]
             parts = [(samples[span.rollouts[0]], slice(span.start, span.end)) for span in known]
-            lengths = [span.length for span in spans]
-            here = np.flatnonzero(within < np.repeat(lengths, padded))
+            ends = [span.end for span in spans]
+            here = np.flatnonzero(table[2] < np.repeat(ends, padded))
             table[0, here] = np.concatenate([sample.inputs[part] for sample, part in parts])
             table[1, here] = np.concatenate([sample.labels[part] for sample, part in parts])
             table[3, here] = np.concatenate([any_trained(span, trained) for span in known])
