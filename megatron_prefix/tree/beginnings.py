@@ -76,7 +76,7 @@ def most_saved(rollouts: Sequence[Pairs], options: TreeOptions, enough: float = 
 
 
 class _Beginnings:
-    """Input and label of the first positions of rollouts, in one string of bytes.
+    """Input and label of the first positions of rollouts, as bytes.
 
     Args:
         rollouts: of the step.
@@ -86,8 +86,7 @@ class _Beginnings:
     def __init__(self, rollouts: Sequence[Pairs], longest: int) -> None:
         self._sizes = [len(rollout) for rollout in rollouts]
         ends = [min(size, longest) for size in self._sizes]
-        self._codes = pair_codes(rollouts, 0, ends).tobytes() if rollouts else b""
-        self._places = [0, *itertools.accumulate(ends)]
+        self._codes = [codes.tobytes() for codes in pair_codes(rollouts, 0, ends)]
 
     def split(
         self, members: Sequence[int], start: int, length: int
@@ -105,9 +104,8 @@ class _Beginnings:
         """
         by_codes: dict[bytes, list[int]] = {}
         for member in members:
-            place, size = self._places[member], self._sizes[member]
-            mine = self._codes[8 * (place + start) : 8 * (place + min(size, length))]
-            by_codes.setdefault(mine, []).append(member)
+            here = self._codes[member][8 * start : 8 * length]
+            by_codes.setdefault(here, []).append(member)
         saved, classes = 0, []
         for alike in by_codes.values():
             if len(alike) > 1 and self._sizes[alike[0]] < length:

@@ -22,6 +22,7 @@ import numpy as np
 from megatron_prefix.errors import UserError
 from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans, tree_of
 from megatron_prefix.tree.forest import (
+    AT_ONCE,
     LEAST_SHARE,
     Forest,
     Pairs,
@@ -35,8 +36,8 @@ from megatron_prefix.tree.joining import joined_segments, most_alive
 from megatron_prefix.tree.nodes import Node, dissolved, equal_bounds, preorder
 from megatron_prefix.tree.packing import Packing, Rows
 
-_PAIRS, _AT_ONCE = 1024, 1 << 20
-"""Pairs of rollouts, and positions of one of each, that are compared at once."""
+_PAIRS = 1024
+"""Pairs of rollouts that are compared at once, at most."""
 
 
 @dataclass(frozen=True)
@@ -229,8 +230,8 @@ def trie(
         start: the position at which the codes begin, a multiple of the boundary.
     """
     same: dict[bytes, list[int]] = {}
-    for m, key in zip(codes, _keys([*codes.values()]), strict=True):
-        same.setdefault(key, []).append(m)
+    for m, code in codes.items():  # keys in an order like theirs
+        same.setdefault(code.astype(">u8").tobytes(), []).append(m)
     # Equal rollouts have one node; with loss_in_leaves the earliest trained position counts.
     earliest = {copies[0]: min(first[m] for m in copies) for copies in same.values() if first}
     ordered = [copies for _, copies in sorted(same.items())]
@@ -256,15 +257,6 @@ def trie(
     return top.children
 
 
-def _keys(codes: Sequence[np.ndarray]) -> Iterator[bytes]:
-    """Of every rollout its codes in an order like theirs; all of them are converted at once."""
-    if not codes:
-        return
-    keys = np.concatenate(codes, dtype=">u8").tobytes()
-    ends = [*itertools.accumulate(code.nbytes for code in codes)]
-    yield from (keys[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True))
-
-
 def _shared(
     codes: Mapping[int, np.ndarray],
     ordered: Sequence[Sequence[int]],
@@ -278,7 +270,7 @@ def _shared(
     pairs = [(a[0], b[0]) for a, b in itertools.pairwise(ordered)]
     while pairs:
         nums = [min(len(codes[a]), len(codes[b])) for a, b in pairs[:_PAIRS]]
-        num = 1 + bisect.bisect([*itertools.accumulate(nums)], _AT_ONCE)
+        num = 1 + bisect.bisect([*itertools.accumulate(nums)], AT_ONCE)
         some, pairs, nums = pairs[: min(num, _PAIRS)], pairs[min(num, _PAIRS) :], nums[:num]
         before, behind = (
             np.concatenate([codes[pair[side]][:of] for pair, of in zip(some, nums, strict=True)])

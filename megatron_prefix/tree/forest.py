@@ -22,6 +22,8 @@ LEAST_SHARE = 16
 """An inner segment that saves one in so many of all positions of a step is kept, however small."""
 MOST_EXPERTS = 1 << 15
 """Experts of a layer that routes can name."""
+AT_ONCE = 1 << 14
+"""Positions that are looked at together: numbers of as many stay near to a core."""
 _LAST = np.uint64(1 << 63)
 """Marks the code of a last position; no input is as large."""
 
@@ -90,35 +92,40 @@ def up_to_losses(trained: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
     return np.maximum(last + 1 - (ends - lengths), np.minimum(2, lengths))
 
 
-def pair_codes(rollouts: Sequence[Pairs], start: int, ends: Sequence[int]) -> np.ndarray:
-    """A number for input and label of the positions from `start` to each end, of all rollouts one
-    behind the other: uint64 [positions]."""
-    cuts = [(one, slice(start, end)) for one, end in zip(rollouts, ends, strict=True)]
-    codes = np.concatenate([one.inputs[cut] for one, cut in cuts], dtype=np.int64)
-    labels = np.concatenate([one.labels[cut] for one, cut in cuts], dtype=np.int64)
-    codes <<= 32  # in place: new memory costs more than the arithmetic
-    labels &= 0xFFFFFFFF
-    codes |= labels
-    return codes.view(np.uint64)
+def pair_codes(rollouts: Sequence[Pairs], start: int, ends: Sequence[int]) -> Iterator[np.ndarray]:
+    """Of every rollout a number for input and label of its positions from `start` to its end:
+    uint64 [positions]. Of some rollouts at once: one by one takes longer, and so does memory of
+    megabytes, which is new to the process every time."""
+    places = [*itertools.accumulate(ends, initial=0)]
+    for _, some in itertools.groupby(range(len(ends)), lambda number: places[number] // AT_ONCE):
+        cuts = [(rollouts[number], slice(start, ends[number])) for number in some]
+        inputs = [one.inputs[cut] for one, cut in cuts]
+        codes = np.concatenate(inputs, dtype=np.int64) << 32
+        labels = np.concatenate([one.labels[cut] for one, cut in cuts], dtype=np.int64)
+        codes |= labels & 0xFFFFFFFF
+        bounds = itertools.accumulate(map(len, inputs), initial=0)
+        yield from (codes.view(np.uint64)[a:b] for a, b in itertools.pairwise(bounds))
 
 
 def codes_of(rollouts: Sequence[Pairs], start: int, ends: Sequence[int]) -> list[np.ndarray]:
     """Of every rollout a code per position [start, end), equal if input, label and routes are, and
     where it is read the next input: uint64 [positions, n]."""
-    cuts = [(one, slice(start, end)) for one, end in zip(rollouts, ends, strict=True)]
-    bounds = [0, *itertools.accumulate(max(0, end - start) for end in ends)]
-    whole = pair_codes(rollouts, start, ends)[:, None]
-    for (one, cut), stop in zip(cuts, bounds[1:], strict=True):
-        if one.weights is not None and start < cut.stop == len(one):
-            whole[stop - 1] |= _LAST
-    if rollouts[0].following is not None:
-        following = np.concatenate([one.following[cut] for one, cut in cuts])  # type: ignore[index]
-        whole = np.hstack([whole, following[:, None].astype(np.uint64)])
-    if rollouts[0].routes is not None:
-        routes = np.concatenate([one.routes.reshape(len(one), -1)[cut] for one, cut in cuts])  # type: ignore[union-attr]
-        padded = np.pad(routes.astype(np.uint16), ((0, 0), (0, -routes.shape[1] % 4)))
-        whole = np.hstack([whole, padded.view(np.uint64)])  # as whole 64 bits
-    return [whole[begin:stop] for begin, stop in itertools.pairwise(bounds)]
+    pairs = zip(rollouts, ends, pair_codes(rollouts, start, ends), strict=True)
+    return [_with_more(one, slice(start, end), codes) for one, end, codes in pairs]
+
+
+def _with_more(rollout: Pairs, cut: slice, pairs: np.ndarray) -> np.ndarray:
+    """Codes with what else must be equal; see `codes_of`."""
+    if rollout.weights is not None and cut.stop == len(rollout):
+        pairs[-1:] |= _LAST
+    columns = [pairs[:, None]]
+    if rollout.following is not None:
+        columns.append(rollout.following[cut, None].astype(np.uint64))
+    if rollout.routes is not None:
+        routes = rollout.routes.reshape(len(rollout), -1)[cut].astype(np.uint16)
+        padded = np.pad(routes, ((0, 0), (0, -routes.shape[1] % 4)))  # to whole 64 bits
+        columns.append(padded.view(np.uint64))
+    return np.hstack(columns) if len(columns) > 1 else columns[0]
 
 
 def check_routes(rollouts: Sequence[Pairs]) -> None:
