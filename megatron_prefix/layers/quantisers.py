@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_prefix.device.modules import modules_of
 from megatron_prefix.errors import Reason
 from megatron_prefix.refusals.table import (
     QUANTISER_CALIBRATES,
@@ -36,7 +37,7 @@ def refusals(model: Any) -> Iterator[Reason]:
     turned on and off, between steps."""
     if QUANTISER.rpartition(".")[0] not in sys.modules:  # nobody can have made one
         return
-    kinds = {kind for kind in {type(one) for one in model.modules()} if _is_quantiser(kind)}
+    kinds = {kind for kind in {type(one) for one in modules_of(model)} if _is_quantiser(kind)}
     latent = getattr(model.config, "multi_latent_attention", False)
     for name, module in model.named_modules() if kinds else ():
         if type(module) not in kinds or module._disabled:

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from packaging.version import Version
 
+from megatron_prefix.device.modules import modules_of
 from megatron_prefix.errors import Reason, refused
 from megatron_prefix.layers import attention, mtp, quantisers, table
 from megatron_prefix.layers.kind import Part, owner
@@ -149,11 +150,11 @@ def head_refusals(model: Any) -> Iterator[Reason]:
 
 def gradient_hooks(model: Any) -> Iterator[Reason]:
     """What is refused of hooks on gradients of parameters, in every step."""
-    for name, parameter in model.named_parameters():
-        # Private: torch has no other way to ask.  Megatron's own hooks are on autograd's nodes.
-        if parameter._backward_hooks:
-            yield GRADIENT_HOOKS.given(name)
-            return
+    # Private: torch has no other way to ask.  Megatron's own hooks are on autograd's nodes.
+    every = (one for module in modules_of(model) for one in module._parameters.values())
+    if any(one is not None and one._backward_hooks for one in every):
+        hooked = (name for name, one in model.named_parameters() if one._backward_hooks)
+        yield GRADIENT_HOOKS.given(next(hooked))
 
 
 def layer_refusals(model: Any) -> Iterator[Reason]:

@@ -34,6 +34,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
+from megatron_prefix.device.modules import modules_of
 from megatron_prefix.device.transfer import on
 from megatron_prefix.errors import refused
 from megatron_prefix.layers import table
@@ -211,7 +212,7 @@ class Hooks:
         for kernel in self.kernels.values():
             kernel.begin_step()
         fp8 = is_fp8(self.model.config)
-        for module in self.model.modules():
+        for module in modules_of(self.model):
             if getattr(module, "is_first_microbatch", False):
                 module.is_first_microbatch = False
             if fp8 and (kept := getattr(module, "_fp8_workspaces", None)):

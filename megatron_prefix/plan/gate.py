@@ -99,11 +99,11 @@ def without_sharing(
     if not rollouts:
         return config.min_speedup > 1
     raw = sum(map(len, rollouts))
-    saved = most_saved(rollouts, config.tree_options(align))
     trained = sum(int(np.count_nonzero(rollout.trained)) for rollout in rollouts)
     left = raw - head * (raw - trained)
     needed = sum(rollout.num_needed**2 / len(rollout) for rollout in rollouts)
-    return raw * raw < config.min_speedup * (needed - saved) * left
+    enough = needed - raw * raw / (config.min_speedup * left) if left else 0.0
+    return enough > 0 and most_saved(rollouts, config.tree_options(align), enough) < enough
 
 
 def unshared(config: PrefixConfig) -> Decision:

@@ -67,6 +67,8 @@ def automatic(
     Returns:
         A policy a segment, or () where all retain. If nothing fits, the one with the lowest peak.
     """
+    if max(one.peak for one in predict(replace(plan, policies=()), footprint)) <= free:
+        return ()
     lean = policies(plan.segments, "recompute")
     least = max(one.peak for one in predict(replace(plan, policies=lean), footprint))
     if least > free and not may_offload:  # a search would take long, and find as little

@@ -107,6 +107,7 @@ class _MemoryRun:
             segment.padded_length / footprint.parts if segment.source < 0 else 0.0
             for segment in plan.segments
         ]
+        self.read = [_read(segment, footprint.parts) for segment in plan.segments]
         message = footprint.stage_input * max(self.positions, default=0.0)
         self.messages = MESSAGES * message if plan.num_ranks > 1 else 0.0
 
@@ -180,19 +181,22 @@ class _MemoryRun:
         if segment.source >= 0:
             states = segment.padded_length / self.one.parts * self.one.stage_input
             return states * (last and segment.scored)
-        one = self.one.kept(policy, segment.inner, _read(segment, self.one.parts), first, last)
+        one = self.one.kept(policy, segment.inner, self.read[action.segment], first, last)
         spans = self._of_spans(rank, action) if policy == "retain" else 0.0
         return self.positions[action.segment] * one + spans
 
     def _of_spans(self, rank: int, action: Action) -> float:
         """Bytes that a stage's layers save for the spans of a segment."""
+        payloads = self.payloads[self.plan.stage(rank, action.chunk)]
+        if not any(of.initial or of.edge or of.batched for of in payloads):
+            return 0.0
         one, spans = self.one, self.plan.segments[action.segment].spans
         with_parents, lengths = sum(s.parent is not None for s in spans), [s.padded for s in spans]
         rows = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches(lengths))
         padding = (rows - sum(lengths)) / one.parts
         return sum(
             count * (of.initial * with_parents + of.edge * len(spans) + of.batched * padding)
-            for of, count in self.payloads[self.plan.stage(rank, action.chunk)].items()
+            for of, count in payloads.items()
         )
 
     def _staged(self, rank: int) -> Iterator[float]:
@@ -200,7 +204,7 @@ class _MemoryRun:
         for action in self.plan.programs[rank]:
             segment = self.plan.segments[action.segment]
             if self.plan.policy(action.segment) == "offload":
-                ends = (segment.inner, _read(segment, self.one.parts), *self._ends(rank, action))
+                ends = (segment.inner, self.read[action.segment], *self._ends(rank, action))
                 away = self.one.kept("retain", *ends) - self.one.kept("offload", *ends)
                 sign = 1 if action.kind == "F" else -1
                 away *= self.positions[action.segment]
@@ -223,7 +227,7 @@ class _MemoryRun:
         )
         if segment.inner or arena.map.levels[action.segment]:
             temporary += arena.visited(action.kind == "B")
-        read = _read(segment, one.parts)
+        read = self.read[action.segment]
         if last and segment.scored:
             head = positions * read * one.head_temporary
             if action.kind == "B":  # the layers run backward after the head
@@ -247,7 +251,7 @@ class _MemoryRun:
         """Transient bytes of a segment of another rank: what the output layer needs where it is
         scored."""
         segment = self.plan.segments[action.segment]
-        positions, read = segment.padded_length / self.one.parts, _read(segment, self.one.parts)
+        positions, read = segment.padded_length / self.one.parts, self.read[action.segment]
         head = positions * read * self.one.head_temporary * scored
         if action.kind == "B":
             saved = positions * read * (self.one.head - self.one.norm)

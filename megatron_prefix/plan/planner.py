@@ -62,17 +62,17 @@ def loss_ready_after(forest: Forest, microbatches: Sequence[int] | None = None) 
         microbatches: the trainer's microbatch of each rollout (default: one rollout each).
     """
     microbatch_of = range(len(forest.num_positions)) if microbatches is None else microbatches
-    last: dict[int, int] = {}
-    for rollout, path in enumerate(forest.paths):
-        last[microbatch_of[rollout]] = max(last.get(microbatch_of[rollout], 0), path[-1][0])
+    owners = [
+        {microbatch_of[rollout] for span in segment.spans for rollout in span.rollouts}
+        for segment in forest.segments
+    ]
+    last = {one: index for index, some in enumerate(owners) for one in some}
     if forest.ordered:
         running = itertools.accumulate((last[m] for m in sorted(last)), max)
         last = dict(zip(sorted(last), running, strict=True))
     return [
-        max([index, *(last[microbatch_of[r]] for span in segment.spans for r in span.rollouts)])
-        if segment.scored
-        else index
-        for index, segment in enumerate(forest.segments)
+        max([index, *(last[one] for one in some)]) if segment.scored else index
+        for index, (segment, some) in enumerate(zip(forest.segments, owners, strict=True))
     ]
 
 

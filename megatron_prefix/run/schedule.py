@@ -222,12 +222,13 @@ class PrefixSchedule:
             None if first is None else first.forward_step,
         )  # fmt: skip
         watching = contextlib.nullcontext() if first is None else first.watching()
-        with capturing as capture, watching, self.memory.step():
-            with uncollected():
-                step = self._read(capture, rank, first, kind.pause)
-                joint = None if step is None else self._plan(step, rank, kind)
+        with capturing as capture, watching, self.memory.step(), contextlib.ExitStack() as idle:
+            idle.enter_context(uncollected())
+            step = self._read(capture, rank, first, kind.pause)
+            joint = None if step is None else self._plan(step, rank, kind)
             with meter.step(self.report, rank.stage):  # type: ignore[arg-type]
                 if step is None or joint is None:
+                    idle.close()
                     return stock_schedule()(**arguments | {"forward_step_func": capture.stock_step})
                 capture.forget_arguments()
                 contract = LossContract(
@@ -235,7 +236,7 @@ class PrefixSchedule:
                 )
                 return StepRun(
                     self, capture, rank, step, joint, contract, self.measures or meter.due,
-                    arguments["force_all_reduce"],
+                    arguments["force_all_reduce"], idle,
                 ).run()  # fmt: skip
 
     def _timed(self, decision: Decision, rank: Rank, arguments: dict[str, Any]) -> list[Any]:

@@ -74,6 +74,7 @@ class StepRun:
         contract: how losses are made.
         measures: time every action.
         force_all_reduce: see Megatron's schedules.
+        idle: ends with the first action: until then the device has nothing to do.
     """
 
     def __init__(
@@ -86,8 +87,9 @@ class StepRun:
         contract: LossContract,
         measures: bool,
         force_all_reduce: bool | None,
+        idle: contextlib.ExitStack,
     ) -> None:
-        self._measures, self._force_all_reduce = measures, force_all_reduce
+        self._measures, self._force_all_reduce, self._idle = measures, force_all_reduce, idle
         self._schedule, self._capture, self._rank = schedule, capture, rank
         self._joint, self._contract = joint, contract
         # With the segments that run side by side with those of other pipelines.
@@ -205,7 +207,7 @@ class StepRun:
             self._schedule.watch or (report.stopwatch.timing if report.stopwatch else None),
             # Gradients are reduced after the last exchange, as ranks must not wait for both, and
             # after what goes on behind embeddings that were given.
-            offloader, None if exchanges or behind else self._reductions, exchanges,
+            offloader, None if exchanges or behind else self._reductions, exchanges, self._idle,
         )  # fmt: skip
         embedding = clear_embedding_activation_buffer(config, rank.models, stages[-1].is_last)
         with contextlib.nullcontext() if rank.forward_only else _no_sync(rank):

@@ -10,11 +10,12 @@ from __future__ import annotations
 import collections
 import hashlib
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from megatron_prefix.tree.forest import Pairs, TreeOptions
+from megatron_prefix.tree.forest import Pairs, TreeOptions, pair_codes
 
 LONGEST_LOOK = 512
 """Rollouts that agree on so many positions may agree on all."""
@@ -37,7 +38,7 @@ def digests(rollout: Pairs, lengths: Iterable[int]) -> Iterator[bytes]:
         start = length
 
 
-def most_saved(rollouts: Sequence[Pairs], options: TreeOptions) -> int:
+def most_saved(rollouts: Sequence[Pairs], options: TreeOptions, enough: float = math.inf) -> int:
     """An upper bound of the positions that the tree of a step saves; 0: there is no tree.
 
     Rollouts are compared at doubling lengths, and one that begins like no other is not looked at
@@ -49,16 +50,16 @@ def most_saved(rollouts: Sequence[Pairs], options: TreeOptions) -> int:
     Args:
         rollouts: of the step; their routes are not looked at, which can only take sharing away.
         options: of the tree.
+        enough: where the bound is as high, it may be a lower one than it would be after a longer
+            look, though not below `enough`.
     """
     length = options.boundary
-    lengths = [length]
-    while 2 * lengths[-1] <= max(LONGEST_LOOK, length):
-        lengths.append(2 * lengths[-1])
-    starts = [digests(rollout, lengths) for rollout in rollouts]
-    classes, _, saved = _split(rollouts, starts, range(len(rollouts)), length)
+    longest = max(LONGEST_LOOK, length)
+    beginnings = _Beginnings(rollouts, longest)
+    classes, _, saved = beginnings.split(range(len(rollouts)), 0, length)
     todo = [(members, 0) for members in classes]  # and the bound of spans above
-    while todo:
-        is_last, lower = length == lengths[-1], []
+    while todo and saved + sum((len(members) - 1) * above for members, above in todo) < enough:
+        is_last, lower = 2 * length > longest, []
         for members, above in todo:
             if is_last:
                 sizes = [len(rollouts[member]) for member in members]
@@ -67,41 +68,51 @@ def most_saved(rollouts: Sequence[Pairs], options: TreeOptions) -> int:
             end = 2 * length - options.boundary
             if (len(members) - 1) * end < options.min_gain:
                 end = above
-            parts, num_different, copies = _split(rollouts, starts, members, 2 * length)
+            parts, num_different, copies = beginnings.split(members, length, 2 * length)
             saved += copies + (num_different - 1) * end
             lower += [(part, end) for part in parts]
         todo, length = lower, 2 * length
-    return saved
+    return saved + sum((len(members) - 1) * above for members, above in todo)
 
 
-def _split(
-    rollouts: Sequence[Pairs],
-    starts: Sequence[Iterator[bytes]],
-    members: Sequence[int],
-    length: int,
-) -> tuple[list[list[int]], int, int]:
-    """Those that agree on their first positions.
+class _Beginnings:
+    """Input and label of the first positions of rollouts, as bytes.
 
     Args:
         rollouts: of the step.
-        starts: their `digests`; the next ones are of `length`.
-        members: some of them.
-        length: positions to compare; shorter rollouts agree only with equal ones.
-
-    Returns:
-        Classes of two and more; the number of all classes; positions that copies of shorter
-        rollouts save.
+        longest: so many positions of each.
     """
-    by_digest: dict[bytes, list[int]] = {}
-    for member in members:
-        by_digest.setdefault(next(starts[member]), []).append(member)
-    saved, classes = 0, []
-    for alike in by_digest.values():
-        if len(alike) > 1 and len(rollouts[alike[0]]) < length:
-            saved += (len(alike) - 1) * len(rollouts[alike[0]])
-        elif len(alike) > 1:
-            classes.append(alike)
-    return classes, len(by_digest), saved
+
+    def __init__(self, rollouts: Sequence[Pairs], longest: int) -> None:
+        self._sizes = [len(rollout) for rollout in rollouts]
+        ends = [min(size, longest) for size in self._sizes]
+        self._codes = [codes.tobytes() for codes in pair_codes(rollouts, 0, ends)]
+
+    def split(
+        self, members: Sequence[int], start: int, length: int
+    ) -> tuple[list[list[int]], int, int]:
+        """Those that agree on their first positions.
+
+        Args:
+            members: some rollouts, which agree up to `start`.
+            start: a position that all of them have.
+            length: positions to compare; shorter rollouts agree only with equal ones.
+
+        Returns:
+            Classes of two and more; the number of all classes; positions that copies of shorter
+            rollouts save.
+        """
+        by_codes: dict[bytes, list[int]] = {}
+        for member in members:
+            here = self._codes[member][8 * start : 8 * length]
+            by_codes.setdefault(here, []).append(member)
+        saved, classes = 0, []
+        for alike in by_codes.values():
+            if len(alike) > 1 and self._sizes[alike[0]] < length:
+                saved += (len(alike) - 1) * self._sizes[alike[0]]
+            elif len(alike) > 1:
+                classes.append(alike)
+        return classes, len(by_codes), saved
 
 
 def least_saved(rollouts: Sequence[Sequence[bytes]], lengths: Sequence[int]) -> int:

@@ -22,6 +22,7 @@ import numpy as np
 from megatron_prefix.errors import UserError
 from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans, tree_of
 from megatron_prefix.tree.forest import (
+    AT_ONCE,
     LEAST_SHARE,
     Forest,
     Pairs,
@@ -29,13 +30,14 @@ from megatron_prefix.tree.forest import (
     TreeOptions,
     any_trained,
     check_routes,
+    codes_of,
 )
 from megatron_prefix.tree.joining import joined_segments, most_alive
 from megatron_prefix.tree.nodes import Node, dissolved, equal_bounds, preorder
 from megatron_prefix.tree.packing import Packing, Rows
 
-_PAIRS, _AT_ONCE = 1024, 1 << 20
-"""Pairs of rollouts, and positions of one of each, that are compared at once."""
+_PAIRS = 1024
+"""Pairs of rollouts that are compared at once, at most."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,10 @@ class Tries:
         if options.chunk_tokens or rows is not None:
             roots = _chunked(packed.roots, first, options)
             packed = Packing(roots, first, options, microbatch_of, self.common, rows)
-        segments = packed.segments
+        joined: list[Segment] | None = None
         if options.joins and every and rows is None and self.common is NOTHING_IN_COMMON:
-            # A little longer than others, where as much is alive at once in any case.
-            more = options.segment_tokens // 8 if options.segment_tokens else sum(num_positions)
-            longest = min(most_alive(segments), options.segment_tokens + more)
-            longest = max(longest, options.segment_tokens)
-            joined = joined_segments(every, first, options, microbatch_of, longest)
-            segments = min(joined or segments, segments, key=lambda one: _cost(one, options))
+            joined = self._joined(every, packed, microbatch_of)
+        segments = packed.segments if joined is None else joined
         return Forest(
             tuple(segment._replace(trained=self._trained(segment)) for segment in segments),
             num_positions, first, options.multiple, unshared_by_routes=self.unshared_by_routes,
@@ -96,16 +94,32 @@ class Tries:
             whole=options.whole,
         )  # fmt: skip
 
+    def _joined(
+        self, roots: Sequence[Node], packed: Packing, microbatch_of: Sequence[int] | None
+    ) -> list[Segment] | None:
+        """Joined segments, where there are some that cost no more than packed ones."""
+        options, first = self.options, self.first_trained
+        # A little longer than others, where as much is alive at once in any case.
+        more = (
+            options.segment_tokens // 8 if options.segment_tokens else sum(map(len, self.trained))
+        )
+        longest = min(most_alive(packed.lengths, packed.parents), options.segment_tokens + more)
+        longest = max(longest, options.segment_tokens)
+        joined = joined_segments(roots, first, options, microbatch_of, longest)
+        lengths = [segment.padded_length for segment in joined or ()]
+        costs_more = _cost(lengths, options) > _cost(packed.lengths, options)
+        return None if joined is None or costs_more else joined
+
     def _trained(self, segment: Segment) -> int:
         """Positions of a segment that carry loss in any of their rollouts."""
-        spans = segment.spans if segment.scored else ()
-        return sum(int(np.count_nonzero(any_trained(span, self.trained))) for span in spans)
+        spans = [span for span in segment.spans if span.rollouts] if segment.scored else []
+        flags = [any_trained(span, self.trained) for span in spans]
+        return int(np.count_nonzero(np.concatenate(flags))) if flags else 0
 
 
-def _cost(segments: Sequence[Segment], options: TreeOptions) -> tuple[int, int]:
+def _cost(lengths: Sequence[int], options: TreeOptions) -> tuple[int, int]:
     """What segments take, in positions, and how many they are."""
-    positions = sum(segment.padded_length for segment in segments)
-    return positions + options.segment_gain * len(segments), len(segments)
+    return sum(lengths) + options.segment_gain * len(lengths), len(lengths)
 
 
 def build(
@@ -140,7 +154,7 @@ def find_shared(
     if len(groups) != len(rollouts):
         raise UserError(f"{len(groups)} group numbers for {len(rollouts)} rollouts: give one each")
     for index, rollout in enumerate(rollouts):
-        if not len(rollout) == len(rollout.labels) == len(rollout.trained) or not len(rollout):
+        if not 0 < len(rollout.inputs) == len(rollout.labels) == len(rollout.trained):
             raise UserError(
                 f"rollout {index}: {len(rollout)} inputs, {len(rollout.labels)} labels,"
                 f" {len(rollout.trained)} loss flags: give equally many, at least one"
@@ -150,7 +164,7 @@ def find_shared(
     trees: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         trees.setdefault(group if options.share == "group" else 0, []).append(index)
-    worth = tuple(_worth(rollouts, members, options) for members in trees.values())
+    worth = tuple(_worth(rollouts, members, first, options) for members in trees.values())
     tries = Tries(worth, tuple(r.trained for r in rollouts), first, options)
     if not any(rollout.routes is not None for rollout in rollouts):
         return tries
@@ -173,11 +187,12 @@ def find_below(
     for rollout, number in enumerate(beginnings):
         members.setdefault(common.below[number], []).append(rollout)
     ends = {number: common.spans[number].end if number >= 0 else 0 for number in members}
-    below = {
-        number: _worth(rollouts, some, options, ends[number]) for number, some in members.items()
-    }
     trained = tuple(one.trained for one in rollouts)
     first = tuple(one.first_trained for one in rollouts)
+    below = {
+        number: _worth(rollouts, some, first, options, ends[number])
+        for number, some in members.items()
+    }
     tries = Tries((tree_of(common, below),), trained, first, options, common=common)
     if not any(rollout.routes is not None for rollout in rollouts):
         return tries
@@ -186,12 +201,17 @@ def find_below(
 
 
 def _worth(
-    rollouts: Sequence[Pairs], members: Sequence[int], options: TreeOptions, start: int = 0
+    rollouts: Sequence[Pairs],
+    members: Sequence[int],
+    first: Sequence[int],
+    options: TreeOptions,
+    start: int = 0,
 ) -> list[Node]:
     """The tree of some rollouts from a position on, with nodes that save enough."""
-    codes = {m: rollouts[m].codes(start, rollouts[m].num_needed) for m in members}
-    first = {m: rollouts[m].first_trained - start for m in members}
-    roots = trie(codes, options, first if options.loss_in_leaves else {}, start)
+    some = [rollouts[m] for m in members]
+    codes = zip(members, codes_of(some, start, [one.num_needed for one in some]), strict=True)
+    behind = {m: first[m] - start for m in members} if options.loss_in_leaves else {}
+    roots = trie(dict(codes), options, behind, start)
     return dissolved(roots, lambda node: node.saved >= options.min_gain)
 
 
@@ -210,8 +230,8 @@ def trie(
         start: the position at which the codes begin, a multiple of the boundary.
     """
     same: dict[bytes, list[int]] = {}
-    for m, key in zip(codes, _keys([*codes.values()]), strict=True):
-        same.setdefault(key, []).append(m)
+    for m, code in codes.items():  # keys in an order like theirs
+        same.setdefault(code.astype(">u8").tobytes(), []).append(m)
     # Equal rollouts have one node; with loss_in_leaves the earliest trained position counts.
     earliest = {copies[0]: min(first[m] for m in copies) for copies in same.values() if first}
     ordered = [copies for _, copies in sorted(same.items())]
@@ -237,15 +257,6 @@ def trie(
     return top.children
 
 
-def _keys(codes: Sequence[np.ndarray]) -> Iterator[bytes]:
-    """Of every rollout its codes in an order like theirs; all of them are converted at once."""
-    if not codes:
-        return
-    keys = np.concatenate(codes).astype(">u8").tobytes()
-    ends = [*itertools.accumulate(code.nbytes for code in codes)]
-    yield from (keys[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True))
-
-
 def _shared(
     codes: Mapping[int, np.ndarray],
     ordered: Sequence[Sequence[int]],
@@ -255,27 +266,30 @@ def _shared(
     """Positions that different rollouts share with the one before them, rounded toward the root;
     many are compared at once."""
     yield from [0] * bool(ordered)
+    boundary = options.boundary
     pairs = [(a[0], b[0]) for a, b in itertools.pairwise(ordered)]
     while pairs:
         nums = [min(len(codes[a]), len(codes[b])) for a, b in pairs[:_PAIRS]]
-        num = 1 + bisect.bisect([*itertools.accumulate(nums)], _AT_ONCE)
+        num = 1 + bisect.bisect([*itertools.accumulate(nums)], AT_ONCE)
         some, pairs, nums = pairs[: min(num, _PAIRS)], pairs[min(num, _PAIRS) :], nums[:num]
         before, behind = (
             np.concatenate([codes[pair[side]][:of] for pair, of in zip(some, nums, strict=True)])
             for side in (0, 1)
         )
-        differ = np.flatnonzero((before != behind).any(axis=1))
+        differ = np.flatnonzero(before != behind) // before.shape[1]
         starts = np.cumsum([0, *nums[:-1]])
         differ = np.append(differ, len(before))[np.searchsorted(differ, starts)]
         for (a, b), shared in zip(some, np.minimum(differ - starts, nums).tolist(), strict=True):
-            yield options.rounded(min(shared, first[a], first[b]) if first else shared)
+            most = min(shared, first[a], first[b]) if first else shared
+            yield most // boundary * boundary
 
 
 def _gather_members(top: Node) -> None:
     """Fills `members` of inner nodes and sorts children by their first rollout."""
     for node in reversed(list(preorder([top]))):
-        node.members = sorted({*node.members, *(m for c in node.children for m in c.members)})
-        node.children.sort(key=lambda child: child.members[0])
+        if node.children:  # which have no member twice
+            node.members = sorted([*node.members, *(m for c in node.children for m in c.members)])
+            node.children.sort(key=lambda child: child.members[0])
 
 
 def _worthwhile(
@@ -306,7 +320,9 @@ def _worthwhile(
 def _copied(roots: list[Node]) -> list[Node]:
     top = Node(0, 0, [], roots)
     for node in preorder([top]):
-        node.children = [replace(child) for child in node.children]
+        node.children = [
+            Node(one.start, one.end, one.members, one.children, one.common) for one in node.children
+        ]
     return top.children
 
 

@@ -6,11 +6,12 @@ tree/build.py makes the forest.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,8 @@ LEAST_SHARE = 16
 """An inner segment that saves one in so many of all positions of a step is kept, however small."""
 MOST_EXPERTS = 1 << 15
 """Experts of a layer that routes can name."""
+AT_ONCE = 1 << 14
+"""Positions that are looked at together: numbers of as many stay near to a core."""
 _LAST = np.uint64(1 << 63)
 """Marks the code of a last position; no input is as large."""
 
@@ -68,26 +71,61 @@ class Pairs:
         return first if self.trained[first] else self.num_needed - 1
 
     def up_to_loss(self) -> Pairs:
-        """Without what is behind the last position that carries loss. Two positions are kept in any
-        case: outputs of one do not tell along which dimension positions are."""
-        behind = int(self.trained[::-1].argmax())
-        needed = len(self) - behind if self.trained[~behind] else 1
-        return replace(self, needed=max(needed, min(2, len(self))))
+        """Without what is behind the last position that carries loss; see `up_to_losses`."""
+        return replace(self, needed=int(up_to_losses(self.trained, [len(self)])[0]))
 
     def codes(self, start: int = 0, end: int | None = None) -> np.ndarray:
-        """A code per position [start, end), equal if input, label and routes are, and where it is
-        read the next input: uint64 [positions, n]."""
-        low = self.labels[start:end].astype(np.int64) & 0xFFFFFFFF
-        pairs = (self.inputs[start:end].astype(np.int64) << 32 | low).astype(np.uint64)[:, None]
-        if self.weights is not None and len(pairs) == len(self) - start:
-            pairs[-1:] |= _LAST
-        if self.following is not None:
-            pairs = np.hstack([pairs, self.following[start:end, None].astype(np.uint64)])
-        if self.routes is None:
-            return pairs
-        routes = self.routes.reshape(len(self), -1)[start:end].astype(np.uint16)
+        """Those of its positions [start, end); see `codes_of`."""
+        return codes_of([self], start, [len(self) if end is None else end])[0]
+
+
+def up_to_losses(trained: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    """Positions of every rollout up to the last one that carries loss, int64 [rollouts]. Two are
+    kept in any case: outputs of one do not tell along which dimension positions are.
+
+    Args:
+        trained: of all rollouts, one behind the other.
+        lengths: of each.
+    """
+    ends, at = np.cumsum(lengths), np.append(-1, np.flatnonzero(trained))
+    last = at[np.searchsorted(at, ends) - 1]
+    return np.maximum(last + 1 - (ends - lengths), np.minimum(2, lengths))
+
+
+def pair_codes(rollouts: Sequence[Pairs], start: int, ends: Sequence[int]) -> Iterator[np.ndarray]:
+    """Of every rollout a number for input and label of its positions from `start` to its end:
+    uint64 [positions]. Of some rollouts at once: one by one takes longer, and so does memory of
+    megabytes, which is new to the process every time."""
+    places = [*itertools.accumulate(ends, initial=0)]
+    for _, some in itertools.groupby(range(len(ends)), lambda number: places[number] // AT_ONCE):
+        cuts = [(rollouts[number], slice(start, ends[number])) for number in some]
+        inputs = [one.inputs[cut] for one, cut in cuts]
+        codes = np.concatenate(inputs, dtype=np.int64) << 32
+        labels = np.concatenate([one.labels[cut] for one, cut in cuts], dtype=np.int64)
+        codes |= labels & 0xFFFFFFFF
+        bounds = itertools.accumulate(map(len, inputs), initial=0)
+        yield from (codes.view(np.uint64)[a:b] for a, b in itertools.pairwise(bounds))
+
+
+def codes_of(rollouts: Sequence[Pairs], start: int, ends: Sequence[int]) -> list[np.ndarray]:
+    """Of every rollout a code per position [start, end), equal if input, label and routes are, and
+    where it is read the next input: uint64 [positions, n]."""
+    pairs = zip(rollouts, ends, pair_codes(rollouts, start, ends), strict=True)
+    return [_with_more(one, slice(start, end), codes) for one, end, codes in pairs]
+
+
+def _with_more(rollout: Pairs, cut: slice, pairs: np.ndarray) -> np.ndarray:
+    """Codes with what else must be equal; see `codes_of`."""
+    if rollout.weights is not None and cut.stop == len(rollout):
+        pairs[-1:] |= _LAST
+    columns = [pairs[:, None]]
+    if rollout.following is not None:
+        columns.append(rollout.following[cut, None].astype(np.uint64))
+    if rollout.routes is not None:
+        routes = rollout.routes.reshape(len(rollout), -1)[cut].astype(np.uint16)
         padded = np.pad(routes, ((0, 0), (0, -routes.shape[1] % 4)))  # to whole 64 bits
-        return np.hstack([pairs, padded.view(np.uint64)])
+        columns.append(padded.view(np.uint64))
+    return np.hstack(columns) if len(columns) > 1 else columns[0]
 
 
 def check_routes(rollouts: Sequence[Pairs]) -> None:
@@ -213,9 +251,8 @@ def any_trained(span: Span, trained: Sequence[np.ndarray]) -> np.ndarray:
         span: of some rollouts.
         trained: flags of every rollout, see Pairs.
     """
-    flags = [trained[one][span.start : span.end] for one in span.rollouts]
-    # Most spans are of one rollout.
-    return flags[0] if len(flags) == 1 else np.asarray(np.logical_or.reduce(flags))
+    here = slice(span.start, span.end)
+    return functools.reduce(operator.or_, [trained[one][here] for one in span.rollouts])
 
 
 class Segment(NamedTuple):
@@ -366,22 +403,22 @@ class Forest:
         """Positions of all rollouts, shared or not."""
         return sum(self.num_positions)
 
-    @cached_property
+    @functools.cached_property
     def executed_tokens(self) -> int:
         """Positions that the prefix schedule computes on this rank, padding not counted."""
         return sum(s.length for one in self.segments if one.source < 0 for s in one.spans)
 
-    @cached_property
+    @functools.cached_property
     def received_tokens(self) -> int:
         """Positions whose payloads other data-parallel ranks send."""
         return sum(s.length for one in self.segments if one.source >= 0 for s in one.spans)
 
-    @cached_property
+    @functools.cached_property
     def max_depth(self) -> int:
         """Most spans on a path from a root to a leaf."""
         return max(map(len, self.paths), default=0)
 
-    @cached_property
+    @functools.cached_property
     def num_trees(self) -> int:
         """Number of trees; a rollout that shares nothing is one."""
         return sum(
@@ -390,15 +427,16 @@ class Forest:
             for span in segment.spans
         )
 
-    @cached_property
+    @functools.cached_property
     def paths(self) -> tuple[tuple[Place, ...], ...]:
         """Per rollout the places of its spans, root first; what is not computed has none."""
         paths: list[list[Place]] = [[] for _ in self.num_positions]
         for index, segment in enumerate(self.segments):
             for number, span in enumerate(segment.spans):
+                place = Place(index, number)
                 for rollout in span.rollouts:
-                    paths[rollout].append(Place(index, number))
-        return tuple(tuple(path) for path in paths)
+                    paths[rollout].append(place)
+        return tuple(map(tuple, paths))
 
     def all_read(self) -> Forest:
         """As if losses looked at all positions of segments with loss, as in the stock schedule."""

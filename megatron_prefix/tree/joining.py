@@ -8,8 +8,7 @@ of its own.
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_prefix.tree.forest import Place, Segment, Span, TreeOptions, padded
 from megatron_prefix.tree.nodes import Node, dissolved, preorder
@@ -38,11 +37,14 @@ def joined_segments(
     """
     owner = range(len(first_trained)) if microbatch_of is None else microbatch_of
     paths: list[list[Node]] = [[] for _ in first_trained]
+    needs: dict[int, dict[int, int]] = {one: {} for one in sorted({*owner})}
     for node in preorder(roots):
+        rows = node.padded(options.multiple)
         for member in node.members:
             paths[member].append(node)
+            needs[owner[member]][id(node)] = rows
     budget = longest
-    while rounds := _rounds(paths, owner, options.multiple, budget):
+    while rounds := _rounds(needs, budget):
         round_of = {one: number for number, some in enumerate(rounds) for one in some}
         rollouts: list[list[int]] = [[] for _ in rounds]
         for rollout, microbatch in enumerate(owner):
@@ -59,27 +61,31 @@ def joined_segments(
     return None
 
 
-def most_alive(segments: Sequence[Segment]) -> int:
-    """Most positions that a forward computes or keeps for others, of segments in F-order."""
-    last = [*range(len(segments))]
-    for index in reversed(range(len(segments))):
-        for parent in segments[index].parents:
+def most_alive(lengths: Sequence[int], parents: Sequence[Iterable[int]]) -> int:
+    """Most positions that a forward computes or keeps for others, of segments in F-order.
+
+    Args:
+        lengths: of every segment.
+        parents: of every segment the others that it reads.
+    """
+    last = [*range(len(lengths))]
+    for index in reversed(range(len(lengths))):
+        for parent in parents[index]:
             last[parent] = max(last[parent], last[index])
-    lengths = [segment.padded_length for segment in segments]
     return max(
         sum(lengths[other] for other in range(index + 1) if last[other] >= index)
-        for index in range(len(segments))
+        for index in range(len(lengths))
     )
 
 
-def _rounds(
-    paths: Sequence[Sequence[Node]], owner: Sequence[int], multiple: int, longest: int
-) -> list[list[int]] | None:
+def _rounds(needs: Mapping[int, Mapping[int, int]], longest: int) -> list[list[int]] | None:
     """Microbatches in order, in the fewest rounds that fit, about equally long; None if one does
-    not fit by itself."""
-    needs: dict[int, dict[int, int]] = collections.defaultdict(dict)
-    for path, microbatch in zip(paths, owner, strict=True):
-        needs[microbatch].update((id(node), node.padded(multiple)) for node in path)
+    not fit by itself.
+
+    Args:
+        needs: of every microbatch, in order, the positions of every node.
+        longest: most positions in a round.
+    """
     low, high = max(sum(one.values()) for one in needs.values()) - 1, longest
     if low >= high:
         return None
@@ -92,13 +98,12 @@ def _rounds(
     return rounds
 
 
-def _cut(needs: dict[int, dict[int, int]], budget: int) -> list[list[int]]:
+def _cut(needs: Mapping[int, Mapping[int, int]], budget: int) -> list[list[int]]:
     """Rounds filled one after the other."""
     rounds: list[list[int]] = []
     here: set[int] = set()
     size = 0
-    for microbatch in sorted(needs):
-        mine = needs[microbatch]
+    for microbatch, mine in needs.items():
         more = sum(rows for node, rows in mine.items() if node not in here)
         if not rounds or size + more > budget:
             rounds.append([])
@@ -133,13 +138,16 @@ def _segment(
     """All nodes of some trees: siblings, and then what is below each of them. What reads is behind
     what it reads, and all that reads one span is in one piece: every key is in a level once."""
     spans: list[Span] = []
-    todo: list[tuple[list[Node], Place | None]] = [([*roots], None)]
+    todo: list[tuple[Sequence[Node], Place | None]] = [(roots, None)]
     while todo:
         siblings, parent = todo.pop()
-        places = [Place(index, len(spans) + number) for number in range(len(siblings))]
+        first = len(spans)
         spans += [node.span(options.multiple, parent) for node in siblings]
-        below = zip((node.children for node in siblings), places, strict=True)
-        todo += reversed([pair for pair in below if pair[0]])
+        todo += [
+            (node.children, Place(index, first + number))
+            for number, node in reversed([*enumerate(siblings)])
+            if node.children
+        ]
     inner = any(span.parent is not None for span in spans)
     scored = any(first_trained[one] < span.end for span in spans for one in span.rollouts)
     whole = padded(tuple(spans), options.whole, inner=inner)

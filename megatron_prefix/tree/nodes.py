@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from megatron_prefix.tree.forest import Place, Span
 
 
-@dataclass
+@dataclass(slots=True)
 class Node:
     """Positions [start, end) of the rollouts `members`.
 
@@ -32,7 +32,8 @@ class Node:
     @property
     def saved(self) -> int:
         """Positions that are computed once here and not once more in every child."""
-        copies = len(self.children) + bool(self.ending())
+        below = sum(len(child.members) for child in self.children)
+        copies = len(self.children) + (below < len(self.members))  # some end here
         return (copies - 1) * (self.end - self.start)
 
     def padded(self, align: int) -> int:
@@ -42,16 +43,16 @@ class Node:
     def span(self, align: int, parent: Place | None) -> Span:
         """The node as a span below `parent`."""
         length = self.end - self.start
-        return Span(self.start, length, self.padded(align), tuple(self.members), parent)
+        return Span(self.start, length, -(-length // align) * align, tuple(self.members), parent)
 
 
 def preorder(roots: Sequence[Node]) -> Iterator[Node]:
     """Parents before children. The caller may change a node's children when it gets the node."""
-    todo = list(reversed(roots))
+    todo = [*reversed(roots)]
     while todo:
-        node = todo.pop()
-        yield node
-        todo.extend(reversed(node.children))
+        yield (node := todo.pop())
+        if node.children:
+            todo += node.children[::-1]
 
 
 def even_parts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
@@ -104,8 +105,10 @@ def dissolved(roots: list[Node], pays: Callable[[Node], bool]) -> list[Node]:
     """Merges inner nodes that do not pay into their children, top down."""
     top = Node(0, 0, [], roots)
     for node in preorder([top]):
+        if not node.children:
+            continue
         kept: list[Node] = []
-        todo = list(reversed(node.children))
+        todo = node.children[::-1]
         while todo:
             child = todo.pop()
             if not child.children or pays(child):

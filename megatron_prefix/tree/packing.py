@@ -13,6 +13,7 @@ prompts several rounds read runs together, before the first of them.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -96,11 +97,15 @@ class Rounds:
 
     def _first(self, node: Node) -> int:
         """The first microbatch that needs a node."""
-        return min(self._owner[member] for member in node.members)
+        return min(map(self._owner.__getitem__, node.members))
 
     def _place(self, leaf: Node, least: int) -> None:
         """Gives a leaf to its rounds. Equal rollouts of several rounds have one leaf, in a segment
         that waits for all their losses, unless that saves fewer positions than `least`."""
+        if len(leaf.members) == 1:
+            number = self._round_of[self._owner[leaf.members[0]]]
+            self.leaves[number].append((leaf, leaf.members))
+            return
         parts: dict[int, list[int]] = {}
         for member in leaf.members:
             parts.setdefault(self._round_of[self._owner[member]], []).append(member)
@@ -150,6 +155,15 @@ class Rounds:
                 yield run[low:high]
 
 
+class _Nodes(NamedTuple):
+    """The nodes of a segment; `source`: see Segment; `scored`: the same, None if losses tell."""
+
+    nodes: Sequence[Node]
+    inner: bool
+    source: int = -1
+    scored: bool | None = None
+
+
 class Packing:
     """The segments of trees.
 
@@ -163,7 +177,7 @@ class Packing:
 
     Attributes:
         roots: as given.
-        segments: in F-order.
+        lengths: positions of every segment, in F-order.
         inner: the nodes of every inner segment that the rank has for itself.
         exchanges: see Forest.
         rounds: of every segment.
@@ -179,17 +193,17 @@ class Packing:
         rows: Rows | None = None,
     ) -> None:
         self.roots = roots
-        self.segments: list[Segment] = []
+        self.lengths: list[int] = []
         self.inner: list[Sequence[Node]] = []
         self.exchanges: list[Exchange] = []
         self.rounds: list[int] = []
         self._first, self._multiple = first_trained, options.multiple
         self._whole = options.whole
         self._budget = options.segment_tokens
-        # By identity of nodes, so none of them may be gone before the end.
-        self._parts: list[Node] = []
-        self._places: dict[int, Place] = {}
+        # By identity of nodes, none of which is gone before the end.
+        self._paths: dict[int, tuple[Place, ...]] = {}  # to what others read, root first
         self._parents: dict[int, Node] = {}
+        self._nodes: list[_Nodes] = []
         self._owner = range(len(first_trained)) if microbatch_of is None else microbatch_of
         leaves = [node for node in preorder(roots) if not node.children]
         rounds = Rounds(self._inner(roots), leaves, self._owner, options, rows)
@@ -214,10 +228,11 @@ class Packing:
             source, spans = common.source(one), common.here(one)
             peers = common.peers(one) if source < 0 else ((source, tuple(range(len(spans)))),)
             span = common.spans[one.spans[0]]
-            self.exchanges.append(Exchange(len(self.segments), peers, span.level))
-            self._add([nodes[span] for span in spans], inner=True, source=source)
+            self.exchanges.append(Exchange(len(self.lengths), peers, span.level))
             # Losses of any rank may look at any of its positions.
-            self.segments[-1] = self.segments[-1]._replace(scored=span.scored)
+            mine = [nodes[one] for one in spans]
+            length = sum(node.padded(self._multiple) for node in mine)
+            self._add(_Nodes(mine, True, source, span.scored), length)
 
     def _inner(self, roots: Sequence[Node]) -> Iterator[tuple[int, Node]]:
         """The nodes that others read, each with the number of nodes above it, level by level."""
@@ -235,7 +250,6 @@ class Packing:
         if len(members) == len(leaf.members):
             return leaf
         part = replace(leaf, members=members)
-        self._parts.append(part)
         if id(leaf) in self._parents:
             self._parents[id(part)] = self._parents[id(leaf)]
         return part
@@ -245,32 +259,46 @@ class Packing:
 
         What hangs below one node is side by side, so that it is one run of queries.
         """
-        some = sorted(nodes, key=self._path)
+        some = sorted(nodes, key=self._above)
         lengths = [node.padded(self._multiple) for node in some]
         for start, stop in even_parts(lengths, self._budget):
-            self._add(some[start:stop], inner=inner)
+            self._add(_Nodes(some[start:stop], inner), sum(lengths[start:stop]))
 
-    def _add(self, nodes: Sequence[Node], *, inner: bool, source: int = -1) -> None:
-        for number, node in enumerate(nodes):
-            self._places[id(node)] = Place(len(self.segments), number)
-        parents = [self._parents.get(id(node)) for node in nodes]
-        spans = tuple(
-            node.span(self._multiple, None if parent is None else self._places[id(parent)])
-            for node, parent in zip(nodes, parents, strict=True)
-        )
-        scored = any(self._first[m] < span.end for span in spans for m in span.rollouts)
-        if source < 0:
-            spans = padded(spans, self._whole, inner=inner)
-        self.segments.append(Segment(spans, inner, scored, source=source))
+    def _add(self, added: _Nodes, length: int) -> None:
+        """Adds a segment; its spans are made when all are there, and somebody asks for them."""
+        if added.inner:
+            index = len(self.lengths)
+            for number, node in enumerate(added.nodes):
+                self._paths[id(node)] = (*self._above(node), Place(index, number))
+            if added.nodes[0].common < 0:
+                self.inner.append(added.nodes)
+        missing = -length % self._whole if added.source < 0 else 0
+        self.lengths.append(length + missing)
         self.rounds.append(self._round)
-        if inner and nodes[0].common < 0:
-            self.inner.append(nodes)
+        self._nodes.append(added)
 
-    def _path(self, node: Node) -> list[Place]:
+    def _above(self, node: Node) -> tuple[Place, ...]:
         """Where the nodes above one are, root first; all of them have a place."""
-        path: list[Place] = []
-        above = self._parents.get(id(node))
-        while above is not None:
-            path.append(self._places[id(above)])
-            above = self._parents.get(id(above))
-        return path[::-1]
+        parent = self._parents.get(id(node))
+        return () if parent is None else self._paths[id(parent)]
+
+    @property
+    def parents(self) -> list[set[int]]:
+        """Of every segment the others that it reads."""
+        above = (map(self._above, added.nodes) for added in self._nodes)
+        return [{path[-1].segment for path in paths if path} for paths in above]
+
+    @functools.cached_property
+    def segments(self) -> list[Segment]:
+        """In F-order."""
+        return [self._segment(added) for added in self._nodes]
+
+    def _segment(self, added: _Nodes) -> Segment:
+        above = zip(added.nodes, map(self._above, added.nodes), strict=True)
+        spans = tuple(node.span(self._multiple, path[-1] if path else None) for node, path in above)
+        scored = added.scored
+        if scored is None:
+            scored = any(self._first[m] < span.end for span in spans for m in span.rollouts)
+        if added.source < 0:
+            spans = padded(spans, self._whole, inner=added.inner)
+        return Segment(spans, added.inner, scored, source=added.source)

@@ -20,6 +20,7 @@ of rows, planned from the rank's program: free again after its backward. There a
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
@@ -316,43 +317,53 @@ class _Levels:
         shares: int,
     ) -> None:
         self.segments, self.parts, self.shares = segments, parts, shares
-        self.rows: dict[Place, tuple[int, int]] = {}
-        for index, interval in enumerate(intervals):
-            start = interval.start if interval else 0
-            for number, span in enumerate(segments[index].spans if interval else ()):
-                end = start + span.padded // shares
-                self.rows[Place(index, number)] = start, end
-                start = end
+        self.starts = [  # of every segment's spans in the arena
+            [*itertools.accumulate((s.padded // shares for s in one.spans), initial=rows.start)]
+            if rows
+            else []
+            for one, rows in zip(segments, intervals, strict=True)
+        ]
         self.paths: dict[Place, tuple[Place, ...]] = {}
         self.seen: list[list[int]] = []
 
     def of(self, index: int) -> tuple[Level, ...]:
         """The levels of a segment; call it for all segments, in F-order."""
-        spans, paths = self.segments[index].spans, list[tuple[Place, ...]]()
-        for number, span in enumerate(spans):
-            paths.append(self.paths[span.parent] if span.parent else ())
-            if self.segments[index].inner:
-                place = Place(index, number)
-                self.paths[place] = (*paths[-1], place)
-        above = {place.segment for path in {*paths} for place in path}
+        spans = self.segments[index].spans
+        paths, bounds = list[tuple[Place, ...]](), [0]  # of neighbours that continue one span
+        for parent, some in itertools.groupby(spans, operator.attrgetter("parent")):
+            paths.append(self._path(parent))
+            bounds.append(bounds[-1] + sum(span.padded // self.parts for span in some))
+        above = {place.segment for path in paths for place in path}
         self.seen.append(sorted(above - {index}))
-        bounds = [0, *itertools.accumulate(span.padded // self.parts for span in spans)]
         common = _num_common(paths)
         levels = list(self._shared(paths[0][:common], bounds[-1]))
         for depth in range(common, max(map(len, paths))):
             runs = []
             keyed = [path[depth] if depth < len(path) else None for path in paths]
-            for seen, group in itertools.groupby(range(len(spans)), keyed.__getitem__):
+            for seen, group in itertools.groupby(range(len(paths)), keyed.__getitem__):
                 numbers = [*group]
                 if seen is not None:
-                    run = Run(bounds[numbers[0]], bounds[numbers[-1] + 1], *self.rows[seen])
+                    run = Run(bounds[numbers[0]], bounds[numbers[-1] + 1], *self._rows(seen))
                     runs.append(run)
             levels += self._pieces(runs[0]) if len(runs) == 1 else [Level(tuple(runs))]
         return tuple(levels)
 
+    def _path(self, place: Place | None) -> tuple[Place, ...]:
+        """From the root to a span, which is in a segment that `of` was called for, or calls."""
+        if place is None:
+            return ()
+        if place not in self.paths:
+            span = self.segments[place.segment].spans[place.number]
+            self.paths[place] = (*self._path(span.parent), place)
+        return self.paths[place]
+
+    def _rows(self, place: Place) -> tuple[int, int]:
+        start, end = self.starts[place.segment][place.number : place.number + 2]
+        return start, end
+
     def _shared(self, path: Sequence[Place], num_queries: int) -> Iterator[Level]:
         """Levels of the ancestors that all queries see: neighbours in the arena are one block."""
-        rows = [self.rows[place] for place in path]
+        rows = [self._rows(place) for place in path]
         for number, (start, end) in enumerate(rows):
             if number and rows[number - 1][1] == start:
                 continue

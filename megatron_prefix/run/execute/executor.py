@@ -98,6 +98,7 @@ class Executor:
         offloader: takes what segments with policy "offload" save.
         reductions: of the step's gradients; None without.
         exchanges: with other data-parallel ranks; None without.
+        idle: ends with the first action.
     """
 
     def __init__(
@@ -111,9 +112,10 @@ class Executor:
         offloader: Offloader | None,
         reductions: Reductions | None,
         exchanges: Exchanges | None,
+        idle: contextlib.ExitStack,
     ) -> None:
         self._offloader, self._reductions = offloader, reductions
-        self._exchanges = exchanges
+        self._exchanges, self._idle = exchanges, idle
         self._timing = timing or contextlib.nullcontext
         self._plan, self._stages, self._inputs, self._links = plan, stages, inputs, links
         self._forward_only = forward_only
@@ -145,6 +147,7 @@ class Executor:
                             self._handlers[action.kind](action, stage)
                         else:
                             self._crossing(action, stage, self._exchanges)
+                    self._idle.close()
                     if self._links is not None:
                         self._links.advance()
             if self._links is not None:

@@ -61,18 +61,19 @@ class SegmentInputs:
         self._offsets = np.cumsum([0, *(segment.padded_length for segment in forest.segments)])
         table = np.zeros((4, self._offsets[-1]), np.int64)
         spans = [span for segment in forest.segments for span in segment.spans]
-        trained = [sample.trained for sample in samples or ()]
-        offset = 0
-        for span in spans:
-            if samples is not None and span.rollouts:  # a filler has none
-                sample, here = samples[span.rollouts[0]], slice(offset, offset + span.length)
-                table[0, here] = sample.inputs[span.start : span.end]
-                table[1, here] = sample.labels[span.start : span.end]
-                table[3, here] = any_trained(span, trained)
-            # Padding goes on counting: its positions are legal and its outputs unread.
-            counted = np.arange(span.start, span.start + span.padded)
-            table[2, offset : offset + span.padded] = counted
-            offset += span.padded
+        padded = np.array([span.padded for span in spans], np.int64)
+        # Padding goes on counting: its positions are legal and its outputs unread.
+        before = np.cumsum(padded) - padded - [span.start for span in spans]
+        table[2] = np.arange(len(table[2])) - np.repeat(before, padded)
+        known = [span for span in spans if span.rollouts]  # a filler has none
+        if samples is not None and known:
+            trained = [sample.trained for sample in samples]
+            parts = [(samples[span.rollouts[0]], slice(span.start, span.end)) for span in known]
+            ends = [span.end for span in spans]
+            here = np.flatnonzero(table[2] < np.repeat(ends, padded))
+            table[0, here] = np.concatenate([sample.inputs[part] for sample, part in parts])
+            table[1, here] = np.concatenate([sample.labels[part] for sample, part in parts])
+            table[3, here] = np.concatenate([any_trained(span, trained) for span in known])
         self.max_position = int(table[2].max(initial=0))
         if size > 1:
             held = cp_layout.held_positions([span.padded for span in spans], rank, size)
@@ -136,10 +137,11 @@ class SegmentInputs:
     def _read_rows(self, flags: np.ndarray, device: torch.device) -> list[ReadRows | None]:
         by_segment: list[np.ndarray] = []
         for start, end in itertools.pairwise(self._offsets):
-            num = min(max(int(flags[start:end].sum()), 2), end - start)
+            read, others = (np.flatnonzero(flags[start:end] == of) for of in (1, 0))
+            num = min(max(len(read), 2), end - start)
             num += -num % self._multiple
-            # A stable order: those that are read, then others to make up the number.
-            by_segment.append(np.sort(np.argsort(-flags[start:end], kind="stable")[:num]))
+            rows = np.concatenate([read, others[: num - len(read)]])  # these make up the number
+            by_segment.append(rows if num == len(read) else np.sort(rows))
         whole = on(device, np.concatenate([np.zeros(0, np.int64), *by_segment]))
         parts = whole.split([len(rows) for rows in by_segment])
         lengths = np.diff(self._offsets)

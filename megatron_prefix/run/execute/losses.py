@@ -238,14 +238,14 @@ def _turns(
     forest: Forest, microbatch_of: Sequence[int], num: int
 ) -> tuple[list[int], list[list[int]]]:
     """Of every microbatch its last segment, and of every segment its microbatches."""
-    ready_after = [-1] * num
-    for rollout, microbatch in enumerate(microbatch_of):
-        last = forest.paths[rollout][-1][0]
-        ready_after[microbatch] = max(ready_after[microbatch], last)
     through = [
         sorted({microbatch_of[rollout] for span in segment.spans for rollout in span.rollouts})
         for segment in forest.segments
     ]
+    ready_after = [-1] * num
+    for index, some in enumerate(through):
+        for microbatch in some:
+            ready_after[microbatch] = index
     return ready_after, through
 
 

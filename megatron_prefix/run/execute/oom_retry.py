@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from megatron_prefix.device.modules import modules_of
 from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.moe import versions
 from megatron_prefix.plan.actions import Plan
@@ -94,7 +95,7 @@ class Rewind:
     def __init__(self, rank: Rank) -> None:
         self._models = rank.models
         self._logged = versions.logged_losses if rank.has_experts else dict
-        modules = list(_modules(rank.models))
+        modules = list(modules_of(*rank.models))
         self._parameters = [
             p for module in modules for p in module._parameters.values() if p is not None
         ]
@@ -156,18 +157,6 @@ class Rewind:
             for buffer in (getattr(model, name, None) if hasattr(model, "ddp_config") else None)
             or ()
         ]
-
-
-def _modules(models: Sequence[Any]) -> Iterator[Any]:
-    """Every module of the models, once. `Module.modules()` makes names, which takes ten times as
-    long: milliseconds before every step."""
-    left, seen = list(models), set()
-    while left:
-        module = left.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
-            yield module
-            left += [one for one in module._modules.values() if one is not None]
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from torch.overrides import _get_current_function_mode_stack  # what a `with` has pushed
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from megatron_prefix.device.modules import modules_of
 from megatron_prefix.moe.told import lists_of, managers
 
 DEVICE_TYPES = ("cpu", "cuda")
@@ -104,7 +105,7 @@ def fixed() -> tuple[Any, ...]:
 
 def training_modes(model: Any) -> Swap:
     """`train()` and `eval()` of a model and of its parts."""
-    modules = list(model.modules())
+    modules = list(modules_of(model))
     outside = [module.training for module in modules]
 
     def swap(wanted: list[bool] | None, entering: bool) -> list[bool] | None:

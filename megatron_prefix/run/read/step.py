@@ -7,6 +7,7 @@ ranks gather tokens, labels and loss flags once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ from megatron_prefix.run.calls import check_cut
 from megatron_prefix.run.read.read_calls import CallTokens, Numbers, ReadCalls
 from megatron_prefix.tree import Forest, Pairs, cp_layout
 from megatron_prefix.tree.ahead import told_apart
-from megatron_prefix.tree.forest import check_routes
+from megatron_prefix.tree.forest import check_routes, up_to_losses
 
 MESSAGE_NUMBERS = 1 << 13
 """Of a broadcast's first message, 64 KiB: some 500 segments, more than a usual step has."""
@@ -147,10 +148,7 @@ def _read(
         return None if calls.last is None else _samples(calls.last, (), cp, device)
     if calls.given is not None:  # a number for each position, in the place of tokens
         known = known._replace(tokens=calls.given.codes(known.lengths, known.tokens))
-    samples = _samples(known, routes, cp, device)
-    # Whether masks are known may differ between ranks of context parallelism; the flags that they
-    # have gathered do not.
-    return [sample.up_to_loss() for sample in samples] if calls.up_to_loss else samples
+    return _samples(known, routes, cp, device, up_to_loss=calls.up_to_loss)
 
 
 def told(
@@ -218,9 +216,14 @@ def _merged(first: CallTokens | None, last: CallTokens | None) -> CallTokens | N
 
 
 def _samples(
-    known: CallTokens, routes: Sequence[Tensor | None], group: Any, device: torch.device
+    known: CallTokens,
+    routes: Sequence[Tensor | None],
+    group: Any,
+    device: torch.device,
+    *,
+    up_to_loss: bool = False,
 ) -> list[Pairs]:
-    """Whole samples from the slices of the context-parallel ranks."""
+    """Whole samples from the slices of the context-parallel ranks; `up_to_loss`: see ReadCalls."""
     lengths, size = known.lengths, group.size()
     num = sum(lengths) // size
     if any(c is not None and len(c) != num for c in (known.labels, known.trained)):
@@ -236,17 +239,26 @@ def _samples(
         order = cp_layout.order(lengths, size)
         table = _all_gather(table.T, group, device)[order].T
         paths = None if paths is None else _all_gather(paths, group, device)[order]
-    samples, ends = [], np.cumsum(lengths)[:-1]
-    parts = np.split(table, ends, axis=1) if lengths else []
-    split = [None] * len(parts) if paths is None else np.split(paths, ends)
-    for index, part in enumerate(parts):
-        inputs, after, flags, *bits = part
-        mask = bits[0].view(np.float64) if bits else None
-        if known.labels is None:
-            # Whatever follows a token may be its label; no other sample has the last one's.
-            after = np.append(inputs[1:], -2 - index)
-            mask = None if mask is None else np.append(mask[1:], 0.0)
-        samples.append(Pairs(inputs, after, flags != 0, split[index], mask))
+    inputs, after, flags, *bits = table
+    flags = flags != 0
+    mask = bits[0].view(np.float64) if bits else None
+    bounds = np.cumsum([0, *lengths])
+    if known.labels is None:
+        # Whatever follows a token may be its label; no other sample has the last one's.
+        after, last = np.append(inputs[1:], 0), bounds[1:] - 1
+        after[last] = -2 - np.arange(len(last))
+        if mask is not None:
+            mask = np.append(mask[1:], 0.0)
+            mask[last] = 0.0
+    # Whether masks are known may differ between ranks of context parallelism; the flags that they
+    # have gathered do not.
+    needed = up_to_losses(flags, lengths).tolist() if up_to_loss else [None] * len(lengths)
+    samples = []
+    for (start, end), most in zip(itertools.pairwise(bounds.tolist()), needed, strict=True):
+        own = (inputs[start:end], after[start:end], flags[start:end])
+        routed = None if paths is None else paths[start:end]
+        weights_of = None if mask is None else mask[start:end]
+        samples.append(Pairs(*own, routed, weights_of, None, most))
     if paths is not None:
         check_routes(samples)
     return samples if known.weights is None else told_apart(samples)

@@ -1,14 +1,19 @@
-"""Python's collector of cycles waits while a step is read and planned, and is as before then."""
+"""Python's collector of cycles waits for the first action of a step, and is as before then."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 
+from megatron_prefix.config import PrefixConfig
 from megatron_prefix.run.planning import uncollected
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.harness import steps
+from tests.harness.one_rank import one_rank, small_model
 
 
 @contextmanager
@@ -55,3 +60,26 @@ def test_a_trainer_that_has_turned_it_off_keeps_it_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_it_waits_for_the_first_action_only(mode: str) -> None:
+    """In a step that the stock schedule runs it does not wait at all."""
+    begun, called = [], []
+
+    def watch(_: Any) -> Any:
+        begun.append(gc.isenabled())
+        return nullcontext()
+
+    def answered(*_: Any) -> None:
+        called.append(gc.isenabled())
+
+    with one_rank():
+        schedule = PrefixSchedule(PrefixConfig(mode=mode, min_gain=0, min_speedup=1e9))
+        schedule.watch, model = watch, small_model()
+        hook = model.register_forward_hook(answered)
+        steps.call(schedule, steps.Contract().step, model, steps.group(3, 3))
+        hook.remove()
+    assert begun == ([False] + [True] * (len(begun) - 1) if mode == "on" else [])
+    assert len(begun) > 1 or (called and all(called))
+    assert gc.isenabled()

@@ -108,8 +108,9 @@ def test_what_is_too_short_for_a_span_in_a_round_counts() -> None:
 
 def test_most_alive() -> None:
     forest = build(*flat_rollouts(20, 5, 4, 1), replace(JOINS, joins=False, segment_tokens=5))
-    assert [one.padded_length for one in forest.segments] == [20, 5, 5, 5, 5]
-    assert most_alive(forest.segments) == 25
+    lengths = [one.padded_length for one in forest.segments]
+    assert lengths == [20, 5, 5, 5, 5]
+    assert most_alive(lengths, [one.parents for one in forest.segments]) == 25
 
 
 @pytest.mark.parametrize(
