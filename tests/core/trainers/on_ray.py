@@ -31,6 +31,12 @@ class StandIn(NamedTuple):
     why: str
 
 
+def table(stand_ins: Sequence[StandIn]) -> str:
+    """The table of a trainer's page."""
+    rows = [f"| {' | '.join(one)} |\n" for one in stand_ins]
+    return "".join(["| what | instead | why |\n", "|---|---|---|\n", *rows])
+
+
 def options(hook: str) -> dict[str, object]:
     """What `ray.init` gets: a Ray of its own, on the loopback interface.
 

@@ -22,6 +22,11 @@ def groups(num: int) -> list[Group]:
     return [Group(one.name, one.rollouts[:SIZE]) for one, _ in zip(bundled_groups(), range(num))]
 
 
+def word(token: int) -> str:
+    """What the tokenizer writes for a token; no word is the beginning of another."""
+    return f"t{token:04}"
+
+
 def write_model(folder: Path) -> None:
     """A Qwen3 in fp32, its weights drawn from seed 0, and a tokenizer with a word for every id.
 
@@ -39,12 +44,14 @@ def write_model(folder: Path) -> None:
         tie_word_embeddings=False, pad_token_id=None,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"t{n}": n for n in range(VOCAB)}, unk_token="t0"))
+    words = Tokenizer(models.WordLevel({word(n): n for n in range(VOCAB)}, unk_token=word(0)))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="t1", pad_token="t1", unk_token="t0",
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token=word(1), pad_token=word(1), unk_token=word(0),
         chat_template="{% for one in messages %}{{ one['content'] }}{% endfor %}",
-    ).save_pretrained(folder)  # fmt: skip
+    )  # fmt: skip
+    tokenizer.add_tokens(["\n", "<|im_end|>"])  # verl asks for them; no text has them
+    tokenizer.save_pretrained(folder)
 
 
 def log_probs(folder: Path, rollouts: Sequence[Rollout]) -> Iterator[list[float]]:

@@ -29,21 +29,20 @@ from tests.core.trainers.on_ray import StandIn
 from tests.core.trainers.registry import installed
 
 HOOK = "tests.core.trainers.slime_run.on_cpu"
-UNUSED = (
-    "sglang", "sglang_router", "torch_memory_saver", "wandb", "pylatexenc", "aiohttp"
-)  # fmt: skip
+UNUSED = ("sglang", "sglang_router", "torch_memory_saver", "wandb", "pylatexenc", "aiohttp")
 STAND_INS = (
     StandIn("SGLang's engines", "`--load-debug-rollout-data`, slime's own option: rollouts of the"
             " bundled file, with the log-probs that transformers gives", "they need a GPU"),
     StandIn("packages that it imports: " + ", ".join(UNUSED), "empty modules",
-            "engines, memory of a GPU and a web service are not used in such a run"),
+            "engines, memory of a GPU and web services are not used in such a run"),
     StandIn("the accelerator", "one for the CPU, by slime's `register_accelerator`",
             "it knows CUDA and MUSA"),
-    StandIn("`torch.cuda`, NCCL", "`megatron_prefix/lab/platforms/cpu.py`, gloo", "there is no GPU"),
+    StandIn("`torch.cuda`, NCCL", "`megatron_prefix/lab/platforms/cpu.py`, gloo",
+            "there is no GPU"),
     StandIn("transformer-engine", "Megatron's local layers, with `LocalAttention`",
             "its kernels need a GPU; Megatron's own attention takes no packs"),
-    StandIn("its loader of Qwen3's weights", "it, given transformer-engine's name of the norm before"
-            " attention", "it does not know the name in Megatron's local layers"),
+    StandIn("the loader of Qwen3's weights", "the same, given transformer-engine's name of the norm"
+            " before attention", "it does not know the name in local layers"),
     StandIn("Triton, `torch.compile`", "functions as written", "they need a GPU, or a compiler"),
     StandIn("two GPUs", "`ray.init(num_gpus=2)`", "Ray only counts them"),
 )  # fmt: skip
