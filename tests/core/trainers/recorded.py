@@ -6,6 +6,8 @@ are what transformers says of the model.
 
 from __future__ import annotations
 
+import itertools
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,7 +21,8 @@ SIZE = 4
 
 def groups(num: int) -> list[Group]:
     """The first groups of the bundled file, with `SIZE` rollouts each."""
-    return [Group(one.name, one.rollouts[:SIZE]) for one, _ in zip(bundled_groups(), range(num))]
+    found = itertools.islice(bundled_groups(), num)
+    return [Group(one.name, one.rollouts[:SIZE]) for one in found]
 
 
 def word(token: int) -> str:
@@ -44,6 +47,9 @@ def write_model(folder: Path) -> None:
         tie_word_embeddings=False, pad_token_id=None,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(folder)
+    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    stored["rope_theta"] = 1e6  # as in Qwen's own files, for mbridge
+    (folder / "config.json").write_text(json.dumps(stored), encoding="utf-8")
     words = Tokenizer(models.WordLevel({word(n): n for n in range(VOCAB)}, unk_token=word(0)))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
     tokenizer = PreTrainedTokenizerFast(
