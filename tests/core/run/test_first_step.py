@@ -299,6 +299,17 @@ def test_a_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert sum("stock schedule for this step" in one.getMessage() for one in caplog.records) == 1
 
 
+def test_what_is_shared_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    schedule = watching("on")
+    two_steps(schedule, Trainer())
+    (line,) = [one for one in caplog.messages if one.startswith("shared: ")]
+    assert schedule.report is not None
+    forest = schedule.report.forest
+    assert 0 < forest.executed_tokens < forest.raw_tokens
+    numbers = f"{forest.executed_tokens} of {forest.raw_tokens}"
+    assert line == f"shared: {numbers} tokens of this update run on the first rank"
+
+
 class Touchy(Trainer):
     """What looking must not touch: a property that raises, and a tensor without strides."""
 

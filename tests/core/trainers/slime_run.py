@@ -26,7 +26,6 @@ import torch
 
 from tests.core.trainers import on_ray, recorded, stand_ins
 from tests.core.trainers.on_ray import StandIn
-from tests.core.trainers.registry import installed
 
 HOOK = "tests.core.trainers.slime_run.on_cpu"
 UNUSED = ("sglang", "sglang_router", "torch_memory_saver", "wandb", "pylatexenc", "aiohttp")
@@ -154,6 +153,7 @@ def main() -> int:
         on_ray.run_script(given, HOOK)
         return 0
     from megatron_prefix.lab.numerics import tolerance
+    from tests.core.trainers.registry import installed
 
     folders = [installed("slime"), given / "slime", given / "Megatron-LM"]
     runs = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 from typing import Any
 
@@ -15,10 +16,7 @@ import torch
 from megatron_prefix.auto.after_import import AfterImport
 from megatron_prefix.lab.platforms import cpu
 from tests.core.trainers import stand_ins
-
-UNUSED = (
-    "fastapi", "opentelemetry", "prometheus_client", "pylatexenc", "starlette", "uvicorn", "wandb",
-)  # fmt: skip
+from tests.core.trainers.verl_run import UNUSED
 
 
 def _torch() -> None:
@@ -88,8 +86,6 @@ def _recorded(replica: Any) -> None:
 
 
 def _loaded(module: str) -> Any:
-    import importlib
-
     return importlib.import_module(module).Replica
 
 

@@ -21,15 +21,16 @@ import torch
 
 from tests.core.trainers import on_ray, recorded
 from tests.core.trainers.on_ray import StandIn
-from tests.core.trainers.registry import installed
 
 ROOT = Path(__file__).parents[3]
+UNUSED = (
+    "fastapi", "opentelemetry", "prometheus_client", "pylatexenc", "starlette", "uvicorn", "wandb",
+)  # fmt: skip
 STAND_INS = (
     StandIn("vLLM or SGLang", "an engine in verl's registries that answers with rollouts of the"
             " bundled file and the log-probs that transformers gives; it is given new weights and"
             " leaves them", "they need a GPU"),
-    StandIn("packages that it imports: fastapi, opentelemetry, prometheus_client, pylatexenc,"
-            " starlette, uvicorn, wandb", "empty modules",
+    StandIn("packages that it imports: " + ", ".join(UNUSED), "empty modules",
             "web services are not used in such a run"),
     StandIn("the platform", "one for the CPU, by verl's `set_platform` and `VERL_ENGINE_DEVICE`",
             "its platforms are GPUs and NPUs"),
@@ -51,6 +52,7 @@ MODULES = "tests.core.trainers.verl_on_cpu,megatron_prefix.auto.whole_groups"
 OVERRIDES = f"""
     data.train_batch_size=4 data.max_prompt_length=512 data.max_response_length=256
     data.shuffle=False data.dataloader_num_workers=0
+    transfer_queue.backend.SimpleStorage.num_data_storage_units=2
     algorithm.adv_estimator=grpo reward.num_workers=1 reward.custom_reward_function.name=score
     actor_rollout_ref.rollout.name=recorded actor_rollout_ref.rollout.n={recorded.SIZE}
     actor_rollout_ref.rollout.tensor_model_parallel_size={on_ray.WORKERS}
@@ -64,7 +66,7 @@ OVERRIDES = f"""
     trainer.n_gpus_per_node={on_ray.WORKERS} trainer.nnodes=1 trainer.total_epochs=1
     trainer.total_training_steps=1 trainer.val_before_train=False trainer.test_freq=-1
     trainer.save_freq=-1 trainer.logger=[console]
-    ray_kwargs.ray_init.num_cpus=8 +ray_kwargs.ray_init.num_gpus={on_ray.WORKERS}
+    ray_kwargs.ray_init.num_cpus=16 +ray_kwargs.ray_init.num_gpus={on_ray.WORKERS}
     +ray_kwargs.ray_init.include_dashboard=False +ray_kwargs.ray_init._node_ip_address=127.0.0.1
     +ray_kwargs.ray_init.object_store_memory=200000000"""
 """Groups stay on one rank, as the page says."""
@@ -120,6 +122,7 @@ def figures(said: str) -> list[dict[str, float]]:
 def main() -> int:
     """Runs all modes."""
     from megatron_prefix.lab.numerics import tolerance
+    from tests.core.trainers.registry import installed
 
     folders = [installed("verl_run"), installed("verl")]
     sys.path.extend(map(str, folders))
