@@ -41,7 +41,8 @@ class Server:
     async def generate(self, *, prompt_ids: list[int], **_: Any) -> TokenOutput:
         """As verl's server of vLLM."""
         prompt = " ".join(map(str, prompt_ids))
-        tokens, log_probs = self._answers[prompt][self._asked[prompt]]
+        answers = self._answers[prompt]
+        tokens, log_probs = answers[self._asked[prompt] % len(answers)]
         self._asked[prompt] += 1
         return TokenOutput(
             token_ids=tokens, log_probs=log_probs, stop_reason="completed",

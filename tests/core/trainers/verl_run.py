@@ -63,8 +63,8 @@ OVERRIDES = f"""
     actor_rollout_ref.actor.megatron.vanilla_mbridge=True
     actor_rollout_ref.actor.megatron.override_transformer_config.attention_backend=local
     +actor_rollout_ref.actor.megatron.override_transformer_config.masked_softmax_fusion=False
-    trainer.n_gpus_per_node={on_ray.WORKERS} trainer.nnodes=1 trainer.total_epochs=1
-    trainer.total_training_steps=1 trainer.val_before_train=False trainer.test_freq=-1
+    trainer.n_gpus_per_node={on_ray.WORKERS} trainer.nnodes=1 trainer.total_epochs=2
+    trainer.total_training_steps=2 trainer.val_before_train=False trainer.test_freq=-1
     trainer.save_freq=-1 trainer.logger=[console]
     ray_kwargs.ray_init.num_cpus=16 +ray_kwargs.ray_init.num_gpus={on_ray.WORKERS}
     +ray_kwargs.ray_init.include_dashboard=False +ray_kwargs.ray_init._node_ip_address=127.0.0.1
