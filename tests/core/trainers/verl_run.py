@@ -3,7 +3,7 @@
     python -m tests.core.trainers.verl_run
 
 Runs it with the variables and overrides below in mode "off", and in mode "auto" or those that are
-given; prints what it says of each step: two updates of two prompts with four rollouts each, on two
+given; prints what it says of two steps: two updates of two prompts with four rollouts each, on two
 workers. What stands in for GPUs is `STAND_INS`; verl itself and its configuration are the
 registry's.
 """
