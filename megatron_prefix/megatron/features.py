@@ -47,15 +47,20 @@ OTHER_STEPS = (PARTIAL_CHECKPOINTS, OVERLAPPED_EXPERTS, DELAYED_WGRAD)
 CANNOT_RUN = "the prefix schedule cannot run this model with "
 OLDEST = Version("0.16.1")
 NEWEST_TRIED = Version("0.19.2")
+OF_SLIME = Version("0.16.0rc0")
+"""What the commit of Megatron-LM calls itself that slime brings, and others of its branch do."""
 
 
 def check_version(version: str | None = None) -> None:
     """Refuses a Megatron-Core that is too old; warns of one that was not tried.
 
     Raises:
-        CannotShare: older than 0.16.1.
+        CannotShare: older than 0.16.1, and not what slime brings.
     """
     release = Version(version or megatron.core.__version__)
+    if Version(release.public) == OF_SLIME:
+        logger.warning("megatron-core %s: of that version only commit 1dcf0dafa was tried", release)
+        return
     if Version(release.base_version) < OLDEST:
         raise refused(OLD_MEGATRON, release, OLDEST)
     # 0.19 adds the commit of a git repository around it: 0.19.2+dc4f901.

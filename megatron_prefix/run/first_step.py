@@ -31,6 +31,7 @@ from torch.utils import (
     _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
 )
 
+from megatron_prefix import trainers
 from megatron_prefix.errors import Reason, UserError
 from megatron_prefix.megatron.install import installed, intercepted
 from megatron_prefix.refusals.table import (
@@ -400,7 +401,7 @@ class FirstStep:
             self._note(RANDOM_IN_BOTH.given(", ".join(both)))
         for old, new in zip(step.resumed.bound, now.bound, strict=True):
             changed = {str(n) for n, value in new.items() if old.get(n, self) is not value}
-            for name in sorted(changed & self._reads):
+            for name in sorted(changed & self._reads - _set_by_losses()):
                 self._note(LOSS_LEAVES.given(name))
 
     def _compare_modes(self, step: _Running) -> None:
@@ -491,6 +492,12 @@ def _loads(function: Any) -> set[str]:
         if one.opname in _READS and isinstance(one.argval, str) and not stored:
             reads.add(one.argval)
     return reads
+
+
+def _set_by_losses() -> frozenset[str]:
+    """Names that the trainer's losses set, of which is known that no forward step reads them."""
+    trainer = trainers.running()
+    return trainer.losses_set if trainer and trainer.is_tried else frozenset()
 
 
 def _filled(arguments: Mapping[str, Any]) -> dict[Any, Any]:

@@ -397,9 +397,26 @@ class PrefixSchedule:
             reason = f"{LOSSES_EXCHANGE}, and segments would call them in another order"
             report.decision = replace(report.decision, share=False, fallback=True, reason=reason)
         self._report(report)
+        if report.decision.share and self.looks_first:
+            self._tell(report.forest, rank)
         if kind.pause and not (rank.forward_only or self.planning.meter(rank).due):
             kind.pause.note(report.decision)  # in others it may run to be timed
         return joint if report.decision.share else None
+
+    def _tell(self, forest: Forest, rank: Rank) -> None:
+        """Logs once on the first rank what runs of the first shared pass, and of the first update.
+
+        As a warning: many a trainer hides other lines of a package that it does not know.
+        """
+        name = "pass without gradients" if rank.forward_only else "update"
+        groups = [rank.groups.tp, *filter(None, [rank.data_ranks])]
+        if name in self._logged or not rank.is_first or any(group.rank() for group in groups):
+            return
+        self._logged.add(name)
+        logger.warning(
+            "shared: %d of %d tokens of this %s run on the first rank",
+            forest.executed_tokens, forest.raw_tokens, name,
+        )  # fmt: skip
 
     def _refused(self, reason: UserError) -> None:
         """Counts a fallback for a step whose calls cannot be answered; mode "on" raises."""

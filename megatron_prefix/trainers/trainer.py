@@ -41,6 +41,9 @@ class Trainer:
             None: nowhere, or not in a form that can be relied on.
         passes_together: whether data-parallel ranks make equally many calls without gradients;
             read in its sources.
+        losses_set: names that its losses set for themselves, and that no forward step of the
+            versions that were tried reads, though its code has them for something else; read in
+            its sources.
         is_used: whether it runs where `module` is imported.
         refusal: why this process, as it is set up, cannot be right; None if nothing is wrong. The
             model and its calls are looked at elsewhere (megatron/features.py, run/calls.py).
@@ -56,12 +59,18 @@ class Trainer:
     refused: tuple[Refusal, ...] = ()
     samples: Callable[[Any], Any] | None = None
     passes_together: bool = False
+    losses_set: frozenset[str] = frozenset()
     is_used: Callable[[], bool] = lambda: True
     refusal: Callable[[], Refusal | None] = lambda: None
 
     def is_running(self) -> bool:
         """Whether this process is one of it."""
         return self.module in sys.modules and self.is_used()
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether the version that is imported was tried."""
+        return version_of(self.module, self.package) in self.tried
 
     def described(self) -> str:
         """Name and version; if that version was never tried, the one that was."""

@@ -16,5 +16,6 @@ TRAINER = Trainer(
     together="VERL_USE_EXTERNAL_MODULES=megatron_prefix.auto.whole_groups, where the trainer runs:"
     " without it verl deals out by length",
     refused=(DYNAMIC_CP,),
+    losses_set=frozenset({"batch_num_tokens"}),  # in global_batch_info of their configuration
     passes_together=True,  # forward_backward_batch reduces over these ranks before each call
 )

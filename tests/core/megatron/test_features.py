@@ -384,6 +384,15 @@ def test_versions_that_were_read_are_taken_quietly(
     assert not caplog.records
 
 
+def test_the_version_that_slime_brings_is_taken_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        features.check_version("0.16.0rc0")
+    (record,) = caplog.records
+    assert "only commit 1dcf0dafa was tried" in record.getMessage()
+
+
 @pytest.mark.parametrize("version", ["0.19.3", "0.20.0", "0.20.0rc1", "1.0.0"])
 def test_a_newer_megatron_is_taken_with_a_warning(
     version: str, caplog: pytest.LogCaptureFixture

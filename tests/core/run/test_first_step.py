@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -297,6 +299,51 @@ def test_an_ordinary_trainer_shares_from_its_second_step() -> None:
 def test_a_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     two_steps(watching(), Twice())
     assert sum("stock schedule for this step" in one.getMessage() for one in caplog.records) == 1
+
+
+def test_what_is_shared_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    schedule = watching("on")
+    two_steps(schedule, Trainer())
+    (line,) = [one for one in caplog.messages if one.startswith("shared: ")]
+    assert schedule.report is not None
+    forest = schedule.report.forest
+    assert 0 < forest.executed_tokens < forest.raw_tokens
+    numbers = f"{forest.executed_tokens} of {forest.raw_tokens}"
+    assert line == f"shared: {numbers} tokens of this update run on the first rank"
+
+
+class OwnInfo(Trainer):
+    """Its loss sets a number for itself; its forward step has the name for another, and not now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.info: dict[str, int] = {}
+
+    def step(self, iterator: Iterator[Microbatch], model: Any) -> Any:
+        batch = self.batch(iterator)
+        if self.last:
+            batch = {**batch, "scale": batch["batch_num_tokens"]}
+        return call(batch, model), partial(self.loss, batch)
+
+    def loss(self, batch: Microbatch, output: Any) -> Any:
+        self.info["batch_num_tokens"] = batch["tokens"].numel()
+        return super().loss(batch, output)
+
+
+@pytest.mark.parametrize("version", ["", "0.9.1", "0.9.2"])
+def test_what_verls_losses_set_for_themselves_is_in_nobodys_way(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    """Of versions that were tried; elsewhere a name that both have may be read."""
+    if version:
+        monkeypatch.setitem(sys.modules, "verl", ModuleType("verl"))
+        monkeypatch.setattr(sys.modules["verl"], "__version__", version, raising=False)
+    schedule = watching()
+    two_steps(schedule, OwnInfo())
+    assert schedule.report is not None
+    decision = schedule.report.decision
+    assert decision.share == (version == "0.9.1")
+    assert decision.share or decision.reason.endswith(table.LOSS_LEAVES.fix)
 
 
 class Touchy(Trainer):

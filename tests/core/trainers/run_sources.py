@@ -222,8 +222,9 @@ def main() -> int:
         folders = filter(None, (*trainer.folders, trainer.core))
         missing = [one for one in folders if not (sources / one).is_dir()]
         for layout in layouts:
-            said = f"failed: no folder {missing[0]}"
-            if not missing:
+            if missing:
+                said = f"failed: no folder {missing[0]}"
+            else:
                 said = as_listed(run(trainer, sources, layout), trainer.stock.get(layout))
             failed |= said.startswith("failed")
             commit = "" if missing else commit_of(sources / trainer.folders[0])

@@ -18,7 +18,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.trainers import TRAINERS, Trainer
 from megatron_prefix.trainers.trainer import version_of
 from megatron_prefix.tree.cp_layout import Slices
-from tests.core.trainers import run_sources, which_runs
+from tests.core.trainers import on_ray, run_sources, slime_run, verl_run, which_runs
 from tests.harness.data import REPOSITORY
 
 PAGES = REPOSITORY / "docs" / "trainers"
@@ -151,6 +151,16 @@ def test_what_is_said_to_have_run_is_run() -> None:
     for one in run_sources.TRAINERS.values():
         assert {*one.stock} <= {name for name in one.layouts if name.endswith("-auto")}
         assert {*one.stock.values()} <= {*TABLE}
+
+
+@pytest.mark.parametrize("run", [slime_run, verl_run], ids=["slime", "verl"])
+def test_a_page_lists_all_that_stood_in_in_a_whole_run(run: types.ModuleType) -> None:
+    page = PAGES / f"{run.__name__.rpartition('.')[2].partition('_')[0]}.md"
+    text = page.read_text(encoding="utf-8")
+    assert on_ray.table(run.STAND_INS) in text
+    assert run.__name__ in text
+    for unused in run.UNUSED:
+        assert unused in text
 
 
 def test_the_documents_table_is_of_what_is_run_and_refused() -> None:

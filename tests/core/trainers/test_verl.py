@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import json
 import os
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 from megatron_prefix.run.schedule import WATCHED
 from tests.core.trainers.both import Step
 from tests.core.trainers.registry import installed
+from tests.core.trainers.verl_run import write_plugin
 
 ROOT = Path(__file__).parents[3]
 LAYOUTS = ("1", "tp2-sp", "pp2", "tp2-pp2", "cp2", "pp2-fused", "tp2-sp-fused", "cp2-fused")
@@ -46,13 +46,7 @@ def runs() -> dict[str, dict[str, Any]]:
 @pytest.fixture
 def plugin(tmp_path: Path) -> Path:
     """A folder in which this package is installed, as far as entry points tell."""
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg", encoding="utf-8")
-    folder = tmp_path / "megatron_prefix-0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Name: megatron_prefix\nVersion: 0\n", encoding="utf-8")
-    text = "[verl.plugins]" + setup["options.entry_points"]["verl.plugins"]
-    (folder / "entry_points.txt").write_text(text, encoding="utf-8")
+    write_plugin(tmp_path)
     return tmp_path
 
 
