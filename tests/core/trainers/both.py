@@ -2,8 +2,8 @@
 
 A trainer that gets it instead of Megatron's runs as it always does: its own data iterator,
 forward step and loss, first under the stock schedule and then under the prefix schedule; in mode
-"auto" under that twice, since the first step of a kind is stock's, watched. It goes on with the
-gradients and the results of the last.
+"auto" under that before, too, since the first step of a kind is stock's, watched. It goes on with
+the gradients and the results of the last.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -80,6 +80,15 @@ class Step:
         return ""
 
 
+class _Seen(NamedTuple):
+    """What one run of a step gave; `report`: None of the stock schedule's."""
+
+    results: Any
+    gradients: dict[str, Tensor]
+    sizes: list[dict[str, Any]]
+    report: Any
+
+
 @dataclass
 class Both:
     """Takes the place of `get_forward_backward_func`; calling it gives the schedule.
@@ -110,46 +119,56 @@ class Both:
 
     def _run(self, *, data_iterator: Any, model: Any, **arguments: Any) -> Any:
         chunks = model if isinstance(model, list) else [model]
-        first, *others = copies(data_iterator, 3 if self.config.mode == "auto" else 2)
         arguments["model"] = model
         put_back = saved(self.state())
-        expected = stock_schedule()(data_iterator=first, **arguments)
-        wanted, left = gradients(chunks), sizes(self.state())
-        for other in others:
-            for chunk in chunks:
-                chunk.zero_grad_buffer()
-            put_back()
-            found = self._prefix(other, wanted, expected, chunks, arguments)
-            if self.leaves_alike or arguments.get("forward_only"):
-                assert sizes(self.state()) == left, f"left {sizes(self.state())}, stock {left}"
-        return found
+        seen: list[_Seen] = []
+        for name, iterator in zip(
+            self._turns, copies(data_iterator, len(self._turns)), strict=True
+        ):
+            if seen:
+                for chunk in chunks:
+                    chunk.zero_grad_buffer()
+                put_back()
+            schedule = stock_schedule() if name == "stock" else self._ours()
+            results = schedule(data_iterator=iterator, **arguments)
+            report = None if name == "stock" else schedule.report
+            seen.append(_Seen(results, gradients(chunks), sizes(self.state()), report))
+        self._compare(seen, bool(arguments.get("forward_only")))
+        return seen[-1].results
 
-    def _prefix(
-        self, iterator: Any, wanted: Any, expected: Any, chunks: list[Any], arguments: Any
-    ) -> Any:
-        """One run of the prefix schedule, compared with stock's gradients and results."""
+    @property
+    def _turns(self) -> tuple[str, ...]:
+        """What is first runs as in a job that has just begun: what a loss leaves behind is new."""
+        return ("watched", "stock", "prefix") if self.config.mode == "auto" else ("stock", "prefix")
+
+    def _ours(self) -> Any:
         ours = self.swapped or functools.partial(
             get_forward_backward_func, prefix_config=self.config, trained=self.trained,
             samples=self.samples,
         )  # fmt: skip
-        schedule = ours()
-        found = schedule(data_iterator=iterator, **arguments)
-        forward_only = bool(arguments.get("forward_only"))
-        report = schedule.report
-        forest, decision = report.forest, report.decision  # type: ignore[union-attr]
-        self.steps.append(
-            Step(
-                "forward" if forward_only else "update",
-                forest.executed_tokens, forest.raw_tokens,
-                tolerance(torch.float32, max(forest.raw_tokens, 1)),
-                0.0 if forward_only else furthest(gradients(chunks), wanted),
-                furthest(flat(found), flat(expected)),
-                sum(segment.num_read for segment in forest.segments),
-                "" if decision.share else decision.reason,
-                forest.unshared_by_routes,
-            )
-        )  # fmt: skip
-        return found
+        return ours()
+
+    def _compare(self, seen: list[_Seen], forward_only: bool) -> None:
+        """Runs of the prefix schedule with stock's gradients and results."""
+        stock = next(one for one in seen if one.report is None)
+        for one in seen:
+            if one.report is None:
+                continue
+            if self.leaves_alike or forward_only:
+                assert one.sizes == stock.sizes, f"left {one.sizes}, stock {stock.sizes}"
+            forest, decision = one.report.forest, one.report.decision
+            self.steps.append(
+                Step(
+                    "forward" if forward_only else "update",
+                    forest.executed_tokens, forest.raw_tokens,
+                    tolerance(torch.float32, max(forest.raw_tokens, 1)),
+                    0.0 if forward_only else furthest(one.gradients, stock.gradients),
+                    furthest(flat(one.results), flat(stock.results)),
+                    sum(segment.num_read for segment in forest.segments),
+                    "" if decision.share else decision.reason,
+                    forest.unshared_by_routes,
+                )
+            )  # fmt: skip
 
 
 @contextlib.contextmanager
