@@ -224,25 +224,10 @@ def _samples(
     up_to_loss: bool = False,
 ) -> list[Pairs]:
     """Whole samples from the slices of the context-parallel ranks; `up_to_loss`: see ReadCalls."""
-    lengths, size = known.lengths, group.size()
-    num = sum(lengths) // size
-    if any(c is not None and len(c) != num for c in (known.labels, known.trained)):
-        raise refused(STAGES_DIFFER)
-    tokens = np.zeros(num, np.int64) if known.tokens is None else known.tokens
-    trained = np.ones(num, np.int64) if known.trained is None else known.trained
-    labels = tokens if known.labels is None else known.labels
-    weights = [] if known.weights is None else [known.weights]
-    table = np.stack([tokens, labels, trained, *weights])
-    paths = _joined_routes(routes, num) if routes else None
-    if size > 1:
-        check_cut(lengths, size)
-        order = cp_layout.order(lengths, size)
-        table = _all_gather(table.T, group, device)[order].T
-        paths = None if paths is None else _all_gather(paths, group, device)[order]
-    inputs, after, flags, *bits = table
+    lengths, bounds = known.lengths, np.cumsum([0, *known.lengths])
+    (inputs, after, flags, *bits), paths = _whole(known, routes, group, device)
     flags = flags != 0
     mask = bits[0].view(np.float64) if bits else None
-    bounds = np.cumsum([0, *lengths])
     if known.labels is None:
         # Whatever follows a token may be its label; no other sample has the last one's.
         after, last = np.append(inputs[1:], 0), bounds[1:] - 1
@@ -262,6 +247,28 @@ def _samples(
     if paths is not None:
         check_routes(samples)
     return samples if known.weights is None else told_apart(samples)
+
+
+def _whole(
+    known: CallTokens, routes: Sequence[Tensor | None], group: Any, device: torch.device
+) -> tuple[Numbers, Numbers | None]:
+    """Of whole samples tokens, labels, flags of loss and perhaps weights, a row each; routes."""
+    lengths, size = known.lengths, group.size()
+    num = sum(lengths) // size
+    if any(c is not None and len(c) != num for c in (known.labels, known.trained)):
+        raise refused(STAGES_DIFFER)
+    tokens = np.zeros(num, np.int64) if known.tokens is None else known.tokens
+    trained = np.ones(num, np.int64) if known.trained is None else known.trained
+    labels = tokens if known.labels is None else known.labels
+    weights = [] if known.weights is None else [known.weights]
+    table = np.stack([tokens, labels, trained, *weights])
+    paths = _joined_routes(routes, num) if routes else None
+    if size > 1:
+        check_cut(lengths, size)
+        order = cp_layout.order(lengths, size)
+        table = _all_gather(table.T, group, device)[order].T
+        paths = None if paths is None else _all_gather(paths, group, device)[order]
+    return table, paths
 
 
 def _joined_routes(routes: Sequence[Tensor | None], num: int) -> Numbers | None:
