@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_prefix.device.modules import modules_of
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers.model import footprint_of
 from megatron_prefix.megatron.features import pattern_of
@@ -17,7 +18,6 @@ from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.peak_memory import predict
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.run.execute.memory_control import longest_segments
-from megatron_prefix.run.execute.oom_retry import _modules
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 
 
@@ -94,5 +94,5 @@ def test_no_module_is_passed_over_when_a_step_begins() -> None:
     shared = torch.nn.Linear(1, 1)
     model = torch.nn.Sequential(Empty(2, 2), shared, torch.nn.Sequential(shared))
     model.register_module("none", None)
-    found = list(_modules([model]))
+    found = list(modules_of(model))
     assert len(found) == len({*map(id, found)}) and {*found} == {*model.modules()}
