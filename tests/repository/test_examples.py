@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from megatron_prefix.lab.numerics import tolerance
-from megatron_prefix.run.step_run import StepRun
+from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.data import BUNDLED, REPOSITORY
 from tests.harness.ranks import run_ranks
 
@@ -27,14 +27,15 @@ LOOP = REPOSITORY / "examples" / "existing_megatron_loop.py"
 def counted(script: Path) -> tuple[str, list[tuple[int, int]]]:
     """A rank's part: what a script prints, and how many positions the prefix schedule had and
     computed in each step."""
-    run, counts = StepRun.run, []
+    stock, counts = PrefixSchedule.__call__, []
 
-    def counting(self: StepRun, *arguments: Any) -> Any:
-        forest = self._step.forest
+    def counting(self: PrefixSchedule, *arguments: Any, **named: Any) -> Any:
+        results = stock(self, *arguments, **named)
+        forest = self.report.forest
         counts.append((forest.raw_tokens, forest.executed_tokens))
-        return run(self, *arguments)
+        return results
 
-    StepRun.run = counting  # in this process only
+    PrefixSchedule.__call__ = counting  # in this process only
     with contextlib.redirect_stdout(io.StringIO()) as out:
         runpy.run_path(str(script), run_name="__main__")
     return out.getvalue(), counts
