@@ -167,9 +167,9 @@ def failing() -> str:
             raise KeyError("spoiled")
         return real(*args, **options)
 
-    with mock.patch.object(step_planner.StepPlanner, "build_at", build_at):
-        with pytest.raises((StepFailed, KeyError)) as raised:
-            cut(Layout(dp=2, ep=2), ((40, 10), (160, 10)), min_gain=1, segment_tokens=100)
+    spoilt = mock.patch.object(step_planner.StepPlanner, "build_at", build_at)
+    with spoilt, pytest.raises((StepFailed, KeyError)) as raised:
+        cut(Layout(dp=2, ep=2), ((40, 10), (160, 10)), min_gain=1, segment_tokens=100)
     return str(raised.value)
 
 
