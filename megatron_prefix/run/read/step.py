@@ -244,24 +244,30 @@ def _samples(
     mask = bits[0].view(np.float64) if bits else None
     bounds = np.cumsum([0, *lengths])
     if known.labels is None:
-        # Whatever follows a token may be its label; no other sample has the last one's.
-        after, last = np.append(inputs[1:], 0), bounds[1:] - 1
-        after[last] = -2 - np.arange(len(last))
-        if mask is not None:
-            mask = np.append(mask[1:], 0.0)
-            mask[last] = 0.0
+        after, mask = _following(inputs, mask, bounds[1:] - 1)
     # Whether masks are known may differ between ranks of context parallelism; the flags that they
     # have gathered do not.
     needed = up_to_losses(flags, lengths).tolist() if up_to_loss else [None] * len(lengths)
-    samples = []
-    for (start, end), most in zip(itertools.pairwise(bounds.tolist()), needed, strict=True):
-        own = (inputs[start:end], after[start:end], flags[start:end])
-        routed = None if paths is None else paths[start:end]
-        weights_of = None if mask is None else mask[start:end]
-        samples.append(Pairs(*own, routed, weights_of, None, most))
+    cuts = [slice(*pair) for pair in itertools.pairwise(bounds.tolist())]
+    routed, weighed = ([one if one is None else one[c] for c in cuts] for one in (paths, mask))
+    rows = zip(cuts, routed, weighed, needed, strict=True)
+    samples = [Pairs(inputs[c], after[c], flags[c], r, w, None, n) for c, r, w, n in rows]
     if paths is not None:
         check_routes(samples)
     return samples if known.weights is None else told_apart(samples)
+
+
+def _following(
+    inputs: Numbers, mask: np.ndarray | None, last: Numbers
+) -> tuple[Numbers, np.ndarray | None]:
+    """Labels, and their loss mask, where there are only inputs: whatever follows a token may be its
+    label; no other sample has that of the `last` position of one."""
+    after = np.append(inputs[1:], 0)
+    after[last] = -2 - np.arange(len(last))
+    if mask is not None:
+        mask = np.append(mask[1:], 0.0)
+        mask[last] = 0.0
+    return after, mask
 
 
 def _joined_routes(routes: Sequence[Tensor | None], num: int) -> Numbers | None:
