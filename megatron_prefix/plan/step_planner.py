@@ -113,6 +113,8 @@ class StepPlanner:
         microbatch_of: Sequence[int],
         judge: Judge | None = None,
         common: Common | None = None,
+        *,
+        joins: bool = True,
     ) -> tuple[int, Forest]:
         """The most positions in a segment (0: no limit), and the step's segments.
 
@@ -122,18 +124,19 @@ class StepPlanner:
             judge: chooses among lengths of segments, where that is "auto".
             common: per rollout the number of its beginning, and what data-parallel ranks have in
                 common.
+            joins: whether any may be joined.
         """
 
         shared = self._shared(rollouts, common)
 
-        def built(length: int, joins: bool = True) -> Forest:
-            tries = self._cut(shared, length, rollouts, microbatch_of, joins)
+        def built(length: int, joined: bool) -> Forest:
+            tries = self._cut(shared, length, rollouts, microbatch_of, joined)
             return tries.forest(microbatch_of=microbatch_of)
 
-        joins = self._options.joins
+        joins = joins and self._options.joins
         if judge is None or (len(self._lengths) == 1 and not joins):
             length = self._options.segment_tokens
-            return length, built(length)
+            return length, built(length, joins)
         tried: list[Tried] = []
 
         def judged(length: int, joined: bool) -> Tried:
@@ -201,7 +204,7 @@ class StepPlanner:
         length: int,
         rollouts: Sequence[Pairs],
         microbatch_of: Sequence[int],
-        joins: bool = True,
+        joins: bool,
     ) -> Tries:
         """The same, to be cut into segments of at most so many positions, in chunks where these are
         chosen; `joins`: whether any may be joined, where the model can do so."""

@@ -177,7 +177,8 @@ class Planning:
         mine: Any = None
         problem: Exception | None = None
         try:
-            length, forest = planner.build(samples, microbatch_of, judge)
+            # Rounds by which all are cut have prompts apart.
+            length, forest = planner.build(samples, microbatch_of, judge, joins=False)
             mine = length, Rows.of(forest, microbatch_of)
         except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it
             problem, mine = error, f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
@@ -278,13 +279,25 @@ class Planning:
             return step, JointForest.alone(step.forest, step.microbatch_of)
         joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
         if joint.mixed and step.samples is not None:  # they are on a first stage, and alone
-            planner = self.planner(rank)
-            length = joint.union.wanted or planner.options.segment_tokens
-            apart = planner.build_at(length, step.samples, step.microbatch_of, joins=False)
-            apart = replace(apart, ordered=rank.ordered, wanted=step.forest.wanted)
-            step = replace(step, forest=apart.all_read() if step.reads_all else apart)
+            problem: Exception | None = None
+            try:
+                step = self._apart(step, joint.union.wanted, rank)
+            except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it
+                problem = error
+            reason = agreement.agree(problem, rank.same_schedule, rank.device)
+            if reason is not None:
+                raise reason
             joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
         return step, joint
+
+    def _apart(self, step: Step, length: int, rank: Rank) -> Step:
+        """A step with prompts apart, in segments of at most so many positions (0: as many as the
+        user allows); it asks no other rank."""
+        planner = self.planner(rank)
+        length = length or planner.options.segment_tokens
+        forest = planner.build_at(length, step.samples or (), step.microbatch_of, joins=False)
+        forest = replace(forest, ordered=rank.ordered, wanted=step.forest.wanted)
+        return replace(step, forest=forest.all_read() if step.reads_all else forest)
 
     def _proposed_together(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:
         """The decision of all data-parallel ranks where payloads cross them, as the slowest sets

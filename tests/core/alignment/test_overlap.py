@@ -439,6 +439,32 @@ def test_no_step_is_made_again_after_reductions_have_begun() -> None:
     Job(around=exhausting).on_ranks("PP", True, flat)
 
 
+def test_what_a_backward_does_not_reach_begins_before_it() -> None:
+    """The output layer's bucket, often the largest, is on its way during all of the backward."""
+
+    def begun() -> tuple[list[int], int]:
+        runtime.initialize(Layout(dp=2))
+        spec = resolve("tiny-llama", num_layers=2).with_vocab(VOCAB)
+        (chunk,) = build_model(
+            spec, layout=Layout(dp=2), overlap_grad_reduce=True, bucket_size=1000
+        )
+        started: list[Any] = []
+        for group in chunk.bucket_groups:
+            group.is_last_microbatch = False
+            group.start_grad_sync = lambda group=group, **_: started.append(group)
+        unread = set(unwrap(chunk).output_layer.parameters())
+        found = []
+        for _ in range(2):
+            reductions = overlap.Reductions(Rank([chunk]), False)
+            with reductions.during(0, "kind", lambda: unread):
+                found.append(len(started))
+                sum(p.sum() for p in chunk.parameters() if p not in unread).backward()
+        return found, sum({*group.params} <= unread for group in chunk.bucket_groups)
+
+    for found, alone in run_ranks(2, begun):
+        assert alone and found == [0, alone]
+
+
 def test_hooks_cost_little() -> None:
     """Their time of the processor, of 300 parameters: others may run beside the test."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.device.tolerance import tolerance
+from megatron_prefix.errors import StepFailed
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan import prediction, step_planner
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.core.run.execute.test_memory_limit_ranks import step
+from tests.core.run.execute.test_memory_limit_ranks import GLOBAL, step
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
 from tests.harness.trees import flat_rollouts
@@ -78,12 +80,17 @@ def counted_collectives() -> list[int]:
     return made
 
 
-def cut(layout: Layout, shapes: tuple[tuple[int, int], ...], **fields: Any) -> list[Cut]:
-    """A rank's part of four equal steps."""
+def cut(
+    layout: Layout,
+    shapes: tuple[tuple[int, int], ...],
+    overrides: dict[str, Any] | None = None,
+    **fields: Any,
+) -> list[Cut]:
+    """A rank's part of four equal steps; `overrides`: options of the model."""
     runtime.initialize(layout)
     prediction.LEAST_OVER, step_planner.LEAST_SEGMENT = 0.0, 16
     spec = resolve("tiny-moe", num_layers=2).with_vocab(128)
-    chunks = build_model(spec, layout=layout, dtype="float64")
+    chunks = build_model(spec, layout=layout, dtype="float64", config_overrides=overrides)
     items = batches(bool(dist.get_rank() % layout.dp), shapes)
     _, wanted = step(get_forward_backward_func(), chunks, items)
     allowed = tolerance(torch.float64, sum(i["tokens"].numel() for i in items), 256, 2)
@@ -140,3 +147,33 @@ def test_all_join_or_none(long: bool) -> None:
         assert [one.joined for one in step_of] == [not long] * 2
         assert len({one.places for one in step_of}) == 1
         assert max(one.error for one in step_of) <= 1
+
+
+def test_ordered_steps_are_cut_with_prompts_apart() -> None:
+    """The rounds that all ranks have are made of prompts, and of what follows them."""
+    ordered = functools.partial(cut, overrides=GLOBAL, min_gain=1, segment_tokens=100)
+    ranks = run_ranks(2, ordered, Layout(dp=2, ep=2), ((40, 10), (40, 10)))
+    for one in itertools.chain(*ranks):
+        assert (one.joined, one.places) == (False, 4)
+        assert one.error <= 1
+
+
+def failing() -> str:
+    """What a step raises on a rank if it goes wrong on the second where prompts are put apart."""
+    real = step_planner.StepPlanner.build_at
+
+    def build_at(*args: Any, **options: Any) -> Any:
+        if dist.get_rank():
+            raise KeyError("spoiled")
+        return real(*args, **options)
+
+    spoilt = mock.patch.object(step_planner.StepPlanner, "build_at", build_at)
+    with spoilt, pytest.raises((StepFailed, KeyError)) as raised:
+        cut(Layout(dp=2, ep=2), ((40, 10), (160, 10)), min_gain=1, segment_tokens=100)
+    return str(raised.value)
+
+
+def test_a_rank_that_cannot_put_prompts_apart_ends_the_step_of_all() -> None:
+    first, second = run_ranks(2, failing, timeout_s=60.0)
+    assert "rank 1: KeyError: 'spoiled'" in first
+    assert second == "'spoiled'"
