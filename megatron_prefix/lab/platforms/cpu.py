@@ -458,9 +458,10 @@ def _save_without_another_process() -> None:
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    if hasattr(filesystem_async, "_get_write_results_queue"):
-        written: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        _set(filesystem_async, _get_write_results_queue=lambda: written)
+    written: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for name in ("_get_write_results_queue", "get_write_results_queue"):  # the second from 0.18 on
+        if hasattr(filesystem_async, name):
+            _set(filesystem_async, **{name: lambda *_, **__: written})
 
 
 # --- recurrent layers without fla, causal-conv1d and mamba-ssm -----------------------------------
