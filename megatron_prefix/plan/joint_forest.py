@@ -75,8 +75,8 @@ class JointForest:
 
     @property
     def mixed(self) -> bool:
-        """Whether some pipelines run prompts with their suffixes, and others before them: what the
-        ones run, the others then wait for."""
+        """Whether some pipelines join prompts with their suffixes (tree/joining.py) and others do
+        not: then their segments can hardly run side by side, and fillers take the places."""
         return len({segment.waits for segment in self.union.segments if segment.inner}) == 2
 
 

@@ -278,7 +278,7 @@ class Planning:
         if rank.experts is None or step.unshared:
             return step, JointForest.alone(step.forest, step.microbatch_of)
         joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
-        if joint.mixed and step.samples is not None:  # they are on a first stage, and alone
+        if joint.mixed:  # where segments are joined there is one stage, which knows the samples
             problem: Exception | None = None
             try:
                 step = self._apart(step, joint.union.wanted, rank)

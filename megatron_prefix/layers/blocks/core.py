@@ -122,7 +122,7 @@ class _SegmentAttention(torch.autograd.Function):
         if not call.kept:
             context.capture(layer, shared, key, value)
         context.enter(layer, backward=context.backward)
-        mine = keys.runs() if context.joined else None  # which keeps them for its suffixes
+        mine = keys.runs() if context.joined else None  # first: its own suffixes read them
         above = []
         for number in range(call.num_levels):
             level = cache.level(context.index, number)
@@ -149,8 +149,8 @@ class _SegmentAttention(torch.autograd.Function):
         query_grad, *gradients = kernel.backward(
             out_grad, query, *keys.runs(), out, lse, ctx.aux[0], own, scale
         )
-        if not context.joined:
-            keys.send((gradients.pop(0), gradients.pop(0)))  # perhaps of all ranks' keys
+        if not context.joined:  # as early as can be; they may be large, and are not kept here
+            keys.send((gradients.pop(0), gradients.pop(0)))
         sums: list[Tensor | None] = [None] * ctx.num_weights
         for number, level_aux in enumerate(ctx.aux[1:]):
             level = cache.level(context.index, number)
@@ -166,7 +166,7 @@ class _SegmentAttention(torch.autograd.Function):
             sent, of_weights = pull((seen_grads[0], seen_grads[1]))
             sums = [*map(_sum, sums, of_weights)]
             cache.add(layer, context.index, level, sent)
-        if context.joined:  # with what its suffixes have sent
+        if context.joined:  # only now, with what its suffixes have sent
             keys.send((gradients.pop(0), gradients.pop(0)))
         key_grad, value_grad = keys.take()
         key_grad, value_grad = key_grad.to(key.dtype), value_grad.to(value.dtype)
