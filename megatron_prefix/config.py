@@ -11,7 +11,7 @@ from megatron_prefix.errors import UserError, shown
 from megatron_prefix.tree import TreeOptions
 
 MODES = ("off", "observe", "auto", "on")
-MEMORY_POLICIES = ("retain", "offload", "recompute", "auto")
+MEMORY_POLICIES = ("retain", "recompute_act", "offload", "recompute", "auto")
 CP_REDUCE = ("auto", "wave", "segment")
 ACROSS_RANKS = ("off", "auto", "on", "node")
 KERNELS = ("math", "flash_cpu", "flash", "cudnn", "fa3", "fa4")
@@ -69,11 +69,13 @@ class PrefixConfig:
         kernel: name of the attention kernel, two of them (A+B), or "auto"
             (megatron_prefix/layers/blocks/kernels.py).
         memory: what an inner segment keeps between its forward and its backward. "retain": its
-            saved tensors; "offload": the same, on the host; "recompute": its K/V and its input, and
-            its forward runs again; "auto": for every step and segment the cheapest policy with
-            which the predicted peak keeps the limit: that of Megatron's own schedule on the same
-            microbatches and 5 % (run/execute/memory_control.py), or `memory_budget_gb`. Without a
-            budget it does not offload.
+            saved tensors; "recompute_act": without what MLPs' activation functions give, which is
+            computed again (layers/activation.py), waves too; "offload": all of them, on the host;
+            "recompute": its K/V and its input, and its forward runs again; "auto": for every step
+            and segment the cheapest policy with which the predicted peak keeps the limit: that of
+            Megatron's own schedule on the same microbatches and 5 %
+            (run/execute/memory_control.py), or `memory_budget_gb`. Without a budget it does not
+            offload.
         memory_budget_gb: GiB of device memory that a step may use in addition to what is in use
             when it begins, instead of the limit of "auto". Limits prefetches of "offload", too.
             0: not set. In mode "auto" a step that cannot keep its limit runs as Megatron's.

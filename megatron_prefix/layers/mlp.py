@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from megatron_prefix.layers.kind import Kind, Slot
+from megatron_prefix.layers.kind import Kind, Override, Running, Slot
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory
 
@@ -34,8 +35,26 @@ class MLP(Kind):
         numbers = saved(config.ffn_hidden_size, config, form) / form.tp
         whole = saving(numbers, config, form)
         given = config.hidden_size / form.sequence_ranks * form.itemsize
-        kept = given if form.selects("mlp") else whole.inner
-        return replace(whole, inner=kept, wave=kept, again=whole.inner - kept, unread=0.0)
+        kept, act = (given, 0.0) if form.selects("mlp") else (whole.inner, 0.0)
+        if kept == whole.inner and _activates_again(config):
+            act = config.ffn_hidden_size / form.tp * form.itemsize
+        again = whole.inner - kept
+        return replace(whole, inner=kept, wave=kept, again=again, act=act, unread=0.0)
+
+    def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
+        """See Kind."""
+        from megatron_prefix.layers.activation import ActivatedAgain
+
+        if not _activates_again(module.config):
+            return ()
+        return ActivatedAgain(module, number, running).overrides()
+
+
+def _activates_again(config: Any) -> bool:
+    """Whether the policy "recompute_act" drops anything: not where the second product keeps its
+    input in another form, or where both are one operator."""
+    ways = ("fp8", "fp4", "use_transformer_engine_op_fuser", "cpu_offloading")
+    return not any(getattr(config, way, None) for way in ways)
 
 
 def matrices(config: Any) -> int:

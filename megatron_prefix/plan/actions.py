@@ -27,8 +27,10 @@ from megatron_prefix.tree.forest import joined_of, with_above
 
 VERSION, VERSION_ALONE = 5, 4
 """Of files of plans whose segments cross data-parallel ranks, and of all others."""
-POLICIES = ("retain", "offload", "recompute")
-"""What a segment can keep between its forward and its backward; see PrefixConfig.memory."""
+ON_DEVICE = ("retain", "recompute_act")
+POLICIES = (*ON_DEVICE, "offload", "recompute")
+"""What a segment can keep between its forward and its backward; see PrefixConfig.memory. Waves keep
+it on the device."""
 _MAKE = "make one with `megatron-prefix plan … --csv`"
 _CELL = re.compile(r"([FBSR])(\d{1,9})(?:\.(\d{1,9}))?(?:([<>])(\d{1,9}))?", re.ASCII)
 _SIGNS = {"S": ">", "R": "<"}  # before the peer
@@ -284,7 +286,7 @@ def _segment_from(
     flags = {text: key for key, text in _KINDS.items()}.get(kind)
     if flags is None:
         raise UserError(f"kind {_shown(kind)}: give one of {', '.join(_KINDS.values())}")
-    known = POLICIES if flags[0] else POLICIES[:1]
+    known = POLICIES if flags[0] else ON_DEVICE
     if policy not in known:
         raise UserError(f"policy {_shown(policy)}: {kind} can have {' or '.join(known)}")
     made = tuple(map(_span_from, spans))
@@ -346,12 +348,14 @@ def policies(segments: Sequence[Segment], memory: str) -> tuple[str, ...]:
 
     Args:
         segments: of the step.
-        memory: the policy of inner segments. Waves retain: their backward follows their forward;
-            and so do segments of other ranks.
+        memory: the policy of inner segments, and with "recompute_act" of waves. Else these retain:
+            their backward follows their forward; and so do segments of other ranks.
             "auto" retains here; see memory_policy.py.
     """
     if memory in ("retain", "auto"):
         return ()
+    waves = memory in ON_DEVICE
     return tuple(
-        memory if segment.waits and segment.source < 0 else "retain" for segment in segments
+        memory if segment.source < 0 and (segment.waits or waves) else "retain"
+        for segment in segments
     )

@@ -80,6 +80,10 @@ def causal_pairs(start: int, length: int) -> float:
     return length * (start + (length + 1) / 2)
 
 
+AGAIN = {"recompute": 1.0, "recompute_act": 0.03}
+"""Of a segment's forward, what its backward computes again, by memory policy. An activation
+function reads and writes each number once: for Llama3-8B 86 kB a position and layer, 21 ns at 4
+TB/s, beside 730 ns of matrix products."""
 NUM_FEATURES = 2 * len(Work._fields)
 Features = NDArray[np.float64]
 """Work of forwards, then of backwards: float64 [NUM_FEATURES]."""
@@ -97,9 +101,10 @@ def action_features(plan: Plan, action: Action, rank: int) -> Features:
     Only the last stage has the output layer. A model chunk has its share of a rank's layers.
     """
     share, is_last = 1 / plan.num_chunks, plan.stage(rank, action.chunk) == plan.num_stages - 1
-    again = action.kind == "B" and plan.policy(action.segment) == "recompute"
-    work = features(segment_work(plan.segments[action.segment]), "FB" if again else action.kind)
-    return work * (2 * (share, is_last, share, 1, share, share))
+    work = segment_work(plan.segments[action.segment])
+    again = AGAIN.get(plan.policy(action.segment), 0.0) if action.kind == "B" else 0.0
+    found = features(work, action.kind) + again * features(work, "F")
+    return found * (2 * (share, is_last, share, 1, share, share))
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,7 @@ class Footprint:
         wave: the same for a wave, whose payload is not in the sidecar.
         unread: saved by the last layer for an inner segment without loss.
         again: recomputed by Megatron's own recomputation during backward.
+        act: of `inner` and of `wave`, what "recompute_act" drops.
         kv: payload of a position in the sidecar, one layer that leaves some.
         kv_grad: its gradient there.
         keys, keys_grad: K and V of a position as one layer's attention sees them, and their sums.
@@ -122,6 +123,7 @@ class Footprint:
     seen: float
     head_temporary: float
     num_layers: int
+    act: float = 0.0
     keys: float = 0.0
     keys_grad: float = 0.0
     tail: float = 0.0
@@ -196,10 +198,11 @@ class Footprint:
         sent = self.stage_input if self.keeps_outputs and not last else 0.0
         if policy == "offload":  # what the output layer saves stays
             return received + (read * (self.head - self.norm) if last else sent)
-        layer = self.inner if inner else self.wave
+        act = self.act if policy == "recompute_act" else 0.0
+        layer = (self.inner if inner else self.wave) - act
         if not last:
             return self.num_layers * layer + sent
-        last_layer = self.last_layer(read) + layer - self.inner
+        last_layer = self.last_layer(read) + layer + act - self.inner - read * act
         last_layer += self.behind_inner if inner else self.behind_wave
         return (self.num_layers - 1) * layer + last_layer + self.after(read)
 
@@ -245,6 +248,8 @@ def _saved(
     again = norm if form.selects("layernorm") else 0.0  # it saves its input only
     before = norm - hidden * form.itemsize if again else norm
     both = [*layers, behind]
+    act = sum(part.act for layer in layers for part in layer) / len(layers)
+    act *= form.recompute != "full"
     *inners, behind_inner = [sum(before + part.inner for part in layer) for layer in both]
     *waves, behind_wave = [sum(before + part.wave for part in layer) for layer in both]
     inner, wave = sum(inners) / len(layers), sum(waves) / len(layers)
@@ -268,7 +273,7 @@ def _saved(
         unread = min(inners[-1], norms + sum(part.unread or 0.0 for part in last))
     attention = max(0.0, min(sum(part.read for part in last), inner - unread))
     return dict(
-        inner=inner, wave=wave, unread=unread, attention=attention, again=again,
+        inner=inner, wave=wave, unread=unread, attention=attention, again=again, act=act,
         behind_inner=behind_inner, behind_wave=behind_wave,
     )  # fmt: skip
 

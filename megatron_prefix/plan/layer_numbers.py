@@ -62,6 +62,7 @@ class LayerMemory:
         inner: saved for the backward of an inner segment.
         wave: the same for a wave, whose payload is not in the sidecar.
         again: recomputed by Megatron's selective recomputation during backward.
+        act: of `inner` and of `wave`, what "recompute_act" drops.
         unread: saved for an inner segment whose output nobody reads, where only the payload is
             computed (layers/blocks/unread.py); None where everything is, in any case.
         read: besides `unread`, saved of all positions as soon as one of them is read.
@@ -76,6 +77,7 @@ class LayerMemory:
     inner: float
     wave: float
     again: float = 0.0
+    act: float = 0.0
     unread: float | None = None
     read: float = 0.0
     temporary: float = 0.0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from dataclasses import dataclass, replace
 
-from megatron_prefix.plan.actions import Plan, policies
-from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.plan.actions import ON_DEVICE, Plan, policies
+from megatron_prefix.plan.cost import AGAIN, CostModel
 from megatron_prefix.plan.footprint import Footprint
 from megatron_prefix.plan.peak_memory import RankMemory, predict
 from megatron_prefix.tree import Segment
@@ -20,7 +21,8 @@ BACKWARDS_AHEAD = 4
 
 def leaner(plan: Plan) -> Plan | None:
     """The plan with every inner segment recomputed; None where it is already."""
-    lean = policies(plan.segments, "recompute")
+    waiting = policies(plan.segments, "recompute")
+    lean = tuple(plan.policy(i) if one == "retain" else one for i, one in enumerate(waiting))
     same = lean == plan.policies or not any(segment.waits for segment in plan.segments)
     return None if same else replace(plan, policies=lean)
 
@@ -50,7 +52,8 @@ def automatic(
     """The cheapest policies with which a plan's predicted peak fits.
 
     While a rank's predicted peak is above `free`, inner segments that it holds at the peak change
-    from "retain" to a cheaper policy, those with the lowest price a byte first. "recompute" costs a
+    to a cheaper policy, those with the lowest price a byte first: from "retain", or, where that
+    computes less again, from "recompute_act" of all. "recompute" costs a
     forward. "offload" costs the time of its copies that computation does not hide: stores hide
     behind what runs between the segment's forward and backward, loads behind that backward and
     those right before it. The answer depends on the arguments only, so all ranks of a pipeline
@@ -67,22 +70,24 @@ def automatic(
     Returns:
         A policy a segment, or () where all retain. If nothing fits, the one with the lowest peak.
     """
-    if max(one.peak for one in predict(replace(plan, policies=()), footprint)) <= free:
+    plan = replace(plan, policies=())
+    if _peak(plan, footprint) <= free:
         return ()
-    lean = policies(plan.segments, "recompute")
-    least = max(one.peak for one in predict(replace(plan, policies=lean), footprint))
-    if least > free and not may_offload:  # a search would take long, and find as little
-        return lean
-    choice = _Choice(plan, footprint, cost, rates, may_offload)
-    for _ in range(min(MOST_TRIES, 2 * len(plan.segments))):
-        memory = predict(choice.plan, footprint)
-        worst = max(range(len(memory)), key=lambda rank: memory[rank].peak)
-        if memory[worst].peak <= free or not choice.give(
-            worst, memory[worst], memory[worst].peak - free
-        ):
-            break
-    peak = max(one.peak for one in predict(choice.plan, footprint))
-    return choice.plan.policies if peak <= max(free, least) else lean
+    light = replace(plan, policies=policies(plan.segments, "recompute_act"))
+    retaining = _Choice(plan, footprint, cost, rates, may_offload)
+    if not footprint.act:
+        return retaining.fitting(free)
+    leaving = _Choice(light, footprint, cost, rates, may_offload)
+    if _peak(light, footprint) > free:
+        return leaving.fitting(free)
+    found = retaining.fitting(free)
+    fits = _peak(replace(plan, policies=found), footprint) <= free
+    return found if fits and retaining.price < leaving.price else light.policies
+
+
+def _peak(plan: Plan, footprint: Footprint) -> float:
+    """Of the rank with most."""
+    return max(one.peak for one in predict(plan, footprint))
 
 
 def _computed(segment: Segment) -> bool:
@@ -91,18 +96,42 @@ def _computed(segment: Segment) -> bool:
 
 
 class _Choice:
-    """The search of `automatic`: starts with "retain" for all segments."""
+    """The search of `automatic`: starts with a plan's policies, all on the device.
+
+    Attributes:
+        plan: with the policies chosen so far.
+        price: seconds that they take.
+    """
 
     def __init__(
         self, plan: Plan, footprint: Footprint, cost: CostModel, rates: Rates, may_offload: bool
     ) -> None:
-        self.plan = replace(plan, policies=())
-        self._footprint, self._rates = footprint, rates
-        self._options = ("recompute", "offload") if may_offload else ("recompute",)
+        self.plan, self._footprint, self._may_offload = plan, footprint, may_offload
+        self._rates = rates
         share = 1 / (plan.num_ranks * footprint.parts * rates.flops)
         self._seconds = [cost.segment(segment) * share for segment in plan.segments]
         self._hidden = {rank: self._windows(rank) for rank in range(plan.num_ranks)}
         self._on_link = 0.0  # seconds of all stores chosen so far
+        again = (AGAIN.get(plan.policy(index), 0.0) for index in range(len(plan.segments)))
+        self.price = sum(map(operator.mul, again, self._seconds))
+
+    def fitting(self, free: float) -> tuple[str, ...]:
+        """Policies that keep a limit; where none do, those that keep least."""
+        lean = leaner(self.plan)
+        if lean is None:
+            return self.plan.policies
+        least = _peak(lean, self._footprint)
+        if least > free and not self._may_offload:  # a search would take long, and find as little
+            return lean.policies
+        for _ in range(min(MOST_TRIES, 2 * len(lean.segments))):
+            memory = predict(self.plan, self._footprint)
+            worst = max(range(len(memory)), key=lambda rank: memory[rank].peak)
+            if memory[worst].peak <= free or not self.give(
+                worst, memory[worst], memory[worst].peak - free
+            ):
+                break
+        kept = _peak(self.plan, self._footprint) <= max(free, least)
+        return self.plan.policies if kept else lean.policies
 
     def give(self, rank: int, memory: RankMemory, excess: float) -> bool:
         """Changes policies of segments that a rank holds at its peak; False where none is left."""
@@ -110,17 +139,18 @@ class _Choice:
         if memory.action.kind == "B" and self.plan.policy(again) == "recompute":
             # Its recomputation does not fit; an offloaded segment comes back a few layers at a
             # time.
-            if "offload" not in self._options:
+            if not self._may_offload:
                 return False
             self._set(again, "offload")
             return True
         offers = sorted(
             self._cheapest(rank, index)
             for index, _ in memory.held
-            if self.plan.policy(index) == "retain" and _computed(self.plan.segments[index])
+            if self.plan.policy(index) in ON_DEVICE and _computed(self.plan.segments[index])
         )
-        for _, index, policy in offers:
+        for price, index, policy in offers:
             size = self._size(index)
+            self.price += price * size
             self._set(index, policy)
             if policy == "offload":
                 self._on_link += size / self._rates.link
@@ -133,7 +163,7 @@ class _Choice:
         """The cheaper policy of an inner segment: (seconds a byte, segment, policy)."""
         size = max(self._size(index), 1.0)
         prices = {"recompute": self._seconds[index]}
-        if "offload" in self._options:
+        if self._may_offload:
             copy = size / self._rates.link
             between, loading = self._hidden[rank].get(index, (0.0, 0.0))
             waits = max(0.0, self._on_link + copy - between), max(0.0, copy - loading)
@@ -144,8 +174,9 @@ class _Choice:
     def _size(self, index: int) -> float:
         """Bytes of a segment's saved tensors on one rank."""
         one = self._footprint
+        act = one.act if self.plan.policy(index) == "recompute_act" else 0.0
         positions = self.plan.segments[index].padded_length / one.parts
-        return positions * one.inner * one.num_layers * self.plan.num_chunks
+        return positions * (one.inner - act) * one.num_layers * self.plan.num_chunks
 
     def _set(self, index: int, policy: str) -> None:
         found = list(self.plan.policies or ["retain"] * len(self.plan.segments))

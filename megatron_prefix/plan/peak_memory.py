@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.actions import ON_DEVICE, Action, Plan
 from megatron_prefix.plan.exchange_memory import ExchangeMemory
 from megatron_prefix.plan.footprint import Footprint, spread
 from megatron_prefix.plan.layer_numbers import Payload
@@ -182,7 +182,7 @@ class _MemoryRun:
             states = segment.padded_length / self.one.parts * self.one.stage_input
             return states * (last and segment.scored)
         one = self.one.kept(policy, segment.inner, self.read[action.segment], first, last)
-        spans = self._of_spans(rank, action) if policy == "retain" else 0.0
+        spans = self._of_spans(rank, action) if policy in ON_DEVICE else 0.0
         return self.positions[action.segment] * one + spans
 
     def _of_spans(self, rank: int, action: Action) -> float:
@@ -241,7 +241,8 @@ class _MemoryRun:
         if action.kind == "B":
             # What follows the last layer has been released when the layers run backward.
             after = one.released(read) if last else 0.0
-            again += max(0.0, one.again - after)
+            act = one.act if policy == "recompute_act" else 0.0
+            again += max(0.0, one.again + act - after)
             if policy == "recompute":
                 whole = one.kept("retain", segment.inner, read, first, last)
                 again += whole - (0.0 if first else one.stage_input)

@@ -14,7 +14,15 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.cost import CostModel, Features, Work, features, segment_work, stock_work
+from megatron_prefix.plan.cost import (
+    AGAIN,
+    CostModel,
+    Features,
+    Work,
+    features,
+    segment_work,
+    stock_work,
+)
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Segment, Span
@@ -90,7 +98,7 @@ def _prefix(cost: CostModel, plan: Plan, kinds: str, num_pipelines: int) -> Feat
     """The plan on one rank; where stages wait for one another, as long as it is simulated."""
     work = np.array([segment_work(s) for s in plan.segments]).reshape(-1, len(Work._fields))
     work /= (num_pipelines, num_pipelines, num_pipelines, 1 / plan.num_chunks, 1, num_pipelines)
-    again = np.array([plan.policy(i) == "recompute" for i in range(len(work))], bool)[:, None]
+    again = np.array([AGAIN.get(plan.policy(i), 0.0) for i in range(len(work))])[:, None]
     forwards = np.hstack([work, np.zeros_like(work)])
     backwards = np.hstack([work * again, work]) * ("B" in kinds)
     total: Features = forwards.sum(0) + backwards.sum(0)

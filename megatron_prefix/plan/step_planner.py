@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from megatron_prefix.config import LEAST_SEGMENT, SEGMENT_TOKENS, PrefixConfig
-from megatron_prefix.plan.actions import Plan, policies
+from megatron_prefix.plan.actions import ON_DEVICE, Plan, policies
 from megatron_prefix.plan.chunking import ChunkChooser
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.joint_forest import JointForest
@@ -81,7 +81,7 @@ class StepPlanner:
         joins: bool = False,
     ) -> None:
         # A pipeline waits less for short segments, and what is not kept must be apart.
-        joins = joins and num_ranks * num_chunks == 1 and config.memory in ("auto", "retain")
+        joins = joins and num_ranks * num_chunks == 1 and config.memory in ("auto", *ON_DEVICE)
         joins = joins and config.min_gain > 0
         joins = joins and not (config.chunk_tokens or config.cache_host_layers or config.plan_file)
         self._options = replace(config.tree_options(align, whole), joins=joins)

@@ -152,7 +152,7 @@ def test_ranks_that_cannot_be_read(cell) -> None:
         ("1<0.0", "1<0", r"p.csv:5: '3\+3/3:0 1<0' is not a span: .* <segment.span of its parent"),
         ("1<0.0", "1<-1.0", r"p.csv:5: '3\+3/3:0 1<-1.0' is not a span"),
         ("1<0.0", f"1<{10**300}.0", r"p.csv:5: '3\+3/3:0 1<1000.*\.\.\.' is not a span"),
-        ("inner,retain", "inner,forget", "p.csv:4: policy 'forget': inner can have retain or off"),
+        ("inner,retain", "inner,forget", "p.csv:4: policy 'forget': inner can have retain or rec"),
         (
             "scored,retain",
             "scored,recompute",

@@ -28,6 +28,7 @@ from tests.harness.trees import flat_rollouts, random_forest
 
 SPEC = resolve("llama3-8b")
 FOOTPRINT, COST = footprint_of(SPEC, Execution()), cost_of(SPEC)
+EVERYTHING = replace(FOOTPRINT, act=0.0)  # nothing that an activation function gives can be dropped
 FAST, SLOW = Rates(5e14, 1e13), Rates(5e14, 1e9)
 
 
@@ -56,8 +57,29 @@ def test_the_cheaper_way_is_taken() -> None:
     plan = plan_of()
     free = peak(plan, ()) - 1
     assert set(chosen(plan, free, FAST)) == {"offload", "retain"}
-    assert set(chosen(plan, free, SLOW)) == {"recompute", "retain"}
-    assert set(chosen(plan, free, FAST, may_offload=False)) == {"recompute", "retain"}
+    assert set(chosen(plan, free, SLOW)) == {"recompute_act"}
+    assert set(chosen(plan, free, FAST, may_offload=False)) == {"recompute_act"}
+    for more in (dict(rates=SLOW), dict(may_offload=False)):
+        assert set(chosen(plan, free, footprint=EVERYTHING, **more)) == {"recompute", "retain"}
+
+
+def test_activations_are_dropped_before_anything_runs_again() -> None:
+    plan = plan_of()
+    light = policies(plan.segments, "recompute_act")
+    fits = peak(plan, light)
+    assert set(light) == {"recompute_act"}
+    # A prompt's last MLP does not run; one layer of a wave comes back where its logits were.
+    saved = 14336 * 2 * (31 * 10240 + 32 * 2048)
+    assert peak(plan, ()) - fits == pytest.approx(saved)
+    assert chosen(plan, fits, SLOW) == light
+    less = chosen(plan, fits - 1, SLOW, may_offload=False)
+    assert less[0] == "recompute" and set(less[1:]) == {"recompute_act"}
+
+
+def test_a_short_prompt_that_runs_again_is_cheaper_than_all_activations() -> None:
+    plan = plan_of(prompt=256, num=16)
+    least = peak(plan, policies(plan.segments, "recompute"))
+    assert set(chosen(plan, least, SLOW)) == {"recompute", "retain"}
 
 
 def test_a_link_hides_only_what_fits_behind_the_computation() -> None:
@@ -69,8 +91,9 @@ def test_a_link_hides_only_what_fits_behind_the_computation() -> None:
     loading = 2 * (prompt + waves[-1])
     assert chosen(plan, free, Rates(FAST.flops, 1.01 * size / loading))[0] == "offload"
     # Up to the time of the forward that "recompute" would run again, waiting is cheaper.
-    assert chosen(plan, free, Rates(FAST.flops, 1.01 * size / (loading + prompt)))[0] == "offload"
-    assert chosen(plan, free, Rates(FAST.flops, 0.99 * size / (loading + prompt)))[0] == "recompute"
+    for share, way in ((1.01, "offload"), (0.99, "recompute")):
+        rates = Rates(FAST.flops, share * size / (loading + prompt))
+        assert chosen(plan, free, rates, footprint=EVERYTHING)[0] == way
 
 
 def test_only_as_many_segments_give_way_as_must() -> None:
@@ -78,7 +101,7 @@ def test_only_as_many_segments_give_way_as_must() -> None:
     most, least = peak(plan, ()), peak(plan, policies(plan.segments, "recompute"))
     counts = []
     for share in (0.9, 0.6, 0.3):
-        found = chosen(plan, least + share * (most - least), SLOW)
+        found = chosen(plan, least + share * (most - least), SLOW, footprint=EVERYTHING)
         assert peak(plan, found) <= least + share * (most - least)
         counts.append(found.count("recompute"))
     assert 0 < counts[0] < counts[1] < counts[2] < 10
@@ -98,15 +121,16 @@ def test_whatever_the_tree_the_peak_fits_or_nothing_leaner_does(seed: int) -> No
     rng = random.Random(seed)
     plan = make_plan(random_forest(rng), rng.randint(1, 4))
     small = footprint_of(resolve("tiny-llama"), Execution(num_stages=plan.num_ranks), 64)
-    lean = leaner(plan)
-    least = peak(plan, (), small) if lean is None else peak(plan, lean.policies, small)
+    light = replace(plan, policies=policies(plan.segments, "recompute_act"))
+    lean = leaner(light) or light
+    least = peak(plan, lean.policies, small)
     for share in (0.0, 0.5, 0.95):
         free = share * peak(plan, (), small)
         found = chosen(plan, free, rng.choice([FAST, SLOW]), footprint=small)
         assert len(found) in (0, len(plan.segments))
         if found:
             waves = [p for p, s in zip(found, plan.segments, strict=True) if not s.inner]
-            assert set(waves) <= {"retain"}
+            assert set(waves) <= {"retain", "recompute_act"}
         assert peak(plan, found, small) <= max(free, least, peak(plan, (), small))
         if free >= least:
             assert peak(plan, found, small) <= max(free, 1.0)
@@ -141,7 +165,7 @@ def test_a_step_takes_what_fits_its_budget() -> None:
         assert report is not None and report.memory is not None
         found[budget] = set(report.plan.policies), report.memory.peak
     assert found[1.0][0] == set()
-    assert found[1e-9][0] > {"retain"}
+    assert found[1e-9][0] == {"recompute", "recompute_act"}
     assert found[1e-9][1] < found[1.0][1]
 
 

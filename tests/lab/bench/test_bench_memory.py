@@ -22,6 +22,7 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers.blocks.math import MAX_SCORES
 from megatron_prefix.layers.model import footprint_of
+from megatron_prefix.plan.actions import ON_DEVICE
 from megatron_prefix.plan.footprint import Execution
 from tests.harness.command_line import failure, forked
 from tests.harness.one_rank import one_rank, small_model
@@ -55,9 +56,10 @@ def test_ways_are_parsed() -> None:
 
 
 def test_policies_hold_less_one_after_the_other(chunks: list[Any]) -> None:
-    rows = {way: measured(chunks, way) for way in ("retain", "recompute", "offload", "retain+full")}
+    ways = ("retain", "recompute_act", "recompute", "offload", "retain+full")
+    rows = {way: measured(chunks, way) for way in ways}
     counted = {way: row.peak_gib for way, row in rows.items()}
-    assert counted["offload"] < counted["recompute"] < counted["retain"]
+    assert counted["offload"] < counted["recompute"] < counted["recompute_act"] < counted["retain"]
     assert counted["retain+full"] < counted["retain"]
     assert rows["offload"].offloaded_gib > 0 == rows["retain"].offloaded_gib
     for row in rows.values():
@@ -72,7 +74,7 @@ def test_the_stock_schedule_is_a_plan_that_shares_nothing(chunks: list[Any]) -> 
     assert full.peak_gib < row.peak_gib and full.predicted_gib < row.predicted_gib
 
 
-@pytest.mark.parametrize("way", ["stock", "retain", "recompute", "stock+full", "retain+full"])
+@pytest.mark.parametrize("way", ["stock", *ON_DEVICE, "recompute", "stock+full", "retain+full"])
 def test_the_example_of_the_help_is_predicted_within_a_tenth(way: str, one: list[Any]) -> None:
     """As documented, and the stock schedule's scores of attention with it."""
     assert "bench memory --shapes 512:64:4" in bench.EPILOG
