@@ -215,8 +215,8 @@ _TEXTS = {
     "memory": "what an inner segment keeps until its backward. retain: its saved tensors;"
     " recompute_act: without what MLPs' activation functions give, which is computed again, waves"
     " too; offload: all of them on the host; recompute: only K/V and its input, and its forward"
-    " runs again; auto (default): by step and segment the cheapest that takes no more memory than the stock"
-    " schedule and 5 %%",
+    " runs again; auto (default): by step and segment the cheapest that takes no more memory than"
+    " the stock schedule and 5 %%",
     "memory_budget_gb": "GiB of device memory that a step may use, instead of the stock schedule's;"
     " then --memory auto offloads, too; a step of mode auto that would need more runs as stock's"
     " (default 0: not set)",
