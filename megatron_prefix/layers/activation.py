@@ -2,13 +2,16 @@
 
 Megatron's MLP keeps two wide tensors for backward: what its first product gives, which is the
 activation function's input, and what that function gives, which is the second product's. The second
-of them is a fifth of all that a layer of Llama3-8B keeps, and the first one says what it is. (With
-experts Megatron has the same for itself: "moe_act" in its `recompute_modules`.)
+of them is a fifth of all that a layer of Llama3-8B keeps, and the first one says what it is. Its
+storage is emptied after the second product's forward and filled before that product's backward, as
+Megatron does it for experts ("moe_act" in `recompute_modules`, CheckpointWithoutOutput in
+megatron/core/tensor_parallel/random.py). Hooks of autograd's saved tensors would be simpler, but
+transformer-engine then gets its weight as another object, and notes there what it has done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -52,26 +55,25 @@ class ActivatedAgain:
     def _of_second(self, given: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._product is not None:
             return given, None
-        segment = self._running.current
+        segment, found = self._running.current, self._second(given, *args, **kwargs)
         product = None if segment is None else segment.between.pop(self._key, None)
-        if product is None:
-            return self._second(given, *args, **kwargs)
-        with torch.autograd.graph.saved_tensors_hooks(*self._without(given, product)):
-            return self._second(given, *args, **kwargs)
+        if product is not None and _is_apart(given, product[0]):
+            self._empty(given, product, found[0])
+        return found
 
-    def _without(self, given: Tensor, product: Any) -> tuple[Callable, Callable]:
-        """Hooks that keep the shape of what is `given` only, since it follows from `product`."""
-        where, size = given.data_ptr(), given.numel()  # no reference to it
+    def _empty(self, given: Tensor, product: Any, output: Tensor) -> None:
+        """Until `output` gets its gradient."""
         product = tuple(one.detach() if isinstance(one, Tensor) else one for one in product)
+        storage = given.untyped_storage()
+        size = storage.nbytes()
+        storage.resize_(0)
 
-        def pack(saved: Tensor) -> Any:
-            is_given = saved.data_ptr() == where and saved.numel() == size
-            return saved.shape if is_given else saved
+        def fill(_: Tensor) -> None:
+            again = self._activated(product).contiguous().untyped_storage()
+            storage.resize_(size)
+            storage.copy_(again)  # the tensor's version stays
 
-        def unpack(kept: Any) -> Tensor:
-            return kept if isinstance(kept, Tensor) else self._activated(product).view(kept)
-
-        return pack, unpack
+        output.register_hook(fill)
 
     @torch.no_grad()
     def _activated(self, product: Any) -> Tensor:
@@ -81,3 +83,14 @@ class ActivatedAgain:
             return given
         finally:
             self._product = None
+
+
+def _is_apart(given: Tensor, product: Tensor) -> bool:
+    """Whether a tensor has a storage of its own, and all of it."""
+    storage = given.untyped_storage()
+    return (
+        given.requires_grad
+        and given.is_contiguous()
+        and storage.nbytes() == given.nbytes
+        and storage.data_ptr() != product.untyped_storage().data_ptr()
+    )
