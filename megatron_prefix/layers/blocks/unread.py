@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from megatron_prefix.layers.blocks.shared import KEYS, Shared
+from megatron_prefix.layers.blocks.shared import Shared
 from megatron_prefix.layers.own_backward import with_backward
-from megatron_prefix.sidecar.arena import wide
+from megatron_prefix.sidecar.arena import wider
 
 if TYPE_CHECKING:
     from megatron_prefix.layers.segment import SegmentContext
@@ -28,7 +28,7 @@ def keys_only(
     value: Tensor,
     context: SegmentContext,
     layer: int,
-    shared: Shared = KEYS,
+    shared: Shared,
 ) -> Tensor:
     """Captures what an inner segment leaves, and lets its gradients in; arguments as of
     `segment_attention`.
@@ -82,7 +82,7 @@ def picked(x: Tensor, rows: Tensor, *, repeats: bool = False) -> Tensor:
     def pull(gradient: Tensor) -> Tensor:
         if not repeats:
             return gradient.new_zeros(shape).index_copy_(0, rows, gradient)
-        total = gradient.new_zeros(shape, dtype=wide(gradient))
+        total = gradient.new_zeros(shape, dtype=wider(gradient.dtype))
         return total.index_add_(0, rows, gradient.to(total.dtype)).to(gradient.dtype)
 
     out: Tensor = with_backward(lambda x: x.index_select(0, rows), pull, x)

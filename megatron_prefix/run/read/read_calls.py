@@ -154,7 +154,7 @@ def _check_chunk(capture: Capture, rank: Rank, callbacks: Callbacks, chunk: int)
     """
     model, wrapped, calls = rank.language_models[chunk], rank.models[chunk], capture.calls(chunk)
     if (hooks := installed(wrapped)) is not None:
-        features.check_again(model, wrapped, hooks.parts)
+        features.check_again(model, wrapped, hooks.parts, rank)
         use = hooks.mask_use
     else:
         features.check(model, wrapped)
@@ -165,7 +165,8 @@ def _check_chunk(capture: Capture, rank: Rank, callbacks: Callbacks, chunk: int)
         heads.check(calls)
     if rank.groups.cp.size() > 1 and are_contiguous(calls, callbacks.slices):
         raise refused(CONTIGUOUS)
-    capture.given[chunk] = given(calls, rank, chunk)
+    if rank.has_images or (calls and calls[0][EMBEDDINGS] is not None):
+        capture.given[chunk] = given(calls, rank, chunk)
 
 
 def check_ahead(known: CallTokens | None, rank: Rank) -> None:
