@@ -253,7 +253,10 @@ class Planning:
         Raises:
             UserError: ranks that meet would not run the same, or would wait for ever.
         """
-        step, joint = self._met(step, rank)
+        if rank.experts is None or step.unshared:
+            joint = JointForest.alone(step.forest, step.microbatch_of)
+        else:
+            step, joint = self._met(step, rank)
         if step.unshared:
             plan = union = Plan((), ((),) * rank.num_stages, len(rank.models))
             report = StepReport(step.forest, unshared(self.config), plan, union)
@@ -275,8 +278,6 @@ class Planning:
     def _met(self, step: Step, rank: Rank) -> tuple[Step, JointForest]:
         """The step's segments beside those of ranks that share experts, all of them with prompts
         apart if some of them are; all that meet call this."""
-        if rank.experts is None or step.unshared:
-            return step, JointForest.alone(step.forest, step.microbatch_of)
         joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
         if joint.mixed:  # where segments are joined there is one stage, which knows the samples
             apart, problem = agreement.tried(lambda: self._apart(step, joint.union.wanted, rank))

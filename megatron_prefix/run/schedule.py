@@ -329,7 +329,10 @@ class PrefixSchedule:
             calls, rank.groups, None if later else build, rank.device,  # type: ignore[arg-type]
             functools.partial(planning.shares_nothing, rank=rank) if filters else None,
         )  # fmt: skip
-        problem = step if isinstance(step, BaseException) else _problem(step, rank, capture)
+        if isinstance(step, BaseException):  # there was no problem before
+            problem = step
+        elif rank.has_experts or rank.looks_ahead:
+            problem = _problem(step, rank, capture)
         if (reason := agree(problem, rank.agreeing, rank.device)) is not None:
             self._refused(reason)
             return None

@@ -87,6 +87,7 @@ class SidecarCache:
 
     Attributes:
         map, forms: as given.
+        looks_ahead: whether `prefetch` and `release` do something.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class SidecarCache:
         self._bytes, self._device = DeviceBytes(), torch.device("cpu")
         self._layers = [self._layer(*item) for item in enumerate(forms)]
         self._ahead = {n for n, one in enumerate(self._layers) if one.arena.looks_ahead}
+        self.looks_ahead = bool(self._ahead)
         self._made: dict[tuple[int, Any], Any] = {}
 
     def state(self, layer: int, index: int) -> SegmentState:

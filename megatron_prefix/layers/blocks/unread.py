@@ -41,15 +41,16 @@ def keys_only(
 
     def capture(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         context.capture(layer, shared, key, value)
-        if not context.backward:
-            context.cache.release(layer)
+        context.leave(layer, backward=False)
         return _zeros(query, (len(query), query.shape[1] * value.shape[2]))
 
     def pull(out_grad: Tensor) -> tuple[Tensor, ...]:
         cache = context.cache
-        cache.prefetch(layer - 1, context.index, backward=True)
+        if cache.looks_ahead:
+            cache.prefetch(layer - 1, context.index, backward=True)
         sent = cache.take(layer, context.index) if context.inner else None
-        cache.release(layer)
+        if cache.looks_ahead:
+            cache.release(layer)
         gradients = tuple([out_grad.new_zeros(shape, dtype=dtype) for shape, dtype in like])
         if sent is not None:
             shared.returned(context, sent, (gradients[1], gradients[2]))

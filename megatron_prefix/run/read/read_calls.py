@@ -131,7 +131,9 @@ def read_calls(capture: Capture, rank: Rank, callbacks: Callbacks) -> ReadCalls:
             row = given.first_row(sum(first.lengths) // cp.size())
             first = first if row is None else first._replace(positions=row)
         embedding = getattr(rank.language_models[0], "position_embedding_type", "")
-        check_positions(first, cp.rank(), cp.size(), used=embedding == "learned_absolute")
+        used = embedding == "learned_absolute"
+        if used or cp.size() > 1:
+            check_positions(first, cp.rank(), cp.size(), used=used)
         if callbacks.routes is not None and rank.has_experts and replays_routes(rank.config):
             routes = [callbacks.routes(call) for call in calls]
     if rank.is_last and not (rank.is_first and len(rank.models) == 1):
@@ -284,8 +286,6 @@ def check_positions(known: CallTokens, rank: int, size: int, *, used: bool) -> N
     Raises:
         CannotShare: they count otherwise, or each rank holds one contiguous part of a sample.
     """
-    if not (used or size > 1):
-        return
     if known.positions is None:
         if used:
             raise refused(NO_POSITION_IDS)
