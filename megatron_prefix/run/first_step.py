@@ -62,7 +62,6 @@ from megatron_prefix.run.execute.call_outputs import CHECKED_ROWS, largest
 from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.read import heads, traces
 from megatron_prefix.run.read.forward_step_state import fixed, quantises
-from megatron_prefix.run.read.loss_graph import CallGraph, next_number
 from megatron_prefix.run.read.loss_variables import Place, code_of, places, used_names
 from megatron_prefix.run.read.samples import WatchedIterator
 from megatron_prefix.run.read.suspend import is_beside, takes_beside
@@ -154,7 +153,7 @@ class FirstStep:
         self._strays: list[Tensor] = []
         self._modes = [m.training for model in rank.models for m in model.modules()]
         self._number, self._called_always = 0, True
-        self._graphs: dict[int, CallGraph] = {}
+        self._graphs: dict[int, traces.CallGraph] = {}
 
     @property
     def error(self) -> UserError | None:
@@ -258,14 +257,14 @@ class FirstStep:
             step.num_calls += 1
             self._compare_modes(step)
             self._seen += [("an argument of the model", one) for one in (*args, kwargs)]
-            begin, brought = next_number(), dict(_filled(kwargs))
+            begin, brought = traces.next_number(), dict(_filled(kwargs))
             self._enter()
             try:
                 found = stock(*args, **kwargs)
             finally:
                 self._leave()
             if getattr(model, "post_process", True):
-                self._graphs[step.number] = CallGraph.of(begin, found)
+                self._graphs[step.number] = traces.CallGraph.of(begin, found)
                 tokens = args[0] if args else kwargs.get("input_ids")
                 if not all(map(heads.is_shared, heads.added(_filled(kwargs), brought).values())):
                     self._note(FILLED.given(FILLED_BY_MODEL))

@@ -1,6 +1,6 @@
 """Plans with the sends and receives between data-parallel ranks written out, and back.  Pure.
 
-A rank's plan says only where payloads cross (plan/exchanges.py); files and the plans of a whole job
+A rank's plan says only where payloads cross (plan/planner.py); files and the plans of a whole job
 have every message.
 """
 
