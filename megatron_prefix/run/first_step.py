@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import (
     _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
@@ -142,9 +143,10 @@ class FirstStep:
         self._places = [*places(function)]
         self._restored = {id(_dict_of(place)) for place in self._places}
         groups = rank.groups
-        inside = {r for one in (groups.tp, groups.pp, groups.cp) for r in traces.ranks(one)}
+        ranks_of = dist.get_process_group_ranks
+        inside = {r for one in (groups.tp, groups.pp, groups.cp) for r in ranks_of(one)}
         data = rank.data_ranks or default_groups().dp_cp
-        self._groups = traces.groups_beyond(inside, traces.ranks(data))
+        self._groups = traces.groups_beyond(inside, ranks_of(data))
         self._drawn: dict[int, traces.Values] = {}
         self._seen: list[tuple[str, Any]] = []
         self._written: dict[int, Any] = {}

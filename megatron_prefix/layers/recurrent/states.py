@@ -12,12 +12,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_prefix.layers.kind import Running
 from megatron_prefix.layers.own_backward import with_backward
 from megatron_prefix.layers.recurrent.moves import with_some
 from megatron_prefix.sidecar.arena import Payload, Reading, wider
 
 if TYPE_CHECKING:
     from megatron_prefix.layers.segment import SegmentContext
+
+
+def segment_of(running: Running) -> SegmentContext:
+    """The segment that runs, in one of its layers."""
+    if running.current is None:
+        raise RuntimeError("a segment ended inside a recurrent layer")
+    return running.current
 
 
 class LayerStates:

@@ -59,11 +59,6 @@ def exchanges(groups: Iterable[Any]) -> list[int]:
     return [group._get_sequence_number_for_group() for group in groups]
 
 
-def ranks(group: Any) -> list[int]:
-    """The job's ranks in a process group."""
-    return dist.get_process_group_ranks(group)
-
-
 def groups_beyond(inside: set[int], others: Iterable[int]) -> list[Any]:
     """This rank's process groups that hold ranks of other pipelines.
 
@@ -76,7 +71,7 @@ def groups_beyond(inside: set[int], others: Iterable[int]) -> list[Any]:
         return []
     # Private: torch has no public list of its groups.
     known = list(dist.distributed_c10d._world.pg_map)
-    return [group for group in known if wanted.intersection(ranks(group))]
+    return [group for group in known if wanted.intersection(dist.get_process_group_ranks(group))]
 
 
 class Values:
