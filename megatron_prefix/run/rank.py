@@ -87,13 +87,17 @@ nothing in them refers to the model."""
 
 
 def _numbers(config: Any, models: Sequence[Any], wrapped: Sequence[Any]) -> ModelNumbers:
-    """The numbers of a model, made again where an option or a model is another one."""
+    """The numbers of a model, made again where an option or a model is another one.
+
+    An option whose value is an object, such as a recipe, is only asked whether it is set
+    (refusals/table.py).
+    """
     options = [
         {
             # A list may be written in place.
             name: (*value,) if isinstance(value, list) else value
             for name, value in vars(one).items()
-            if isinstance(value, bool | int | float | str | list | torch.dtype | None)
+            if isinstance(value, bool | int | float | str | list | tuple | torch.dtype | None)
         }
         for one in _configs(config, models)
     ]
