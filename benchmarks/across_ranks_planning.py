@@ -33,8 +33,7 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.rl.baseline import PACK_TOKENS, pack_sizes
 from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.exchanges import with_crossing
-from megatron_prefix.plan.planner import make_plan
+from megatron_prefix.plan.planner import make_plan, with_crossing
 from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.tree import Forest, Pairs
 from megatron_prefix.tree.across_ranks import beginnings_of, common_spans

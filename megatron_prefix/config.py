@@ -65,7 +65,7 @@ class PrefixConfig:
             bitwise the whole; else it differs by rounding.
         loss_in_leaves: never share a position at or after a first trained one.
         trainer_masks: in a trainer whose model calls have no loss_mask, follow the mask of its
-            microbatches, where its file in megatron_prefix/trainers/ says where that is.
+            microbatches, where its entry in megatron_prefix/trainers/table.py says where that is.
         kernel: name of the attention kernel, two of them (A+B), or "auto"
             (megatron_prefix/layers/blocks/kernels.py).
         memory: what an inner segment keeps between its forward and its backward. "retain": its

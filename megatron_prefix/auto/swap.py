@@ -19,8 +19,10 @@ MODULE = "megatron.core.pipeline_parallel.schedules"
 NAME = "get_forward_backward_func"
 
 
-class Swap:
-    """Replaces Megatron's function by `made(stock)` until `end`.
+class Swap(AfterImport):
+    """Replaces Megatron's function by `made(stock)` from `begin` until `end`.
+
+    `begin` raises a UserError if Megatron's schedules are there and have no such function.
 
     Args:
         made: gets Megatron's function and returns what replaces it.
@@ -30,19 +32,11 @@ class Swap:
         self._made = made
         self._stock: Any = None
         self._ours: Any = None
-        self._schedules = AfterImport(MODULE, self._swap)
-
-    def begin(self) -> None:
-        """Swaps, now or when Megatron's schedules are imported.
-
-        Raises:
-            UserError: Megatron has no such function.
-        """
-        self._schedules.begin()
+        super().__init__(MODULE, self._swap)
 
     def end(self) -> None:
         """Puts Megatron's function back, wherever the other one is now."""
-        self._schedules.end()
+        super().end()
         if self._ours is not None:
             _exchange(self._ours, self._stock)
             self._stock = self._ours = None

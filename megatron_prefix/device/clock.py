@@ -8,6 +8,12 @@ from typing import Any
 import torch
 
 
+def wait_for(device: torch.device) -> None:
+    """The host waits until a GPU has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def now(device: torch.device) -> Any:
     """A moment: an event in the current stream, which nobody waits for, or the host's seconds."""
     if device.type != "cuda":

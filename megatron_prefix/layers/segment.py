@@ -70,8 +70,8 @@ class SegmentContext:
 
     def enter(self, layer: int, *, backward: bool) -> None:
         """Tells the sidecar that a layer runs now, and which will be next."""
-        if self.joined and not backward:
-            return  # all that it reads it makes itself
+        if not self.cache.looks_ahead or (self.joined and not backward):
+            return  # nothing comes from elsewhere, or all that it reads it makes itself
         self.cache.prefetch(layer, self.index, backward=backward)
         after = layer - 1 if backward else layer + 1
         if after != self.keys_only:
@@ -79,7 +79,8 @@ class SegmentContext:
 
     def leave(self, layer: int, *, backward: bool) -> None:
         """Tells the sidecar that a layer is done."""
-        if backward or not self.backward:  # in recomputation the layer's backward comes next
+        # In recomputation the layer's backward comes next.
+        if self.cache.looks_ahead and (backward or not self.backward):
             self.cache.release(layer)
         if backward:
             for waiting in self.wanted_next:

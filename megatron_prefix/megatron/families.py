@@ -113,6 +113,12 @@ def drops(tower: Any) -> bool:
     return False
 
 
+def has_images(model: Any, inner: Any) -> bool:
+    """Whether a model chunk is of a vision-language model, whose language model is `inner`."""
+    known = TOWERS | SPLIT_IMAGES
+    return is_multimodal(inner) or any(owner_of_class(one) in known for one in around(model, inner))
+
+
 def is_multimodal(model: Any) -> bool:
     """Whether a language model's rotary table is made from three positions a token."""
     attends = not getattr(model.config, "multi_latent_attention", False)

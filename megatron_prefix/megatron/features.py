@@ -207,7 +207,7 @@ def check(model: Any, wrapped: Any = None) -> None:
         raise reasons[0].error(CANNOT_RUN)
 
 
-def check_again(model: Any, wrapped: Any, known: Iterable[Part]) -> None:
+def check_again(model: Any, wrapped: Any, known: Iterable[Part], numbers: Any) -> None:
     """Refuses what may have changed since `check`: options, hooks on gradients, quantisers, and
     what is frozen.
 
@@ -215,14 +215,17 @@ def check_again(model: Any, wrapped: Any, known: Iterable[Part]) -> None:
         model: the language model.
         wrapped: the same in its wrappers, if it has any.
         known: what leaves a payload in its layers.
+        numbers: what its options say now: `ModelNumbers` of run/rank.py.
 
     Raises:
         CannotShare: as of `check`.
     """
-    config = model.config
-    reasons = [*refusals(config), *option_refusals(known, config), *gradient_hooks(wrapped)]
-    reasons += image_refusals(wrapped, model)
-    reasons += [*mtp.refusals(model), *quantisers.refusals(model)]
+    reasons = [*numbers.refused, *option_refusals(known, model.config), *gradient_hooks(wrapped)]
+    if numbers.has_images:
+        reasons += image_refusals(wrapped, model)
+    if numbers.looks_ahead or hasattr(model, "mtp"):
+        reasons += mtp.refusals(model)
+    reasons += quantisers.refusals(model)
     if reasons:
         raise reasons[0].error(CANNOT_RUN)
 

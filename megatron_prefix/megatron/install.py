@@ -76,10 +76,11 @@ class Hooks:
         ahead: what multi-token prediction reads in this step; None where it does not run.
     """
 
-    def __init__(self, model: nn.Module, kernel: str = "auto") -> None:
+    def __init__(self, model: nn.Module, kernel: str) -> None:
         self.model = language_model(model)
         features.check(self.model, model)
         self.parts = table.payload_parts(self.model)
+        self._forms = table.forms(self.parts)
         self._looks_ahead = hasattr(self.model, "mtp")
         self.mask_use = features.mask_use(self.parts)
         self.routers: dict[int, Any] = versions.routers(self.model)
@@ -151,8 +152,7 @@ class Hooks:
     @property
     def forms(self) -> list[Form]:
         """Of the payloads that its layers leave in this step."""
-        forms = table.forms(self.parts)
-        return forms[:-1] if self._looks_ahead and self.ahead is None else forms
+        return self._forms[:-1] if self._looks_ahead and self.ahead is None else self._forms
 
     def use(self, kernel: str) -> None:
         """Chooses the kernel by name; see megatron_prefix/layers/blocks/kernels.py."""
@@ -162,7 +162,7 @@ class Hooks:
             *(part.kind.window(part.module) for part in self.parts if part.kind),
             *table.windows(self.model.config),
         }
-        num_layers = table.forms(self.parts).count(Form.POSITIONS)
+        num_layers = self._forms.count(Form.POSITIONS)
         self.kernels: dict[int | None, Kernel] = {
             window: _choose_kernel(kernel, self.model, num_layers, window)
             for window in {None, *windows}

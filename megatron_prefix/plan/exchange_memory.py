@@ -91,7 +91,7 @@ class ExchangeMemory:
     ) -> Iterator[tuple[Action, list[int]]]:
         """What follows every level, and the segments of that.
 
-        In a level what this rank computes comes first (plan/exchanges.py), so a level ends where
+        In a level what this rank computes comes first (plan/planner.py), so a level ends where
         that follows a segment that others compute; levels that lack one of the two are taken
         together with the next.
         """
@@ -113,7 +113,7 @@ class ExchangeMemory:
     ) -> Iterator[tuple[Action, list[int]]]:
         """The first backward of every level, with the segments whose gradients it waits for.
 
-        In a level what others compute comes first (plan/exchanges.py), so a level begins at the
+        In a level what others compute comes first (plan/planner.py), so a level begins at the
         latest where that follows a segment that is computed here.
         """
         first: Action | None = None

@@ -158,7 +158,7 @@ def heaviest_stock_plan(
         mine = [lengths[one] for one in sorted(lengths)]
         num = len(mine) if num_chunks > 1 else min(len(mine), held)
         windows = (mine[begin : begin + num] for begin in range(len(mine) - num + 1))
-        heaviest = max(heaviest, *windows, key=_positions)
+        heaviest = max(heaviest, *windows, key=lambda some: sum(map(sum, some)))
     owners = [number for number, one in enumerate(heaviest) for _ in one]
     rollouts = itertools.count()
     segments = [
@@ -168,7 +168,3 @@ def heaviest_stock_plan(
     padded = tuple(itertools.chain(*heaviest))
     part = Forest(tuple(segments), padded, tuple(n - 1 for n in padded), multiple)
     return make_plan(part, num_ranks, num_chunks=num_chunks, microbatches=owners, run_ahead=1)
-
-
-def _positions(microbatches: Sequence[Sequence[int]]) -> int:
-    return sum(map(sum, microbatches))

@@ -61,16 +61,15 @@ def timetable(plan: Plan, cost: Cost = token_cost) -> tuple[Event | Message, ...
     return tuple(entry for _, _, entry in entries)
 
 
-def exchanges(plan: Plan, rank: int, cost: Cost = token_cost) -> list[list[Message]]:
+def exchanges(plan: Plan, rank: int) -> list[list[Message]]:
     """A rank's messages: those before its first action, between it and the next, and so on.
 
     Args:
         plan: see `timetable`.
         rank: pipeline rank.
-        cost: see `timetable`.
     """
     gaps: list[list[Message]] = [[]]
-    for entry in timetable(plan, cost):
+    for entry in timetable(plan):
         if isinstance(entry, Event):
             if entry.rank == rank:
                 gaps.append([])

@@ -7,19 +7,11 @@ or on tokens that follow. What is `NOT_YET` could be supported.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from megatron_prefix.errors import NOT_YET, WRONG, Refusal
-from megatron_prefix.refusals.options import (
-    Test,
-    above,
-    balances,
-    cut_wider,
-    on,
-    other_than,
-    scaled_by,
-    with_experts,
-)
 
 GROUPS = {
     "config": "options of Megatron's TransformerConfig",
@@ -53,8 +45,52 @@ GROUPS = {
 """Values of `Refusal.where`, in the order in which they are listed."""
 
 
+Test = Callable[[str, Any], bool]
+"""(name of the option, config) -> whether it is in the way. A function of this file, or a partial
+of one, so that a refusal can be sent to another rank."""
+
+
+def _on(name: str, config: Any) -> bool:
+    """Set to something that is not false, zero or empty."""
+    return bool(getattr(config, name, None))
+
+
+def _with_experts(name: str, config: Any) -> bool:
+    """On in a model with experts."""
+    return _on("num_moe_experts", config) and _on(name, config)
+
+
+def _above(name: str, config: Any, *, most: int) -> bool:
+    """A number larger than `most`."""
+    return (getattr(config, name, None) or 0) > most
+
+
+def _cut_wider(name: str, config: Any) -> bool:
+    """Experts in more parts than other layers."""
+    parts = getattr(config, name, None) or 1
+    return _on("num_moe_experts", config) and parts > config.tensor_model_parallel_size
+
+
+def _other_than(name: str, config: Any, *, usual: str) -> bool:
+    """Set to something other than `usual`."""
+    return getattr(config, name, usual) not in (usual, None)
+
+
+def _balances(name: str, config: Any, *, kinds: tuple[str, ...], others: bool = False) -> bool:
+    """One of these load-balancing types in a model with experts; with `others`, any but these."""
+    given = getattr(config, name, "none")
+    given = [given] if isinstance(given, str) else given
+    return _on("num_moe_experts", config) and any((kind in kinds) != others for kind in given)
+
+
+def _scaled_by(name: str, config: Any, *, recipes: tuple[str, ...], others: bool = False) -> bool:
+    """Products in FP8 by one of these recipes; with `others`, by any but these."""
+    given = getattr(config, name, "delayed")  # Megatron's default
+    return _on("fp8", config) and (given in recipes) != others
+
+
 def _option(
-    name: str, kind: str, fix: str, test: Test = on, attribute: str | None = None
+    name: str, kind: str, fix: str, test: Test = _on, attribute: str | None = None
 ) -> Refusal:
     """An option of TransformerConfig, which may be called otherwise than its attribute."""
     return Refusal(name, "config", kind, fix, partial(test, attribute or name))
@@ -74,20 +110,20 @@ _OWN_PLAN = "turn it off: it needs Megatron's own schedule plan"
 _LARGEST = "it reads the largest score of every attention call"
 _LENGTHS = "segments differ in length"
 _BALANCING = "moe_router_load_balancing_type"
-_KNOWN = "none aux_loss seq_aux_loss global_aux_loss sinkhorn quantile_balancing".split()
+_KNOWN = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing")
 
 HIDDEN_DROPOUT = _option("hidden_dropout", WRONG, _DROPS)
 ATTENTION_DROPOUT = _option("attention_dropout", WRONG, _DROPS)
-FP8_DELAYED = _option("fp8_recipe delayed", WRONG, f"use blockwise or mxfp8: {_SCALES}", scaled_by("delayed"), "fp8_recipe")
-FP8_TENSORWISE = _option("fp8_recipe tensorwise", WRONG, f"use blockwise or mxfp8: {_SCALES}", scaled_by("tensorwise"), "fp8_recipe")
-FP8_OTHER = _option("fp8_recipe of another name", NOT_YET, "use blockwise or mxfp8: it is not known here", scaled_by("delayed", "tensorwise", "blockwise", "mxfp8", others=True), "fp8_recipe")
+FP8_DELAYED = _option("fp8_recipe delayed", WRONG, f"use blockwise or mxfp8: {_SCALES}", partial(_scaled_by, recipes=("delayed",)), "fp8_recipe")
+FP8_TENSORWISE = _option("fp8_recipe tensorwise", WRONG, f"use blockwise or mxfp8: {_SCALES}", partial(_scaled_by, recipes=("tensorwise",)), "fp8_recipe")
+FP8_OTHER = _option("fp8_recipe of another name", NOT_YET, "use blockwise or mxfp8: it is not known here", partial(_scaled_by, recipes=("delayed", "tensorwise", "blockwise", "mxfp8"), others=True), "fp8_recipe")
 FP8_ATTENTION = _option("fp8_dot_product_attention", WRONG, f"turn it off: {_SCALES}")
 FP8_HEADS = _option("fp8_multi_head_attention", WRONG, f"turn it off: {_SCALES}")
-FP8_ROUTES = _option("moe_router_padding_for_quantization", NOT_YET, "turn it off, experts pad what they get: it sends tokens to experts that depend on the others", with_experts)
+FP8_ROUTES = _option("moe_router_padding_for_quantization", NOT_YET, "turn it off, experts pad what they get: it sends tokens to experts that depend on the others", _with_experts)
 FP8_HEAD = _option("fp8_output_proj", NOT_YET, "turn it off: the output layer runs on the positions with loss")
 FP4 = _option("fp4", WRONG, f"train in bf16: {_SCALES}")
 QUANT_RECIPE = _option("quant_recipe", WRONG, f"leave it out: {_SCALES}")
-MTP = _option("mtp_num_layers above 1", NOT_YET, "use one layer of multi-token prediction: the second one's last prompt inputs are response tokens", above(1), "mtp_num_layers")
+MTP = _option("mtp_num_layers above 1", NOT_YET, "use one layer of multi-token prediction: the second one's last prompt inputs are response tokens", partial(_above, most=1), "mtp_num_layers")
 MTP_ALONE = _option("mtp_standalone", NOT_YET, "put multi-token prediction on the last stage, with the loss")
 MTP_OUTPUT = _option("mtp_isolated_loss", NOT_YET, "use mtp_detach_heads: it took the place of this option")
 QK_CLIP = _option("qk_clip", NOT_YET, f"use the stock schedule: {_LARGEST}")
@@ -99,21 +135,21 @@ HYBRID_CP = _option("hybrid_context_parallel", NOT_YET, "turn it off: it brings 
 ACTIVATION_OFFLOADING = _option("fine_grained_activation_offloading", NOT_YET, "turn it off: it asserts the stock order of backward passes")
 CPU_OFFLOADING = _option("cpu_offloading", NOT_YET, "turn it off: it assumes the stock order of backward passes")
 CUDA_GRAPH = _option("enable_cuda_graph", NOT_YET, f"turn it off: {_LENGTHS}")
-CUDA_GRAPH_IMPL = _option("cuda_graph_impl", NOT_YET, f"set it to 'none': {_LENGTHS}", other_than("none"))
+CUDA_GRAPH_IMPL = _option("cuda_graph_impl", NOT_YET, f"set it to 'none': {_LENGTHS}", partial(_other_than, usual="none"))
 FLASH_DECODE = _option("flash_decode", WRONG, "turn it off: it is for generation, and goes around core attention")
 FUSED_ROPE = _option("fused_single_qkv_rope", NOT_YET, "turn it off: it applies one rotary table to a whole row")
-CAPACITY = _option("moe_expert_capacity_factor", WRONG, _ROOM, with_experts)
-RANK_CAPACITY = _option("moe_expert_rank_capacity_factor", WRONG, _ROOM, with_experts)
-PADDED_CAPACITY = _option("moe_pad_expert_input_to_capacity", WRONG, _ROOM, with_experts)
-TOKEN_DROPPING = _option("moe_token_dropping", WRONG, "leave it out: copies of a prompt token would be dropped or not", with_experts)
-JITTER = _option("moe_input_jitter_eps", WRONG, "leave it out: copies of a prompt token would draw different noise", with_experts)
-RANDOM_EXPERTS = _option("moe_router_force_load_balancing", WRONG, _CHANCE, with_experts)
-BIASED_EXPERTS = _option("moe_router_force_biased", WRONG, _CHANCE, with_experts)
-SINKHORN = _option(f"{_BALANCING} sinkhorn", WRONG, _COUPLED, balances("sinkhorn"), _BALANCING)
-QUANTILES = _option(f"{_BALANCING} quantile_balancing", WRONG, _COUPLED, balances("quantile_balancing"), _BALANCING)
-OTHER_BALANCING = _option(f"{_BALANCING} of another name", NOT_YET, f"{_BALANCE}it is not known here", balances(*_KNOWN, others=True), _BALANCING)
-WIDE_EXPERTS = _option("expert_tensor_parallel_size above tensor_model_parallel_size", NOT_YET, "make it as small: data-parallel ranks with parts of one expert would wait for one another, and their segments differ", cut_wider, "expert_tensor_parallel_size")
-PAGED_STASH = _option("moe_paged_stash", NOT_YET, "turn it off: it assumes the stock order of backward passes", with_experts)
+CAPACITY = _option("moe_expert_capacity_factor", WRONG, _ROOM, _with_experts)
+RANK_CAPACITY = _option("moe_expert_rank_capacity_factor", WRONG, _ROOM, _with_experts)
+PADDED_CAPACITY = _option("moe_pad_expert_input_to_capacity", WRONG, _ROOM, _with_experts)
+TOKEN_DROPPING = _option("moe_token_dropping", WRONG, "leave it out: copies of a prompt token would be dropped or not", _with_experts)
+JITTER = _option("moe_input_jitter_eps", WRONG, "leave it out: copies of a prompt token would draw different noise", _with_experts)
+RANDOM_EXPERTS = _option("moe_router_force_load_balancing", WRONG, _CHANCE, _with_experts)
+BIASED_EXPERTS = _option("moe_router_force_biased", WRONG, _CHANCE, _with_experts)
+SINKHORN = _option(f"{_BALANCING} sinkhorn", WRONG, _COUPLED, partial(_balances, kinds=("sinkhorn",)), _BALANCING)
+QUANTILES = _option(f"{_BALANCING} quantile_balancing", WRONG, _COUPLED, partial(_balances, kinds=("quantile_balancing",)), _BALANCING)
+OTHER_BALANCING = _option(f"{_BALANCING} of another name", NOT_YET, f"{_BALANCE}it is not known here", partial(_balances, kinds=_KNOWN, others=True), _BALANCING)
+WIDE_EXPERTS = _option("expert_tensor_parallel_size above tensor_model_parallel_size", NOT_YET, "make it as small: data-parallel ranks with parts of one expert would wait for one another, and their segments differ", _cut_wider, "expert_tensor_parallel_size")
+PAGED_STASH = _option("moe_paged_stash", NOT_YET, "turn it off: it assumes the stock order of backward passes", _with_experts)
 
 # --- modules --------------------------------------------------------------------------------------
 

@@ -344,10 +344,13 @@ def check_masks(
     if use is MaskUse.NEEDED and any(call["attention_mask"] is None for call in calls):
         raise refused(NO_MASK)
     masked = [call for call in calls if call["attention_mask"] is not None]
-    if _any([_changes_attention(call, use, sequence_ranks) for call in masked]):
+    changes = [_changes_attention(call, use, sequence_ranks) for call in masked]
+    if changes and bool(torch.stack(changes).any()):
         raise refused(NOT_CAUSAL)
+    if not counts_tokens:
+        return
     padded = [call["padding_mask"] for call in calls if call["padding_mask"] is not None]
-    if counts_tokens and _any([(mask != 0).any() for mask in padded]):
+    if padded and bool(torch.stack([(mask != 0).any() for mask in padded]).any()):
         raise refused(PADDING_MASK)
 
 
@@ -383,7 +386,3 @@ def _kept(mask: Tensor, shape: torch.Size) -> Tensor | None:
 
 def _yes(like: Tensor) -> Tensor:
     return torch.ones((), dtype=torch.bool, device=like.device)
-
-
-def _any(flags: list[Tensor]) -> bool:
-    return bool(flags) and bool(torch.stack(flags).any())

@@ -13,13 +13,12 @@ import importlib.metadata
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_prefix import __version__
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.device.clock import wait_for
 from megatron_prefix.errors import UserError
 from megatron_prefix.plan.cost import FLOPS_PER_SECOND, CostModel, action_features
 from megatron_prefix.plan.cost_file import read_costs, write_costs
@@ -27,7 +26,7 @@ from megatron_prefix.plan.cost_fit import KEPT, Evidence, StepTime, together
 from megatron_prefix.plan.files import check_writable
 from megatron_prefix.plan.gate import Decision, decide, other_way
 from megatron_prefix.plan.peak_memory import Peaks, Seen, factors
-from megatron_prefix.run.across.agreement import first_says
+from megatron_prefix.run.across.agreement import all_say, first_says
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.report import StepReport
 
@@ -184,9 +183,7 @@ class CostMeter:
         # By schedule: where nothing crosses them, data-parallel ranks may run different ones.
         by_schedule = [seen if share is one else Seen() for one in self._seen]
         for group in self._groups:
-            heard: list[Any] = [None] * group.size()
-            dist.all_gather_object(heard, (mine, by_schedule), group=group)
-            measured, peaks_seen = zip(*heard, strict=True)
+            measured, peaks_seen = zip(*all_say((mine, by_schedule), group), strict=True)
             mine = together(measured, self.times)
             by_schedule = [*map(Seen.most, zip(*peaks_seen, strict=True))]
         for one, most in zip(self._seen, by_schedule, strict=True):
@@ -221,12 +218,6 @@ class CostMeter:
             write_costs(path, self._key, self._measured)
         except UserError as error:  # a full disk must not end the training
             logger.warning("measured costs are not kept: %s", error)
-
-
-def wait_for(device: torch.device) -> None:
-    """Waits until a GPU has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def peaks(device: torch.device) -> Peaks | None:

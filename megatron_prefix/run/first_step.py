@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import (
     _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
@@ -62,7 +63,6 @@ from megatron_prefix.run.execute.call_outputs import CHECKED_ROWS, largest
 from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.read import heads, traces
 from megatron_prefix.run.read.forward_step_state import fixed, quantises
-from megatron_prefix.run.read.loss_graph import CallGraph, next_number
 from megatron_prefix.run.read.loss_variables import Place, code_of, places, used_names
 from megatron_prefix.run.read.samples import WatchedIterator
 from megatron_prefix.run.read.suspend import is_beside, takes_beside
@@ -143,9 +143,10 @@ class FirstStep:
         self._places = [*places(function)]
         self._restored = {id(_dict_of(place)) for place in self._places}
         groups = rank.groups
-        inside = {r for one in (groups.tp, groups.pp, groups.cp) for r in traces.ranks(one)}
+        ranks_of = dist.get_process_group_ranks
+        inside = {r for one in (groups.tp, groups.pp, groups.cp) for r in ranks_of(one)}
         data = rank.data_ranks or default_groups().dp_cp
-        self._groups = traces.groups_beyond(inside, traces.ranks(data))
+        self._groups = traces.groups_beyond(inside, ranks_of(data))
         self._drawn: dict[int, traces.Values] = {}
         self._seen: list[tuple[str, Any]] = []
         self._written: dict[int, Any] = {}
@@ -154,7 +155,7 @@ class FirstStep:
         self._strays: list[Tensor] = []
         self._modes = [m.training for model in rank.models for m in model.modules()]
         self._number, self._called_always = 0, True
-        self._graphs: dict[int, CallGraph] = {}
+        self._graphs: dict[int, traces.CallGraph] = {}
 
     @property
     def error(self) -> UserError | None:
@@ -258,14 +259,14 @@ class FirstStep:
             step.num_calls += 1
             self._compare_modes(step)
             self._seen += [("an argument of the model", one) for one in (*args, kwargs)]
-            begin, brought = next_number(), dict(_filled(kwargs))
+            begin, brought = traces.next_number(), dict(_filled(kwargs))
             self._enter()
             try:
                 found = stock(*args, **kwargs)
             finally:
                 self._leave()
             if getattr(model, "post_process", True):
-                self._graphs[step.number] = CallGraph.of(begin, found)
+                self._graphs[step.number] = traces.CallGraph.of(begin, found)
                 tokens = args[0] if args else kwargs.get("input_ids")
                 if not all(map(heads.is_shared, heads.added(_filled(kwargs), brought).values())):
                     self._note(FILLED.given(FILLED_BY_MODEL))

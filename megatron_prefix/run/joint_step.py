@@ -16,9 +16,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
-
-import torch.distributed as dist
+from typing import Any
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import Refusal, refused
@@ -30,7 +28,7 @@ from megatron_prefix.refusals.table import (
     ACROSS_PLAN,
 )
 from megatron_prefix.run.across import agreement
-from megatron_prefix.run.across.agreement import worst
+from megatron_prefix.run.across.agreement import all_say, tried, worst
 from megatron_prefix.run.across.communicator import communicator
 from megatron_prefix.run.across.node_groups import node_group
 from megatron_prefix.run.pause import AFTER, STEPS
@@ -43,7 +41,6 @@ from megatron_prefix.tree.across_ranks import CommonSpans, beginnings_of, common
 from megatron_prefix.tree.payload_map import Form
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 APART = "data-parallel ranks are not known to make equally many calls without gradients"
 NOTHING = "rollouts on several ranks begin with nothing in common that is worth it"
@@ -148,11 +145,10 @@ def joint(
             on another one, the step comes back as it is, or every rank is alone.
     """
     group: Any = rank.siblings
-    across, problem = _tried(lambda: Across(step, rank, planning, build))
-    heard: list[Any] = [None] * group.size()
-    dist.all_gather_object(heard, None if across is None else across.told, group=group)
+    across, problem = tried(lambda: Across(step, rank, planning, build))
+    heard = all_say(None if across is None else across.told, group)
     if across is not None and None not in heard:
-        _, problem = _tried(lambda: across.build(heard))
+        _, problem = tried(lambda: across.build(heard))
     if planning.config.across != "auto":
         if problem is not None:
             raise problem
@@ -270,7 +266,7 @@ def _decided(
         return NOTHING
     rate = communicator(rank.siblings, rank.device).bytes_per_second
     met = across.meet()
-    mine, problem = _tried(lambda: across.pays(met, rate))
+    mine, problem = tried(lambda: across.pays(met, rate))
     (over, together, alone), failed = worst(mine or (0.0,) * 3, problem, groups, rank.device)
     if failed:
         across.alone = None  # some ranks have none, and all go on alike
@@ -301,11 +297,3 @@ def _crossing(forest: Forest, rank: Rank) -> float:
         for span in spans
     )
     return moved / rank.groups.cp.size()
-
-
-def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What some work returns, or what it raises."""
-    try:
-        return work(), None
-    except Exception as error:  # noqa: BLE001  # other ranks wait to hear of it
-        return None, error

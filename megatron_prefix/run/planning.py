@@ -174,17 +174,17 @@ class Planning:
             Exception: what went wrong on this rank, or that something did on another.
         """
         planner = self.planner(rank)
-        mine: Any = None
-        problem: Exception | None = None
-        try:
+
+        def make() -> tuple[int, Rows]:
             # Rounds by which all are cut have prompts apart.
             length, forest = planner.build(samples, microbatch_of, judge, joins=False)
-            mine = length, Rows.of(forest, microbatch_of)
-        except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it
-            problem, mine = error, f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-        group: Any = rank.experts
-        heard: list[Any] = [None] * group.size()
-        dist.all_gather_object(heard, mine, group=group)
+            return length, Rows.of(forest, microbatch_of)
+
+        mine: Any
+        mine, problem = agreement.tried(make)
+        if problem is not None:
+            mine = f"rank {dist.get_rank()}: {type(problem).__name__}: {problem}"
+        heard = agreement.all_say(mine, rank.experts)
         if problem is not None:
             raise problem
         if failed := next((one for one in heard if isinstance(one, str)), ""):
@@ -253,7 +253,10 @@ class Planning:
         Raises:
             UserError: ranks that meet would not run the same, or would wait for ever.
         """
-        step, joint = self._met(step, rank)
+        if rank.experts is None or step.unshared:
+            joint = JointForest.alone(step.forest, step.microbatch_of)
+        else:
+            step, joint = self._met(step, rank)
         if step.unshared:
             plan = union = Plan((), ((),) * rank.num_stages, len(rank.models))
             report = StepReport(step.forest, unshared(self.config), plan, union)
@@ -275,18 +278,13 @@ class Planning:
     def _met(self, step: Step, rank: Rank) -> tuple[Step, JointForest]:
         """The step's segments beside those of ranks that share experts, all of them with prompts
         apart if some of them are; all that meet call this."""
-        if rank.experts is None or step.unshared:
-            return step, JointForest.alone(step.forest, step.microbatch_of)
         joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
         if joint.mixed:  # where segments are joined there is one stage, which knows the samples
-            problem: Exception | None = None
-            try:
-                step = self._apart(step, joint.union.wanted, rank)
-            except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it
-                problem = error
+            apart, problem = agreement.tried(lambda: self._apart(step, joint.union.wanted, rank))
             reason = agreement.agree(problem, rank.same_schedule, rank.device)
             if reason is not None:
                 raise reason
+            step = apart or step
             joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
         return step, joint
 
@@ -302,20 +300,17 @@ class Planning:
     def _proposed_together(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:
         """The decision of all data-parallel ranks where payloads cross them, as the slowest sets
         the pace, and what it rests on for this one."""
-        report: StepReport | None = None
-        problem, mine = None, [0.0] * 3
-        try:
-            report, over = self.proposed(step, joint, rank)
-            seconds = report.prediction
-            mine = [over, seconds.stock_seconds, seconds.prefix_seconds]  # type: ignore[union-attr]
-        except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it
-            problem = error
-        worst, failed = agreement.worst(mine, problem, rank.companions, rank.device)
+        mine, problem = agreement.tried(lambda: self.proposed(step, joint, rank))
+        numbers = [0.0] * 3
+        if mine is not None:
+            seconds: Any = mine[0].prediction
+            numbers = [mine[1], seconds.stock_seconds, seconds.prefix_seconds]
+        worst, failed = agreement.worst(numbers, problem, rank.companions, rank.device)
         if problem is not None:
             raise problem
-        if report is None or failed:
+        if mine is None or failed:
             raise StepFailed(f"the step ends on all ranks: {failed}")
-        over, stock, prefix = worst
+        report, (over, stock, prefix) = mine[0], worst
         decision = decide(self.config, stock / prefix if prefix > 0 else 1.0)
         limit = self._memory.limit
         report.decision = kept_to_limit(self.config, decision, limit + over, limit)

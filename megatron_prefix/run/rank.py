@@ -12,12 +12,16 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron_prefix.errors import Reason
 from megatron_prefix.layers import mtp, precision, table
 from megatron_prefix.layers.model import cost_of, footprint_of, leaves_positions
+from megatron_prefix.megatron import features
+from megatron_prefix.megatron.families import has_images
 from megatron_prefix.megatron.features import pattern_of, recomputes
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.moe.options import counts_tokens, has_global_loss
@@ -30,8 +34,12 @@ class ModelNumbers:
     Args:
         config: Megatron's configuration of the model.
         models: the language models of a rank.
+        wrapped: the same in their wrappers.
 
     Attributes:
+        other_steps: why forward steps get more than an iterator and a model; None if they do not.
+        refused: what is refused of the options.
+        has_images: whether it is a vision-language model.
         sequence_ranks: tensor-parallel ranks that share the positions of a segment (sequence
             parallelism).
         alignment: segment boundaries are multiples of it: tp under sequence parallelism, times
@@ -47,11 +55,14 @@ class ModelNumbers:
         vocab_size: the model's vocabulary, which every pipeline stage knows; 0 if it does not say.
         pattern: one letter per layer of the whole model, as hybrid models name them; "" for others.
         cost: FLOPs of the whole model; the same on every rank.
-        leaves_positions: see `layers.model.leaves_positions`.
+        joins: whether a span can run in the segment of its parent.
         footprints: those that were asked for; see `Rank.footprint`.
     """
 
-    def __init__(self, config: Any, models: Sequence[Any]) -> None:
+    def __init__(self, config: Any, models: Sequence[Any], wrapped: Sequence[Any]) -> None:
+        self.other_steps: Reason | None = features.other_steps(config)
+        self.refused = [one for each in _configs(config, models) for one in features.refusals(each)]
+        self.has_images = any(map(has_images, wrapped, models))
         tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
         self.sequence_ranks = tp if config.sequence_parallel else 1
         self.alignment = self.sequence_ranks * (2 * cp if cp > 1 else 1)
@@ -66,7 +77,7 @@ class ModelNumbers:
         self.pattern = pattern_of(models[0])
         told = table.told(config, models)
         self.cost = cost_of(told, self.vocab_size, self.pattern)
-        self.leaves_positions = leaves_positions(told, self.pattern)
+        self.joins = leaves_positions(told, self.pattern)
         self.footprints: dict[tuple[bool, int], Footprint] = {}
 
 
@@ -75,18 +86,30 @@ _known: WeakKeyDictionary[Any, tuple[Any, ModelNumbers]] = WeakKeyDictionary()
 nothing in them refers to the model."""
 
 
-def _numbers(config: Any, models: Sequence[Any]) -> ModelNumbers:
-    """The numbers of a model, made again where an option or a model is another one."""
-    options = {
-        # A list may be written in place.
-        name: (*value,) if isinstance(value, list) else value
-        for name, value in vars(config).items()
-        if isinstance(value, bool | int | float | str | list | torch.dtype | None)
-    }
-    of = [*map(id, models)], options
+def _numbers(config: Any, models: Sequence[Any], wrapped: Sequence[Any]) -> ModelNumbers:
+    """The numbers of a model, made again where an option or a model is another one.
+
+    An option whose value is an object, such as a recipe, is only asked whether it is set
+    (refusals/table.py).
+    """
+    options = [
+        {
+            # A list may be written in place.
+            name: (*value,) if isinstance(value, list) else value
+            for name, value in vars(one).items()
+            if isinstance(value, bool | int | float | str | list | tuple | torch.dtype | None)
+        }
+        for one in _configs(config, models)
+    ]
+    of = [*map(id, models), *map(id, wrapped)], options
     if models[0] not in _known or _known[models[0]][0] != of:
-        _known[models[0]] = of, ModelNumbers(config, models)
+        _known[models[0]] = of, ModelNumbers(config, models, wrapped)
     return _known[models[0]][1]
+
+
+def _configs(config: Any, models: Sequence[Any]) -> list[Any]:
+    """The configurations of a rank's models, each once; usually there is one."""
+    return [*{id(one): one for one in (config, *(model.config for model in models))}.values()]
 
 
 class Rank(ModelNumbers):
@@ -140,7 +163,7 @@ class Rank(ModelNumbers):
         self.models, self.forward_only = list(models), forward_only
         self.language_models = [language_model(model) for model in models]
         self.config = config = get_model_config(models[0])
-        vars(self).update(vars(_numbers(config, self.language_models)))
+        vars(self).update(vars(_numbers(config, self.language_models, models)))
         self.device = next(models[0].parameters()).device
         self.groups = groups = groups or default_groups()
         self.stage, self.num_stages = groups.pp.rank(), groups.pp.size()
@@ -202,11 +225,6 @@ class Rank(ModelNumbers):
         return self.footprints[key]
 
     @property
-    def joins(self) -> bool:
-        """Whether a span can run in the segment of its parent."""
-        return self.leaves_positions
-
-    @property
     def static_bytes(self) -> float:
         """Bytes of the rank's weights and of their gradients."""
         weights = itertools.chain(*(model.parameters() for model in self.models))
@@ -239,6 +257,14 @@ class Rank(ModelNumbers):
 def several(*groups: Any) -> list[Any]:
     """Process groups of several ranks."""
     return [group for group in groups if group is not None and group.size() > 1]
+
+
+def gathered(mine: torch.Tensor, group: Any) -> torch.Tensor:
+    """[ranks * n, ...] of every rank's [n, ...]; all ranks of the group call this."""
+    sent = mine.contiguous()
+    views = sent.new_empty((group.size() * len(sent), *sent.shape[1:]))
+    dist.all_gather_into_tensor(views, sent, group)
+    return views
 
 
 def default_groups() -> ProcessGroupCollection:

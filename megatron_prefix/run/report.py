@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_prefix.device.clock import elapsed, now
+from megatron_prefix.device.clock import elapsed, now, wait_for
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.peak_memory import RankMemory
 from megatron_prefix.plan.prediction import Prediction
 from megatron_prefix.plan.simulator import Event, Timeline, simulate
+from megatron_prefix.run.across.agreement import all_say
 from megatron_prefix.run.across.exchanges import Crossed
+from megatron_prefix.run.rank import Rank
 from megatron_prefix.tree import Forest
+
+logger = logging.getLogger(__name__)
 
 
 class Stopwatch:
@@ -37,8 +42,7 @@ class Stopwatch:
         self._group, self._device = group, device
         self._marks: list[tuple[Action, Any, Any]] = []
         dist.barrier(group=group)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for(device)
         self._zero = now(device)
 
     def forget(self) -> None:
@@ -54,8 +58,7 @@ class Stopwatch:
 
     def seconds(self) -> dict[Action, float]:
         """What this rank's actions took, parts of an action added up; waits for the device."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        wait_for(self._device)
         spent: dict[Action, float] = {}
         for action, begin, end in self._marks:
             spent[action] = spent.get(action, 0.0) + elapsed(begin, end)
@@ -66,17 +69,14 @@ class Stopwatch:
         device."""
         if not self._marks:
             return 0.0
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        wait_for(self._device)
         return elapsed(self._marks[0][1], self._marks[-1][2])
 
     def timeline(self, plan: Plan) -> Timeline:
         """The step of all ranks in milliseconds; every rank of the pipeline calls this together."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        wait_for(self._device)
         mine = [(action, self._ms(begin), self._ms(end)) for action, begin, end in self._marks]
-        ranks: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(ranks, mine, group=self._group)
+        ranks = all_say(mine, self._group)
         first = min((begin for marks in ranks for _, begin, _ in marks), default=0.0)
         events = tuple(
             Event(rank, Action(*action), begin - first, end - first)
@@ -170,6 +170,27 @@ class StepReport:
     def bubble_fraction(self) -> float:
         """Share of all ranks' time in which they wait, simulated with what is known of times."""
         return _bubble_fraction(self.plan, self.times)
+
+
+def tell_shared(forest: Forest, rank: Rank, told: set[str]) -> None:
+    """Logs once on the first rank what runs of the first shared pass, and of the first update.
+
+    As a warning: many a trainer hides other lines of a package that it does not know.
+
+    Args:
+        forest: the step's segments.
+        rank: this one.
+        told: what has been logged.
+    """
+    name = "pass without gradients" if rank.forward_only else "update"
+    groups = [rank.groups.tp, *filter(None, [rank.data_ranks])]
+    if name in told or not rank.is_first or any(group.rank() for group in groups):
+        return
+    told.add(name)
+    logger.warning(
+        "shared: %d of %d tokens of this %s run on the first rank",
+        forest.executed_tokens, forest.raw_tokens, name,
+    )  # fmt: skip
 
 
 def _phase(plan: Plan, action: Action) -> str:

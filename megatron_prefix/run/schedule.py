@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError, refused
@@ -34,7 +33,7 @@ from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import DATA_EXCHANGE, FP8_UNTRIED, HOST_LAYERS_CP
 from megatron_prefix.run import joint_step
 from megatron_prefix.run.across.across_ranks import Watch
-from megatron_prefix.run.across.agreement import agree, agree_on
+from megatron_prefix.run.across.agreement import agree, agree_on, tried
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
 from megatron_prefix.run.execute import ahead, routers
 from megatron_prefix.run.execute.losses import LossContract, are_in_order
@@ -49,7 +48,7 @@ from megatron_prefix.run.read.outlines import Outlines
 from megatron_prefix.run.read.read_calls import ReadCalls, read_calls
 from megatron_prefix.run.read.step import Step, read_step, told
 from megatron_prefix.run.read.suspend import Capture
-from megatron_prefix.run.report import StepReport
+from megatron_prefix.run.report import StepReport, tell_shared
 from megatron_prefix.run.step_run import StepRun
 from megatron_prefix.tree import Forest
 from megatron_prefix.tree.cp_layout import Slices
@@ -74,12 +73,14 @@ class StepKind:
     Attributes:
         pause: when nobody looks at them; only in mode "auto".
         watched: whether the first of them has been watched, if that is wanted.
+        told: whether the first of them that was shared has been told of.
         refusal: what was in its way; None: nothing.
         ordered: whether losses have to be called in the trainer's order.
     """
 
     pause: Pause | None
     watched: bool = False
+    told: bool = False
     refusal: UserError | None = None
     ordered: bool = False
 
@@ -150,7 +151,7 @@ class PrefixSchedule:
             forward_only=forward_only, data_iterator=data_iterator, pg_collection=pg_collection,
         )  # fmt: skip
         models = model if isinstance(model, list) else [model]
-        if self.config.mode == "off" or self._calls_otherwise(models):
+        if self.config.mode == "off":
             return stock_schedule()(**arguments)
         try:
             rank = self._rank(Rank(models, pg_collection, forward_only=forward_only))
@@ -280,15 +281,10 @@ class PrefixSchedule:
             self._refused(kind.refusal)
         return store
 
-    def _calls_otherwise(self, models: list[Any]) -> bool:
-        """Whether the stock schedule gives forward steps more than an iterator and a model."""
-        reason = features.other_steps(get_model_config(models[0]))
-        if reason is not None:
-            self._refused(reason.error())
-        return reason is not None
-
     def _rank(self, rank: Rank) -> Rank:
-        """A rank in this call, if its layout suits the configuration."""
+        """A rank in this call, if its model and its layout suit the configuration."""
+        if rank.other_steps is not None:
+            raise rank.other_steps.error()
         if self.config.mode == "auto" and is_untried(rank.config):
             raise refused(FP8_UNTRIED)
         if rank.siblings is None or rank.siblings.size() > 1:
@@ -333,7 +329,10 @@ class PrefixSchedule:
             calls, rank.groups, None if later else build, rank.device,  # type: ignore[arg-type]
             functools.partial(planning.shares_nothing, rank=rank) if filters else None,
         )  # fmt: skip
-        problem = step if isinstance(step, BaseException) else _problem(step, rank, capture)
+        if isinstance(step, BaseException):  # there was no problem before
+            problem = step
+        elif rank.has_experts or rank.looks_ahead:
+            problem = _problem(step, rank, capture)
         if (reason := agree(problem, rank.agreeing, rank.device)) is not None:
             self._refused(reason)
             return None
@@ -346,15 +345,13 @@ class PrefixSchedule:
     ) -> Step | None:
         """A step with segments that data-parallel ranks make together, some of which may cross
         them; they end or fall back together. `build`, `alone`: see `joint_step.joint`."""
-        problem: BaseException | None = None
-        joint: Step | None = None
-        try:
-            if rank.is_first and rank.may_cross:
-                joint = joint_step.joint(step, rank, self.planning, build, alone)
-            elif rank.is_first:
-                joint = joint_step.with_segments(step, alone)
-        except Exception as error:  # noqa: BLE001  # the other ranks wait to hear of it
-            problem = error
+
+        def make() -> Step:
+            if rank.may_cross:
+                return joint_step.joint(step, rank, self.planning, build, alone)
+            return joint_step.with_segments(step, alone)
+
+        joint, problem = tried(make) if rank.is_first else (None, None)
         if rank.num_stages > 1:
             joint = told(joint, step.samples, rank.groups.pp, rank.device)
         if (reason := agree(problem, rank.agreeing, rank.device)) is not None:
@@ -393,30 +390,19 @@ class PrefixSchedule:
             self.across_ranks.look(step, rank, setting=setting)
         report, joint = self.planning.decided(step, rank)
         report.why_alone = why
-        if kind.ordered and report.decision.share and not _calls_in_order(report.plan, step):
-            reason = f"{LOSSES_EXCHANGE}, and segments would call them in another order"
-            report.decision = replace(report.decision, share=False, fallback=True, reason=reason)
+        if kind.ordered and report.decision.share:
+            last = report.plan.actions_of(rank.num_stages - 1, len(rank.models) - 1)
+            if not are_in_order(step, last):
+                reason = f"{LOSSES_EXCHANGE}, and segments would call them in another order"
+                stock = replace(report.decision, share=False, fallback=True, reason=reason)
+                report.decision = stock
         self._report(report)
-        if report.decision.share and self.looks_first:
-            self._tell(report.forest, rank)
+        if report.decision.share and self.looks_first and not kind.told:
+            kind.told = True
+            tell_shared(report.forest, rank, self._logged)
         if kind.pause and not (rank.forward_only or self.planning.meter(rank).due):
             kind.pause.note(report.decision)  # in others it may run to be timed
         return joint if report.decision.share else None
-
-    def _tell(self, forest: Forest, rank: Rank) -> None:
-        """Logs once on the first rank what runs of the first shared pass, and of the first update.
-
-        As a warning: many a trainer hides other lines of a package that it does not know.
-        """
-        name = "pass without gradients" if rank.forward_only else "update"
-        groups = [rank.groups.tp, *filter(None, [rank.data_ranks])]
-        if name in self._logged or not rank.is_first or any(group.rank() for group in groups):
-            return
-        self._logged.add(name)
-        logger.warning(
-            "shared: %d of %d tokens of this %s run on the first rank",
-            forest.executed_tokens, forest.raw_tokens, name,
-        )  # fmt: skip
 
     def _refused(self, reason: UserError) -> None:
         """Counts a fallback for a step whose calls cannot be answered; mode "on" raises."""
@@ -451,12 +437,6 @@ def _problem(step: Step, rank: Rank, capture: Capture) -> UserError | None:
     except UserError as error:
         return error
     return None
-
-
-def _calls_in_order(plan: Plan, step: Step) -> bool:
-    """Whether a plan's losses come in the trainer's order."""
-    last = plan.actions_of(plan.num_ranks - 1, plan.num_chunks - 1)
-    return are_in_order(step, last)
 
 
 @functools.lru_cache(maxsize=8)  # a new callback every step must not fill the memory

@@ -120,7 +120,8 @@ class StepRun:
             if rank.crosses:
                 crossing = communicator_of(rank.siblings, rank.device)
                 self._communicator = around.enter_context(crossing)
-            self._resume_other_stages()
+            if report.plan.num_stages > 1:
+                self._resume_other_stages()
             embedding, plan = self._memory.run(self._attempt, report.plan, rank, self._why_final)
             report.retried, report.plan = plan is not report.plan, plan
             if rank.has_experts:

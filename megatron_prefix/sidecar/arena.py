@@ -145,7 +145,7 @@ class Arena:
         rows = what.rows
         if not self.sums:
             if isinstance(rows, slice) and len(gradients[0]) == self.rows.length:
-                self.sums = [part.to(wide(part), copy=True) for part in gradients]
+                self.sums = [part.to(wider(part.dtype), copy=True) for part in gradients]
                 self._device_bytes.add(_size(self.sums))
                 return
             self.allocate(self.values, sums=True)
@@ -188,7 +188,7 @@ class Arena:
             sums: whether for gradients.
         """
         made = [
-            like.new_zeros((self.rows.length, *like.shape[1:]), dtype=wide(like)) if sums
+            like.new_zeros((self.rows.length, *like.shape[1:]), dtype=wider(like.dtype)) if sums
             else like.new_empty((self.rows.length, *like.shape[1:]))
             for like in likes
         ]  # fmt: skip
@@ -201,11 +201,6 @@ class Arena:
             self.sums = made
         else:
             self.values, self.width = made, made[0].shape[-1]
-
-
-def wide(like: Tensor) -> torch.dtype:
-    """The dtype in which gradients of a tensor are summed."""
-    return wider(like.dtype)
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:

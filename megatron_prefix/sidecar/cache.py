@@ -33,7 +33,7 @@ from megatron_prefix.sidecar.arena import (
     Reading,
     Rows,
     TailReading,
-    wide,
+    wider,
 )
 from megatron_prefix.sidecar.own_keys import OwnKeys
 from megatron_prefix.tree.payload_map import Form, PayloadMap, RowMap, one_interval
@@ -87,6 +87,7 @@ class SidecarCache:
 
     Attributes:
         map, forms: as given.
+        looks_ahead: whether `prefetch` and `release` do something.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class SidecarCache:
         self._bytes, self._device = DeviceBytes(), torch.device("cpu")
         self._layers = [self._layer(*item) for item in enumerate(forms)]
         self._ahead = {n for n, one in enumerate(self._layers) if one.arena.looks_ahead}
+        self.looks_ahead = bool(self._ahead)
         self._made: dict[tuple[int, Any], Any] = {}
 
     def state(self, layer: int, index: int) -> SegmentState:
@@ -219,7 +221,7 @@ class SidecarCache:
         for layer in range(len(self._layers)):
             own, mine = self.own(layer, index), self._layers[layer].arena.mine(index)
             num = len(own[0]) if mine is None else len(mine)
-            zeros = (one.new_zeros((num, *one.shape[1:]), dtype=wide(one)) for one in own)
+            zeros = (one.new_zeros((num, *one.shape[1:]), dtype=wider(one.dtype)) for one in own)
             found.append(self.take(layer, index) or tuple(zeros))
             self.release(layer)
         return found

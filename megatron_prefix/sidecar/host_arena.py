@@ -20,7 +20,7 @@ from megatron_prefix.offload.pool import Lease, StagingPool
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import Pairs
 from megatron_prefix.plan.footprint import spread
-from megatron_prefix.sidecar.arena import Arena, DeviceBytes, LevelReading, Payload, Reading, wide
+from megatron_prefix.sidecar.arena import Arena, DeviceBytes, LevelReading, Payload, Reading, wider
 from megatron_prefix.tree.payload_map import RowMap
 
 PIECE_BYTES = 1 << 26
@@ -149,7 +149,7 @@ class HostArena(Arena):
         """See Arena: changed gradients are copied to the host, device memory is freed."""
         self._arrive()
         if self._changed and not self._host_sums.stored:
-            self._host_sums.lease([like.to(wide(like)) for like in self._likes])
+            self._host_sums.lease([like.to(wider(like.dtype)) for like in self._likes])
         self._host_sums.store(self._changed, lambda rows: [total[rows] for total in self.sums])
         self._changed.clear()
         self._host_values.loaded.clear()

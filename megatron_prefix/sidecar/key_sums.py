@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.device.fusion import has_triton
-from megatron_prefix.sidecar.arena import Both, Payload, wide
+from megatron_prefix.sidecar.arena import Both, Payload, wider
 
 
 def key_sums(
@@ -40,7 +40,7 @@ def side_by_side(gradients: Payload) -> Tensor:
     """gK and gV in one tensor [positions, kv_heads, dim + value_dim] of fp32 or wider."""
     key_grad, value_grad = gradients
     width = key_grad.shape[-1] + value_grad.shape[-1]
-    both = key_grad.new_empty((*key_grad.shape[:-1], width), dtype=wide(key_grad))
+    both = key_grad.new_empty((*key_grad.shape[:-1], width), dtype=wider(key_grad.dtype))
     return torch.cat([key_grad, value_grad], dim=-1, out=both)
 
 

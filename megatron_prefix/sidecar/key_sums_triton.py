@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_prefix.sidecar.arena import Payload, wide
+from megatron_prefix.sidecar.arena import Payload, wider
 
 BLOCK = 16
 """Positions that a program sums, of one head."""
@@ -57,7 +57,7 @@ def key_sums_triton(gradients: Payload, sources: Tensor, begin: Tensor | None) -
     num, (heads, width), value_width = sources.shape[1], key_grad.shape[1:], value_grad.shape[-1]
     total = begin
     if total is None:
-        total = key_grad.new_empty((num, heads, width + value_width), dtype=wide(key_grad))
+        total = key_grad.new_empty((num, heads, width + value_width), dtype=wider(key_grad.dtype))
     _sums[heads, triton.cdiv(num, BLOCK)](
         key_grad, value_grad, sources, total, num, heads, BEGUN=begin is not None, WIDTH=width,
         VALUE_WIDTH=value_width, PADDED=triton.next_power_of_2(width),

@@ -69,7 +69,7 @@ class _Blocks(NamedTuple):
     Attributes:
         beginning: of each block, counted over all ranks: int64 [blocks].
         rank: of each beginning: int64 [beginnings].
-        starts, nums, lengths: the first block, the blocks and the positions of each beginning.
+        starts, lengths: the first block and the positions of each beginning.
         place: of each block in the tree: int64 [blocks].
         order: blocks sorted by place.
         bounds: where places begin in `order`, and its length.
@@ -79,7 +79,6 @@ class _Blocks(NamedTuple):
     beginning: np.ndarray
     rank: np.ndarray
     starts: np.ndarray
-    nums: np.ndarray
     lengths: np.ndarray
     place: np.ndarray
     order: np.ndarray
@@ -144,7 +143,7 @@ def _blocks(ranks: Sequence[RankBeginnings]) -> _Blocks:
         shared = lowest != highest
     lengths = np.concatenate([one.lengths for one in ranks])
     starts = np.cumsum(nums) - nums
-    return _Blocks(beginning, rank, starts, nums, lengths, place, order, bounds, shared)
+    return _Blocks(beginning, rank, starts, lengths, place, order, bounds, shared)
 
 
 def _sorted(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -159,14 +159,16 @@ def find_shared(
                 f"rollout {index}: {len(rollout)} inputs, {len(rollout.labels)} labels,"
                 f" {len(rollout.trained)} loss flags: give equally many, at least one"
             )
-    check_routes(rollouts)
+    routed = any(rollout.routes is not None for rollout in rollouts)
+    if routed:
+        check_routes(rollouts)
     first = tuple(rollout.first_trained for rollout in rollouts)
     trees: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         trees.setdefault(group if options.share == "group" else 0, []).append(index)
     worth = tuple(_worth(rollouts, members, first, options) for members in trees.values())
     tries = Tries(worth, tuple(r.trained for r in rollouts), first, options)
-    if not any(rollout.routes is not None for rollout in rollouts):
+    if not routed:
         return tries
     free = find_shared([replace(r, routes=None) for r in rollouts], groups, options)
     return replace(tries, unshared_by_routes=tries.executed_tokens - free.executed_tokens)
@@ -218,8 +220,8 @@ def _worth(
 def trie(
     codes: Mapping[int, np.ndarray],
     options: TreeOptions,
-    first: Mapping[int, int] | None = None,
-    start: int = 0,
+    first: Mapping[int, int],
+    start: int,
 ) -> list[Node]:
     """The compressed trie of codes, with boundaries rounded down to multiples of `boundary`.
 

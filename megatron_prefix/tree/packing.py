@@ -75,7 +75,7 @@ class Rounds:
         leaves: list[Node],
         owner: Sequence[int],
         options: TreeOptions,
-        rows: Rows | None = None,
+        rows: Rows | None,
     ) -> None:
         self._owner, self._multiple, self._budget = owner, options.multiple, options.segment_tokens
         inner = [*inner]

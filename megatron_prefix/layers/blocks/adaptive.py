@@ -1,10 +1,11 @@
-"""The kernel `auto` on a GPU without FlashAttention-4: cuDNN where its plan pays, else FA2.
+"""Kernels that run every block with one of several others: by its mask, or by its shape.
 
-cuDNN is faster on large blocks but builds a plan, on the host, for every new shape, and the lengths
-of real rollouts are new in every step. A shape changes to cuDNN when the time that cuDNN would have
-saved so far, in this step's layers and in all earlier calls, exceeds the time of its plans. This
-costs at most twice the best choice in hindsight (the ski-rental problem). The choice changes only
-between steps, so recomputation in a backward uses the forward's kernel.
+By shape is the kernel `auto` on a GPU without FlashAttention-4: cuDNN where its plan pays, else
+FA2. cuDNN is faster on large blocks but builds a plan, on the host, for every new shape, and the
+lengths of real rollouts are new in every step. A shape changes to cuDNN when the time that cuDNN
+would have saved so far, in this step's layers and in all earlier calls, exceeds the time of its
+plans. This costs at most twice the best choice in hindsight (the ski-rental problem). The choice
+changes only between steps, so recomputation in a backward uses the forward's kernel.
 
 The constants were measured on one H200 (benchmarks/bench_kernels.py; figures in benchmarks/LOG.md).
 On another GPU they only change the point of the switch.
@@ -17,8 +18,7 @@ import collections
 from torch import Tensor
 
 from megatron_prefix.layers.blocks.batched import batches
-from megatron_prefix.layers.blocks.composite import Choosing
-from megatron_prefix.layers.blocks.interface import Kernel, Runs
+from megatron_prefix.layers.blocks.interface import Aux, Gradients, Kernel, Partial, Runs
 
 PLAN_S = 0.058
 """Seconds to build the forward and the backward plan of one shape."""
@@ -32,6 +32,57 @@ MAX_SHAPES = 100_000
 """Shapes remembered; a long training always has new ones."""
 
 Shape = tuple[object, ...]
+
+
+class Choosing(Kernel):
+    """Runs every block with one of several kernels, its backward with the same one.
+
+    Args:
+        name: the name that is shown.
+        parts: the kernels; all must take the tensors.
+    """
+
+    def __init__(self, name: str, *parts: Kernel) -> None:
+        self.name, self._parts = name, parts
+
+    def choice(self, q: Tensor, k: Tensor, runs: Runs) -> Kernel:
+        """The kernel of a block."""
+        raise NotImplementedError
+
+    def begin_step(self) -> None:
+        """See `Kernel.begin_step`."""
+        for part in self._parts:
+            part.begin_step()
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """See `Kernel.refusal`."""
+        return next((why for part in self._parts if (why := part.refusal(q, k, v))), None)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
+        """See `Kernel.forward`."""
+        kernel = self.choice(q, k, runs)
+        part = kernel.forward(q, k, v, runs, scale)
+        return Partial(part.out, part.lse, (kernel, part.aux))
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
+        runs: Runs, scale: float,
+    ) -> Gradients:  # fmt: skip
+        """See `Kernel.backward`."""
+        kernel, inner = aux
+        gradients: Gradients = kernel.backward(dout, q, k, v, out, lse, inner, runs, scale)
+        return gradients
+
+
+class CompositeKernel(Choosing):
+    """Runs without a mask by one kernel, causal runs by another."""
+
+    def __init__(self, dense: Kernel, causal: Kernel) -> None:
+        super().__init__(f"{dense.name}+{causal.name}", dense, causal)
+
+    def choice(self, q: Tensor, k: Tensor, runs: Runs) -> Kernel:
+        """See `Choosing.choice`."""
+        return self._parts[runs.causal]
 
 
 class AdaptiveKernel(Choosing):

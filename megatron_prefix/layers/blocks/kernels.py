@@ -20,9 +20,8 @@ from torch import Tensor
 from megatron_prefix import config
 from megatron_prefix.device.tolerance import assert_close
 from megatron_prefix.errors import UserError, named
-from megatron_prefix.layers.blocks.adaptive import AdaptiveKernel
+from megatron_prefix.layers.blocks.adaptive import AdaptiveKernel, CompositeKernel
 from megatron_prefix.layers.blocks.batched import Batched
-from megatron_prefix.layers.blocks.composite import CompositeKernel
 from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
 from megatron_prefix.layers.blocks.operators import (
     FA4_SHORT,

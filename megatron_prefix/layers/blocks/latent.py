@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_prefix.layers.blocks.shared import Pull, Shared
 from megatron_prefix.layers.own_backward import with_backward
-from megatron_prefix.sidecar.arena import Both, Payload, wide
+from megatron_prefix.sidecar.arena import Both, Payload, wider
 from megatron_prefix.sidecar.cache import SegmentState
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Latents(Shared):
             made_grad = torch.cat([key_grad[..., : self._plain], value_grad], dim=-1)
             # A nested `backward` would run DDP's hooks on the weights too often.
             found = torch.autograd.grad(made, (given, *self.weights), made_grad, allow_unused=True)
-            turned_grad = key_grad[..., self._plain :].sum(1, dtype=wide(turned))
+            turned_grad = key_grad[..., self._plain :].sum(1, dtype=wider(turned.dtype))
             return (found[0], turned_grad), [*found[1:]]
 
         return self._joined(made.detach(), turned), pull

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from megatron_prefix.layers.blocks.shared import KEYS, Shared
+from megatron_prefix.layers.blocks.shared import Shared
 from megatron_prefix.layers.own_backward import with_backward
-from megatron_prefix.sidecar.arena import wide
+from megatron_prefix.sidecar.arena import wider
 
 if TYPE_CHECKING:
     from megatron_prefix.layers.segment import SegmentContext
@@ -28,7 +28,7 @@ def keys_only(
     value: Tensor,
     context: SegmentContext,
     layer: int,
-    shared: Shared = KEYS,
+    shared: Shared,
 ) -> Tensor:
     """Captures what an inner segment leaves, and lets its gradients in; arguments as of
     `segment_attention`.
@@ -41,15 +41,16 @@ def keys_only(
 
     def capture(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         context.capture(layer, shared, key, value)
-        if not context.backward:
-            context.cache.release(layer)
+        context.leave(layer, backward=False)
         return _zeros(query, (len(query), query.shape[1] * value.shape[2]))
 
     def pull(out_grad: Tensor) -> tuple[Tensor, ...]:
         cache = context.cache
-        cache.prefetch(layer - 1, context.index, backward=True)
+        if cache.looks_ahead:
+            cache.prefetch(layer - 1, context.index, backward=True)
         sent = cache.take(layer, context.index) if context.inner else None
-        cache.release(layer)
+        if cache.looks_ahead:
+            cache.release(layer)
         gradients = tuple([out_grad.new_zeros(shape, dtype=dtype) for shape, dtype in like])
         if sent is not None:
             shared.returned(context, sent, (gradients[1], gradients[2]))
@@ -82,7 +83,7 @@ def picked(x: Tensor, rows: Tensor, *, repeats: bool = False) -> Tensor:
     def pull(gradient: Tensor) -> Tensor:
         if not repeats:
             return gradient.new_zeros(shape).index_copy_(0, rows, gradient)
-        total = gradient.new_zeros(shape, dtype=wide(gradient))
+        total = gradient.new_zeros(shape, dtype=wider(gradient.dtype))
         return total.index_add_(0, rows, gradient.to(total.dtype)).to(gradient.dtype)
 
     out: Tensor = with_backward(lambda x: x.index_select(0, rows), pull, x)

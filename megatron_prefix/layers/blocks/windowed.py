@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_prefix.device.transfer import on
 from megatron_prefix.layers.blocks.interface import Runs
 from megatron_prefix.layers.blocks.shared import Shared
-from megatron_prefix.sidecar.arena import Both, Payload, TailReading, wide
+from megatron_prefix.sidecar.arena import Both, Payload, TailReading, wider
 from megatron_prefix.sidecar.own_keys import OwnKeys
 from megatron_prefix.tree.payload_map import Form
 
@@ -86,8 +86,8 @@ class WindowKeys(NamedTuple):
             return gradients
         num = self.num_read
         sums = [
-            one.new_zeros((num + sum(self.runs.queries), *one.shape[1:]), dtype=wide(one))
-            .index_add_(0, self.order, one.to(wide(one)))
+            one.new_zeros((num + sum(self.runs.queries), *one.shape[1:]), dtype=wider(one.dtype))
+            .index_add_(0, self.order, one.to(wider(one.dtype)))
             for one in gradients
         ]  # fmt: skip
         context.cache.add(layer, context.index, self.reading, (sums[0][:num], sums[1][:num]))

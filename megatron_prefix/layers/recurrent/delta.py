@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_prefix.layers.kind import Override, Running
 from megatron_prefix.layers.recurrent.moves import overwritten
 from megatron_prefix.layers.recurrent.rebound import rebound
-from megatron_prefix.layers.recurrent.states import LayerStates
+from megatron_prefix.layers.recurrent.states import LayerStates, segment_of
 
 if TYPE_CHECKING:
     from megatron_prefix.layers.segment import SegmentContext
@@ -58,10 +58,7 @@ class DeltaSpans:
             before: positions that the convolution looks back.
             stock: the convolution of [rows, positions, channels].
         """
-        context = self._running.current
-        if context is None:
-            raise RuntimeError("a segment ended inside a recurrent layer")
-        states = self._states = LayerStates(context, self._layer, x, before)
+        states = self._states = LayerStates(segment_of(self._running), self._layer, x, before)
         row, edges = states.edges(x.squeeze(0))
         y = stock(row.unsqueeze(0))
         if edges is None:

@@ -8,7 +8,7 @@ state as it is; so does what pads a shorter row behind its end, where the state 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,7 @@ from torch import Tensor
 from megatron_prefix.layers.kind import Override, Running
 from megatron_prefix.layers.recurrent.moves import from_batches, permuted, to_batches
 from megatron_prefix.layers.recurrent.rebound import rebound
-from megatron_prefix.layers.recurrent.states import LayerStates
-
-if TYPE_CHECKING:
-    from megatron_prefix.layers.segment import SegmentContext
+from megatron_prefix.layers.recurrent.states import LayerStates, segment_of
 
 NO_STEP = -1e4
 """A time step's input that is zero behind softplus, whatever its bias."""
@@ -67,17 +64,11 @@ class MambaLayer:
     def _in_order(self, x: Tensor, size: int, *_: Any) -> Tensor:
         """Positions of all ranks [positions, ...] in order: Megatron does it for one sequence, and
         each span is dealt by itself (tree/cp_layout.py)."""
-        return permuted(x, *self._context().spans.dealt(size))
+        return permuted(x, *segment_of(self._running).spans.dealt(size))
 
     def _dealt(self, x: Tensor, size: int, *_: Any) -> Tensor:
         """The reverse of `_in_order`."""
-        return permuted(x, *reversed(self._context().spans.dealt(size)))
-
-    def _context(self) -> SegmentContext:
-        context = self._running.current
-        if context is None:
-            raise RuntimeError("a segment ended inside a recurrent layer")
-        return context
+        return permuted(x, *reversed(segment_of(self._running).spans.dealt(size)))
 
     def _scan(
         self,
@@ -89,7 +80,7 @@ class MambaLayer:
         **given: Any,
     ) -> Tensor:
         """In the place of `mamba_split_conv1d_scan_combined`, zxbcdt [1, positions, width]."""
-        context = self._context()
+        context = segment_of(self._running)
         x, before, channels = zxbcdt.squeeze(0), weight.shape[1] - 1, weight.shape[0]
         left = x.shape[1] - channels - len(dt_bias)
         states = LayerStates(context, self._layer, x, before)

@@ -12,12 +12,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_prefix.layers.kind import Running
 from megatron_prefix.layers.own_backward import with_backward
 from megatron_prefix.layers.recurrent.moves import with_some
-from megatron_prefix.sidecar.arena import Payload, Reading, wide
+from megatron_prefix.sidecar.arena import Payload, Reading, wider
 
 if TYPE_CHECKING:
     from megatron_prefix.layers.segment import SegmentContext
+
+
+def segment_of(running: Running) -> SegmentContext:
+    """The segment that runs, in one of its layers."""
+    if running.current is None:
+        raise RuntimeError("a segment ended inside a recurrent layer")
+    return running.current
 
 
 class LayerStates:
@@ -108,7 +116,7 @@ def _leave(out: Tensor, state: Tensor, tail: Tensor, context: SegmentContext, la
     dtypes = state.dtype, tail.dtype
 
     def capture(out: Tensor, state: Tensor, tail: Tensor) -> Tensor:
-        context.cache.capture(layer, context.index, (state.to(wide(state)), tail))
+        context.cache.capture(layer, context.index, (state.to(wider(state.dtype)), tail))
         return out.view_as(out)
 
     def pull(gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -130,8 +138,8 @@ def summed(gradient: Tensor, numbers: int | Tensor) -> Tensor:
     they are."""
     if isinstance(numbers, int):
         runs = gradient.unflatten(0, (-1, numbers))
-        return runs.sum(1, dtype=wide(gradient)) if numbers > 1 else runs.squeeze(1)
+        return runs.sum(1, dtype=wider(gradient.dtype)) if numbers > 1 else runs.squeeze(1)
     # Not checked: that would make the host wait.
-    flat = gradient.flatten(1).to(wide(gradient))
+    flat = gradient.flatten(1).to(wider(gradient.dtype))
     summed = torch.segment_reduce(flat, "sum", lengths=numbers, axis=0, unsafe=True)
     return summed.unflatten(1, gradient.shape[1:])

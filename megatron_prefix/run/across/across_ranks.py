@@ -17,9 +17,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from megatron_prefix import trainers
+from megatron_prefix.run.across.agreement import all_say
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.tree import Pairs
@@ -93,10 +92,7 @@ def exchange(samples: Sequence[Pairs], groups: Any) -> SharingAcrossRanks:
     mine: tuple[int, list[list[bytes]]] = (0, [])
     if groups.cp.rank() == 0:
         mine = sum(map(len, samples)), beginnings(samples)
-    heard: list[Any] = [mine]
-    if groups.dp_cp.size() > 1:
-        heard = [None] * groups.dp_cp.size()
-        dist.all_gather_object(heard, mine, group=groups.dp_cp)
+    heard = all_say(mine, groups.dp_cp) if groups.dp_cp.size() > 1 else [mine]
     return counted(heard, len(heard) // groups.cp.size())
 
 

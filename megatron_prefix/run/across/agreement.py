@@ -7,9 +7,9 @@ refuse programs that differ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,22 @@ from megatron_prefix.refusals.table import ALLGATHERED_TOKENS, DIFFERENT_PROGRAM
 from megatron_prefix.tree import Forest
 
 _FINE, _CANNOT_SHARE, _FAILED = range(3)
+T = TypeVar("T")
+
+
+def tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What some work returns, or what it raises: other ranks wait to hear of that."""
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001  # whatever it is
+        return None, error
+
+
+def all_say(value: Any, group: Any) -> list[Any]:
+    """What every rank of a group says; all of them call this. The values can be pickled."""
+    said: list[Any] = [None] * group.size()
+    dist.all_gather_object(said, value, group=group)
+    return said
 
 
 def share_together(decision: Decision, group: Any, device: torch.device, why: str) -> Decision:
@@ -83,9 +99,7 @@ def first_says(value: Any, groups: Sequence[Any]) -> Any:
         groups: see `Rank.companions`.
     """
     for group in groups:
-        heard: list[Any] = [None] * group.size()
-        dist.all_gather_object(heard, value, group=group)
-        value = heard[0]
+        value = all_say(value, group)[0]
     return value
 
 
@@ -141,9 +155,7 @@ def _first_reason(problem: BaseException | None, groups: Sequence[Any]) -> Canno
         rank = dist.get_rank() if groups else 0
         mine = f"rank {rank}: {type(problem).__name__}: {problem}"
     for group in groups:
-        heard: list[Any] = [None] * group.size()
-        dist.all_gather_object(heard, mine, group=group)
-        mine = next((said for said in heard if said), "")
+        mine = next((said for said in all_say(mine, group) if said), "")
     return mine
 
 
@@ -155,8 +167,7 @@ def meet(forest: Forest, microbatch_of: Sequence[int], group: Any) -> JointFores
         microbatch_of: the trainer's microbatch of each of its rollouts.
         group: the process group whose ranks meet in every action.
     """
-    numbers: list[Any] = [None] * group.size()
-    dist.all_gather_object(numbers, (tuple(microbatch_of), forest.to_ints()), group=group)
+    numbers = all_say((tuple(microbatch_of), forest.to_ints()), group)
     forests = [Forest.from_ints(ints) for _, ints in numbers]
     forests[group.rank()] = forest
     return joint_forest(forests, [owners for owners, _ in numbers], group.rank())
@@ -174,8 +185,7 @@ def check_programs(unplanned: Sequence[Any] | None, group: Any) -> None:
     """
     if unplanned is None:
         return
-    programs: list[Any] = [None] * group.size()
-    dist.all_gather_object(programs, [str(action) for action in unplanned], group=group)
+    programs = all_say([str(action) for action in unplanned], group)
     if any(program != programs[0] for program in programs):
         sizes = ", ".join(str(len(program)) for program in programs)
         raise refused(DIFFERENT_PROGRAMS, sizes)

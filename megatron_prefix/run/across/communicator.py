@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_prefix.device.clock import wait_for
 from megatron_prefix.run.across.carried import Row
 from megatron_prefix.sidecar.arena import Payload
 
@@ -96,11 +97,11 @@ class Communicator:
         given = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=self._device)
         found, seconds = torch.empty_like(given), []
         for _ in range(3):  # the first connects
-            _synchronize(self._device)
+            wait_for(self._device)
             begin = time.perf_counter()
             for work in self._begun([(dist.isend, after, given), (dist.irecv, before, found)]):
                 work.wait()
-            _synchronize(self._device)
+            wait_for(self._device)
             seconds.append(time.perf_counter() - begin)
         slowest = torch.tensor(min(seconds[1:]), dtype=torch.float64, device=self._device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
@@ -221,11 +222,6 @@ def communicator_of(group: Any, device: torch.device) -> Iterator[Communicator]:
     except BaseException:
         _made.pop(group, None)
         raise
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _row(numbers: Sequence[int]) -> Row:

@@ -2,7 +2,7 @@
 
 A prompt whose rollouts are on several ranks runs on one of them. Here its payload leaves for the
 others, layer by layer, and their gradients come back. Messages go through a communicator of their
-own, made of the trainer's ranks, in one order on all of them (plan/exchanges.py), and those of a
+own, made of the trainer's ranks, in one order on all of them (plan/planner.py), and those of a
 level of the trees begin together: a send never waits, a payload is waited for when a segment is
 about to read it, and gradients before the backward that needs them. Nothing is scaled here: what a
 rank sends back has the scale of its own losses.

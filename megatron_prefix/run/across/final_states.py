@@ -18,7 +18,7 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megatron_prefix.sidecar.arena import Payload, wide
+from megatron_prefix.sidecar.arena import Payload, wider
 from megatron_prefix.sidecar.cache import SidecarCache
 
 
@@ -118,7 +118,7 @@ class FinalStates:
         self.head_backward(index)
         hidden = self.received.pop(index)
         gradient = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
-        return (self._whole(gradient).to(wide(gradient)),)
+        return (self._whole(gradient).to(wider(gradient.dtype)),)
 
     def drop(self, index: int) -> None:
         """Drops what is left of a segment."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_prefix.run.across import hosts
+from megatron_prefix.run.across.agreement import all_say
 from megatron_prefix.run.rank import Rank, several
 
 _made: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
@@ -31,13 +32,10 @@ def node_group(rank: Rank) -> tuple[Any, bool]:
 
 
 def _made_for(rank: Rank, group: Any) -> tuple[Any, bool]:
-    names: list[Any] = [None] * group.size()
-    dist.all_gather_object(names, hosts.here(), group=group)
+    names = all_say(hosts.here(), group)
     labels: Sequence[Hashable] = [names.index(name) for name in names]
     for other in several(rank.groups.tp, rank.groups.cp, rank.groups.pp):
-        heard: list[Any] = [None] * other.size()
-        dist.all_gather_object(heard, labels, group=other)
-        labels = [*zip(*heard, strict=True)]
+        labels = [*zip(*all_say(labels, other), strict=True)]
     mine = labels[group.rank()]
     ranks = dist.get_process_group_ranks(group)
     near = [number for number, label in zip(ranks, labels, strict=True) if label == mine]

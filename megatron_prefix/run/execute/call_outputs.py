@@ -120,7 +120,7 @@ class CallOutputs:
             `grad`.
     """
 
-    def __init__(self, step: Step, form: AnswerForm = AnswerForm()) -> None:  # noqa: B008  # a tuple
+    def __init__(self, step: Step, form: AnswerForm) -> None:
         self._forest, self._packed = step.forest, step.packed
         self._form, self._exchange = form, form.exchange
         self.kept: dict[int, SegmentOutput] = {}

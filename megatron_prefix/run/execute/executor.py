@@ -254,7 +254,7 @@ class Executor:
         index = action.segment
         scored = self._scored(index, stage)
         received, output = stage.live.pop(index)
-        freed = self._frees_outputs(stage) and output is not None
+        freed = not stage.is_last and output is not None and self._frees_outputs(stage)
         if output is None:  # while the gradient is on its way
             with self._timing(action):
                 output = self._call(index, stage, received)
@@ -325,8 +325,7 @@ class Executor:
 
     def _frees_outputs(self, stage: Stage) -> bool:
         """Whether outputs that were sent keep their graph only (Megatron's option)."""
-        config = stage.hooks.model.config
-        return config.deallocate_pipeline_outputs and not (stage.is_last or self._forward_only)
+        return stage.hooks.model.config.deallocate_pipeline_outputs and not self._forward_only
 
 
 def _annotated(action: Action) -> contextlib.AbstractContextManager:

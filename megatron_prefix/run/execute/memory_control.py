@@ -49,7 +49,8 @@ class MemoryControl:
     """
 
     def __init__(self, config: PrefixConfig) -> None:
-        self._config, self.gathers = config, False
+        self._config, self._budget = config, config.memory_budget
+        self.gathers = False
         self._offloader: Offloader | None = None
         self._free: list[float] = []
         self._settled = 0
@@ -108,7 +109,7 @@ class MemoryControl:
         self._static, self._rates = self._known[rank.layout]
 
     def _slowest(self, rank: Rank) -> Rates:
-        if self._config.memory != "auto" or self._config.memory_budget is None:
+        if self._config.memory != "auto" or self._budget is None:
             return Rates(1.0, 1.0)  # nothing is offloaded, so only their ratio would matter
         measured = rates.measured(rank.device, rank.config.params_dtype)
         numbers = _least([measured.flops, measured.link], rank.waiting, rank.device)
@@ -137,24 +138,19 @@ class MemoryControl:
             least: of the limit, where it is known to be that of a rank that is not in `joint`.
         """
         by_stock, by_ours = factors
-        self.limit = max(least, self._limit(joint, rank, by_stock))
+        stock = self._stock_peaks(joint, rank)
+        self.stock_bytes, limit = stock[rank.stage], self._budget
+        if limit is None:
+            limit = limit_of(by_stock * max(stock), self._static)
+        self.limit = max(least, limit)
         footprint = self._before_settled(rank)
         if self._config.memory == "auto" and not self._config.plan_file:
-            may_offload = self._config.memory_budget is not None and not any(
-                map(offload_refusal, rank.models)
-            )
+            may_offload = self._budget is not None and not any(map(offload_refusal, rank.models))
             policies = automatic(
                 plan, footprint, rank.cost, self._rates, self.limit / by_ours, may_offload
             )
             plan = replace(plan, policies=policies)
         return plan, by_ours * max(one.peak for one in predict(plan, footprint))
-
-    def _limit(self, joint: JointForest, rank: Rank, by_stock: float) -> float:
-        ranks = self._stock_peaks(joint, rank)
-        self.stock_bytes = ranks[rank.stage]
-        if self._config.memory_budget is not None:
-            return self._config.memory_budget
-        return limit_of(by_stock * max(ranks), self._static)
 
     def stock_peak(self, joint: JointForest, rank: Rank) -> float:
         """What the stock schedule is predicted to take on this rank, besides weights and gradients;
@@ -177,7 +173,7 @@ class MemoryControl:
         return rank.footprint(gathers, self._config.cache_host_layers)
 
     def _least_of(self, groups: Sequence[Any], rank: Rank) -> float:
-        free = [float(free_bytes(rank.device, self._config.memory_budget))]
+        free = [float(free_bytes(rank.device, self._budget))]
         return _rounded(_least(free, groups, rank.device)[0])
 
     def predicted(self, plan: Plan, rank: Rank) -> RankMemory:
@@ -220,7 +216,7 @@ class MemoryControl:
         if offloads and reasons:
             raise reasons[0].error()
         if self._offloader is None:
-            transfers = transfers_of(rank.device, self._config.memory_budget)
+            transfers = transfers_of(rank.device, self._budget)
             self._offloader = Offloader(transfers)
         predicted = self.predicted(plan, rank)
         staged = predicted.staged if offloads else 0.0

@@ -27,7 +27,7 @@ from megatron_prefix.errors import refused
 from megatron_prefix.megatron import families
 from megatron_prefix.refusals.table import AHEAD_GIVEN, NO_POSITION_IDS
 from megatron_prefix.run.calls import BLOCK, DEEPSTACK, EMBEDDINGS, MASK, ModelCall
-from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.rank import Rank, gathered
 from megatron_prefix.run.read.call_rows import CallRows, Places
 from megatron_prefix.run.read.fingerprints import combined
 from megatron_prefix.tree import Forest, cp_layout
@@ -268,14 +268,14 @@ class Given:
         return rows
 
     def _over_sequence(self, mine: Tensor) -> Tensor:
-        return _gathered(mine, self._tp) if self._sequence_ranks > 1 else mine
+        return gathered(mine, self._tp) if self._sequence_ranks > 1 else mine
 
     def _over_cp(self, mine: Tensor, lengths: Sequence[int]) -> Tensor:
         """Of whole samples, one behind the other: every rank's [positions, ...]."""
         if self._cp.size() == 1:
             return mine
         order = on(mine.device, cp_layout.order(lengths, self._cp.size()))
-        return _gathered(mine, self._cp).index_select(0, order)
+        return gathered(mine, self._cp).index_select(0, order)
 
     def _whole_positions(self, lengths: Sequence[int]) -> Tensor:
         """Positions of all samples, int64 [3, positions]. Models get whole ones, or slices."""
@@ -317,10 +317,3 @@ def _rows_of(segment: Any, lengths: Sequence[int]) -> tuple[Numbers, Numbers]:
 def _three(ids: Tensor) -> Tensor:
     """Positions [3, samples, positions]; some models are given one row of text."""
     return ids if ids.dim() == 3 else ids[None].expand(3, -1, -1)
-
-
-def _gathered(mine: Tensor, group: Any) -> Tensor:
-    """[size * n, ...] of every rank's [n, ...]."""
-    view = mine.new_empty((group.size() * len(mine), *mine.shape[1:]))
-    dist.all_gather_into_tensor(view, mine.contiguous(), group=group)
-    return view

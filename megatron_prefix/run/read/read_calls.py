@@ -131,7 +131,9 @@ def read_calls(capture: Capture, rank: Rank, callbacks: Callbacks) -> ReadCalls:
             row = given.first_row(sum(first.lengths) // cp.size())
             first = first if row is None else first._replace(positions=row)
         embedding = getattr(rank.language_models[0], "position_embedding_type", "")
-        check_positions(first, cp.rank(), cp.size(), used=embedding == "learned_absolute")
+        used = embedding == "learned_absolute"
+        if used or cp.size() > 1:
+            check_positions(first, cp.rank(), cp.size(), used=used)
         if callbacks.routes is not None and rank.has_experts and replays_routes(rank.config):
             routes = [callbacks.routes(call) for call in calls]
     if rank.is_last and not (rank.is_first and len(rank.models) == 1):
@@ -154,7 +156,7 @@ def _check_chunk(capture: Capture, rank: Rank, callbacks: Callbacks, chunk: int)
     """
     model, wrapped, calls = rank.language_models[chunk], rank.models[chunk], capture.calls(chunk)
     if (hooks := installed(wrapped)) is not None:
-        features.check_again(model, wrapped, hooks.parts)
+        features.check_again(model, wrapped, hooks.parts, rank)
         use = hooks.mask_use
     else:
         features.check(model, wrapped)
@@ -165,7 +167,8 @@ def _check_chunk(capture: Capture, rank: Rank, callbacks: Callbacks, chunk: int)
         heads.check(calls)
     if rank.groups.cp.size() > 1 and are_contiguous(calls, callbacks.slices):
         raise refused(CONTIGUOUS)
-    capture.given[chunk] = given(calls, rank, chunk)
+    if rank.has_images or (calls and calls[0][EMBEDDINGS] is not None):
+        capture.given[chunk] = given(calls, rank, chunk)
 
 
 def check_ahead(known: CallTokens | None, rank: Rank) -> None:
@@ -283,8 +286,6 @@ def check_positions(known: CallTokens, rank: int, size: int, *, used: bool) -> N
     Raises:
         CannotShare: they count otherwise, or each rank holds one contiguous part of a sample.
     """
-    if not (used or size > 1):
-        return
     if known.positions is None:
         if used:
             raise refused(NO_POSITION_IDS)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.errors import refused
@@ -26,7 +25,7 @@ from megatron_prefix.refusals.table import (
     UNKNOWN_ROUTES,
 )
 from megatron_prefix.run.calls import CallLayout
-from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.rank import Rank, gathered
 from megatron_prefix.run.read.suspend import Capture
 
 
@@ -83,7 +82,7 @@ class ToldRoutes:
         mine = torch.cat(self.rows).to(device)
         if group is None:
             return mine
-        parts = _all_gather(mine, group).split(lengths * group.size())
+        parts = _of_ranks(mine, group).split(lengths * group.size())
         calls = len(lengths)
         return torch.cat([part for call in range(calls) for part in parts[call::calls]])
 
@@ -93,7 +92,7 @@ class ToldRoutes:
             return mine, list(self.layers)
         head = torch.full((2 + self.shape[0],), -1, dtype=torch.int64, device=device)
         head[: 2 + len(self.layers)] = torch.tensor([*mine.shape[:2], *self.layers], device=device)
-        heads = _all_gather(head[None], pp).tolist()
+        heads = _of_ranks(head[None], pp).tolist()
         sizes = {num for num, count, *_ in heads if count}
         if len(sizes) > 1:
             raise refused(NUMBER_OF_ROUTES, max(sizes), min(sizes))
@@ -102,7 +101,7 @@ class ToldRoutes:
         most = max(count for _, count, *_ in heads)
         padded = mine.new_zeros((sizes.pop(), most, self.shape[1]))
         padded[:, : mine.shape[1]] = mine
-        parts = _all_gather(padded, pp).split(len(padded))
+        parts = _of_ranks(padded, pp).split(len(padded))
         found = [part[:, :count] for part, (_, count, *_) in zip(parts, heads, strict=True)]
         return torch.cat(found, 1), [n for _, count, *rest in heads for n in rest[:count]]
 
@@ -172,9 +171,6 @@ def _by_sample(rows: Tensor, layout: CallLayout) -> Tensor:
     return rows.unflatten(0, (-1, len(layout.lengths))).transpose(0, 1).flatten(0, 1)
 
 
-def _all_gather(mine: Tensor, group: Any) -> Tensor:
+def _of_ranks(mine: Tensor, group: Any) -> Tensor:
     """[ranks * n, ...] of every rank's [n, ...]; NCCL has no int16."""
-    sent = mine.contiguous().view(torch.uint8)
-    found = sent.new_empty((group.size() * len(sent), *sent.shape[1:]))
-    dist.all_gather_into_tensor(found, sent, group)
-    return found.view(mine.dtype)
+    return gathered(mine.contiguous().view(torch.uint8), group).view(mine.dtype)

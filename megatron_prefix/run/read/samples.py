@@ -1,7 +1,7 @@
 """Trained positions of model calls that have no loss_mask, from the microbatches themselves.
 
 Some trainers keep the mask for their loss in what the forward step draws from its data iterator;
-where it is, their files in megatron_prefix/trainers/ say.  It is used only where the tokens there
+where it is, megatron_prefix/trainers/table.py says.  It is used only where the tokens there
 are those of the model call, position by position: else, and in passes without gradients, all
 positions count.  A loss that looks at others is an error at the step's end (`Losses.check`).
 """

@@ -26,6 +26,7 @@ from megatron_prefix.refusals.table import (
     STAGES_DIFFER,
 )
 from megatron_prefix.run.calls import check_cut
+from megatron_prefix.run.rank import gathered
 from megatron_prefix.run.read.read_calls import CallTokens, Numbers, ReadCalls
 from megatron_prefix.tree import Forest, Pairs, cp_layout
 from megatron_prefix.tree.ahead import told_apart
@@ -119,7 +120,7 @@ def read_step(
     if pp.size() > 1:
         known = _tell_first(calls.last, calls.first, pp, device)
     else:
-        known = _merged(calls.first, calls.last)
+        known = calls.first if calls.last is None else _merged(calls.first, calls.last)
     try:
         samples = _read(calls, known, groups, device)
     except Exception as error:  # noqa: BLE001  # the other stages wait for this one's message
@@ -205,10 +206,10 @@ def _tell_first(
     return _merged(first, first._replace(labels=labels, trained=trained))
 
 
-def _merged(first: CallTokens | None, last: CallTokens | None) -> CallTokens | None:
+def _merged(first: CallTokens | None, last: CallTokens) -> CallTokens | None:
     """The first chunk's columns, and what only the last has."""
-    if first is None or last is None:
-        return first
+    if first is None:
+        return None
     return first._replace(
         labels=first.labels if last.labels is None else last.labels,
         trained=first.trained if last.trained is None else last.trained,
@@ -266,8 +267,8 @@ def _whole(
     if size > 1:
         check_cut(lengths, size)
         order = cp_layout.order(lengths, size)
-        table = _all_gather(table.T, group, device)[order].T
-        paths = None if paths is None else _all_gather(paths, group, device)[order]
+        table = _of_ranks(table.T, group, device)[order].T
+        paths = None if paths is None else _of_ranks(paths, group, device)[order]
     return table, paths
 
 
@@ -284,12 +285,10 @@ def _joined_routes(routes: Sequence[Tensor | None], num: int) -> Numbers | None:
     return whole.astype(np.int32)
 
 
-def _all_gather(mine: np.ndarray, group: Any, device: torch.device) -> np.ndarray:
+def _of_ranks(mine: np.ndarray, group: Any, device: torch.device) -> np.ndarray:
     """[size * n, ...] of every rank's [n, ...]."""
     sent = torch.from_numpy(np.ascontiguousarray(mine)).to(device)
-    views = sent.new_empty((group.size() * len(sent), *sent.shape[1:]))
-    dist.all_gather_into_tensor(views, sent, group)
-    return views.cpu().numpy()
+    return gathered(sent, group).cpu().numpy()
 
 
 def _broadcast(numbers: Numbers, group: Any, source: int, device: torch.device) -> Numbers:

@@ -218,7 +218,7 @@ class Capture:
         rank: Rank,
         num_microbatches: int,
         keeps_drawn: bool,
-        watched: Callable[..., Any] | None = None,
+        watched: Callable[..., Any] | None,
     ) -> None:
         self._forward_step, self._rank = watched or forward_step, rank
         self._takes_beside = takes_beside(rank)
@@ -239,7 +239,7 @@ class Capture:
             self._forks = stack.enter_context(forward_step_state.watched_forks())
             for model in self._rank.models:
                 stack.enter_context(intercepted(model, self._intercepting))
-                if (tower := vision_tower(model)) is not None:
+                if self._rank.has_images and (tower := vision_tower(model)) is not None:
                     self.towers.append(stack.enter_context(TowerOnce(tower, _number).running()))
             self._stack = stack.pop_all()
         return self
@@ -373,9 +373,9 @@ def takes_beside(rank: Rank) -> bool:
     """
     alone = len(rank.models) == 1 and rank.num_stages == 1
     replays = rank.has_experts and may_replay(rank.config)
-    if not alone or replays or rank.forward_only or vision_tower(rank.models[0]) is not None:
+    if not alone or replays or rank.forward_only or not torch.is_grad_enabled():
         return False
-    return torch.is_grad_enabled()
+    return not rank.has_images or vision_tower(rank.models[0]) is None
 
 
 def is_beside(model: Any, *, called: bool) -> bool:

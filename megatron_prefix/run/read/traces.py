@@ -1,7 +1,13 @@
-"""What a part of a trainer's code changes: random states, exchanges with other ranks, and values.
+"""What a part of a trainer's code changes: random states, exchanges with other ranks, and values;
+and what a loss reads of a model.
 
 Each function reads something before and after that part runs; what differs was changed by it.  The
 host waits for the device, so this is for steps that are watched (run/first_step.py).
+
+A loss may read only the output of a model call, or also what was computed inside: a hook that keeps
+a layer's activations for the loss sees whole rollouts with the stock schedule, and segments with
+ours.  Autograd's graph tells (`CallGraph`): nodes are numbered in the order in which a thread makes
+them, so those of a model call have numbers between two that are taken around it.
 """
 
 from __future__ import annotations
@@ -12,13 +18,16 @@ import logging
 import random
 import types
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
+from torch.utils import (
+    _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
+)
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +35,8 @@ SAMPLED = 1 << 16
 """Elements of a tensor that are compared, evenly spread; of smaller ones all are."""
 ITEMS = 64
 """Items of a list that are compared, from its end."""
+NODES = 10_000
+"""Nodes of a loss that are looked at; what it computes itself has some tens."""
 
 
 def random_states(device: torch.device) -> dict[str, bytes]:
@@ -48,11 +59,6 @@ def exchanges(groups: Iterable[Any]) -> list[int]:
     return [group._get_sequence_number_for_group() for group in groups]
 
 
-def ranks(group: Any) -> list[int]:
-    """The job's ranks in a process group."""
-    return dist.get_process_group_ranks(group)
-
-
 def groups_beyond(inside: set[int], others: Iterable[int]) -> list[Any]:
     """This rank's process groups that hold ranks of other pipelines.
 
@@ -65,7 +71,7 @@ def groups_beyond(inside: set[int], others: Iterable[int]) -> list[Any]:
         return []
     # Private: torch has no public list of its groups.
     known = list(dist.distributed_c10d._world.pg_map)
-    return [group for group in known if wanted.intersection(ranks(group))]
+    return [group for group in known if wanted.intersection(dist.get_process_group_ranks(group))]
 
 
 class Values:
@@ -178,3 +184,49 @@ def _of_tensor(tensor: Tensor) -> Iterator[bytes]:
     flat = (tensor.values() if tensor.is_nested else tensor).detach().reshape(-1)
     sample = flat[:: 1 + flat.numel() // SAMPLED].contiguous().cpu()
     yield sample.view(torch.uint8).numpy().tobytes() if sample.numel() else b""
+
+
+class CallGraph(NamedTuple):
+    """The nodes of a model call.
+
+    Attributes:
+        begin, end: numbers of its nodes, from the first to behind the last.
+        outputs: nodes of its output's tensors, which a loss may read.
+    """
+
+    begin: int
+    end: int
+    outputs: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, begin: int, output: Any) -> CallGraph:
+        """The call that has just returned this, and before which `next_number` was `begin`."""
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        # A write to a view, as trainers divide logits, hangs the graph on to what it is a view of.
+        bases = [leaf._base for leaf in leaves if leaf._base is not None]
+        nodes = (tensor.grad_fn for tensor in (*leaves, *bases))
+        return cls(begin, next_number(), tuple(node for node in nodes if node is not None))
+
+    def is_read_inside(self, loss: Tensor) -> bool:
+        """Whether a loss depends on something inside that is not the output."""
+        todo, seen = [loss.grad_fn], set(self.outputs)
+        while todo and len(seen) < NODES:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if self.begin <= _node_number(node) < self.end:
+                return True
+            todo += [following for following, _ in node.next_functions]
+        return False
+
+
+def next_number() -> int:
+    """The number of a node that this thread makes now."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return _node_number(torch.ones((), requires_grad=True).clone().grad_fn)
+
+
+def _node_number(node: Any) -> int:
+    # Private: nothing public tells when a node was made.
+    return int(node._sequence_nr())

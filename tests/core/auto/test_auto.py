@@ -23,7 +23,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.trainers import nemo_rl
+from megatron_prefix.trainers.table import NEMO_RL
 from tests.harness.data import REPOSITORY
 
 KEPT = (schedules.get_forward_backward_func,)  # a global would be swapped, too
@@ -123,7 +123,7 @@ cpu.enable()
 from megatron.core.pipeline_parallel import get_forward_backward_func as early, schedules
 assert early is schedules.get_forward_backward_func and early.stock is not early
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.trainers import nemo_rl
+from megatron_prefix.trainers.table import NEMO_RL
 made = early(1, None)
 assert isinstance(made, PrefixSchedule) and made.config.min_gain == 7, made
 auto.off()  # `early` is a global of __main__, and is restored, too
@@ -174,10 +174,10 @@ def test_other_ranks_say_nothing(monkeypatch, caplog) -> None:
 
 @pytest.mark.parametrize("heeded", [True, False])
 def test_a_trainers_file_says_where_its_masks_are(monkeypatch, heeded: bool) -> None:
-    monkeypatch.setattr(nemo_rl.TRAINER.__class__, "is_running", lambda one: one.name == "NeMo-RL")
+    monkeypatch.setattr(NEMO_RL.__class__, "is_running", lambda one: one.name == "NeMo-RL")
     auto.on(PrefixConfig(trainer_masks=heeded))
     found = schedules.get_forward_backward_func(*SIZES).callbacks.samples
-    assert found is (nemo_rl.samples if heeded else None)
+    assert found is (NEMO_RL.samples if heeded else None)
     own = schedules.get_forward_backward_func(*SIZES, samples=len).callbacks.samples
     assert own is len
 

@@ -154,15 +154,18 @@ def test_what_changes_around_the_language_model_is_seen_in_every_step() -> None:
     model = Wrapper(nn.Linear(2, 2).requires_grad_(False))
     model.__class__ = named(sorted(families.SPLIT_IMAGES)[0], Wrapper)
     inner = model.language_model
-    features.check_again(inner, model, ())
+    numbers = types.SimpleNamespace(
+        refused=[], has_images=families.has_images(model, inner), looks_ahead=False
+    )
+    features.check_again(inner, model, (), numbers)
     handle = model.vision_model.requires_grad_().weight.register_hook(lambda one: one.clamp(-1, 1))
     with pytest.raises(CannotShare, match=r"hooks on the gradient of vision_model\.weight"):
-        features.check_again(inner, model, ())
+        features.check_again(inner, model, (), numbers)
     handle.remove()
-    features.check_again(inner, model, ())
+    features.check_again(inner, model, (), numbers)
     model.config.context_parallel_size = 2
     with pytest.raises(CannotShare, match="share the images of a call"):
-        features.check_again(inner, model, ())
+        features.check_again(inner, model, (), numbers)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.offload import pool as pools
-from megatron_prefix.offload.entry import Entry
 from megatron_prefix.offload.pool import StagingPool
-from megatron_prefix.offload.segment import OffloadedSegment, Offloader, StorageState, addresses
+from megatron_prefix.offload.segment import (
+    Entry,
+    OffloadedSegment,
+    Offloader,
+    StorageState,
+    addresses,
+)
 from megatron_prefix.offload.transfers import Transfers
 
 ROOM = 1 << 30

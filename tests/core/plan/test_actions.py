@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.lab.plans.messages import without_messages
 from megatron_prefix.plan.actions import Action, Plan, Transfer
 from megatron_prefix.plan.check import PlanError
-from megatron_prefix.plan.exchanges import without_messages
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, TreeOptions, build

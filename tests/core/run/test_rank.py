@@ -39,3 +39,19 @@ def test_numbers_do_not_keep_a_model() -> None:
         del model
         gc.collect()
         assert gone() is None
+
+
+def test_what_is_refused_of_options_is_that_of_now() -> None:
+    with one_rank():
+        model = small_model()
+        config = Rank([model]).config
+        assert Rank([model]).refused == [] and Rank([model]).other_steps is None
+        for name, value in (("flash_decode", True), ("quant_recipe", object())):
+            before = getattr(config, name, None)
+            setattr(config, name, value)
+            (reason,) = Rank([model]).refused
+            assert reason.text.startswith(name)
+            setattr(config, name, before)
+            assert Rank([model]).refused == []
+        config.delay_wgrad_compute = True
+        assert Rank([model]).other_steps is not None

@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.trainers import nemo_rl
+from megatron_prefix.trainers.table import NEMO_RL
 from tests.core.trainers import worker
 from tests.core.trainers.both import Both, Step, changed, config_of
 from tests.core.trainers.megatron_lm_steps import run_on_cpu
@@ -160,7 +160,7 @@ def steps(name: str) -> list[Step]:
     layout = worker.layout_of(name)
     runtime.initialize(layout)
     (spec, chunk), fused = model_of(name, layout), {"use_fused_linear_logprobs": "fused" in name}
-    train.get_forward_backward_func = both = Both(config_of(name), samples=nemo_rl.TRAINER.samples)
+    train.get_forward_backward_func = both = Both(config_of(name), samples=NEMO_RL.samples)
     replays = {"use_router_replay": "r3" in name}
     both.state = lambda: RouterReplay.global_router_replay_instances
     both.leaves_alike = "recompute" in name

@@ -15,7 +15,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.refusals.table import MULTI_LORA, TABLE
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.trainers import TRAINERS, Trainer
+from megatron_prefix.trainers import TRAINERS, Trainer, table
 from megatron_prefix.trainers.trainer import version_of
 from megatron_prefix.tree.cp_layout import Slices
 from tests.core.trainers import on_ray, run_sources, slime_run, verl_run, which_runs
@@ -49,9 +49,9 @@ def test_a_trainer_that_is_imported_is_the_one_that_runs(monkeypatch, trainer: T
 
 def test_a_version_that_was_not_tried_is_said(monkeypatch) -> None:
     imported(monkeypatch, "verl", __version__="0.9.1")
-    assert trainers.verl.TRAINER.described() == "verl 0.9.1"
+    assert table.VERL.described() == "verl 0.9.1"
     imported(monkeypatch, "verl", __version__="1.0")
-    assert trainers.verl.TRAINER.described() == "verl 1.0 (tried: 0.9.1)"
+    assert table.VERL.described() == "verl 1.0 (tried: 0.9.1)"
     imported(monkeypatch, "roll", __version__="1.0")
     found = Trainer("ROLL", "roll", "roll", (), "", "", "")
     assert found.described() == "ROLL 1.0 (never tried)"
@@ -82,7 +82,7 @@ def test_distillation_gets_the_stock_schedule(monkeypatch, caplog) -> None:
 @pytest.mark.parametrize("given", [True, False])
 def test_miles_with_several_adapters_gets_the_stock_schedule(monkeypatch, given: bool) -> None:
     arguments(monkeypatch, multi_lora=given)
-    assert trainers.miles.TRAINER.refusal() is (MULTI_LORA if given else None)
+    assert table.MILES.refusal() is (MULTI_LORA if given else None)
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -103,11 +103,11 @@ def test_before_the_command_line_is_parsed_nothing_is_refused(monkeypatch) -> No
         raise AssertionError("args is not initialized.")
 
     imported(monkeypatch, "megatron.training.global_vars", get_args=get_args)
-    assert trainers.megatron_lm.TRAINER.refusal() is None
+    assert table.MEGATRON_LM.refusal() is None
 
 
 def test_roll_is_refused_for_its_mask(monkeypatch) -> None:
-    imported(monkeypatch, trainers.roll.TRAINER.module)
+    imported(monkeypatch, table.ROLL.module)
     try:
         auto.on(PrefixConfig(mode="on"))
         with pytest.raises(UserError, match="ROLL with the loss_mask of its model calls: it is"):

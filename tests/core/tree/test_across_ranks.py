@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megatron_prefix.lab.plans.job import JobTimeline, simulate_job
+from megatron_prefix.lab.plans.messages import with_messages, without_messages
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.exchanges import with_messages, without_messages
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Pairs, TreeOptions

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_prefix import trainers
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
@@ -21,6 +20,7 @@ from megatron_prefix.run.across import across_ranks
 from megatron_prefix.run.across.across_ranks import LENGTHS, SharingAcrossRanks, beginnings, tell
 from megatron_prefix.run.rank import default_groups
 from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.trainers.table import VERL
 from megatron_prefix.tree import Pairs, TreeOptions, build
 from megatron_prefix.tree.beginnings import least_saved
 from tests.harness import steps
@@ -116,7 +116,7 @@ def test_the_log_names_the_trainers_option(monkeypatch, caplog) -> None:
     assert warning.levelno == logging.WARNING
     assert "600 are shareable, 100 on the ranks where they are" in warning.getMessage()
     assert "scattered over 4 data-parallel ranks" in warning.getMessage()
-    assert trainers.verl.TRAINER.together in warning.getMessage()
+    assert VERL.together in warning.getMessage()
     assert [one.levelno for one in information] == [logging.INFO] * 2, "shared there, or across"
 
 

@@ -16,7 +16,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall
 from megatron_prefix.run.read.samples import RecordingIterator, trained_positions
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.trainers import nemo_rl
+from megatron_prefix.trainers.table import NEMO_RL
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract
@@ -37,12 +37,12 @@ def heeded(
 ) -> Tensor | None:
     call = ModelCall(0, {"input_ids": torch.tensor(tokens)}, drawn=nemo(**changes))
     layout = CallLayout(lengths, len(tokens) == 1)
-    (found,) = trained_positions([call], [layout], nemo_rl.samples, rank, size)
+    (found,) = trained_positions([call], [layout], NEMO_RL.samples, rank, size)
     return found
 
 
 def test_trained_positions_predict_a_masked_token_or_are_last() -> None:
-    found = nemo_rl.samples(nemo())
+    found = NEMO_RL.samples(nemo())
     assert found is not None and [flags.int().tolist() for _, flags in found] == FLAGS
     assert [ids.tolist() for ids, _ in found] == [IDS[0].tolist(), IDS[1, :4].tolist()]
 
@@ -83,7 +83,7 @@ def test_one_call_without_a_mask_is_enough() -> None:
     good = ModelCall(0, {"input_ids": IDS}, drawn=nemo())
     layout = CallLayout((6, 6), False)
     for other in (ModelCall(1, {"input_ids": IDS}), ModelCall(1, {}, drawn=nemo())):
-        found = trained_positions([good, other], [layout] * 2, nemo_rl.samples, 0, 1)
+        found = trained_positions([good, other], [layout] * 2, NEMO_RL.samples, 0, 1)
         assert found == [None, None]
 
 

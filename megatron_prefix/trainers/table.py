@@ -1,0 +1,245 @@
+"""[pure] The trainers on Megatron-Core that are known, an entry each; their pages are in docs.
+
+What of a trainer is read anew when the schedule is asked for (its command line, its microbatches)
+is a function in front of the entries.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from megatron_prefix.errors import Refusal
+from megatron_prefix.refusals.table import (
+    ALLGATHER_CP,
+    BRIDGE_TEACHER,
+    DISTILLATION,
+    DYNAMIC_CP,
+    LEGACY_MODELS,
+    LORA_DROPOUT,
+    MULTI_LORA,
+    MULTIMODAL,
+    NEMO_MTP,
+    OWN_CP_LOOP,
+    PACKED_BINS_CP,
+    RESET_MASK,
+    RLINF_STAGES,
+    SHIFTED_MASK,
+    SKYRL_ROWS,
+    SWIFT_METRICS,
+    TREE_TRAINING,
+)
+from megatron_prefix.trainers.trainer import Trainer
+
+
+def arguments() -> Any:
+    """Megatron-LM's command line as it was parsed; None before that, and without it."""
+    module = sys.modules.get("megatron.training.global_vars")
+    try:
+        return module.get_args() if module else None
+    except AssertionError:  # nobody has parsed one
+        return None
+
+
+def _megatron_lm_refusal() -> Refusal | None:
+    args = arguments()
+    if getattr(args, "export_kd_teacher_load", None):
+        return DISTILLATION
+    if getattr(args, "use_legacy_models", False):
+        return LEGACY_MODELS
+    return None
+
+
+def _nemo_samples(microbatch: Any) -> list[tuple[Any, Any]] | None:
+    """Tokens and trained positions of a ProcessedMicrobatch; see `Samples` in run/read/samples.py.
+
+    A position predicts the next token, so it carries loss where that one's `token_mask` says so;
+    `sample_mask` also leaves out whole samples.  The last position counts, too: reward models look
+    at it.
+    """
+    data = getattr(microbatch, "data_dict", None)
+    if data is None or "input_ids" not in data or "token_mask" not in data:
+        return None
+    ids, mask = data["input_ids"], data["token_mask"]
+    if ids.dim() != 2 or mask.shape != ids.shape:
+        return None
+    flags = (mask != 0).roll(-1, 1)
+    lengths = (
+        data["input_lengths"].tolist() if "input_lengths" in data else [ids.shape[1]] * len(ids)
+    )
+    for row, length in zip(flags, lengths, strict=True):
+        row[length - 1] = True
+    rows = zip(ids, flags, lengths, strict=True)
+    return [(tokens[:length], row[:length]) for tokens, row, length in rows]
+
+
+VERL = Trainer(
+    name="verl",
+    module="verl",
+    package="verl",
+    tried=("0.9.1",),
+    on="the package itself, once it is installed: it is a plugin in the group verl.plugins",
+    loss="all: its mask (response_mask) stays in the loss, so the output layer runs on prompts too,"
+    " once each",
+    together="VERL_USE_EXTERNAL_MODULES=megatron_prefix.auto.whole_groups, where the trainer runs:"
+    " without it verl deals out by length",
+    refused=(DYNAMIC_CP,),
+    losses_set=frozenset({"batch_num_tokens"}),  # in global_batch_info of their configuration
+    passes_together=True,  # forward_backward_batch reduces over these ranks before each call
+)
+
+SLIME = Trainer(
+    name="slime",
+    module="slime",
+    package="slime",
+    tried=("624b824a8",),
+    on="--custom-megatron-init-path megatron_prefix.auto.init",
+    loss="loss_mask of the model call",
+    together="--micro-batch-size of a whole group (--n-samples-per-prompt) and no"
+    " --use-dynamic-batch-size; with it samples are packed by length and packs dealt out",
+    refused=(ALLGATHER_CP,),
+    passes_together=True,  # forward_only calls once for every update that follows
+)
+
+# It comes from slime.
+MILES = Trainer(
+    name="miles",
+    module="miles",
+    package="miles",
+    tried=("31f1ca961",),
+    on=SLIME.on,
+    loss=SLIME.loss,
+    together=SLIME.together,
+    refused=(MULTI_LORA,),
+    passes_together=True,  # forward_only, once for every update; its lengths are of all ranks
+    refusal=lambda: MULTI_LORA if getattr(arguments(), "multi_lora", False) else None,
+)
+
+NEMO_RL = Trainer(
+    name="NeMo-RL",
+    module="nemo_rl",
+    package="nemo-rl",
+    tried=("7ea279abf",),
+    on="`import megatron_prefix.auto.on_import` at the head of nemo_rl/models/megatron/train.py: no"
+    " option of its configuration only imports a module",
+    loss="those whose next token the microbatch's token_mask has, and each sample's last one, in"
+    " updates; all in passes for log-probs, and where tokens of microbatch and model call differ",
+    together="policy.sequence_packing.enabled=false and policy.dynamic_batching.enabled=false, and"
+    " whole groups per rank: grpo.num_prompts_per_step a multiple of the data-parallel size; either"
+    " of the two deals out by length",
+    refused=(MULTIMODAL, NEMO_MTP),
+    samples=_nemo_samples,
+)
+
+MS_SWIFT = Trainer(
+    name="ms-swift",
+    module="swift.megatron",
+    package="ms-swift",
+    tried=("3602360a5",),
+    on="--external_plugins my_plugin.py, a file with `import megatron_prefix.auto.on_import`",
+    loss="all: labels of -100 stay in the loss, so the output layer runs on prompts too, once each",
+    together="nothing, but a pair of answers is one row of the data set, and so in one microbatch",
+    refused=(LORA_DROPOUT, SWIFT_METRICS),
+)
+
+SKYRL = Trainer(
+    name="SkyRL",
+    module="skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper",
+    package="skyrl",
+    tried=("a9564572e",),
+    on="a module that its workers import, e.g. that of a policy worker of one's own, which begins"
+    " with `import megatron_prefix.auto.on_import`",
+    loss="all: its mask stays in the loss, so the output layer runs on prompts too, once each",
+    together="its dispatch, which cuts a mini-batch into equal parts in the order of its rollouts:"
+    " a group is split only where one of these cuts is inside of it",
+    refused=(SKYRL_ROWS,),
+)
+
+RLINF = Trainer(
+    name="RLinf",
+    module="rlinf.workers.megatron_worker",
+    package="rlinf",
+    tried=("a3816b596",),
+    on="RLINF_EXT_MODULE=megatron_prefix.auto.on_import, which every worker imports at its start",
+    loss="all: its mask stays in the loss, so the output layer runs on prompts too, once each",
+    together="its rollout workers, which hand over whole groups, without enable_dp_load_balance,"
+    " which deals out by length, and with shuffle_rollout off where n_minibatches is above 1",
+    refused=(RLINF_STAGES,),
+)
+
+# Read, not run.
+AREAL = Trainer(
+    name="AReaL",
+    module="areal.engine.megatron_engine",
+    package="areal",
+    tried=(),
+    on="`import megatron_prefix.auto.on_import` in a module that its workers import",
+    loss="all: its mask stays in the loss",
+    together="the group_size that its train controller splits by",
+    refused=(TREE_TRAINING,),
+)
+
+# Read, not run, and refused.
+ROLL = Trainer(
+    name="ROLL",
+    module="roll.distributed.strategy.megatron_strategy",
+    package="",
+    tried=(),
+    on="actor_train.worker_cls: a subclass of its worker, in a module that begins with `import"
+    " megatron_prefix.auto.on_import`; its strategy asks for the schedule once, at its start",
+    loss="loss_mask of the model call, which leaves out the position of the first answer token",
+    together="nothing: batch_balance deals out by length",
+    refused=(SHIFTED_MASK,),
+    # A gradient would reach positions that nobody computes: run/execute/losses.py finds that at a
+    # step's end.
+    refusal=lambda: SHIFTED_MASK,
+)
+
+# Its own training loop; trainers that only build models with it are not it.
+MEGATRON_BRIDGE = Trainer(
+    name="Megatron-Bridge",
+    module="megatron.bridge.training.train",
+    package="megatron-bridge",
+    tried=("067f987df",),
+    on="torchrun -m megatron_prefix.run SCRIPT ... --prefix-schedule auto",
+    loss="all: its loss_mask stays in the loss, so the output layer runs on prompts too, once each",
+    together="nothing: samples are dealt out in the order of the data set; a packed row that has a"
+    " whole group keeps it together",
+    refused=(BRIDGE_TEACHER,),
+)
+
+# train_rl.py of Megatron-LM.
+MEGATRON_RL = Trainer(
+    name="Megatron-RL",
+    module="megatron.rl.rl_utils",
+    package="",
+    tried=("core_v0.16.1 (55ac70825)",),
+    on="torchrun -m megatron_prefix.run train_rl.py ... --prefix-schedule auto",
+    loss="all: its mask (packed_loss_mask) stays in the loss, so the output layer runs on prompts"
+    " too, once each",
+    together="--grpo-prompts-per-step a multiple of the data-parallel size (rollouts are cut into"
+    " equal parts in their order), and no --rl-use-sequence-packing, which sorts by length",
+    refused=(PACKED_BINS_CP,),
+    # megatron.training imports the module in every script.
+    is_used=lambda: bool(getattr(arguments(), "perform_rl_step", False)),
+)
+
+# pretrain_gpt.py, and other scripts on megatron.training.
+MEGATRON_LM = Trainer(
+    name="Megatron-LM",
+    module="megatron.training",
+    package="",
+    tried=("core_v0.16.1 (55ac70825)", "core_v0.19.0 (5be962670)", "wheel 0.19.2"),
+    on="torchrun -m megatron_prefix.run pretrain_gpt.py ... --prefix-schedule auto",
+    loss="loss_mask of the model call",
+    together="nothing: samples are dealt out in the order of the data set; a row that packs a whole"
+    " group (--sft, --dataloader-inter-document-masking) keeps it together",
+    refused=(RESET_MASK, DISTILLATION, LEGACY_MODELS, OWN_CP_LOOP),
+    refusal=_megatron_lm_refusal,
+)
+
+TRAINERS: tuple[Trainer, ...] = (
+    VERL, SLIME, MILES, NEMO_RL, MS_SWIFT, SKYRL, RLINF, AREAL, ROLL, MEGATRON_BRIDGE, MEGATRON_RL,
+    MEGATRON_LM,
+)  # fmt: skip
+"""The last three are imported by some of the others."""
