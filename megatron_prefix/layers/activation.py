@@ -67,8 +67,11 @@ class ActivatedAgain:
         storage = given.untyped_storage()
         size = storage.nbytes()
         storage.resize_(0)
+        # A graph outlives its backward where somebody keeps what it ends in, and its hooks with it.
+        waiting = [(product, storage)]
 
         def fill(_: Tensor) -> None:
+            product, storage = waiting.pop()
             again = self._activated(product).contiguous().untyped_storage()
             storage.resize_(size)
             storage.copy_(again)  # the tensor's version stays

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.models.build import unwrap
@@ -109,3 +110,25 @@ def test_nothing_is_left_of_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -
     assert calls.count(False) == 1 < len(calls)
     again = step(model, "recompute_act")
     assert all(torch.equal(gradient, again[key]) for key, gradient in wanted.items())
+
+
+def test_nothing_is_kept_after_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a segment's output is, and with it the nodes of its graph."""
+    model, products, outputs = small_model(), [], []
+    mlp = unwrap(model).decoder.layers[0].mlp
+    first, second = mlp.linear_fc1.forward, mlp.linear_fc2.forward
+
+    def watched(one: Tensor) -> Any:
+        found = first(one)
+        if found[0].requires_grad:
+            products.append(StorageWeakRef(found[0].untyped_storage()))
+        return found
+
+    def kept(one: Tensor) -> Any:
+        outputs.append(second(one)[0])
+        return outputs[-1], None
+
+    monkeypatch.setattr(mlp.linear_fc1, "forward", watched)
+    monkeypatch.setattr(mlp.linear_fc2, "forward", kept)
+    step(model, "recompute_act")
+    assert products and all(storage.expired() for storage in products)
