@@ -29,7 +29,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
+from benchmarks import step_profile
 from benchmarks.vision_model import MERGE, SIZES, Sizes, model_of
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.bench import steps
@@ -45,6 +47,7 @@ from megatron_prefix.lab.rl.job import ModelOptions
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.run.execute import executor
 from megatron_prefix.run.execute.oom_retry import free_memory
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import build as build_forest
@@ -183,6 +186,27 @@ def images_of(chunks: list[Any], call: Callable[[], Any], patches: int) -> int:
     return sum(seen) // patches
 
 
+def profiled(chunks: list[Any], call: Callable[[], Any], given: argparse.Namespace) -> None:
+    """Prints where one more call's time goes, as benchmarks/step_profile.py does; what the tower
+    launches in its forward is by itself."""
+    tower = build.unwrap(chunks[0]).vision_model
+    forward = record_function(f"{step_profile.ACTION}tower")(tower.forward)
+    on_gpu = given.device == "cuda"
+
+    def step() -> None:
+        call()
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    def action(one: Any) -> Any:
+        return record_function(f"{step_profile.ACTION}{one}")
+
+    named = mock.patch.object(executor, "_annotated", action)
+    with named, mock.patch.object(tower, "forward", forward):
+        before = [step_profile.timed(step) for _ in range(2)]
+        step_profile.show("prefix", before, *step_profile.watched(step, on_gpu))
+
+
 def bounds(
     options: Options, spec: ModelSpec, given: argparse.Namespace, groups: Sequence[Group]
 ) -> tuple[float, float]:
@@ -220,6 +244,8 @@ def timed(options: Options, spec: ModelSpec, given: argparse.Namespace) -> dict[
             name: images_of(chunks, lambda: passes.run(schedule, step, chunks, items), patches)  # noqa: B023
             for name, schedule in (("stock", stock_schedule()), ("prefix", PrefixSchedule(config)))
         }
+        if given.profile:
+            profiled(chunks, lambda: passes.run(PrefixSchedule(config), step, chunks, items), given)
     once, twice = bounds(options, spec, given, groups)
     whole = {"bound": once, "bound_twice": twice, "of_bound": row.speedup / once}
     return {**asdict(row), "bound_of_text": row.bound, **whole, "images": images}
@@ -276,6 +302,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--warm-up-calls", type=int, default=3, help="of each schedule (default 3)")
     add("--repeats", type=int, default=3, help="timed calls of each; the median (default 3)")
+    add("--profile", action="store_true", help="then print where a step's time goes")
     add("--json", type=Path, help="the result goes there, too")
     return parser.parse_args(arguments)
 
