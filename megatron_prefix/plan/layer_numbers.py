@@ -62,7 +62,6 @@ class LayerMemory:
         inner: saved for the backward of an inner segment.
         wave: the same for a wave, whose payload is not in the sidecar.
         again: recomputed by Megatron's selective recomputation during backward.
-        act: of `inner` and of `wave`, what "recompute_act" drops.
         unread: saved for an inner segment whose output nobody reads, where only the payload is
             computed (layers/blocks/unread.py); None where everything is, in any case.
         read: besides `unread`, saved of all positions as soon as one of them is read.
@@ -72,12 +71,12 @@ class LayerMemory:
         tail: transient bytes a row of ancestors' last positions, as often as spans see it.
         keys, keys_grad: K and V as attention sees them, and their sums on context-parallel ranks;
             None: the payload's.
+        act: of `inner` and of `wave`, what "recompute_act" drops.
     """
 
     inner: float
     wave: float
     again: float = 0.0
-    act: float = 0.0
     unread: float | None = None
     read: float = 0.0
     temporary: float = 0.0
@@ -86,3 +85,4 @@ class LayerMemory:
     tail: float = 0.0
     keys: float | None = None
     keys_grad: float | None = None
+    act: float = 0.0
