@@ -90,7 +90,7 @@ def main() -> None:
     script, *runs = sys.argv[1:]
     torch.compiler.set_stance("force_eager")
     run_on_cpu()
-    import megatron.training  # once for all ranks
+    import megatron.training  # noqa: F401  # once for all ranks
     from megatron.core.tokenizers import text  # noqa: F401  # transformers, which every rank asks for
 
     with tempfile.TemporaryDirectory() as name:
