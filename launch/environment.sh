@@ -91,6 +91,7 @@ recipe() {
 prepare() {
     local extras=$1 stamp=$VENV/installed-$1.txt
     local install=("$VENV/bin/python" -m pip install --disable-pip-version-check -c "$pins")
+    install+=(--no-compile) # it compiles on one core
     make_environment
     export PATH="$VENV/bin:$PATH"
     if recipe "$extras" | cmp -s - "$stamp"; then return; fi
@@ -99,5 +100,6 @@ prepare() {
     "${install[@]}" torch setuptools
     say "Installing megatron_prefix[$extras] and its dependencies"
     "${install[@]}" --no-build-isolation --editable "${root}[$extras]"
+    "$VENV/bin/python" -m compileall -qq -j 0 "$VENV/lib" || true # some files are of other Pythons
     recipe "$extras" >"$stamp"
 }

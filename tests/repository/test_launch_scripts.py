@@ -74,12 +74,13 @@ def sandbox(tmp_path) -> Sandbox:
 def test_torch_comes_first_then_the_package_with_its_extras(sandbox):
     done = sandbox.run("bash", "launch/test.sh", "-k", "some test")
     assert done.returncode == 0, done.stderr
-    first, second, last = sandbox.asked
+    first, second, compiled, last = sandbox.asked
     pins = f"-c {sandbox.root}/launch/requirements-cpu.txt"
     assert pins in first
     assert " torch " in first
     assert pins in second
     assert second.endswith(f"--no-build-isolation --editable {sandbox.root}[test]")
+    assert compiled.startswith("python -m compileall") and "--no-compile" in first
     assert last == "python -m pytest -k some test"
 
 

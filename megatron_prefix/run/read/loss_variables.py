@@ -168,7 +168,7 @@ def used_names(function: Any) -> set[str] | None:
     """Names of variables, attributes and items in a function's code and in that of the functions
     and methods that it names; None if it has no code of its own."""
     waiting, used, has_code = [function], set[str](), False
-    owners: list[Any] = []
+    owners: dict[int, Any] = {}  # each once, though many of its methods are met
     seen: set[int] = set()
     while waiting:
         one = waiting.pop()
@@ -176,7 +176,7 @@ def used_names(function: Any) -> set[str] | None:
             waiting.append(one.func)
             continue
         if isinstance(one, types.MethodType):
-            owners.append(one.__self__)
+            owners[id(one.__self__)] = one.__self__
             one = one.__func__
         elif not isinstance(one, types.FunctionType):
             one = inspect.getattr_static(type(one), "__call__", None)
@@ -188,7 +188,9 @@ def used_names(function: Any) -> set[str] | None:
         used |= names
         near = [_closure(one), _globals(one)]
         waiting += [value for place in near for value in place.read().values() if _is_code(value)]
-        for owner, name in itertools.product(owners, names):  # statically: a property would run
+        for owner, name in itertools.product(
+            owners.values(), names
+        ):  # statically: a property would run
             method = inspect.getattr_static(type(owner), str(name), None)
             if isinstance(method, types.FunctionType):
                 waiting.append(types.MethodType(method, owner))

@@ -96,7 +96,8 @@ SHARDED = {
 IN_ROWS = {name: case._replace(form=ROWS) for name, case in KINDS.items() if "mcore" not in name}
 JOBS = {
     "one rank": (Layout(), ONE),
-    "TP2": (Layout(tp=2), EVERY),
+    # Kinds differ where ranks slice what is given: with sequence parallelism, below.
+    "TP2": (Layout(tp=2), {name: EVERY[name] for name in (QWEN3, "mbridge, GLM-4V")}),
     "TP2 SP": (Layout(tp=2, sequence_parallel=True), SHARDED),
     "PP2": (
         Layout(pp=2),

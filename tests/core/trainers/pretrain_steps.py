@@ -91,6 +91,7 @@ def main() -> None:
     torch.compiler.set_stance("force_eager")
     run_on_cpu()
     import megatron.training  # noqa: F401  # once for all ranks
+    from megatron.core.tokenizers import text  # noqa: F401  # transformers, which every rank asks for
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -253,4 +253,6 @@ def steps(name: str) -> list[Step]:
 
 
 if __name__ == "__main__":
-    worker.main([ENGINE, "verl.workers.utils.losses", "verl.workers.utils.padding"], steps)
+    # The last is what torch imports where verl compiles a function, in every rank anew.
+    used = ("verl.workers.utils.losses", "verl.workers.utils.padding", "torch._inductor.compile_fx")
+    worker.main([ENGINE, *used], steps)

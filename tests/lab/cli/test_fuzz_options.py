@@ -166,7 +166,8 @@ def command_lines(verb: str, draw: random.Random) -> Iterator[list[str]]:
     """Each option by itself, and then a few at a time."""
     options = options_of(verb)
     chosen = [[one] for one in options] * ALONE
-    chosen += [draw.sample(options, draw.randint(1, min(4, len(options)))) for _ in range(TOGETHER)]
+    together = min(TOGETHER, 3 * len(options))  # a verb with few options has few pairs
+    chosen += [draw.sample(options, draw.randint(1, min(4, len(options)))) for _ in range(together)]
     # Most of what --set can change is a number.
     chosen += [[one] for one in options if one.dest == "set"] * FIELD * len(FIELDS)
     for some in chosen:

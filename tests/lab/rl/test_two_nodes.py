@@ -192,28 +192,6 @@ def test_a_restart_reaches_what_an_undisturbed_run_does(
     assert metrics_of(cut.folder)[-1] == metrics_of(undisturbed)[-1]
 
 
-def test_align_finds_on_two_nodes_what_it_finds_on_one(
-    nodes: tuple[Node, Node], tmp_path: Path
-) -> None:
-    """Span after row in one world; the second row joins where the first has left."""
-    arguments = ["--device", "cpu", "--only", *ROWS, "--json"]
-    document = tmp_path / "matrix.md"
-    job = Job("align_cluster.sh", [*arguments, "--markdown", str(document)], nodes, NGPU="1")
-    both = job.ended()
-    for done in both:
-        assert done.code == 0, done.err[-3000:]
-    (told,) = [json.loads(done.out) for done in both if done.out]  # rank 0 speaks
-    assert told["counts"] == {"aligned": 2}
-    assert [row["row"] for row in told["rows"]] == ROWS
-    assert figures(told) == figures(here("matrix", *arguments))
-    assert "2 rows: 2 aligned" in document.read_text(encoding="utf-8")
-
-
-def figures(told: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows without their times, and without who started the ranks."""
-    return [{n: row[n] for n in row if n not in ("seconds", "run")} for row in told["rows"]]
-
-
 CHILD = """\
 import subprocess, sys
 from pathlib import Path
@@ -276,16 +254,35 @@ def script(
         yield started
 
 
-def test_one_command_runs_two_nodes(tmp_path: Path, temporary: Path) -> None:
-    """Either verb; what they print comes out, and nothing stays."""
+def test_align_finds_on_two_nodes_what_it_finds_on_one(tmp_path: Path, temporary: Path) -> None:
+    """By one command, of which nothing stays. Row after row in one world; the second row joins
+    where the first has left."""
     networks = set(os.listdir("/sys/class/net"))
-    with script(tmp_path, temporary, "align", "--only", "dense/DP2/flat/none", "--json") as started:
+    arguments = ["--device", "cpu", "--only", *ROWS, "--json"]
+    document = tmp_path / "matrix.md"
+    with script(tmp_path, temporary, "align", *arguments, "--markdown", str(document)) as started:
         out, err = started.communicate(timeout=240)
     assert started.returncode == 0, err[-3000:]
     told = json.loads(out)
-    assert told["counts"] == {"aligned": 1} and "2 ranks" in told["rows"][0]["run"]
-    few = "--groups 2 --max-tokens 96 --set num_layers=2 --json".split()
-    with script(tmp_path, temporary, "train", *few, STEPS="1", NGPU="2") as started:
+    assert told["counts"] == {"aligned": 2}
+    assert all("2 ranks" in row["run"] for row in told["rows"])
+    assert [row["row"] for row in told["rows"]] == ROWS
+    assert figures(told) == figures(here("matrix", *arguments))
+    assert "2 rows: 2 aligned" in document.read_text(encoding="utf-8")
+    assert not os.listdir(temporary)
+    assert set(os.listdir("/sys/class/net")) == networks
+
+
+def figures(told: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows without their times, and without who started the ranks."""
+    return [{n: row[n] for n in row if n not in ("seconds", "run")} for row in told["rows"]]
+
+
+def test_one_command_trains_on_two_nodes(tmp_path: Path, temporary: Path) -> None:
+    """With a rank on each; two on each are in the tests of a cut."""
+    networks = set(os.listdir("/sys/class/net"))
+    few = "--groups 2 --max-tokens 96 --set num_layers=2 --pp 1 --json".split()
+    with script(tmp_path, temporary, "train", *few, STEPS="1") as started:
         out, err = started.communicate(timeout=240)
     assert started.returncode == 0, err[-3000:]
     assert json.loads(out)["last_step"] == 1
