@@ -53,11 +53,10 @@ def automatic(
 
     While a rank's predicted peak is above `free`, inner segments that it holds at the peak change
     to a cheaper policy, those with the lowest price a byte first: from "retain", or, where that
-    computes less again, from "recompute_act" of all. "recompute" costs a
-    forward. "offload" costs the time of its copies that computation does not hide: stores hide
-    behind what runs between the segment's forward and backward, loads behind that backward and
-    those right before it. The answer depends on the arguments only, so all ranks of a pipeline
-    agree.
+    computes less again, from "recompute_act" of all. "recompute" costs a forward. "offload" costs
+    the time of its copies that computation does not hide: stores hide behind what runs between the
+    segment's forward and backward, loads behind that backward and those right before it. The answer
+    depends on the arguments only, so all ranks of a pipeline agree.
 
     Args:
         plan: its own policies are ignored.
@@ -73,16 +72,16 @@ def automatic(
     plan = replace(plan, policies=())
     if _peak(plan, footprint) <= free:
         return ()
-    light = replace(plan, policies=policies(plan.segments, "recompute_act"))
-    retaining = _Choice(plan, footprint, cost, rates, may_offload)
-    if not footprint.act:
-        return retaining.fitting(free)
-    leaving = _Choice(light, footprint, cost, rates, may_offload)
-    if _peak(light, footprint) > free:
-        return leaving.fitting(free)
-    found = retaining.fitting(free)
-    fits = _peak(replace(plan, policies=found), footprint) <= free
-    return found if fits and retaining.price < leaving.price else light.policies
+    starts = [plan]
+    if footprint.act:
+        starts.append(replace(plan, policies=policies(plan.segments, "recompute_act")))
+    tried = []
+    for start in starts:
+        choice = _Choice(start, footprint, cost, rates, may_offload)
+        found = choice.fitting(free)
+        over = max(0.0, _peak(replace(plan, policies=found), footprint) - free)
+        tried.append((over, choice.price, found))
+    return min(tried)[-1]
 
 
 def _peak(plan: Plan, footprint: Footprint) -> float:
@@ -118,7 +117,7 @@ class _Choice:
     def fitting(self, free: float) -> tuple[str, ...]:
         """Policies that keep a limit; where none do, those that keep least."""
         lean = leaner(self.plan)
-        if lean is None:
+        if lean is None or _peak(self.plan, self._footprint) <= free:
             return self.plan.policies
         least = _peak(lean, self._footprint)
         if least > free and not self._may_offload:  # a search would take long, and find as little

@@ -17,6 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.layers.model import footprint_of
+from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.alignment.test_variants import items
 from tests.harness import steps
@@ -132,3 +135,15 @@ def test_nothing_is_kept_after_backward(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(mlp.linear_fc2, "forward", kept)
     step(model, "recompute_act")
     assert products and all(storage.expired() for storage in products)
+
+
+@pytest.mark.parametrize(
+    ("name", "dense"), [("llama3-8b", 1.0), ("qwen3-8b", 1.0), ("moonlight-16b-a3b", 0.25)]
+)
+def test_what_is_dropped_is_counted(name: str, dense: float) -> None:
+    """On average over layers; of experts nothing is dropped."""
+    spec = resolve(name, num_layers=4)
+    width = spec.ffn_hidden_size
+    assert footprint_of(spec, Execution(tp=2)).act == dense * width
+    for form in (Execution(recompute="full"), Execution(recompute="selective", modules=("mlp",))):
+        assert footprint_of(spec, form).act == 0

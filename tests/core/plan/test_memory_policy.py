@@ -72,8 +72,13 @@ def test_activations_are_dropped_before_anything_runs_again() -> None:
     saved = 14336 * 2 * (31 * 10240 + 32 * 2048)
     assert peak(plan, ()) - fits == pytest.approx(saved)
     assert chosen(plan, fits, SLOW) == light
-    less = chosen(plan, fits - 1, SLOW, may_offload=False)
-    assert less[0] == "recompute" and set(less[1:]) == {"recompute_act"}
+    assert chosen(plan, fits - 1, SLOW, may_offload=False)[0] == "recompute"
+
+
+def test_where_neither_is_enough_both_are_done() -> None:
+    plan = plan_of(prompt=2048, response=10240, num=3)
+    both = ("recompute", *["recompute_act"] * 3)
+    assert chosen(plan, peak(plan, both), SLOW) == both
 
 
 def test_a_short_prompt_that_runs_again_is_cheaper_than_all_activations() -> None:
