@@ -165,7 +165,11 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def free_memory() -> None:
-    """Returns what is no longer used to the device; models and their hooks refer to one another."""
+    """Returns what is no longer used to the device; models and their hooks refer to one another.
+
+    Twice: what a suspended generator holds goes only after it has been closed.
+    """
+    gc.collect()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
