@@ -22,7 +22,7 @@ from megatron_prefix.lab.rl.baseline import PACK_TOKENS, pack_sizes
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.lab.view.drawing import timeline_svg
 from megatron_prefix.layers.model import cost_of, footprint_of
-from megatron_prefix.plan.actions import Plan, policies
+from megatron_prefix.plan.actions import POLICIES, Plan, policies
 from megatron_prefix.plan.chunking import ChunkChooser
 from megatron_prefix.plan.files import check_folder_writable
 from megatron_prefix.plan.footprint import Execution
@@ -314,7 +314,7 @@ def peaks(
     )  # fmt: skip
     footprint = footprint_of(spec, execution, host_layers=host_layers)
     found = {}
-    for policy in ("retain", "offload", "recompute"):
+    for policy in POLICIES:
         one = replace(plan, policies=policies(plan.segments, policy))
         found[policy] = max(predict(one, footprint), key=lambda memory: memory.peak)
     return found
