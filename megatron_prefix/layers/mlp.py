@@ -45,9 +45,10 @@ class MLP(Kind):
         """See Kind."""
         from megatron_prefix.layers.activation import ActivatedAgain
 
-        if not _activates_again(module.config):
+        config = getattr(module, "config", None)  # a model's own MLP may have none
+        if config is None or not _activates_again(config):
             return ()
-        return ActivatedAgain(module, number, running).overrides()
+        return ActivatedAgain(module, running).overrides()
 
 
 def _activates_again(config: Any) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.models.build import unwrap
@@ -57,10 +59,8 @@ def step(model: Any, memory: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_gradients_are_bitwise_the_same(name: str) -> None:
     model = small_model(config_overrides=ACTIVATIONS[name])
-    whole, light = step(model, "retain"), step(model, "recompute_act")
-    assert whole.keys() == light.keys() and all(one.any() for one in whole.values())
-    for key, gradient in whole.items():
-        assert torch.equal(gradient, light[key]), key
+    alike(model)
+    assert all(one.any() for one in steps.gradients(model).values())
 
 
 @pytest.mark.parametrize("memory", ["retain", "recompute_act"])
@@ -92,20 +92,102 @@ def test_it_is_not_kept(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_left_of_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither between both products, nor while what lies between them runs again."""
-    model = small_model()
-    wanted, forward, calls = step(model, "recompute_act"), MLP.forward, []
+    """While what lies between both products runs again."""
+    model, calls = small_model(config_overrides=ACTIVATIONS["squared relu"]), []
+    wanted, mlp = step(model, "recompute_act"), unwrap(model).decoder.layers[0].mlp
+    activated = mlp.activation_func
 
-    def failing(self: MLP, *args: Any, **kwargs: Any) -> Any:
+    def failing(x: Tensor) -> Tensor:
         calls.append(torch.is_grad_enabled())
         if not calls[-1]:
             raise ZeroDivisionError("in backward")
-        return forward(self, *args, **kwargs)
+        return activated(x)
 
     with monkeypatch.context() as patch:
-        patch.setattr(MLP, "forward", failing)
+        patch.setattr(mlp, "activation_func", failing)
         with pytest.raises(ZeroDivisionError, match="in backward"):
             step(model, "recompute_act")
     assert calls.count(False) == 1 < len(calls)
     again = step(model, "recompute_act")
     assert all(torch.equal(gradient, again[key]) for key, gradient in wanted.items())
+
+
+class ReadsItsInput(MLP):
+    """What lies between its products is more than the first of them."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        gate, up = self.linear_fc1(hidden_states)[0].chunk(2, -1)
+        return self.linear_fc2(F.silu(gate) * up * hidden_states.mean(-1, keepdim=True).sigmoid())
+
+
+class ReadsTwice(MLP):
+    """It reads the second product's input once more."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        gate, up = self.linear_fc1(hidden_states)[0].chunk(2, -1)
+        given = F.silu(gate) * up
+        return self.linear_fc2(given)[0] + given.mean(-1, keepdim=True), None
+
+
+class AddsItsInput(MLP):
+    """Megatron's forward is a part of its own."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        found, bias = super().forward(hidden_states)
+        return found + hidden_states, bias
+
+
+@pytest.mark.parametrize("kind", [ReadsItsInput, ReadsTwice, AddsItsInput])
+@pytest.mark.parametrize("of", ["the class", "the instance"])
+def test_a_trainers_own_forward_is_left_alone(kind: type[MLP], of: str) -> None:
+    model = small_model()
+    for layer in unwrap(model).decoder.layers:
+        if of == "the class":
+            layer.mlp.__class__ = kind
+        elif kind is not AddsItsInput:
+            layer.mlp.forward = kind.forward.__get__(layer.mlp)
+    alike(model)
+
+
+@pytest.mark.parametrize("function", [lambda x: x.mul_(2) * 1, lambda x: x.relu_(), lambda x: x])
+def test_an_activation_that_writes_or_gives_its_input_is_left_alone(function: Any) -> None:
+    alike(small_model(config_overrides=dict(
+        gated_linear_unit=False, bias_activation_fusion=False, activation_func=function
+    )))  # fmt: skip
+
+
+def test_a_hook_finds_what_the_second_product_gets() -> None:
+    model, seen = small_model(), []
+    products = [layer.mlp.linear_fc2 for layer in unwrap(model).decoder.layers]
+    for one in products:
+        one.register_forward_hook(lambda _, given, __: seen.append(given[0]))
+    alike(model)
+    assert all(one.isfinite().all() for one in seen)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_checkpoint_of_torch_finds_what_it_saves(whole: bool) -> None:
+    """Its second forward fills the graph of the first one, and nobody takes its own output."""
+    model = small_model()
+    decoder = unwrap(model).decoder
+    for module in [decoder] if whole else decoder.layers:
+        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+    alike(model)
+
+
+def test_an_mlp_of_a_models_own_needs_no_configuration() -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor, **_: Any) -> tuple[Tensor, None]:
+            return F.silu(x), None
+
+    model = small_model()
+    for layer in unwrap(model).decoder.layers:
+        layer.mlp = Own()
+    alike(model)
+
+
+def alike(model: Any) -> None:
+    """Both policies give the same gradients."""
+    whole, light = step(model, "retain"), step(model, "recompute_act")
+    for key, gradient in whole.items():
+        assert torch.equal(gradient, light[key]), key
