@@ -14,10 +14,13 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.layers import mlp as kind
+from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.alignment.test_variants import items
 from tests.harness import steps
@@ -32,9 +35,8 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
         bias_activation_fusion=False, activation_func_clamp_value=0.1, glu_linear_offset=0.5
     ),
     "gelu with biases": dict(gated_linear_unit=False, activation_func=F.gelu, add_bias_linear=True),
-    "squared relu": dict(
-        gated_linear_unit=False, bias_activation_fusion=False,
-        activation_func=lambda x: F.relu(x).square(),
+    "gelu, unfused": dict(
+        gated_linear_unit=False, bias_activation_fusion=False, activation_func=F.gelu
     ),
     "every layer recomputed": dict(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
@@ -93,7 +95,7 @@ def test_it_is_not_kept(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_left_of_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """While what lies between both products runs again."""
-    model, calls = small_model(config_overrides=ACTIVATIONS["squared relu"]), []
+    model, calls = small_model(config_overrides=ACTIVATIONS["gelu, unfused"]), []
     wanted, mlp = step(model, "recompute_act"), unwrap(model).decoder.layers[0].mlp
     activated = mlp.activation_func
 
@@ -137,19 +139,31 @@ class AddsItsInput(MLP):
         return found + hidden_states, bias
 
 
-@pytest.mark.parametrize("kind", [ReadsItsInput, ReadsTwice, AddsItsInput])
+@pytest.mark.parametrize("own", [ReadsItsInput, ReadsTwice, AddsItsInput])
 @pytest.mark.parametrize("of", ["the class", "the instance"])
-def test_a_trainers_own_forward_is_left_alone(kind: type[MLP], of: str) -> None:
+def test_a_trainers_own_forward_is_left_alone(own: type[MLP], of: str) -> None:
     model = small_model()
     for layer in unwrap(model).decoder.layers:
         if of == "the class":
-            layer.mlp.__class__ = kind
-        elif kind is not AddsItsInput:
-            layer.mlp.forward = kind.forward.__get__(layer.mlp)
+            layer.mlp.__class__ = own
+        elif own is not AddsItsInput:
+            layer.mlp.forward = own.forward.__get__(layer.mlp)
     alike(model)
 
 
-@pytest.mark.parametrize("function", [lambda x: x.mul_(2) * 1, lambda x: x.relu_(), lambda x: x])
+def writing_gelu(x: Tensor) -> Tensor:
+    return x.mul_(2) * 1
+
+
+def gelu_in_place(x: Tensor) -> Tensor:
+    return x.relu_()
+
+
+def no_gelu(x: Tensor) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize("function", [writing_gelu, gelu_in_place, no_gelu])
 def test_an_activation_that_writes_or_gives_its_input_is_left_alone(function: Any) -> None:
     alike(small_model(config_overrides=dict(
         gated_linear_unit=False, bias_activation_fusion=False, activation_func=function
@@ -184,6 +198,30 @@ def test_an_mlp_of_a_models_own_needs_no_configuration() -> None:
     for layer in unwrap(model).decoder.layers:
         layer.mlp = Own()
     alike(model)
+
+
+@pytest.mark.parametrize("function", [F.gelu, F.relu, lambda x: F.relu(x).square()])
+def test_the_first_product_is_not_kept_in_the_place_of_the_second_ones_input(function: Any) -> None:
+    """ReLU keeps what it gives, and its input is dropped by itself."""
+    model, products, alive = small_model(config_overrides=dict(
+        gated_linear_unit=False, bias_activation_fusion=False, activation_func=function
+    )), [], []  # fmt: skip
+    first, last = unwrap(model).decoder.layers
+
+    def noted(_: Any, __: Any, found: Any) -> None:
+        products.append(StorageWeakRef(found[0].untyped_storage()))
+
+    def looked(*_: Any) -> None:
+        alive.append(not all(one.expired() for one in products))
+
+    first.mlp.linear_fc1.register_forward_hook(noted)
+    last.register_forward_pre_hook(looked)
+    step(model, "retain")
+    keeps = alive[0]
+    alive.clear(), products.clear()
+    step(model, "recompute_act")
+    numbers = kind.MLP().memory(unwrap(model).config, Execution())
+    assert alive[0] == keeps == (numbers.act > 0) == (function is F.gelu)
 
 
 def alike(model: Any) -> None:
