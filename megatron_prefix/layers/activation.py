@@ -3,89 +3,153 @@
 Megatron's MLP keeps two wide tensors for backward: what its first product gives, which is the
 activation function's input, and what that function gives, which is the second product's. The second
 of them is a fifth of all that a layer of Llama3-8B keeps, and the first one says what it is. Its
-storage is emptied after the second product's forward and filled before that product's backward, as
+storage is emptied after the MLP's forward and filled before the second product's backward, as
 Megatron does it for experts ("moe_act" in `recompute_modules`, CheckpointWithoutOutput in
 megatron/core/tensor_parallel/random.py). Hooks of autograd's saved tensors would be simpler, but
 transformer-engine then gets its weight as another object, and notes there what it has done.
+
+Only where Megatron's own `MLP.forward` runs is it known what lies between both products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_prefix.layers.kind import Override, Running
 
-_PRODUCT = "first product"
+_MEGATRONS = "megatron.core.transformer.mlp"
+_SCALE = "per_token_scale"
 
 
 class ActivatedAgain:
-    """Takes the place of both products of one of Megatron's MLPs.
-
-    What lies between them is Megatron's forward itself, run once more with both products left out.
+    """Takes the place of the forward of one of Megatron's MLPs.
 
     Args:
         module: the MLP.
-        number: of its layer in the model chunk.
         running: says which segment runs.
     """
 
-    def __init__(self, module: Any, number: int, running: Running) -> None:
+    def __init__(self, module: Any, running: Running) -> None:
         self._module, self._running = module, running
-        self._key = _PRODUCT, number
-        self._first, self._second = module.linear_fc1.forward, module.linear_fc2.forward
-        self._product: Any = None  # the first one, while what follows it runs again
 
     def overrides(self) -> Iterator[Override]:
-        """Both products' methods; see Kind."""
-        yield self._module.linear_fc1, "forward", self._of_first
-        yield self._module.linear_fc2, "forward", self._of_second
+        """The forward, unless the instance has one of its own; see Kind."""
+        if "forward" not in vars(self._module):
+            yield self._module, "forward", self._forward
 
-    def _of_first(self, *args: Any, **kwargs: Any) -> Any:
-        if self._product is not None:
-            return self._product
-        segment, found = self._running.current, self._first(*args, **kwargs)
-        if segment is not None and segment.activates_again and torch.is_grad_enabled():
-            segment.between[self._key] = found
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        module, stock = self._module, type(self._module).forward
+        if not self._drops(stock) or len(args) != 1 or kwargs.get(_SCALE) is not None:
+            return stock(module, *args, **kwargs)
+        products = _Products(module, stock)
+        found = stock(_Between(module, products.first, products.second), *args, **kwargs)
+        products.drop()
         return found
 
-    def _of_second(self, given: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self._product is not None:
-            return given, None
-        segment, found = self._running.current, self._second(given, *args, **kwargs)
-        product = None if segment is None else segment.between.pop(self._key, None)
-        if product is not None and _is_apart(given, product[0]):
-            self._empty(given, product, found[0])
+    def _drops(self, stock: Any) -> bool:
+        """Not in a checkpoint's forward again: it may save tensors for another graph, whose output
+        has no hook, and what it saves is used at once."""
+        segment = self._running.current
+        return (
+            segment is not None
+            and segment.activates_again
+            and not segment.backward
+            and torch.is_grad_enabled()
+            and getattr(stock, "__globals__", {}).get("__name__") == _MEGATRONS
+            and not _is_watched(self._module.linear_fc2)
+        )
+
+
+class _Products:
+    """Both products of an MLP in one forward.
+
+    Args:
+        module: the MLP.
+        stock: its forward.
+    """
+
+    def __init__(self, module: Any, stock: Callable[..., Any]) -> None:
+        self._module, self._stock = module, stock
+        self._product: Any = None  # the first one, and what it is added
+        self._version = 0
+        self._given: Any = None
+        self._output: Any = None
+
+    def first(self, x: Tensor) -> Any:
+        """The first one."""
+        self._product = self._module.linear_fc1(x)
+        self._version = self._product[0]._version
+        return self._product
+
+    def second(self, given: Tensor) -> Any:
+        """The second one."""
+        found = self._module.linear_fc2(given)
+        self._given, self._output = given, found[0]
         return found
 
-    def _empty(self, given: Tensor, product: Any, output: Tensor) -> None:
-        """Until `output` gets its gradient."""
-        product = tuple(one.detach() if isinstance(one, Tensor) else one for one in product)
-        storage = given.untyped_storage()
-        size = storage.nbytes()
+    def drop(self) -> None:
+        """Empties the second one's input until its output gets a gradient."""
+        given, product, output = self._given, self._product[0], self._output
+        # An activation function that writes its input would write it once more.
+        if product._version != self._version or not _is_apart(given, product):
+            return
+        kept = tuple(one.detach() if isinstance(one, Tensor) else one for one in self._product)
+        module, stock, storage = self._module, self._stock, given.untyped_storage()
+        size, form = storage.nbytes(), (given.shape, given.dtype)
         storage.resize_(0)
         # A graph outlives its backward where somebody keeps what it ends in, and its hooks with it.
-        waiting = [(product, storage)]
+        waiting = [(kept, storage)]
 
         def fill(_: Tensor) -> None:
-            product, storage = waiting.pop()
-            again = self._activated(product).contiguous().untyped_storage()
+            kept, storage = waiting.pop()
+            again = _activated(module, stock, kept)
+            if (again.shape, again.dtype) != form:
+                raise RuntimeError(f"an MLP gives {again.dtype} {tuple(again.shape)}, not {form}")
             storage.resize_(size)
-            storage.copy_(again)  # the tensor's version stays
+            storage.copy_(again.contiguous().untyped_storage())  # the tensor's version stays
 
         output.register_hook(fill)
 
-    @torch.no_grad()
-    def _activated(self, product: Any) -> Tensor:
-        self._product = product
-        try:
-            given: Tensor = self._module.forward(product[0])[0]
-            return given
-        finally:
-            self._product = None
+
+class _Between:
+    """One of Megatron's MLPs with other products, for its forward to run on."""
+
+    def __init__(self, module: Any, first: Callable[..., Any], second: Callable[..., Any]) -> None:
+        self._module = module
+        self.linear_fc1, self.linear_fc2 = _Call(first), _Call(second)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Call(nn.Module):
+    """A function as a module: newer versions of Megatron look (`apply_module`)."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, x: Tensor) -> Any:
+        """What the function gives."""
+        return self._function(x)
+
+
+@torch.no_grad()
+def _activated(module: Any, stock: Callable[..., Any], product: Any) -> Tensor:
+    """What lies between both products of an MLP: its forward without them, and their hooks."""
+    between = _Between(module, lambda _: product, lambda given: (given, None))
+    given: Tensor = stock(between, product[0])[0]
+    return given
+
+
+def _is_watched(module: Any) -> bool:
+    """Whether somebody else's hooks, who may keep it, see the input of a module."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return any(not str(getattr(one, "__module__", "")).startswith("megatron.") for one in hooks)
 
 
 def _is_apart(given: Tensor, product: Tensor) -> bool:

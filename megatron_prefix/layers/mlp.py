@@ -45,16 +45,20 @@ class MLP(Kind):
         """See Kind."""
         from megatron_prefix.layers.activation import ActivatedAgain
 
-        if not _activates_again(module.config):
+        config = getattr(module, "config", None)  # a model's own MLP may have none
+        if config is None or not _activates_again(config):
             return ()
-        return ActivatedAgain(module, number, running).overrides()
+        return ActivatedAgain(module, running).overrides()
 
 
 def _activates_again(config: Any) -> bool:
     """Whether the policy "recompute_act" drops anything: not where the second product keeps its
-    input in another form, or where both are one operator."""
+    input in another form, or where both are one operator; nor where the activation function keeps
+    what it gives, and not what it gets, which would be kept in its place (ReLU, squared or not)."""
     ways = ("fp8", "fp4", "use_transformer_engine_op_fuser", "cpu_offloading")
-    return not any(getattr(config, way, None) for way in ways)
+    function = getattr(getattr(config, "activation_func", None), "__name__", "")
+    keeps = config.gated_linear_unit or "gelu" in function or function == "silu"
+    return keeps and not any(getattr(config, way, None) for way in ways)
 
 
 def matrices(config: Any) -> int:

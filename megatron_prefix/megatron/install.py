@@ -116,13 +116,13 @@ class Hooks:
         for one in decoder.layers:
             self._undo.append(one.register_forward_hook(self._layer_done).remove)
         self._override_parts(self.parts)
+        self._override_parts(table.parts(self.model, Slot.MLP))
         if self.keys_only is not None:
             last = decoder.layers[-1]
             projection = last.self_attention.linear_proj
             self._override(projection, "forward", self._projecting(projection))
             self._override(last, "self_attn_bda", self._adding(last.self_attn_bda))
             self._override(last.mlp, "forward", self._skipping(last.mlp, 1))
-        self._override_parts(table.parts(self.model, Slot.MLP))
         if self._looks_ahead:
             inside = LooksAhead(self.model, self, self._read, lambda: self._turned)
             self._undo.append(inside.layer.register_forward_hook(self._layer_done).remove)

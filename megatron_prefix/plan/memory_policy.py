@@ -53,10 +53,10 @@ def automatic(
 
     While a rank's predicted peak is above `free`, inner segments that it holds at the peak change
     to a cheaper policy, those with the lowest price a byte first: from "retain", or, where that
-    computes less again, from "recompute_act" of all. "recompute" costs a forward. "offload" costs
-    the time of its copies that computation does not hide: stores hide behind what runs between the
-    segment's forward and backward, loads behind that backward and those right before it. The answer
-    depends on the arguments only, so all ranks of a pipeline agree.
+    takes less time or only that fits, from "recompute_act" of all. "recompute" costs a forward.
+    "offload" costs the time of its copies that computation does not hide: stores hide behind what
+    runs between the segment's forward and backward, loads behind that backward and those right
+    before it. The answer depends on the arguments only, so all ranks of a pipeline agree.
 
     Args:
         plan: its own policies are ignored.
@@ -72,16 +72,18 @@ def automatic(
     plan = replace(plan, policies=())
     if _peak(plan, footprint) <= free:
         return ()
-    starts = [plan]
-    if footprint.act:
-        starts.append(replace(plan, policies=policies(plan.segments, "recompute_act")))
-    tried = []
-    for start in starts:
-        choice = _Choice(start, footprint, cost, rates, may_offload)
-        found = choice.fitting(free)
-        over = max(0.0, _peak(replace(plan, policies=found), footprint) - free)
-        tried.append((over, choice.price, found))
-    return min(tried)[-1]
+    retaining = _Choice(plan, footprint, cost, rates, may_offload)
+    found = retaining.fitting(free)
+    if not footprint.act:
+        return found
+    light = replace(plan, policies=policies(plan.segments, "recompute_act"))
+    leaving = _Choice(light, footprint, cost, rates, may_offload)
+    fits = _peak(replace(plan, policies=found), footprint) <= free
+    if fits and retaining.price <= leaving.price:  # a search only adds to it
+        return found
+    less = leaving.fitting(free)
+    cheaper = leaving.price < retaining.price and _peak(leaving.plan, footprint) <= free
+    return less if cheaper or not fits else found
 
 
 def _peak(plan: Plan, footprint: Footprint) -> float:
@@ -111,8 +113,7 @@ class _Choice:
         self._seconds = [cost.segment(segment) * share for segment in plan.segments]
         self._hidden = {rank: self._windows(rank) for rank in range(plan.num_ranks)}
         self._on_link = 0.0  # seconds of all stores chosen so far
-        again = (AGAIN.get(plan.policy(index), 0.0) for index in range(len(plan.segments)))
-        self.price = sum(map(operator.mul, again, self._seconds))
+        self._become(plan)
 
     def fitting(self, free: float) -> tuple[str, ...]:
         """Policies that keep a limit; where none do, those that keep least."""
@@ -121,7 +122,7 @@ class _Choice:
             return self.plan.policies
         least = _peak(lean, self._footprint)
         if least > free and not self._may_offload:  # a search would take long, and find as little
-            return lean.policies
+            return self._become(lean)
         for _ in range(min(MOST_TRIES, 2 * len(lean.segments))):
             memory = predict(self.plan, self._footprint)
             worst = max(range(len(memory)), key=lambda rank: memory[rank].peak)
@@ -130,7 +131,13 @@ class _Choice:
             ):
                 break
         kept = _peak(self.plan, self._footprint) <= max(free, least)
-        return self.plan.policies if kept else lean.policies
+        return self.plan.policies if kept else self._become(lean)
+
+    def _become(self, plan: Plan) -> tuple[str, ...]:
+        """Takes a plan's policies, all on the device."""
+        again = (AGAIN.get(plan.policy(index), 0.0) for index in range(len(plan.segments)))
+        self.plan, self.price = plan, sum(map(operator.mul, again, self._seconds))
+        return plan.policies
 
     def give(self, rank: int, memory: RankMemory, excess: float) -> bool:
         """Changes policies of segments that a rank holds at its peak; False where none is left."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,7 +38,7 @@ class ModelNumbers:
 
     Attributes:
         other_steps: why forward steps get more than an iterator and a model; None if they do not.
-        refused: what is refused of the options.
+        refused: what is refused of the options of its language models.
         has_images: whether it is a vision-language model.
         sequence_ranks: tensor-parallel ranks that share the positions of a segment (sequence
             parallelism).
@@ -61,7 +61,9 @@ class ModelNumbers:
 
     def __init__(self, config: Any, models: Sequence[Any], wrapped: Sequence[Any]) -> None:
         self.other_steps: Reason | None = features.other_steps(config)
-        self.refused = [one for each in _configs(config, models) for one in features.refusals(each)]
+        # Around a language model others may have a configuration of their own.
+        own = _apart(model.config for model in models)
+        self.refused = [one for each in own for one in features.refusals(each)]
         self.has_images = any(map(has_images, wrapped, models))
         tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
         self.sequence_ranks = tp if config.sequence_parallel else 1
@@ -99,7 +101,7 @@ def _numbers(config: Any, models: Sequence[Any], wrapped: Sequence[Any]) -> Mode
             for name, value in vars(one).items()
             if isinstance(value, bool | int | float | str | list | tuple | torch.dtype | None)
         }
-        for one in _configs(config, models)
+        for one in _apart((config, *(model.config for model in models)))
     ]
     of = [*map(id, models), *map(id, wrapped)], options
     if models[0] not in _known or _known[models[0]][0] != of:
@@ -107,9 +109,9 @@ def _numbers(config: Any, models: Sequence[Any], wrapped: Sequence[Any]) -> Mode
     return _known[models[0]][1]
 
 
-def _configs(config: Any, models: Sequence[Any]) -> list[Any]:
-    """The configurations of a rank's models, each once; usually there is one."""
-    return [*{id(one): one for one in (config, *(model.config for model in models))}.values()]
+def _apart(configs: Iterable[Any]) -> list[Any]:
+    """Configurations, each once; usually there is one."""
+    return [*{id(one): one for one in configs}.values()]
 
 
 class Rank(ModelNumbers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import weakref
 from collections.abc import Iterator
@@ -11,18 +12,22 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+RECENT = 64
+"""Storages saved last, whose owner may still empty them (layers/activation.py)."""
+
 
 class _Held:
-    """One storage that autograd holds."""
+    """One storage that autograd holds, and in a list its bytes as they were counted last."""
 
-    __slots__ = ("__weakref__", "tensor")
+    __slots__ = ("__weakref__", "counted", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        self.tensor, self.counted = tensor, [0]
 
 
 class SavedBytes:
-    """Bytes of the storages that autograd has saved, each counted once.
+    """Bytes of the storages that autograd has saved, each counted once, and not while it is empty:
+    some are emptied soon after they were saved, and filled before they are read.
 
     Args:
         resident: addresses of storages that are not counted, those of parameters
@@ -38,12 +43,13 @@ class SavedBytes:
         self._known: weakref.WeakValueDictionary[StorageWeakRef, _Held] = (
             weakref.WeakValueDictionary()
         )
+        self._recent: collections.deque[weakref.ref[_Held]] = collections.deque(maxlen=RECENT)
         self.now = self.peak = 0
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[SavedBytes]:
         """Counts what autograd saves inside, except what other hooks take."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield self
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -55,15 +61,22 @@ class SavedBytes:
         held = self._known.get(key)
         if held is None:
             held = self._known[key] = _Held(tensor)
-            num_bytes = storage.nbytes()
-            self.now += num_bytes
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(held, self._dropped, num_bytes)
+            weakref.finalize(held, self._dropped, held.counted)
+            self._recent.append(weakref.ref(held))
+            self._count(*(one() for one in self._recent))
         return tensor, held
 
-    def _dropped(self, num_bytes: int) -> None:
-        self.now -= num_bytes
+    def _unpack(self, saved: tuple[Tensor, _Held | None]) -> Tensor:
+        self._count(saved[1])
+        return saved[0]
 
+    def _count(self, *some: _Held | None) -> None:
+        for held in some:
+            if held is not None:
+                num_bytes = held.tensor.untyped_storage().nbytes()
+                self.now += num_bytes - held.counted[0]
+                held.counted[0] = num_bytes
+        self.peak = max(self.peak, self.now)
 
-def _unpack(saved: tuple[Tensor, Any]) -> Tensor:
-    return saved[0]
+    def _dropped(self, counted: list[int]) -> None:
+        self.now -= counted[0]

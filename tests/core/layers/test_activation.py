@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Iterator
@@ -12,12 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.layers import mlp as kind
+from megatron_prefix.layers.activation import _Between
 from megatron_prefix.layers.model import footprint_of
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -34,9 +38,8 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
         bias_activation_fusion=False, activation_func_clamp_value=0.1, glu_linear_offset=0.5
     ),
     "gelu with biases": dict(gated_linear_unit=False, activation_func=F.gelu, add_bias_linear=True),
-    "squared relu": dict(
-        gated_linear_unit=False, bias_activation_fusion=False,
-        activation_func=lambda x: F.relu(x).square(),
+    "gelu, unfused": dict(
+        gated_linear_unit=False, bias_activation_fusion=False, activation_func=F.gelu
     ),
     "every layer recomputed": dict(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
@@ -61,10 +64,8 @@ def step(model: Any, memory: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_gradients_are_bitwise_the_same(name: str) -> None:
     model = small_model(config_overrides=ACTIVATIONS[name])
-    whole, light = step(model, "retain"), step(model, "recompute_act")
-    assert whole.keys() == light.keys() and all(one.any() for one in whole.values())
-    for key, gradient in whole.items():
-        assert torch.equal(gradient, light[key]), key
+    alike(model)
+    assert all(one.any() for one in steps.gradients(model).values())
 
 
 @pytest.mark.parametrize("memory", ["retain", "recompute_act"])
@@ -95,19 +96,34 @@ def test_it_is_not_kept(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert alive and set(alive) == {memory == "retain"}
 
 
-def test_nothing_is_left_of_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither between both products, nor while what lies between them runs again."""
-    model = small_model()
-    wanted, forward, calls = step(model, "recompute_act"), MLP.forward, []
+def test_every_layer_drops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one, too, of which inner segments without loss compute K and V only."""
+    model, emptied = small_model(), set()
+    second = _Between.__init__
 
-    def failing(self: MLP, *args: Any, **kwargs: Any) -> Any:
+    def noted(one: Any, module: Any, *products: Any) -> None:
+        emptied.add(id(module))
+        second(one, module, *products)
+
+    monkeypatch.setattr(_Between, "__init__", noted)
+    step(model, "recompute_act")
+    assert emptied == {id(layer.mlp) for layer in unwrap(model).decoder.layers}
+
+
+def test_nothing_is_left_of_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While what lies between both products runs again."""
+    model, calls = small_model(config_overrides=ACTIVATIONS["gelu, unfused"]), []
+    wanted, mlp = step(model, "recompute_act"), unwrap(model).decoder.layers[0].mlp
+    activated = mlp.activation_func
+
+    def failing(x: Tensor) -> Tensor:
         calls.append(torch.is_grad_enabled())
         if not calls[-1]:
             raise ZeroDivisionError("in backward")
-        return forward(self, *args, **kwargs)
+        return activated(x)
 
     with monkeypatch.context() as patch:
-        patch.setattr(MLP, "forward", failing)
+        patch.setattr(mlp, "activation_func", failing)
         with pytest.raises(ZeroDivisionError, match="in backward"):
             step(model, "recompute_act")
     assert calls.count(False) == 1 < len(calls)
@@ -147,3 +163,120 @@ def test_what_is_dropped_is_counted(name: str, dense: float) -> None:
     assert footprint_of(spec, Execution(tp=2)).act == dense * width
     for form in (Execution(recompute="full"), Execution(recompute="selective", modules=("mlp",))):
         assert footprint_of(spec, form).act == 0
+
+
+class ReadsItsInput(MLP):
+    """What lies between its products is more than the first of them."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        gate, up = self.linear_fc1(hidden_states)[0].chunk(2, -1)
+        return self.linear_fc2(F.silu(gate) * up * hidden_states.mean(-1, keepdim=True).sigmoid())
+
+
+class ReadsTwice(MLP):
+    """It reads the second product's input once more."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        gate, up = self.linear_fc1(hidden_states)[0].chunk(2, -1)
+        given = F.silu(gate) * up
+        return self.linear_fc2(given)[0] + given.mean(-1, keepdim=True), None
+
+
+class AddsItsInput(MLP):
+    """Megatron's forward is a part of its own."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        found, bias = super().forward(hidden_states)
+        return found + hidden_states, bias
+
+
+@pytest.mark.parametrize("own", [ReadsItsInput, ReadsTwice, AddsItsInput])
+@pytest.mark.parametrize("of", ["the class", "the instance"])
+def test_a_trainers_own_forward_is_left_alone(own: type[MLP], of: str) -> None:
+    model = small_model()
+    for layer in unwrap(model).decoder.layers:
+        if of == "the class":
+            layer.mlp.__class__ = own
+        elif own is not AddsItsInput:
+            layer.mlp.forward = own.forward.__get__(layer.mlp)
+    alike(model)
+
+
+def writing_gelu(x: Tensor) -> Tensor:
+    return x.mul_(2) * 1
+
+
+def gelu_in_place(x: Tensor) -> Tensor:
+    return x.relu_()
+
+
+def no_gelu(x: Tensor) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize("function", [writing_gelu, gelu_in_place, no_gelu])
+def test_an_activation_that_writes_or_gives_its_input_is_left_alone(function: Any) -> None:
+    alike(small_model(config_overrides=dict(
+        gated_linear_unit=False, bias_activation_fusion=False, activation_func=function
+    )))  # fmt: skip
+
+
+def test_a_hook_finds_what_the_second_product_gets() -> None:
+    model, seen = small_model(), []
+    products = [layer.mlp.linear_fc2 for layer in unwrap(model).decoder.layers]
+    for one in products:
+        one.register_forward_hook(lambda _, given, __: seen.append(given[0]))
+    alike(model)
+    assert all(one.isfinite().all() for one in seen)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_checkpoint_of_torch_finds_what_it_saves(whole: bool) -> None:
+    """Its second forward fills the graph of the first one, and nobody takes its own output."""
+    model = small_model()
+    decoder = unwrap(model).decoder
+    for module in [decoder] if whole else decoder.layers:
+        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+    alike(model)
+
+
+def test_an_mlp_of_a_models_own_needs_no_configuration() -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor, **_: Any) -> tuple[Tensor, None]:
+            return F.silu(x), None
+
+    model = small_model()
+    for layer in unwrap(model).decoder.layers:
+        layer.mlp = Own()
+    alike(model)
+
+
+@pytest.mark.parametrize("function", [F.gelu, F.relu, lambda x: F.relu(x).square()])
+def test_the_first_product_is_not_kept_in_the_place_of_the_second_ones_input(function: Any) -> None:
+    """ReLU keeps what it gives, and its input is dropped by itself."""
+    model, products, alive = small_model(config_overrides=dict(
+        gated_linear_unit=False, bias_activation_fusion=False, activation_func=function
+    )), [], []  # fmt: skip
+    first, last = unwrap(model).decoder.layers
+
+    def noted(_: Any, __: Any, found: Any) -> None:
+        products.append(StorageWeakRef(found[0].untyped_storage()))
+
+    def looked(*_: Any) -> None:
+        alive.append(not all(one.expired() for one in products))
+
+    first.mlp.linear_fc1.register_forward_hook(noted)
+    last.register_forward_pre_hook(looked)
+    step(model, "retain")
+    keeps = alive[0]
+    alive.clear(), products.clear()
+    step(model, "recompute_act")
+    numbers = kind.MLP().memory(unwrap(model).config, Execution())
+    assert alive[0] == keeps == (numbers.act > 0) == (function is F.gelu)
+
+
+def alike(model: Any) -> None:
+    """Both policies give the same gradients."""
+    whole, light = step(model, "retain"), step(model, "recompute_act")
+    for key, gradient in whole.items():
+        assert torch.equal(gradient, light[key]), key

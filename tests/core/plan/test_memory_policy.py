@@ -14,6 +14,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers.model import cost_of, footprint_of
 from megatron_prefix.plan.actions import Plan, policies
+from megatron_prefix.plan.cost import AGAIN
 from megatron_prefix.plan.footprint import Execution, Footprint
 from megatron_prefix.plan.memory_policy import Rates, automatic, leaner
 from megatron_prefix.plan.peak_memory import predict
@@ -79,6 +80,27 @@ def test_where_neither_is_enough_both_are_done() -> None:
     plan = plan_of(prompt=2048, response=10240, num=3)
     both = ("recompute", *["recompute_act"] * 3)
     assert chosen(plan, peak(plan, both), SLOW) == both
+
+
+@pytest.mark.parametrize("num_groups", [1, 4])
+@pytest.mark.parametrize("prompt", [512, 4096, 10240])
+def test_nothing_costs_more_because_activations_can_be_dropped(
+    prompt: int, num_groups: int
+) -> None:
+    """As where they cannot: what runs again is at most that, as long as it fits."""
+    plan = plan_of(prompt, num_groups=num_groups)
+    least, most = peak(plan, policies(plan.segments, "recompute")), peak(plan, ())
+
+    def again(found: tuple[str, ...]) -> float:
+        pairs = zip(found, plan.segments, strict=True)
+        return sum(AGAIN.get(policy, 0.0) * COST.segment(one) for policy, one in pairs)
+
+    for share in (0.0, 0.2, 0.5, 0.9):
+        free = least + share * (most - least)
+        found = chosen(plan, free, SLOW, may_offload=False)
+        without = chosen(plan, free, SLOW, may_offload=False, footprint=EVERYTHING)
+        assert peak(plan, found) <= free and peak(plan, without) <= free
+        assert again(found) <= again(without)
 
 
 def test_a_short_prompt_that_runs_again_is_cheaper_than_all_activations() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -55,3 +56,14 @@ def test_what_is_refused_of_options_is_that_of_now() -> None:
             assert Rank([model]).refused == []
         config.delay_wgrad_compute = True
         assert Rank([model]).other_steps is not None
+
+
+def test_what_is_around_a_language_model_has_options_of_its_own() -> None:
+    with one_rank():
+        model = small_model()
+        model.config = copy.copy(model.config)
+        model.config.hidden_dropout = 0.1
+        rank = Rank([model])
+        assert rank.config.hidden_dropout and rank.refused == []
+        rank.language_models[0].config.hidden_dropout = 0.1
+        assert len(Rank([model]).refused) == 1
