@@ -46,7 +46,7 @@ class ActivatedAgain:
         if not self._drops(stock) or len(args) != 1 or kwargs.get(_SCALE) is not None:
             return stock(module, *args, **kwargs)
         products = _Products(module, stock)
-        found = stock(_Between(module, products.first, products.second), *args, **kwargs)
+        found = stock(Between(module, products.first, products.second), *args, **kwargs)
         products.drop()
         return found
 
@@ -115,7 +115,7 @@ class _Products:
         output.register_hook(fill)
 
 
-class _Between:
+class Between:
     """One of Megatron's MLPs with other products, for its forward to run on."""
 
     def __init__(self, module: Any, first: Callable[..., Any], second: Callable[..., Any]) -> None:
@@ -141,7 +141,7 @@ class _Call(nn.Module):
 @torch.no_grad()
 def _activated(module: Any, stock: Callable[..., Any], product: Any) -> Tensor:
     """What lies between both products of an MLP: its forward without them, and their hooks."""
-    between = _Between(module, lambda _: product, lambda given: (given, None))
+    between = Between(module, lambda _: product, lambda given: (given, None))
     given: Tensor = stock(between, product[0])[0]
     return given
 

@@ -107,7 +107,7 @@ AXES: dict[str, Axis] = {
     "exchange": Axis(("none",), ("in_loss", "in_step")),
     "raises": Axis(("none",), ("before_call", "after_call", "in_loss", "data_ends")),
     # Ours.
-    "options": Axis(("small", "whole", "recompute")),
+    "options": Axis(("small", "whole", "recompute", "light")),
 }
 LAYOUTS = {1: ("one",), 2: ("tp2", "tp2_sp", "pp2", "cp2", "dp2", "ep2")}
 """By number of ranks."""

@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "small": {"segment_tokens": 24, "chunk_tokens": 8},
     "whole": {},
     "recompute": {"segment_tokens": 32, "memory": "recompute"},
+    "light": {"segment_tokens": 32, "memory": "recompute_act"},
 }
 
 

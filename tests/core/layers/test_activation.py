@@ -21,7 +21,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers import mlp as kind
-from megatron_prefix.layers.activation import _Between
+from megatron_prefix.layers.activation import Between
 from megatron_prefix.layers.model import footprint_of
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -99,13 +99,13 @@ def test_it_is_not_kept(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_layer_drops_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last one, too, of which inner segments without loss compute K and V only."""
     model, emptied = small_model(), set()
-    second = _Between.__init__
+    second = Between.__init__
 
     def noted(one: Any, module: Any, *products: Any) -> None:
         emptied.add(id(module))
         second(one, module, *products)
 
-    monkeypatch.setattr(_Between, "__init__", noted)
+    monkeypatch.setattr(Between, "__init__", noted)
     step(model, "recompute_act")
     assert emptied == {id(layer.mlp) for layer in unwrap(model).decoder.layers}
 
