@@ -14,6 +14,7 @@ import torch
 # The same examples in every run; HYPOTHESIS_PROFILE=search looks for new ones.
 hypothesis.settings.register_profile(
     "repeatable",
+    max_examples=50,
     derandomize=True,
     deadline=None,
     database=None,

@@ -17,8 +17,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-IMPORTED = ["tests.harness.ranks", "megatron_prefix.lab.models.build"]
-"""What all commands begin with."""
+IMPORTED = [
+    "tests.harness.ranks",
+    "megatron_prefix.lab.models.build",
+    "megatron_prefix.lab.cli.main",
+    "megatron_prefix.lab.rl.checkpoint",
+    "megatron_prefix.lab.rl.job",
+    "megatron_prefix.lab.verify.align",
+    "rich.markup",
+    "rich.table",
+]
+"""What commands begin with, and with it what ranks that they start would import each for itself."""
 
 
 def forked_module(

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from multiprocessing.context import ForkProcess
 from typing import Any, TypeVar
 
+import numpy.ma  # noqa: F401  # np.median wants it; these are imported once, not in every rank
 import torch
-import torch._dynamo  # the optimizer wants it; imported here once, not in every rank
+import torch._dynamo  # the optimizer does
 
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.platforms import cpu

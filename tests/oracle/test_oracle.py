@@ -66,10 +66,10 @@ def test_every_value_of_every_axis_alone() -> None:
 
 @pytest.mark.slow
 def test_pairs_of_values() -> None:
-    """Nothing ends or changes a step of mode auto. Seeds that come first cover the most pairs: half
-    of them cover 95 of 100."""
+    """Nothing ends or changes a step of mode auto. Seeds that come first cover the most pairs: a
+    third of them covers nine in ten."""
     cases = pairs.cases()
-    _run(*(runner.Job(case, ("auto",)) for case in cases[: rounds(180, len(cases))]))
+    _run(*(runner.Job(case, ("auto",)) for case in cases[: rounds(120, len(cases))]))
 
 
 @pytest.mark.slow

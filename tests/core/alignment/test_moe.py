@@ -303,9 +303,12 @@ def compare(case: Case, layout: Layout) -> str:
 
 @functools.cache
 def outcome(layout: Layout) -> list[dict[str, str]]:
-    """What every rank says of every case of a layout."""
-    cases = {name: case for name, case in CASES.items() if case.layout == layout}
-    return run_ranks(layout.world_size, stock_once()(run_cases), layout, cases, compare)
+    """What every rank says of every case of a layout, and of every mistake in one."""
+    cases = {name: (name, "") for name, case in CASES.items() if case.layout == layout}
+    mistakes = {m: (name, m) for m, (name, *_) in MISTAKES.items() if name in cases}
+    return run_ranks(
+        layout.world_size, stock_once()(run_cases), layout, cases | mistakes, compare_with
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -371,24 +374,19 @@ MISTAKES = {
 }
 
 
-def compare_wrong(mistake: str, layout: Layout) -> str:
-    """What differs in a case with a mistake."""
-    name, where, wrong = MISTAKES[mistake]
+def compare_with(what: tuple[str, str], layout: Layout) -> str:
+    """What differs in a case with a mistake, or with none."""
+    name, mistake = what
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"megatron_prefix.moe.{where}", wrong)
+        if mistake:
+            _, where, wrong = MISTAKES[mistake]
+            patch.setattr(f"megatron_prefix.moe.{where}", wrong)
         return compare(CASES[name], layout)
-
-
-@functools.cache
-def wrong_outcome(layout: Layout) -> dict[str, str]:
-    """What the first rank says of every mistake in a layout."""
-    mistakes = {m: m for m, (name, *_) in MISTAKES.items() if CASES[name].layout == layout}
-    return run_ranks(layout.world_size, stock_once()(run_cases), layout, mistakes, compare_wrong)[0]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_count_is_seen(mistake):
-    found = wrong_outcome(CASES[MISTAKES[mistake][0]].layout)[mistake]
+    found = outcome(CASES[MISTAKES[mistake][0]].layout)[0][mistake]
     assert found and "Traceback" not in found, found
     failures = found.splitlines()
     biased = any("expert_bias" in line for line in failures)

@@ -15,6 +15,7 @@ from megatron_prefix.plan.check import PlanError
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, TreeOptions, build
+from tests.harness.fuzzing import rounds
 from tests.harness.trees import flat_rollouts, rollout_sets, tree_options
 
 
@@ -74,7 +75,7 @@ def test_a_plan_as_csv() -> None:
 
 
 @given(rollout_sets(), tree_options(), st.integers(1, 8))
-@settings(max_examples=100)
+@settings(max_examples=rounds(50, 500))
 def test_a_plan_is_read_back(sets, options, num_ranks) -> None:
     plan = make_plan(build(*sets, options), num_ranks)
     assert Plan.from_csv(plan.to_csv()) == plan

@@ -15,6 +15,7 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.cost import CostModel, Work, segment_work, stock_work
 from megatron_prefix.tree import Forest, Pairs, build
+from tests.harness.fuzzing import rounds
 from tests.harness.trees import flat_forest, rollout_sets, tree_options
 
 COST = CostModel.of_flops(linear=1000.0, head=70.0, attention=3.0, action_tokens=2.0)
@@ -38,7 +39,7 @@ def counted(forest: Forest, rollouts: Sequence[Pairs]) -> tuple[float, float]:
 
 
 @given(rollout_sets(), tree_options())
-@settings(max_examples=60)
+@settings(max_examples=rounds(30, 500))
 def test_flops_are_those_of_every_position(sets, options) -> None:
     forest = build(*sets, options)
     stock, prefix = counted(forest, sets[0])
@@ -66,7 +67,7 @@ def test_work_of_segments() -> None:
 
 
 @given(rollout_sets(), tree_options())
-@settings(max_examples=60)
+@settings(max_examples=rounds(30, 500))
 def test_what_several_spans_see_counts_once(sets, options) -> None:
     forest = build(*sets, options)
     for segment in forest.segments:

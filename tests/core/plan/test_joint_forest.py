@@ -18,6 +18,7 @@ from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.run.execute.memory_control import longest_segments
 from megatron_prefix.tree import Forest, Pairs, Place, Segment, TreeOptions, build
 from megatron_prefix.tree.packing import Rows
+from tests.harness.fuzzing import rounds
 from tests.harness.trees import flat_rollouts, random_forest
 
 
@@ -86,7 +87,7 @@ def play_together(plans: list[Plan], ready_after: list[list[int]]) -> int:
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(1, 4), st.integers(1, 2))
-@settings(max_examples=60)
+@settings(max_examples=rounds(30, 500))
 def test_a_plan_of_the_union_is_one_for_all(rng, num, num_ranks, num_chunks) -> None:
     num_chunks = num_chunks if num_ranks > 1 else 1
     forests, microbatches_of = some(rng, num)
@@ -106,7 +107,7 @@ def test_a_plan_of_the_union_is_one_for_all(rng, num, num_ranks, num_chunks) -> 
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 4))
-@settings(max_examples=60)
+@settings(max_examples=rounds(30, 500))
 def test_every_forest_is_in_the_union_and_fillers_are_padding(rng, num) -> None:
     forests, microbatches_of = some(rng, num)
     for forest, microbatch_of, found in zip(

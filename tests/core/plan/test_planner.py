@@ -19,6 +19,7 @@ from megatron_prefix.plan.planner import (
 )
 from megatron_prefix.plan.simulator import Timeline, simulate
 from megatron_prefix.tree import Forest, TreeOptions, build
+from tests.harness.fuzzing import rounds
 from tests.harness.trees import (
     flat_rollouts,
     random_forest,
@@ -36,7 +37,7 @@ def flat_forest(**options) -> Forest:
 
 
 @given(forests)
-@settings(max_examples=100)
+@settings(max_examples=rounds(50, 500))
 def test_b_order_puts_children_before_parents(forest) -> None:
     order = backward_order(forest.segments)
     assert sorted(order) == list(range(len(forest.segments)))
@@ -48,7 +49,7 @@ def test_b_order_puts_children_before_parents(forest) -> None:
 
 
 @given(st.one_of(forests, st.builds(random_forest, st.randoms(use_true_random=True))))
-@settings(max_examples=100)
+@settings(max_examples=rounds(50, 500))
 def test_b_order_has_waves_in_f_order_and_inner_ones_early(forest) -> None:
     segments, order = forest.segments, backward_order(forest.segments)
     waves = [index for index in order if not segments[index].inner]
@@ -79,7 +80,7 @@ def losses(forest: Forest, microbatch_of: list[int]) -> list[set[int]]:
 
 
 @given(forests, st.integers(1, 4), st.randoms(use_true_random=False))
-@settings(max_examples=100)
+@settings(max_examples=rounds(50, 500))
 def test_closings_wait_for_the_whole_microbatch(forest, size, rng: random.Random) -> None:
     microbatch_of = [rollout // size for rollout in range(len(forest.num_positions))]
     rng.shuffle(microbatch_of)
@@ -88,7 +89,7 @@ def test_closings_wait_for_the_whole_microbatch(forest, size, rng: random.Random
 
 
 @given(forests)
-@settings(max_examples=50)
+@settings(max_examples=rounds(25, 500))
 def test_by_default_a_rollout_is_a_microbatch(forest) -> None:
     wanted = losses(forest, list(range(len(forest.num_positions))))
     assert loss_ready_after(forest) == [max({i} | need) for i, need in enumerate(wanted)]
@@ -100,7 +101,7 @@ def test_a_leaf_waits_for_nothing_but_itself() -> None:
 
 
 @given(forests, st.integers(1, 8), st.sampled_from([1, 2]))
-@settings(max_examples=100)
+@settings(max_examples=rounds(50, 500))
 def test_all_ranks_follow_the_same_two_orders(forest, num_ranks, run_ahead) -> None:
     plan = make_plan(forest, num_ranks, run_ahead=run_ahead)
     order, num = backward_order(forest.segments, loss_ready_after(forest)), len(forest.segments)
@@ -111,7 +112,7 @@ def test_all_ranks_follow_the_same_two_orders(forest, num_ranks, run_ahead) -> N
 
 
 @given(forests, st.integers(1, 8), st.sampled_from([1, 2]))
-@settings(max_examples=100)
+@settings(max_examples=rounds(50, 500))
 def test_a_stage_runs_no_further_ahead_than_allowed(forest, num_ranks, run_ahead) -> None:
     """At most what its next backward needs, and `run_ahead` more for each stage behind it."""
     plan = make_plan(forest, num_ranks, run_ahead=run_ahead)
@@ -187,7 +188,7 @@ def test_an_empty_step_has_empty_programs() -> None:
 
 
 @given(forests, st.integers(1, 8), st.sampled_from([1, 2]))
-@settings(max_examples=60)
+@settings(max_examples=rounds(30, 500))
 def test_the_best_plan_is_no_longer_and_holds_no_more(forest, num_ranks, run_ahead) -> None:
     ready_after = loss_ready_after(forest)
     plain = simulate(make_plan(forest, num_ranks, run_ahead=run_ahead), ready_after=ready_after)
@@ -239,7 +240,7 @@ def test_virtual_stages_wait_less(num_chunks) -> None:
 
 
 @given(forests, st.integers(2, 4), st.integers(2, 3), st.sampled_from([None, 1, 2, 5]))
-@settings(max_examples=100)
+@settings(max_examples=rounds(50, 500))
 def test_virtual_stages_follow_megatron_order_and_run(
     forest, num_ranks, num_chunks, group_size
 ) -> None:
@@ -264,7 +265,7 @@ def test_virtual_stages_follow_megatron_order_and_run(
 
 
 @given(forests, st.integers(1, 4), st.integers(1, 3), st.integers(1, 60), st.sampled_from([1, 3]))
-@settings(max_examples=100)
+@settings(max_examples=rounds(50, 500))
 def test_a_bound_on_live_rows_is_kept_but_for_what_must_be_held(
     forest, num_ranks, num_chunks, rows, run_ahead
 ) -> None:
@@ -282,7 +283,7 @@ def test_a_bound_on_live_rows_is_kept_but_for_what_must_be_held(
 
 
 @given(forests, st.integers(2, 4), st.integers(1, 3))
-@settings(max_examples=60)
+@settings(max_examples=rounds(30, 500))
 def test_without_running_ahead_only_what_is_needed_runs(forest, num_ranks, num_chunks) -> None:
     plan = make_plan(forest, num_ranks, num_chunks=num_chunks, run_ahead=0)
     size = num_ranks if num_chunks > 1 else 1
@@ -300,7 +301,7 @@ def test_without_running_ahead_only_what_is_needed_runs(forest, num_ranks, num_c
 
 
 @given(forests, st.integers(1, 8), st.sampled_from([1, 2]), st.integers(1, 5))
-@settings(max_examples=150)
+@settings(max_examples=rounds(75, 500))
 def test_plans_of_rollouts_run(forest, num_ranks, run_ahead, size) -> None:
     microbatch_of = [rollout // size for rollout in range(len(forest.num_positions))]
     plan = make_plan(forest, num_ranks, microbatches=microbatch_of, run_ahead=run_ahead)

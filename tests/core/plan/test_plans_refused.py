@@ -15,6 +15,7 @@ from megatron_prefix.plan.check import PlanError, check, check_segments, marked_
 from megatron_prefix.plan.planner import loss_ready_after
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Place, Segment, Span, build
+from tests.harness.fuzzing import rounds
 from tests.harness.trees import (
     cells,
     flat_forest,
@@ -172,7 +173,7 @@ def test_virtual_stages_that_disagree() -> None:
 
 
 @given(st.randoms(use_true_random=False), st.integers(2, 4))
-@settings(max_examples=200)
+@settings(max_examples=rounds(100, 500))
 def test_swapped_cells_are_refused_or_harmless(rng: random.Random, num_ranks) -> None:
     """Whatever two cells are swapped: the plan is refused, or all of it runs."""
     plan = ruled_plan(random_forest(rng, depth=2), num_ranks)
@@ -206,7 +207,7 @@ PROMPT = Place(0, 0)
 
 
 @given(rollout_sets(), tree_options())
-@settings(max_examples=100)
+@settings(max_examples=rounds(50, 500))
 def test_forests_have_good_tables(sets, options) -> None:
     check_segments(build(*sets, options).segments)
 

@@ -10,6 +10,7 @@ from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.planner import loss_ready_after
 from megatron_prefix.plan.simulator import simulate, token_cost
 from megatron_prefix.tree import Forest, Segment, Span, build
+from tests.harness.fuzzing import rounds
 from tests.harness.trees import (
     flat_forest,
     interleaved,
@@ -131,7 +132,7 @@ def test_virtual_stages(num_ranks, num_chunks) -> None:
 
 
 @given(rollout_sets(), tree_options(), st.integers(1, 6), st.sampled_from([1, 2]))
-@settings(max_examples=100)
+@settings(max_examples=rounds(50, 500))
 def test_a_timeline_keeps_every_dependency(sets, options, num_ranks, run_ahead) -> None:
     forest = build(*sets, options)
     plan = ruled_plan(forest, num_ranks, run_ahead=run_ahead)

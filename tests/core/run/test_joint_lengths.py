@@ -114,8 +114,15 @@ def cut(
     return found
 
 
-@pytest.mark.parametrize("shapes", [MEMORY, ((160, 32), (80, 32))], ids=str)
-@pytest.mark.parametrize("layout", [Layout(dp=2, ep=2), Layout(pp=2, dp=2, ep=2)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "shapes"),
+    [
+        (Layout(dp=2, ep=2), MEMORY),
+        (Layout(dp=2, ep=2), ((160, 32), (80, 32))),
+        (Layout(pp=2, dp=2, ep=2), MEMORY),
+    ],
+    ids=str,
+)
 def test_ranks_that_share_experts_cut_alike(
     layout: Layout, shapes: tuple[tuple[int, int], ...]
 ) -> None:

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from megatron_prefix.tree import Pairs, TreeOptions, beginnings, build
 from megatron_prefix.tree.beginnings import least_repeated, most_saved
+from tests.harness.fuzzing import rounds
 from tests.harness.trees import flat_rollouts, rollout_sets, tree_options, with_routes
 
 
 @pytest.mark.parametrize("look", [1, 4, 16, 512])
 @given(rollout_sets(), tree_options())
-@settings(max_examples=100)
+@settings(max_examples=rounds(50, 500))
 def test_no_tree_saves_more(look, sets, options) -> None:
     forest = build(*sets, options)
     with mock.patch.object(beginnings, "LONGEST_LOOK", look):
@@ -25,7 +26,7 @@ def test_no_tree_saves_more(look, sets, options) -> None:
 
 
 @given(rollout_sets(), tree_options(), st.data())
-@settings(max_examples=50)
+@settings(max_examples=rounds(25, 500))
 def test_routes_only_take_sharing_away(sets, options, data) -> None:
     rollouts, groups = sets
     parts = [data.draw(st.integers(0, len(rollout))) for rollout in rollouts]

@@ -17,6 +17,7 @@ from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.tree import Forest, Pairs, Place, Segment, Span, TreeOptions, build
 from megatron_prefix.tree.joining import most_alive
 from megatron_prefix.tree.payload_map import payload_map
+from tests.harness.fuzzing import rounds
 from tests.harness.trees import flat_rollouts, rollout_sets, tree_options
 
 JOINS = TreeOptions(min_gain=4, segment_gain=32, segment_tokens=100, joins=True, share="batch")
@@ -28,7 +29,7 @@ def owners(num: int, each: int) -> list[int]:
 
 
 @given(rollout_sets(), tree_options(), st.integers(1, 4), st.sampled_from([0, 10, 1000]))
-@settings(max_examples=150)
+@settings(max_examples=rounds(75, 500))
 def test_joined_forests_are_whole(sets, options, each, gain) -> None:
     rollouts, groups = sets
     owner = owners(len(rollouts), each)

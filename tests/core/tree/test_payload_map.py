@@ -15,6 +15,7 @@ from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.tree import Forest, Pairs, Place, Segment, Span, TreeOptions, build
 from megatron_prefix.tree import payload_map as module
 from megatron_prefix.tree.payload_map import Level, PayloadMap, RowMap, Run, payload_map
+from tests.harness.fuzzing import rounds
 from tests.harness.trees import (
     ancestors,
     flat_rollouts,
@@ -88,7 +89,7 @@ def check_program(
 
 
 @given(st.randoms(use_true_random=True), st.integers(1, 4), st.integers(1, 2), st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=rounds(75, 500))
 def test_live_rows_never_overlap_and_queries_see_their_ancestors(
     rng: random.Random, num_ranks: int, num_chunks: int, ahead: bool
 ) -> None:
@@ -116,7 +117,7 @@ def test_context_parallel_ranks_hold_equal_parts(
 
 
 @given(st.randoms(use_true_random=True), st.integers(1, 9))
-@settings(max_examples=60)
+@settings(max_examples=rounds(30, 500))
 def test_long_blocks_that_all_queries_see_are_cut(rng: random.Random, longest: int) -> None:
     forest = random_forest(rng)
     program = make_plan(forest).actions_of(0, 0)

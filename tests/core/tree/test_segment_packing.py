@@ -19,6 +19,7 @@ from megatron_prefix.tree import Forest, Pairs, Place, TreeOptions, build, find_
 from megatron_prefix.tree.nodes import Node, even_parts
 from megatron_prefix.tree.payload_map import payload_map
 from tests.harness import data
+from tests.harness.fuzzing import rounds
 from tests.harness.trees import (
     ancestors,
     flat_rollouts,
@@ -46,7 +47,7 @@ forests = st.one_of(
 
 
 @given(forests)
-@settings(max_examples=150)
+@settings(max_examples=rounds(75, 500))
 def test_every_rollout_goes_through_one_span_a_position(forest) -> None:
     """And at most once through a segment, so none of its spans is an ancestor of another."""
     is_prefix_tree(forest)
@@ -57,7 +58,7 @@ def test_every_rollout_goes_through_one_span_a_position(forest) -> None:
 
 
 @given(forests)
-@settings(max_examples=150)
+@settings(max_examples=rounds(75, 500))
 def test_spans_below_one_span_are_neighbours(forest) -> None:
     """Those with one parent, and those with one ancestor at any level."""
     for index, segment in enumerate(forest.segments):
@@ -69,7 +70,7 @@ def test_spans_below_one_span_are_neighbours(forest) -> None:
 
 
 @given(forests)
-@settings(max_examples=150)
+@settings(max_examples=rounds(75, 500))
 def test_waves_read_and_inner_segments_are_read(forest) -> None:
     read = {span.parent for segment in forest.segments for span in segment.spans}
     for index, segment in enumerate(forest.segments):
@@ -78,7 +79,7 @@ def test_waves_read_and_inner_segments_are_read(forest) -> None:
 
 
 @given(rollout_sets(), tree_options())
-@settings(max_examples=150)
+@settings(max_examples=rounds(75, 500))
 def test_segments_keep_the_budget_unless_they_are_a_single_span(sets, options) -> None:
     for segment in build(*sets, options).segments:
         if len(segment.spans) > 1 and options.segment_tokens:
@@ -86,7 +87,7 @@ def test_segments_keep_the_budget_unless_they_are_a_single_span(sets, options) -
 
 
 @given(rollout_sets(), tree_options())
-@settings(max_examples=100)
+@settings(max_examples=rounds(50, 500))
 def test_without_a_budget_one_segment_per_level_and_one_wave(sets, options) -> None:
     options = TreeOptions(**{**vars(options), "segment_tokens": 0})
     forest = build(*sets, options)
@@ -103,7 +104,7 @@ def test_without_a_budget_one_segment_per_level_and_one_wave(sets, options) -> N
 
 
 @given(randoms, budgets.filter(bool))
-@settings(max_examples=200)
+@settings(max_examples=rounds(100, 500))
 def test_there_are_few_segments(rng: random.Random, budget: int) -> None:
     """In about full ones, but for levels of trees: these run one by one, whenever waves come
     between."""
@@ -116,7 +117,7 @@ def test_there_are_few_segments(rng: random.Random, budget: int) -> None:
 
 
 @given(rollout_sets(), tree_options(), st.sampled_from([1, 5, 20, 100]))
-@settings(max_examples=150)
+@settings(max_examples=rounds(75, 500))
 def test_inner_segments_save_at_least_the_gain_of_a_segment(sets, options, gain: int) -> None:
     plain = TreeOptions(**{**vars(options), "chunk_tokens": 0})
     forest = build(*sets, TreeOptions(**{**vars(plain), "segment_gain": gain}))
@@ -139,7 +140,7 @@ def test_inner_segments_save_at_least_the_gain_of_a_segment(sets, options, gain:
 
 
 @given(st.lists(st.integers(1, 9), max_size=9), st.integers(0, 12))
-@settings(max_examples=200)
+@settings(max_examples=rounds(100, 500))
 def test_even_parts_are_the_fewest_and_about_equal(lengths: list[int], budget: int) -> None:
     found = even_parts(lengths, budget)
     cuts = [0, *(stop for _, stop in found)]
@@ -277,7 +278,7 @@ def as_whole(number: int) -> Pairs:
 
 
 @given(rollout_sets(), tree_options(), st.integers(1, 4))
-@settings(max_examples=150)
+@settings(max_examples=rounds(75, 500))
 def test_forests_of_any_microbatches_are_forests(sets, options, size: int) -> None:
     rollouts, groups = sets
     microbatch_of = [number // size for number in range(len(rollouts))]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.tree import Place, Segment, Span
 from megatron_prefix.tree.payload_map import Form, payload_map
+from tests.harness.fuzzing import rounds
 from tests.harness.trees import ancestors, random_forest
 
 Key = tuple[Place, int]
@@ -56,7 +57,7 @@ def check_program(
 
 
 @given(st.randoms(use_true_random=True), st.integers(1, 40), st.integers(1, 3))
-@settings(max_examples=150)
+@settings(max_examples=rounds(75, 500))
 def test_queries_see_the_last_positions_before_them(
     rng: random.Random, window: int, num_ranks: int
 ) -> None:

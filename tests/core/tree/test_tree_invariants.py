@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron_prefix.errors import UserError
 from megatron_prefix.tree import Forest, Pairs, Place, TreeOptions, build, trees
 from megatron_prefix.tree.forest import MOST_EXPERTS
+from tests.harness.fuzzing import rounds
 from tests.harness.trees import (
     as_pairs,
     exact,
@@ -29,13 +30,13 @@ from tests.harness.trees import (
 
 
 @given(rollout_sets(), tree_options())
-@settings(max_examples=150)
+@settings(max_examples=rounds(75, 500))
 def test_every_rollout_is_covered_once_in_order(sets, options) -> None:
     is_prefix_tree(build(*sets, options))
 
 
 @given(rollout_sets(), tree_options())
-@settings(max_examples=100)
+@settings(max_examples=rounds(50, 500))
 def test_shared_rows_hold_the_same_pairs_and_one_tree_each(sets, options) -> None:
     rollouts, groups = sets
     forest = build(rollouts, groups, options)
@@ -52,7 +53,7 @@ def test_shared_rows_hold_the_same_pairs_and_one_tree_each(sets, options) -> Non
 
 
 @given(rollout_sets(), tree_options(), st.data())
-@settings(max_examples=60)
+@settings(max_examples=rounds(30, 500))
 def test_positions_are_shared_as_far_as_their_routes_agree(sets, options, data) -> None:
     rollouts, groups = sets
     options = replace(options, min_gain=0, loss_in_leaves=False)
@@ -91,7 +92,7 @@ def test_routes_that_no_model_can_follow_are_refused() -> None:
 
 
 @given(rollout_sets(), tree_options())
-@settings(max_examples=100)
+@settings(max_examples=rounds(50, 500))
 def test_boundaries_are_aligned_and_inner_segments_unpadded(sets, options) -> None:
     forest = build(*sets, options)
     assert forest.multiple == options.multiple
@@ -108,7 +109,7 @@ def test_boundaries_are_aligned_and_inner_segments_unpadded(sets, options) -> No
 
 
 @given(rollout_sets(), tree_options())
-@settings(max_examples=100)
+@settings(max_examples=rounds(50, 500))
 def test_chunks_keep_the_limit_and_nothing_else_is_a_chain(sets, options) -> None:
     forest = build(*sets, options)
     limit = options.chunk_tokens // options.boundary * options.boundary
@@ -128,7 +129,7 @@ def test_chunks_keep_the_limit_and_nothing_else_is_a_chain(sets, options) -> Non
 
 
 @given(rollout_sets(), tree_options())
-@settings(max_examples=100)
+@settings(max_examples=rounds(50, 500))
 def test_scored_segments_reach_a_trained_position(sets, options) -> None:
     rollouts, groups = sets
     forest = build(rollouts, groups, options)
@@ -140,7 +141,7 @@ def test_scored_segments_reach_a_trained_position(sets, options) -> None:
 
 
 @given(rollout_sets(), tree_options())
-@settings(max_examples=150)
+@settings(max_examples=rounds(75, 500))
 def test_loss_in_leaves_shares_trained_positions_of_copies(sets, options) -> None:
     rollouts, groups = sets
     options = TreeOptions(**{**vars(options), "loss_in_leaves": True})
@@ -156,7 +157,7 @@ def test_loss_in_leaves_shares_trained_positions_of_copies(sets, options) -> Non
 
 
 @given(rollout_sets(), st.sampled_from([1, 1, 2, 3, 4, 8, 16]), st.sampled_from(["group", "batch"]))
-@settings(max_examples=150)
+@settings(max_examples=rounds(75, 500))
 def test_executed_tokens_are_those_of_the_trie(sets, align, share) -> None:
     rollouts, groups = sets
     forest = build(rollouts, groups, exact(multiple=align, share=share))
@@ -166,14 +167,14 @@ def test_executed_tokens_are_those_of_the_trie(sets, align, share) -> None:
 
 
 @given(rollout_sets(), tree_options())
-@settings(max_examples=100)
+@settings(max_examples=rounds(50, 500))
 def test_cutting_chunks_and_waves_changes_no_sharing(sets, options) -> None:
     uncut = TreeOptions(**{**vars(options), "chunk_tokens": 0, "segment_tokens": 0})
     assert build(*sets, options).executed_tokens == build(*sets, uncut).executed_tokens
 
 
 @given(rollout_sets(), st.integers(0, 40), st.sampled_from([1, 2, 4]))
-@settings(max_examples=100)
+@settings(max_examples=rounds(50, 500))
 def test_dissolving_leaves_only_segments_that_save_enough(sets, min_gain, align) -> None:
     rollouts, groups = sets
     forest = build(rollouts, groups, exact(min_gain=min_gain, multiple=align))
@@ -199,7 +200,7 @@ def test_dissolving_leaves_only_segments_that_save_enough(sets, min_gain, align)
 
 
 @given(rollout_sets(), tree_options(), st.randoms(use_true_random=False))
-@settings(max_examples=100)
+@settings(max_examples=rounds(50, 500))
 def test_sharing_does_not_depend_on_the_order_of_rollouts(
     sets, options, rng: random.Random
 ) -> None:

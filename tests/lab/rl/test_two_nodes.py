@@ -44,7 +44,7 @@ STEPS, SAVED, CUT = 4, 2, 3
 TRAIN = shlex.split(
     "--device cpu --model tiny-llama --dtype float32 --tp 2 --sequence-parallel --pp 2 --json"
     " --recompute none --groups 2 --max-tokens 96 --chunk-tokens 32 --segment-tokens 64 --lr 1e-2"
-    f" --prefix-schedule on --steps {STEPS} --save-every {SAVED}"
+    f" --prefix-schedule on --save-every {SAVED}"
     f" --message-timeout-minutes {LIMIT_S / 60}"
 )
 ROWS = ["dense/PP2/chunked/none", "dense/DP2/flat/none"]
@@ -102,7 +102,8 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of four ranks on this host."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = here("train", str(BUNDLED), *TRAIN, "--distributed-optimizer", "--output", str(folder))
+    more = ["--distributed-optimizer", "--output", str(folder), "--steps", str(STEPS)]
+    done = here("train", str(BUNDLED), *TRAIN, *more)
     assert done["last_step"] == STEPS
     return folder
 
@@ -125,7 +126,8 @@ class Cut(NamedTuple):
 @pytest.fixture(scope="module")
 def cut(nodes: tuple[Node, Node], tmp_path_factory: pytest.TempPathFactory) -> Cut:
     folder = tmp_path_factory.mktemp("cut")
-    job = Job("train_multinode.sh", TRAIN, nodes, NGPU="2", OUTPUT=str(folder))
+    variables = {"NGPU": "2", "STEPS": str(STEPS), "OUTPUT": str(folder)}
+    job = Job("train_multinode.sh", TRAIN, nodes, **variables)
     while job.runs() and num_steps(folder) < CUT:
         time.sleep(0.01)
     nodes[1].cut()
@@ -177,19 +179,6 @@ def test_two_nodes_compute_what_one_does(cut: Cut, undisturbed: Path) -> None:
     assert len({row["train/grad_norm"] for row in ours}) == len(ours)
     saved = f"checkpoints/step-{SAVED:06d}"
     assert_same(tensors(undisturbed / saved), tensors(cut.folder / saved))
-
-
-def test_a_restart_reaches_what_an_undisturbed_run_does(
-    nodes: tuple[Node, Node], cut: Cut, undisturbed: Path
-) -> None:
-    ended = Job("train_multinode.sh", TRAIN, nodes, NGPU="2", OUTPUT=str(cut.folder)).ended()
-    for done in ended:
-        assert done.code == 0, done.err[-3000:]
-    (told,) = [json.loads(done.out) for done in ended if done.out]  # rank 0 speaks
-    assert (told["first_step"], told["last_step"]) == (SAVED + 1, STEPS)
-    last = f"checkpoints/step-{STEPS:06d}"
-    assert_same(tensors(undisturbed / last), tensors(cut.folder / last))
-    assert metrics_of(cut.folder)[-1] == metrics_of(undisturbed)[-1]
 
 
 CHILD = """\
@@ -278,14 +267,19 @@ def figures(told: dict[str, Any]) -> list[dict[str, Any]]:
     return [{n: row[n] for n in row if n not in ("seconds", "run")} for row in told["rows"]]
 
 
-def test_one_command_trains_on_two_nodes(tmp_path: Path, temporary: Path) -> None:
-    """With a rank on each; two on each are in the tests of a cut."""
+def test_a_restart_reaches_what_an_undisturbed_run_does(
+    cut: Cut, undisturbed: Path, temporary: Path
+) -> None:
+    """By one command, of which nothing stays."""
     networks = set(os.listdir("/sys/class/net"))
-    few = "--groups 2 --max-tokens 96 --set num_layers=2 --pp 1 --json".split()
-    with script(tmp_path, temporary, "train", *few, STEPS="1") as started:
+    with script(cut.folder, temporary, "train", *TRAIN, NGPU="2", STEPS=str(STEPS)) as started:
         out, err = started.communicate(timeout=240)
     assert started.returncode == 0, err[-3000:]
-    assert json.loads(out)["last_step"] == 1
+    told = json.loads(out)  # rank 0 speaks
+    assert (told["first_step"], told["last_step"]) == (SAVED + 1, STEPS)
+    last = f"checkpoints/step-{STEPS:06d}"
+    assert_same(tensors(undisturbed / last), tensors(cut.folder / last))
+    assert metrics_of(cut.folder)[-1] == metrics_of(undisturbed)[-1]
     assert not os.listdir(temporary)
     assert set(os.listdir("/sys/class/net")) == networks
 

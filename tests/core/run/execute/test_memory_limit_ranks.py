@@ -125,8 +125,11 @@ def counted(
 
 @pytest.mark.parametrize(
     ("layout", "order"),
-    [*itertools.product(LAYOUTS, ["in groups", "shuffled"]), ("ep2", "in turn")],
-)
+    [
+        *itertools.product(("pp2", "ep2"), ("in groups", "shuffled")),
+        ("pp2 vpp2", "shuffled"), ("pp2 ep2", "in groups"), ("ep2", "in turn"),
+    ],
+)  # fmt: skip
 def test_counted_bytes_keep_the_limit(layout: str, order: str) -> None:
     """Of the rank with most, whatever forwards are required; without room the step is stock's."""
     of = LAYOUTS[layout]

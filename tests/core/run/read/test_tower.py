@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,11 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from transformers.models.glm4v import configuration_glm4v, modeling_glm4v
-from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl, modeling_qwen2_5_vl
-from transformers.models.qwen2_vl import configuration_qwen2_vl, modeling_qwen2_vl
-from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
-from transformers.models.qwen3_vl import configuration_qwen3_vl, modeling_qwen3_vl
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.numerics import tolerance
@@ -24,36 +20,39 @@ from tests.harness.vision import Kept
 
 SMALL = dict(depth=4, intermediate_size=48, num_heads=2, attn_implementation="sdpa")
 WIDE = dict(SMALL, hidden_size=32, out_hidden_size=24)
-TOWERS: dict[str, tuple[Any, Any]] = {
+TOWERS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "Qwen2-VL": (
-        modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel,
-        configuration_qwen2_vl.Qwen2VLVisionConfig(**SMALL, embed_dim=32, hidden_size=24),
+        "qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig",
+        dict(SMALL, embed_dim=32, hidden_size=24),
     ),
     "Qwen2.5-VL": (
-        modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel,
-        configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig(**WIDE, fullatt_block_indexes=[1, 3]),
+        "qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionConfig",
+        dict(WIDE, fullatt_block_indexes=[1, 3]),
     ),
     "Qwen3-VL": (
-        modeling_qwen3_vl.Qwen3VLVisionModel,
-        configuration_qwen3_vl.Qwen3VLVisionConfig(
-            **WIDE, deepstack_visual_indexes=[0, 2], num_position_embeddings=64
-        ),
+        "qwen3_vl", "Qwen3VLVisionModel", "Qwen3VLVisionConfig",
+        dict(WIDE, deepstack_visual_indexes=[0, 2], num_position_embeddings=64),
     ),
     "Qwen3.5": (
-        modeling_qwen3_5.Qwen3_5VisionModel,
-        configuration_qwen3_5.Qwen3_5VisionConfig(**WIDE, num_position_embeddings=64),
+        "qwen3_5", "Qwen3_5VisionModel", "Qwen3_5VisionConfig",
+        dict(WIDE, num_position_embeddings=64),
     ),
-    "GLM-4V": (modeling_glm4v.Glm4vVisionModel, configuration_glm4v.Glm4vVisionConfig(**WIDE)),
-}
+    "GLM-4V": ("glm4v", "Glm4vVisionModel", "Glm4vVisionConfig", WIDE),
+}  # fmt: skip
+"""Of transformers: a folder of models, classes of a tower and of its configuration, its fields."""
 GRIDS = [(1, 4, 6), (1, 8, 4), (1, 4, 6), (2, 4, 4)]  # the last is a video of two frames
 CALLS = [[0, 1], [0, 2, 1], [3, 0], [1, 1]]
 
 
 def built(name: str) -> Any:
-    """A small tower in fp64."""
-    made, config = TOWERS[name]
+    """A small tower in fp64. transformers is imported here: every worker collects this file."""
+    folder, made, config, fields = TOWERS[name]
+    modeling, configuration = (
+        importlib.import_module(f"transformers.models.{folder}.{kind}_{folder}")
+        for kind in ("modeling", "configuration")
+    )
     torch.manual_seed(0)
-    tower = made._from_config(config).double()
+    tower = getattr(modeling, made)._from_config(getattr(configuration, config)(**fields)).double()
     for parameter in tower.parameters():
         parameter.data.normal_(0, 0.2)
     stock = tower.forward
