@@ -147,9 +147,10 @@ def _activated(module: Any, stock: Callable[..., Any], product: Any) -> Tensor:
 
 
 def _is_watched(module: Any) -> bool:
-    """Whether somebody else's hooks, who may keep it, see the input of a module."""
+    """Whether hooks see the input of a module that are not Megatron-Core's, and may keep it."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(not str(getattr(one, "__module__", "")).startswith("megatron.") for one in hooks)
+    known = "megatron.core."
+    return any(not str(getattr(one, "__module__", "")).startswith(known) for one in hooks)
 
 
 def _is_apart(given: Tensor, product: Tensor) -> bool:

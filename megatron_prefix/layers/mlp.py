@@ -35,11 +35,11 @@ class MLP(Kind):
         numbers = saved(config.ffn_hidden_size, config, form) / form.tp
         whole = saving(numbers, config, form)
         given = config.hidden_size / form.sequence_ranks * form.itemsize
-        kept, act = (given, 0.0) if form.selects("mlp") else (whole.inner, 0.0)
-        if kept == whole.inner and _activates_again(config):
-            act = config.ffn_hidden_size / form.tp * form.itemsize
-        again = whole.inner - kept
-        return replace(whole, inner=kept, wave=kept, again=again, act=act, unread=0.0)
+        if form.selects("mlp"):  # Megatron keeps its input, and runs it again
+            again = whole.inner - given
+            return replace(whole, inner=given, wave=given, again=again, unread=0.0)
+        act = config.ffn_hidden_size / form.tp * form.itemsize * _activates_again(config)
+        return replace(whole, act=act, unread=0.0)
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         """See Kind."""

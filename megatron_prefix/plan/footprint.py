@@ -202,7 +202,8 @@ class Footprint:
         layer = (self.inner if inner else self.wave) - act
         if not last:
             return self.num_layers * layer + sent
-        last_layer = self.last_layer(read) + layer + act - self.inner - read * act
+        # Of the last layer the MLP runs on what is read only, so no more is dropped there.
+        last_layer = self.last_layer(read) - read * act + (layer + act - self.inner)
         last_layer += self.behind_inner if inner else self.behind_wave
         return (self.num_layers - 1) * layer + last_layer + self.after(read)
 
