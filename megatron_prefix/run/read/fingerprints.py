@@ -12,6 +12,8 @@ import functools
 import torch
 from torch import Tensor
 
+from megatron_prefix.device.fusion import has_triton
+
 ROWS = 1024
 """Whose words are looked at together: each is eight bytes."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -23,14 +25,23 @@ def fingerprints(rows: Tensor) -> Tensor:
     """Of rows [..., width] of any dtype, int64 [...]."""
     words = rows.contiguous().view(_WORDS[rows.element_size()])
     keys = _keys(words.shape[-1], words.device)
-    parts = words.flatten(0, -2).split(ROWS)
-    found = torch.cat([_mixed(part.long() ^ keys[0]).mul_(keys[1]).sum(-1) for part in parts])
-    return _mixed(found).view(rows.shape[:-1])
+    return _mixed(_sums(words.flatten(0, -2), keys)).view(rows.shape[:-1])
 
 
 def combined(one: Tensor, other: Tensor) -> Tensor:
     """Of pairs of numbers, int64, in the order of the two."""
     return _mixed(_mixed(one) * _FACTOR + other)
+
+
+def _sums(words: Tensor, keys: Tensor) -> Tensor:
+    """Of words [rows, width], each by a function of its column, int64 [rows]."""
+    if has_triton(words.device.type):
+        from megatron_prefix.run.read.fingerprints_triton import sums_triton
+
+        return sums_triton(words, keys, _FACTOR)
+    return torch.cat(
+        [_mixed(part.long() ^ keys[0]).mul_(keys[1]).sum(-1) for part in words.split(ROWS)]
+    )
 
 
 def _mixed(x: Tensor) -> Tensor:

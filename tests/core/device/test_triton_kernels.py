@@ -54,8 +54,21 @@ for rank in range(size):
         torch.testing.assert_close(got, wanted)
 """
 
+PRINTS = """
+import torch
+from megatron_prefix.run.read import fingerprints as prints
+from megatron_prefix.run.read.fingerprints_triton import BLOCK, sums_triton
 
-@pytest.mark.parametrize("code", [MERGE, SUMS], ids=["merge", "sums of keys"])
+for width, dtype in [(24, torch.bfloat16), (BLOCK + 5, torch.float32), (2 * BLOCK, torch.int64)]:
+    rows = torch.randn(9, width).mul(100).to(dtype)
+    rows[0], rows[1] = -1, 0
+    words = rows.view(prints._WORDS[dtype.itemsize])
+    keys = prints._keys(width, words.device)
+    assert torch.equal(sums_triton(words, keys, prints._FACTOR), prints._sums(words, keys))
+"""
+
+
+@pytest.mark.parametrize("code", [MERGE, SUMS, PRINTS], ids=["merge", "sums of keys", "words"])
 def test_a_kernel_equals_its_formula(code: str) -> None:
     path = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     if importlib.util.find_spec("triton") is None:
