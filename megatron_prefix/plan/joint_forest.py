@@ -43,6 +43,9 @@ class JointForest:
         lengths: per place of the union the positions of every forest's segment.
         spans: per place of the union the most spans of a forest's segment.
         sent: per place of the union the most that a forest's segment sends; empty: nothing.
+        mixed: whether some pipelines join all prompts with their suffixes (tree/joining.py) and
+            others do not: then their segments can hardly run side by side, and fillers take the
+            places.
     """
 
     forest: Forest
@@ -53,6 +56,7 @@ class JointForest:
     lengths: tuple[tuple[int, ...], ...]
     spans: tuple[int, ...]
     sent: tuple[Sent, ...] = ()
+    mixed: bool = False
 
     @classmethod
     def alone(cls, forest: Forest, microbatch_of: Sequence[int]) -> JointForest:
@@ -72,12 +76,6 @@ class JointForest:
     def even(self) -> bool:
         """Whether segments that run together are equally long on all ranks."""
         return all(len(set(lengths)) == 1 for lengths in self.lengths)
-
-    @property
-    def mixed(self) -> bool:
-        """Whether some pipelines join prompts with their suffixes (tree/joining.py) and others do
-        not: then their segments can hardly run side by side, and fillers take the places."""
-        return len({segment.waits for segment in self.union.segments if segment.inner}) == 2
 
 
 def joint_forest(
@@ -115,7 +113,14 @@ def joint_forest(
         ),
         tuple(max(len(f.segments[index].spans) for f in filled) for index in range(len(nodes))),
         _sent(filled),
+        _mixed(forests),
     )
+
+
+def _mixed(forests: Sequence[Forest]) -> bool:
+    """See JointForest; a forest without inner segments fits both."""
+    inner = [[one for one in forest.segments if one.inner] for forest in forests]
+    return len({any(one.waits for one in some) for some in inner if some}) == 2
 
 
 def _sent(forests: Sequence[Forest]) -> tuple[Sent, ...]:

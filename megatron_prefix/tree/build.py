@@ -32,7 +32,7 @@ from megatron_prefix.tree.forest import (
     check_routes,
     codes_of,
 )
-from megatron_prefix.tree.joining import joined_segments, most_alive
+from megatron_prefix.tree.joining import joined_segments, joins_waves, most_alive
 from megatron_prefix.tree.nodes import Node, dissolved, equal_bounds, preorder
 from megatron_prefix.tree.packing import Packing, Rows
 
@@ -77,6 +77,8 @@ class Tries:
         if chunk_tokens is not None:
             options = replace(options, chunk_tokens=chunk_tokens)
         every = [root for tree in self.trees for root in tree]
+        joins = bool(every) and rows is None and self.common is NOTHING_IN_COMMON and options.joins
+        options = replace(options, joins=joins)
         packed = _worthwhile(
             _copied(every), first, options, microbatch_of, sum(num_positions), self.common
         )
@@ -84,7 +86,7 @@ class Tries:
             roots = _chunked(packed.roots, first, options)
             packed = Packing(roots, first, options, microbatch_of, self.common, rows)
         joined: list[Segment] | None = None
-        if options.joins and every and rows is None and self.common is NOTHING_IN_COMMON:
+        if joins:
             joined = self._joined(every, packed, microbatch_of)
         segments = packed.segments if joined is None else joined
         return Forest(
@@ -302,7 +304,8 @@ def _worthwhile(
     raw_tokens: int,
     common: CommonSpans,
 ) -> Packing:
-    """The segments without the nodes of inner ones that save too little.
+    """The segments without inner ones that save too little: their nodes join the waves that read
+    them, or are dissolved.
 
     What is left is packed again, and may fill its segments better, so each time only the weaker
     half of those segments goes. In a small step what an action costs is small compared with a share
@@ -316,6 +319,10 @@ def _worthwhile(
         if not saved:
             return packed
         weak = {id(node) for _, nodes in saved[: -(-len(saved) // 2)] for node in nodes}
+        for node in reversed([*preorder(roots)]):
+            if id(node) in weak and joins_waves(node, options):
+                node.joins = True
+                weak.discard(id(node))
         roots = dissolved(roots, lambda node, weak=weak: id(node) not in weak)  # type: ignore[misc]
 
 

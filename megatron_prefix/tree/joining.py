@@ -1,9 +1,10 @@
-"""A prompt and its suffixes in one segment, where a round of microbatches has room for both.  Pure.
+"""A span and what continues it in one segment, where a round of microbatches has room.  Pure.
 
 In every layer a suffix reads keys that the segment itself has just made, so one forward runs all of
 a round, as peers do within a packed microbatch ("DualKV", section 3). A segment costs what some
 positions cost: what several rounds need runs in each of them where that is cheaper than a segment
-of its own.
+of its own.  That is chosen for a whole step (`joined_segments`), or for what few positions of
+rollouts share behind their prompts (`joins_waves`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def joined_segments(
         for rollout, microbatch in enumerate(owner):
             rollouts[round_of[microbatch]].append(rollout)
         segments = [
-            _segment(index, _tree(some, paths, options), first_trained, options)
+            joined_segment(index, [(trees_of(some, paths, options), None)], first_trained, options)
             for index, some in enumerate(rollouts)
         ]
         # What too few of a round have in common to be worth a span is there several times.
@@ -114,10 +115,21 @@ def _cut(needs: Mapping[int, Mapping[int, int]], budget: int) -> list[list[int]]
     return rounds
 
 
-def _tree(
-    rollouts: Iterable[int], paths: Sequence[Sequence[Node]], options: TreeOptions
+def joins_waves(node: Node, options: TreeOptions) -> bool:
+    """Whether a node that few others read may run in each wave that reads it: the waves then have
+    all that is below it, and room for it."""
+    if any(child.children and not child.joins for child in node.children):
+        return False
+    rows = sum(one.padded(options.multiple) for one in preorder([node]))
+    return options.joins and 2 * rows <= (options.segment_tokens or 2 * rows)
+
+
+def trees_of(
+    rollouts: Iterable[int],
+    paths: Sequence[Sequence[Node]] | Mapping[int, Sequence[Node]],
+    options: TreeOptions,
 ) -> list[Node]:
-    """The trees of some rollouts, of what several of them need."""
+    """The trees of some rollouts, of what several of them need, each with the nodes of its path."""
     copies: dict[int, Node] = {}
     roots: list[Node] = []
     for rollout in rollouts:
@@ -132,13 +144,17 @@ def _tree(
     return dissolved(roots, lambda node: node.saved >= max(1, options.min_gain))
 
 
-def _segment(
-    index: int, roots: Sequence[Node], first_trained: Sequence[int], options: TreeOptions
+def joined_segment(
+    index: int,
+    trees: Sequence[tuple[Sequence[Node], Place | None]],
+    first_trained: Sequence[int],
+    options: TreeOptions,
 ) -> Segment:
-    """All nodes of some trees: siblings, and then what is below each of them. What reads is behind
-    what it reads, and all that reads one span is in one piece: every key is in a level once."""
+    """All nodes of some trees, which continue spans of other segments, or none: siblings, and then
+    what is below each of them. What reads is behind what it reads, and all that reads one span is
+    in one piece: every key is in a level once."""
     spans: list[Span] = []
-    todo: list[tuple[Sequence[Node], Place | None]] = [(roots, None)]
+    todo = [*reversed(trees)]
     while todo:
         siblings, parent = todo.pop()
         first = len(spans)
@@ -148,7 +164,7 @@ def _segment(
             for number, node in reversed([*enumerate(siblings)])
             if node.children
         ]
-    inner = any(span.parent is not None for span in spans)
+    inner = any(span.parent is not None and span.parent.segment == index for span in spans)
     scored = any(first_trained[one] < span.end for span in spans for one in span.rollouts)
     whole = padded(tuple(spans), options.whole, inner=inner)
     return Segment(whole, inner, scored, joined=index if inner else -1)

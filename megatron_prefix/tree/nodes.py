@@ -15,7 +15,8 @@ class Node:
     """Positions [start, end) of the rollouts `members`.
 
     `common` is its number among the spans that data-parallel ranks have in common
-    (across_ranks.py); -1 if it is not one of them.
+    (across_ranks.py); -1 if it is not one of them. `joins`: it runs in the waves that read it, with
+    all that is below it (joining.py).
     """
 
     start: int
@@ -23,6 +24,7 @@ class Node:
     members: list[int]
     children: list[Node] = field(default_factory=list)
     common: int = -1
+    joins: bool = False
 
     def ending(self) -> list[int]:
         """Members that end here: no child continues them."""

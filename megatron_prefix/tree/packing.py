@@ -21,7 +21,11 @@ from typing import Any, NamedTuple
 
 from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans
 from megatron_prefix.tree.forest import Exchange, Forest, Place, Segment, TreeOptions, padded
-from megatron_prefix.tree.nodes import Node, even_parts, preorder
+from megatron_prefix.tree.joining import joined_segment, trees_of
+from megatron_prefix.tree.nodes import Node, dissolved, even_parts, preorder
+
+_LEAST = 8
+"""What a round's waves join saves so large a part of `segment_gain` at least."""
 
 
 class Rows(NamedTuple):
@@ -57,8 +61,8 @@ class Rounds:
     """Which microbatches run together.
 
     Args:
-        inner: nodes that others read, each with the number of nodes above it.
-        leaves: the others.
+        inner: nodes of segments that others read, each with the number of nodes above it.
+        others: all others: leaves, and nodes that join the waves that read them.
         owner: the microbatch of every rollout.
         options: see TreeOptions.
         rows: by which microbatches are cut; None: by those of `inner` and `leaves`.
@@ -72,7 +76,7 @@ class Rounds:
     def __init__(
         self,
         inner: Iterable[tuple[int, Node]],
-        leaves: list[Node],
+        others: list[Node],
         owner: Sequence[int],
         options: TreeOptions,
         rows: Rows | None,
@@ -80,7 +84,7 @@ class Rounds:
         self._owner, self._multiple, self._budget = owner, options.multiple, options.segment_tokens
         inner = [*inner]
         if rows is None:
-            mine: Any = self._rows(node for _, node in inner), self._rows(leaves)
+            mine: Any = self._rows(node for _, node in inner), self._rows(others)
             rounds = list(self._rounds(sorted({*owner}), *mine))
         else:
             mine = rows
@@ -89,11 +93,12 @@ class Rounds:
         self._round_of = {one: number for number, some in enumerate(rounds) for one in some}
         self.inner: list[list[tuple[int, Node]]] = [[] for _ in rounds]
         self.leaves: list[list[tuple[Node, list[int]]]] = [[] for _ in rounds]
-        self.lasting: list[list[Node]] = [[] for _ in rounds]
+        self.lasting: list[list[tuple[Node, list[int]]]] = [[] for _ in rounds]
         for depth, node in inner:
             self.inner[self._round_of[self._first(node)]].append((depth, node))
-        for leaf in leaves:
-            self._place(leaf, options.segment_gain)
+        for leaf in others:
+            if not leaf.children:
+                self._place(leaf, options.segment_gain)
 
     def _first(self, node: Node) -> int:
         """The first microbatch that needs a node."""
@@ -110,7 +115,7 @@ class Rounds:
         for member in leaf.members:
             parts.setdefault(self._round_of[self._owner[member]], []).append(member)
         if len(parts) > 1 and (len(parts) - 1) * (leaf.end - leaf.start) >= least:
-            self.lasting[min(parts)].append(leaf)
+            self.lasting[min(parts)].append((leaf, leaf.members))
             return
         for number, members in parts.items():
             self.leaves[number].append((leaf, members))
@@ -197,16 +202,14 @@ class Packing:
         self.inner: list[Sequence[Node]] = []
         self.exchanges: list[Exchange] = []
         self.rounds: list[int] = []
-        self._first, self._multiple = first_trained, options.multiple
-        self._whole = options.whole
-        self._budget = options.segment_tokens
+        self._first, self._options, self._multiple = first_trained, options, options.multiple
         # By identity of nodes, none of which is gone before the end.
         self._paths: dict[int, tuple[Place, ...]] = {}  # to what others read, root first
         self._parents: dict[int, Node] = {}
         self._nodes: list[_Nodes] = []
         self._owner = range(len(first_trained)) if microbatch_of is None else microbatch_of
-        leaves = [node for node in preorder(roots) if not node.children]
-        rounds = Rounds(self._inner(roots), leaves, self._owner, options, rows)
+        others = [node for node in preorder(roots) if node.joins or not node.children]
+        rounds = Rounds(self._inner(roots), others, self._owner, options, rows)
         self._round = 0
         if common.segments:
             self._cross(common, {one.common: one for one in preorder(roots) if one.common >= 0})
@@ -219,8 +222,8 @@ class Packing:
                 self._fill(levels[depth], inner=True)
             for number in together:
                 self._round = number
-                self._fill(rounds.lasting[number], inner=False)
-                self._fill([self._part(*part) for part in rounds.leaves[number]], inner=False)
+                self._fill(self._trees(rounds.lasting[number]), inner=False)
+                self._fill(self._trees(rounds.leaves[number]), inner=False)
 
     def _cross(self, common: CommonSpans, nodes: Mapping[int, Node]) -> None:
         """Adds what crosses ranks, as far as this rank has it."""
@@ -240,28 +243,49 @@ class Packing:
         for depth in itertools.count():
             if not here:
                 return
-            yield from ((depth, node) for node in here if node.common < 0)
+            yield from ((depth, one) for one in here if one.common < 0 and not one.joins)
             below = [(node, child) for node in here for child in node.children]
             self._parents.update((id(child), node) for node, child in below)
             here = [child for _, child in below if child.children]
 
-    def _part(self, leaf: Node, members: list[int]) -> Node:
-        """A leaf of some of its rollouts."""
-        if len(members) == len(leaf.members):
-            return leaf
-        part = replace(leaf, members=members)
-        if id(leaf) in self._parents:
-            self._parents[id(part)] = self._parents[id(leaf)]
-        return part
+    def _trees(self, leaves: Iterable[tuple[Node, list[int]]]) -> list[Node]:
+        """Leaves, each of some of its rollouts, below the nodes that join waves."""
+        found = list[Node]()
+        paths: dict[int, dict[int, list[Node]]] = {}  # of rollouts, by what all of them is below
+        above: dict[int, Node | None] = {}
+        for leaf, members in leaves:
+            path, parent = [leaf], self._parents.get(id(leaf))
+            while parent is not None and parent.joins:
+                path, parent = [parent, *path], self._parents.get(id(parent))
+            if len(path) == 1:
+                found.append(self._below(parent, replace(leaf, members=members)))
+                continue
+            above[id(parent)] = parent
+            paths.setdefault(id(parent), {}).update(dict.fromkeys(members, path))
+        trees = {one: trees_of(sorted(some), some, self._options) for one, some in paths.items()}
+        saved = sum(n.saved for roots in trees.values() for n in preorder(roots) if n.children)
+        for one, roots in trees.items():
+            if saved * _LEAST < self._options.segment_gain:
+                roots = dissolved(roots, lambda _: False)
+            found += [self._below(above[one], root) for root in roots]
+        return found
+
+    def _below(self, parent: Node | None, node: Node) -> Node:
+        """A new node, below one of a segment that others read."""
+        if parent is not None:
+            self._parents[id(node)] = parent
+        return node
 
     def _fill(self, nodes: Sequence[Node], *, inner: bool) -> None:
-        """Adds nodes as the fewest segments of about equal length.
+        """Adds nodes as the fewest segments of about equal length, those of waves with all that is
+        below them.
 
         What hangs below one node is side by side, so that it is one run of queries.
         """
         some = sorted(nodes, key=self._above)
-        lengths = [node.padded(self._multiple) for node in some]
-        for start, stop in even_parts(lengths, self._budget):
+        trees = ([node] if inner else preorder([node]) for node in some)
+        lengths = [sum(one.padded(self._multiple) for one in tree) for tree in trees]
+        for start, stop in even_parts(lengths, self._options.segment_tokens):
             self._add(_Nodes(some[start:stop], inner), sum(lengths[start:stop]))
 
     def _add(self, added: _Nodes, length: int) -> None:
@@ -272,7 +296,7 @@ class Packing:
                 self._paths[id(node)] = (*self._above(node), Place(index, number))
             if added.nodes[0].common < 0:
                 self.inner.append(added.nodes)
-        missing = -length % self._whole if added.source < 0 else 0
+        missing = -length % self._options.whole if added.source < 0 else 0
         self.lengths.append(length + missing)
         self.rounds.append(self._round)
         self._nodes.append(added)
@@ -291,14 +315,18 @@ class Packing:
     @functools.cached_property
     def segments(self) -> list[Segment]:
         """In F-order."""
-        return [self._segment(added) for added in self._nodes]
+        return [self._segment(index, added) for index, added in enumerate(self._nodes)]
 
-    def _segment(self, added: _Nodes) -> Segment:
+    def _segment(self, index: int, added: _Nodes) -> Segment:
+        if not added.inner and any(node.children for node in added.nodes):
+            trees = itertools.groupby(added.nodes, self._above)
+            some = [([*nodes], path[-1] if path else None) for path, nodes in trees]
+            return joined_segment(index, some, self._first, self._options)
         above = zip(added.nodes, map(self._above, added.nodes), strict=True)
         spans = tuple(node.span(self._multiple, path[-1] if path else None) for node, path in above)
         scored = added.scored
         if scored is None:
             scored = any(self._first[m] < span.end for span in spans for m in span.rollouts)
         if added.source < 0:
-            spans = padded(spans, self._whole, inner=added.inner)
+            spans = padded(spans, self._options.whole, inner=added.inner)
         return Segment(spans, added.inner, scored, source=added.source)
