@@ -38,8 +38,8 @@ LEAST_SEGMENT = 1024
 """Segments are not made shorter than this to keep a limit of memory."""
 SEGMENT_GAIN = 32
 """Times `min_gain` that an inner segment saves at least. On an H200, with 12 layers of Qwen3-8B's
-widths, forward and backward of a segment of 26 positions took as long as those of 2,600 more
-positions in a long one (benchmarks/LOG.md)."""
+widths, steps of rag_musique took as long with one segment more as with 950 positions more
+(benchmarks/LOG.md, "four H200s of one host, timed")."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,10 @@ class PrefixConfig:
             among those that keep the limit of memory. Of a number a half, a quarter or an eighth,
             from LEAST_SEGMENT on, or a length between two of these, is taken where that keeps the
             limit, or a pipeline waits less.
-        min_gain: a shared span that saves fewer positions is dissolved, and an inner segment that
-            saves fewer than SEGMENT_GAIN times as many and less than a 16th of the step; 0
-            dissolves nothing, and no prompt runs in the segment of its suffixes.
+        min_gain: a shared span that saves fewer positions is dissolved. So is an inner segment that
+            saves fewer than SEGMENT_GAIN times as many and less than a 16th of the step, where its
+            spans cannot run in the waves that read them. 0 dissolves nothing, and no prompt runs in
+            the segment of its suffixes.
         align: spans begin at multiples of it, besides those that the layout needs. With 64 the
             kernels of GatedDeltaNet cut a sequence where they do anyway, and a chain of spans is
             bitwise the whole; else it differs by rounding.
@@ -105,7 +106,7 @@ class PrefixConfig:
     mode: str = "on"
     chunk_tokens: int | str = 0
     segment_tokens: int | str = 16384
-    min_gain: int = 64
+    min_gain: int = 32
     align: int = 1
     loss_in_leaves: bool = False
     trainer_masks: bool = True

@@ -166,8 +166,8 @@ class TreeOptions:
         min_gain: a shared span that saves fewer positions than this is dissolved into its
             children. 0 dissolves nothing.
         segment_gain: an inner segment whose spans save fewer positions together is dissolved, too,
-            unless they are a 16th of the step: an action costs as much as some positions. 0
-            dissolves nothing.
+            or runs in the waves that read it, unless they are a 16th of the step: an action costs
+            as much as some positions. 0 dissolves nothing.
         loss_in_leaves: positions from the first trained one on are shared only by equal rollouts.
         share: "group": one tree per group; "batch": one tree over all rollouts of the step.
         cut: spans begin at multiples of it, too. Nothing is padded to it.
@@ -179,7 +179,7 @@ class TreeOptions:
     multiple: int = 1
     chunk_tokens: int = 0
     segment_tokens: int = 16384
-    min_gain: int = 64
+    min_gain: int = 32
     segment_gain: int = 0
     loss_in_leaves: bool = False
     share: str = "group"

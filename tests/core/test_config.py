@@ -16,7 +16,7 @@ from megatron_prefix.tree import TreeOptions
 
 def test_defaults_are_valid_and_those_of_the_tree() -> None:
     config = PrefixConfig()
-    assert config.tree_options(1) == TreeOptions(segment_gain=32 * 64, share="batch")
+    assert config.tree_options(1) == TreeOptions(segment_gain=32 * 32, share="batch")
     assert config.mode == "on"
 
 

@@ -202,7 +202,8 @@ _TEXTS = {
     " auto: by step, what is fastest within the limit of memory; down to an eighth of it is"
     " taken where only that keeps it (default {})",
     "min_gain": "dissolve a shared span that saves fewer positions, and an inner segment that saves"
-    " fewer than 32 times as many and less than a 16th of the step; 0 dissolves nothing,"
+    " fewer than 32 times as many and less than a 16th of the step, or run its spans in the waves"
+    " that read them; 0 dissolves nothing,"
     " and runs every prompt apart from its suffixes (default {})",
     "align": "spans begin at multiples of N, besides those that the layout needs; with 64"
     " GatedDeltaNet's rounding does not depend on where (default {})",

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab.data.generate import generate
+from megatron_prefix.lab.data.pairs import pairs_of_groups
+from megatron_prefix.lab.data.rollouts import write_rollouts
+from megatron_prefix.lab.rl.baseline import pack_sizes
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.sidecar.arena import Arena
+from megatron_prefix.tree import build
 from tests.core.alignment.test_hybrid_memory import step
 from tests.harness import hybrid, steps
 from tests.harness.command_line import BUNDLED, forked
@@ -60,18 +68,20 @@ def expected_of(name: str = "dense") -> steps.Reference:
 @pytest.mark.parametrize("name", MODELS)
 def test_exact(name: str) -> None:
     model, expected = model_of(name), expected_of(name)
-    for fields in ({}, {"memory": "auto"}, {"segment_tokens": 100}, {"segment_tokens": 24}):
+    for fields in ({}, {"memory": "auto"}, *({"segment_tokens": n} for n in (100, 64, 24))):
         assert hybrid.worst(model, expected, **JOINED, **fields) <= EXACT, fields
     [segment] = hybrid.report_of(model, **JOINED).forest.segments
     assert segment.joined == 0 and len({span.start for span in segment.spans}) > 2
     some = hybrid.report_of(model, **JOINED, segment_tokens=100).forest.segments
     assert len(some) > 1 and any(one.joined >= 0 for one in some)
+    below = hybrid.report_of(model, **JOINED, segment_tokens=64).forest.segments
+    assert any(one.joined >= 0 and one.parents for one in below)  # and read a prompt
 
 
 @pytest.mark.parametrize("name", RECOMPUTES)
 def test_megatrons_own_recomputation(name: str) -> None:
     model = model_of(**RECOMPUTES[name])
-    for fields in ({}, {"segment_tokens": 100}):
+    for fields in ({}, {"segment_tokens": 100}, {"segment_tokens": 64}):
         assert hybrid.worst(model, expected_of(), **JOINED, **fields) <= EXACT, fields
 
 
@@ -100,7 +110,7 @@ def test_what_suffixes_send_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["dense", "latents"])
 def test_the_sidecar_takes_what_was_predicted(name: str) -> None:
-    for fields in ({}, {"segment_tokens": 100}):
+    for fields in ({}, {"segment_tokens": 100}, {"segment_tokens": 64}):
         report = hybrid.report_of(model_of(name), **JOINED, **fields)
         assert report.memory is not None and report.cache_bytes > 0
         assert report.memory.cache_peak == pytest.approx(report.cache_bytes, rel=1e-9)
@@ -149,4 +159,39 @@ def test_layouts(layout: str) -> None:
     if "--sequence-parallel" not in layout and "--tp" in layout:
         layout += " --sequence-parallel"
     done = forked("align", "--rollouts", BUNDLED, *f"{options} {layout}".split())
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rollouts of three levels below their prompts, of which some join waves below."""
+    groups = [*generate(2, 60, 24, 8, tree="branch", depth=3)]
+    rollouts, _ = pairs_of_groups(groups)
+    sizes = pack_sizes([len(rollout) for rollout in rollouts], 200)
+    owners = [number for number, size in enumerate(sizes) for _ in range(size)]
+    config = PrefixConfig(min_gain=2, segment_tokens=100)
+    options = replace(config.tree_options(1), joins=True)
+    segments = build(rollouts, None, options, owners).segments
+    assert any(one.joined >= 0 and one.parents for one in segments)
+    path = tmp_path_factory.mktemp("trees") / "trees.jsonl"
+    write_rollouts(path, groups)
+    return path
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--tp 2 --sequence-parallel",
+        "--model tiny-moe --ep 2",
+        "--model tiny-deepseek --ep 2",
+        "--model tiny-qwen3 --cp 2 --cp-reduce wave --recompute full",
+        "--model tiny-qwen3 --cp 2 --cp-reduce segment",
+    ],
+)
+def test_layouts_of_waves_that_join(layout: str, trees: Path) -> None:
+    """Prompts apart, and what pairs of rollouts share behind them in their waves."""
+    options = "--min-gain 2 --segment-tokens 100 --pack-tokens 200 --dtype float64"
+    if "deepseek" not in layout:
+        options += " --set num_layers=2"
+    done = forked("align", "--rollouts", str(trees), *f"{options} {layout}".split())
     assert done.returncode == 0, done.stderr

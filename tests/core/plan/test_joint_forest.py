@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from megatron_prefix.plan.joint_forest import JointForest, joint_forest
 from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.run.execute.memory_control import longest_segments
-from megatron_prefix.tree import Forest, Pairs, Place, Segment, TreeOptions, build
+from megatron_prefix.tree import Forest, Pairs, Place, Segment, Span, TreeOptions, build
 from megatron_prefix.tree.packing import Rows
 from tests.harness.fuzzing import rounds
 from tests.harness.trees import flat_rollouts, random_forest
@@ -134,7 +135,8 @@ def test_every_forest_is_in_the_union_and_fillers_are_padding(rng, num) -> None:
 
 
 def test_what_losses_read_adds_up_over_the_forests() -> None:
-    forests = [build(*flat_rollouts(40, length, 2, 1)) for length in (10, 30)]
+    options = TreeOptions(min_gain=64)
+    forests = [build(*flat_rollouts(40, length, 2, 1), options) for length in (10, 30)]
     union = joint_forest(forests, [range(2)] * 2).union
     assert [s.trained for s in union.segments] == [2 * 10 + 2 * 30]
 
@@ -161,6 +163,21 @@ def test_joined_segments_run_beside_joined_ones() -> None:
     assert [s.joined for s in longest_segments(found)] == [0, 1]
     assert not joint_forest([apart, apart], [owners] * 2).mixed
     assert joint_forest([joined, apart], [owners] * 2).mixed
+    waves = replace(apart, segments=tuple(_as_joined(apart.segments)))
+    found = joint_forest([waves, apart], [owners] * 2)
+    assert not found.mixed  # prompts wait on both
+    assert [s.joined for s in found.union.segments] == [s.joined for s in waves.segments]
+
+
+def _as_joined(segments: Sequence[Segment]) -> Iterator[Segment]:
+    """Each wave as one whose last span continues its first."""
+    for index, segment in enumerate(segments):
+        if segment.inner:
+            yield segment
+            continue
+        first, *_, last = segment.spans
+        below = Span(first.end, 1, 1, first.rollouts, Place(index, 0))
+        yield segment._replace(spans=(first, last, below), inner=True, joined=index)
 
 
 def test_plans_made_apart_hang_together() -> None:

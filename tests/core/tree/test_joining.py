@@ -1,7 +1,8 @@
-"""A prompt and its suffixes in one segment: rounds, what runs twice, where nothing is joined."""
+"""A span and what continues it in one segment: rounds, what runs twice, where nothing is joined."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -58,7 +59,7 @@ def test_joined_forests_are_whole(sets, options, each, gain) -> None:
             assert forest.segments[index].padded_length <= most
         assert not any(index in segment.parents for segment in forest.segments)
         assert not forest.segments[index].waits and forest.segments[index].inner
-    if joined:  # a microbatch runs in one segment
+    if joined and not any(one.waits for one in forest.segments):  # a microbatch is in one segment
         where = [{place.segment for place in path} for path in forest.paths]
         for microbatch in set(owner):
             mine = [where[one] for one, other in enumerate(owner) if other == microbatch]
@@ -92,6 +93,50 @@ def test_a_segment_is_as_long_as_what_is_alive() -> None:
     assert [one.padded_length for one in forest.segments] == [106]
     forest = build(rollouts, groups, replace(JOINS, segment_tokens=93), owners(4, 4))
     assert [one.padded_length for one in forest.segments] == [90, 16]
+
+
+def nested(prompt: int, shared: int, suffix: int, groups: int = 1) -> list[Pairs]:
+    """Eight rollouts of a prompt, of which two each begin their answers alike."""
+    made = []
+    for group, pair, one in itertools.product(range(groups), range(4), range(2)):
+        here = 1000 * group
+        parts = np.array([here + 1, here + 10 + pair, here + 100 + 2 * pair + one, 0])
+        tokens = parts.repeat([prompt, shared, suffix, 1])
+        made.append(Pairs(tokens[:-1], tokens[1:], np.arange(len(tokens) - 1) >= prompt))
+    return made
+
+
+def test_what_few_positions_share_runs_in_the_waves_that_read_it() -> None:
+    """A prompt of 100, four pairs that share six more: too few for a segment of their own."""
+    options = replace(JOINS, segment_tokens=60)
+    forest = build(nested(100, 6, 10), None, options, owners(8, 4))
+    check_segments(forest.segments)
+    assert Forest.from_ints(forest.to_ints()) == forest
+    found = [(one.padded_length, one.joined, one.parents) for one in forest.segments]
+    assert found == [(99, -1, ()), (56, 1, (0,)), (56, 2, (0,))]
+    assert [one.waits for one in forest.segments] == [True, False, False]
+    spans = [(one.start, one.length, one.parent) for one in forest.segments[1].spans]
+    pair = [(99, 6, Place(0, 0))] * 2
+    assert spans == [*pair, *[(105, 11, Place(1, 0))] * 2, *[(105, 11, Place(1, 1))] * 2]
+    levels = payload_map(forest.segments).levels[1]
+    assert [(run.stop - run.first, run.end - run.start) for run in levels[0].runs] == [(56, 99)]
+    assert [(run.stop - run.first, run.end - run.start) for run in levels[1].runs] == [(22, 6)] * 2
+
+
+def test_where_nothing_joins_a_wave() -> None:
+    """Pairs of other microbatches, too few positions in a round, trees of half a segment or more,
+    and what a segment that stays apart reads."""
+    rollouts = nested(100, 6, 10)
+    options = replace(JOINS, segment_tokens=60)
+    for changed, owner in (
+        ({}, [0, 1] * 4),
+        ({"segment_gain": 200}, owners(8, 4)),
+        ({"segment_tokens": 51}, owners(8, 4)),
+        ({"joins": False}, owners(8, 4)),
+    ):
+        forest = build(rollouts, None, replace(options, **changed), owner)
+        assert {one.joined for one in forest.segments} == {-1}, changed
+        assert forest.executed_tokens == 99 + 8 * 17
 
 
 def test_what_is_too_short_for_a_span_in_a_round_counts() -> None:
