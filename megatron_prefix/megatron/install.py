@@ -429,10 +429,8 @@ def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 def vision_tower(model: nn.Module) -> nn.Module | None:
     """The vision tower of a model chunk, wrapped or not; None without one, or if what an image's
     rows depend on is not known, or chance."""
-    for module in families.around(model, language_model(model)):
-        if families.owner_of_class(module) in families.TOWERS:
-            return None if families.drops(module) else module
-    return None
+    around = families.around(model, language_model(model))
+    return next((module for module in around if families.tower(module) is not None), None)
 
 
 def _can_end_early(layer: Any) -> bool:

@@ -9,7 +9,7 @@ these have a forward of their own, since that is how models are told.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -291,6 +291,19 @@ class VisionLanguage(MegatronModule):
         return given | ({"extra_block_kwargs": more} if self.kind.in_block else more)
 
 
+def around(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters of a model that are not of its language model."""
+    for name, parameter in model.named_parameters():
+        if not name.startswith("language_model."):
+            yield name, parameter
+
+
+def tower_of(model: Any) -> nn.Module | None:
+    """A model's vision tower, under the names that it has."""
+    found = (getattr(model, name, None) for name in ("vision_model", "visual", "vision_tower"))
+    return next((one for one in found if one is not None), None)
+
+
 def shown_decoder(model: Any) -> Any:
     """A property of some of the models."""
     return model.language_model.decoder
@@ -366,11 +379,10 @@ def _fill(model: Any, inner: Any, *, freeze: bool) -> None:
         if recurrent or hasattr(layer.mlp, "router"):
             keep_float64(layer if recurrent else layer.mlp.router)
     inside.compute_language_model_loss = types.MethodType(exact_loss, inside)
-    if model.vision_model is not None:
-        draw = torch.Generator().manual_seed(5)
-        for parameter in model.vision_model.parameters():
-            parameter.data.copy_(0.5 * torch.randn(parameter.shape, generator=draw))
-            parameter.requires_grad = not freeze
+    draw = torch.Generator().manual_seed(5)
+    for _, parameter in around(model):
+        parameter.data.copy_(0.5 * torch.randn(parameter.shape, generator=draw))
+        parameter.requires_grad = not freeze
 
 
 class Counted:
@@ -446,6 +458,8 @@ class Trainer(calls.Trainer):
         layout: of the job.
         images: whether there are any.
         dealt: which part of how many of the samples this rank has.
+        cuts_labels: labels and masks are given whole, and the model cuts them for context-parallel
+            ranks and returns the mask, too.
     """
 
     def __init__(
@@ -455,8 +469,11 @@ class Trainer(calls.Trainer):
         layout: Any,
         images: bool = True,
         dealt: tuple[int, int] = (0, 1),
+        *,
+        cuts_labels: bool = False,
     ) -> None:
         self._has_images, self._dealt = images, dealt
+        self._cuts_labels = cuts_labels
         self._patches: list[Tensor] = []
         super().__init__(form, seed, layout)
 
@@ -478,15 +495,19 @@ class Trainer(calls.Trainer):
         batch["pixels"] = torch.cat([p for p, _ in images]) if images else None
         batch["grids"] = torch.tensor([g for _, g in images]) if images else None
         num = batch["lengths"]
-        tokens = [np.pad(t[:-1], (0, n - len(t) + 1)) for (t, _, _), n in zip(members, num)]  # noqa: B905
         columns = [
             positions(tokens[:-1], [g for _, g in seen], n)
             for (tokens, _, seen), n in zip(members, num, strict=True)
         ]
         packed = self.form.packed
-        batch["whole"] = torch.from_numpy(
-            np.concatenate(tokens)[None] if packed else np.stack(tokens)
-        )
+        for name, rows in {
+            "whole": [tokens[:-1] for tokens, _, _ in members],
+            "whole_labels": [tokens[1:] for tokens, _, _ in members],
+            "whole_mask": [trained[1:].astype(np.float64) for _, trained, _ in members],
+        }.items():
+            padded = [np.pad(one, (0, n - len(one))) for one, n in zip(rows, num, strict=True)]
+            joined = np.concatenate(padded)[None] if packed else np.stack(padded)
+            batch[name] = torch.from_numpy(joined)
         batch["positions"] = torch.from_numpy(
             np.concatenate(columns, 1)[:, None] if packed else np.stack(columns, 1)
         )
@@ -499,13 +520,17 @@ class Trainer(calls.Trainer):
             "input_ids": batch["whole"], "position_ids": batch["positions"],
             "pixel_values": batch["pixels"], "image_grid_thw": batch["grids"],
         }  # fmt: skip
+        whole = self._cuts_labels
         if not self.form.logits:
-            given["labels"] = batch["labels"]
+            given["labels"] = batch["whole_labels" if whole else "labels"]
         if self.form.mask:
-            given["loss_mask"] = batch["loss_mask"]
+            given["loss_mask"] = batch["whole_mask" if whole else "loss_mask"]
         if self.form.packed:
             given["packed_seq_params"] = self._packing(batch)
         try:
-            return model(**given), self.loss_of(batch)
+            found = model(**given)
+            if whole and self.layout.cp > 1:  # the mask is returned, cut
+                found, _ = found
+            return found, self.loss_of(batch)
         finally:
             self.ended.append(batch["number"])
