@@ -331,6 +331,20 @@ def test_activations_of_llama3_8b() -> None:
     assert 2 * spread.activations == predict(plan, whole)[0].activations
 
 
+def test_activations_of_llama3_8b_in_fp8() -> None:
+    """Per layer and token: in bf16 the input of both norms, queries, the output of attention, and
+    what the activation function is given; in FP8, a byte and a 32nd, inputs of three products."""
+    spec = resolve("llama3-8b", fp8="e4m3", fp8_recipe="blockwise")
+    wide, inputs, lse = 2 * (2 * 4096 + 2 * 32 * 128 + 2 * 14336), 2 * 4096 + 14336, 4 * 32
+    assert footprint_of(spec).inner == wide + inputs * (1 + 4 / 128) + lse
+    assert footprint_of(spec, tp=2, sequence_parallel=True).inner == footprint_of(spec).inner / 2
+    assert footprint_of(spec).kv == footprint_of(resolve("llama3-8b")).kv
+    norms = {"recompute": "selective", "modules": ("layernorm",)}  # of what they give nothing
+    plain = resolve("llama3-8b")
+    fewer = footprint_of(plain, **norms).inner - footprint_of(spec, **norms).inner
+    assert fewer == 14336 * (2 - (1 + 4 / 128))
+
+
 def test_cp_ranks_keep_a_share_of_the_sidecar_or_all_of_it() -> None:
     plan = plan_of(1024, 256, 4, 512)
     shared = footprint_of(resolve("llama3-8b"), cp=2)
