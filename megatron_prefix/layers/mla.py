@@ -100,8 +100,10 @@ class MLA(Attention):
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind."""
         yield from super().refusals(number, module, model)
-        rotary = module.rotary_pos_emb
-        if not {owner(rotary, name) for name in ("forward", "get_emb")} <= ROTARY:
+        rotary = getattr(module, "rotary_pos_emb", None)
+        if rotary is None:  # mcore-bridge (ms-swift) takes it out, and writes the module's forward
+            yield OTHER_ROTARY.given("of the model, which its latents have not of their own")
+        elif not {owner(rotary, name) for name in ("forward", "get_emb")} <= ROTARY:
             yield OTHER_ROTARY.given(type(rotary).__name__)
 
     def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
