@@ -53,6 +53,7 @@ class Kind(NamedTuple):
         in_block: both are in extra_block_kwargs.
         slices: positions are whole, and the rotary embedding slices its table; else they are cut.
         shows_decoder: the model has the decoder as a property.
+        rope: rotary positions are those of text.
     """
 
     depth: int = 0
@@ -61,6 +62,7 @@ class Kind(NamedTuple):
     in_block: bool = False
     slices: bool = True
     shows_decoder: bool = False
+    rope: bool = False
 
 
 KINDS = {
@@ -70,6 +72,7 @@ KINDS = {
     "mbridge, by extra_block_kwargs": Kind(2, in_block=True),
     "mbridge, GLM-4V": Kind(shows_decoder=True),
     "mcore-bridge, Qwen3-VL": Kind(2, gives_tokens=True, positions_first=True),
+    "mbridge, InternVL3": Kind(rope=True),
 }
 _MODULES = {
     "Megatron-Bridge": ("megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model", "rope"),
@@ -225,7 +228,7 @@ class VisionLanguage(MegatronModule):
             for parameter in self.vision_model.parameters():
                 parameter.average_gradients_across_tp_domain = True
         self.language_model = (inside or language_model_class(name))(
-            config, spec, position_embedding_type="mrope",
+            config, spec, position_embedding_type="rope" if self.kind.rope else "mrope",
             scatter_embedding_sequence_parallel=False, **options,
         )  # fmt: skip
         self.share_embeddings_and_output_weights = options["share_embeddings_and_output_weights"]
@@ -257,6 +260,8 @@ class VisionLanguage(MegatronModule):
         if not kind.slices:
             position_ids = position_ids[..., held]
             self.language_model.rotary_pos_emb.is_thd_format = True
+        if kind.rope:
+            position_ids = position_ids[0, ..., held]  # nobody reads them
         tokens = input_ids[:, held] if kind.gives_tokens else None
         return self.language_model(
             input_ids=tokens, position_ids=position_ids, attention_mask=None, **given, **named
@@ -300,8 +305,9 @@ def around(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 def tower_of(model: Any) -> nn.Module | None:
     """A model's vision tower, under the names that it has."""
-    found = (getattr(model, name, None) for name in ("vision_model", "visual", "vision_tower"))
-    return next((one for one in found if one is not None), None)
+    names = "vision_model", "visual", "vision_tower"
+    found = next((one for name in names if (one := getattr(model, name, None)) is not None), None)
+    return getattr(found, "visual", found)  # mcore-bridge has it in a module of its own
 
 
 def shown_decoder(model: Any) -> Any:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from megatron_prefix.lab.runtime import Layout
-from tests.core.alignment.test_vision import PADDED, ROWS, Case, compare
-from tests.core.trainers import vision_models
+from tests.core.alignment.test_vision import PADDED, ROWS, SINGLE, Case, compare
+from tests.core.trainers import vision_models, vision_sources
 from tests.harness.cases import check_cases
 from tests.harness.vision import Kept
 
-WHY = vision_models.missing()
+WHY = vision_sources.missing()
 LAYOUTS = {
     "one rank": Layout(),
     "TP2 SP": Layout(tp=2, sequence_parallel=True),
@@ -23,15 +23,16 @@ LAYOUTS = {
 def compare_model(name: str, layout: Layout) -> None:
     """A model under both schedules."""
     model = vision_models.MODELS[name]
-    form = ROWS if layout.cp > 1 else PADDED
+    form = PADDED if layout.cp == 1 else SINGLE if model.alone else ROWS
     with Kept():
         build = {"num_layers": 3 * layout.pp, **model.build}  # more than deepstack has
         build |= {"make": model.make, "spec": model.spec}
         build["freeze"] = model.splits and layout.cp > 1  # else it is refused
         across = {"across_ranks": "on"} if layout.dp > 1 else {}
         case = Case(
-            form, model.kind, build, across, splits=model.splits, cuts_labels=model.cuts_labels
-        )
+            form, model.kind, build, across, cuts_labels=model.cuts_labels,
+            splits=model.splits or form is SINGLE,  # its tower also runs without an image
+        )  # fmt: skip
         compare(case, layout)
 
 
