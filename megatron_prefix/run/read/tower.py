@@ -142,7 +142,7 @@ class TowerOnce:
             grids = grids.repeat_interleave(grids[:, 0], 0)
             grids[:, 0] = 1  # some models join images of one size, as if they were a video
         counts = grids.prod(-1).tolist()
-        numbers = to_host(fingerprints(patches))
+        numbers = to_host(fingerprints(patches.flatten(1)))
         keys: list[Key] = []
         new: dict[Key, Image] = {}
         for part, grid, count in zip(patches.split(counts), grids, counts, strict=True):
