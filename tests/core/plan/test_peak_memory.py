@@ -346,7 +346,8 @@ def test_activations_of_llama3_8b_in_fp8() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "response", "segment", "less"), [(10239, 2049, 4096, 1.83), (4095, 1025, 16384, 1.93)]
+    ("prompt", "response", "segment", "less"),
+    [(10239, 2049, 4096, 1.83), (4095, 1025, 16384, 1.93)],
 )
 def test_what_fp8_keeps_less_in_the_steps_that_were_measured(
     prompt: int, response: int, segment: int, less: float

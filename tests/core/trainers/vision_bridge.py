@@ -1,8 +1,8 @@
 """Vision-language models of Megatron-Bridge, built small on the CPU from their own sources.
 
-Qwen3-VL's tower needs a GPU, so its language model stands in the harness's model.  Kimi's tower
-comes with its checkpoint; MindSpeed-MM has a copy of that file, with lines of its own for other
-devices and for parallelism, neither of which run here.
+Qwen3-VL's tower needs a GPU, so that of transformers is in its place.  Kimi's tower comes with its
+checkpoint; MindSpeed-MM has a copy of that file, with lines of its own for other devices and for
+parallelism, neither of which run here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,18 +34,70 @@ FLASH = "flash_attention_2"
 
 
 def qwen3(name: str, config: Any, spec: Any, **options: Any) -> Any:
-    from tests.harness.vision import Showing
+    """With transformers' tower in the place of its own."""
+    from transformers.models.qwen3_vl import configuration_qwen3_vl
 
-    inside = named("megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model.Qwen3VLGPTModel")
-    model = Showing(name, config, spec, inside, **options)
-    stock = model.language_model._postprocess
-    known = inspect.signature(stock).parameters
+    from tests.harness.vision import IMAGE
 
-    def postprocess(**given: Any) -> Any:  # arguments of the newest Megatron-Core
-        return stock(**{name: value for name, value in given.items() if name in known})
+    path = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"
+    load()
+    stand_in("megatron.bridge.utils.vocab_utils", calculate_padded_vocab_size=None)
+    module = importlib.import_module(f"{path}.model")
+    vision = tower_config(
+        configuration_qwen3_vl.Qwen3VLVisionConfig, out_hidden_size=config.hidden_size,
+        num_position_embeddings=64, deepstack_visual_indexes=[0, 1],
+    )  # fmt: skip
+    attention = types.SimpleNamespace(self_attention=types.SimpleNamespace())
+    inside = {
+        "get_vit_layer_with_transformer_engine_spec": lambda: types.SimpleNamespace(
+            submodules=attention
+        ),
+        "get_vision_model_config": lambda *_, **__: types.SimpleNamespace(),
+        "Qwen3VLVisionModel": lambda *_, **__: _qwen3_tower(vision),
+    }
+    vars(module).update(inside)
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
+    vars(config).update(
+        image_token_id=IMAGE, video_token_id=-1, vision_start_token_id=-2, spatial_merge_size=2,
+        use_hf_vision_model=False, should_pad_vocab=False, vocab_size=options["vocab_size"],
+        language_max_sequence_length=options["max_sequence_length"], logit_dtype=None,
+        rotary_percent=options["rotary_percent"], rotary_base=options["rotary_base"],
+        fp16_lm_cross_entropy=False, vision_dp_when_cp=False,
+        share_embeddings_and_output_weights=options["share_embeddings_and_output_weights"],
+    )  # fmt: skip
+    stages = {name: options[name] for name in ("pre_process", "post_process")}
+    made = types.new_class("Made", (Whole, module.Qwen3VLModel))
+    return _older(typed(made(config, spec, vision, **stages)))
 
-    model.language_model._postprocess = postprocess
+
+def _older(model: Any) -> Any:
+    """A model whose language model calls the newest Megatron-Core, for an older one."""
+    inner = model.language_model
+    for name in ("_postprocess", "_preprocess"):
+        setattr(inner, name, _known_only(getattr(inner, name)))
     return model
+
+
+def _known_only(stock: Callable[..., Any]) -> Callable[..., Any]:
+    known = inspect.signature(stock).parameters
+    return lambda **given: stock(**{name: given[name] for name in given if name in known})
+
+
+def _qwen3_tower(vision: Any) -> Any:
+    """transformers' tower, called and named as Megatron-Bridge's own."""
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel as Stock
+
+    def forward(self: Any, hidden_states: Any, grid_thw: Any) -> Any:
+        found = Stock.forward(self, hidden_states, grid_thw=grid_thw)
+        return found.pooler_output, found.deepstack_features
+
+    module = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model"
+    own = {"__module__": module, "__qualname__": Stock.__name__, "forward": forward}
+    made = types.new_class(Stock.__name__, (Stock,), {}, lambda space: space.update(own))
+    tower = made._from_config(vision)  # type: ignore[attr-defined]
+    for parameter in tower.parameters():  # as of other towers of transformers
+        parameter.average_gradients_across_tp_domain = True
+    return tower
 
 
 class Whole:

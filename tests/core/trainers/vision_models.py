@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tests.core.trainers import vision_bridge, vision_mbridge
+from tests.harness import hybrid
 
 
 class Model(NamedTuple):
@@ -21,6 +22,7 @@ class Model(NamedTuple):
         splits: its tensor- and context-parallel ranks share the images of a call.
         takes_cp: whether it takes context parallelism itself.
         alone: with context parallelism a call has one sample.
+        rows: calls are rows in every layout.
     """
 
     kind: str
@@ -31,12 +33,19 @@ class Model(NamedTuple):
     splits: bool = False
     takes_cp: bool = True
     alone: bool = False
+    rows: bool = False
 
 
 PLAIN = "Megatron-Bridge, Qwen2.5-VL"
 MODELS = {
-    "Megatron-Bridge, Qwen3-VL's language model": Model(
-        "Megatron-Bridge, Qwen3-VL", vision_bridge.qwen3
+    "Megatron-Bridge, Qwen3-VL": Model(
+        "Megatron-Bridge, Qwen3-VL", vision_bridge.qwen3,
+        build={"calculate_per_token_loss": True}, cuts_labels=True,
+    ),
+    "Megatron-Bridge, Qwen3.5": Model(
+        "Megatron-Bridge, Qwen3-VL", vision_bridge.qwen3, hybrid.GDN,
+        {"num_layers": 4, "calculate_per_token_loss": True},
+        cuts_labels=True, rows=True, takes_cp=False,  # its layers do, from megatron-core 0.18 on
     ),
     "Megatron-Bridge, Qwen2.5-VL": Model(PLAIN, vision_bridge.qwen2_5, takes_cp=False),
     "Megatron-Bridge, GLM-4.5V": Model(PLAIN, vision_bridge.glm4v, takes_cp=False),
