@@ -14,6 +14,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from megatron_prefix.errors import Reason
+from megatron_prefix.layers import precision
 from megatron_prefix.layers.kind import Heads, Kind, Override, Running, Slot, owner
 from megatron_prefix.layers.quantisers import quantised
 from megatron_prefix.plan.footprint import Execution
@@ -122,7 +123,7 @@ class Attention(Kind):
         payload = Payload(Form.POSITIONS, 2 * keys * size, 2 * keys * wide)
         return LayerMemory(
             inner, wave, again, unread, queries * size + ends, seen=2 * (queries + keys) * size,
-            payload=payload,
+            payload=payload, given=precision.projected(config, form),
         )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:

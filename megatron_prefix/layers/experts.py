@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_prefix.errors import Reason
+from megatron_prefix.layers import precision
 from megatron_prefix.layers.kind import Kind, Override, Running, Slot
-from megatron_prefix.layers.mlp import matrices, saved, saving
+from megatron_prefix.layers.mlp import between, matrices, saving
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
 from megatron_prefix.refusals.table import OTHER_ROUTER, ROUTES_IN_ORDER
@@ -54,11 +55,14 @@ class Experts(Kind):
 
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind. Every expert gets a copy of the input and weighs its output; routers save
-        scores, and count all positions. Megatron's `recompute_modules` has "mlp" for dense ones."""
+        scores, and count all positions. Megatron's `recompute_modules` has "mlp" for dense ones.
+        What the norm in front gives is in no product alone."""
         width, _ = _widths(config)
-        each = config.hidden_size + saved(width, config, form) + width
+        each = config.hidden_size + between(width, config, form) + width
         numbers = config.moe_router_topk * each + 3 * (config.num_moe_experts or 0)
-        return saving(numbers, config, form)
+        inputs = config.moe_router_topk * (config.hidden_size + width)
+        kept = numbers * form.itemsize - precision.less(inputs, config, form)
+        return saving(kept, numbers, config, form)
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind."""

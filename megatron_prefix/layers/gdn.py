@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_prefix.errors import Reason
+from megatron_prefix.layers import precision
 from megatron_prefix.layers.kind import Override, Running
 from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent, Saved, Shape
 from megatron_prefix.plan.footprint import Execution
@@ -64,7 +65,8 @@ class GatedDeltaNet(Recurrent):
         norm = (2 if form.fused_layers else 3) * values
         gates, scales = 2 * values + 3 * heads, heads + 2 * key_heads
         narrow = kernels + norm + values + heads
-        return Saved(narrow * size + (gates + scales) * max(4, size), 2 * shape.tail * size)
+        kept = narrow * size - precision.less(values, config, form)
+        return Saved(kept + (gates + scales) * max(4, size), 2 * shape.tail * size)
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind; on a GPU the rule is tried, once a process."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_prefix.errors import Reason
+from megatron_prefix.layers import precision
 from megatron_prefix.layers.kind import Override, Running
 from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent, Saved, Shape
 from megatron_prefix.plan.footprint import Execution
@@ -41,7 +42,9 @@ class Mamba2(Recurrent):
         output projection their inputs."""
         shape = self.shape(config)
         kernel = shape.rows * form.itemsize
-        whole = kernel + 2 * shape.values * form.itemsize
+        whole = (
+            kernel + 2 * shape.values * form.itemsize - precision.less(shape.values, config, form)
+        )
         return Saved(whole, (CONV_WIDTH - 1) * kernel, kernel)
 
     def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_prefix.errors import Reason
+from megatron_prefix.layers import precision
 from megatron_prefix.layers.attention import ROTARY, Attention, in_segments, window_of
 from megatron_prefix.layers.kind import Heads, Override, Running, owner
 from megatron_prefix.plan.footprint import Execution
@@ -62,7 +63,8 @@ class MLA(Attention):
 
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind. Queries, keys and values are saved by attention, which copies the last two;
-        latents by norms and projections. What `mla_up_proj` recomputes is there in a backward."""
+        latents by norms and projections. What `mla_up_proj` recomputes is there in a backward. Two
+        projections have the same input, of which each makes its own copy in FP8."""
         size, wide = form.itemsize, max(4, form.itemsize)
         heads, (width, value_width) = config.num_attention_heads / form.tp, _widths(config)
         made = heads * (width - config.qk_pos_emb_head_dim + value_width)
@@ -70,7 +72,11 @@ class MLA(Attention):
         lse = heads * wide
         ranks = config.kv_lora_rank + (config.q_lora_rank or 0)
         copies = (2 if form.fused_layers else 3) if config.qk_layernorm else 1
-        unread, again = (ranks / form.sequence_ranks * copies + taken) * size, 0.0
+        latents = ranks / form.sequence_ranks
+        unread, again = (
+            (latents * copies + taken) * size - precision.less(latents, config, form),
+            0.0,
+        )
         inner = unread + ends * size + lse
         if form.selects("core_attn"):  # its inputs are saved
             inner, again = inner - lse, ends * size + lse
@@ -83,6 +89,7 @@ class MLA(Attention):
             seen=(2 * made + 2 * keys) * size,
             payload=Payload(Form.POSITIONS, row * size, row * wide),
             keys=keys * size, keys_grad=keys * wide,
+            given=(2 if precision.is_fp8(config) else 1) * precision.projected(config, form),
         )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:
@@ -93,8 +100,10 @@ class MLA(Attention):
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind."""
         yield from super().refusals(number, module, model)
-        rotary = module.rotary_pos_emb
-        if not {owner(rotary, name) for name in ("forward", "get_emb")} <= ROTARY:
+        rotary = getattr(module, "rotary_pos_emb", None)
+        if rotary is None:  # mcore-bridge (ms-swift) takes it out, and writes the module's forward
+            yield OTHER_ROTARY.given("of the model, which its latents have not of their own")
+        elif not {owner(rotary, name) for name in ("forward", "get_emb")} <= ROTARY:
             yield OTHER_ROTARY.given(type(rotary).__name__)
 
     def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:

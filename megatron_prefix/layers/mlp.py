@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from megatron_prefix.layers import precision
 from megatron_prefix.layers.kind import Kind, Override, Running, Slot
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory
@@ -32,8 +33,12 @@ class MLP(Kind):
 
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind; it does not run where nobody reads its output."""
-        numbers = saved(config.ffn_hidden_size, config, form) / form.tp
-        whole = saving(numbers, config, form)
+        width = config.ffn_hidden_size / form.tp
+        numbers = between(width, config, form)
+        whole = saving(
+            numbers * form.itemsize - precision.less(width, config, form), numbers, config, form
+        )
+        whole = replace(whole, given=precision.projected(config, form))
         given = config.hidden_size / form.sequence_ranks * form.itemsize
         if form.selects("mlp"):  # Megatron keeps its input, and runs it again
             again = whole.inner - given
@@ -66,14 +71,15 @@ def matrices(config: Any) -> int:
     return 3 if config.gated_linear_unit else 2
 
 
-def saved(width: int, config: Any, form: Execution) -> int:
+def between(width: float, config: Any, form: Execution) -> float:
     """Numbers a position that an MLP of a width saves, without its input."""
     gated = config.gated_linear_unit
     inputs = 2 if gated else 1
     return width * (inputs + 1 if form.fused_activation else inputs + (3 if gated else 1))
 
 
-def saving(numbers: float, config: Any, form: Execution) -> LayerMemory:
-    """Of what saves so many numbers a position, and is not recomputed."""
-    kept, given = numbers * form.itemsize, config.hidden_size / form.sequence_ranks * form.itemsize
-    return LayerMemory(kept, kept, temporary=kept + 2 * given)
+def saving(kept: float, numbers: float, config: Any, form: Execution) -> LayerMemory:
+    """Of what saves so many bytes a position of so many numbers, and is not recomputed; gradients
+    of these are not in FP8."""
+    given = config.hidden_size / form.sequence_ranks
+    return LayerMemory(kept, kept, temporary=(numbers + 2 * given) * form.itemsize)

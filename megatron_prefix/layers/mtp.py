@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from megatron_prefix.errors import Reason
+from megatron_prefix.layers import precision
 from megatron_prefix.layers.kind import Override, Running, owner
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
@@ -56,8 +57,9 @@ def memory(config: Any, form: Execution) -> LayerMemory:
     output, and what the projection is given, two rows wide."""
     hidden = config.hidden_size / form.sequence_ranks
     local = 0 if form.fused_layers else 2 * hidden + 2  # norms save what they have normed
-    kept = (3 * hidden + local) * form.itemsize
-    return LayerMemory(kept, kept, temporary=kept + 2 * hidden * form.itemsize)
+    numbers = 3 * hidden + local
+    kept = numbers * form.itemsize - precision.less(2 * hidden, config, form)
+    return LayerMemory(kept, kept, temporary=(numbers + 2 * hidden) * form.itemsize)
 
 
 def division(config: Any) -> Division:

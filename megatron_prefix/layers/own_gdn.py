@@ -76,12 +76,12 @@ class OwnGatedDeltaNet(GatedDeltaNet):
 
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind. Every rank has all heads of all positions, also in the norm inside, which takes
-        the place of the one in front and computes in fp32."""
+        the place of the one in front and computes in fp32; its products are torch's own."""
         whole = super().memory(config, replace(form, tp=1, cp=1, sequence_parallel=False))
         size, wide = form.itemsize, max(4, form.itemsize)
         counted = (2 if form.fused_layers else 3) * size / form.sequence_ranks
         norm = config.hidden_size * (2 * wide + size - counted)
-        return replace(whole, inner=whole.inner + norm, wave=whole.wave + norm)
+        return replace(whole, inner=whole.inner + norm, wave=whole.wave + norm, given=None)
 
     def module_of(self, layer: Any) -> Any | None:
         """See Kind."""

@@ -46,7 +46,29 @@ ROTARY = {
 }
 """Classes of rotary embeddings that are called with three positions a token."""
 _HF = "transformers.models"
-TOWERS = {
+_REMOTE = "transformers_modules"
+"""Where transformers puts code that comes with a checkpoint."""
+
+
+class Tower(NamedTuple):
+    """A class of vision tower, and how it is called.
+
+    Attributes:
+        forward: the class that defines it.
+        grids: its argument of the images' grids.
+        apart: whether frames of a video see themselves alone: [t, h, w] is t images.
+        listed: whether it returns a list with the rows of every image.
+        needs: its `_attn_implementation`, if with another one images see one another.
+    """
+
+    forward: str
+    grids: str = "grid_thw"
+    apart: bool = True
+    listed: bool = False
+    needs: str = ""
+
+
+_OF_IMAGES = (
     f"{_HF}.qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel",
     f"{_HF}.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel",
     f"{_HF}.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel",
@@ -58,7 +80,16 @@ TOWERS = {
     f"{_QWEN3}.vision_model.Qwen3VLVisionModel",
     "mbridge.models.qwen2_5_vl.vision_model.Qwen2_5VisionModel",
     "mbridge.models.qwen3_vl.vision_model.Qwen3VLVisionModel",
-}
+)
+TOWERS = {
+    **{name: Tower(name) for name in _OF_IMAGES},
+    # Kimi-K2.5, of Megatron-Bridge: its eager attention adds 1 to scores inside an image, and
+    # leaves the others.
+    f"{_REMOTE}.modeling_kimi_k25.MoonViT3dPretrainedModel": Tower(
+        f"{_REMOTE}.modeling_kimi_k25.MoonViT3dPretrainedModel",
+        grids="grid_thws", apart=False, listed=True, needs="flash_attention_2",
+    ),
+}  # fmt: skip
 """Classes of vision towers that are called with patches and grids of images, and in which an image
 sees itself alone; they run once an image (run/read/tower.py) unless they drop anything at random,
 others once a call."""
@@ -82,8 +113,21 @@ def owner_of_class(model: Any) -> str:
     """The class that defines a model's forward, whatever its instance has at the moment."""
     for base in type(model).__mro__:
         if "forward" in vars(base):
-            return f"{base.__module__}.{base.__qualname__}"
+            module = base.__module__
+            if module.startswith(f"{_REMOTE}."):  # without the checkpoint's name and revision
+                module = f"{_REMOTE}.{module.rpartition('.')[2]}"
+            return f"{module}.{base.__qualname__}"
     return ""
+
+
+def tower(module: Any) -> Tower | None:
+    """A vision tower's line of the table; None if what an image's rows depend on is not known, or
+    chance."""
+    found = TOWERS.get(owner_of_class(module))
+    if found is None or drops(module):
+        return None
+    attention = getattr(module.__dict__.get("config"), "_attn_implementation", None)
+    return found if found.needs in ("", attention) else None
 
 
 def positions_first(model: Any) -> bool:
@@ -115,7 +159,7 @@ def drops(tower: Any) -> bool:
 
 def has_images(model: Any, inner: Any) -> bool:
     """Whether a model chunk is of a vision-language model, whose language model is `inner`."""
-    known = TOWERS | SPLIT_IMAGES
+    known = TOWERS.keys() | SPLIT_IMAGES
     return is_multimodal(inner) or any(owner_of_class(one) in known for one in around(model, inner))
 
 

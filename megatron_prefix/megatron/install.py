@@ -38,6 +38,7 @@ from megatron_prefix.device.modules import modules_of
 from megatron_prefix.device.transfer import on
 from megatron_prefix.errors import refused
 from megatron_prefix.layers import table
+from megatron_prefix.layers.attention import window_of
 from megatron_prefix.layers.blocks.kernels import Kernel, choose
 from megatron_prefix.layers.blocks.merge import prepare
 from megatron_prefix.layers.blocks.rotary import Rotary
@@ -80,7 +81,7 @@ class Hooks:
         self.model = language_model(model)
         features.check(self.model, model)
         self.parts = table.payload_parts(self.model)
-        self._forms = table.forms(self.parts)
+        self._forms, self._windows = table.forms(self.parts), _windows(self.parts)
         self._looks_ahead = hasattr(self.model, "mtp")
         self.mask_use = features.mask_use(self.parts)
         self.routers: dict[int, Any] = versions.routers(self.model)
@@ -153,6 +154,10 @@ class Hooks:
     def forms(self) -> list[Form]:
         """Of the payloads that its layers leave in this step."""
         return self._forms[:-1] if self._looks_ahead and self.ahead is None else self._forms
+
+    def is_current(self) -> bool:
+        """Whether its layers have the windows that they had: else all of it is made anew."""
+        return self._windows == _windows(self.parts)
 
     def use(self, kernel: str) -> None:
         """Chooses the kernel by name; see megatron_prefix/layers/blocks/kernels.py."""
@@ -429,10 +434,13 @@ def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 def vision_tower(model: nn.Module) -> nn.Module | None:
     """The vision tower of a model chunk, wrapped or not; None without one, or if what an image's
     rows depend on is not known, or chance."""
-    for module in families.around(model, language_model(model)):
-        if families.owner_of_class(module) in families.TOWERS:
-            return None if families.drops(module) else module
-    return None
+    around = families.around(model, language_model(model))
+    return next((module for module in around if families.tower(module) is not None), None)
+
+
+def _windows(parts: Sequence[Part]) -> list[Any]:
+    """Positions that queries see in every layer of attention."""
+    return [window_of(part.module) for part in parts if hasattr(part.module, "core_attention")]
 
 
 def _can_end_early(layer: Any) -> bool:

@@ -9,6 +9,7 @@ Recomputation in Large Transformer Models", section 4.1, counts another layer li
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -246,13 +247,14 @@ def _saved(
 ) -> dict[str, float]:
     """What layers save with a norm in front of every part; `hidden` numbers a position."""
     norm = (2 * hidden if form.fused_layers else 3 * hidden + 1) * form.itemsize
-    again = norm if form.selects("layernorm") else 0.0  # it saves its input only
-    before = norm - hidden * form.itemsize if again else norm
+    recomputed, output = form.selects("layernorm"), hidden * form.itemsize
+    before = functools.partial(_in_front, norm=norm, output=output, recomputed=recomputed)
+    again = norm * recomputed
     both = [*layers, behind]
     act = sum(part.act for layer in layers for part in layer) / len(layers)
     act *= form.recompute != "full"
-    *inners, behind_inner = [sum(before + part.inner for part in layer) for layer in both]
-    *waves, behind_wave = [sum(before + part.wave for part in layer) for layer in both]
+    *inners, behind_inner = [sum(before(part) + part.inner for part in layer) for layer in both]
+    *waves, behind_wave = [sum(before(part) + part.wave for part in layer) for layer in both]
     inner, wave = sum(inners) / len(layers), sum(waves) / len(layers)
     again = max(
         max((part.again for part in layer), default=0.0) + again * len(layer) for layer in both
@@ -270,13 +272,20 @@ def _saved(
             behind_inner = behind_wave = kept
     elif len(last) > 1 and not behind and all(part.unread is not None for part in last):
         # transformer-engine's second norm is part of the MLP, which does not run.
-        norms = norm if form.fused_layers else norm * len(last)
+        norms = before(last[0]) if form.fused_layers else norm * len(last)
         unread = min(inners[-1], norms + sum(part.unread or 0.0 for part in last))
     attention = max(0.0, min(sum(part.read for part in last), inner - unread))
     return dict(
         inner=inner, wave=wave, unread=unread, attention=attention, again=again, act=act,
         behind_inner=behind_inner, behind_wave=behind_wave,
     )  # fmt: skip
+
+
+def _in_front(part: LayerMemory, norm: float, output: float, *, recomputed: bool) -> float:
+    """Bytes saved of a norm in front of a part, which itself saves `norm`, its output among it."""
+    if recomputed:  # it saves its input only
+        return norm - output
+    return norm if part.given is None else norm - output + part.given
 
 
 def _by_stage(

@@ -72,6 +72,7 @@ class LayerMemory:
         keys, keys_grad: K and V as attention sees them, and their sums on context-parallel ranks;
             None: the payload's.
         act: of `inner` and of `wave`, what "recompute_act" drops.
+        given: what is kept of the output of the norm in front; None: as it is.
     """
 
     inner: float
@@ -86,3 +87,4 @@ class LayerMemory:
     keys: float | None = None
     keys_grad: float | None = None
     act: float = 0.0
+    given: float | None = None

@@ -89,6 +89,11 @@ def _scaled_by(name: str, config: Any, *, recipes: tuple[str, ...], others: bool
     return _on("fp8", config) and (given in recipes) != others
 
 
+def _with_context(name: str, config: Any) -> bool:
+    """An option of ranks that share the positions of a sample."""
+    return _on(name, config) and getattr(config, "context_parallel_size", 1) > 1
+
+
 def _option(
     name: str, kind: str, fix: str, test: Test = _on, attribute: str | None = None
 ) -> Refusal:
@@ -131,6 +136,7 @@ LARGEST_LOGIT = _option("log_max_attention_logit", NOT_YET, f"turn it off: {_LAR
 OVERLAPPED_EXPERTS = _option("overlap_moe_expert_parallel_comm", NOT_YET, _OWN_PLAN)
 DELAYED_WGRAD = _option("delay_wgrad_compute", NOT_YET, _OWN_PLAN)
 PARTIAL_CHECKPOINTS = _option("num_microbatches_with_partial_activation_checkpoints", NOT_YET, "leave it out: it changes the arguments of forward steps")
+VISION_OVER_CP = _option("vision_dp_when_cp", NOT_YET, "turn it off: gradients of images cross context-parallel ranks in every microbatch's own backward", _with_context)
 HYBRID_CP = _option("hybrid_context_parallel", NOT_YET, "turn it off: it brings its own loop")
 ACTIVATION_OFFLOADING = _option("fine_grained_activation_offloading", NOT_YET, "turn it off: it asserts the stock order of backward passes")
 CPU_OFFLOADING = _option("cpu_offloading", NOT_YET, "turn it off: it assumes the stock order of backward passes")

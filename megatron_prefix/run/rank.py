@@ -34,12 +34,10 @@ class ModelNumbers:
     Args:
         config: Megatron's configuration of the model.
         models: the language models of a rank.
-        wrapped: the same in their wrappers.
 
     Attributes:
         other_steps: why forward steps get more than an iterator and a model; None if they do not.
         refused: what is refused of the options of its language models.
-        has_images: whether it is a vision-language model.
         sequence_ranks: tensor-parallel ranks that share the positions of a segment (sequence
             parallelism).
         alignment: segment boundaries are multiples of it: tp under sequence parallelism, times
@@ -59,12 +57,11 @@ class ModelNumbers:
         footprints: those that were asked for; see `Rank.footprint`.
     """
 
-    def __init__(self, config: Any, models: Sequence[Any], wrapped: Sequence[Any]) -> None:
+    def __init__(self, config: Any, models: Sequence[Any]) -> None:
         self.other_steps: Reason | None = features.other_steps(config)
         # Around a language model others may have a configuration of their own.
         own = _apart(model.config for model in models)
         self.refused = [one for each in own for one in features.refusals(each)]
-        self.has_images = any(map(has_images, wrapped, models))
         tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
         self.sequence_ranks = tp if config.sequence_parallel else 1
         self.alignment = self.sequence_ranks * (2 * cp if cp > 1 else 1)
@@ -88,7 +85,7 @@ _known: WeakKeyDictionary[Any, tuple[Any, ModelNumbers]] = WeakKeyDictionary()
 nothing in them refers to the model."""
 
 
-def _numbers(config: Any, models: Sequence[Any], wrapped: Sequence[Any]) -> ModelNumbers:
+def _numbers(config: Any, models: Sequence[Any]) -> ModelNumbers:
     """The numbers of a model, made again where an option or a model is another one.
 
     An option whose value is an object, such as a recipe, is only asked whether it is set
@@ -103,9 +100,9 @@ def _numbers(config: Any, models: Sequence[Any], wrapped: Sequence[Any]) -> Mode
         }
         for one in _apart((config, *(model.config for model in models)))
     ]
-    of = [*map(id, models), *map(id, wrapped)], options
+    of = [*map(id, models)], options
     if models[0] not in _known or _known[models[0]][0] != of:
-        _known[models[0]] = of, ModelNumbers(config, models, wrapped)
+        _known[models[0]] = of, ModelNumbers(config, models)
     return _known[models[0]][1]
 
 
@@ -131,6 +128,8 @@ class Rank(ModelNumbers):
         device: where the model is.
         stage: its place in the pipeline, from 0.
         num_stages: ranks of its pipeline.
+        has_images: whether it is a vision-language model; looked at in every call, as a trainer may
+            give a tower to a model that has run.
         is_first: whether it holds the embedding: its model calls have the tokens.
         is_last: whether it holds the output layer: its model calls have the labels.
         overlaps: whether Megatron's DDP is to reduce gradients during backwards.
@@ -165,7 +164,8 @@ class Rank(ModelNumbers):
         self.models, self.forward_only = list(models), forward_only
         self.language_models = [language_model(model) for model in models]
         self.config = config = get_model_config(models[0])
-        vars(self).update(vars(_numbers(config, self.language_models, models)))
+        vars(self).update(vars(_numbers(config, self.language_models)))
+        self.has_images = any(map(has_images, models, self.language_models))
         self.device = next(models[0].parameters()).device
         self.groups = groups = groups or default_groups()
         self.stage, self.num_stages = groups.pp.rank(), groups.pp.size()

@@ -2,21 +2,39 @@
 
 What transformer-engine's `Float8BlockScaling` rounds is rounded in the same blocks (1 x 128 of a
 row of activations and of gradients, 128 x 1 of their columns for gradients of weights, 128 x 128 of
-weights; scales are powers of two); products and sums are exact for fp64.
+weights; scales are powers of two), and what its `MXFP8BlockScaling` rounds in its own: 1 x 32 and
+32 x 1, of weights, too. Products and sums are exact for fp64.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from megatron.core.tensor_parallel import layers
 from torch import Tensor
 
-BLOCK, LARGEST, LEAST = 128, 448.0, 16
+LARGEST = 448.0
+
+
+class Recipe(NamedTuple):
+    """Blocks that have a scale.
+
+    Attributes:
+        block: numbers of a row, or of a column.
+        square: whether a weight's are as high as they are wide.
+        least: of rows, that transformer-engine takes multiples of.
+    """
+
+    block: int
+    square: bool
+    least: int
+
+
+BLOCKWISE, MX = Recipe(128, square=True, least=16), Recipe(32, square=False, least=32)
 
 
 def rounded(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -32,26 +50,29 @@ def rounded(x: Tensor, rows: int, columns: int) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, backward: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, backward: bool, recipe: Recipe) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.backward = backward
-        product = rounded(x.flatten(0, -2), 1, BLOCK) @ rounded(weight, BLOCK, BLOCK).t()
+        ctx.backward, ctx.recipe = backward, recipe
+        block, high = recipe.block, recipe.block if recipe.square else 1
+        product = rounded(x.flatten(0, -2), 1, block) @ rounded(weight, high, block).t()
         return product.unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight = ctx.saved_tensors
-        gradient = gradients[0].flatten(0, -2)
+        gradient, block = gradients[0].flatten(0, -2), ctx.recipe.block
+        weight = rounded(weight, block, block if ctx.recipe.square else 1)
         if not ctx.backward:
-            back = gradient @ rounded(weight, BLOCK, BLOCK)
-            return back.view_as(x), gradient.t() @ x.flatten(0, -2), None
-        back = rounded(gradient, 1, BLOCK) @ rounded(weight, BLOCK, BLOCK)
-        columns = rounded(gradient, BLOCK, 1), rounded(x.flatten(0, -2), BLOCK, 1)
-        return back.view_as(x), columns[0].t() @ columns[1], None
+            return (gradient @ weight).view_as(x), gradient.t() @ x.flatten(0, -2), None, None
+        back = rounded(gradient, 1, block) @ weight
+        columns = rounded(gradient, block, 1), rounded(x.flatten(0, -2), block, 1)
+        return back.view_as(x), columns[0].t() @ columns[1], None, None
 
 
 @contextlib.contextmanager
-def emulated(model: Any, *, backward: bool = True) -> Iterator[list[int]]:
+def emulated(
+    model: Any, recipe: Recipe = BLOCKWISE, *, backward: bool = True
+) -> Iterator[list[int]]:
     """Linear layers of a language model's decoder are in FP8 meanwhile, in a world of one rank.
     Without `backward` gradients are not rounded: those of the forward that is there.
 
@@ -65,9 +86,9 @@ def emulated(model: Any, *, backward: bool = True) -> Iterator[list[int]]:
         if id(weight) not in inside:
             return stock(input, weight, bias, *rest, **more)
         got.append(input.shape[:-1].numel())
-        if got[-1] % LEAST or bias is not None:
+        if got[-1] % recipe.least or bias is not None:
             raise ValueError(f"{got[-1]} rows, bias {bias}")
-        return _Linear.apply(input, weight, backward)
+        return _Linear.apply(input, weight, backward, recipe)
 
     linear.warned = True  # type: ignore[attr-defined]
     name = "linear_with_grad_accumulation_and_async_allreduce"

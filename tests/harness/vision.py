@@ -9,7 +9,7 @@ these have a forward of their own, since that is how models are told.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +53,7 @@ class Kind(NamedTuple):
         in_block: both are in extra_block_kwargs.
         slices: positions are whole, and the rotary embedding slices its table; else they are cut.
         shows_decoder: the model has the decoder as a property.
+        rope: rotary positions are those of text.
     """
 
     depth: int = 0
@@ -61,6 +62,7 @@ class Kind(NamedTuple):
     in_block: bool = False
     slices: bool = True
     shows_decoder: bool = False
+    rope: bool = False
 
 
 KINDS = {
@@ -70,6 +72,7 @@ KINDS = {
     "mbridge, by extra_block_kwargs": Kind(2, in_block=True),
     "mbridge, GLM-4V": Kind(shows_decoder=True),
     "mcore-bridge, Qwen3-VL": Kind(2, gives_tokens=True, positions_first=True),
+    "mbridge, InternVL3": Kind(rope=True),
 }
 _MODULES = {
     "Megatron-Bridge": ("megatron.bridge.models.qwen_vl.modelling_qwen3_vl.text_model", "rope"),
@@ -225,7 +228,7 @@ class VisionLanguage(MegatronModule):
             for parameter in self.vision_model.parameters():
                 parameter.average_gradients_across_tp_domain = True
         self.language_model = (inside or language_model_class(name))(
-            config, spec, position_embedding_type="mrope",
+            config, spec, position_embedding_type="rope" if self.kind.rope else "mrope",
             scatter_embedding_sequence_parallel=False, **options,
         )  # fmt: skip
         self.share_embeddings_and_output_weights = options["share_embeddings_and_output_weights"]
@@ -257,6 +260,8 @@ class VisionLanguage(MegatronModule):
         if not kind.slices:
             position_ids = position_ids[..., held]
             self.language_model.rotary_pos_emb.is_thd_format = True
+        if kind.rope:
+            position_ids = position_ids[0, ..., held]  # nobody reads them
         tokens = input_ids[:, held] if kind.gives_tokens else None
         return self.language_model(
             input_ids=tokens, position_ids=position_ids, attention_mask=None, **given, **named
@@ -289,6 +294,20 @@ class VisionLanguage(MegatronModule):
         else:
             more = {"visual_pos_masks": mask, "deepstack_visual_embeds": found}
         return given | ({"extra_block_kwargs": more} if self.kind.in_block else more)
+
+
+def around(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters of a model that are not of its language model."""
+    for name, parameter in model.named_parameters():
+        if not name.startswith("language_model."):
+            yield name, parameter
+
+
+def tower_of(model: Any) -> nn.Module | None:
+    """A model's vision tower, under the names that it has."""
+    names = "vision_model", "visual", "vision_tower"
+    found = next((one for name in names if (one := getattr(model, name, None)) is not None), None)
+    return getattr(found, "visual", found)  # mcore-bridge has it in a module of its own
 
 
 def shown_decoder(model: Any) -> Any:
@@ -366,11 +385,10 @@ def _fill(model: Any, inner: Any, *, freeze: bool) -> None:
         if recurrent or hasattr(layer.mlp, "router"):
             keep_float64(layer if recurrent else layer.mlp.router)
     inside.compute_language_model_loss = types.MethodType(exact_loss, inside)
-    if model.vision_model is not None:
-        draw = torch.Generator().manual_seed(5)
-        for parameter in model.vision_model.parameters():
-            parameter.data.copy_(0.5 * torch.randn(parameter.shape, generator=draw))
-            parameter.requires_grad = not freeze
+    draw = torch.Generator().manual_seed(5)
+    for _, parameter in around(model):
+        parameter.data.copy_(0.5 * torch.randn(parameter.shape, generator=draw))
+        parameter.requires_grad = not freeze
 
 
 class Counted:
@@ -446,6 +464,8 @@ class Trainer(calls.Trainer):
         layout: of the job.
         images: whether there are any.
         dealt: which part of how many of the samples this rank has.
+        cuts_labels: labels and masks are given whole, and the model cuts them for context-parallel
+            ranks and returns the mask, too.
     """
 
     def __init__(
@@ -455,8 +475,11 @@ class Trainer(calls.Trainer):
         layout: Any,
         images: bool = True,
         dealt: tuple[int, int] = (0, 1),
+        *,
+        cuts_labels: bool = False,
     ) -> None:
         self._has_images, self._dealt = images, dealt
+        self._cuts_labels = cuts_labels
         self._patches: list[Tensor] = []
         super().__init__(form, seed, layout)
 
@@ -478,15 +501,19 @@ class Trainer(calls.Trainer):
         batch["pixels"] = torch.cat([p for p, _ in images]) if images else None
         batch["grids"] = torch.tensor([g for _, g in images]) if images else None
         num = batch["lengths"]
-        tokens = [np.pad(t[:-1], (0, n - len(t) + 1)) for (t, _, _), n in zip(members, num)]  # noqa: B905
         columns = [
             positions(tokens[:-1], [g for _, g in seen], n)
             for (tokens, _, seen), n in zip(members, num, strict=True)
         ]
         packed = self.form.packed
-        batch["whole"] = torch.from_numpy(
-            np.concatenate(tokens)[None] if packed else np.stack(tokens)
-        )
+        for name, rows in {
+            "whole": [tokens[:-1] for tokens, _, _ in members],
+            "whole_labels": [tokens[1:] for tokens, _, _ in members],
+            "whole_mask": [trained[1:].astype(np.float64) for _, trained, _ in members],
+        }.items():
+            padded = [np.pad(one, (0, n - len(one))) for one, n in zip(rows, num, strict=True)]
+            joined = np.concatenate(padded)[None] if packed else np.stack(padded)
+            batch[name] = torch.from_numpy(joined)
         batch["positions"] = torch.from_numpy(
             np.concatenate(columns, 1)[:, None] if packed else np.stack(columns, 1)
         )
@@ -499,13 +526,17 @@ class Trainer(calls.Trainer):
             "input_ids": batch["whole"], "position_ids": batch["positions"],
             "pixel_values": batch["pixels"], "image_grid_thw": batch["grids"],
         }  # fmt: skip
+        whole = self._cuts_labels
         if not self.form.logits:
-            given["labels"] = batch["labels"]
+            given["labels"] = batch["whole_labels" if whole else "labels"]
         if self.form.mask:
-            given["loss_mask"] = batch["loss_mask"]
+            given["loss_mask"] = batch["whole_mask" if whole else "loss_mask"]
         if self.form.packed:
             given["packed_seq_params"] = self._packing(batch)
         try:
-            return model(**given), self.loss_of(batch)
+            found = model(**given)
+            if whole and self.layout.cp > 1:  # the mask is returned, cut
+                found, _ = found
+            return found, self.loss_of(batch)
         finally:
             self.ended.append(batch["number"])

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 from megatron_prefix.errors import Reason
+from megatron_prefix.layers import precision
 from megatron_prefix.layers.kind import Kind, Slot
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
@@ -103,7 +104,7 @@ class Recurrent(Kind):
             Form.SPANS, state + tail * size, state + tail * wide, state, edge / ranks,
             batched / form.tp,
         )  # fmt: skip
-        return LayerMemory(whole, whole, payload=payload)
+        return LayerMemory(whole, whole, payload=payload, given=precision.projected(config, form))
 
     def module_of(self, layer: Any) -> Any | None:
         """See Kind."""

@@ -152,10 +152,14 @@ def _check_chunk(capture: Capture, rank: Rank, callbacks: Callbacks, chunk: int)
     """Refuses what segments of one model chunk cannot be, and keeps what its calls have given.
 
     Modules are looked at until a chunk has hooks; options in every step, since Megatron reads some
-    of them in every forward.
+    of them in every forward, and windows of attention.
     """
     model, wrapped, calls = rank.language_models[chunk], rank.models[chunk], capture.calls(chunk)
-    if (hooks := installed(wrapped)) is not None:
+    hooks = installed(wrapped)
+    if hooks is not None and not hooks.is_current():
+        hooks.uninstall()
+        hooks = None
+    if hooks is not None:
         features.check_again(model, wrapped, hooks.parts, rank)
         use = hooks.mask_use
     else:

@@ -8,7 +8,7 @@ microbatch's own backward, as Megatron's recomputation does.
 
 Copies of an image get the very same rows, so that they are equal bit by bit, whatever else is in a
 call.  Towers are known by name (megatron/families.py): a frame's rows do not depend on others, so
-[t, h, w] is t images.
+[t, h, w] is t images; or they do, and it is one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.utils import (
 
 from megatron_prefix.device.transfer import to_host
 from megatron_prefix.errors import refused
+from megatron_prefix.megatron import families
 from megatron_prefix.megatron.install import replaced
 from megatron_prefix.refusals.table import OVERWRITTEN
 from megatron_prefix.run.read.fingerprints import fingerprints
@@ -45,7 +46,7 @@ class Image:
 
     Attributes:
         patches: of it.
-        grid: int64 [3]: 1, height, width.
+        grid: int64 [3]: frames, height, width.
         microbatch: the first one that has it.
         version: of the patches, as torch counts writes to them.
         rows: of every tensor that the tower returns.
@@ -73,7 +74,8 @@ class TowerOnce:
     """Takes the place of a tower's `forward` for the time of a step; see `running`.
 
     Args:
-        tower: (patches [n, width], grid_thw [images, 3]) -> a tree of rows.
+        tower: (patches [n, ...], grids [images, 3]) -> a tree of rows, or a list of those of every
+            image; one of the table of megatron/families.py, or called as most of these.
         step: tells which of the trainer's microbatches runs; -1: none, and it runs as ever.
 
     Attributes:
@@ -82,6 +84,7 @@ class TowerOnce:
 
     def __init__(self, tower: nn.Module, step: Callable[[], int]) -> None:
         self._tower, self._step = tower, step
+        self._kind = families.tower(tower) or families.Tower("")
         self._stock: Callable[..., Any] = tower.forward
         self._signature = inspect.signature(self._stock)
         self._images: dict[Key, Image] = {}
@@ -113,29 +116,33 @@ class TowerOnce:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         given = self._signature.bind(*args, **kwargs).arguments
-        grids = given.pop("grid_thw", None)
+        grids = given.pop(self._kind.grids, None)
         patches = [value for value in given.values() if value is not None]
         known = grids is not None and len(patches) == 1 and isinstance(patches[0], Tensor)
         if not known or not len(grids) or self._step() < 0:
             return self._stock(*args, **kwargs)
         keys = self._seen(patches[0].detach(), grids)
         copies = [self._images[key].rows for key in keys]
+        lengths = [len(rows[0]) for rows in copies]
         rows = [torch.cat(parts) for parts in zip(*copies, strict=True)]
         if self._trains and torch.is_grad_enabled():
             number = self._step()
             self._calls[number] += 1
             anchor = torch.zeros((), requires_grad=True)
             rows = [*_Rows.apply(self, number, keys, anchor, *rows)]
+        if self._kind.listed:
+            return [*rows[0].split(lengths)]
         left = iter(rows)
         leaves = [next(left) if leaf is Tensor else leaf for leaf in self._plain]
         return pytree.tree_unflatten(leaves, self._structure)
 
     def _seen(self, patches: Tensor, grids: Tensor) -> list[Key]:
         """Which images a call has; those that are new go through the tower."""
-        grids = grids.repeat_interleave(grids[:, 0], 0)
-        grids[:, 0] = 1  # some models join images of one size, as if they were a video
+        if self._kind.apart:
+            grids = grids.repeat_interleave(grids[:, 0], 0)
+            grids[:, 0] = 1  # some models join images of one size, as if they were a video
         counts = grids.prod(-1).tolist()
-        numbers = to_host(fingerprints(patches))
+        numbers = to_host(fingerprints(patches.flatten(1)))
         keys: list[Key] = []
         new: dict[Key, Image] = {}
         for part, grid, count in zip(patches.split(counts), grids, counts, strict=True):
@@ -146,19 +153,27 @@ class TowerOnce:
         if new:
             with torch.no_grad():
                 found = self._run([*new.values()])
-            leaves, self._structure = pytree.tree_flatten(found)
-            self._plain = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             self._settings = Settings.now()
-            for leaf in (leaf for leaf in leaves if isinstance(leaf, Tensor)):
-                for image, rows in zip(new.values(), _split(leaf, [*new.values()]), strict=True):
-                    image.rows.append(rows)
-                    image.sums.append(None)
+            for image, rows in zip(
+                new.values(), self._by_image(found, [*new.values()]), strict=True
+            ):
+                image.rows, image.sums = rows, [None] * len(rows)
             self._images |= new
         return keys
 
     def _run(self, images: Sequence[Image]) -> Any:
         patches = torch.cat([image.patches for image in images])
-        return self._stock(patches, grid_thw=torch.stack([image.grid for image in images]))
+        grids = torch.stack([image.grid for image in images])
+        return self._stock(patches, **{self._kind.grids: grids})
+
+    def _by_image(self, found: Any, images: Sequence[Image]) -> list[list[Tensor]]:
+        """The rows of every image, of every tensor that the tower has returned."""
+        if self._kind.listed:
+            return [[rows] for rows in found]
+        leaves, self._structure = pytree.tree_flatten(found)
+        self._plain = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        parts = [_split(leaf, images) for leaf in leaves if isinstance(leaf, Tensor)]
+        return [[*rows] for rows in zip(*parts, strict=True)]
 
     def receive(self, number: int, keys: list[Key], gradients: list[Tensor]) -> None:
         """Takes the gradients of a call's rows.
@@ -169,8 +184,11 @@ class TowerOnce:
             gradients: of every tensor that the call gave.
         """
         images = [self._images[key] for key in keys]
-        parts = [_split(gradient, images) for gradient in gradients]
-        received = [[part[place] for part in parts] for place in range(len(images))]
+        parts = [
+            gradient.split([len(image.rows[place]) for image in images])
+            for place, gradient in enumerate(gradients)
+        ]
+        received = [[*rows] for rows in zip(*parts, strict=True)]
         if self.waits:
             for image, one in zip(images, received, strict=True):
                 image.add(one)
@@ -197,9 +215,13 @@ class TowerOnce:
         with torch.enable_grad(), self._settings.autocasting():
             found = pytree.tree_leaves(self._run(images))
         tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
-        sums = [torch.cat(parts) for parts in zip(*(image.sums for image in images), strict=True)]  # type: ignore[arg-type]
+        by_image = [image.sums for image in images]
         for image in images:
-            image.sums = [None] * len(tensors)
+            image.sums = [None] * len(image.rows)
+        if self._kind.listed:
+            sums: list[Any] = [one for (one,) in by_image]
+        else:
+            sums = [torch.cat(parts) for parts in zip(*by_image, strict=True)]  # type: ignore[arg-type]
         pairs = [(t, s.to(t.dtype)) for t, s in zip(tensors, sums, strict=True) if t.requires_grad]
         torch.autograd.backward([tensor for tensor, _ in pairs], [one for _, one in pairs])
 

@@ -72,13 +72,13 @@ def _of_one_sign(draw: np.random.Generator, num: int) -> np.ndarray:
     return 1 + 0.1 * draw.standard_normal(num)
 
 
-def _items(advantages: Advantages, seed: int) -> list[Any]:
+def _items(advantages: Advantages, seed: int, recipe: fp8.Recipe = fp8.BLOCKWISE) -> list[Any]:
     draw = np.random.default_rng(seed)
     items = []
     for group in generate(2, 140, 23, 7, vocab_size=64, seed=seed):
         values = advantages(draw, len(group.rollouts)).tolist()
         pairs = zip(group.rollouts, values, strict=True)
-        items += [batches.microbatch(one, value, multiple=fp8.LEAST) for one, value in pairs]
+        items += [batches.microbatch(one, value, multiple=recipe.least) for one, value in pairs]
     return packing.microbatches(items, Baseline("packed", pack_tokens=1000))
 
 
@@ -92,15 +92,17 @@ class Ran:
         traces: of the last step: stock, ours, without FP8.
     """
 
-    def __init__(self, advantages: Advantages, limit: float, draws: int = 3) -> None:
+    def __init__(
+        self, advantages: Advantages, limit: float, recipe: fp8.Recipe, draws: int = 3
+    ) -> None:
         self._model = small_model(spec={"hidden_size": 128, "ffn_hidden_size": 256})
         self.ours = PrefixSchedule(PrefixConfig(mode="on", min_gain=0, kernel="math"))
         errors, squares = Errors(limit), dict[str, list[np.ndarray]]()
         for seed in range(draws):
-            items = _items(advantages, seed)
-            with fp8.emulated(unwrap(self._model)):
+            items = _items(advantages, seed, recipe)
+            with fp8.emulated(unwrap(self._model), recipe):
                 stock, ours = (self._step(one, items) for one in (stock_schedule(), self.ours))
-            with fp8.emulated(unwrap(self._model), backward=False):
+            with fp8.emulated(unwrap(self._model), recipe, backward=False):
                 truth = self._step(stock_schedule(), items).gradients
             self.traces = stock, ours, self._step(stock_schedule(), items)
             errors.add(*self.traces)
@@ -120,6 +122,7 @@ def _between(one: Trace, other: Trace) -> float:
     return float((one.logprobs - other.logprobs).abs().max())  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("recipe", [fp8.BLOCKWISE, fp8.MX], ids=["blockwise", "mxfp8"])
 @pytest.mark.parametrize(
     ("advantages", "limit"),
     [
@@ -129,11 +132,11 @@ def _between(one: Trace, other: Trace) -> float:
     ],
 )
 def test_errors_are_within_the_policy(
-    advantages: Advantages, limit: float, monkeypatch: pytest.MonkeyPatch
+    advantages: Advantages, limit: float, recipe: fp8.Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with one_rank():
-        change_rank(monkeypatch, whole=fp8.LEAST, rows=fp8.LEAST)
-        ran = Ran(advantages, limit)
+        change_rank(monkeypatch, whole=recipe.least, rows=recipe.least)
+        ran = Ran(advantages, limit, recipe)
     stock, ours, exact = ran.traces
     assert _between(stock, ours) < 1e-12 and _between(stock, exact) > 1e-3  # rows are the same
     assert ran.verdict.failures == () and ran.verdict.tolerance == limit
@@ -141,14 +144,15 @@ def test_errors_are_within_the_policy(
     report = ran.ours.report
     assert report is not None
     assert report.forest.executed_tokens < 0.6 * report.forest.raw_tokens
-    assert all(not one.padded_length % fp8.LEAST for one in report.forest.segments)
+    assert all(not one.padded_length % recipe.least for one in report.forest.segments)
 
 
 def test_rows_that_are_not_whole_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformer-engine asserts them: of segments, and of what their last layer reads."""
+    least = fp8.BLOCKWISE.least
     for field in ("whole", "rows"):
         with one_rank(), monkeypatch.context() as inside:
-            change_rank(inside, **{"whole": fp8.LEAST, "rows": fp8.LEAST, field: 1})
+            change_rank(inside, **{"whole": least, "rows": least, field: 1})
             model = small_model()
             ours = PrefixSchedule(PrefixConfig(mode="on", min_gain=0, kernel="math"))
             with fp8.emulated(unwrap(model)), pytest.raises(ValueError, match="rows, bias None"):
@@ -159,8 +163,8 @@ def test_blocks_are_rounded_apart() -> None:
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(40, 256, generator=draw, dtype=torch.float64)
     x[20] *= 1 << 12  # scales are powers of two, which change only what they make too small
-    whole = fp8.rounded(x, 1, fp8.BLOCK)
+    whole = fp8.rounded(x, 1, fp8.BLOCKWISE.block)
     assert 1e-3 < float((whole - x)[:20].abs().max()) < 0.5
-    assert torch.equal(whole[7:9], fp8.rounded(x[7:9], 1, fp8.BLOCK))
+    assert torch.equal(whole[7:9], fp8.rounded(x[7:9], 1, fp8.BLOCKWISE.block))
     assert not torch.equal(fp8.rounded(x, 128, 1)[:8], fp8.rounded(x[:8], 128, 1))
     assert math.isclose(policy.FP8_RATIO**2, 2)

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers.blocks import core
 from megatron_prefix.layers.blocks.latent import Latents
 from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.layers.mla import MLA
-from megatron_prefix.megatron.install import installed, language_model
+from megatron_prefix.megatron.install import install, installed, language_model
 from megatron_prefix.plan.footprint import Execution
 from tests.core.alignment.test_hybrid_memory import step
 from tests.harness import hybrid, steps
@@ -202,6 +203,14 @@ def test_work_is_that_of_the_projections() -> None:
         for mixer in mixers
     ]
     assert {*weights} == {MLA().parameters(resolve("tiny-deepseek", **DENSE))}
+
+
+def test_latents_without_a_rotary_embedding_of_their_own_are_refused() -> None:
+    model = model_of({})
+    del language_model(model).decoder.layers[1].self_attention.rotary_pos_emb
+    with pytest.raises(CannotShare, match="rotary embedding of the model, which its latents have"):
+        install(model)
+    assert installed(model) is None
 
 
 def test_equal_rotary_embeddings_have_one_table() -> None:

@@ -67,6 +67,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+CONTRACT, ITEMS = Contract(), hybrid.items()
+
+
 def model_of(overrides: dict[str, Any], **options: Any) -> Any:
     """Equal arguments give equal weights; sinks are not zero."""
     model = small_model(spec={"num_layers": 3}, config_overrides=overrides, **options)
@@ -89,6 +92,18 @@ def test_exact(name: str) -> None:
     every = name in ("gpt-oss", "windows last")
     for options in OPTIONS if every else ("trees packed", "chunks of 7", "depth first"):
         assert hybrid.worst(model, expected, **OPTIONS[options]) <= EXACT, options
+
+
+@pytest.mark.parametrize("before", ["every layer (Mistral)", "none"])
+def test_a_window_that_changes_is_seen(before: str) -> None:
+    model = model_of(MODELS.get(before, {}))
+    expected = steps.plain(model_of(MODELS.get(before, {}), wrap_ddp=False), CONTRACT, ITEMS)
+    assert hybrid.worst(model, expected) <= EXACT
+    unwrap(model).config.window_size = 3, 0
+    for layer in unwrap(model).decoder.layers:
+        layer.self_attention.core_attention.scale_mask_softmax.window_size = 3, 0
+    narrow = steps.plain(model_of(window(3, None), wrap_ddp=False), CONTRACT, ITEMS)
+    assert hybrid.worst(model, narrow) <= EXACT < hybrid.worst(model, expected)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +13,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.enums import Fp8Recipe
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers import precision
-from megatron_prefix.layers.model import cost_of
+from megatron_prefix.layers.model import cost_of, layers_of
+from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.run.execute.inputs import SegmentInputs
@@ -44,6 +48,81 @@ def test_rows(fields: Any, sequence_ranks: int, cp: int, rows: int, whole: int) 
     config = SimpleNamespace(**fields)
     assert precision.rows(config, sequence_ranks) == rows
     assert precision.whole(config, sequence_ranks, cp) == whole
+
+
+@pytest.mark.parametrize(
+    ("fields", "untried"),
+    [
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, True),
+        ({"fp8": "hybrid", "fp8_recipe": Fp8Recipe.mxfp8}, True),
+        ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, False),
+        ({"fp8": None, "fp8_recipe": "mxfp8"}, False),
+        ({}, False),
+    ],
+)
+def test_what_has_run_on_no_gpu(fields: dict[str, Any], untried: bool) -> None:
+    assert precision.is_untried(SimpleNamespace(**fields)) is untried
+
+
+FP8: dict[str, Any] = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
+
+
+def column_blocks(rows: int, columns: int) -> int:
+    """Bytes of a copy in blocks of columns, as transformer-engine 2.11 allocates it: `make_empty`
+    and `get_scale_shape` in transformer_engine/pytorch/tensor/float8_blockwise_tensor.py."""
+    return rows * columns + 4 * math.ceil(rows / 128) * math.ceil(columns / 4) * 4
+
+
+def mx_column_blocks(rows: int, columns: int) -> int:
+    """The same in transformer_engine/pytorch/tensor/mxfp8_tensor.py; a scale is a byte."""
+    scales = math.ceil(rows / 32 / 4) * 4, math.ceil(columns / 128) * 128
+    return rows * columns + math.prod(scales)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "allocated"), [("blockwise", column_blocks), ("mxfp8", mx_column_blocks)]
+)
+def test_what_a_product_keeps_of_its_input(
+    recipe: str, allocated: Callable[[int, int], int]
+) -> None:
+    config = SimpleNamespace(fp8="e4m3", fp8_recipe=recipe)
+    assert precision.kept(config, 2) == allocated(2048, 14336) / (2048 * 14336)
+    assert precision.kept(SimpleNamespace(**{**vars(config), "fp8": None}), 2) == 2
+    assert precision.kept(SimpleNamespace(fp8="e4m3", fp8_recipe="delayed"), 2) == 2
+
+
+INPUTS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, int]]]] = {
+    "dense": ("llama3-8b", {}, {"attention": (4096, 0), "MLP": (4096, 14336)}),
+    "experts": ("qwen3-30b-a3b", {}, {"attention": (2048, 0), "experts": (0, 8 * (2048 + 768))}),
+    "latents": (
+        "tiny-deepseek", {"hidden_size": 128, "q_lora_rank": 48, "kv_lora_rank": 32},
+        {"multi-latent attention": (2 * 128, 48 + 32)},
+    ),
+    "GatedDeltaNet": ("tiny-qwen3-next", {}, {"GatedDeltaNet": (64, 32)}),
+    "Mamba2": ("tiny-nemotron-h", {}, {"Mamba2": (64, 128)}),
+}  # fmt: skip
+"""Model, fields, and by kind of layer numbers of a position that its products keep of the norm's
+output, and of what else they are given."""
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("name", list(INPUTS))
+def test_inputs_of_products_are_kept_in_fp8(name: str, tp: int) -> None:
+    """Everything else is kept as in 16 bit: inputs of norms and of activation functions, queries,
+    keys, values and the output of attention, which its projection keeps as it is."""
+    model, fields, kinds = INPUTS[name]
+    plain = resolve(model, **fields)
+    form, copy = Execution(tp=tp, sequence_parallel=tp > 1), column_blocks(2048, 512) / (2048 * 512)
+    layers = {kind.name: kind for slots in layers_of(plain) for kind in slots}
+    for layer in map(layers.__getitem__, kinds):
+        given, inputs = kinds[layer.name]
+        ranks = 1 if layer.name == "experts" else tp  # those of a rank get tokens of all
+        wide, narrow = (layer.memory(one, form) for one in (plain, replace(plain, **FP8)))
+        assert wide.inner - narrow.inner == pytest.approx(inputs / ranks * (2 - copy))
+        assert wide.wave - narrow.wave == pytest.approx(wide.inner - narrow.inner)
+        copies = given * copy if given else None  # as it is: routers read it, too
+        assert narrow.given == (copies if copies is None else pytest.approx(copies / tp))
+        assert narrow.temporary == wide.temporary and narrow.payload == wide.payload
 
 
 def test_products_of_layers_cost_less() -> None:

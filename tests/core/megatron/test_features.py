@@ -49,6 +49,7 @@ VALUES: dict[str, Any] = {
     "log_max_attention_logit": True,
     "overlap_moe_expert_parallel_comm": True,
     "delay_wgrad_compute": True,
+    "vision_dp_when_cp": True,
     "hybrid_context_parallel": True,
     "num_microbatches_with_partial_activation_checkpoints": 1,
     "fine_grained_activation_offloading": True,
@@ -87,8 +88,9 @@ LATER = {
     "moe_expert_rank_capacity_factor",
     "moe_router_force_biased",
     "moe_paged_stash",
+    "vision_dp_when_cp",
 }
-"""Options that megatron-core 0.16.1 does not have yet."""
+"""Options that megatron-core 0.16.1 does not have yet, or a trainer's config alone."""
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +120,8 @@ def test_refused_at_install_with_its_name_and_a_mend(
         monkeypatch.setattr(config, "num_moe_experts", 4)
     if attribute == "fp8_recipe":
         monkeypatch.setattr(config, "fp8", "e4m3")
+    if attribute == "vision_dp_when_cp":
+        monkeypatch.setattr(config, "context_parallel_size", 2)
     monkeypatch.setattr(config, attribute, value, raising=False)
     fix = next(one.fix for one in OPTIONS if one.name == name)
     with pytest.raises(UserError) as refused:

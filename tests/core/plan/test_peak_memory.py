@@ -331,6 +331,44 @@ def test_activations_of_llama3_8b() -> None:
     assert 2 * spread.activations == predict(plan, whole)[0].activations
 
 
+def test_activations_of_llama3_8b_in_fp8() -> None:
+    """Per layer and token: in bf16 the input of both norms, queries, the output of attention, and
+    what the activation function is given; in FP8, a byte and a 32nd, inputs of three products."""
+    spec = resolve("llama3-8b", fp8="e4m3", fp8_recipe="blockwise")
+    wide, inputs, lse = 2 * (2 * 4096 + 2 * 32 * 128 + 2 * 14336), 2 * 4096 + 14336, 4 * 32
+    assert footprint_of(spec).inner == wide + inputs * (1 + 4 / 128) + lse
+    assert footprint_of(spec, tp=2, sequence_parallel=True).inner == footprint_of(spec).inner / 2
+    assert footprint_of(spec).kv == footprint_of(resolve("llama3-8b")).kv
+    norms = {"recompute": "selective", "modules": ("layernorm",)}  # of what they give nothing
+    plain = resolve("llama3-8b")
+    fewer = footprint_of(plain, **norms).inner - footprint_of(spec, **norms).inner
+    assert fewer == 14336 * (2 - (1 + 4 / 128))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "segment", "less"),
+    [(10239, 2049, 4096, 1.83), (4095, 1025, 16384, 1.93)],
+)
+def test_what_fp8_keeps_less_in_the_steps_that_were_measured(
+    prompt: int, response: int, segment: int, less: float
+) -> None:
+    """GiB of a step of `benchmarks/fp8_h100.sh`, whose segments are whole multiples of 16; where
+    they fit, all of it is one segment (docs/results.md)."""
+    rollouts, groups = flat_rollouts(prompt, response, 8, 1)
+    options = TreeOptions(
+        segment_tokens=segment, segment_gain=2048, whole=16, joins=True, share="batch"
+    )
+    packs = [rollout // (16384 // (prompt + response)) for rollout in range(8)]
+    plan = make_plan(build(rollouts, groups, options, packs))
+    plan = replace(plan, policies=policies(plan.segments, "retain"))
+    peaks = [
+        predict(plan, footprint_of(resolve("llama3-8b", num_layers=8, vocab_size=32768, **fields)))
+        for fields in ({}, {"fp8": "e4m3", "fp8_recipe": "blockwise"})
+    ]
+    (wide,), (narrow,) = peaks
+    assert (wide.peak - narrow.peak) / GIB == pytest.approx(less, abs=0.01)
+
+
 def test_cp_ranks_keep_a_share_of_the_sidecar_or_all_of_it() -> None:
     plan = plan_of(1024, 256, 4, 512)
     shared = footprint_of(resolve("llama3-8b"), cp=2)

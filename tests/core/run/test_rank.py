@@ -6,7 +6,11 @@ import copy
 import gc
 import weakref
 
+from torch import nn
+
+from megatron_prefix.megatron import families
 from megatron_prefix.run.rank import Rank
+from tests.core.megatron.test_families import Wrapper, named
 from tests.harness.one_rank import one_rank, small_model
 
 
@@ -30,6 +34,14 @@ def test_other_chunks_have_numbers_of_their_own() -> None:
     with one_rank():
         model, other = small_model(), small_model()
         assert Rank([model, other]).cost is not Rank([model]).cost
+
+
+def test_a_tower_that_comes_later_is_seen() -> None:
+    with one_rank():
+        model = Wrapper(nn.Linear(2, 2))
+        assert not Rank([model]).has_images
+        model.vision_model = named(next(iter(families.TOWERS)), nn.Linear)(2, 2)
+        assert Rank([model]).has_images
 
 
 def test_numbers_do_not_keep_a_model() -> None:

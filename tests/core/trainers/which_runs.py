@@ -29,7 +29,7 @@ WORDS = {
 }  # fmt: skip
 """What a word in a layout's name means, beside its ranks and its mode."""
 EXPERTS = {"r2", "r3", "replay"}
-BUILT_BY = {"mbridge": "verl"}
+BUILT_BY = {"mbridge": "verl", "mcore-bridge": "ms-swift"}
 """Packages with models of their own, and the trainer that builds models with them."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -223,6 +224,61 @@ def test_outputs_that_get_one_gradient() -> None:
                 once.backward()
         gradients.append([one.grad.clone() for one in tower.parameters()])
     torch.testing.assert_close(gradients[1], gradients[0])
+
+
+class Pooled(torch.nn.Module):
+    """Called as Kimi's: frames of a video are seen together and pooled, and images are listed."""
+
+    def __init__(self, attention: str = "flash_attention_2") -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, 4).double()
+        self.config = types.SimpleNamespace(_attn_implementation=attention)
+        self.seen: list[int] = []
+
+    def forward(self, pixel_values: Tensor, grid_thws: Tensor) -> list[Tensor]:
+        self.seen.append(len(grid_thws))
+        parts = self.first(pixel_values.flatten(1)).split(grid_thws.prod(-1).tolist())
+        grids = grid_thws.tolist()
+        merged = [
+            (one + one.mean(0)).tanh().view(t, h // 2, 2, w // 2, 2, -1).mean(0)
+            for one, (t, h, w) in zip(parts, grids, strict=True)
+        ]
+        return [one.transpose(1, 2).reshape(-1, 4, one.shape[-1]) for one in merged]
+
+
+Pooled.__module__ = "transformers_modules.of_a_checkpoint.5b8e.modeling_kimi_k25"
+Pooled.__qualname__ = "MoonViT3dPretrainedModel"
+
+
+def pooled_step(tower: Any, once: Any = None) -> tuple[list[Tensor], list[Tensor]]:
+    """Rows of calls of images and of a video of two frames, and gradients."""
+    draw, losses, rows = torch.Generator().manual_seed(1), [], []
+    pixels = [torch.randn(t * h * w, 3, 1, 1, generator=draw).double() for t, h, w in GRIDS]
+    tower.zero_grad()
+    if once is not None:
+        once.begin()
+    for call in CALLS:
+        found = tower(torch.cat([pixels[i] for i in call]), torch.tensor([GRIDS[i] for i in call]))
+        assert isinstance(found, list) and len(found) == len(call)
+        weights = [torch.randn(one.shape, generator=draw).double() for one in found]
+        losses.append(sum((a * b).sum() for a, b in zip(found, weights, strict=True)))
+        rows += [one.detach() for one in found]
+    sum(losses).backward()
+    if once is not None:
+        once.backward()
+    return rows, [one.grad.clone() for one in tower.parameters()]
+
+
+def test_towers_that_list_their_images() -> None:
+    torch.manual_seed(0)
+    tower = Pooled()
+    expected = pooled_step(tower)
+    tower.seen.clear()
+    with once_around(tower)() as once:
+        found = pooled_step(tower, once)
+    torch.testing.assert_close(found, expected)
+    assert sum(tower.seen) == 2 * len(GRIDS)  # the video is one
+    assert families.tower(Pooled("eager")) is None  # there images see one another
 
 
 def test_calls_without_images_are_the_towers_own() -> None:

@@ -1,0 +1,249 @@
+"""Vision-language models of Megatron-Bridge, built small on the CPU from their own sources.
+
+Qwen3-VL's tower needs a GPU, so that of transformers is in its place.  Kimi's tower comes with its
+checkpoint; MindSpeed-MM has a copy of that file, with lines of its own for other devices and for
+parallelism, neither of which run here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.core.trainers.vision_sources import (
+    KIMI,
+    SOURCES,
+    load,
+    named,
+    stand_in,
+    tower_config,
+    typed,
+)
+
+REMOTE = "transformers_modules.kimi.modeling_kimi_k25"
+"""The name that transformers gives to such a file."""
+FLASH = "flash_attention_2"
+
+
+def qwen3(name: str, config: Any, spec: Any, **options: Any) -> Any:
+    """With transformers' tower in the place of its own."""
+    from transformers.models.qwen3_vl import configuration_qwen3_vl
+
+    from tests.harness.vision import IMAGE
+
+    path = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl"
+    load()
+    stand_in("megatron.bridge.utils.vocab_utils", calculate_padded_vocab_size=None)
+    module = importlib.import_module(f"{path}.model")
+    vision = tower_config(
+        configuration_qwen3_vl.Qwen3VLVisionConfig, out_hidden_size=config.hidden_size,
+        num_position_embeddings=64, deepstack_visual_indexes=[0, 1],
+    )  # fmt: skip
+    attention = types.SimpleNamespace(self_attention=types.SimpleNamespace())
+    inside = {
+        "get_vit_layer_with_transformer_engine_spec": lambda: types.SimpleNamespace(
+            submodules=attention
+        ),
+        "get_vision_model_config": lambda *_, **__: types.SimpleNamespace(),
+        "Qwen3VLVisionModel": lambda *_, **__: _qwen3_tower(vision),
+    }
+    vars(module).update(inside)
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
+    vars(config).update(
+        image_token_id=IMAGE, video_token_id=-1, vision_start_token_id=-2, spatial_merge_size=2,
+        use_hf_vision_model=False, should_pad_vocab=False, vocab_size=options["vocab_size"],
+        language_max_sequence_length=options["max_sequence_length"], logit_dtype=None,
+        rotary_percent=options["rotary_percent"], rotary_base=options["rotary_base"],
+        fp16_lm_cross_entropy=False, vision_dp_when_cp=False,
+        share_embeddings_and_output_weights=options["share_embeddings_and_output_weights"],
+    )  # fmt: skip
+    stages = {name: options[name] for name in ("pre_process", "post_process")}
+    made = types.new_class("Made", (Whole, module.Qwen3VLModel))
+    return _older(typed(made(config, spec, vision, **stages)))
+
+
+def _older(model: Any) -> Any:
+    """A model whose language model calls the newest Megatron-Core, for an older one."""
+    inner = model.language_model
+    for name in ("_postprocess", "_preprocess"):
+        setattr(inner, name, _known_only(getattr(inner, name)))
+    return model
+
+
+def _known_only(stock: Callable[..., Any]) -> Callable[..., Any]:
+    known = inspect.signature(stock).parameters
+    return lambda **given: stock(**{name: given[name] for name in given if name in known})
+
+
+def _qwen3_tower(vision: Any) -> Any:
+    """transformers' tower, called and named as Megatron-Bridge's own."""
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel as Stock
+
+    def forward(self: Any, hidden_states: Any, grid_thw: Any) -> Any:
+        found = Stock.forward(self, hidden_states, grid_thw=grid_thw)
+        return found.pooler_output, found.deepstack_features
+
+    module = "megatron.bridge.models.qwen_vl.modelling_qwen3_vl.vision_model"
+    own = {"__module__": module, "__qualname__": Stock.__name__, "forward": forward}
+    made = types.new_class(Stock.__name__, (Stock,), {}, lambda space: space.update(own))
+    tower = made._from_config(vision)  # type: ignore[attr-defined]
+    for parameter in tower.parameters():  # as of other towers of transformers
+        parameter.average_gradients_across_tp_domain = True
+    return tower
+
+
+class Whole:
+    """What the harness gives its models, for one of Megatron-Bridge's; before its class."""
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        """Of a list, as Megatron's schedules give it."""
+        if not self.pre_process:  # type: ignore[attr-defined]
+            self.language_model.set_input_tensor(tensor[0])  # type: ignore[attr-defined]
+
+
+def _bridge(path: str, config: Any, spec: Any, options: dict[str, Any], kind: str) -> Any:
+    """A whole model of Megatron-Bridge, whose config is the provider of its language model."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    def provide(**stage: Any) -> Any:
+        stage.pop("vp_stage")
+        given = {**options, **stage, "position_embedding_type": kind}
+        return GPTModel(config, spec, scatter_embedding_sequence_parallel=False, **given)
+
+    config.provide_language_model, config._pg_collection = provide, None
+    config.share_embeddings_and_output_weights = options["share_embeddings_and_output_weights"]
+    stages = {name: options[name] for name in ("pre_process", "post_process")}
+    made = types.new_class("Made", (Whole, named(f"megatron.bridge.models.{path}")))
+    return typed(made(config, **stages))
+
+
+def qwen2_5(name: str, config: Any, spec: Any, **options: Any) -> Any:
+    from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl
+
+    vision = tower_config(
+        configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig, out_hidden_size=config.hidden_size,
+        fullatt_block_indexes=[1], tokens_per_second=2,
+    )  # fmt: skip
+    return _bridge_of_images(
+        "qwen_vl.modeling_qwen25_vl.Qwen25VLModel", config, spec, options, vision
+    )
+
+
+def glm4v(name: str, config: Any, spec: Any, **options: Any) -> Any:
+    from transformers.models.glm4v import configuration_glm4v
+
+    vision = tower_config(configuration_glm4v.Glm4vVisionConfig, out_hidden_size=config.hidden_size)
+    path = "glm_vl.modeling_glm_45v.GLM45VModel"
+    model = _bridge_of_images(path, config, spec, options, vision)
+    stock = model.forward
+
+    def forward(input_ids: Any, **given: Any) -> Any:
+        kinds = (input_ids == config.image_token_id).int()
+        return stock(input_ids=input_ids, mm_token_type_ids=kinds, **given)
+
+    model.forward = forward
+    return model
+
+
+def _bridge_of_images(
+    path: str, config: Any, spec: Any, options: dict[str, Any], vision: Any
+) -> Any:
+    """One that makes positions itself, of tokens and grids."""
+    from tests.harness.vision import IMAGE
+
+    config.vision_config, config.image_token_id, config.video_token_id = vision, IMAGE, -1
+    config.return_dict = True  # transformers' methods read it
+    return _bridge(path, config, spec, options, "mrope")
+
+
+def kimi(name: str, config: Any, spec: Any, **options: Any) -> Any:
+    """Its tower's attention is a stand-in for flash-attention's."""
+    from tests.harness.vision import IMAGE, WIDTH
+
+    load()
+    path, file = "kimi_vl.modeling_kimi_k25_vl", _kimi_file()
+    bridge = importlib.import_module(f"megatron.bridge.models.{path}")
+    bridge.get_class_from_dynamic_module = lambda full, *_, **__: getattr(
+        file, full.partition(".")[2]
+    )
+    vision = types.SimpleNamespace(
+        patch_size=(1, 2), init_pos_emb_height=4, init_pos_emb_width=4, init_pos_emb_time=4,
+        pos_emb_type="divided_fixed", vt_num_attention_heads=2, vt_num_hidden_layers=2,
+        vt_hidden_size=16, vt_intermediate_size=24, merge_kernel_size=(2, 2),
+        video_attn_type="spatial_temporal", merge_type="sd2_tpool",
+        _attn_implementation="eager", mm_projector_type="patchmerger", mm_hidden_size=16,
+        text_hidden_size=config.hidden_size, projector_hidden_act="gelu", projector_ln_eps=1e-5,
+    )  # fmt: skip
+    stand_in(
+        "megatron.bridge.models.hf_pretrained.safe_config_loader",
+        safe_load_config_with_retry=lambda *_, **__: types.SimpleNamespace(vision_config=vision),
+    )
+    config.hf_model_path, config.trust_remote_code = "kimi", True
+    config.media_placeholder_token_id, config.pad_token_id, config.ignore_index = IMAGE, -1, -100
+    model = _bridge(f"{path}.KimiK25VLModel", config, spec, options, "rope")
+    if model.pre_process:  # where flash-attention is installed
+        model.vision_tower.config._attn_implementation = FLASH
+        for block in model.vision_tower.encoder.blocks:
+            block.attn_implementation = FLASH
+    stock = model.forward
+
+    def forward(position_ids: Any, pixel_values: Any = None, **given: Any) -> Any:
+        if pixel_values is not None:  # of three colours
+            pixels = torch.nn.functional.pad(pixel_values, (0, 6 - WIDTH))
+            given["pixel_values"] = pixels.view(-1, 3, 1, 2)
+        return stock(position_ids=position_ids[0], **given)
+
+    model.forward = forward
+    return model
+
+
+@functools.cache
+def _kimi_file() -> Any:
+    """The file of Kimi's tower, imported as if it came with a checkpoint."""
+    alone = types.SimpleNamespace(is_ulysses_enable=lambda: False, is_cp_enable=lambda: False)
+    registers = types.SimpleNamespace(register=lambda _: lambda one: one)
+    inside = {
+        "loss.loss_func": {"build_loss_func": None},
+        "models.base_model": {"WeightInitMixin": type("WeightInitMixin", (), {})},
+        "models.kimik2_5.configuration_kimi_k25": {"KimiK25Config": None},
+        "models.kimik2_5.modeling_deepseek": {
+            "DeepseekV3ForCausalLM": object, "set_seq_len": lambda *_: None,
+            "get_seq_len": lambda *_: None,
+        },
+        "utils.register": {"model_register": registers},
+        "distributed.parallel_state": {"get_parallel_state": lambda: alone},
+        "distributed.context_parallel.communication": dict.fromkeys(
+            ("all_to_all", "gather_forward_split_backward",
+             "packed_data_split_forward_gather_backward_with_cp")
+        ),
+        "distributed.context_parallel.utils": {"cal_split_sizes": None},
+        "utils.device": {"IS_NPU_AVAILABLE": False},
+    }  # fmt: skip
+    for name, members in inside.items():
+        stand_in(f"mindspeed_mm.fsdp.{name}", **members)
+    spec = importlib.util.spec_from_file_location(REMOTE, SOURCES / KIMI)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"no file {SOURCES / KIMI}")
+    made = importlib.util.module_from_spec(spec)
+    for name in ("transformers_modules", "transformers_modules.kimi"):
+        stand_in(name)
+    sys.modules[REMOTE] = made
+    spec.loader.exec_module(made)
+    made.flash_attn_varlen_func = _each_image  # type: ignore[attr-defined]
+    return made
+
+
+def _each_image(q: Any, k: Any, v: Any, ends: Any, *_: Any, **__: Any) -> Any:
+    """flash-attention's of images one behind the other, [patches, heads, width]."""
+    parts = [one.split(ends.diff().tolist()) for one in (q, k, v)]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    found = [attend(*(one.transpose(0, 1) for one in image)) for image in zip(*parts, strict=True)]
+    return torch.cat([one.transpose(0, 1) for one in found])
