@@ -26,6 +26,7 @@ import numpy as np
 from megatron_prefix.tree.block_tree import BlockTree, RankBeginnings, block_tree
 from megatron_prefix.tree.forest import LEAST_SHARE, Pairs, TreeOptions
 from megatron_prefix.tree.nodes import Node, equal_bounds, even_parts
+from megatron_prefix.tree.owners import owners_of
 
 _BYTES = 16
 BLOCK = 8
@@ -254,23 +255,13 @@ def _chunked(found: _Spans, options: TreeOptions) -> _Spans:
 
 
 def _owners(spans: Sequence[CommonSpan], alone: Sequence[int]) -> list[int]:
-    """The rank that computes each span: of those that have it the one with least to compute so
-    far; long spans choose first.
+    """The rank that computes each span (tree/owners.py).
 
     Args:
         spans: in common.
         alone: positions that every rank computes besides.
     """
-    load, owners = [*alone], [0] * len(spans)
-    lengths = np.array([span.end - span.start for span in spans], np.int64)
-    for number in np.argsort(-lengths, kind="stable").tolist():
-        owner, *others = spans[number].ranks
-        for rank in others:
-            if load[rank] < load[owner]:
-                owner = rank
-        load[owner] += int(lengths[number])
-        owners[number] = owner
-    return owners
+    return owners_of([one.end - one.start for one in spans], [one.ranks for one in spans], alone)
 
 
 def _segments(
