@@ -8,6 +8,10 @@ context and data-parallel group (megatron/core/transformer/moe/router.py, `_appl
 **Rule.** A rank starts one all-reduce per microbatch, of the counts of all its routers (of all
 model chunks), in order of microbatches: number m when its forwards have counted microbatches 0..m
 in every router. A backward of microbatch m's segments waits for the sums 0..m; nothing else waits.
+Ranks that share experts run one plan, and each has its own segments in it; they start number m
+behind the action with which the last of them has counted it. Else one could start a sum in an
+action in which another, which is to start it later, waits for its tokens, and where the sum before
+it is still going on, the tokens would not leave a device with one queue.
 
 **Order.** Every rank of a group starts the same collectives in the same order, 0, 1, 2, ..., in
 forwards only, for any trees, chunks and virtual stages.
@@ -28,6 +32,7 @@ replica here.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -36,9 +41,14 @@ from torch import Tensor
 
 
 class GroupCounts:
-    """Counts of all routers of a rank, summed over their group, microbatch by microbatch."""
+    """Counts of all routers of a rank, summed over their group, microbatch by microbatch.
 
-    def __init__(self) -> None:
+    Args:
+        shares_experts: with other ranks: sums begin as far as `allow` says.
+    """
+
+    def __init__(self, *, shares_experts: bool = False) -> None:
+        self._allowed = 0 if shares_experts else math.inf
         self._num_routers = 0
         self._group: Any = None
         self._complete: dict[int, dict[int, Tensor]] = {}
@@ -59,7 +69,20 @@ class GroupCounts:
             counts: whole numbers, [experts].
         """
         self._complete.setdefault(microbatch, {})[place] = counts
-        while len(self._complete.get(len(self._sums), ())) == self._num_routers:
+        self._begin()
+
+    def allow(self, number: int) -> None:
+        """Lets the sums of so many microbatches begin; ranks that share experts call it behind the
+        same action."""
+        self._allowed = number
+        self._begin()
+
+    def _begin(self) -> None:
+        """Starts the sums that are complete, and allowed."""
+        while (
+            len(self._sums) < self._allowed
+            and len(self._complete.get(len(self._sums), ())) == self._num_routers
+        ):
             by_router = self._complete.pop(len(self._sums))
             total = torch.stack([by_router[place] for place in range(self._num_routers)]).long()
             work = None

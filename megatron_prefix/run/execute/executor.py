@@ -99,6 +99,7 @@ class Executor:
         reductions: of the step's gradients; None without.
         exchanges: with other data-parallel ranks; None without.
         idle: ends with the first action.
+        acted: called behind every action with its place; None: nothing wants to know.
     """
 
     def __init__(
@@ -113,7 +114,9 @@ class Executor:
         reductions: Reductions | None,
         exchanges: Exchanges | None,
         idle: contextlib.ExitStack,
+        acted: Callable[[int], None] | None = None,
     ) -> None:
+        self._acted = acted
         self._offloader, self._reductions = offloader, reductions
         self._exchanges, self._idle = exchanges, idle
         self._timing = timing or contextlib.nullcontext
@@ -148,6 +151,8 @@ class Executor:
                         else:
                             self._crossing(action, stage, self._exchanges)
                     self._idle.close()
+                    if self._acted is not None:
+                        self._acted(place)
                     if self._links is not None:
                         self._links.advance()
             if self._links is not None:
@@ -176,6 +181,8 @@ class Executor:
                 self._head(Action("F", seen, chunk), stage)
         else:
             exchanges.backward(index, chunk)
+        if self._links is not None:
+            self._links.advance_further()
         if not received:
             self._handlers[action.kind](action, stage)
         elif action.kind == "B":

@@ -41,8 +41,12 @@ def begin(
     contract: LossContract,
     rank: Rank,
     capture: Capture,
-) -> None:
+) -> GroupCounts | None:
     """Gives the stages their routes and ledgers, and Megatron the scale of auxiliary losses.
+
+    Returns:
+        What sums counts over data-parallel ranks, where ranks that share experts have to say when;
+        else None.
 
     Args:
         stages: the rank's model chunks.
@@ -62,10 +66,13 @@ def begin(
             step.forest, step.microbatch_of, rank.device, cp.rank(), cp.size(),
             step.packed,
         )  # fmt: skip
-        group_counts = GroupCounts()
+        shares = rank.ordered and rank.experts is not None
+        group_counts = GroupCounts(shares_experts=shares)
         crossing = [one.segment for one in step.forest.exchanges]
         for stage in stages:
             stage.ledger = RouterLedger(tokens, stage.hooks.routers, group_counts, crossing)
+        return group_counts if shares else None
+    return None
 
 
 def leave(num_microbatches: int, rank: Rank, capture: Capture) -> None:
