@@ -29,9 +29,9 @@ from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import free_bytes
 from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.count_sums import sums_behind
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import CHANGED_OUTPUT
-from megatron_prefix.run.across import global_aux_sync
 from megatron_prefix.run.across.carried import Carried
 from megatron_prefix.run.across.communicator import Communicator, communicator_of
 from megatron_prefix.run.across.exchanges import Exchanges
@@ -213,7 +213,7 @@ class StepRun:
             # Gradients are reduced after the last exchange, as ranks must not wait for both, and
             # after what goes on behind embeddings that were given.
             offloader, None if exchanges or behind else self._reductions, exchanges, self._idle,
-            None if counts is None else self._allowing(counts),
+            None if counts is None else self._summing(counts),
         )  # fmt: skip
         embedding = clear_embedding_activation_buffer(config, rank.models, stages[-1].is_last)
         with contextlib.nullcontext() if rank.forward_only else _no_sync(rank):
@@ -225,17 +225,11 @@ class StepRun:
         report.cache_bytes = sum(stage.cache.peak_bytes for stage in stages)
         return embedding
 
-    def _allowing(self, counts: GroupCounts) -> Callable[[int], None]:
-        """Lets sums of counts begin behind the actions with which all ranks that share experts have
-        counted what they sum."""
+    def _summing(self, counts: GroupCounts) -> Callable[[int], None]:
+        """Begins sums of counts behind actions."""
         union, owners = self._report.joint, self._joint.union_microbatch_of
-        steps = global_aux_sync.progress(union, self._rank.stage, owners)
-
-        def acted(place: int) -> None:
-            if place + 1 < len(steps):
-                counts.allow(steps[place + 1][0])
-
-        return acted
+        begun = sums_behind(union, self._rank.stage, owners)
+        return lambda place: counts.begin(begun[place])
 
     def _exchanges(self, stages: list[Stage], communicator: Communicator) -> Exchanges:
         """With other data-parallel ranks."""

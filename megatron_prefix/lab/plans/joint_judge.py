@@ -27,9 +27,9 @@ from megatron_prefix.lab.plans.joint_program import (
     Programs,
     Rank,
     Step,
-    microbatches,
 )
 from megatron_prefix.plan.actions import Action
+from megatron_prefix.plan.count_sums import progress
 
 
 class How(enum.Enum):
@@ -263,12 +263,12 @@ class _Play:
         if how is How.ONE_BY_ONE:
             self.programs = {rank: [*_apart(program)] for rank, program in programs.items()}
         self.needs = {rank: _Needs(pipelines[rank.data], rank).all() for rank in programs}
-        self.sums = {rank: _sums(pipelines[rank.data]) for rank in programs}
+        self.sums = {rank: _sums(pipelines[rank.data], rank) for rank in programs}
         self.at = dict.fromkeys(programs, 0)
         self.begun: dict[Rank, Counter[str]] = {rank: Counter() for rank in programs}
         self.ended: dict[Rank, set[Hashable]] = {rank: set() for rank in programs}
-        self.open: dict[Hashable, tuple[deque[End], deque[End]]] = {}
-        self.come: dict[Hashable, dict[Rank, Hashable]] = {}
+        self.open: dict[tuple[str, Rank, Rank], tuple[deque[End], deque[End]]] = {}
+        self.come: dict[tuple[str, tuple[Rank, ...]], dict[Rank, Hashable]] = {}
         self.ready = deque(programs)
 
     def run(self) -> str:
@@ -312,7 +312,7 @@ class _Play:
                 if not isinstance(one, Action) and one[0] == "R":
                     yield one
         if isinstance(step, Action) and step.kind == "B" and self._counts(rank):
-            yield from (("counts", number) for number in range(self.sums[rank][step.segment]))
+            yield from (("counts", number) for number in range(self.sums[rank][step]))
 
     def _counts(self, rank: Rank) -> bool:
         return any(
@@ -324,7 +324,7 @@ class _Play:
         for end in batch.ends:
             sends = end.kind == "S"
             link = (rank, end.peer) if sends else (end.peer, rank)
-            sides = self.open.setdefault((end.channel, *link), (deque(), deque()))
+            sides = self.open.setdefault((end.channel, link[0], link[1]), (deque(), deque()))
             sides[not sends].append(end)
             if sides[0] and sides[1]:
                 sent, got = sides[0].popleft(), sides[1].popleft()
@@ -353,10 +353,10 @@ class _Play:
 
     def _waits_for(self, rank: Rank) -> Rank | None:
         """Who has the other end of what a rank has begun; None if all of it has ended."""
-        for ranks, come in ((key[1], come) for key, come in self.come.items()):  # type: ignore[index]
+        for ranks, come in ((key[1], come) for key, come in self.come.items()):
             if rank in come:
                 return next(one for one in ranks if one not in come)
-        for (_, sender, receiver), sides in self.open.items():  # type: ignore[misc]
+        for (_, sender, receiver), sides in self.open.items():
             if (rank == sender and sides[0]) or (rank == receiver and sides[1]):
                 return receiver if rank == sender else sender
         return None
@@ -384,10 +384,11 @@ def _stream(end: End) -> str:
     return f"{end.channel}{end.kind}" if end.channel != "across" else end.channel
 
 
-def _sums(pipeline: Pipeline) -> list[int]:
-    """Per segment how many sums its backward waits for."""
-    owners = pipeline.microbatch_of
-    return [1 + max(microbatches(one, owners), default=-1) for one in pipeline.plan.segments]
+def _sums(pipeline: Pipeline, rank: Rank) -> dict[Action, int]:
+    """By action of a rank how many sums it waits for."""
+    steps = progress(pipeline.plan, rank.stage, pipeline.microbatch_of)
+    program = pipeline.plan.programs[rank.stage]
+    return {action: needed for action, (_, needed) in zip(program, steps, strict=True)}
 
 
 def _apart(program: Sequence[Step]) -> Iterator[Step]:

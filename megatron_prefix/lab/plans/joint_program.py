@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.count_sums import sums_behind
 from megatron_prefix.plan.timetable import Message, exchanges
-from megatron_prefix.tree import Forest, Segment
+from megatron_prefix.tree import Forest
 from megatron_prefix.tree.forest import Exchange
 
 
@@ -87,7 +88,7 @@ class Pipeline:
             plan itself.
         experts: these data-parallel ranks, or none.
         names: per segment and span what it is, the same on all ranks that have it.
-        microbatch_of: of each rollout, and of each of the union's.
+        microbatch_of, owners: the microbatch of each rollout, and of each of the union's.
         ready_after: see `planner.loss_ready_after`.
     """
 
@@ -97,7 +98,7 @@ class Pipeline:
     experts: tuple[int, ...]
     names: Sequence[Sequence[Hashable]]
     microbatch_of: Sequence[int]
-    union_microbatch_of: Sequence[int]
+    owners: Sequence[int]
     ready_after: Sequence[int]
 
 
@@ -116,39 +117,6 @@ def joint_programs(pipelines: Sequence[Pipeline], *, counts: bool = False) -> Pr
     }
 
 
-@dataclass
-class _Counting:
-    """What is left to count of each microbatch, by all ranks that share experts, and how many sums
-    have begun."""
-
-    left: dict[int, int]
-    begun: int = 0
-
-    @classmethod
-    def of(cls, pipeline: Pipeline) -> _Counting:
-        """At the begin of a step; what others compute is there before whoever reads it."""
-        left = dict.fromkeys(pipeline.union_microbatch_of, 0)
-        for segment in pipeline.union.segments:
-            for microbatch in microbatches(segment, pipeline.union_microbatch_of):
-                left[microbatch] += pipeline.union.num_chunks
-        return cls(left)
-
-    def counted(self, some: set[int]) -> Iterator[int]:
-        """The sums that begin when a segment of some microbatches has been counted."""
-        for microbatch in some:
-            self.left[microbatch] -= 1
-        while self.left.get(self.begun) == 0:
-            yield self.begun
-            self.begun += 1
-
-
-def microbatches(segment: Segment, microbatch_of: Sequence[int]) -> set[int]:
-    """Whose tokens routers count in a segment that runs here."""
-    if segment.source >= 0:
-        return set()
-    return {microbatch_of[one] for span in segment.spans for one in span.rollouts}
-
-
 class _Writer:
     """Writes one rank's program as `Executor.run` goes through its actions."""
 
@@ -160,21 +128,31 @@ class _Writer:
         self.levels = [[*of_level] for _, of_level in levels]
         self.crossed = [0] * pipeline.plan.num_chunks
         self.returned = [len(self.levels)] * pipeline.plan.num_chunks
-        self.counting = _Counting.of(pipeline)
 
     def steps(self) -> Iterator[Step]:
         """All of them."""
         levels = tuple((one.segment, one.level) for one in self.pipeline.forest.exchanges)
         gaps = exchanges(self.pipeline.union, self.rank.stage, levels)
         program = self.pipeline.plan.programs[self.rank.stage]
+        sums = iter(sums_behind(self.pipeline.union, self.rank.stage, self.pipeline.owners))
         yield from self._messages(gaps[0].before)
+        begun = 0
         for gap, action, (before, _) in zip(gaps, program, gaps[1:], strict=False):
             yield from self._crossing(action)
             yield from self._messages(gap.after)
             if self.segments[action.segment].source < 0:
                 yield action
-                yield from self._meetings(action)
+                if self.pipeline.experts:
+                    yield Meet("experts", action, self._beside(self.pipeline.experts))
             yield from self._messages(before)
+            number = next(sums) if self.everyone else 0
+            for microbatch in range(begun, number):
+                yield Meet("counts", microbatch, self._beside(self.everyone))
+            begun = max(begun, number)
+
+    def _beside(self, datas: Iterable[int]) -> tuple[Rank, ...]:
+        """The ranks of other pipelines at this stage."""
+        return tuple(Rank(one, self.rank.stage) for one in datas)
 
     def _messages(self, messages: Sequence[Message]) -> Iterator[Batch]:
         """Between stages, each for itself."""
@@ -184,17 +162,6 @@ class _Writer:
             peer = self.rank._replace(stage=one.receiver if sends else one.sender)
             what = one.used_by.kind, one.used_by.segment, one.used_by.chunk
             yield Batch((End("SR"[not sends], peer, one.used_by.kind, what, *action[1:3]),))
-
-    def _meetings(self, action: Action) -> Iterator[Meet]:
-        """Expert layers, and sums of what routers have counted."""
-        pipeline, stage = self.pipeline, self.rank.stage
-        if pipeline.experts:
-            yield Meet("experts", action, tuple(Rank(one, stage) for one in pipeline.experts))
-        if self.everyone and action.kind == "F":
-            union = pipeline.union.segments[action.segment]
-            some = microbatches(union, pipeline.union_microbatch_of)
-            for number in self.counting.counted(some):
-                yield Meet("counts", number, tuple(Rank(one, stage) for one in self.everyone))
 
     def _crossing(self, action: Action) -> Iterator[Batch]:
         """What crosses data-parallel ranks before an action, as `Exchanges` has it."""

@@ -99,7 +99,7 @@ class Executor:
         reductions: of the step's gradients; None without.
         exchanges: with other data-parallel ranks; None without.
         idle: ends with the first action.
-        acted: called behind every action with its place; None: nothing wants to know.
+        acted: called behind every action with its place, and behind what it sends.
     """
 
     def __init__(
@@ -151,10 +151,10 @@ class Executor:
                         else:
                             self._crossing(action, stage, self._exchanges)
                     self._idle.close()
-                    if self._acted is not None:
-                        self._acted(place)
                     if self._links is not None:
                         self._links.advance()
+                    if self._acted is not None:
+                        self._acted(place)
             if self._links is not None:
                 self._links.finish()
             if self._exchanges is not None:

@@ -45,8 +45,7 @@ def begin(
     """Gives the stages their routes and ledgers, and Megatron the scale of auxiliary losses.
 
     Returns:
-        What sums counts over data-parallel ranks, where ranks that share experts have to say when;
-        else None.
+        What sums counts over data-parallel ranks, if the loss of a router needs that.
 
     Args:
         stages: the rank's model chunks.
@@ -66,12 +65,11 @@ def begin(
             step.forest, step.microbatch_of, rank.device, cp.rank(), cp.size(),
             step.packed,
         )  # fmt: skip
-        shares = rank.ordered and rank.experts is not None
-        group_counts = GroupCounts(shares_experts=shares)
+        group_counts = GroupCounts()
         crossing = [one.segment for one in step.forest.exchanges]
         for stage in stages:
             stage.ledger = RouterLedger(tokens, stage.hooks.routers, group_counts, crossing)
-        return group_counts if shares else None
+        return group_counts if rank.ordered else None
     return None
 
 
