@@ -15,6 +15,7 @@ import torch
 
 from megatron_prefix.lab.plans.joint_program import Batch, Pipeline, Rank, Step
 from megatron_prefix.plan.actions import Action
+from megatron_prefix.plan.count_sums import sums_behind
 from megatron_prefix.run.across.exchanges import Exchanges
 from megatron_prefix.run.execute import messages
 from megatron_prefix.run.execute.executor import Executor
@@ -23,7 +24,10 @@ from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness.joint_jobs import Sizes, random_joint_job
 
 CPU = torch.device("cpu")
-SIZES = (Sizes(2), Sizes(3, 2), Sizes(2, 3), Sizes(2, 2, 2), Sizes(4, 2, 1, 2), Sizes(2, 2, 2, 2))
+SIZES = (
+    Sizes(2), Sizes(3, 2), Sizes(2, 3), Sizes(2, 2, 2), Sizes(4, 2, 1, 2), Sizes(2, 2, 2, 2),
+    Sizes(3, 2, counts=True), Sizes(4, 2, 1, 2, counts=True),
+)  # fmt: skip
 Told = tuple[Any, ...]
 
 
@@ -37,8 +41,10 @@ class Recording(Executor):
         stage.act(action)
 
 
-def issued(pipeline: Pipeline, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> list[Told]:
-    """What one rank issues: its actions, and the ends of its messages, in batches."""
+def issued(
+    pipeline: Pipeline, rank: Rank, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> list[Told]:
+    """What one rank issues: its actions, the ends of its messages, in batches, and sums."""
     plan, steps = pipeline.plan, list[Told]()
     size, num = plan.num_ranks, plan.num_stages
     groups = {key: key for key in itertools.product("FB", range(3))}
@@ -85,9 +91,15 @@ def issued(pipeline: Pipeline, rank: Rank, monkeypatch: pytest.MonkeyPatch) -> l
         exchanges = Exchanges(pipeline.forest, communicator, chunks, CPU)
     stages = [stage_of(pipeline, rank, chunk, act) for chunk in range(plan.num_chunks)]
     inputs: Any = SimpleNamespace(max_position=0)
+    sums = [0, *sums_behind(pipeline.union, rank.stage, pipeline.owners)]
+
+    def acted(place: int) -> None:
+        steps.extend(("sum", number) for number in range(*sums[place : place + 2]))
+
     executor = Recording(
-        plan, stages, inputs, links, False, None, None, None, exchanges, contextlib.ExitStack()
-    )
+        plan, stages, inputs, links, False, None, None, None, exchanges, contextlib.ExitStack(),
+        acted if counts else None,
+    )  # fmt: skip
     executor.run(rank.stage)
     return steps
 
@@ -131,6 +143,8 @@ def told(pipeline: Pipeline, program: list[Step]) -> list[Told]:
             found.append((step,))
         elif isinstance(step, Batch):
             found.append(tuple(end_told(pipeline, end) for end in step.ends))
+        elif step.channel == "counts":
+            found.append(("sum", step.what))
     return found
 
 
@@ -155,6 +169,6 @@ def test_the_executor_does_what_is_judged(sizes: Sizes, monkeypatch: pytest.Monk
         for rank, program in job.programs.items():
             pipeline = job.pipelines[rank.data]
             wanted = told(pipeline, program)
-            assert issued(pipeline, rank, monkeypatch) == wanted
+            assert issued(pipeline, rank, sizes.counts, monkeypatch) == wanted
             batches += sum(len(one) > 1 for one in wanted)
     assert batches > 10
