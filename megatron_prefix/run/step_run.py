@@ -193,14 +193,7 @@ class StepRun:
             counts = routers.begin(stages, self._step, self._contract, rank, self._capture)
         if report.stopwatch is not None:
             report.stopwatch.forget()
-        links = None
-        if rank.num_stages > 1:
-            links = Links(
-                channels_of(rank.groups.pp, rank.device), report.joint,
-                message_shape(config, plan), message_dtype(config), rank.device,
-                not rank.forward_only,
-                tuple((one.segment, one.level) for one in self._step.forest.exchanges),
-            )  # fmt: skip
+        links = self._links(plan) if rank.num_stages > 1 else None
         if rank.overlaps and not rank.forward_only:
             self._reductions = Reductions(rank, self._force_all_reduce)
         exchanges = None
@@ -224,6 +217,15 @@ class StepRun:
         report.crossed = exchanges.crossed if exchanges is not None else None
         report.cache_bytes = sum(stage.cache.peak_bytes for stage in stages)
         return embedding
+
+    def _links(self, plan: Plan) -> Links:
+        """Messages to and from the neighbours."""
+        rank, config = self._rank, self._rank.config
+        return Links(
+            channels_of(rank.groups.pp, rank.device), self._report.joint,
+            message_shape(config, plan), message_dtype(config), rank.device, not rank.forward_only,
+            tuple((one.segment, one.level) for one in self._step.forest.exchanges),
+        )  # fmt: skip
 
     def _summing(self, counts: GroupCounts) -> Callable[[int], None]:
         """Begins sums of counts behind actions."""

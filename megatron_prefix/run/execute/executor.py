@@ -155,17 +155,14 @@ class Executor:
                         self._links.advance()
                     if self._acted is not None:
                         self._acted(place)
-            if self._links is not None:
-                self._links.finish()
-            if self._exchanges is not None:
-                self._exchanges.finish()
+            for messages in (self._links, self._exchanges):
+                if messages is not None:
+                    messages.finish()
         finally:
             for stage in self._stages:
                 stage.hooks.replay = stage.hooks.ahead = None
-                stage.live.clear()
-                stage.offloads.clear()
-                stage.wanted_next.clear()
-                stage.cache.clear()
+                for kept in (stage.live, stage.offloads, stage.wanted_next, stage.cache):
+                    kept.clear()
                 if stage.final is not None:
                     stage.final.clear()
             if self._offloader is not None:

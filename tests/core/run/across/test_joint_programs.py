@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_prefix.lab.plans.joint_program import Batch, Pipeline, Rank, Step
 from megatron_prefix.plan.actions import Action
 from megatron_prefix.plan.count_sums import sums_behind
+from megatron_prefix.run.across.communicator import Message
 from megatron_prefix.run.across.exchanges import Exchanges
 from megatron_prefix.run.execute import messages
 from megatron_prefix.run.execute.executor import Executor
@@ -46,62 +48,74 @@ def issued(
 ) -> list[Told]:
     """What one rank issues: its actions, the ends of its messages, in batches, and sums."""
     plan, steps = pipeline.plan, list[Told]()
-    size, num = plan.num_ranks, plan.num_stages
-    groups = {key: key for key in itertools.product("FB", range(3))}
-
-    def between_stages(kind: str, tensor: Any, peer: int, group: Any) -> Any:
-        steps.append(((kind, (rank.data, peer), group[0], tensor.shape[2]),))
-        return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
-
-    for name, kind in (("isend", "S"), ("irecv", "R")):
-        monkeypatch.setattr(messages.dist, name, functools.partial(between_stages, kind))
-
-    def across(some: list[messages.Message]) -> None:
-        told = [
-            ("SR"[one.way is not sends], (one.peer, rank.stage), *one.tensors[0].shape[:2])
-            for one in some
-        ]
-        if told:
-            steps.append(tuple(told))
-
-    sends = messages.dist.isend
-    levels = tuple((one.segment, one.level) for one in pipeline.forest.exchanges)
-    shape = [(segment.padded_length, 0, index) for index, segment in enumerate(plan.segments)]
-    links = None
-    if size > 1:
-        channels = Channels(tuple(range(size)), rank.stage, groups)
-        links = Links(channels, pipeline.union, shape.__getitem__, torch.float32, CPU, True, levels)
+    links = links_of(pipeline, rank, steps, monkeypatch) if plan.num_ranks > 1 else None
 
     def act(action: Action) -> None:
-        stage, last = plan.stage(rank.stage, action.chunk), num - 1
+        stage, last = plan.stage(rank.stage, action.chunk), plan.num_stages - 1
         before, after = (0, last) if action.kind == "F" else (last, 0)
         if stage != before:
             links.receive(action)
         steps.append((action,))
         if stage != after:
-            links.send(action, torch.empty(shape[action.segment]))
+            links.send(action, torch.empty(shapes(pipeline)[action.segment]))
 
-    communicator: Any = SimpleNamespace(
-        known=lambda chunk, *_: chunk, tell_rows=lambda *_: None, exchange=across,
-        rows=lambda _, chunk, __: [[row_of(chunk)]], rank=rank.data, ranks=[*range(9)],
-    )  # fmt: skip
-    exchanges = None
-    if pipeline.forest.exchanges:
-        chunks = [carried(pipeline, chunk) for chunk in range(plan.num_chunks)]
-        exchanges = Exchanges(pipeline.forest, communicator, chunks, CPU)
-    stages = [stage_of(pipeline, rank, chunk, act) for chunk in range(plan.num_chunks)]
-    inputs: Any = SimpleNamespace(max_position=0)
     sums = [0, *sums_behind(pipeline.union, rank.stage, pipeline.owners)]
 
     def acted(place: int) -> None:
         steps.extend(("sum", number) for number in range(*sums[place : place + 2]))
 
+    stages = [stage_of(pipeline, rank, chunk, act) for chunk in range(plan.num_chunks)]
+    inputs: Any = SimpleNamespace(max_position=0)
     executor = Recording(
-        plan, stages, inputs, links, False, None, None, None, exchanges, contextlib.ExitStack(),
-        acted if counts else None,
+        plan, stages, inputs, links, False, None, None, None, exchanges_of(pipeline, rank, steps),
+        contextlib.ExitStack(), acted if counts else None,
     )  # fmt: skip
     executor.run(rank.stage)
     return steps
+
+
+def shapes(pipeline: Pipeline) -> list[tuple[int, int, int]]:
+    """Of messages between stages, by segment; the last number names it."""
+    return [(one.padded_length, 0, index) for index, one in enumerate(pipeline.plan.segments)]
+
+
+def links_of(
+    pipeline: Pipeline, rank: Rank, steps: list[Told], monkeypatch: pytest.MonkeyPatch
+) -> Links:
+    """Messages between stages, which are written down."""
+
+    def begin(kind: str, tensor: Any, peer: int, group: Any) -> Any:
+        steps.append(((kind, (rank.data, peer), group[0], tensor.shape[2]),))
+        return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+
+    for name, kind in (("isend", "S"), ("irecv", "R")):
+        monkeypatch.setattr(messages.dist, name, functools.partial(begin, kind))
+    groups = {key: key for key in itertools.product("FB", range(3))}
+    channels = Channels(tuple(range(pipeline.plan.num_ranks)), rank.stage, groups)
+    levels = tuple((one.segment, one.level) for one in pipeline.forest.exchanges)
+    shape = shapes(pipeline).__getitem__
+    return Links(channels, pipeline.union, shape, torch.float32, CPU, True, levels)
+
+
+def exchanges_of(pipeline: Pipeline, rank: Rank, steps: list[Told]) -> Exchanges | None:
+    """What crosses data-parallel ranks, which is written down."""
+
+    def begin(some: list[Message]) -> None:
+        told = [
+            ("SR"[one.way is dist.irecv], (one.peer, rank.stage), *one.tensors[0].shape[:2])
+            for one in some
+        ]
+        if told:
+            steps.append(tuple(told))
+
+    communicator: Any = SimpleNamespace(
+        known=lambda chunk, *_: chunk, tell_rows=lambda *_: None, exchange=begin,
+        rows=lambda _, chunk, __: [[row_of(chunk)]], rank=rank.data, ranks=[*range(9)],
+    )  # fmt: skip
+    if not pipeline.forest.exchanges:
+        return None
+    chunks = [carried(pipeline, chunk) for chunk in range(pipeline.plan.num_chunks)]
+    return Exchanges(pipeline.forest, communicator, chunks, CPU)
 
 
 def row_of(chunk: int) -> Any:
