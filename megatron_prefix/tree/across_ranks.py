@@ -31,7 +31,8 @@ from megatron_prefix.tree.owners import owners_of
 _BYTES = 16
 BLOCK = 8
 """Positions between two digests of a beginning, each of 16 bytes: beginnings that branch inside a
-block have only what is before it in common. Blocks of 1 lose nothing and send as much as tokens."""
+block have only what is before it in common. Blocks of 1 lose nothing and send as much as tokens:
+they are for `min_gain` 0, which gives nothing up."""
 
 
 class CommonSpan(NamedTuple):
@@ -109,15 +110,16 @@ NOTHING_IN_COMMON = CommonSpans()
 
 
 def beginnings_of(
-    rollouts: Sequence[Pairs], options: TreeOptions, block: int = BLOCK
+    rollouts: Sequence[Pairs], options: TreeOptions, block: int | None = None
 ) -> tuple[RankBeginnings, list[int]]:
     """What a rank tells the others, and per rollout the number of its beginning.
 
     Args:
         rollouts: of the step, on this rank.
         options: see TreeOptions; beginnings end at a multiple of the boundary.
-        block: positions between digests, rounded up to such a multiple.
+        block: positions between digests, rounded up to such a multiple; default: see BLOCK.
     """
+    block = block or (BLOCK if options.min_gain else 1)
     block = -(-block // options.boundary) * options.boundary
     known: dict[bytes, int] = {}
     ends: list[int] = []

@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-EVEN = 1.005
-"""Of the mean: a rank that has no more to compute is left as it is."""
+EVEN = 1.02
+"""Of the mean: a rank that has no more to compute is left as it is. Levels of the trees follow one
+another, and long spans that go to ranks in turn are even on each of them: changes for a percent or
+two made a simulated step longer (benchmarks/LOG.md, 2026-11-26)."""
 
 
 def owners_of(
