@@ -6,19 +6,23 @@ scores of microbatch m with the counts of microbatches 0..m on all ranks of a st
 context and data-parallel group (megatron/core/transformer/moe/router.py, `_apply_global_aux_loss`).
 
 **Rule.** A rank starts one all-reduce per microbatch, of the counts of all its routers (of all
-model chunks), in order of microbatches: number m when its forwards have counted microbatches 0..m
-in every router. A backward of microbatch m's segments waits for the sums 0..m; nothing else waits.
+model chunks), in order of microbatches: number m behind an action, when forwards have counted
+microbatches 0..m in every router, and at the latest before the first backward that waits for it
+(plan/count_sums.py). A backward of microbatch m's segments waits for the sums 0..m; nothing else
+waits. Ranks that share experts run one plan, each on its own segments, and start number m behind
+the same action: in the middle of one, another of them may wait for this rank's tokens.
 
-**Order.** Every rank of a group starts the same collectives in the same order, 0, 1, 2, ..., in
-forwards only, for any trees, chunks and virtual stages.
+**Order.** Every rank of a group starts the same collectives in the same order, 0, 1, 2, ..., for
+any trees, chunks and virtual stages.
 
 **No deadlock.** By induction over m: suppose all sums before m complete. Call a pipeline with one
 data-parallel rank's microbatches a replica. Without the sums its plan ends, as the simulator has
 proved. So a replica stops only if one of its ranks waits in a backward for a sum m' >= m. The plan
 (`Forest.ordered`, `loss_ready_after`) has the forwards of microbatches 0..m' on the last stage
 before that backward, and so on every stage, since a segment reaches the last stage through all
-others. Hence all ranks of a replica that stops have started sum m, as have those of one that ends.
-So all ranks have started sum m, and it completes. Where payloads cross data-parallel ranks, all of
+others. Hence all ranks of a replica that stops have started sum m or can, as have those of one that
+ends. So all ranks start sum m, and it completes. (lab/plans/joint_judge.py plays it, with one queue
+a device, too.) Where payloads cross data-parallel ranks, all of
 them have begun to leave a rank before its first wave, and so before its first sum, which has tokens
 of a wave; gradients cross after its last wave, and so after its last sum: all ranks begin both in
 one order. With expert parallelism replicas also meet in every expert layer; those replicas have one
@@ -51,7 +55,7 @@ class GroupCounts:
         return self._num_routers - 1
 
     def add(self, place: int, microbatch: int, counts: Tensor) -> None:
-        """Takes one router's counts of a whole microbatch; starts sums that are complete.
+        """Takes one router's counts of a whole microbatch.
 
         Args:
             place: the router's.
@@ -59,8 +63,20 @@ class GroupCounts:
             counts: whole numbers, [experts].
         """
         self._complete.setdefault(microbatch, {})[place] = counts
-        while len(self._complete.get(len(self._sums), ())) == self._num_routers:
-            by_router = self._complete.pop(len(self._sums))
+
+    def begin(self, number: int) -> None:
+        """Starts the sums of so many microbatches, from the first on, that have not been started.
+
+        Raises:
+            RuntimeError: a router has not counted one of them.
+        """
+        for microbatch in range(len(self._sums), number if self._num_routers else 0):
+            by_router = self._complete.pop(microbatch, {})
+            if len(by_router) < self._num_routers:
+                raise RuntimeError(
+                    f"the sum of microbatch {microbatch} begins, and only {len(by_router)} of"
+                    f" {self._num_routers} routers have counted it"
+                )
             total = torch.stack([by_router[place] for place in range(self._num_routers)]).long()
             work = None
             if self._group.size() > 1:

@@ -110,12 +110,14 @@ class Sent(NamedTuple):
     Attributes:
         positions, spans: of the segment, padding included.
         copied, copied_spans: those of them that go to ranks whose spans are not neighbours.
+        level: of the segment, which crosses or is received; -1: neither.
     """
 
     positions: int
     spans: int
     copied: int
     copied_spans: int
+    level: int = -1
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ of the level on, those of all ranks that send some, and each until the segment's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from megatron_prefix.plan.actions import Action, Plan, Sent
 from megatron_prefix.plan.footprint import Footprint
@@ -76,7 +76,8 @@ class ExchangeMemory:
         """Frees what an action waits for before it computes."""
         index = action.segment
         if action.kind == "F":
-            for seen in self._seen(index):
+            received = self._plan.segments[index].source >= 0  # what it continues may be on its way
+            for seen in () if received else self._seen(index):
                 self._coming.pop(seen, None)
             return
         self._coming.pop(index, None)
@@ -87,49 +88,41 @@ class ExchangeMemory:
             self._returned += self._whole(index)[0] / self._one.parts * self._one.state_grad
 
     def _payloads_by_level(
-        self, program: Iterable[Action], chunk: int
+        self, program: Sequence[Action], chunk: int
     ) -> Iterator[tuple[Action, list[int]]]:
-        """What follows every level, and the segments of that.
-
-        In a level what this rank computes comes first (plan/planner.py), so a level ends where
-        that follows a segment that others compute; levels that lack one of the two are taken
-        together with the next.
-        """
-        level: list[int] = []
-        any_received = False
-        for action in program:
-            received = self._plan.segments[action.segment].source >= 0
-            crosses = received or self._sent(action.segment) is not None
-            mine = crosses and action.kind == "F" and action.chunk == chunk
-            if level and (not mine or (any_received and not received)):
-                yield action, level
-                level, any_received = [], False
-            if mine:
-                level.append(action.segment)
-                any_received |= received
+        """What follows every level, and the segments of that."""
+        segments: dict[int, list[int]] = {}
+        behind: dict[int, int] = {}
+        for place, action in enumerate(program):
+            level = self._level(action, "F", chunk)
+            if level is not None:
+                segments.setdefault(level, []).append(action.segment)
+                behind[level] = place + 1
+        for level, place in behind.items():
+            if place < len(program):
+                yield program[place], segments[level]
 
     def _gradients_by_level(
-        self, program: Iterable[Action], chunk: int
+        self, program: Sequence[Action], chunk: int
     ) -> Iterator[tuple[Action, list[int]]]:
-        """The first backward of every level, with the segments whose gradients it waits for.
-
-        In a level what others compute comes first (plan/planner.py), so a level begins at the
-        latest where that follows a segment that is computed here.
-        """
-        first: Action | None = None
-        waited: list[int] = []
+        """The first backward of every level, with the segments whose gradients it waits for."""
+        levels: dict[int, tuple[Action, list[int]]] = {}
         for action in program:
-            received = self._plan.segments[action.segment].source >= 0
-            sent = self._sent(action.segment) is not None
-            if action.kind != "B" or action.chunk != chunk or not (received or sent):
-                continue
-            if first is None or (received and waited):
-                if first is not None:
-                    yield first, waited
-                first, waited = action, []
-            waited += [action.segment] if sent else []
-        if first is not None:
-            yield first, waited
+            level = self._level(action, "B", chunk)
+            if level is not None:
+                _, waited = levels.setdefault(level, (action, []))
+                waited += [action.segment] if self._sent(action.segment) is not None else []
+        yield from levels.values()
+
+    def _level(self, action: Action, kind: str, chunk: int) -> int | None:
+        """Of what an action of a kind and a model chunk gets or sends; None if it does not."""
+        index = action.segment
+        received = self._plan.segments[index].source >= 0
+        if action.kind != kind or action.chunk != chunk:
+            return None
+        if not received and self._sent(index) is None:
+            return None
+        return self._plan.sent[index].level if self._plan.sent else 0
 
     def _sent(self, index: int) -> Sent | None:
         sent = self._plan.sent[index] if self._plan.sent else None

@@ -125,17 +125,18 @@ def _mixed(forests: Sequence[Forest]) -> bool:
 
 def _sent(forests: Sequence[Forest]) -> tuple[Sent, ...]:
     """Per place the most that one of some forests sends; they have equally many segments."""
-    most = [[0] * len(Sent._fields) for _ in forests[0].segments]
+    most = [[0, 0, 0, 0, -1] for _ in forests[0].segments]
     for forest in forests:
         for one in forest.exchanges:
-            segment, mine = forest.segments[one.segment], [0] * len(Sent._fields)
+            segment, mine = forest.segments[one.segment], [0, 0, 0, 0]
             for _, spans in one.peers if segment.source < 0 else ():
                 positions = sum(segment.spans[span].padded for span in spans)
                 apart = spans[-1] - spans[0] >= len(spans)
                 row = (positions, len(spans), positions * apart, len(spans) * apart)
                 mine = [*map(sum, zip(mine, row, strict=True))]
-            most[one.segment] = [*map(max, zip(most[one.segment], mine, strict=True))]
-    return tuple(Sent(*row) for row in most) if any(map(any, most)) else ()
+            told = (*mine, one.level)
+            most[one.segment] = [*map(max, zip(most[one.segment], told, strict=True))]
+    return tuple(Sent(*row) for row in most) if any(one.exchanges for one in forests) else ()
 
 
 def _numbered(microbatches_of: Sequence[Sequence[int]], ordered: bool) -> Iterator[int]:

@@ -14,11 +14,20 @@ take the first in the order: every rank it concerns has done everything before i
 The order is that of a simulated run: an action at the time it begins, a message at the time the
 action that makes it ends. So a send is issued right after its action and a receive before it is
 needed. Where streams are independent, only the action that uses a message waits for it.
+
+Where prompts cross data-parallel ranks, pipelines with other segments wait for one another, stage
+by stage. So the order has *phases*, the same ones in all pipelines: forward the levels of the
+trees, model chunk by model chunk, then what ranks run for themselves, then the levels backward. A
+level crosses between two phases, on all stages: everything of a phase comes before it, on every
+rank, and nothing of a later one. A receive for the next phase waits until the level has crossed.
+(lab/plans/joint_judge.py plays it.)
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_prefix.plan.actions import Action, Plan
@@ -40,42 +49,90 @@ class Message(NamedTuple):
     used_by: Action
 
 
+Levels = tuple[tuple[int, int], ...]
+"""Segments that cross data-parallel ranks, each with its level; see tree.forest.Exchange."""
+
+_OWN = (1, 0, 0)
+"""The phase of what ranks run for themselves."""
+
+
 @functools.lru_cache(maxsize=4)
-def timetable(plan: Plan, cost: Cost = token_cost) -> tuple[Event | Message, ...]:
+def timetable(
+    plan: Plan, cost: Cost = token_cost, levels: Levels = ()
+) -> tuple[Event | Message, ...]:
     """The order of all actions and messages; the same on every rank for the same arguments.
 
     Args:
         plan: any plan that can run.
         cost: above 0; the closer to the real durations, the less ranks wait for one another.
+        levels: of what crosses; the plan is one of `planner.with_crossing`.
 
     Raises:
         PlanError: the plan cannot run.
     """
-    entries: list[tuple[float, int, Event | Message]] = []
+    entries: list[tuple[tuple[int, int, int], float, int, Event | Message]] = []
+    level_of = dict(levels)
     for event in simulate(plan, cost=cost).events:
-        entries.append((event.start, 1, event))
+        now = phase(event.action, level_of)
+        entries.append((now, event.start, 1, event))
         message = _message(plan, event)
         if message is not None:
-            entries.append((event.end, 0, message))  # before the actions that begin then
-    entries.sort(key=lambda entry: entry[:2])  # a stable sort, so ties are in one order, too
-    return tuple(entry for _, _, entry in entries)
+            entries.append((now, event.end, 0, message))  # before the actions that begin then
+    entries.sort(key=lambda entry: entry[:3])  # a stable sort, so ties are in one order, too
+    return tuple(entry for *_, entry in entries)
 
 
-def exchanges(plan: Plan, rank: int) -> list[list[Message]]:
+def phase(action: Action, level_of: Mapping[int, int]) -> tuple[int, int, int]:
+    """The phase of an action, and of the message that it makes; later ones are larger."""
+    level = level_of.get(action.segment)
+    if level is None:
+        return _OWN
+    return (0, action.chunk, level) if action.kind == "F" else (2, -action.chunk, -level)
+
+
+class Gap(NamedTuple):
+    """A rank's messages between two of its actions.
+
+    Attributes:
+        before: those of earlier phases than the next action's: issued behind the action before.
+        after: the others, if a level crosses in between: issued behind that.
+    """
+
+    before: tuple[Message, ...]
+    after: tuple[Message, ...] = ()
+
+
+def exchanges(plan: Plan, rank: int, levels: Levels = ()) -> list[Gap]:
     """A rank's messages: those before its first action, between it and the next, and so on.
 
     Args:
-        plan: see `timetable`.
+        plan, levels: see `timetable`.
         rank: pipeline rank.
     """
     gaps: list[list[Message]] = [[]]
-    for entry in timetable(plan):
+    for entry in timetable(plan, levels=levels):
         if isinstance(entry, Event):
             if entry.rank == rank:
                 gaps.append([])
         elif rank in (entry.sender, entry.receiver):
             gaps[-1].append(entry)
-    return gaps
+    level_of = dict(levels)
+    phases = [phase(action, level_of) for action in plan.programs[rank]]
+    first, last = phases[:1] or [_OWN], phases[-1:] or [_OWN]
+    bounds = itertools.pairwise([*first, *phases, *last])
+    return [_gap(gap, level_of, *pair) for gap, pair in zip(gaps, bounds, strict=True)]
+
+
+def _gap(
+    messages: Sequence[Message],
+    level_of: Mapping[int, int],
+    before: tuple[int, int, int],
+    after: tuple[int, int, int],
+) -> Gap:
+    """Messages between actions of two phases."""
+    early = (one for one in messages if phase(one.made_by, level_of) < after)
+    num = len(messages) if before == after else len([*early])
+    return Gap(tuple(messages[:num]), tuple(messages[num:]))
 
 
 def _message(plan: Plan, event: Event) -> Message | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,9 +25,11 @@ from torch import Tensor
 from megatron_prefix.errors import refused
 from megatron_prefix.layers.mtp import StepAhead
 from megatron_prefix.megatron.install import Hooks, install
+from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import free_bytes
 from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.count_sums import sums_behind
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import CHANGED_OUTPUT
 from megatron_prefix.run.across.carried import Carried
@@ -186,17 +188,12 @@ class StepRun:
             self._step.forest, self._step.samples, rank.device, cp.rank(), cp.size(), rank.rows
         )
         stages = self._stages(plan, offloader)
+        counts = None
         if rank.has_experts:
-            routers.begin(stages, self._step, self._contract, rank, self._capture)
+            counts = routers.begin(stages, self._step, self._contract, rank, self._capture)
         if report.stopwatch is not None:
             report.stopwatch.forget()
-        links = None
-        if rank.num_stages > 1:
-            links = Links(
-                channels_of(rank.groups.pp, rank.device), report.joint,
-                message_shape(config, plan), message_dtype(config), rank.device,
-                not rank.forward_only,
-            )  # fmt: skip
+        links = self._links(plan) if rank.num_stages > 1 else None
         if rank.overlaps and not rank.forward_only:
             self._reductions = Reductions(rank, self._force_all_reduce)
         exchanges = None
@@ -209,6 +206,7 @@ class StepRun:
             # Gradients are reduced after the last exchange, as ranks must not wait for both, and
             # after what goes on behind embeddings that were given.
             offloader, None if exchanges or behind else self._reductions, exchanges, self._idle,
+            None if counts is None else self._summing(counts),
         )  # fmt: skip
         embedding = clear_embedding_activation_buffer(config, rank.models, stages[-1].is_last)
         with contextlib.nullcontext() if rank.forward_only else _no_sync(rank):
@@ -219,6 +217,21 @@ class StepRun:
         report.crossed = exchanges.crossed if exchanges is not None else None
         report.cache_bytes = sum(stage.cache.peak_bytes for stage in stages)
         return embedding
+
+    def _links(self, plan: Plan) -> Links:
+        """Messages to and from the neighbours."""
+        rank, config = self._rank, self._rank.config
+        return Links(
+            channels_of(rank.groups.pp, rank.device), self._report.joint,
+            message_shape(config, plan), message_dtype(config), rank.device, not rank.forward_only,
+            tuple((one.segment, one.level) for one in self._step.forest.exchanges),
+        )  # fmt: skip
+
+    def _summing(self, counts: GroupCounts) -> Callable[[int], None]:
+        """Begins sums of counts behind actions."""
+        union, owners = self._report.joint, self._joint.union_microbatch_of
+        begun = sums_behind(union, self._rank.stage, owners)
+        return lambda place: counts.begin(begun[place])
 
     def _exchanges(self, stages: list[Stage], communicator: Communicator) -> Exchanges:
         """With other data-parallel ranks."""

@@ -26,11 +26,13 @@ import numpy as np
 from megatron_prefix.tree.block_tree import BlockTree, RankBeginnings, block_tree
 from megatron_prefix.tree.forest import LEAST_SHARE, Pairs, TreeOptions
 from megatron_prefix.tree.nodes import Node, equal_bounds, even_parts
+from megatron_prefix.tree.owners import owners_of
 
 _BYTES = 16
 BLOCK = 8
 """Positions between two digests of a beginning, each of 16 bytes: beginnings that branch inside a
-block have only what is before it in common. Blocks of 1 lose nothing and send as much as tokens."""
+block have only what is before it in common. Blocks of 1 lose nothing and send as much as tokens:
+they are for `min_gain` 0, which gives nothing up."""
 
 
 class CommonSpan(NamedTuple):
@@ -108,15 +110,16 @@ NOTHING_IN_COMMON = CommonSpans()
 
 
 def beginnings_of(
-    rollouts: Sequence[Pairs], options: TreeOptions, block: int = BLOCK
+    rollouts: Sequence[Pairs], options: TreeOptions, block: int | None = None
 ) -> tuple[RankBeginnings, list[int]]:
     """What a rank tells the others, and per rollout the number of its beginning.
 
     Args:
         rollouts: of the step, on this rank.
         options: see TreeOptions; beginnings end at a multiple of the boundary.
-        block: positions between digests, rounded up to such a multiple.
+        block: positions between digests, rounded up to such a multiple; default: see BLOCK.
     """
+    block = block or (BLOCK if options.min_gain else 1)
     block = -(-block // options.boundary) * options.boundary
     known: dict[bytes, int] = {}
     ends: list[int] = []
@@ -254,23 +257,13 @@ def _chunked(found: _Spans, options: TreeOptions) -> _Spans:
 
 
 def _owners(spans: Sequence[CommonSpan], alone: Sequence[int]) -> list[int]:
-    """The rank that computes each span: of those that have it the one with least to compute so
-    far; long spans choose first.
+    """The rank that computes each span (tree/owners.py).
 
     Args:
         spans: in common.
         alone: positions that every rank computes besides.
     """
-    load, owners = [*alone], [0] * len(spans)
-    lengths = np.array([span.end - span.start for span in spans], np.int64)
-    for number in np.argsort(-lengths, kind="stable").tolist():
-        owner, *others = spans[number].ranks
-        for rank in others:
-            if load[rank] < load[owner]:
-                owner = rank
-        load[owner] += int(lengths[number])
-        owners[number] = owner
-    return owners
+    return owners_of([one.end - one.start for one in spans], [one.ranks for one in spans], alone)
 
 
 def _segments(

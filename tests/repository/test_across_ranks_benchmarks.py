@@ -1,12 +1,13 @@
-"""`benchmarks.across_ranks_planning` and `benchmarks.across_ranks_simulation`, small."""
+"""`benchmarks.across_ranks_planning`, `across_ranks_simulation` and `across_ranks_cpu`, small."""
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 
-from benchmarks import across_ranks_planning, across_ranks_simulation
+from benchmarks import across_ranks_cpu, across_ranks_planning, across_ranks_simulation
 from megatron_prefix.lab.data.rollouts import read_groups
 from megatron_prefix.lab.models.presets import resolve
 from tests.harness.command_line import BUNDLED
@@ -65,3 +66,20 @@ def test_messages_that_take_no_time_hide() -> None:
     kv = 2 * 32 * 8 * 128 * (2 + 4)  # of K and V in bf16, and of their gradients in fp32
     crossed = sum(row.received) * kv / (slow * 1e9)
     assert unhidden - row.free == pytest.approx(crossed)
+
+
+def test_both_settings_are_timed(capfd, monkeypatch) -> None:
+    """Of two ranks that are started here."""
+    options = ["--groups", "2", "--max-tokens", "200", "--rounds", "1", "--set", "num_layers=1"]
+    monkeypatch.setattr(sys, "argv", ["program", BUNDLED, *options])
+    across_ranks_cpu.main()
+    told = capfd.readouterr().out
+    tokens = {
+        across: [int(number) for number in numbers.split(", ")]
+        for across, numbers in re.findall(r"step 1, (\w+): tokens \[([\d, ]+)\]", told)
+    }
+    assert {*tokens} == {"off", "on"} and sum(tokens["on"]) < sum(tokens["off"])
+    found = dict(re.findall(r"^([\w ]+): [\d,.]+ .*off, [\d,.]+ on, ([\d.]+)x$", told, re.M))
+    assert {*found} == {"clock", "process", "tokens of the slowest rank"}
+    ratio = max(tokens["off"]) / max(tokens["on"])
+    assert float(found["tokens of the slowest rank"]) == pytest.approx(ratio, abs=1e-3)

@@ -1,1 +1,1 @@
-"""The catalogue of canonical plans, and rollouts and plans of data-parallel ranks."""
+"""The catalogue of canonical plans; rollouts and plans of data-parallel ranks, and their judges."""

@@ -106,9 +106,11 @@ class Exchanges:
             read: the segments that it reads; their payloads are waited for.
         """
         self._forget()
-        for before in range(chunk):
-            self._cross(before, len(self._levels))
-        self._cross(chunk, self._level_of.get(index, len(self._levels)))
+        level = self._level_of.get(index, len(self._levels))
+        for one in range(len(self._chunks)):  # a rank's own segments come behind those of all
+            if one < chunk or level == len(self._levels):
+                self._cross(one, len(self._levels))
+        self._cross(chunk, level)
         for seen in read:
             self._arrive(seen, chunk)
 

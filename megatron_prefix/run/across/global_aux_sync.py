@@ -6,7 +6,6 @@ schedule, and no plan may have a backward wait for what it counts later.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_prefix.errors import UserError, refused
 from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.count_sums import progress
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import UNEVEN_MICROBATCHES
 
@@ -35,38 +35,6 @@ def check_counts(num_microbatches: int, group: Any, device: torch.device) -> Non
     fewest, most = mine.tolist()
     if fewest != -most:
         raise refused(UNEVEN_MICROBATCHES, fewest, -most)
-
-
-def progress(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[tuple[int, int]]:
-    """Per action of a rank how far its counting is before it, and how far it must be.
-
-    Args:
-        plan: the step's plan.
-        rank: in the pipeline.
-        microbatch_of: the trainer's microbatch of each rollout.
-
-    Returns:
-        (microbatches 0, 1, ... that all forwards before the action have counted, microbatches whose
-        sums it waits for).
-    """
-    through = [
-        {microbatch_of[rollout] for span in segment.spans for rollout in span.rollouts}
-        for segment in plan.segments
-    ]
-    left = [0] * (max(microbatch_of, default=-1) + 1)
-    for microbatches in through:
-        for microbatch in microbatches:
-            left[microbatch] += plan.num_chunks
-    steps, done = [], 0
-    for action in plan.programs[rank]:
-        backward = action.kind == "B"
-        steps.append((done, 1 + max(through[action.segment], default=-1) if backward else 0))
-        if not backward:
-            for microbatch in through[action.segment]:
-                left[microbatch] -= 1
-            while done < len(left) and not left[done]:
-                done += 1
-    return steps
 
 
 def prove(plan: Plan, joint: JointForest, rank: int) -> None:

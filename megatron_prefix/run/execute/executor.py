@@ -99,6 +99,7 @@ class Executor:
         reductions: of the step's gradients; None without.
         exchanges: with other data-parallel ranks; None without.
         idle: ends with the first action.
+        acted: called behind every action with its place, and behind what it sends.
     """
 
     def __init__(
@@ -113,7 +114,9 @@ class Executor:
         reductions: Reductions | None,
         exchanges: Exchanges | None,
         idle: contextlib.ExitStack,
+        acted: Callable[[int], None] | None = None,
     ) -> None:
+        self._acted = acted
         self._offloader, self._reductions = offloader, reductions
         self._exchanges, self._idle = exchanges, idle
         self._timing = timing or contextlib.nullcontext
@@ -150,17 +153,16 @@ class Executor:
                     self._idle.close()
                     if self._links is not None:
                         self._links.advance()
-            if self._links is not None:
-                self._links.finish()
-            if self._exchanges is not None:
-                self._exchanges.finish()
+                    if self._acted is not None:
+                        self._acted(place)
+            for messages in (self._links, self._exchanges):
+                if messages is not None:
+                    messages.finish()
         finally:
             for stage in self._stages:
                 stage.hooks.replay = stage.hooks.ahead = None
-                stage.live.clear()
-                stage.offloads.clear()
-                stage.wanted_next.clear()
-                stage.cache.clear()
+                for kept in (stage.live, stage.offloads, stage.wanted_next, stage.cache):
+                    kept.clear()
                 if stage.final is not None:
                     stage.final.clear()
             if self._offloader is not None:
@@ -176,6 +178,8 @@ class Executor:
                 self._head(Action("F", seen, chunk), stage)
         else:
             exchanges.backward(index, chunk)
+        if self._links is not None:
+            self._links.advance_further()
         if not received:
             self._handlers[action.kind](action, stage)
         elif action.kind == "B":

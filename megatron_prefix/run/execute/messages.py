@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.timetable import Message, exchanges
+from megatron_prefix.plan.timetable import Gap, Levels, Message, exchanges
 from megatron_prefix.run.across.hosts import naming
 
 ShapeOf = Callable[[int], tuple[int, ...]]
@@ -132,6 +132,7 @@ class Links:
         dtype: of all messages.
         device: where they arrive.
         backward: whether gradients travel too (not with forward_only).
+        levels: of what crosses data-parallel ranks; see plan/timetable.py.
     """
 
     def __init__(
@@ -142,10 +143,12 @@ class Links:
         dtype: torch.dtype,
         device: torch.device,
         backward: bool,
+        levels: Levels = (),
     ) -> None:
         self._channels, self._shape, self._dtype, self._device = channels, shape, dtype, device
         self._kinds = ("F", "B") if backward else ("F",)
-        self._gaps = iter(exchanges(plan, channels.rank) if channels.size > 1 else ())
+        self._gaps = iter(exchanges(plan, channels.rank, levels) if channels.size > 1 else ())
+        self._later: tuple[Message, ...] = ()
         self._made: dict[Action, Tensor] = {}
         self._sent: list[tuple[Any, Tensor, int]] = []
         self._coming: dict[Action, tuple[Any, int, Tensor]] = {}
@@ -169,9 +172,19 @@ class Links:
         return tensor
 
     def advance(self) -> None:
-        """Issues the messages up to the rank's next action; called behind every action."""
+        """Issues the messages up to the rank's next action, or up to what crosses data-parallel
+        ranks before it; called behind every action."""
         self._sent = [sent for sent in self._sent if not sent[0].is_completed()]
-        for message in next(self._gaps, ()):
+        before, self._later = next(self._gaps, Gap(()))
+        self._issue_all(before)
+
+    def advance_further(self) -> None:
+        """Issues those behind it."""
+        later, self._later = self._later, ()
+        self._issue_all(later)
+
+    def _issue_all(self, messages: Sequence[Message]) -> None:
+        for message in messages:
             if message.used_by.kind in self._kinds:
                 # A neighbour that is gone may show here already.
                 with self._named(*self._doing(message)):

@@ -41,8 +41,11 @@ def begin(
     contract: LossContract,
     rank: Rank,
     capture: Capture,
-) -> None:
+) -> GroupCounts | None:
     """Gives the stages their routes and ledgers, and Megatron the scale of auxiliary losses.
+
+    Returns:
+        What sums counts over data-parallel ranks, if the loss of a router needs that.
 
     Args:
         stages: the rank's model chunks.
@@ -66,6 +69,8 @@ def begin(
         crossing = [one.segment for one in step.forest.exchanges]
         for stage in stages:
             stage.ledger = RouterLedger(tokens, stage.hooks.routers, group_counts, crossing)
+        return group_counts if rank.ordered else None
+    return None
 
 
 def leave(num_microbatches: int, rank: Rank, capture: Capture) -> None:

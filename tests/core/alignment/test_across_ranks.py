@@ -3,14 +3,19 @@ losses and gradients."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable
 
 import pytest
 
+from megatron_prefix.lab.data.pairs import pairs_of
+from megatron_prefix.lab.data.rollouts import read_groups
+from megatron_prefix.lab.data.shorten import shorten
 from tests.harness.command_line import BUNDLED, forked, run
 from tests.harness.data import REPOSITORY
+from tests.harness.trees import trie_size
 
 SMALL = "--groups 3 --max-tokens 96 --set num_layers=2 --min-gain 8 --dtype float64 --json"
 LAYOUTS = {
@@ -24,6 +29,8 @@ LAYOUTS = {
     "sequence parallel": "--dp 2 --tp 2 --sequence-parallel",
     "pipeline": "--dp 2 --pp 2",
     "three ranks": "--dp 3",
+    "four ranks": "--dp 4",
+    "shards of a pipeline": "--dp 2 --tp 2 --pp 2",
     "virtual stages": "--dp 2 --pp 2 --vpp 2 --set num_layers=4",
     "context parallel": "--dp 2 --cp 2 --cp-reduce wave",
     "context parallel, gathered": "--dp 2 --cp 2 --cp-reduce segment --chunk-tokens 16",
@@ -91,6 +98,25 @@ def test_a_prompt_runs_once_in_the_job(layout: str, aligned: Result) -> None:
     assert across["received_tokens"] > 0
     if layout == "packs":
         assert across["received_bytes"] == across["received_tokens"] * 2 * (KEYS + STATES) * 8
+
+
+def test_nothing_runs_twice_if_nothing_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
+    """What `plan` says, and the positions of one trie of the rollouts of both ranks."""
+    options = ["--dp", "2", "--deal", "length", "--across-ranks", "on"]
+    options += ["--groups", "3", "--max-tokens", "300", "--min-gain", "0", "--align", "1", "--json"]
+    code, out, err = run(capsys, "plan", BUNDLED, *options)
+    assert code == 0, err
+    planned = json.loads(out)["data_parallel"]
+    model = ["--set", "num_layers=1", "--dtype", "float64"]
+    code, out, err = run(capsys, "align", "--rollouts", BUNDLED, *options, *model)
+    assert code == 0, err
+    found = json.loads(out)
+    kept = [shorten(group, 300)[0] for group in itertools.islice(read_groups(BUNDLED), 3)]
+    rollouts = [pairs_of(one) for group in kept if group for one in group.rollouts]
+    copies = len(rollouts) - len({one.codes().tobytes() for one in rollouts})
+    assert found["passed"] and copies == 0  # the last position of each runs on its own rank
+    assert sum(planned["across_ranks"]["executed_tokens"]) == found["executed_tokens"]
+    assert found["executed_tokens"] == trie_size(rollouts)
 
 
 def test_what_is_timed_says_what_crossed() -> None:

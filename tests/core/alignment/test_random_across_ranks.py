@@ -33,11 +33,17 @@ MOE = {"num_moe_experts": 4, "moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5}
 GLOBAL = {**MOE, "moe_router_load_balancing_type": "global_aux_loss"}
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[Layout, ...]]] = {
     "dense": ("tiny-qwen3", {}, (Layout(dp=2), Layout(dp=3), Layout(dp=2, pp=2))),
+    "chunks": ("tiny-qwen3", {}, (Layout(dp=2, pp=2, vpp=2),)),
     "shards": ("tiny-qwen3", {}, (Layout(dp=2, tp=2, sequence_parallel=True), Layout(dp=2, tp=2))),
     "CP2": ("tiny-qwen3", {}, (Layout(dp=2, cp=2),)),
     "experts": ("tiny-moe", MOE, (Layout(dp=2), Layout(dp=4))),
-    "EP2": ("tiny-moe", MOE, (Layout(dp=2, ep=2),)),
+    "EP2": ("tiny-moe", MOE, (Layout(dp=2, ep=2), Layout(dp=4, ep=2), Layout(dp=2, pp=2, ep=2))),
     "global batch": ("tiny-moe", GLOBAL, (Layout(dp=2), Layout(dp=2, pp=2))),
+    "global batch, EP2": (
+        "tiny-moe",
+        GLOBAL,
+        (Layout(dp=2, pp=2, ep=2), Layout(dp=2, ep=2), Layout(dp=4, ep=2)),
+    ),
     "MTP": (
         "tiny-qwen3",
         {"mtp_num_layers": 1},
@@ -46,9 +52,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[Layout, ...]]] = {
     "MTP and experts": ("tiny-moe", {**MOE, "mtp_num_layers": 1}, (Layout(dp=2, ep=2),)),
     "GatedDeltaNet": ("tiny-qwen3-next", {"num_moe_experts": None}, (Layout(dp=2),)),
 }
-EVEN = ("EP2", "global batch", "MTP and experts")
+EVEN = ("chunks", "EP2", "global batch", "global batch, EP2", "MTP and experts")
 UNPACKED = ("CP2", *EVEN, "GatedDeltaNet")
-"""Ranks that share experts, or balance the global batch, need equally many
+"""Ranks that share experts, balance the global batch or have virtual stages need equally many
 microbatches; GatedDeltaNet takes packs from megatron-core 0.18 on."""
 
 
@@ -72,16 +78,17 @@ def groups(rng: random.Random) -> list[Group]:
     return found
 
 
-def dealt(rng: random.Random, num_ranks: int, *, even: bool) -> list[list[Group]]:
-    """Groups of every rank, each with at least one rollout, or all with equally many."""
+def dealt(rng: random.Random, num_ranks: int, multiple: int = 0) -> list[list[Group]]:
+    """Groups of every rank, each with at least one rollout, or all with equally many, a multiple
+    of a number."""
     everything = groups(rng)
     places = [(group, member) for group in everything for member in group.rollouts]
     rng.shuffle(places)
-    while len(places) < num_ranks or (even and len(places) % num_ranks):
+    while len(places) < num_ranks or (multiple and len(places) % (multiple * num_ranks)):
         places.append(rng.choice(places))
     ranks: list[list[Any]] = [[place] for place in places[:num_ranks]]
     for number, place in enumerate(places[num_ranks:]):
-        ranks[number % num_ranks if even else rng.randrange(num_ranks)].append(place)
+        ranks[number % num_ranks if multiple else rng.randrange(num_ranks)].append(place)
     return [
         [
             replace(group, rollouts=tuple(member for of, member in rank if of is group))
@@ -108,7 +115,8 @@ def steps(model: str, layout: Layout, seeds: list[int]) -> list[str]:
     """What went wrong in random steps, on one rank."""
     runtime.initialize(layout)
     preset, fields, _ = MODELS[model]
-    spec = resolve(preset, **{"num_layers": 2, **fields}).with_vocab(VOCAB)
+    num_layers = max(2, layout.pp * layout.vpp)
+    spec = resolve(preset, **{"num_layers": num_layers, **fields}).with_vocab(VOCAB)
     chunks = build_model(spec, layout=layout, dtype="float64")
     wrong = []
     for seed in seeds:
@@ -118,7 +126,8 @@ def steps(model: str, layout: Layout, seeds: list[int]) -> list[str]:
             baseline = Baseline("rollout")
         # Some trainers do not say what carries loss: then all positions may.
         align.SAYS = Callbacks(rng.choice([loss.trained, None]), passes_together=True)
-        ranks = dealt(rng, layout.dp, even=model in EVEN)
+        multiple = layout.pp if layout.vpp > 1 else 1  # Megatron's own rule for virtual stages
+        ranks = dealt(rng, layout.dp, multiple * (model in EVEN))
         mine = ranks[align.data_rank()]
         num_tokens = sum(len(r) - 1 for rank in ranks for group in rank for r in group.rollouts)
         try:

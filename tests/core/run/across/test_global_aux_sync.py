@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_prefix.errors import UserError
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.count_sums import progress, sums_behind
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import loss_ready_after, make_plan
@@ -71,14 +72,17 @@ class Replicas:
         self.done: list[set] = [set() for _ in made]
         self.places = [[0] * self.num_ranks for _ in made]
         self.progress = [
-            [global_aux_sync.progress(plan, rank, microbatch_of) for rank in range(self.num_ranks)]
+            [progress(plan, rank, microbatch_of) for rank in range(self.num_ranks)]
+            for plan, microbatch_of in made
+        ]
+        self.begun = [
+            [[0, *sums_behind(plan, rank, microbatch_of)] for rank in range(self.num_ranks)]
             for plan, microbatch_of in made
         ]
 
     def started(self, number: int, rank: int) -> int:
         """Sums that a rank has started."""
-        place, found = self.places[number][rank], self.progress[number][rank]
-        return found[min(place, len(found) - 1)][0]
+        return self.begun[number][rank][self.places[number][rank]]
 
     def advance(self, number: int, rank: int) -> bool:
         """Runs the next action of a rank if what it waits for is there."""
@@ -116,10 +120,7 @@ def test_replicas_with_any_trees_come_to_their_end(seed) -> None:
     assert Replicas(made).run()
     for plan, microbatch_of in made:  # no sum is asked for that the rank itself has not started
         for rank in range(num_ranks):
-            assert all(
-                done >= needed
-                for done, needed in global_aux_sync.progress(plan, rank, microbatch_of)
-            )
+            assert all(done >= needed for done, needed in progress(plan, rank, microbatch_of))
 
 
 def test_without_order_replicas_stop() -> None:
@@ -131,8 +132,8 @@ def test_without_order_replicas_stop() -> None:
 def test_progress_counts_from_the_first_microbatch_on() -> None:
     microbatch_of = [1, 0, 2, 2]
     plan = make_plan(flat_forest(), microbatches=microbatch_of)
-    progress = global_aux_sync.progress(plan, 0, microbatch_of)
-    found = dict(zip(map(str, plan.programs[0]), progress, strict=True))
+    steps = progress(plan, 0, microbatch_of)
+    found = dict(zip(map(str, plan.programs[0]), steps, strict=True))
     assert found["F0"] == (0, 0)
     assert found["F3"][0] == 2
     assert found["B1"][1] == 2
@@ -181,10 +182,16 @@ def test_sums_start_in_order_and_once_all_routers_have_counted(log) -> None:
     sums.add(0, 1, counts(1, 2))
     sums.add(1, 1, counts(3, 4))
     sums.add(1, 0, counts(5, 6))
-    assert log == []  # microbatch 1 waits for microbatch 0, and that for router 0
+    with pytest.raises(RuntimeError, match="microbatch 0 begins, and only 1 of 2 routers"):
+        sums.begin(1)
+    sums.add(1, 0, counts(5, 6))
+    assert log == []
     with pytest.raises(RuntimeError, match="microbatch 0 asked for, but only 0"):
         sums.take(0, 0)
     sums.add(0, 0, counts(7, 8))
+    assert log == []  # until it is said
+    for number in (1, 2, 1, 2):
+        sums.begin(number)
     assert log == ["start [[7, 8], [5, 6]]", "start [[1, 2], [3, 4]]"]
     assert sums.take(1, 0).tolist() == [50, 60]
     assert sums.take(0, 1).tolist() == [10, 20]

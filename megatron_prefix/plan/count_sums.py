@@ -1,0 +1,67 @@
+"""When sums of routers' counts over data-parallel ranks begin, in a plan.  Pure.
+
+moe/group_counts.py says what they are and why waiting for them ends.  A sum is a kernel of a stream
+of its own, and on a device with one queue (CUDA_DEVICE_MAX_CONNECTIONS=1) one behind another that
+has not ended holds up everything.  So a sum begins early only if no other is under way that no
+backward has waited for; the rest begin right before the backward that waits for them.  Ranks that
+share experts begin a sum behind the same action, when all of them have counted what it sums.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from megatron_prefix.plan.actions import Plan
+
+
+def progress(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[tuple[int, int]]:
+    """Per action of a rank how far its counting is before it, and how far it must be.
+
+    Args:
+        plan: the step's plan.
+        rank: in the pipeline.
+        microbatch_of: the trainer's microbatch of each rollout.
+
+    Returns:
+        (microbatches 0, 1, ... that all forwards before the action have counted, microbatches whose
+        sums it waits for).
+    """
+    through = [
+        {microbatch_of[rollout] for span in segment.spans for rollout in span.rollouts}
+        for segment in plan.segments
+    ]
+    left = [0] * (max(microbatch_of, default=-1) + 1)
+    for microbatches in through:
+        for microbatch in microbatches:
+            left[microbatch] += plan.num_chunks
+    steps, done = [], 0
+    for action in plan.programs[rank]:
+        backward = action.kind == "B"
+        steps.append((done, 1 + max(through[action.segment], default=-1) if backward else 0))
+        if not backward:
+            for microbatch in through[action.segment]:
+                left[microbatch] -= 1
+            while done < len(left) and not left[done]:
+                done += 1
+    return steps
+
+
+def sums_behind(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[int]:
+    """Per action of a rank how many sums have begun before the next one.
+
+    Args:
+        plan: on the segments of all ranks that share experts.
+        rank: in the pipeline.
+        microbatch_of: of each rollout of theirs.
+    """
+    steps = progress(plan, rank, microbatch_of)
+    begun, waited, found = 0, 0, []  # waited: sums that an action before has waited for
+    for (_, needed), (counted, next_needed) in itertools.pairwise([*steps, (0, 0)]):
+        waited = max(waited, needed)
+        if next_needed > begun:
+            begun = max(begun, min(next_needed, counted))
+        elif begun == waited and begun < counted:
+            begun += 1
+        found.append(begun)
+    return found

@@ -1,0 +1,188 @@
+"""What ranks issue in a step, in which order: what lab/plans/joint_program.py writes, and the
+executor does."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_prefix.lab.plans.joint_program import Batch, Pipeline, Rank, Step
+from megatron_prefix.plan.actions import Action
+from megatron_prefix.plan.count_sums import sums_behind
+from megatron_prefix.run.across.communicator import Message
+from megatron_prefix.run.across.exchanges import Exchanges
+from megatron_prefix.run.execute import messages
+from megatron_prefix.run.execute.executor import Executor
+from megatron_prefix.run.execute.messages import Channels, Links
+from megatron_prefix.tree.payload_map import Form, payload_map
+from tests.harness.joint_jobs import Sizes, random_joint_job
+
+CPU = torch.device("cpu")
+SIZES = (
+    Sizes(2), Sizes(3, 2), Sizes(2, 3), Sizes(2, 2, 2), Sizes(4, 2, 1, 2), Sizes(2, 2, 2, 2),
+    Sizes(3, 2, counts=True), Sizes(4, 2, 1, 2, counts=True),
+)  # fmt: skip
+Told = tuple[Any, ...]
+
+
+class Recording(Executor):
+    """Computes nothing."""
+
+    def _forward(self, action: Action, stage: Any) -> None:
+        stage.act(action)
+
+    def _backward(self, action: Action, stage: Any) -> None:
+        stage.act(action)
+
+
+def issued(
+    pipeline: Pipeline, rank: Rank, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> list[Told]:
+    """What one rank issues: its actions, the ends of its messages, in batches, and sums."""
+    plan, steps = pipeline.plan, list[Told]()
+    links = links_of(pipeline, rank, steps, monkeypatch) if plan.num_ranks > 1 else None
+
+    def act(action: Action) -> None:
+        stage, last = plan.stage(rank.stage, action.chunk), plan.num_stages - 1
+        before, after = (0, last) if action.kind == "F" else (last, 0)
+        if stage != before:
+            links.receive(action)
+        steps.append((action,))
+        if stage != after:
+            links.send(action, torch.empty(shapes(pipeline)[action.segment]))
+
+    sums = [0, *sums_behind(pipeline.union, rank.stage, pipeline.owners)]
+
+    def acted(place: int) -> None:
+        steps.extend(("sum", number) for number in range(*sums[place : place + 2]))
+
+    stages = [stage_of(pipeline, rank, chunk, act) for chunk in range(plan.num_chunks)]
+    inputs: Any = SimpleNamespace(max_position=0)
+    executor = Recording(
+        plan, stages, inputs, links, False, None, None, None, exchanges_of(pipeline, rank, steps),
+        contextlib.ExitStack(), acted if counts else None,
+    )  # fmt: skip
+    executor.run(rank.stage)
+    return steps
+
+
+def shapes(pipeline: Pipeline) -> list[tuple[int, int, int]]:
+    """Of messages between stages, by segment; the last number names it."""
+    return [(one.padded_length, 0, index) for index, one in enumerate(pipeline.plan.segments)]
+
+
+def links_of(
+    pipeline: Pipeline, rank: Rank, steps: list[Told], monkeypatch: pytest.MonkeyPatch
+) -> Links:
+    """Messages between stages, which are written down."""
+
+    def begin(kind: str, tensor: Any, peer: int, group: Any) -> Any:
+        steps.append(((kind, (rank.data, peer), group[0], tensor.shape[2]),))
+        return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+
+    for name, kind in (("isend", "S"), ("irecv", "R")):
+        monkeypatch.setattr(messages.dist, name, functools.partial(begin, kind))
+    groups = {key: key for key in itertools.product("FB", range(3))}
+    channels = Channels(tuple(range(pipeline.plan.num_ranks)), rank.stage, groups)
+    levels = tuple((one.segment, one.level) for one in pipeline.forest.exchanges)
+    shape = shapes(pipeline).__getitem__
+    return Links(channels, pipeline.union, shape, torch.float32, CPU, True, levels)
+
+
+def exchanges_of(pipeline: Pipeline, rank: Rank, steps: list[Told]) -> Exchanges | None:
+    """What crosses data-parallel ranks, which is written down."""
+
+    def begin(some: list[Message]) -> None:
+        told = [
+            ("SR"[one.way is dist.irecv], (one.peer, rank.stage), *one.tensors[0].shape[:2])
+            for one in some
+        ]
+        if told:
+            steps.append(tuple(told))
+
+    communicator: Any = SimpleNamespace(
+        known=lambda chunk, *_: chunk, tell_rows=lambda *_: None, exchange=begin,
+        rows=lambda _, chunk, __: [[row_of(chunk)]], rank=rank.data, ranks=[*range(9)],
+    )  # fmt: skip
+    if not pipeline.forest.exchanges:
+        return None
+    chunks = [carried(pipeline, chunk) for chunk in range(pipeline.plan.num_chunks)]
+    return Exchanges(pipeline.forest, communicator, chunks, CPU)
+
+
+def row_of(chunk: int) -> Any:
+    """Of a payload; it is empty and names the chunk."""
+    return (chunk, 0), torch.float32
+
+
+def carried(pipeline: Pipeline, chunk: int) -> Any:
+    """What crosses of a model chunk: a row a position, and of nothing else."""
+    row, segments = row_of(chunk), pipeline.plan.segments
+
+    def some(index: int, spans: Any) -> list[Any]:
+        rows = sum(segments[index].spans[span].padded for span in spans)
+        return [(torch.empty(rows, *row[0]),)]
+
+    return SimpleNamespace(
+        model=chunk, forms=[Form.POSITIONS], parts=1, gathers=False, leaving=some,
+        rows=lambda index: [[row]], arrived=lambda *_: None, add_to=lambda *_: None,
+        sums=lambda index: [*some(index, range(len(segments[index].spans))), (), ()],
+    )  # fmt: skip
+
+
+def stage_of(pipeline: Pipeline, rank: Rank, chunk: int, act: Any) -> Any:
+    plan = pipeline.plan
+    seen = payload_map(plan.segments, plan.actions_of(rank.stage, chunk), 1, 1, [Form.POSITIONS])
+    cache = SimpleNamespace(map=seen, clear=lambda: None, free=lambda *_, **__: None)
+    hooks = SimpleNamespace(prepare=lambda _: None, replay=None, ahead=None)
+    return SimpleNamespace(
+        hooks=hooks, cache=cache, final=None, losses=None, live={}, offloads={}, wanted_next=[],
+        act=act,
+    )  # fmt: skip
+
+
+def told(pipeline: Pipeline, program: list[Step]) -> list[Told]:
+    """The same of a written program."""
+    found = list[Told]()
+    for step in program:
+        if isinstance(step, Action):
+            found.append((step,))
+        elif isinstance(step, Batch):
+            found.append(tuple(end_told(pipeline, end) for end in step.ends))
+        elif step.channel == "counts":
+            found.append(("sum", step.what))
+    return found
+
+
+def end_told(pipeline: Pipeline, end: Any) -> Told:
+    if end.channel != "across":
+        return end.kind, tuple(end.peer), end.channel, end.segment
+    [spans] = (
+        spans
+        for one in pipeline.forest.exchanges
+        for peer, spans in one.peers
+        if (one.segment, peer) == (end.segment, end.peer.data)
+    )
+    segment = pipeline.plan.segments[end.segment]
+    return end.kind, tuple(end.peer), sum(segment.spans[n].padded for n in spans), end.chunk
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_executor_does_what_is_judged(sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = 0
+    for seed in range(12):
+        job = random_joint_job(random.Random(seed), sizes)
+        for rank, program in job.programs.items():
+            pipeline = job.pipelines[rank.data]
+            wanted = told(pipeline, program)
+            assert issued(pipeline, rank, sizes.counts, monkeypatch) == wanted
+            batches += sum(len(one) > 1 for one in wanted)
+    assert batches > 10

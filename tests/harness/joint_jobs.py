@@ -1,0 +1,145 @@
+"""Random jobs of data-parallel ranks with pipelines, experts and counts, planned as every rank
+would (run/planning.py)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_prefix.lab.plans.joint_program import Pipeline, Programs, joint_programs
+from megatron_prefix.plan.joint_forest import joint_forest
+from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan, with_crossing
+from megatron_prefix.tree import Forest, Pairs, TreeOptions
+from megatron_prefix.tree.across_ranks import beginnings_of, common_spans
+from megatron_prefix.tree.build import find_below
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a job.
+
+    Attributes:
+        dp, pp, vpp, ep: ranks of each kind; those that share experts are neighbours.
+        counts: routers balance the global batch.
+    """
+
+    dp: int
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    counts: bool = False
+
+
+@dataclass(frozen=True)
+class JointJob:
+    """A job, and its programs."""
+
+    sizes: Sizes
+    pipelines: list[Pipeline]
+    programs: Programs
+
+
+def random_sizes(rng: random.Random) -> Sizes:
+    """Two to four data-parallel ranks of up to three stages, each with up to two model chunks."""
+    dp, pp = rng.choice((2, 2, 3, 4)), rng.randint(1, 3)
+    ep = rng.choice([one for one in (1, 1, 2, 3, 4) if dp % one == 0])
+    return Sizes(dp, pp, rng.randint(1, 2) if pp > 1 else 1, ep, rng.random() < 0.3)
+
+
+def random_joint_job(rng: random.Random, sizes: Sizes | None = None) -> JointJob:
+    """A random step of a job of some sizes, or of random ones."""
+    sizes = sizes or random_sizes(rng)
+    ranks = [*_dealt(rng, sizes)]
+    options = TreeOptions(
+        min_gain=0, share="batch", segment_tokens=rng.choice((0, 40, 100, 200)),
+        chunk_tokens=rng.choice((0, 0, 12, 30)),
+    )  # fmt: skip
+    size = rng.randint(1, 3)
+    owners = [[number // size for number in range(len(rank))] for rank in ranks]
+    forests = forests_of(ranks, owners, options, ordered=sizes.counts)
+    pipelines = [*_pipelines(rng, sizes, forests, owners, ranks)]
+    return JointJob(sizes, pipelines, joint_programs(pipelines, counts=sizes.counts))
+
+
+def forests_of(
+    ranks: Sequence[Sequence[Pairs]],
+    owners: Sequence[Sequence[int]],
+    options: TreeOptions,
+    *,
+    ordered: bool,
+) -> list[Forest]:
+    """The segments of every data-parallel rank."""
+    told = [beginnings_of(rank, options, block=1) for rank in ranks]
+    heard = [mine for mine, _ in told]
+    found = []
+    for place, rank in enumerate(ranks):
+        common = common_spans(heard, place, options)
+        forest = find_below(rank, told[place][1], common, options).forest(
+            microbatch_of=owners[place]
+        )
+        found.append(replace(forest, ordered=ordered))
+    return found
+
+
+def _pipelines(
+    rng: random.Random,
+    sizes: Sizes,
+    forests: Sequence[Forest],
+    owners: Sequence[Sequence[int]],
+    ranks: Sequence[Sequence[Pairs]],
+) -> Iterator[Pipeline]:
+    make = rng.choice((make_plan, best_plan))
+    options = dict(
+        num_chunks=sizes.vpp, run_ahead=rng.choice((0, 1, 2, 3)),
+        group_size=rng.choice((None, sizes.pp, sizes.pp + 1)),
+        max_live_positions=rng.choice((0, 0, 1, 50)),
+    )  # fmt: skip
+    for first in range(0, sizes.dp, sizes.ep):
+        group = range(first, first + sizes.ep)
+        together = [forests[one] for one in group], [owners[one] for one in group]
+        for place, data in enumerate(group):
+            joint = joint_forest(*together, place)
+            union = with_crossing(
+                make(joint.union, sizes.pp, microbatches=joint.union_microbatch_of, **options),
+                joint.union,
+            )
+            plan = replace(union, segments=joint.forest.segments)
+            yield Pipeline(
+                plan, joint.forest, union, tuple(group) if sizes.ep > 1 else (),
+                [*_names(joint.forest, ranks[data])], joint.microbatch_of,
+                joint.union_microbatch_of,
+                loss_ready_after(joint.forest, joint.microbatch_of),
+            )  # fmt: skip
+
+
+def _names(forest: Forest, rollouts: Sequence[Pairs]) -> Iterator[list[Hashable]]:
+    """What spans are: all tokens up to their ends, and where they begin."""
+    for segment in forest.segments:
+        yield [
+            (span.start, rollouts[span.rollouts[0]].codes(0, span.end).tobytes())
+            if span.rollouts
+            else ()
+            for span in segment.spans
+        ]
+
+
+def _dealt(rng: random.Random, sizes: Sizes) -> Iterator[list[Pairs]]:
+    """Rollouts of some prompts on random ranks, as many on each where they count together."""
+    prompts = [
+        [rng.randrange(50) for _ in range(rng.randint(5, 60))] for _ in range(rng.randint(1, 6))
+    ]
+    num = rng.randint(1, 8)
+    for _ in range(sizes.dp):
+        few = 0 if rng.random() < 0.1 else rng.randint(1, 8)
+        yield [_rollout(rng, rng.choice(prompts)) for _ in range(num if sizes.counts else few)]
+
+
+def _rollout(rng: random.Random, prompt: list[int]) -> Pairs:
+    """Some continue a prompt, some leave it half way down."""
+    cut = rng.choice([len(prompt), rng.randint(1, len(prompt))])
+    tokens = np.array(prompt[:cut] + [rng.randrange(3) for _ in range(rng.randint(2, 20))])
+    begin = rng.choice((cut, cut, rng.randint(1, cut)))
+    return Pairs(tokens[:-1], tokens[1:], np.arange(len(tokens) - 1) >= begin - 1)
