@@ -177,7 +177,7 @@ def exchanging(where: str, options: dict[str, Any], ep: int) -> tuple[float, boo
 
 
 @pytest.mark.parametrize("across", ["off", "auto"])
-def test_losses_that_exchange_over_ranks_are_called_in_stocks_order(across: str) -> None:
+def test_losses_that_exchange_are_called_in_stocks_order(across: str) -> None:
     options = {"mode": "auto", "across_ranks": across}
     for apart, share, reason in run_ranks(2, exchanging, "loss", options, 1):
         assert share, reason
@@ -185,9 +185,7 @@ def test_losses_that_exchange_over_ranks_are_called_in_stocks_order(across: str)
 
 
 @pytest.mark.parametrize(("where", "ep"), [("before", 1), ("loss", 2)])
-def test_where_ranks_would_wait_for_one_another_the_stock_schedule_runs(
-    where: str, ep: int
-) -> None:
+def test_stock_runs_where_ranks_would_wait_for_one_another(where: str, ep: int) -> None:
     for apart, share, reason in run_ranks(2, exchanging, where, {"mode": "auto"}, ep):
         assert not apart and not share and reason.endswith(table.DATA_EXCHANGE.fix)
 
@@ -203,6 +201,6 @@ def out_of_order() -> tuple[float, bool, str]:
     return exchanging("loss", {"mode": "auto"}, 1)
 
 
-def test_losses_that_exchange_in_another_order_than_stocks_are_left_to_it() -> None:
+def test_losses_that_exchange_in_another_order_are_stocks() -> None:
     for apart, share, reason in run_ranks(2, out_of_order):
         assert not apart and not share and "in another order" in reason

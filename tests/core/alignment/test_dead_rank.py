@@ -123,7 +123,7 @@ def lone_rank_across(rank: int, layout: Layout, folder: Path) -> None:
         runtime.shutdown()
 
 
-def test_a_data_parallel_rank_that_dies_ends_those_that_wait_for_its_prompts(
+def test_a_rank_that_dies_ends_those_that_wait_for_its_prompts(
     tmp_path: Path,
 ) -> None:
     layout = Layout(dp=2)
@@ -154,7 +154,7 @@ def without_memory_across(layout: Layout) -> str:
     return "nothing"
 
 
-def test_memory_that_runs_out_on_a_rank_ends_the_step_of_those_that_wait_for_it() -> None:
+def test_out_of_memory_ends_the_step_of_ranks_that_wait() -> None:
     other_says, dead_says = run_ranks(2, without_memory_across, Layout(dp=2))
     assert dead_says.startswith("StepOutOfMemory: ")
     assert "other ranks wait in this step" in dead_says

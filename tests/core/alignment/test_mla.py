@@ -205,7 +205,7 @@ def test_work_is_that_of_the_projections() -> None:
     assert {*weights} == {MLA().parameters(resolve("tiny-deepseek", **DENSE))}
 
 
-def test_latents_without_a_rotary_embedding_of_their_own_are_refused() -> None:
+def test_latents_without_their_own_rotary_embedding_are_refused() -> None:
     model = model_of({})
     del language_model(model).decoder.layers[1].self_attention.rotary_pos_emb
     with pytest.raises(CannotShare, match="rotary embedding of the model, which its latents have"):

@@ -154,7 +154,7 @@ def reference_with_entries() -> None:
     assert ours.report is not None and ours.report.decision.reason.endswith(TWO_CALLS.fix)
 
 
-def test_a_queue_of_several_calls_a_step_stays_with_the_stock_schedule() -> None:
+def test_a_queue_of_several_calls_a_step_is_stocks() -> None:
     run_ranks(1, reference_with_entries)
 
 

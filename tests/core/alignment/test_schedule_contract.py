@@ -65,7 +65,7 @@ def test_one_schedule_a_process_and_configuration() -> None:
     assert get_forward_backward_func() is get_forward_backward_func()
 
 
-def test_a_function_that_is_made_anew_in_every_step_is_warned_of_once(caplog) -> None:
+def test_a_function_made_anew_in_every_step_is_warned_of_once(caplog) -> None:
     def none(_: Any) -> None:
         return None
 

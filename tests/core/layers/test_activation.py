@@ -215,7 +215,7 @@ def no_gelu(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [writing_gelu, gelu_in_place, no_gelu])
-def test_an_activation_that_writes_or_gives_its_input_is_left_alone(function: Any) -> None:
+def test_an_activation_that_writes_its_input_is_left_alone(function: Any) -> None:
     alike(small_model(config_overrides=dict(
         gated_linear_unit=False, bias_activation_fusion=False, activation_func=function
     )))  # fmt: skip
@@ -252,7 +252,7 @@ def test_an_mlp_of_a_models_own_needs_no_configuration() -> None:
 
 
 @pytest.mark.parametrize("function", [F.gelu, F.relu, lambda x: F.relu(x).square()])
-def test_the_first_product_is_not_kept_in_the_place_of_the_second_ones_input(function: Any) -> None:
+def test_the_first_product_is_not_kept_instead_of_an_input(function: Any) -> None:
     """ReLU keeps what it gives, and its input is dropped by itself."""
     model, products, alive = small_model(config_overrides=dict(
         gated_linear_unit=False, bias_activation_fusion=False, activation_func=function

@@ -59,7 +59,7 @@ def flops(spec: dict[str, Any], length: int) -> int:
 
 
 @pytest.mark.parametrize("length", [16, 48])
-def test_flops_are_those_of_the_layer_its_projection_and_its_output(length: int) -> None:
+def test_flops_of_the_layer_its_projection_and_its_output(length: int) -> None:
     both = [flops({"mtp_num_layers": num}, length) for num in (None, 1)]
     specs = [resolve("tiny-llama", num_layers=2, mtp_num_layers=num) for num in (None, 1)]
     padded = unwrap(small_model(vocab=VOCAB)).output_layer.weight.shape[0]

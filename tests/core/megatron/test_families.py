@@ -150,7 +150,7 @@ def test_nothing_is_looked_for_inside_the_language_model() -> None:
     assert found == [model, model.vision_model]
 
 
-def test_what_changes_around_the_language_model_is_seen_in_every_step() -> None:
+def test_what_changes_around_the_language_model_is_seen() -> None:
     model = Wrapper(nn.Linear(2, 2).requires_grad_(False))
     model.__class__ = named(sorted(families.SPLIT_IMAGES)[0], Wrapper)
     inner = model.language_model

@@ -225,7 +225,7 @@ def test_fillers_of_segments_are_no_rows() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_ordered_losses_hold_up_no_round_where_rounds_are_cut_together(seed: int) -> None:
+def test_ordered_losses_hold_up_no_round_cut_together(seed: int) -> None:
     """A rank holds no more than it or another would hold alone, and a round besides."""
     rng = random.Random(seed)
     options, owners = TreeOptions(segment_tokens=100, min_gain=0), [i // 2 for i in range(24)]

@@ -103,7 +103,7 @@ def test_nothing_costs_more_because_activations_can_be_dropped(
         assert again(found) <= again(without)
 
 
-def test_a_short_prompt_that_runs_again_is_cheaper_than_all_activations() -> None:
+def test_a_short_prompt_again_is_cheaper_than_all_activations() -> None:
     plan = plan_of(prompt=256, num=16)
     least = peak(plan, policies(plan.segments, "recompute"))
     assert set(chosen(plan, least, SLOW)) == {"recompute", "retain"}

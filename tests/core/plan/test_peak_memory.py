@@ -63,7 +63,7 @@ def plan_of(
     return make_plan(forest if min_gain < STOCK else forest.all_read())
 
 
-def test_the_output_layer_on_what_another_rank_computes_takes_memory() -> None:
+def test_the_output_layer_on_received_rows_takes_memory() -> None:
     """Its final states are kept; and what it saves, where it runs backward."""
     plan = plan_of(384, 4, 3, 1024)
     received, *others = plan.segments

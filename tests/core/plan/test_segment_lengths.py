@@ -53,7 +53,7 @@ def test_a_given_length_is_halved_only_to_keep_the_limit() -> None:
 
 
 @pytest.mark.parametrize("given", [8192, "auto"])
-def test_a_length_between_two_where_padding_is_all_that_does_not_fit(given: int | str) -> None:
+def test_a_length_between_two_where_only_padding_does_not_fit(given: int | str) -> None:
     """2,049 positions are 2,050 where two ranks share them."""
 
     def longest(room: int) -> int:

@@ -67,7 +67,7 @@ def test_a_step_holds_next_to_nothing(way: str, monkeypatch: pytest.MonkeyPatch)
         assert left <= LITTLE + sum(one.pool.num_bytes for one in away)
 
 
-def test_host_memory_goes_with_the_first_step_that_does_not_offload() -> None:
+def test_host_memory_goes_with_the_first_step_without_offload() -> None:
     """A pass without gradients in between does not count."""
     model = small_model()
     control, rank = MemoryControl(PrefixConfig()), Rank([model])

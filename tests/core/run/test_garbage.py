@@ -36,7 +36,7 @@ def make_garbage() -> list[list[int]]:
     return [[number] for number in range(10_000)]
 
 
-def test_nothing_is_collected_meanwhile_and_afterwards_it_goes_on() -> None:
+def test_nothing_is_collected_meanwhile() -> None:
     assert gc.isenabled()
     with collections() as found:
         with uncollected():

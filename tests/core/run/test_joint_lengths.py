@@ -180,7 +180,7 @@ def failing() -> str:
     return str(raised.value)
 
 
-def test_a_rank_that_cannot_put_prompts_apart_ends_the_step_of_all() -> None:
+def test_failing_to_put_prompts_apart_ends_the_step_of_all() -> None:
     first, second = run_ranks(2, failing, timeout_s=60.0)
     assert "rank 1: KeyError: 'spoiled'" in first
     assert second == "'spoiled'"

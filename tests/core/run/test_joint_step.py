@@ -62,7 +62,7 @@ def sharing_experts(mine: list[Any]) -> list[str]:
     return said
 
 
-def test_ranks_that_share_experts_decide_by_what_they_run_side_by_side() -> None:
+def test_ranks_that_share_experts_decide_by_what_runs_beside() -> None:
     small = replace(AUTO, memory="retain", memory_budget_gb=1e-6)
     for crosses, too_much in run_ranks(2, sharing_experts, [AUTO, small]):
         assert crosses == "" and "more memory than it may" in too_much
@@ -157,7 +157,7 @@ def slow_messages() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(Communicator, "measured", return_value=1.0)
 
 
-def test_each_rank_is_alone_where_the_slowest_would_not_be_sooner() -> None:
+def test_each_rank_is_alone_where_the_slowest_gains_nothing() -> None:
     ways = [(config, slow_messages) for config in (AUTO, TOLD)]
     for said, _, received in itertools.chain(*run_ranks(2, run_each, Layout(dp=2), ways)):
         assert all(one.startswith(SLOWER) for one in said) and not received
@@ -241,7 +241,7 @@ def failing_behind_the_forecast() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(planning.Planning, "proposed", proposed) if fails else nothing()
 
 
-def test_a_rank_that_fails_to_plan_what_crosses_ends_the_step_of_all() -> None:
+def test_failing_to_plan_what_crosses_ends_the_step_of_all() -> None:
     other, failed = run_ranks(2, run, AUTO, Layout(dp=2), failing_behind_the_forecast)
     assert failed[0] == ["KeyError: 'spoiled'"] * 2
     assert other[0] == ["StepFailed: the step ends on all ranks: rank 1: KeyError: 'spoiled'"] * 2
@@ -259,7 +259,7 @@ def asked(mode: str, across: str | None, together: bool = True, **has: Any) -> s
     return why_alone(PrefixConfig(mode=mode, across_ranks=across), rank, together=together)
 
 
-def test_ranks_decide_together_in_mode_auto_unless_told_otherwise() -> None:
+def test_ranks_decide_together_in_mode_auto_unless_told() -> None:
     wanted = {
         ("auto", None): None, ("auto", "on"): None, ("auto", "off"): "", ("on", None): "",
         ("on", "auto"): None, ("on", "on"): None, ("observe", None): "", ("observe", "on"): "",

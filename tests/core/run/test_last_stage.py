@@ -94,14 +94,14 @@ def test_tokens_of_another_layout_are_not_read(mode: str) -> None:
             assert (found[1][name] - gradient).abs().max() <= num * 1e-15 * size, name
 
 
-def test_an_output_that_is_not_per_position_is_seen_by_what_the_stage_has_received() -> None:
+def test_an_output_not_per_position_is_seen_by_what_came() -> None:
     for found, wanted, reason in run_ranks(2, on_rank, Shortened, "auto"):
         assert reason.endswith(table.OTHER_SHAPE.fix)
         assert " for 17 positions" in reason
         one_group.assert_bitwise(found, wanted)
 
 
-def test_an_output_that_is_changed_in_place_is_what_the_next_stage_gets() -> None:
+def test_the_next_stage_gets_an_output_changed_in_place() -> None:
     for found, wanted, reason in run_ranks(2, on_rank, Scaled, "auto"):
         assert reason.endswith(table.OTHER_SENT.fix)
         one_group.assert_bitwise(found, wanted)

@@ -53,7 +53,7 @@ def aligned(found: Any, twin: Any) -> None:
     steps.assert_gradients(found[1], wanted, sum(one["tokens"].numel() for one in items()))
 
 
-def test_a_wrapper_that_shows_a_decoder_is_not_the_language_model() -> None:
+def test_a_wrapper_that_shows_a_decoder_is_not_the_model() -> None:
     inside = plain_model()
     model = Vision(inside)
     assert language_model(model) is inside

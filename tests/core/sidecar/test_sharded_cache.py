@@ -221,7 +221,7 @@ def test_a_step_that_fails_in_an_exchange_leaves_nothing_behind(
 
 
 @both_ways
-def test_other_data_parallel_ranks_get_and_send_the_part_of_a_rank(reduce: str) -> None:
+def test_other_ranks_get_and_send_the_part_of_a_rank(reduce: str) -> None:
     """Nothing crosses between context-parallel ranks for it; what came back is in the sums."""
     more = [
         tuple(random(4, 2, width, seed=9 * rank + width) for width in (3, 2)) for rank in (0, 1)

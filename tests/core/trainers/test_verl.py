@@ -67,9 +67,7 @@ def test_verl_gets_the_stock_schedules_results(runs: dict[str, Any], layout: str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", FORMS)
-def test_in_mode_auto_verl_shares_or_gets_the_stock_schedules_bits(
-    runs: dict[str, Any], layout: str
-) -> None:
+def test_in_mode_auto_verl_shares_or_gets_stocks_bits(runs: dict[str, Any], layout: str) -> None:
     assert not runs[layout]["error"], runs[layout]["error"]
     for rank in runs[layout]["ranks"]:
         watched, forward, again, update = (Step(**step) for step in rank)

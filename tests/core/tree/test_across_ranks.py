@@ -255,9 +255,7 @@ def loads_of(
 
 @pytest.mark.parametrize("num_ranks", [4, 8, 16])
 @pytest.mark.parametrize("chunk_tokens", [0, 64])
-def test_no_rank_has_much_more_than_others_but_for_what_is_its_own(
-    num_ranks: int, chunk_tokens: int
-) -> None:
+def test_no_rank_has_much_more_but_for_what_is_its_own(num_ranks: int, chunk_tokens: int) -> None:
     options = TreeOptions(share="batch", chunk_tokens=chunk_tokens, min_gain=0)
     moved, rounds = 0, 80 // num_ranks
     for seed in range(rounds):

@@ -70,7 +70,7 @@ def drawn(seed: int, num_groups: int, size: int, prompt: float, answer: float) -
 
 
 @given(steps(), st.integers(1, 6))
-def test_every_rollout_is_on_one_rank_and_loads_are_near_the_mean(step: Step, num: int) -> None:
+def test_each_rollout_is_on_one_rank_and_loads_are_near_the_mean(step: Step, num: int) -> None:
     ranks = deal(*step, num)
     assert len(ranks) == num
     assert sorted(number for part in ranks for number in part) == list(range(len(step.groups)))
@@ -81,7 +81,7 @@ def test_every_rollout_is_on_one_rank_and_loads_are_near_the_mean(step: Step, nu
 
 
 @given(steps(), st.integers(1, 6))
-def test_ranks_get_equally_many_and_no_more_to_run_than_by_length(step: Step, num: int) -> None:
+def test_ranks_get_equally_many_and_run_no_more_than_by_length(step: Step, num: int) -> None:
     step = step.first(len(step.groups) // num * num)
     ranks = deal(*step, num, equal=True)
     assert {len(part) for part in ranks} == {len(step.groups) // num}
@@ -137,7 +137,7 @@ def test_a_group_that_is_too_large_is_split() -> None:
     assert max(found) < 380, "12 of 80 and 20, three of 100: 1,280 and 20 a part, on four ranks"
 
 
-def test_a_beginning_counts_once_where_parts_of_a_group_come_to_one_rank() -> None:
+def test_a_beginning_counts_once_for_parts_of_a_group() -> None:
     """Three ranks: 220 is what two of 20 and 80 behind a beginning of 100 have, and 20 more."""
     costs = [55.0, 130, 70, 180, 180, 120, 140, 120]
     step = Step([*"aaabbbbb"], costs, [50.0] * 3 + [100.0] * 5)

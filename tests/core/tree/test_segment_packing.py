@@ -231,7 +231,7 @@ def test_groups_over_many_microbatches_do_not_hold_all_leaves() -> None:
     assert live(forest, microbatch_of) <= 2 * 60 + 200 + 200
 
 
-def test_a_microbatch_that_is_larger_than_a_segment_is_cut_evenly() -> None:
+def test_a_microbatch_larger_than_a_segment_is_cut_evenly() -> None:
     rollouts, groups = flat_rollouts(prefix=50, suffix=30, num=14, num_groups=1)
     microbatch_of = [number // 7 for number in range(len(rollouts))]
     options = TreeOptions(min_gain=0, segment_tokens=100)

@@ -143,7 +143,7 @@ def test_a_reader_that_goes_away_is_met_quietly(plan_file) -> None:
     assert (process.returncode, err) == (141, b"")
 
 
-def test_show_has_what_crosses_ranks_in_the_grid_and_not_in_times(capsys, tmp_path) -> None:
+def test_show_has_what_crosses_in_the_grid_and_not_in_times(capsys, tmp_path) -> None:
     path, plan = tmp_path / "rank.csv", crossing_plan()
     assert {action.kind for action in plan.programs[0]} == {*"FBSR"}
     path.write_text(plan.to_csv(), encoding="utf-8")

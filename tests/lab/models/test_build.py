@@ -100,7 +100,7 @@ def test_float64_step_is_the_same_in_every_layout(name, layout):
     assert_same_step(steps, reference(name, **options), layout, torch.float64)
 
 
-def test_latent_attention_without_sequence_parallelism_is_wrong_in_megatron():
+def test_latents_without_sequence_parallelism_are_wrong_in_stock():
     """The gradient of the keys' rotated part, one for all heads, misses those of other ranks."""
     name, dense = "tiny-deepseek", {"num_moe_experts": None, "moe_layer_freq": 1}
     alone = reference(name, dtype="float64", overrides=dense)
@@ -341,7 +341,7 @@ def test_what_older_releases_lack_is_refused(pattern, layout, release, message, 
         build_model(spec, layout=layout)
 
 
-def test_latent_attention_without_a_latent_of_queries_is_refused_from_0_19_on(monkeypatch):
+def test_latents_without_one_of_queries_are_refused_from_0_19(monkeypatch):
     spec = resolve("tiny-deepseek", q_lora_rank=None).with_vocab(VOCAB)
     monkeypatch.setattr("megatron.core.__version__", "0.19.0")
     with pytest.raises(UserError, match=r"has no q_lora_rank: from 0\.19 on Megatron-Core norms"):

@@ -93,7 +93,7 @@ def test_every_rollout_is_on_exactly_one_rank(groups, num_ranks, method, share):
         assert {len(members(rank)) for rank in placed.ranks} == {num // num_ranks}
 
 
-def test_equal_numbers_are_of_whole_groups_balanced_by_what_ranks_run() -> None:
+def test_equal_numbers_of_whole_groups_balanced_by_what_runs() -> None:
     """Two heavy groups first: neighbours in their order would leave both to one rank."""
     groups = [flat(name, 40, [n] * 4) for name, n in (("a", 60), ("b", 50), ("c", 6), ("d", 5))]
     placed = place(groups, 2, COST, method="equal")

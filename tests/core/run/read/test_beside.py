@@ -196,7 +196,7 @@ def test_ranks_answer_calls_without_gradients(layout: Layout) -> None:
     run_ranks(layout.world_size, on_rank)
 
 
-def test_a_reference_model_in_stages_stays_with_the_stock_schedule() -> None:
+def test_a_reference_model_in_stages_is_stocks() -> None:
     """It sends its hidden states with those of the model (ms-swift's DPO of all weights)."""
 
     def on_rank() -> None:

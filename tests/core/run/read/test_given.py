@@ -187,7 +187,7 @@ def test_a_second_attempt_begins_with_nothing() -> None:
     assert calls[0][EMBEDDINGS].grad is None
 
 
-def test_the_first_row_of_positions_is_looked_at_where_ranks_have_their_own() -> None:
+def test_the_first_row_of_positions_where_ranks_have_their_own() -> None:
     made = Given([call(0), call(1)], rank(), 0)
     found = made.first_row(12)
     assert found is not None and found.tolist() == [*range(6), *range(6)]

@@ -79,7 +79,7 @@ def test_one_call_in_another_mode_is_refused(odd: int) -> None:
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_forward_steps_and_segments_see_the_configurations_autocast(
+def test_forward_steps_and_segments_see_the_configs_autocast(
     monkeypatch: pytest.MonkeyPatch, on: bool
 ) -> None:
     """As in Megatron's schedule.  Autocast for CUDA is a setting that the CPU has, too, once torch
