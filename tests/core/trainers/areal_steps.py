@@ -68,33 +68,32 @@ def trajectories(*, in_pairs: bool) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def engine_of(name: str, chunks: list[Any], layout: Any) -> Any:
-    """AReaL's engine around a model, with its optimizer; `initialize` would build one of both."""
-    from areal.api import FinetuneSpec, ParallelStrategy
-    from areal.api.cli_args import (
-        DPOEngineConfig,
-        MicroBatchSpec,
-        OptimizerConfig,
-        PPOActorConfig,
-        PPOCriticConfig,
-        TrainEngineConfig,
-    )
+def settings_of(name: str) -> tuple[Any, Any]:
+    """The class of AReaL's engine, and its configuration."""
+    from areal.api import cli_args
     from areal.engine import megatron_engine as engines
 
     kinds = {
-        "value": (engines.MegatronPPOCritic, PPOCriticConfig),
-        "sft": (engines.MegatronLMEngine, TrainEngineConfig),
-        "dpo": (engines.MegatronDPOEngine, DPOEngineConfig),
+        "value": (engines.MegatronPPOCritic, cli_args.PPOCriticConfig),
+        "sft": (engines.MegatronLMEngine, cli_args.TrainEngineConfig),
+        "dpo": (engines.MegatronDPOEngine, cli_args.DPOEngineConfig),
+        "": (engines.MegatronPPOActor, cli_args.PPOActorConfig),
     }
-    kind, config = next(
-        (kinds[word] for word in kinds if word in name), (engines.MegatronPPOActor, PPOActorConfig)
-    )
+    kind, config = next(kinds[word] for word in kinds if word in name)
     given: dict[str, Any] = {"ppo_n_minibatches": 1} if hasattr(config, "ppo_n_minibatches") else {}
-    settings = config(
+    return kind, config(
         experiment_name="tiny", trial_name="tiny", backend="megatron:d1", dtype="float32",
-        temperature=0.9, mb_spec=MicroBatchSpec(max_tokens_per_mb=256), optimizer=OptimizerConfig(),
-        is_critic="value" in name, **given,
+        temperature=0.9, mb_spec=cli_args.MicroBatchSpec(max_tokens_per_mb=256),
+        optimizer=cli_args.OptimizerConfig(), is_critic="value" in name, **given,
     )  # fmt: skip
+
+
+def engine_of(name: str, chunks: list[Any], layout: Any) -> Any:
+    """AReaL's engine around a model, with its optimizer; `initialize` would build one of both."""
+    from areal.api import FinetuneSpec, ParallelStrategy
+    from areal.engine import megatron_engine as engines
+
+    kind, settings = settings_of(name)
     engine = kind(settings)
     engine.device, engine.rank = torch.device("cpu"), torch.distributed.get_rank()
     engine.logger = engines.logging.getLogger("engine")

@@ -96,7 +96,7 @@ class Both:
     Attributes:
         config: of the prefix schedule.
         trained: see `get_forward_backward_func`.
-        samples: likewise.
+        samples, masks_tokens: likewise.
         swapped: what has taken Megatron's place; its schedule runs, not that of `config`.
         state: what holds more of the trainer's than the model does, such as routes in a queue:
             lists, or objects, whose attributes are the same before every run.
@@ -109,6 +109,7 @@ class Both:
     config: PrefixConfig = CONFIG
     trained: Callable[..., Any] | None = None
     samples: Callable[..., Any] | None = None
+    masks_tokens: bool = False
     swapped: Callable[..., Any] | None = None
     state: Callable[[], list[Any]] = list
     left: Callable[[], Any] = tuple
@@ -147,7 +148,7 @@ class Both:
     def _ours(self) -> Any:
         ours = self.swapped or functools.partial(
             get_forward_backward_func, prefix_config=self.config, trained=self.trained,
-            samples=self.samples,
+            samples=self.samples, masks_tokens=self.masks_tokens,
         )  # fmt: skip
         return ours()
 

@@ -1,0 +1,191 @@
+"""ROLL's Megatron strategy: log-probs, and an update with the loss of its RLVR worker, padded rows.
+
+Its strategy starts with a checkpoint, its own model, DDP and optimizer. "thd" in a layout's name:
+with `use_sequence_packing`; "sft": labels at the model call, and the loss of its SFT worker.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.core.trainers import stand_ins
+
+stand_ins.for_megatron()
+
+from megatron_prefix.lab import runtime  # noqa: E402
+from megatron_prefix.trainers.table import ROLL  # noqa: E402
+from tests.core.trainers import recorded, worker  # noqa: E402
+from tests.core.trainers.both import Both, Step, config_of  # noqa: E402
+from tests.core.trainers.megatron_lm_steps import run_on_cpu  # noqa: E402
+from tests.core.trainers.verl_steps import ANSWER, GROUPS, PROMPT, SIZE, mine  # noqa: E402
+from tests.oracle import attention  # noqa: E402
+
+STRATEGY = "roll.distributed.strategy.megatron_strategy"
+WORKERS = ("roll.pipeline.rlvr.actor_worker", "roll.pipeline.sft.sft_worker")
+UNUSED = ("transfer_queue", "opentelemetry", "pybase64", "imageio")
+LENGTH = PROMPT + ANSWER
+
+
+def batch(*, labelled: bool) -> Any:
+    """What ROLL's workers get of its rollouts on this data-parallel rank, or of a data set."""
+    from roll.distributed.scheduler.protocol import DataProto
+
+    ids, mask = mine()
+    starts = mask.argmax(1)
+    ids, mask = (
+        torch.stack([row.roll(-int(start)) for row, start in zip(table, starts, strict=True)])
+        for table in (ids, mask)
+    )
+    num, prompts = len(ids), PROMPT - starts
+    answered = mask * (torch.arange(LENGTH) >= prompts[:, None])
+    columns = {"input_ids": ids, "attention_mask": mask}
+    if labelled:
+        labels = torch.where(answered.bool(), ids, -100)
+        columns["labels"] = torch.cat([labels[:, 1:], torch.full((num, 1), -100)], 1)
+        keys = ["labels"]
+    else:
+        kept = (torch.arange(num) % 5 > 0)[:, None]  # rollouts that its filters leave
+        columns |= {
+            "response_mask": answered,
+            "final_response_mask": answered[:, 1:] * kept,
+            "old_log_probs": torch.full((num, LENGTH - 1), -7.7),
+            "ref_log_probs": torch.full((num, LENGTH - 1), -7.6),
+            "advantages": torch.linspace(-1, 1, num)[:, None] * answered[:, 1:],
+            "train_infer_is_weight": torch.ones(num, LENGTH - 1),
+        }
+        keys = ["response_mask", "final_response_mask"]
+    rows_of_call = SIZE * num // (GROUPS * SIZE)
+    return DataProto.from_dict(
+        columns,
+        meta_info={
+            "loss_mask_keys": keys, "micro_batch_size": rows_of_call,
+            "is_offload_optimizer_states_in_train_step": False,
+        },
+    )  # fmt: skip
+
+
+def copy_logits(models: list[Any]) -> None:
+    """Keeps ROLL's functions from writing into what they get: logits in 16 bit they copy, as they
+    compute in fp32; in fp32 its losses fail under either schedule."""
+    from roll.distributed.strategy import megatron_strategy
+
+    def copying(stock: Any) -> Any:
+        return lambda logits, *rest, **more: stock(logits.clone(), *rest, **more)
+
+    for name in ("vocab_parallel_logprobs", "vocab_parallel_entropy"):
+        setattr(megatron_strategy, name, copying(getattr(megatron_strategy, name)))
+    for model in models:
+        if model.post_process:
+            loss = model.compute_language_model_loss
+            model.compute_language_model_loss = lambda labels, logits, loss=loss: loss(
+                labels, logits.clone()
+            )
+
+
+def norm_like_others() -> None:
+    """Takes ROLL's own norm where it leaves Megatron's, which without transformer-engine takes no
+    sequence parallelism."""
+    from mcore_adapter.models.model_utils import RMSNorm
+    from megatron.core.models import backends
+    from megatron.core.transformer import transformer_block
+
+    backends.LNImpl = transformer_block.LayerNormImpl = RMSNorm
+
+
+def settings_of(name: str, folder: Path) -> Any:
+    """The configuration of ROLL's worker."""
+    from roll.configs.model_args import ModelArguments
+    from roll.configs.training_args import TrainingArguments
+    from roll.configs.worker_config import StrategyArguments, WorkerConfig
+
+    layout = worker.layout_of(name)
+    parallel = {
+        "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp,
+        "context_parallel_size": layout.cp, "expert_model_parallel_size": 1,
+        "sequence_parallel": layout.sequence_parallel, "transformer_impl": "local",
+        "variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall", "use_cpu": True,
+        "use_distributed_optimizer": False, "accumulate_allreduce_grads_in_fp32": True,
+    }  # fmt: skip
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=10, learning_rate=1e-3, bf16=False,
+        per_device_train_batch_size=SIZE // layout.dp, gradient_accumulation_steps=GROUPS,
+    )  # fmt: skip
+    given = {name: value for name, value in arguments.to_dict().items() if name != "warmup_ratio"}
+    arguments.to_dict = lambda: dict(given)  # transformers no longer has that one
+    return WorkerConfig(
+        name="actor_train", training_args=arguments, use_sequence_packing="thd" in name,
+        model_args=ModelArguments(model_name_or_path=str(folder), dtype="fp32"),
+        strategy_args=StrategyArguments("megatron_train", parallel),
+    )  # fmt: skip
+
+
+def worker_of(name: str, folder: Path) -> Any:
+    """ROLL's worker with its strategy, which begins with the checkpoint in a folder; its `__init__`
+    would start a Ray actor."""
+    from roll.distributed.executor.worker import RankInfo
+    from roll.distributed.strategy import megatron_strategy
+    from roll.models import model_providers
+    from roll.pipeline.rlvr.actor_worker import ActorWorker
+    from roll.pipeline.sft.sft_worker import SFTWorker
+
+    found = object.__new__(SFTWorker if "sft" in name else ActorWorker)
+    found.worker_config = settings_of(name, folder)
+    found.pipeline_config = SimpleNamespace(
+        max_grad_norm=1.0, sequence_length=LENGTH, enable_old_logprobs_recompute=True,
+        loss_agg_mode="token-mean", importance_sampling="token", use_pg_clip_range=False,
+        pg_clip=0.2, dual_clip_loss=True, use_kl_loss=True, kl_loss_coef=0.1, rl_loss_coef=1.0,
+        entropy_loss_coef=0.01, difficulty_loss_weight=False, length_loss_weight=False,
+        train_infer_correction=SimpleNamespace(is_weight=SimpleNamespace(enabled=True)),
+    )  # fmt: skip
+    found.rank_info, found.rank, found._logprobs_cache = RankInfo(), 0, {}
+    model_providers.download_model = lambda path, *_: path  # it asks Ray
+    megatron_strategy.default_processor_provider = lambda **_: None  # else it is the tokenizer
+    norm_like_others()
+    found.strategy = megatron_strategy.MegatronTrainStrategy(found)
+    found.strategy.initialize(model_providers.default_actor_model_provider)
+    found.strategy.load_states = lambda **_: None  # from the host to a GPU
+    return found
+
+
+def steps(name: str) -> list[Step]:
+    """A pass for log-probs and an update, on one rank."""
+    from roll.distributed.strategy import megatron_strategy
+
+    runtime.initialize(worker.layout_of(name))
+    megatron_strategy.get_forward_backward_func = both = Both(config_of(name))
+    both.masks_tokens = ROLL.masks_tokens
+    if torch.distributed.get_rank() == 0:
+        recorded.write_model(model_folder())
+    torch.distributed.barrier()
+    found = worker_of(name, model_folder())
+    labelled, strategy = "sft" in name, found.strategy
+    copy_logits(strategy.models_unwrapped)
+    if "thd" not in name:
+        for model in strategy.models_unwrapped:
+            attention.put_into(model, ignores_masks=True)
+    if not labelled:
+        with torch.no_grad():
+            strategy.forward_step(batch(labelled=False), found.forward_func_log_probs)
+    for model in strategy.models_wrapped:
+        model.zero_grad_buffer()
+    strategy.train_step(batch(labelled=labelled), found.loss_func)
+    return both.steps
+
+
+def model_folder() -> Path:
+    """Where the checkpoint is that all ranks begin with, beside ROLL's logs."""
+    return Path(os.environ["ROLL_LOG_DIR"]) / "model"
+
+
+if __name__ == "__main__":
+    run_on_cpu()
+    worker.StandIns(*UNUSED)
+    with tempfile.TemporaryDirectory() as made:
+        os.environ["ROLL_LOG_DIR"] = made
+        worker.main([STRATEGY, *WORKERS], steps)
