@@ -22,7 +22,7 @@ from megatron_prefix.lab import runtime  # noqa: E402
 from megatron_prefix.trainers.table import ROLL  # noqa: E402
 from tests.core.trainers import recorded, worker  # noqa: E402
 from tests.core.trainers.both import Both, Step, config_of  # noqa: E402
-from tests.core.trainers.megatron_lm_steps import run_on_cpu  # noqa: E402
+from tests.core.trainers.megatron_lm_steps import run_on_cpu, take_sequence_parallelism  # noqa: E402
 from tests.core.trainers.verl_steps import ANSWER, GROUPS, PROMPT, SIZE, mine  # noqa: E402
 from tests.oracle import attention  # noqa: E402
 
@@ -88,16 +88,6 @@ def copy_logits(models: list[Any]) -> None:
             )
 
 
-def norm_like_others() -> None:
-    """Takes ROLL's own norm where it leaves Megatron's, which without transformer-engine takes no
-    sequence parallelism."""
-    from mcore_adapter.models.model_utils import RMSNorm
-    from megatron.core.models import backends
-    from megatron.core.transformer import transformer_block
-
-    backends.LNImpl = transformer_block.LayerNormImpl = RMSNorm
-
-
 def settings_of(name: str, folder: Path) -> Any:
     """The configuration of ROLL's worker."""
     from roll.configs.model_args import ModelArguments
@@ -146,7 +136,6 @@ def worker_of(name: str, folder: Path) -> Any:
     found.rank_info, found.rank, found._logprobs_cache = RankInfo(), 0, {}
     model_providers.download_model = lambda path, *_: path  # it asks Ray
     megatron_strategy.default_processor_provider = lambda **_: None  # else it is the tokenizer
-    norm_like_others()
     found.strategy = megatron_strategy.MegatronTrainStrategy(found)
     found.strategy.initialize(model_providers.default_actor_model_provider)
     found.strategy.load_states = lambda **_: None  # from the host to a GPU
@@ -185,6 +174,7 @@ def model_folder() -> Path:
 
 if __name__ == "__main__":
     run_on_cpu()
+    take_sequence_parallelism()
     worker.StandIns(*UNUSED)
     with tempfile.TemporaryDirectory() as made:
         os.environ["ROLL_LOG_DIR"] = made
