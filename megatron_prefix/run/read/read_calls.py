@@ -194,8 +194,8 @@ def _tell_loss(calls: Sequence[ModelCall], callbacks: Callbacks) -> bool:
     nothing to read: its tokens may be any (SkyRL: those of another layout)."""
     if callbacks.trained is not None or callbacks.samples is not None:
         return True
-    told = (call[name] is not None for call in calls for name in ("labels", "loss_mask"))
-    return any(told)
+    names = ("labels",) if callbacks.masks_tokens else ("labels", "loss_mask")
+    return any(call[name] is not None for call in calls for name in names)
 
 
 def read_tokens(
