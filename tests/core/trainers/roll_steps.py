@@ -1,7 +1,8 @@
 """ROLL's Megatron strategy: log-probs, and an update with the loss of its RLVR worker, padded rows.
 
 Its strategy starts with a checkpoint, its own model, DDP and optimizer. "thd" in a layout's name:
-with `use_sequence_packing`; "sft": labels at the model call, and the loss of its SFT worker.
+with `use_sequence_packing`; "r3": experts, with routes that rollouts bring; "sft": labels at the
+model call, and the loss of its SFT worker.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from tests.core.trainers import stand_ins
 
 stand_ins.for_megatron()
 
+from megatron.core.transformer.moe.router_replay import RouterReplay  # noqa: E402
+
 from megatron_prefix.lab import runtime  # noqa: E402
 from megatron_prefix.trainers.table import ROLL  # noqa: E402
-from tests.core.trainers import recorded, worker  # noqa: E402
+from tests.core.trainers import engine_routes, recorded, worker  # noqa: E402
 from tests.core.trainers.both import Both, Step, config_of  # noqa: E402
 from tests.core.trainers.megatron_lm_steps import run_on_cpu, take_sequence_parallelism  # noqa: E402
 from tests.core.trainers.verl_steps import ANSWER, GROUPS, PROMPT, SIZE, mine  # noqa: E402
@@ -29,10 +32,10 @@ from tests.oracle import attention  # noqa: E402
 STRATEGY = "roll.distributed.strategy.megatron_strategy"
 WORKERS = ("roll.pipeline.rlvr.actor_worker", "roll.pipeline.sft.sft_worker")
 UNUSED = ("transfer_queue", "opentelemetry", "pybase64", "imageio")
-LENGTH = PROMPT + ANSWER
+LENGTH, EXPERTS = PROMPT + ANSWER, 8
 
 
-def batch(*, labelled: bool) -> Any:
+def batch(name: str) -> Any:
     """What ROLL's workers get of its rollouts on this data-parallel rank, or of a data set."""
     from roll.distributed.scheduler.protocol import DataProto
 
@@ -45,7 +48,9 @@ def batch(*, labelled: bool) -> Any:
     num, prompts = len(ids), PROMPT - starts
     answered = mask * (torch.arange(LENGTH) >= prompts[:, None])
     columns = {"input_ids": ids, "attention_mask": mask}
-    if labelled:
+    if "r3" in name:
+        columns["routed_experts"] = routes(ids, mask)
+    if "sft" in name:
         labels = torch.where(answered.bool(), ids, -100)
         columns["labels"] = torch.cat([labels[:, 1:], torch.full((num, 1), -100)], 1)
         keys = ["labels"]
@@ -70,6 +75,19 @@ def batch(*, labelled: bool) -> Any:
     )  # fmt: skip
 
 
+def routes(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Experts of every token, uint8 [rollouts, positions, layers, experts]; the first ones for each
+    rollout's last token, which its engine has not been asked about, and for padding."""
+    tokens = [row[: int(kept.sum())] for row, kept in zip(ids, mask, strict=True)]
+    prompts = (PROMPT - mine()[1].argmax(1)).tolist()
+    drawn = engine_routes.drawn(tokens, prompts, recorded.LAYERS, EXPERTS)
+    shape = (*ids.shape, recorded.LAYERS, engine_routes.TOPK)
+    found = torch.arange(engine_routes.TOPK).expand(shape).to(torch.uint8).clone()
+    for row, own in zip(found, drawn, strict=True):
+        row[: len(own)] = own
+    return found
+
+
 def copy_logits(models: list[Any]) -> None:
     """Keeps ROLL's functions from writing into what they get: logits in 16 bit they copy, as they
     compute in fp32; in fp32 its losses fail under either schedule."""
@@ -92,7 +110,7 @@ def settings_of(name: str, folder: Path) -> Any:
     """The configuration of ROLL's worker."""
     from roll.configs.model_args import ModelArguments
     from roll.configs.training_args import TrainingArguments
-    from roll.configs.worker_config import StrategyArguments, WorkerConfig
+    from roll.configs.worker_config import RouterReplayConfig, StrategyArguments, WorkerConfig
 
     layout = worker.layout_of(name)
     parallel = {
@@ -112,6 +130,7 @@ def settings_of(name: str, folder: Path) -> Any:
         name="actor_train", training_args=arguments, use_sequence_packing="thd" in name,
         model_args=ModelArguments(model_name_or_path=str(folder), dtype="fp32"),
         strategy_args=StrategyArguments("megatron_train", parallel),
+        router_replay=RouterReplayConfig(mode="R3" if "r3" in name else "disable"),
     )  # fmt: skip
 
 
@@ -149,27 +168,29 @@ def steps(name: str) -> list[Step]:
     runtime.initialize(worker.layout_of(name))
     megatron_strategy.get_forward_backward_func = both = Both(config_of(name))
     both.masks_tokens = ROLL.masks_tokens
+    both.state = lambda: RouterReplay.global_router_replay_instances
+    folder = model_folder(name)
     if torch.distributed.get_rank() == 0:
-        recorded.write_model(model_folder())
+        recorded.write_model(folder, EXPERTS if "r3" in name else 0)
     torch.distributed.barrier()
-    found = worker_of(name, model_folder())
-    labelled, strategy = "sft" in name, found.strategy
+    found = worker_of(name, folder)
+    strategy = found.strategy
     copy_logits(strategy.models_unwrapped)
     if "thd" not in name:
         for model in strategy.models_unwrapped:
             attention.put_into(model, ignores_masks=True)
-    if not labelled:
+    if "sft" not in name:
         with torch.no_grad():
-            strategy.forward_step(batch(labelled=False), found.forward_func_log_probs)
+            strategy.forward_step(batch(name), found.forward_func_log_probs)
     for model in strategy.models_wrapped:
         model.zero_grad_buffer()
-    strategy.train_step(batch(labelled=labelled), found.loss_func)
+    strategy.train_step(batch(name), found.loss_func)
     return both.steps
 
 
-def model_folder() -> Path:
+def model_folder(name: str) -> Path:
     """Where the checkpoint is that all ranks begin with, beside ROLL's logs."""
-    return Path(os.environ["ROLL_LOG_DIR"]) / "model"
+    return Path(os.environ["ROLL_LOG_DIR"]) / ("experts" if "r3" in name else "dense")
 
 
 if __name__ == "__main__":

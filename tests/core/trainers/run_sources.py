@@ -115,7 +115,8 @@ TRAINERS = {
         "roll_steps", ("ROLL", "ROLL/mcore_adapter/src", "verl"),
         ("1", "tp2", "tp2-sp", "pp2", "tp2-pp2", "cp2", "1-thd", "tp2-sp-thd", "pp2-thd",
          "cp2-thd", "1-auto", "tp2-sp-auto", "pp2-auto", "tp2-pp2-auto", "cp2-auto", "dp2-auto",
-         "dp2-across-auto", "1-thd-auto", "1-sft", "tp2-sft", "pp2-sft", "cp2-sft", "1-sft-auto"),
+         "dp2-across-auto", "1-thd-auto", "1-r3-auto", "tp2-sp-r3-auto", "pp2-r3-auto",
+         "dp2-r3-auto", "1-sft", "tp2-sft", "pp2-sft", "cp2-sft", "1-sft-auto"),
     ),
     "Megatron-Bridge, train_step": Trainer(
         "bridge_steps", ("Megatron-Bridge", "Megatron-Bridge/src", "verl"),
