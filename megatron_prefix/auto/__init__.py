@@ -68,8 +68,9 @@ def _replacement(stock: Any, *, config: PrefixConfig) -> Any:
             refusal = trainer.refusal() if trainer and config.mode != "off" else None
             _tell(config, trainer, refusal)
             masks = trainer.samples if trainer and config.trainer_masks else None
-            together = trainer is not None and trainer.passes_together
-            says = {"samples": masks, "passes_together": together, "slices": trainers.slices()}
+            says: dict[str, Any] = {"samples": masks, "slices": trainers.slices()}
+            for name in ("passes_together", "masks_tokens"):
+                says[name] = trainer is not None and getattr(trainer, name)
             known.append((refusal, says))
         (refusal, says), *_ = known
         if config.mode == "off" or refusal:

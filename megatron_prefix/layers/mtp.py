@@ -113,9 +113,15 @@ def refusals(model: Any) -> Iterator[Reason]:
 
 
 def _is(module: Any, method: str, known: str) -> bool:
-    """Whether a method is that of a class, or what takes its place in segments."""
+    """Whether a method is that of a class, or what takes its place in segments.
+
+    ROLL replaces methods in the class itself: so where they were written is looked at, too.
+    """
     ours = getattr(vars(module).get(method), "__self__", None)
-    return isinstance(ours, LooksAhead) or owner(module, method) == known
+    if isinstance(ours, LooksAhead):
+        return True
+    written = inspect.unwrap(getattr(type(module), method)).__module__
+    return owner(module, method) == known and known.startswith(f"{written}.")
 
 
 class _Segment(NamedTuple):

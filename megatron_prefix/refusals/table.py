@@ -183,7 +183,7 @@ OTHER_ROUTER = Refusal("layer …'s router …", "module", NOT_YET, "use Megatro
 ROUTES_IN_ORDER = Refusal("layer …'s router takes its routes from a queue that is not known", "module", NOT_YET, "use the stock schedule, or a queue as slime's and miles' routing replay has it")
 OTHER_MIXER = Refusal("layer …'s mixer …", "module", NOT_YET, "use Megatron's own attention, GatedDeltaNet or MambaMixer, or the stock schedule")
 OTHER_SYMBOLS = Refusal("hybrid layers …", "module", NOT_YET, "use M G * - E")
-OWN_POSTPROCESS = Refusal("…'s own _postprocess, with multi-token prediction", "module", NOT_YET, "use that of Megatron's GPTModel (verl's and mbridge's patches replace it), or the stock schedule")
+OWN_POSTPROCESS = Refusal("…'s own _postprocess, with multi-token prediction", "module", NOT_YET, "use that of Megatron's GPTModel (verl's, mbridge's and ROLL's patches replace it), or the stock schedule")
 AHEAD_GIVEN = Refusal("multi-token prediction in a vision-language model", "module", NOT_YET, "build it without: the next position's input is an embedding that is given, and its positions are three")
 SPLIT_IMAGES = Refusal("…, whose context-parallel ranks share the images of a call", "module", WRONG, "freeze its vision tower, or leave context parallelism out: a rank gets no gradient of its images from rows of other ranks, so that gradients depend on which copy of an image it has")
 OTHER_AHEAD = Refusal("multi-token prediction by …", "module", NOT_YET, "use Megatron's MultiTokenPredictionLayer, or the stock schedule")
@@ -309,7 +309,7 @@ SWIFT_METRICS = Refusal("several data-parallel ranks", "ms-swift", NOT_YET, "its
 SKYRL_ROWS = Refusal("no remove_microbatch_padding, with pipeline stages", "SkyRL", NOT_YET, "set trainer.remove_microbatch_padding: the last stage's mask fits no tokens of its call")
 RLINF_STAGES = Refusal("pipeline_model_parallel_size above 1", "RLinf", NOT_YET, "use tensor parallelism instead: its forward step divides what every stage returns by the temperature")
 TREE_TRAINING = Refusal("tree training", "AReaL", NOT_YET, "it has an attention of its own, and shares already")
-SHIFTED_MASK = Refusal("the loss_mask of its model calls", "ROLL", NOT_YET, "it is over tokens, not over the positions that predict them: shift it by one")
+ROLL_MTP = Refusal("mtp_num_layers above 0", "ROLL", NOT_YET, "leave it out: its strategy replaces _postprocess in GPTModel, in every mtp_training_mode")
 
 # fmt: on
 TABLE: tuple[Refusal, ...] = tuple(

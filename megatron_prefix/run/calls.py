@@ -147,6 +147,8 @@ class Callbacks:
         passes_together: data-parallel ranks make equally many calls without gradients, so that what
             is shared may cross them there, too (`PrefixConfig.across_ranks`).
         slices: how calls are cut for context-parallel ranks.
+        masks_tokens: the loss_mask of a call is over tokens, not over the positions that predict
+            them, and its losses have masks of their own: as if calls had none.
     """
 
     trained: Callable[[ModelCall], Tensor | None] | None = None
@@ -154,6 +156,7 @@ class Callbacks:
     samples: Samples | None = None
     passes_together: bool = False
     slices: Slices = Slices.ZIGZAG
+    masks_tokens: bool = False
 
     def needs_drawn(self, forward_only: bool) -> bool:
         """Whether model calls must keep what was drawn for them: `ModelCall.drawn`."""

@@ -127,6 +127,7 @@ class FirstStep:
         function: the trainer's `forward_step_func`.
         rank: with the model chunks that it calls.
         suspended: whether forward steps are suspended in their calls, which stock does not run.
+        masks_tell_loss: whether a call's loss_mask says which positions carry loss.
 
     Attributes:
         rank, suspended: as given.
@@ -135,8 +136,16 @@ class FirstStep:
             data-parallel ranks; only where the stock schedule runs, which calls them in order.
     """
 
-    def __init__(self, function: Callable[..., Any], rank: Rank, *, suspended: bool) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        rank: Rank,
+        *,
+        suspended: bool,
+        masks_tell_loss: bool = True,
+    ) -> None:
         self._function, self.rank, self.suspended = function, rank, suspended
+        self._masks_tell_loss = masks_tell_loss
         self._takes_beside = takes_beside(rank)
         self.reason: Reason | None = None
         self.losses_exchange = False
@@ -271,7 +280,8 @@ class FirstStep:
                 if not all(map(heads.is_shared, heads.added(_filled(kwargs), brought).values())):
                     self._note(FILLED.given(FILLED_BY_MODEL))
                 self._look_at(found, self._shape_of_call(model, tokens), kwargs)
-                self._watch_gradient(found, kwargs.get("loss_mask"))
+                if self._masks_tell_loss:
+                    self._watch_gradient(found, kwargs.get("loss_mask"))
             elif not self.suspended:
                 step.sent = _passed_on(found)
             return found

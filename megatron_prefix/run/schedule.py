@@ -199,7 +199,8 @@ class PrefixSchedule:
         if not self.looks_first or kind.watched:
             return None
         shares = self.config.mode == "on" and rank.experts is None and not rank.may_cross
-        return FirstStep(function, rank, suspended=shares)
+        tells_loss = not self.callbacks.masks_tokens
+        return FirstStep(function, rank, suspended=shares, masks_tell_loss=tells_loss)
 
     def _captured(
         self, first: FirstStep | None, kind: StepKind, rank: Rank, arguments: dict[str, Any]
@@ -474,6 +475,7 @@ def get_forward_backward_func(
     samples: Samples | None = None,
     passes_together: bool = False,
     slices: Slices = Slices.ZIGZAG,
+    masks_tokens: bool = False,
     **__: Any,
 ) -> PrefixSchedule:
     """Replaces megatron.core.pipeline_parallel.get_forward_backward_func.
@@ -489,6 +491,7 @@ def get_forward_backward_func(
         samples: says which positions of a microbatch carry loss; see `Callbacks`.
         passes_together: data-parallel ranks make equally many calls without gradients.
         slices: how model calls are cut for context-parallel ranks.
+        masks_tokens: the loss_mask of a model call is over tokens, and so is not heeded.
 
     Megatron's own arguments (pp_size, vp_size, and schedule_pg_collection from 0.19) are taken and
     not needed.
@@ -498,5 +501,5 @@ def get_forward_backward_func(
     """
     if any(isinstance(argument, PrefixConfig) for argument in megatrons):
         raise UserError("give the configuration by name: prefix_config=PrefixConfig(...)")
-    callbacks = Callbacks(trained, routes, samples, passes_together, slices)
+    callbacks = Callbacks(trained, routes, samples, passes_together, slices, masks_tokens)
     return _schedule(prefix_config or PrefixConfig(), callbacks)

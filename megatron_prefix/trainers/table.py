@@ -24,7 +24,7 @@ from megatron_prefix.refusals.table import (
     PACKED_BINS_CP,
     RESET_MASK,
     RLINF_STAGES,
-    SHIFTED_MASK,
+    ROLL_MTP,
     SKYRL_ROWS,
     SWIFT_METRICS,
     TREE_TRAINING,
@@ -167,32 +167,31 @@ RLINF = Trainer(
     refused=(RLINF_STAGES,),
 )
 
-# Read, not run.
 AREAL = Trainer(
     name="AReaL",
     module="areal.engine.megatron_engine",
     package="areal",
-    tried=(),
+    tried=("4aef98d8d",),
     on="`import megatron_prefix.auto.on_import` in a module that its workers import",
-    loss="all: its mask stays in the loss",
-    together="the group_size that its train controller splits by",
+    loss="all: its mask stays in the loss, so the output layer runs on prompts too, once each",
+    together="its workflow, whose group_size rollouts of a prompt are one item, which its train"
+    " controller sends to one rank, with actor.ppo_n_minibatches of 1: more cut a rank's rollouts"
+    " by length",
     refused=(TREE_TRAINING,),
 )
 
-# Read, not run, and refused.
 ROLL = Trainer(
     name="ROLL",
     module="roll.distributed.strategy.megatron_strategy",
     package="",
-    tried=(),
+    tried=("8eb27cc2d",),
     on="actor_train.worker_cls: a subclass of its worker, in a module that begins with `import"
     " megatron_prefix.auto.on_import`; its strategy asks for the schedule once, at its start",
-    loss="loss_mask of the model call, which leaves out the position of the first answer token",
+    loss="all: the loss_mask of its model calls is over tokens, its losses have masks of their own,"
+    " so the output layer runs on prompts too, once each",
     together="nothing: batch_balance deals out by length",
-    refused=(SHIFTED_MASK,),
-    # A gradient would reach positions that nobody computes: run/execute/losses.py finds that at a
-    # step's end.
-    refusal=lambda: SHIFTED_MASK,
+    refused=(ROLL_MTP,),
+    masks_tokens=True,
 )
 
 # Its own training loop; trainers that only build models with it are not it.

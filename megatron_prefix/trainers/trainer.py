@@ -41,6 +41,8 @@ class Trainer:
             None: nowhere, or not in a form that can be relied on.
         passes_together: whether data-parallel ranks make equally many calls without gradients;
             read in its sources.
+        masks_tokens: whether the loss_mask of its model calls is over tokens, not over the
+            positions that predict them; all positions then count.
         losses_set: names that its losses set for themselves, and that no forward step of the
             versions that were tried reads, though its code has them for something else; read in
             its sources.
@@ -59,6 +61,7 @@ class Trainer:
     refused: tuple[Refusal, ...] = ()
     samples: Callable[[Any], Any] | None = None
     passes_together: bool = False
+    masks_tokens: bool = False
     losses_set: frozenset[str] = frozenset()
     is_used: Callable[[], bool] = lambda: True
     refusal: Callable[[], Refusal | None] = lambda: None

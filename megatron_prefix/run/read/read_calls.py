@@ -198,8 +198,8 @@ def _tell_loss(calls: Sequence[ModelCall], callbacks: Callbacks) -> bool:
     nothing to read: its tokens may be any (SkyRL: those of another layout)."""
     if callbacks.trained is not None or callbacks.samples is not None:
         return True
-    told = (call[name] is not None for call in calls for name in ("labels", "loss_mask"))
-    return any(told)
+    names = ("labels",) if callbacks.masks_tokens else ("labels", "loss_mask")
+    return any(call[name] is not None for call in calls for name in names)
 
 
 def read_tokens(
@@ -228,7 +228,8 @@ def read_tokens(
         return None
     for call in calls:
         call.check_unchanged()
-    trained = [None if forward_only else call["loss_mask"] for call in calls]
+    heeded = not (forward_only or callbacks.masks_tokens)
+    trained = [call["loss_mask"] if heeded else None for call in calls]
     if callbacks.trained is not None and all(one is None for one in trained):
         trained = [callbacks.trained(call) for call in calls]
     elif callbacks.samples is not None and not forward_only and all(one is None for one in trained):

@@ -297,6 +297,18 @@ def test_what_replaces_megatrons_methods() -> None:
         refused(f"multi-token prediction by {name}", model)
 
 
+@pytest.mark.parametrize("method", ["_postprocess", "_get_embeddings"])
+def test_what_replaces_them_in_the_class(monkeypatch, method: str) -> None:
+    """As ROLL's strategy does, for every model of the process."""
+    model = model_of()
+    inner = unwrap(model)
+    owner = type(inner if method == "_postprocess" else inner.mtp.layers[0])
+    stock = getattr(owner, method)
+    monkeypatch.setattr(owner, method, lambda self, *args, **named: stock(self, *args, **named))
+    told = "GPTModel's own _postprocess" if owner is type(inner) else "by MultiTokenPredictionLayer"
+    refused(told, model)
+
+
 def test_what_replaces_them_between_two_steps() -> None:
     """And puts them back: the next step is shared."""
     model, items = model_of(), hybrid.items()

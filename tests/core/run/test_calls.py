@@ -181,6 +181,15 @@ def test_without_gradients_only_the_callback_omits_positions() -> None:
     assert told is not None and told.trained is not None and told.trained.tolist() == [0, 0, 1]
 
 
+def test_a_mask_over_tokens_is_no_mask_of_positions() -> None:
+    tokens, mask = torch.tensor([[1, 2, 3]]), torch.tensor([[0, 0, 1]])
+    calls = [call(tokens, None, None, loss_mask=mask)]
+    free = read_tokens(calls, 1, Callbacks(masks_tokens=True))
+    told = read_tokens(calls, 1, Callbacks(lambda one: mask.roll(-1), masks_tokens=True))
+    assert free is not None and free.trained is None
+    assert told is not None and told.trained is not None and told.trained.tolist() == [0, 1, 0]
+
+
 def known(positions: list[int], *lengths: int) -> CallTokens:
     column = np.array(positions)
     return CallTokens([CallLayout(lengths, True)], column, None, None, column)

@@ -20,6 +20,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.refusals import table
+from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.one_group import assert_bitwise, items
@@ -409,3 +410,15 @@ def test_a_loss_of_masked_positions_gets_what_stock_gives() -> None:
         assert_bitwise(mine, its)
     assert schedule.report is not None
     assert schedule.report.decision.reason.endswith(table.STRAY_GRADIENT.fix)
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_a_mask_over_tokens_leaves_out_no_position(mode: str) -> None:
+    """ROLL's: its losses have masks of their own, over the positions that predict these tokens."""
+    schedule = watching(mode)
+    schedule.callbacks = Callbacks(masks_tokens=True)
+    *_, (_, found) = two_steps(schedule, Unmasked())
+    *_, (_, wanted) = two_steps(stock_schedule(), Unmasked())
+    assert schedule.report is not None and schedule.report.decision.share
+    terms = {name: float(gradient.abs().max()) for name, gradient in wanted.items()}
+    steps.assert_gradients(found, steps.Reference(wanted, terms), 1000)

@@ -96,10 +96,11 @@ class Both:
     Attributes:
         config: of the prefix schedule.
         trained: see `get_forward_backward_func`.
-        samples: likewise.
+        samples, masks_tokens: likewise.
         swapped: what has taken Megatron's place; its schedule runs, not that of `config`.
-        state: what holds more of the trainer's than the model does, such as routes in a queue; its
-            attributes are the same before every run.
+        state: what holds more of the trainer's than the model does, such as routes in a queue:
+            lists, or objects, whose attributes are the same before every run.
+        left: what losses have left behind after a run, compared as its results are.
         leaves_alike: whether, after updates too, both schedules leave equally much in `state`; they
             do where all activations are recomputed, and in passes without gradients.
         steps: what was seen of every step.
@@ -108,8 +109,10 @@ class Both:
     config: PrefixConfig = CONFIG
     trained: Callable[..., Any] | None = None
     samples: Callable[..., Any] | None = None
+    masks_tokens: bool = False
     swapped: Callable[..., Any] | None = None
     state: Callable[[], list[Any]] = list
+    left: Callable[[], Any] = tuple
     leaves_alike: bool = False
     steps: list[Step] = field(default_factory=list)
 
@@ -132,9 +135,10 @@ class Both:
             schedule = stock_schedule() if name == "stock" else self._ours()
             results = schedule(data_iterator=iterator, **arguments)
             report = None if name == "stock" else schedule.report
-            seen.append(_Seen(results, gradients(chunks), sizes(self.state()), report))
+            told = [results, self.left()]
+            seen.append(_Seen(told, gradients(chunks), sizes(self.state()), report))
         self._compare(seen, bool(arguments.get("forward_only")))
-        return seen[-1].results
+        return results
 
     @property
     def _turns(self) -> tuple[str, ...]:
@@ -144,7 +148,7 @@ class Both:
     def _ours(self) -> Any:
         ours = self.swapped or functools.partial(
             get_forward_backward_func, prefix_config=self.config, trained=self.trained,
-            samples=self.samples,
+            samples=self.samples, masks_tokens=self.masks_tokens,
         )  # fmt: skip
         return ours()
 
@@ -196,27 +200,43 @@ def config_of(layout: str) -> PrefixConfig:
 
 
 def saved(objects: list[Any]) -> Callable[[], None]:
-    """Puts back the attributes of objects, its lists' items too, and torch's random state."""
-
-    def attributes(one: Any) -> dict[str, Any]:
-        return {name: value[:] if isinstance(value, list) else value for name, value in one.items()}
-
-    before, random = [attributes(vars(one)) for one in objects], torch.get_rng_state()
+    """Puts back lists, and the attributes of other objects with the lists in those, too; and
+    torch's random state."""
+    before, random = [_held(one) for one in objects], torch.get_rng_state()
 
     def put_back() -> None:
         for one, values in zip(objects, before, strict=True):
-            vars(one).update(attributes(values))
+            if isinstance(one, list):
+                one[:] = values
+            else:
+                vars(one).update(_own_lists(values))
         torch.set_rng_state(random)
 
     return put_back
 
 
+def _held(one: Any) -> Any:
+    return one[:] if isinstance(one, list) else _own_lists(vars(one))
+
+
+def _own_lists(values: Any) -> Any:
+    """A copy of a dict, with copies of the lists and dicts in it."""
+    found = copy.copy(values)
+    for name, value in values.items():
+        if isinstance(value, list):
+            found[name] = value[:]
+        elif isinstance(value, dict):
+            found[name] = _own_lists(value)
+    return found
+
+
 def sizes(objects: list[Any]) -> list[dict[str, Any]]:
-    """Numbers that objects have, and how long their lists are."""
+    """Numbers that objects have, and how long their lists are; of a list, how long it is."""
     return [
-        {name: len(value) if isinstance(value, list) else value for name, value in vars(one).items()
+        {name: len(value) if isinstance(value, list) else value for name, value in held.items()
          if isinstance(value, list | int)}
         for one in objects
+        for held in [{"": one} if isinstance(one, list) else vars(one)]
     ]  # fmt: skip
 
 
@@ -237,13 +257,34 @@ def _own(batch: Any) -> Any:
 
 
 def gradients(chunks: list[Any]) -> dict[str, Tensor]:
-    """Copies of all gradients of a rank; frozen parameters have none."""
-    return {
-        f"{number}.{name}": parameter.main_grad.detach().clone()
-        for number, chunk in enumerate(chunks)
-        for name, parameter in chunk.named_parameters()
-        if parameter.requires_grad
-    }
+    """Copies of all gradients of a rank; frozen parameters have none.
+
+    With a distributed optimizer only what is this rank's: elsewhere is what it computed itself,
+    which its step does not read.
+    """
+    found: dict[str, Tensor] = {}
+    for number, chunk in enumerate(chunks):
+        sharded = getattr(chunk, "ddp_config", None) and chunk.ddp_config.use_distributed_optimizer
+        for name, parameter in chunk.named_parameters():
+            if parameter.requires_grad:
+                grad = parameter.main_grad.detach()
+                own = grad.flatten()[_own_part(chunk, parameter)] if sharded else grad
+                found[f"{number}.{name}"] = own.clone()
+    return found
+
+
+def _own_part(chunk: Any, parameter: Tensor) -> slice:
+    """Which elements of a parameter's gradient are in this rank's part of its bucket."""
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        if parameter not in buffer.param_index_map:
+            continue
+        start, end, number = buffer.param_index_map[parameter]
+        bucket, group = buffer.buckets[number], buffer.data_parallel_group
+        size = bucket.grad_data.numel() // group.size()
+        first = bucket.offset + group.rank() * size
+        low, high = (min(max(place, start), end) - start for place in (first, first + size))
+        return slice(low, high)
+    raise KeyError("a parameter in no buffer")
 
 
 def flat(results: Any, name: str = "") -> dict[str, Tensor]:

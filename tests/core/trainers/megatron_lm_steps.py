@@ -56,6 +56,18 @@ def run_on_cpu() -> None:
     gpt_layer_specs.DotProductAttention = backends.DotProductAttention = LocalAttention
 
 
+def take_sequence_parallelism() -> None:
+    """Lets layers without transformer-engine have it: Megatron's own norm there refuses it."""
+    from megatron.core.models import backends
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer import transformer_block
+
+    from megatron_prefix.lab.models.local import RMSNorm
+
+    backends.LNImpl = backends.WrappedTorchNorm = RMSNorm
+    gpt_layer_specs.LNImpl = transformer_block.LayerNormImpl = RMSNorm
+
+
 def leave_out_gpus() -> None:
     """Leaves out of megatron.training what needs a GPU or a compiler."""
     from megatron.core import utils

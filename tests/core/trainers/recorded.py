@@ -30,23 +30,36 @@ def word(token: int) -> str:
     return f"t{token:04}"
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, experts: int = 0) -> None:
     """A Qwen3 in fp32, its weights drawn from seed 0, and a tokenizer with a word for every id.
 
     No id pads: the row of one that does would be zero, and its gradient a thousand times others'.
+
+    Args:
+        experts: of a layer, two of which a token goes to; 0: a dense model.
     """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     torch.manual_seed(0)
-    config = Qwen3Config(
+    routed = {
+        "num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": FEED // 2,
+        "norm_topk_prob": True, "router_aux_loss_coef": 0.0,
+    }  # fmt: skip
+    config = (Qwen3MoeConfig if experts else Qwen3Config)(
         vocab_size=VOCAB, num_hidden_layers=LAYERS, hidden_size=HIDDEN, intermediate_size=FEED,
         num_attention_heads=HEADS, num_key_value_heads=QUERY_GROUPS, head_dim=HIDDEN // HEADS,
         max_position_embeddings=1024, rope_theta=1e6, rms_norm_eps=1e-6,
-        tie_word_embeddings=False, pad_token_id=None,
+        tie_word_embeddings=False, pad_token_id=None, **(routed if experts else {}),
     )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    (Qwen3MoeForCausalLM if experts else Qwen3ForCausalLM)(config).save_pretrained(folder)
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     stored["rope_theta"] = 1e6  # as in Qwen's own files, for mbridge
     (folder / "config.json").write_text(json.dumps(stored), encoding="utf-8")

@@ -2,13 +2,13 @@
 
     python -m tests.core.trainers.run_sources FOLDER [TRAINER[:WORD]...]
 
-FOLDER holds one folder a trainer: Megatron-LM, slime, miles, RLinf, RL (NeMo-RL), ms-swift, SkyRL,
-Megatron-Bridge, of which NeMo-RL takes the head of its value model, and verl (an installation with
-`pip install --target`, which test_verl.py makes: other trainers take packages from it, too), each a
-checkout, or an export with the commit in a file COMMIT; and megatron-core, an installation of 0.19
-for SkyRL and Megatron-Bridge. Nothing is fetched. Every layout runs in a process of its own and may
-take five minutes. Prints a table for docs/results.md; what did not run is in it with the reason,
-and the exit code is then 1.
+FOLDER holds one folder a trainer: Megatron-LM, slime, miles, RLinf, AReaL, ROLL, RL (NeMo-RL),
+ms-swift, SkyRL, Megatron-Bridge, of which NeMo-RL takes the head of its value model, and verl (an
+installation with `pip install --target`, which test_verl.py makes: other trainers take packages
+from it, too), each a checkout, or an export with the commit in a file COMMIT; and megatron-core, an
+installation of 0.19 for SkyRL and Megatron-Bridge. Nothing is fetched. Every layout runs in a
+process of its own and may take five minutes. Prints a table for docs/results.md; what did not run
+is in it with the reason, and the exit code is then 1.
 
 With a WORD only layouts that have it in their name: `verl:value`. What else is in a layout's name,
 such as an objective, is said by the module that runs it. A layout with "auto" in its name has a
@@ -103,6 +103,20 @@ TRAINERS = {
         ("1", "tp2", "cp2", "1-hot", "1-auto", "tp2-sp-auto", "pp2-auto", "pp2-hot-auto",
          "dp2-auto", "1-critic", "tp2-critic", "1-critic-auto"),
         stock=dict.fromkeys(("pp2-auto", "pp2-hot-auto"), OTHER_SENT),
+    ),
+    "AReaL, megatron_engine": Trainer(
+        "areal_steps", ("AReaL", "verl"),
+        ("1", "tp2-sp", "pp2", "tp2-sp-pp2", "cp2", "1-auto", "tp2-sp-auto", "pp2-auto",
+         "pp2-vpp2-auto", "cp2-auto", "dp2-auto", "dp2-across-auto", "1-value", "tp2-sp-value",
+         "1-value-auto", "1-sft", "tp2-sp-sft", "pp2-sft", "cp2-sft", "1-sft-auto", "1-dpo",
+         "tp2-sp-dpo", "pp2-dpo", "1-dpo-auto"),
+    ),
+    "ROLL, megatron_strategy": Trainer(
+        "roll_steps", ("ROLL", "ROLL/mcore_adapter/src", "verl"),
+        ("1", "tp2", "tp2-sp", "pp2", "tp2-pp2", "cp2", "1-thd", "tp2-sp-thd", "pp2-thd",
+         "cp2-thd", "1-auto", "tp2-sp-auto", "pp2-auto", "tp2-pp2-auto", "cp2-auto", "dp2-auto",
+         "dp2-across-auto", "1-thd-auto", "1-r3-auto", "tp2-sp-r3-auto", "pp2-r3-auto",
+         "dp2-r3-auto", "1-sft", "tp2-sft", "pp2-sft", "cp2-sft", "1-sft-auto"),
     ),
     "Megatron-Bridge, train_step": Trainer(
         "bridge_steps", ("Megatron-Bridge", "Megatron-Bridge/src", "verl"),

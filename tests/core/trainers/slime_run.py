@@ -1,11 +1,12 @@
 """slime's train.py with Ray on the CPU, from its own option for recorded rollouts to its last step.
 
-    python -m tests.core.trainers.slime_run FOLDER
+    python -m tests.core.trainers.slime_run FOLDER [FORM...] [MODE...]
 
 FOLDER holds `slime`, a checkout, and `Megatron-LM`, the commit that slime's docker/Dockerfile names
-with docker/patch/latest/megatron.patch. Runs it in mode "off", and in mode "auto" if no other is
-given as a second word; prints what it says of each update: two of two groups each, on two workers.
-What stands in for a GPU is `STAND_INS`. What such a run does after that is
+with docker/patch/latest/megatron.patch. Runs it in mode "off", and in mode "auto" or those that are
+given; prints what it says of each update: two of two groups each, on two workers. A form is one of
+`FORMS`, in the place of data parallelism. What stands in for a GPU is `STAND_INS`. What such a run
+does after that is
 
     python -m tests.core.trainers.slime_run FOLDER/slime/train.py OPTIONS
 
@@ -66,6 +67,12 @@ OPTIONS = f"""
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion
     --custom-megatron-init-path megatron_prefix.auto.init"""
 """Groups stay on one rank, as the page says; what a GPU's kernels fuse is left out."""
+FORMS = {
+    "tp2": "--tensor-model-parallel-size 2",
+    "pp2": "--pipeline-model-parallel-size 2",
+}
+"""Ranks of the actor and of the reference. slime's groups of ranks do not know what torch 2.13
+calls for sequence parallelism, and its critic wants memory of a GPU to be given back."""
 
 
 def on_cpu() -> None:
@@ -155,6 +162,8 @@ def main() -> int:
     from megatron_prefix.lab.numerics import tolerance
     from tests.core.trainers.registry import installed
 
+    forms = [word for word in sys.argv[2:] if word in FORMS]
+    modes = [word for word in sys.argv[2:] if word not in FORMS] or ["auto"]
     folders = [installed("slime"), given / "slime", given / "Megatron-LM"]
     runs = {}
     with tempfile.TemporaryDirectory() as name:
@@ -167,9 +176,11 @@ def main() -> int:
             "--load-debug-rollout-data", rollouts, "--custom-config-path", more,
         ]  # fmt: skip
         script = ["-m", "tests.core.trainers.slime_run", given / "slime" / "train.py"]
-        command = [*map(str, script), *OPTIONS.split(), *map(str, places)]
-        for mode in ("off", *(sys.argv[2:] or ["auto"])):
-            said = on_ray.launched(command, folders, {"MEGATRON_PREFIX_MODE": mode})
+        options = [one for text in (OPTIONS, *map(FORMS.get, forms)) for one in str(text).split()]
+        command = [*map(str, script), *options, *map(str, places)]
+        for mode in ("off", *modes):
+            environ = {"MEGATRON_PREFIX_MODE": mode, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+            said = on_ray.launched(command, folders, environ)
             print(*dict.fromkeys(on_ray.TOLD.findall(said)), sep="\n", flush=True)
             runs[mode] = figures(said)
     return on_ray.compared(runs, tolerance(torch.float32, 4096))

@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.refusals.table import OTHER_ROUTER, TWO_CALLS
 from megatron_prefix.run.schedule import WATCHED
 from tests.core.trainers import run_sources, stand_ins
-from tests.core.trainers.both import Step, copies, flat, furthest, saved
-from tests.harness import ranks  # noqa: F401  # applies the CPU platform
+from tests.core.trainers.both import Step, copies, flat, furthest, gradients, saved, sizes
+from tests.harness import ranks  # applies the CPU platform
 
 
 class OnlyNext:
@@ -133,6 +137,40 @@ def test_what_a_trainer_keeps_is_put_back_as_often_as_needed() -> None:
         put_back()
         assert (queue.routes, queue.place) == ([1, 2], 0)
         assert torch.equal(torch.rand(2), drawn)
+
+
+def test_lists_of_losses_are_put_back_and_counted() -> None:
+    """AReaL's: a list in a loss, and a tracker with a dict of lists."""
+    outputs, tracker = [1], OnlyNext()
+    tracker.stats = {"loss": [2]}
+    put_back = saved([outputs, tracker])
+    for _ in range(2):
+        outputs.append(3)
+        tracker.stats["loss"].append(3)
+        tracker.stats["other"] = []
+        assert sizes([outputs]) == [{"": 2}]
+        put_back()
+        assert outputs == [1] and tracker.stats == {"loss": [2]}
+
+
+def parts(_: str) -> dict[str, tuple[int, int]]:
+    """How much of each gradient is this rank's, and how much there is."""
+    runtime.initialize(Layout(dp=2))
+    spec = resolve("tiny-qwen3", num_layers=2).with_vocab(64)
+    (chunk,) = build_model(spec, layout=Layout(dp=2), use_distributed_optimizer=True)
+    own = gradients([chunk])
+    return {
+        name: (own[f"0.{name}"].numel(), parameter.numel())
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def test_with_a_distributed_optimizer_each_gradient_is_compared_on_one_rank() -> None:
+    first, second = ranks.run_ranks(2, parts, "")
+    assert first.keys() == second.keys()
+    for name, (mine, whole) in first.items():
+        assert mine + second[name][0] == whole
+    assert all(sum(mine for mine, _ in one.values()) for one in (first, second))
 
 
 def test_a_step_in_which_nothing_was_shared_is_a_problem() -> None:

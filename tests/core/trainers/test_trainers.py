@@ -106,15 +106,13 @@ def test_before_the_command_line_is_parsed_nothing_is_refused(monkeypatch) -> No
     assert table.MEGATRON_LM.refusal() is None
 
 
-def test_roll_is_refused_for_its_mask(monkeypatch) -> None:
-    imported(monkeypatch, table.ROLL.module)
+@pytest.mark.parametrize("trainer", [table.ROLL, table.SLIME], ids=lambda one: one.name)
+def test_rolls_masks_are_over_tokens(monkeypatch, trainer: Trainer) -> None:
+    imported(monkeypatch, trainer.module)
     try:
         auto.on(PrefixConfig(mode="on"))
-        with pytest.raises(UserError, match="ROLL with the loss_mask of its model calls: it is"):
-            schedules.get_forward_backward_func(1, None)
-        auto.on(PrefixConfig(mode="off"))
         found = schedules.get_forward_backward_func(1, None)
-        assert found is schedules.forward_backward_no_pipelining
+        assert found.callbacks.masks_tokens is (trainer is table.ROLL)
     finally:
         auto.off()
 

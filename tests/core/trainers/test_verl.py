@@ -25,6 +25,9 @@ FORMS = {
     "dp2-across-r3-auto": ("", ""), "pp2-r3-recompute-fallback-auto": (FALLBACK, FALLBACK),
 }  # fmt: skip
 """Of mode "auto": why log-probs and updates run as stock's do; "" if they share."""
+SETTINGS = {"MODE": "on", "MIN_GAIN": "0", "SEGMENT_TOKENS": "128", "KERNEL": "math"}
+ON = {f"MEGATRON_PREFIX_{name}": text for name, text in SETTINGS.items()}
+"""Small segments, so that small steps have many; the kernel without probing."""
 
 
 def run(*layouts: str, **environ: str) -> dict[str, dict[str, Any]]:
@@ -81,9 +84,7 @@ def test_in_mode_auto_verl_shares_or_gets_stocks_bits(runs: dict[str, Any], layo
 @pytest.mark.slow
 def test_verls_plugin_puts_the_schedule_into_its_engine(plugin: Path) -> None:
     """With nothing but the entry point, configured by variables."""
-    settings = {"MODE": "on", "MIN_GAIN": "0", "SEGMENT_TOKENS": "128", "KERNEL": "math"}
-    named = {f"MEGATRON_PREFIX_{name}": text for name, text in settings.items()}
     # Before the installed package, whose metadata may be of another version.
-    named["PYTHONPATH"] = os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")])
+    named = {**ON, "PYTHONPATH": os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")])}
     for found in run("1-plugin", "tp2-pp2-plugin", **named).values():
         check(found)

@@ -23,9 +23,10 @@ def _torch() -> None:
     """What verl and Megatron ask of `torch.cuda`, and of torch's groups."""
     stand_ins.for_megatron()
     cpu.enable()
-    from tests.core.trainers.megatron_lm_steps import run_on_cpu
+    from tests.core.trainers.megatron_lm_steps import run_on_cpu, take_sequence_parallelism
 
     run_on_cpu()
+    take_sequence_parallelism()
     torch.compiler.set_stance("force_eager")
     torch.cuda.mem_get_info = lambda *_: (0, 0)
     torch.cuda.get_device_name = lambda *_: "CPU"

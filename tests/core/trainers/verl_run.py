@@ -1,11 +1,11 @@
 """verl's main_ppo with Ray on the CPU, from its launch command to its last step.
 
-    python -m tests.core.trainers.verl_run
+    python -m tests.core.trainers.verl_run [FORM...] [MODE...]
 
 Runs it with the variables and overrides below in mode "off", and in mode "auto" or those that are
 given; prints what it says of two steps: two updates of two prompts with four rollouts each, on two
-workers. What stands in for GPUs is `STAND_INS`; verl itself and its configuration are the
-registry's.
+workers. A form is one of `FORMS`, in the place of data parallelism or beside it. What stands in for
+GPUs is `STAND_INS`; verl itself and its configuration are the registry's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import re
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -36,8 +37,9 @@ STAND_INS = (
             "its platforms are GPUs and NPUs"),
     StandIn("`torch.cuda`, NCCL", "`megatron_prefix/lab/platforms/cpu.py`, gloo",
             "there is no GPU"),
-    StandIn("transformer-engine", "Megatron's local layers, with `LocalAttention`",
-            "its kernels need a GPU; Megatron's own attention takes no packs"),
+    StandIn("transformer-engine", "Megatron's local layers, with `LocalAttention` and torch's norm",
+            "its kernels need a GPU; Megatron's own attention takes no packs, and its norm no"
+            " sequence parallelism"),
     StandIn("Megatron-Bridge", "mbridge, by verl's option `vanilla_mbridge`, given"
             " transformer-engine's names of two norms", "it needs transformer-engine; mbridge does"
             " not know the names in local layers"),
@@ -70,8 +72,20 @@ OVERRIDES = f"""
     +ray_kwargs.ray_init.include_dashboard=False +ray_kwargs.ray_init._node_ip_address=127.0.0.1
     +ray_kwargs.ray_init.object_store_memory=200000000"""
 """Groups stay on one rank, as the page says."""
+MEGATRON = "actor_rollout_ref.actor.megatron."
+FORMS = {
+    "tp2": f"{MEGATRON}tensor_model_parallel_size=2",
+    "pp2": f"{MEGATRON}pipeline_model_parallel_size=2",
+    "critic": """
+        algorithm.adv_estimator=gae critic.enable=True critic.optim.lr=1e-4
+        critic.ppo_max_token_len_per_gpu=2048 critic.megatron.vanilla_mbridge=True
+        critic.megatron.override_transformer_config.attention_backend=local
+        +critic.megatron.override_transformer_config.masked_softmax_fusion=False""",
+}
+"""Ranks of the actor (and of the critic, which has its own in the same processes); PPO's critic."""
 FIGURES = ("actor/pg_loss", "actor/ppo_kl", "actor/pg_clipfrac", "actor/grad_norm",
-           "training/rollout_actor_probs_pearson_corr", "critic/rewards/mean")  # fmt: skip
+           "training/rollout_actor_probs_pearson_corr", "critic/rewards/mean",
+           "critic/vf_loss", "critic/vpred_mean", "critic/grad_norm")  # fmt: skip
 
 
 def write_plugin(folder: Path) -> None:
@@ -119,6 +133,15 @@ def figures(said: str) -> list[dict[str, float]]:
     ]  # fmt: skip
 
 
+def overrides(forms: Sequence[str]) -> list[str]:
+    """verl's command line, for some of `FORMS`."""
+    found = [*OVERRIDES.split(), *(one for form in forms for one in FORMS[form].split())]
+    if "critic" in forms:
+        ranks = [one for one in found if one.startswith(MEGATRON) and "model_parallel_size" in one]
+        found += [one.replace(MEGATRON, "critic.megatron.") for one in ranks]
+    return found
+
+
 def main() -> int:
     """Runs all modes."""
     from megatron_prefix.lab.numerics import tolerance
@@ -126,6 +149,8 @@ def main() -> int:
 
     folders = [installed("verl_run"), installed("verl")]
     sys.path.extend(map(str, folders))
+    forms = [word for word in sys.argv[1:] if word in FORMS]
+    modes = [word for word in sys.argv[1:] if word not in FORMS] or ["auto"]
     runs = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -133,12 +158,13 @@ def main() -> int:
         written = write_data(folder)
         command = [
             "-m", "verl.trainer.main_ppo", "--config-name", "ppo_megatron_trainer",
-            *OVERRIDES.split(), f"data.train_files={written['data']}",
+            *overrides(forms), f"data.train_files={written['data']}",
             f"data.val_files={written['data']}", f"actor_rollout_ref.model.path={written['model']}",
             f"reward.custom_reward_function.path={Path(__file__).with_name('verl_engine.py')}",
             f"trainer.default_local_dir={folder / 'checkpoints'}", f"hydra.run.dir={folder}",
+            *([f"critic.model.path={written['model']}"] if "critic" in forms else ()),
         ]  # fmt: skip
-        for mode in ("off", *(sys.argv[1:] or ["auto"])):
+        for mode in ("off", *modes):
             environ = {
                 "MEGATRON_PREFIX_MODE": mode, "VERL_USE_EXTERNAL_MODULES": MODULES,
                 "RECORDED_ANSWERS": str(folder / "answers.json"), "HF_HUB_OFFLINE": "1",

@@ -43,7 +43,7 @@ def sources_of(trainer: Trainer) -> Iterator[run_sources.Trainer]:
 def parts(layout: str) -> tuple[str, list[str]]:
     """The ranks that a layout's name means, as docs write them, and its other words."""
     words = [one for one in layout.split("-") if one not in ("1", "auto")]
-    ranks = [one for one in words if one == "sp" or re.fullmatch(r"[a-z]p\d", one)]
+    ranks = [one for one in words if one == "sp" or re.fullmatch(r"v?[a-z]p\d", one)]
     return " ".join(ranks).upper(), [one for one in words if one not in ranks]
 
 

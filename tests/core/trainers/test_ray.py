@@ -1,0 +1,45 @@
+"""A start with Ray: workers that have imported nothing get the schedule by verl's plugin alone.
+
+A whole program with Ray takes minutes: tests/core/trainers/verl_run.py and slime_run.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.core.trainers.both import Step
+from tests.core.trainers.registry import installed
+from tests.core.trainers.test_verl import ON, ROOT
+from tests.core.trainers.verl_run import write_plugin
+
+LAYOUTS = ("tp2-sp-plugin", "pp2-value-plugin")
+
+
+@pytest.mark.slow
+def test_rays_workers_get_the_stock_schedules_results(tmp_path: Path) -> None:
+    """With tensor-parallel ranks, pipeline stages, and verl's critic; pip's verl brings Ray."""
+    folder = installed("verl")
+    write_plugin(tmp_path)
+    path = [str(tmp_path), os.environ.get("PYTHONPATH", ""), str(folder)]
+    named = {
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "RAY_raylet_start_wait_time_s": "120",
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.core.trainers.ray_steps", *LAYOUTS],
+        cwd=ROOT, env={**os.environ, **ON, **named}, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"layout"')]
+    assert len(lines) == len(LAYOUTS), done.stdout[-2000:] + done.stderr[-4000:]
+    for run in map(json.loads, lines):
+        assert not run["error"], run["error"]
+        assert len(run["ranks"]) == 2
+        for steps in ([Step(**step) for step in rank] for rank in run["ranks"]):
+            assert [step.kind for step in steps] == ["forward", "update"]
+            assert [step.problem for step in steps] == ["", ""]
