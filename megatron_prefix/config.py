@@ -187,7 +187,7 @@ def wanted(kinds: set[str]) -> str:
 
 
 def check_type(name: str, kinds: set[str], value: Any) -> None:
-    """Refuses a value of another type; a bool is no number, and the text of a number is "auto".
+    """Refuses a value of another type; a bool is not a number, and the text of a number is "auto".
 
     Raises:
         UserError: naming the field, the value and what to give.

@@ -62,7 +62,7 @@ class Running(Protocol):
         kernels: run attention's blocks, by the window; None: without one.
         replay: makes the routers follow routes in this step; None if they choose themselves.
         rotary: tables of rotary embeddings; it is told of every module that it is asked for.
-        ahead: what multi-token prediction reads in this step; None where it does not run.
+        ahead: what multi-token prediction reads in this step; None if it does not run.
     """
 
     current: SegmentContext | None

@@ -20,7 +20,7 @@ def with_backward(
 
     Args:
         make: (tensors) -> a tensor or a tuple of them, not one of those given but perhaps a view.
-        pull: (gradients of these) -> gradients of the tensors, a tuple of several; None where there
+        pull: (gradients of these) -> gradients of the tensors, a tuple of several; None if there
             is none, and for what is None.
         tensors: that gradients go to.
     """

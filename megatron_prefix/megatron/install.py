@@ -74,7 +74,7 @@ class Hooks:
         current: the segment that runs, or None.
         replay: makes the routers follow routes in this step; None if they choose themselves.
         rotary: tables of its rotary embeddings.
-        ahead: what multi-token prediction reads in this step; None where it does not run.
+        ahead: what multi-token prediction reads in this step; None if it does not run.
     """
 
     def __init__(self, model: nn.Module, kernel: str) -> None:

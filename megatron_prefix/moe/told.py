@@ -28,7 +28,7 @@ RECORD, FORWARD = "RECORD", "REPLAY_FORWARD"
 CHOOSES = -2
 """In the place of experts: the router chooses. -1 is a trainer's own mark, for it to understand."""
 MARKS = 256
-"""Numbers below zero that a trainer may have in the place of experts; what they mean is its
+"""Numbers below zero that a trainer may have instead of experts; what they mean is its
 routers' own business. They are counted from MOST_EXPERTS down, as experts are from zero."""
 _STAGE = "ROUTING_REPLAY_STAGE"
 _LISTS = ("replay_backward_list", "replay_backward_mask_list")

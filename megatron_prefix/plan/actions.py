@@ -308,7 +308,7 @@ def _across_from(segment: int, text: str) -> tuple[int, list[Transfer]]:
     if text.startswith("<"):
         source = _number(text[1:])
         if source < 0:
-            raise UserError(f"{_shown(text)} is no data-parallel rank")
+            raise UserError(f"{_shown(text)} is not a data-parallel rank")
         return source, []
     transfers = []
     for part in text.split(";") if text else ():

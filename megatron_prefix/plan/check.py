@@ -214,7 +214,7 @@ def _span_fault(segments: Sequence[Segment], index: int, number: int) -> str:
     # A segment whose spans continue others of it is read by no other.
     last = number if where == segment.joined else len(segments[where].spans) if where < index else 0
     if above >= last or not segments[where].inner or segments[where].joined not in (-1, index):
-        return f"its parent {_name(span.parent)} is no span of an inner segment before it"
+        return f"its parent {_name(span.parent)} is not a span of an inner segment before it"
     read = segments[where].spans[above]
     if read.length < read.padded:
         return "a span that another continues has padding"

@@ -39,7 +39,7 @@ def read_text(path: PathLike) -> str:
 
     Raises:
         OSError: see `read_whole`.
-        UnicodeDecodeError: it is no text in UTF-8.
+        UnicodeDecodeError: it is not text in UTF-8.
     """
     return read_whole(path).decode("utf-8")
 
@@ -142,7 +142,7 @@ def check_folder_writable(path: PathLike) -> None:
 def _check_folder(folder: Path, makes_folders: bool) -> None:
     there = _nearest(folder)
     if not there.is_dir():
-        raise NotADirectoryError(f"{there} is no folder")
+        raise NotADirectoryError(f"{there} is not a folder")
     if there != folder and not makes_folders:
         raise FileNotFoundError(f"{folder} is missing")
     longest = max(len(os.fsencode(part)) for part in folder.parts)

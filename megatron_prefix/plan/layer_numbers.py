@@ -63,7 +63,7 @@ class LayerMemory:
         wave: the same for a wave, whose payload is not in the sidecar.
         again: recomputed by Megatron's selective recomputation during backward.
         unread: saved for an inner segment whose output nobody reads, where only the payload is
-            computed (layers/blocks/unread.py); None where everything is, in any case.
+            computed (layers/blocks/unread.py); None if everything is, in any case.
         read: besides `unread`, saved of all positions as soon as one of them is read.
         temporary: peak transient bytes.
         seen: transient bytes a key of an ancestor in a backward.

@@ -20,7 +20,7 @@ BACKWARDS_AHEAD = 4
 
 
 def leaner(plan: Plan) -> Plan | None:
-    """The plan with every inner segment recomputed; None where it is already."""
+    """The plan with every inner segment recomputed; None if it is already."""
     waiting = policies(plan.segments, "recompute")
     lean = tuple(plan.policy(i) if one == "retain" else one for i, one in enumerate(waiting))
     same = lean == plan.policies or not any(segment.waits for segment in plan.segments)

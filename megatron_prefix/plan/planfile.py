@@ -25,7 +25,7 @@ def read_plan(path: str) -> Plan:
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path}: not a plan: it is no text in UTF-8") from None
+        raise UserError(f"{path}: not a plan: it is not text in UTF-8") from None
     plan = Plan.from_csv(text, path)
     try:
         check_segments(plan.segments)

@@ -221,7 +221,7 @@ class CostMeter:
 
 
 def peaks(device: torch.device) -> Peaks | None:
-    """What the allocator says; None where there is none. The host does not wait."""
+    """What the allocator says; None if there is none. The host does not wait."""
     if device.type != "cuda":
         return None
     stats = torch.cuda.memory_stats(device)

@@ -325,7 +325,7 @@ class FirstStep:
         return is_beside(self.rank.language_models[0], called=step.num_calls > 0)
 
     def _shape_of_call(self, model: Any, tokens: Any) -> tuple[int, int] | None:
-        """Samples and positions of a call that stock runs; None where nothing says them.
+        """Samples and positions of a call that stock runs; None if nothing says them.
 
         Off the first stage a trainer may give any tokens (SkyRL: those of another layout).
         """
@@ -476,7 +476,7 @@ def _in_place(value: Any) -> bool:
 
 
 def _holds(value: Any) -> bool:
-    """Whether a value can be written in place, and is no model, function or module."""
+    """Whether a value can be written in place, and is not a model, function or module."""
     if isinstance(value, (*_NUMBERS, type, nn.Module, types.ModuleType)):
         return False
     return isinstance(value, Tensor) or not callable(value)

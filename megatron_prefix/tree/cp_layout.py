@@ -54,7 +54,7 @@ def positions(length: int, rank: int, size: int) -> Index:
     """Positions that a rank holds of a span of `length`, ascending.
 
     Raises:
-        ValueError: `length` is no multiple of 2*size.
+        ValueError: `length` is not a multiple of 2*size.
     """
     if size == 1:
         return np.arange(length)

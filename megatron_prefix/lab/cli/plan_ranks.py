@@ -151,7 +151,7 @@ def result(dealt: Dealt) -> dict[str, Any]:
 
 
 def _across(tokens: DealtTokens, plans: JobPlan, timeline: JobTimeline | None) -> dict[str, Any]:
-    """What the job does, lists by rank; times in tokens of forward work, None where it was not
+    """What the job does, lists by rank; times in tokens of forward work, None if it was not
     simulated."""
     found = {
         "executed_tokens": plans.executed_tokens,

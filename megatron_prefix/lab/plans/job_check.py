@@ -118,7 +118,7 @@ class Job:
         for index, one in enumerate(segments):
             source = one.source
             if source not in peers | {-1}:
-                yield f"segment {index} comes from rank {source}, which is no other rank"
+                yield f"segment {index} comes from rank {source}, which is not another rank"
             elif source >= 0 and not one.inner:
                 yield f"segment {index} is received: it must be inner"
         counts = Counter(one[:2] for one in plan.transfers)
@@ -130,7 +130,7 @@ class Job:
             if not segments[index].inner:
                 yield f"{what}, and is not inner"
             if peer not in peers:
-                yield f"{what}, which is no other rank"
+                yield f"{what}, which is not another rank"
             if counts[index, peer] > 1:
                 yield f"{what} twice"
             known = range(len(segments[index].spans))

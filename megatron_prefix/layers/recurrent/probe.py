@@ -33,7 +33,7 @@ def rule_refusal(
     rule: Callable[..., Any], device: str, dtype: torch.dtype, key_dim: int, value_dim: int,
     heads: int = 2,
 ) -> str | None:  # fmt: skip
-    """Why a gated delta rule cannot be used; None where it can.
+    """Why a gated delta rule cannot be used; None if it can.
 
     Runs three sequences with states, forward and backward, and compares outputs, states and all
     gradients with the definition in fp64.
@@ -81,7 +81,7 @@ def tried(
 def refusals(
     device: str, key_dim: int = 128, value_dim: int = 128, heads: int = 32, compiles: bool = True
 ) -> dict[str, str | None]:
-    """By Megatron's module, why its kernels cannot be used on a device; None where they can.
+    """By Megatron's module, why its kernels cannot be used on a device; None if they can.
 
     Mamba2's kernels are only imported. Triton compiles and tunes those of GatedDeltaNet for these
     widths and this number of a rank's value heads (fla's autotuners ask for them), for minutes

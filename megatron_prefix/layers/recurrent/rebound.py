@@ -8,7 +8,7 @@ from typing import Any
 
 
 def rebound(method: Any, **names: Any) -> Callable[..., Any]:
-    """The same method, on the same instance, that finds `names` in the place of its module's.
+    """The same method, on the same instance, that finds `names` instead of its module's.
 
     Megatron's recurrent layers call their kernels by global names. So one layer can be given
     others: its code runs as it is, and no other layer sees them.

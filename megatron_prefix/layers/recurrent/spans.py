@@ -30,9 +30,9 @@ class Edges(NamedTuple):
             repeats its last one.
         ends: `first`, then the same of the last positions; a shorter span repeats its first one.
         places: `first` without what is repeated, int64.
-        kept: which of `first` these are, int64; None where all are.
+        kept: which of `first` these are, int64; None if all are.
         tail: where, in (parent's tail, first, last) of every span side by side, the inputs are that
-            the span leaves, int64 [spans * before]; None where all of them are the last ones.
+            the span leaves, int64 [spans * before]; None if all of them are the last ones.
     """
 
     first: Tensor
@@ -50,7 +50,7 @@ class Batch(NamedTuple):
         spans: the same, int64 [rows].
         positions: of the segment, int64 [rows * (in front + longest)]; any where `blank`.
         front: which of them are in front, int64 [rows * in front].
-        padding: which of them are behind a shorter row's end, int64; None where none is.
+        padding: which of them are behind a shorter row's end, int64; None if none is.
         blank: both.
     """
 

@@ -40,8 +40,8 @@ class LayerStates:
     Attributes:
         spans: of the segment.
         inner: whether other segments begin with what it leaves.
-        state: [spans, ...], in fp32 or wider; None where all are zero.
-        tail: the convolution's last inputs [spans, before, channels]; None where all are zero.
+        state: [spans, ...], in fp32 or wider; None if all are zero.
+        tail: the convolution's last inputs [spans, before, channels]; None if all are zero.
     """
 
     def __init__(self, context: SegmentContext, layer: int, anchor: Tensor, before: int) -> None:

@@ -53,7 +53,7 @@ class Stage:
         called: settings of the trainer's model calls.
         has_labels: whether these have labels.
         others: their other arguments that are about no position.
-        given: what they give in the place of tokens; None: nothing.
+        given: what they give instead of tokens; None: nothing.
         moves_labels: whether their head moves labels by one: see run/read/heads.py.
         filled: what they put into a dict that calls bring; None: these bring none.
         losses: on the last stage only.
@@ -92,7 +92,7 @@ class Executor:
         plan: the step's plan.
         stages: the rank's model chunks.
         inputs: tokens, labels and positions of the segments.
-        links: messages to and from the neighbours; None where there are none.
+        links: messages to and from the neighbours; None if there are none.
         forward_only: run without gradients; a backward then only releases its segment.
         timing: what times the computation of an action, if anything does.
         offloader: takes what segments with policy "offload" save.

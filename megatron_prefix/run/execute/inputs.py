@@ -104,7 +104,7 @@ class SegmentInputs:
             index: the segment.
             has_labels: whether the trainer's calls have labels.
             others: what else they have and is about no position (`runtime_gather_output`, ...), and
-                what is given in the place of tokens.
+                what is given instead of tokens.
             moves_labels: whether the model's head runs, and moves labels by one: see
                 run/read/heads.py.
 

@@ -1,4 +1,4 @@
-"""Rows that one model call gives in the place of tokens, and the graphs behind them.
+"""Rows that one model call gives instead of tokens, and the graphs behind them.
 
 Calls of all microbatches are there at the same time, and most of their rows are copies.  So those
 that segments are computed from are kept, and the call's own tensor is emptied, as Megatron does

@@ -1,4 +1,4 @@
-"""What a vision-language model gives its language model in the place of tokens.
+"""What a vision-language model gives its language model instead of tokens.
 
 Such a model calls its language model with embeddings of text and images (`decoder_input`), with
 three positions a token (mrope), and with rows that its first layers add (deepstack).  That call is
@@ -52,7 +52,7 @@ class Leaf:
 
 
 class Given:
-    """What the calls of one model chunk give in the place of tokens.
+    """What the calls of one model chunk give instead of tokens.
 
     Args:
         calls: of the chunk, in order.
@@ -288,7 +288,7 @@ class Given:
 
 
 def given(calls: Sequence[ModelCall], rank: Rank, chunk: int) -> Given | None:
-    """What the calls of a model chunk give in the place of tokens; None if nothing.
+    """What the calls of a model chunk give instead of tokens; None if nothing.
 
     Raises:
         CannotShare: the model needs positions, and a call has none; or it has multi-token

@@ -32,7 +32,7 @@ from megatron_prefix.run.calls import FILLED_BY_MODEL, ModelCall
 MOVES_LABELS = "return_logprobs_for_linear_ce_fusion"
 """Keyword of a call whose head moves labels by one itself."""
 OWN_HEAD = "output_processor"
-"""Keyword for a head in the place of Megatron's."""
+"""Keyword for a head instead of Megatron's."""
 
 
 def moves_labels(arguments: Mapping[str, Any]) -> bool:
@@ -114,5 +114,5 @@ class FilledDict:
 
 
 def is_shared(value: Any) -> bool:
-    """Whether what a model puts into a call's dict is no one call's."""
+    """Whether what a model puts into a call's dict is not one call's."""
     return value is None or isinstance(value, nn.Parameter)

@@ -91,7 +91,7 @@ class ReadCalls(NamedTuple):
         last: of the last stage's calls, on that stage, where they are not the first's.
         routes: of the first stage's calls where routers follow them, [positions, layers, topk], as
             the callback says.
-        given: what the first stage's calls give in the place of tokens; None: nothing.
+        given: what the first stage's calls give instead of tokens; None: nothing.
         told: without that callback, what this rank's routers have been told; None: they cannot be.
         up_to_loss: whether what is behind a sample's last loss has no effect: some routers count
             all tokens, and multi-token prediction has losses of its own.

@@ -147,7 +147,7 @@ def _read(
         routes = calls.told.gathered(layouts, cp.size(), pp, device)
     if calls.first is None or known is None:
         return None if calls.last is None else _samples(calls.last, (), cp, device)
-    if calls.given is not None:  # a number for each position, in the place of tokens
+    if calls.given is not None:  # a number for each position, instead of tokens
         known = known._replace(tokens=calls.given.codes(known.lengths, known.tokens))
     return _samples(known, routes, cp, device, up_to_loss=calls.up_to_loss)
 
@@ -155,7 +155,7 @@ def _read(
 def told(
     step: Step | None, samples: Sequence[Pairs] | None, group: Any, device: torch.device
 ) -> Step | None:
-    """The first stage's step on every stage, and None where it has none; all of them call this.
+    """The first stage's step on every stage, and None if it has none; all of them call this.
 
     Args:
         step: on the first stage.

@@ -207,7 +207,7 @@ class Capture:
 
     Attributes:
         steps: per model chunk the suspended forward steps in the trainer's order.
-        given: per model chunk what their calls give in the place of tokens, once they are read.
+        given: per model chunk what their calls give instead of tokens, once they are read.
         towers: vision towers, each of which runs once an image.
     """
 
@@ -308,7 +308,7 @@ class Capture:
             raise refused(TRAINING_MODE)
 
     def begin(self, forest: Forest) -> None:
-        """Begins to run segments, or begins again, with what is given in the place of tokens."""
+        """Begins to run segments, or begins again, with what is given instead of tokens."""
         for given in filter(None, self.given):
             given.prepare(forest)
         for tower in self.towers:

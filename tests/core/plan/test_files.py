@@ -79,7 +79,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("folder", "a folder has this name"),
-        ("file/x", "/file is no folder"),
+        ("file/x", "/file is not a folder"),
         ("no/x", "/no is missing"),
         (LONG, "too long"),
         (f"{LONG}/x", "too long"),
@@ -110,7 +110,7 @@ def test_places_that_can_be_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["file", "file/x", LONG, f"x/{LONG}"])
 def test_folders_that_cannot_be_written(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"is no folder|too long"):
+    with pytest.raises(UserError, match=r"is not a folder|too long"):
         files.check_folder_writable(tmp_path / name)
 
 

@@ -116,7 +116,7 @@ def test_what_is_no_plan_is_refused(tmp_path) -> None:
     with pytest.raises(UserError, match=r"p\.csv: cannot be read \(No such file"):
         PlanFile(str(path))
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match=r"p\.csv: not a plan: it is no text"):
+    with pytest.raises(UserError, match=r"p\.csv: not a plan: it is not text"):
         PlanFile(str(path))
     text = make_plan(forest(), 1).to_csv()
     path.write_text(

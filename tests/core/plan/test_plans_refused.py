@@ -215,10 +215,14 @@ def test_forests_have_good_tables(sets, options) -> None:
 @pytest.mark.parametrize(
     ("index", "spans", "message"),
     [
-        (0, [Span(0, 4, 4, (0, 1), PROMPT)], "its parent span 0.0 is no span of an inner segment"),
-        (2, [Span(6, 2, 2, (1,), Place(1, 0))], "its parent span 1.0 is no span of an inner"),
-        (2, [Span(4, 2, 2, (1,), Place(0, 1))], "its parent span 0.1 is no span of an inner"),
-        (2, [Span(4, 2, 2, (1,), Place(3, 0))], "its parent span 3.0 is no span of an inner"),
+        (
+            0,
+            [Span(0, 4, 4, (0, 1), PROMPT)],
+            "its parent span 0.0 is not a span of an inner",
+        ),
+        (2, [Span(6, 2, 2, (1,), Place(1, 0))], "its parent span 1.0 is not a span of an inner"),
+        (2, [Span(4, 2, 2, (1,), Place(0, 1))], "its parent span 0.1 is not a span of an inner"),
+        (2, [Span(4, 2, 2, (1,), Place(3, 0))], "its parent span 3.0 is not a span of an inner"),
         (1, [Span(4, 2, 2, (0,))], "a root starts at 4, not at 0"),
         (1, [Span(0, 2, 2, (0,))], "rollout 0 comes from span 0.0, not from no span"),
         (1, [Span(3, 2, 2, (0,), PROMPT)], "a span starts at 3, not at 4, where its parent ends"),

@@ -210,9 +210,9 @@ def faults() -> list[tuple[Segment, str]]:
     other = Span(4, 2, 2, (1,), Place(0, 0))
     return [
         (Segment((root, leaf, other), True, True, joined=0), ""),
-        (Segment((leaf, root, other), True, True, joined=0), "is no span of an inner segment"),
+        (Segment((leaf, root, other), True, True, joined=0), "is not a span of an inner segment"),
         (Segment((root, leaf, other), True, True), "has a rollout twice"),
-        (Segment((root, leaf, other), False, True, joined=0), "is no span of an inner segment"),
+        (Segment((root, leaf, other), False, True, joined=0), "is not a span of an inner segment"),
         (Segment((root, leaf, other), True, True, joined=3), "is joined as segment 3"),
         (Segment((root._replace(padded=5), leaf, other), True, True, joined=0), "has padding"),
         (Segment((root, leaf, leaf), True, True, joined=0), "rollout 0 comes from"),
@@ -231,7 +231,7 @@ def test_faults_of_joined_segments_are_named(segment: Segment, fault: str) -> No
 def test_nobody_reads_a_joined_segment() -> None:
     root, leaf = Span(0, 4, 4, (0, 1)), Span(4, 2, 2, (0,), Place(0, 0))
     joined = Segment((root, leaf), True, True, joined=0)
-    with pytest.raises(UserError, match="is no span of an inner segment"):
+    with pytest.raises(UserError, match="is not a span of an inner segment"):
         check_segments([joined, Segment((Span(4, 2, 2, (1,), Place(0, 0)),), False, True)])
 
 

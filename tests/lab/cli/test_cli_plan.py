@@ -290,7 +290,7 @@ def test_groups_of_one_and_copies_are_valid(capsys, tmp_path) -> None:
         (["plan", BUNDLED, "--svg", "/no/such/plan.svg"], "/no/such/plan.svg: cannot be written"),
         (["plan", BUNDLED, "--csv", "-", "--json"], "--csv - and --json both write to stdout"),
         (["show", "/no/such/plan.csv"], "megatron-prefix show: /no/such/plan.csv: cannot be read"),
-        (["show", BUNDLED], "not a plan: it is no text in UTF-8"),
+        (["show", BUNDLED], "not a plan: it is not text in UTF-8"),
         (["show", __file__], "not a plan"),
     ],
 )

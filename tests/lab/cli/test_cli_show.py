@@ -113,8 +113,8 @@ def test_show_marks_the_bad_cell_of_an_invalid_plan(capsys, plan_file, tmp_path)
     ("old", "new", "message"),
     [
         ("<0.0", "", "a root starts at"),
-        ("<0.0", "<999.0", "its parent span 999.0 is no span of an inner segment before it"),
-        ("<0.0", "<0.7", "its parent span 0.7 is no span of an inner segment before it"),
+        ("<0.0", "<999.0", "its parent span 999.0 is not a span of an inner segment before it"),
+        ("<0.0", "<0.7", "its parent span 0.7 is not a span of an inner segment before it"),
         ("rank 0,F0", "rank 0,X0", "'X0' is not an action"),
         ("plan,4,2,1", "plan,4,3,1", "expected 'rank 0', found"),
         ("plan,4,2,1", "plan,4,2,1000000000", "ranks and chunks must be whole numbers"),

@@ -37,7 +37,7 @@ WRITERS = {
     "train output": ["train", BUNDLED, "--output"],
 }
 PLACES = {
-    "file/x.png": "/file is no folder",
+    "file/x.png": "/file is not a folder",
     f"{'x' * 252}.png": "too long",
     "folder.png": "folder",
     "no/x.png": "/no is missing",

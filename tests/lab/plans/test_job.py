@@ -227,8 +227,8 @@ def test_deadlocks() -> None:
     [
         ([(1, 1, (0,))], "segment 1 goes to rank 1, and is not inner"),
         ([(9, 1, (0,))], "segment 9 goes to rank 1, and is not computed here"),
-        ([(0, 0, (0,))], "segment 0 goes to rank 0, which is no other rank"),
-        ([(0, 2, (0,))], "segment 0 goes to rank 2, which is no other rank"),
+        ([(0, 0, (0,))], "segment 0 goes to rank 0, which is not another rank"),
+        ([(0, 2, (0,))], "segment 0 goes to rank 2, which is not another rank"),
         ([(0, 1, (0,))] * 2, "segment 0 goes to rank 1 twice"),
         ([(0, 1, ())], r"segment 0 goes to rank 1 with spans \(\)"),
         ([(0, 1, (1,))], r"segment 0 goes to rank 1 with spans \(1,\)"),
@@ -244,8 +244,8 @@ def test_transfers_of_what_does_not_exist(transfers, message) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"source": 1}, "comes from rank 1, which is no other rank"),
-        ({"source": 5}, "comes from rank 5, which is no other rank"),
+        ({"source": 1}, "comes from rank 1, which is not another rank"),
+        ({"source": 5}, "comes from rank 5, which is not another rank"),
         ({"inner": False}, "is received: it must be inner"),
     ],
 )

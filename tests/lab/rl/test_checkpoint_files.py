@@ -400,7 +400,7 @@ def test_unwritable_places_are_refused_before_the_first_step(tmp_path: Path) -> 
         "below a file": (["file/x"], "file/x: cannot be written"),
         "long": (["x" * 300], "too long"),
         "picture": (["x", "--plan-svg", str(tmp_path / "a")], "a folder has this name"),
-        "trace": (["x", "--trace", str(tmp_path / "file" / "y")], "file is no folder"),
+        "trace": (["x", "--trace", str(tmp_path / "file" / "y")], "file is not a folder"),
     }
     before = sorted(tmp_path.rglob("*"))
 
