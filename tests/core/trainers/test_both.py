@@ -165,7 +165,7 @@ def parts(_: str) -> dict[str, tuple[int, int]]:
     }
 
 
-def test_with_a_distributed_optimizer_each_gradient_is_compared_on_one_rank() -> None:
+def test_a_distributed_optimizers_gradients_on_their_own_ranks() -> None:
     first, second = ranks.run_ranks(2, parts, "")
     assert first.keys() == second.keys()
     for name, (mine, whole) in first.items():

@@ -1,4 +1,5 @@
-"""Tests use what a room exports, so that the next move of its inside rewrites none."""
+"""Tests use what a room exports, so that the next move of its inside rewrites none, and their own
+names are short."""
 
 from __future__ import annotations
 
@@ -84,3 +85,18 @@ def test_it(monkeypatch):
     (tmp_path / "test_it.py").write_text(source, "utf-8")
     # The import; twice in __init__; twice in strings; and the key, which is Own's, from outside.
     assert counted(tmp_path, {"_door", "_light", "_key"}) == {"test_it.py": 6}
+
+
+LONGEST = 60
+"""Characters of a test's name."""
+
+
+def test_names_of_tests_fit_a_line() -> None:
+    long = [
+        f"{path.name}: {node.name}"
+        for path in REPOSITORY.joinpath("tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        if len(node.name) > LONGEST
+    ]
+    assert not long
