@@ -26,7 +26,7 @@ def test_rays_workers_get_the_stock_schedules_results(tmp_path: Path) -> None:
     """With tensor-parallel ranks, pipeline stages, and verl's critic; pip's verl brings Ray."""
     folder = installed("verl")
     write_plugin(tmp_path)
-    path = [str(tmp_path), os.environ.get("PYTHONPATH", ""), str(folder)]
+    path = [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", ""), str(folder)]
     named = {
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "RAY_raylet_start_wait_time_s": "120",
