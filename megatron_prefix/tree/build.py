@@ -323,7 +323,12 @@ def _worthwhile(
             if id(node) in weak and joins_waves(node, options):
                 node.joins = True
                 weak.discard(id(node))
-        roots = dissolved(roots, lambda node, weak=weak: id(node) not in weak)  # type: ignore[misc]
+
+        def stays(node: Node, weak: set[int] = weak) -> bool:
+            """Where one above it is dissolved, it is longer and may have no room in a wave."""
+            return id(node) not in weak and (not node.joins or joins_waves(node, options))
+
+        roots = dissolved(roots, stays)
 
 
 def _copied(roots: list[Node]) -> list[Node]:

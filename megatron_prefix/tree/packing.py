@@ -69,8 +69,9 @@ class Rounds:
 
     Attributes:
         inner: per round the nodes of `inner` that no earlier one needs.
-        leaves: per round its leaves, each with those of its rollouts that are in the round.
-        lasting: per round the leaves that it needs first, and later rounds too.
+        leaves: per round its leaves, and nodes that join waves and in which rollouts end, each with
+            those of these rollouts that are in the round.
+        lasting: per round those that it needs first, and later rounds too.
     """
 
     def __init__(
@@ -96,26 +97,27 @@ class Rounds:
         self.lasting: list[list[tuple[Node, list[int]]]] = [[] for _ in rounds]
         for depth, node in inner:
             self.inner[self._round_of[self._first(node)]].append((depth, node))
-        for leaf in others:
-            if not leaf.children:
-                self._place(leaf, options.segment_gain)
+        for node in others:
+            if ending := node.ending() if node.children else node.members:
+                self._place(node, ending, options.segment_gain)
 
     def _first(self, node: Node) -> int:
         """The first microbatch that needs a node."""
         return min(map(self._owner.__getitem__, node.members))
 
-    def _place(self, leaf: Node, least: int) -> None:
-        """Gives a leaf to its rounds. Equal rollouts of several rounds have one leaf, in a segment
-        that waits for all their losses, unless that saves fewer positions than `least`."""
-        if len(leaf.members) == 1:
-            number = self._round_of[self._owner[leaf.members[0]]]
-            self.leaves[number].append((leaf, leaf.members))
+    def _place(self, leaf: Node, ending: list[int], least: int) -> None:
+        """Gives the rollouts that end in a node to their rounds. Equal ones of several rounds have
+        one leaf, in a segment that waits for all their losses, unless that saves fewer positions
+        than `least`."""
+        if len(ending) == 1:
+            number = self._round_of[self._owner[ending[0]]]
+            self.leaves[number].append((leaf, ending))
             return
         parts: dict[int, list[int]] = {}
-        for member in leaf.members:
+        for member in ending:
             parts.setdefault(self._round_of[self._owner[member]], []).append(member)
         if len(parts) > 1 and (len(parts) - 1) * (leaf.end - leaf.start) >= least:
-            self.lasting[min(parts)].append((leaf, leaf.members))
+            self.lasting[min(parts)].append((leaf, ending))
             return
         for number, members in parts.items():
             self.leaves[number].append((leaf, members))
@@ -249,7 +251,8 @@ class Packing:
             here = [child for _, child in below if child.children]
 
     def _trees(self, leaves: Iterable[tuple[Node, list[int]]]) -> list[Node]:
-        """Leaves, each of some of its rollouts, below the nodes that join waves."""
+        """Leaves, each of some of its rollouts, below the nodes that join waves; of such a node in
+        their place, those that end in it."""
         found = list[Node]()
         paths: dict[int, dict[int, list[Node]]] = {}  # of rollouts, by what all of them is below
         above: dict[int, Node | None] = {}
@@ -257,7 +260,7 @@ class Packing:
             path, parent = [leaf], self._parents.get(id(leaf))
             while parent is not None and parent.joins:
                 path, parent = [parent, *path], self._parents.get(id(parent))
-            if len(path) == 1:
+            if len(path) == 1 and not leaf.children:
                 found.append(self._below(parent, replace(leaf, members=members)))
                 continue
             above[id(parent)] = parent
