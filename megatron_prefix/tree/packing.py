@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans
 from megatron_prefix.tree.forest import Exchange, Forest, Place, Segment, TreeOptions, padded
-from megatron_prefix.tree.joining import joined_segment, trees_of
+from megatron_prefix.tree.joining import joined_segment, joins_waves, trees_of
 from megatron_prefix.tree.nodes import Node, dissolved, even_parts, preorder
 
 _LEAST = 8
@@ -122,6 +122,10 @@ class Rounds:
         for number, members in parts.items():
             self.leaves[number].append((leaf, members))
 
+    def num(self, rollouts: Iterable[int]) -> int:
+        """In how many rounds some rollouts are."""
+        return len({self._round_of[self._owner[one]] for one in rollouts})
+
     def together(self) -> Iterator[range]:
         """Rounds whose inner nodes run together: those that have a segment of them at most."""
         start, rows = 0, 0
@@ -160,6 +164,11 @@ class Rounds:
             run = microbatches[start:stop]
             for low, high in even_parts([max(1, leaves[one]) for one in run], self._budget):
                 yield run[low:high]
+
+
+def _ends(node: Node) -> int:
+    """Leaves of a tree, and nodes in it that others continue and in which rollouts end."""
+    return sum(not one.children or bool(one.ending()) for one in preorder([node]))
 
 
 class _Nodes(NamedTuple):
@@ -211,7 +220,7 @@ class Packing:
         self._nodes: list[_Nodes] = []
         self._owner = range(len(first_trained)) if microbatch_of is None else microbatch_of
         others = [node for node in preorder(roots) if node.joins or not node.children]
-        rounds = Rounds(self._inner(roots), others, self._owner, options, rows)
+        self._rounds = rounds = Rounds(self._inner(roots), others, self._owner, options, rows)
         self._round = 0
         if common.segments:
             self._cross(common, {one.common: one for one in preorder(roots) if one.common >= 0})
@@ -226,6 +235,16 @@ class Packing:
                 self._round = number
                 self._fill(self._trees(rounds.lasting[number]), inner=False)
                 self._fill(self._trees(rounds.leaves[number]), inner=False)
+
+    def saved(self, node: Node) -> int:
+        """Positions that would run more without a segment for a node: once in every round that
+        reads it, where it may join waves, else in every child, and in what joins waves below a
+        child, which then has hardly room there."""
+        if joins_waves(node, self._options):
+            return max(node.saved, (self._rounds.num(node.members) - 1) * (node.end - node.start))
+        below = sum(_ends(child) for child in node.children if child.joins)
+        joined = sum(child.joins for child in node.children)
+        return node.saved + (below - joined) * (node.end - node.start)
 
     def _cross(self, common: CommonSpans, nodes: Mapping[int, Node]) -> None:
         """Adds what crosses ranks, as far as this rank has it."""

@@ -18,6 +18,8 @@ from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.tree import Forest, Pairs, Place, Segment, Span, TreeOptions, build
 from megatron_prefix.tree.joining import most_alive
+from megatron_prefix.tree.nodes import Node
+from megatron_prefix.tree.packing import Packing
 from megatron_prefix.tree.payload_map import payload_map
 from tests.harness.fuzzing import rounds
 from tests.harness.trees import flat_rollouts, rollout_sets, tree_options
@@ -90,6 +92,10 @@ def test_waves_that_join_are_whole() -> None:
         )  # fmt: skip
         forest = build(rollouts, None, options, owner)
         check_whole(forest, rollouts, options)
+        apart = build(rollouts, None, replace(options, joins=False), owner)
+        gain = options.segment_gain
+        costs = [sum(one.padded_length + gain for one in made.segments) for made in (apart, forest)]
+        assert costs[1] <= costs[0]
         below = [one for one in forest.segments if one.joined >= 0 and one.parents]
         found += bool(below)
         spans = [span for segment in below for span in segment.spans]
@@ -173,6 +179,37 @@ def test_what_few_positions_share_runs_in_the_waves_that_read_it() -> None:
     levels = payload_map(forest.segments).levels[1]
     assert [(run.stop - run.first, run.end - run.start) for run in levels[0].runs] == [(56, 99)]
     assert [(run.stop - run.first, run.end - run.start) for run in levels[1].runs] == [(22, 6)] * 2
+
+
+def test_a_prompt_whose_rollouts_share_more_stays() -> None:
+    """Pairs and halves of 16 rollouts join their wave. The prompt has two halves below it, but with
+    it they would have no room, and it would run in every rollout."""
+    paths = [(half, pair, one) for half in range(2) for pair in range(4) for one in range(2)]
+    tokens = [
+        np.array([1, 10 + half, 100 + 4 * half + pair, 1000 + n, 0]).repeat([51, 8, 2, 10, 1])
+        for n, (half, pair, _) in enumerate(paths)
+    ]
+    rollouts = [Pairs(one[:-1], one[1:], one[1:] >= 10) for one in tokens]
+    options = replace(JOINS, min_gain=2, segment_tokens=210, segment_gain=60)
+    forest = build(rollouts, None, options, owners(16, 4))
+    found = [(one.padded_length, one.joined, one.parents) for one in forest.segments]
+    assert found == [(50, -1, ()), (208, 1, (0,))]
+
+
+def test_what_a_node_saves_is_counted_by_the_rounds_that_read_it() -> None:
+    """Ten positions of eight rollouts in four microbatches, each long enough for a round. Two nodes
+    that join waves are below them: joined too, they would run four times."""
+    halves = [
+        Node(10, 15, some, [Node(15, 20, [one]) for one in some], joins=True)
+        for some in ([0, 1, 2, 3], [4, 5, 6, 7])
+    ]
+    node = Node(0, 10, [*range(8)], halves)
+    others = [Node(0, 100, [one]) for one in range(8, 12)]
+    owner = [*range(4)] * 3
+    for budget, saved in ((120, 3 * 10), (110, 7 * 10), (0, 10)):
+        options = replace(JOINS, segment_tokens=budget)
+        packed = Packing([node, *others], [0] * 12, options, owner)
+        assert packed.saved(node) == saved, budget
 
 
 def test_where_nothing_joins_a_wave() -> None:
