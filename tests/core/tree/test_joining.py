@@ -81,7 +81,7 @@ def test_waves_that_join_are_whole() -> None:
     """Random trees below a prompt that stays apart: some rollouts end where others go on, and some
     are there several times, in several microbatches."""
     found = ends = copies = 0
-    for seed in range(rounds(400, 4000)):
+    for seed in range(rounds(250, 2000)):
         rng = random.Random(seed)
         rollouts = random_rollouts(rng)
         owner = owners(len(rollouts), rng.randint(1, 6))
@@ -103,7 +103,7 @@ def test_waves_that_join_are_whole() -> None:
         mine = {rollout for span in spans for rollout in span.rollouts}
         ends += any(forest.paths[rollout][-1] in read for rollout in mine)
         copies += any(len({owner[one] for one in span.rollouts}) > 1 for span in spans)
-    assert min(found, ends, copies) > 10, (found, ends, copies)
+    assert min(found, ends, copies) > 5, (found, ends, copies)
 
 
 def random_rollouts(rng: random.Random) -> list[Pairs]:
