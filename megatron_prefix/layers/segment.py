@@ -71,7 +71,7 @@ class SegmentContext:
     def enter(self, layer: int, *, backward: bool) -> None:
         """Tells the sidecar that a layer runs now, and which will be next."""
         if not self.cache.looks_ahead or (self.joined and not backward):
-            return  # nothing comes from elsewhere, or all that it reads it makes itself
+            return  # nothing comes from elsewhere, or what it reads is not all made yet
         self.cache.prefetch(layer, self.index, backward=backward)
         after = layer - 1 if backward else layer + 1
         if after != self.keys_only:

@@ -79,9 +79,7 @@ class Tries:
         every = [root for tree in self.trees for root in tree]
         joins = bool(every) and rows is None and self.common is NOTHING_IN_COMMON and options.joins
         options = replace(options, joins=joins)
-        packed = _worthwhile(
-            _copied(every), first, options, microbatch_of, sum(num_positions), self.common
-        )
+        packed = self._packed(every, options, microbatch_of)
         if options.chunk_tokens or rows is not None:
             roots = _chunked(packed.roots, first, options)
             packed = Packing(roots, first, options, microbatch_of, self.common, rows)
@@ -95,6 +93,19 @@ class Tries:
             exchanges=tuple(packed.exchanges), rounds=tuple(packed.rounds) if rows else (),
             whole=options.whole,
         )  # fmt: skip
+
+    def _packed(
+        self, roots: list[Node], options: TreeOptions, microbatch_of: Sequence[int] | None
+    ) -> Packing:
+        """What is worth a segment; waves have spans that they read where that costs no more: trees
+        in them are not cut, and fill segments worse."""
+        raw, first = sum(map(len, self.trained)), self.first_trained
+        packed = _worthwhile(_copied(roots), first, options, microbatch_of, raw, self.common)
+        if not options.joins:
+            return packed
+        options = replace(options, joins=False)
+        other = _worthwhile(_copied(roots), first, options, microbatch_of, raw, self.common)
+        return min(packed, other, key=lambda one: _cost(one.lengths, options))
 
     def _joined(
         self, roots: Sequence[Node], packed: Packing, microbatch_of: Sequence[int] | None
@@ -314,7 +325,7 @@ def _worthwhile(
     least = min(options.segment_gain, raw_tokens // LEAST_SHARE)
     while True:
         packed = Packing(roots, first, options, microbatch_of, common)
-        every = ((sum(node.saved for node in nodes), nodes) for nodes in packed.inner)
+        every = ((sum(map(packed.saved, nodes)), nodes) for nodes in packed.inner)
         saved = sorted((one for one in every if one[0] < least), key=lambda one: one[0])
         if not saved:
             return packed
@@ -323,7 +334,12 @@ def _worthwhile(
             if id(node) in weak and joins_waves(node, options):
                 node.joins = True
                 weak.discard(id(node))
-        roots = dissolved(roots, lambda node, weak=weak: id(node) not in weak)  # type: ignore[misc]
+
+        def stays(node: Node, weak: set[int] = weak) -> bool:
+            """Where one above it is dissolved, it is longer and may have no room in a wave."""
+            return id(node) not in weak and (not node.joins or joins_waves(node, options))
+
+        roots = dissolved(roots, stays)
 
 
 def _copied(roots: list[Node]) -> list[Node]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans
 from megatron_prefix.tree.forest import Exchange, Forest, Place, Segment, TreeOptions, padded
-from megatron_prefix.tree.joining import joined_segment, trees_of
+from megatron_prefix.tree.joining import joined_segment, joins_waves, trees_of
 from megatron_prefix.tree.nodes import Node, dissolved, even_parts, preorder
 
 _LEAST = 8
@@ -69,8 +69,9 @@ class Rounds:
 
     Attributes:
         inner: per round the nodes of `inner` that no earlier one needs.
-        leaves: per round its leaves, each with those of its rollouts that are in the round.
-        lasting: per round the leaves that it needs first, and later rounds too.
+        leaves: per round its leaves, and nodes that join waves and in which rollouts end, each with
+            those of these rollouts that are in the round.
+        lasting: per round those that it needs first, and later rounds too.
     """
 
     def __init__(
@@ -96,29 +97,34 @@ class Rounds:
         self.lasting: list[list[tuple[Node, list[int]]]] = [[] for _ in rounds]
         for depth, node in inner:
             self.inner[self._round_of[self._first(node)]].append((depth, node))
-        for leaf in others:
-            if not leaf.children:
-                self._place(leaf, options.segment_gain)
+        for node in others:
+            if ending := node.ending() if node.children else node.members:
+                self._place(node, ending, options.segment_gain)
 
     def _first(self, node: Node) -> int:
         """The first microbatch that needs a node."""
         return min(map(self._owner.__getitem__, node.members))
 
-    def _place(self, leaf: Node, least: int) -> None:
-        """Gives a leaf to its rounds. Equal rollouts of several rounds have one leaf, in a segment
-        that waits for all their losses, unless that saves fewer positions than `least`."""
-        if len(leaf.members) == 1:
-            number = self._round_of[self._owner[leaf.members[0]]]
-            self.leaves[number].append((leaf, leaf.members))
+    def _place(self, leaf: Node, ending: list[int], least: int) -> None:
+        """Gives the rollouts that end in a node to their rounds. Equal ones of several rounds have
+        one leaf, in a segment that waits for all their losses, unless that saves fewer positions
+        than `least`."""
+        if len(ending) == 1:
+            number = self._round_of[self._owner[ending[0]]]
+            self.leaves[number].append((leaf, ending))
             return
         parts: dict[int, list[int]] = {}
-        for member in leaf.members:
+        for member in ending:
             parts.setdefault(self._round_of[self._owner[member]], []).append(member)
         if len(parts) > 1 and (len(parts) - 1) * (leaf.end - leaf.start) >= least:
-            self.lasting[min(parts)].append((leaf, leaf.members))
+            self.lasting[min(parts)].append((leaf, ending))
             return
         for number, members in parts.items():
             self.leaves[number].append((leaf, members))
+
+    def num(self, rollouts: Iterable[int]) -> int:
+        """In how many rounds some rollouts are."""
+        return len({self._round_of[self._owner[one]] for one in rollouts})
 
     def together(self) -> Iterator[range]:
         """Rounds whose inner nodes run together: those that have a segment of them at most."""
@@ -158,6 +164,11 @@ class Rounds:
             run = microbatches[start:stop]
             for low, high in even_parts([max(1, leaves[one]) for one in run], self._budget):
                 yield run[low:high]
+
+
+def _ends(node: Node) -> int:
+    """Leaves of a tree, and nodes in it that others continue and in which rollouts end."""
+    return sum(not one.children or bool(one.ending()) for one in preorder([node]))
 
 
 class _Nodes(NamedTuple):
@@ -209,7 +220,7 @@ class Packing:
         self._nodes: list[_Nodes] = []
         self._owner = range(len(first_trained)) if microbatch_of is None else microbatch_of
         others = [node for node in preorder(roots) if node.joins or not node.children]
-        rounds = Rounds(self._inner(roots), others, self._owner, options, rows)
+        self._rounds = rounds = Rounds(self._inner(roots), others, self._owner, options, rows)
         self._round = 0
         if common.segments:
             self._cross(common, {one.common: one for one in preorder(roots) if one.common >= 0})
@@ -224,6 +235,16 @@ class Packing:
                 self._round = number
                 self._fill(self._trees(rounds.lasting[number]), inner=False)
                 self._fill(self._trees(rounds.leaves[number]), inner=False)
+
+    def saved(self, node: Node) -> int:
+        """Positions that would run more without a segment for a node: once in every round that
+        reads it, where it may join waves, else in every child, and in what joins waves below a
+        child, which then has hardly room there."""
+        if joins_waves(node, self._options):
+            return max(node.saved, (self._rounds.num(node.members) - 1) * (node.end - node.start))
+        below = sum(_ends(child) for child in node.children if child.joins)
+        joined = sum(child.joins for child in node.children)
+        return node.saved + (below - joined) * (node.end - node.start)
 
     def _cross(self, common: CommonSpans, nodes: Mapping[int, Node]) -> None:
         """Adds what crosses ranks, as far as this rank has it."""
@@ -249,7 +270,8 @@ class Packing:
             here = [child for _, child in below if child.children]
 
     def _trees(self, leaves: Iterable[tuple[Node, list[int]]]) -> list[Node]:
-        """Leaves, each of some of its rollouts, below the nodes that join waves."""
+        """Leaves, each of some of its rollouts, below the nodes that join waves; of such a node in
+        their place, those that end in it."""
         found = list[Node]()
         paths: dict[int, dict[int, list[Node]]] = {}  # of rollouts, by what all of them is below
         above: dict[int, Node | None] = {}
@@ -257,7 +279,7 @@ class Packing:
             path, parent = [leaf], self._parents.get(id(leaf))
             while parent is not None and parent.joins:
                 path, parent = [parent, *path], self._parents.get(id(parent))
-            if len(path) == 1:
+            if len(path) == 1 and not leaf.children:
                 found.append(self._below(parent, replace(leaf, members=members)))
                 continue
             above[id(parent)] = parent

@@ -14,7 +14,7 @@ import torch
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.data.pairs import pairs_of_groups
-from megatron_prefix.lab.data.rollouts import write_rollouts
+from megatron_prefix.lab.data.rollouts import Group, write_rollouts
 from megatron_prefix.lab.rl.baseline import pack_sizes
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.sidecar.arena import Arena
@@ -162,17 +162,30 @@ def test_layouts(layout: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def with_ends(group: Group) -> Group:
+    """With rollouts that are the beginnings of some, up to the middle of their answers."""
+    ends = [
+        replace(one, uid=f"{one.uid}, begun", tokens=one.tokens[:72], loss=((60, 72),))
+        for one in group.rollouts[::2]
+    ]
+    return replace(group, rollouts=(*group.rollouts, *ends))
+
+
 @pytest.fixture(scope="module")
 def trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rollouts of three levels below their prompts, of which some join waves below."""
-    groups = [*generate(2, 60, 24, 8, tree="branch", depth=3)]
+    """Rollouts of three levels below their prompts, of which some join waves below, and others end
+    there."""
+    groups = [with_ends(one) for one in generate(2, 60, 24, 8, tree="branch", depth=3)]
     rollouts, _ = pairs_of_groups(groups)
     sizes = pack_sizes([len(rollout) for rollout in rollouts], 200)
     owners = [number for number, size in enumerate(sizes) for _ in range(size)]
     config = PrefixConfig(min_gain=2, segment_tokens=100)
     options = replace(config.tree_options(1), joins=True)
-    segments = build(rollouts, None, options, owners).segments
-    assert any(one.joined >= 0 and one.parents for one in segments)
+    forest = build(rollouts, None, options, owners)
+    below = [one for one in forest.segments if one.joined >= 0 and one.parents]
+    read = {span.parent for one in below for span in one.spans}
+    inside = [path for path in forest.paths if path[-1] in read]
+    assert any(forest.segments[path[-1].segment] in below for path in inside)
     path = tmp_path_factory.mktemp("trees") / "trees.jsonl"
     write_rollouts(path, groups)
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,8 @@ from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.tree import Forest, Pairs, Place, Segment, Span, TreeOptions, build
 from megatron_prefix.tree.joining import most_alive
+from megatron_prefix.tree.nodes import Node
+from megatron_prefix.tree.packing import Packing
 from megatron_prefix.tree.payload_map import payload_map
 from tests.harness.fuzzing import rounds
 from tests.harness.trees import flat_rollouts, rollout_sets, tree_options
@@ -37,6 +40,19 @@ def test_joined_forests_are_whole(sets, options, each, gain) -> None:
     options = replace(options, joins=True, segment_gain=gain, chunk_tokens=0)
     apart = build(rollouts, groups, replace(options, joins=False), owner)
     forest = build(rollouts, groups, options, owner)
+    check_whole(forest, rollouts, options)
+    costs = [sum(one.padded_length + gain for one in made.segments) for made in (apart, forest)]
+    assert costs[1] <= costs[0]
+    joined = {segment.joined for segment in forest.segments} - {-1}
+    if joined and not any(one.waits for one in forest.segments):  # a microbatch is in one segment
+        where = [{place.segment for place in path} for path in forest.paths]
+        for microbatch in set(owner):
+            mine = [where[one] for one, other in enumerate(owner) if other == microbatch]
+            assert len(set().union(*mine)) == 1
+
+
+def check_whole(forest: Forest, rollouts: list[Pairs], options: TreeOptions) -> None:
+    """Every rollout is there up to its end, once, and no joined segment is too long."""
     check_segments(forest.segments)
     assert Forest.from_ints(forest.to_ints()) == forest
     for rollout, path in enumerate(forest.paths):
@@ -50,20 +66,62 @@ def test_joined_forests_are_whole(sets, options, each, gain) -> None:
                 for one in (rollouts[rollout], first)
             )
             assert np.array_equal(mine, theirs)
-    costs = [sum(one.padded_length + gain for one in made.segments) for made in (apart, forest)]
-    assert costs[1] <= costs[0]
-    joined = {segment.joined for segment in forest.segments} - {-1}
-    for index in joined:
+    for segment in forest.segments:
+        index = segment.joined
+        if index < 0:
+            continue
         if options.segment_tokens:
             most = options.segment_tokens + options.segment_tokens // 8
-            assert forest.segments[index].padded_length <= most
-        assert not any(index in segment.parents for segment in forest.segments)
-        assert not forest.segments[index].waits and forest.segments[index].inner
-    if joined and not any(one.waits for one in forest.segments):  # a microbatch is in one segment
-        where = [{place.segment for place in path} for path in forest.paths]
-        for microbatch in set(owner):
-            mine = [where[one] for one, other in enumerate(owner) if other == microbatch]
-            assert len(set().union(*mine)) == 1
+            assert segment.padded_length <= -(-most // options.whole) * options.whole
+        assert not any(index in other.parents for other in forest.segments)
+        assert not segment.waits and segment.inner
+
+
+def test_waves_that_join_are_whole() -> None:
+    """Random trees below a prompt that stays apart: some rollouts end where others go on, and some
+    are there several times, in several microbatches."""
+    found = ends = copies = 0
+    for seed in range(rounds(250, 2000)):
+        rng = random.Random(seed)
+        rollouts = random_rollouts(rng)
+        owner = owners(len(rollouts), rng.randint(1, 6))
+        options = replace(
+            JOINS, min_gain=rng.choice((1, 4)), segment_gain=rng.choice((10, 50, 200)),
+            segment_tokens=rng.choice((40, 60, 100, 300)), multiple=rng.choice((1, 1, 2)),
+            whole=rng.choice((1, 8)), loss_in_leaves=rng.random() < 0.2,
+        )  # fmt: skip
+        forest = build(rollouts, None, options, owner)
+        check_whole(forest, rollouts, options)
+        apart = build(rollouts, None, replace(options, joins=False), owner)
+        gain = options.segment_gain
+        costs = [sum(one.padded_length + gain for one in made.segments) for made in (apart, forest)]
+        assert costs[1] <= costs[0]
+        below = [one for one in forest.segments if one.joined >= 0 and one.parents]
+        found += bool(below)
+        spans = [span for segment in below for span in segment.spans]
+        read = {span.parent for span in spans}
+        mine = {rollout for span in spans for rollout in span.rollouts}
+        ends += any(forest.paths[rollout][-1] in read for rollout in mine)
+        copies += any(len({owner[one] for one in span.rollouts}) > 1 for span in spans)
+    assert min(found, ends, copies) > 5, (found, ends, copies)
+
+
+def random_rollouts(rng: random.Random) -> list[Pairs]:
+    """Trees of up to four levels behind one to three prompts, all of the answers trained."""
+    made: list[Pairs] = []
+
+    def grow(before: list[int], depth: int) -> None:
+        here = [*before, *(rng.randrange(10**6) for _ in range(rng.randint(1, 14)))]
+        if not depth or rng.random() < 0.4:
+            tokens = np.array(here)
+            trained = np.arange(len(tokens) - 1) >= before.count(before[0]) - 1
+            made.extend([Pairs(tokens[:-1], tokens[1:], trained)] * rng.choice((1, 1, 1, 2)))
+        for _ in range(rng.randint(1, 3) if depth else 0):
+            grow(here, depth - 1)
+
+    for prompt in range(rng.randint(1, 3)):
+        grow([-1 - prompt] * rng.randint(2, 60), rng.randint(1, 4))
+    return made[:40]
 
 
 def test_a_round_has_its_prompts() -> None:
@@ -121,6 +179,37 @@ def test_what_few_positions_share_runs_in_the_waves_that_read_it() -> None:
     levels = payload_map(forest.segments).levels[1]
     assert [(run.stop - run.first, run.end - run.start) for run in levels[0].runs] == [(56, 99)]
     assert [(run.stop - run.first, run.end - run.start) for run in levels[1].runs] == [(22, 6)] * 2
+
+
+def test_a_prompt_whose_rollouts_share_more_stays() -> None:
+    """Pairs and halves of 16 rollouts join their wave. The prompt has two halves below it, but with
+    it they would have no room, and it would run in every rollout."""
+    paths = [(half, pair, one) for half in range(2) for pair in range(4) for one in range(2)]
+    tokens = [
+        np.array([1, 10 + half, 100 + 4 * half + pair, 1000 + n, 0]).repeat([51, 8, 2, 10, 1])
+        for n, (half, pair, _) in enumerate(paths)
+    ]
+    rollouts = [Pairs(one[:-1], one[1:], one[1:] >= 10) for one in tokens]
+    options = replace(JOINS, min_gain=2, segment_tokens=210, segment_gain=60)
+    forest = build(rollouts, None, options, owners(16, 4))
+    found = [(one.padded_length, one.joined, one.parents) for one in forest.segments]
+    assert found == [(50, -1, ()), (208, 1, (0,))]
+
+
+def test_what_a_node_saves_is_counted_by_the_rounds_that_read_it() -> None:
+    """Ten positions of eight rollouts in four microbatches, each long enough for a round. Two nodes
+    that join waves are below them: joined too, they would run four times."""
+    halves = [
+        Node(10, 15, some, [Node(15, 20, [one]) for one in some], joins=True)
+        for some in ([0, 1, 2, 3], [4, 5, 6, 7])
+    ]
+    node = Node(0, 10, [*range(8)], halves)
+    others = [Node(0, 100, [one]) for one in range(8, 12)]
+    owner = [*range(4)] * 3
+    for budget, saved in ((120, 3 * 10), (110, 7 * 10), (0, 10)):
+        options = replace(JOINS, segment_tokens=budget)
+        packed = Packing([node, *others], [0] * 12, options, owner)
+        assert packed.saved(node) == saved, budget
 
 
 def test_where_nothing_joins_a_wave() -> None:
