@@ -101,7 +101,7 @@ class Tries:
         in them are not cut, and fill segments worse."""
         raw, first = sum(map(len, self.trained)), self.first_trained
         packed = _worthwhile(_copied(roots), first, options, microbatch_of, raw, self.common)
-        if not options.joins:
+        if not any(node.joins for node in preorder(packed.roots)):
             return packed
         options = replace(options, joins=False)
         other = _worthwhile(_copied(roots), first, options, microbatch_of, raw, self.common)

@@ -276,12 +276,14 @@ class Packing:
         paths: dict[int, dict[int, list[Node]]] = {}  # of rollouts, by what all of them is below
         above: dict[int, Node | None] = {}
         for leaf, members in leaves:
-            path, parent = [leaf], self._parents.get(id(leaf))
+            parent = self._parents.get(id(leaf))
+            if not leaf.children and (parent is None or not parent.joins):
+                whole = len(members) == len(leaf.members)
+                found.append(leaf if whole else self._below(parent, replace(leaf, members=members)))
+                continue
+            path = [leaf]
             while parent is not None and parent.joins:
                 path, parent = [parent, *path], self._parents.get(id(parent))
-            if len(path) == 1 and not leaf.children:
-                found.append(self._below(parent, replace(leaf, members=members)))
-                continue
             above[id(parent)] = parent
             paths.setdefault(id(parent), {}).update(dict.fromkeys(members, path))
         trees = {one: trees_of(sorted(some), some, self._options) for one, some in paths.items()}
@@ -305,8 +307,11 @@ class Packing:
         What hangs below one node is side by side, so that it is one run of queries.
         """
         some = sorted(nodes, key=self._above)
-        trees = ([node] if inner else preorder([node]) for node in some)
-        lengths = [sum(one.padded(self._multiple) for one in tree) for tree in trees]
+        lengths = [
+            node.padded(self._multiple) if inner or not node.children
+            else sum(one.padded(self._multiple) for one in preorder([node]))
+            for node in some
+        ]  # fmt: skip
         for start, stop in even_parts(lengths, self._options.segment_tokens):
             self._add(_Nodes(some[start:stop], inner), sum(lengths[start:stop]))
 
