@@ -172,7 +172,8 @@ def positions_first(model: Any) -> bool:
 
 
 def around(model: Any, inner: Any) -> Iterator[Any]:
-    """Modules of a model chunk that are not inside its language model, `inner`, or are its tower."""
+    """Modules of a model chunk that are not inside its language model, `inner`; or are its own
+    tower's."""
     waiting = [model]
     while waiting:
         module = waiting.pop()

@@ -17,18 +17,19 @@ from typing import Any
 _REPLACEMENT = "_megatron_prefix_parents_forward"
 
 
-def forward(model: Any, owner: type) -> Callable[..., Any]:
+def forward(model: Any, owner: Any) -> Callable[..., Any]:
     """What `super().forward` is for a model, in the forward that class `owner` defines: at the
     moment, so replaced if it is."""
     found: Callable[..., Any] | None = vars(model).get(_REPLACEMENT)
-    return super(owner, model).forward if found is None else found  # type: ignore[misc]
+    return super(owner, model).forward if found is None else found
 
 
 @contextlib.contextmanager
-def replaced(model: Any, owner: type, replacement: Callable[..., Any]) -> Iterator[None]:
+def replaced(model: Any, owner: Any, replacement: Callable[..., Any]) -> Iterator[None]:
     """Inside, `super().forward` of one model, in the forward of class `owner`, is another; it may
     be replaced again."""
-    before, kind = vars(model).get(_REPLACEMENT), type(model)
+    before = vars(model).get(_REPLACEMENT)
+    kind: Any = type(model)
     if before is None:
         model.__class__ = _with_one_between(kind, owner)
     vars(model)[_REPLACEMENT] = replacement

@@ -17,7 +17,7 @@ from megatron_prefix.lab.numerics import assert_close, tolerance
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.harness import hybrid, vision
+from tests.harness import hybrid, vision, vision_own
 from tests.harness.calls import Form, assert_gradients, run_step
 from tests.harness.cases import check_cases
 from tests.harness.ranks import run_ranks
@@ -66,8 +66,14 @@ EXPERTS = Case(
     },
 )
 KINDS = {name: Case(model=name) for name in vision.KINDS}
+OWN = Case(PADDED, "mbridge, GLM-4V", build={"make": vision_own.made})
+"""A model that is its own language model."""
 ONE = {
     **KINDS,
+    "own": OWN,
+    "own, overlap": OWN._replace(build={**OVERLAP.build, **OWN.build}),
+    "own, forward only": OWN._replace(form=Form(sizes=SIZES, logits=True), forward_only=True),
+    "own, recompute": OWN._replace(prefix={"memory": "recompute"}),
     "rows": Case(ROWS),
     "rows, positions first": Case(SINGLE, "mcore-bridge, Qwen3-VL"),
     "text": Case(images=False),
@@ -91,6 +97,7 @@ EVERY = {name: case._replace(form=PADDED) for name, case in KINDS.items()}
 SHARDED = {
     **EVERY,
     "frozen tower": Case(PADDED, build={"freeze": True}),
+    "own, frozen tower": OWN._replace(build={"freeze": True, **OWN.build}),
     "recompute": Case(PADDED, prefix={"memory": "recompute"}),
     "text": Case(PADDED, images=False),
     "recurrent layers": RECURRENT._replace(form=Form(packed=False, sizes=SIZES, pad=4)),
@@ -103,7 +110,8 @@ JOBS = {
     "TP2 SP": (Layout(tp=2, sequence_parallel=True), SHARDED),
     "PP2": (
         Layout(pp=2),
-        {**EVERY, "rows": Case(ROWS), "text": Case(images=False), "recurrent layers": RECURRENT},
+        {**EVERY, "own": OWN, "rows": Case(ROWS), "text": Case(images=False),
+         "recurrent layers": RECURRENT},
     ),
     "TP2 SP PP2": (Layout(tp=2, pp=2, sequence_parallel=True), {"packed": Case(PADDED)}),
     "CP2": (
@@ -117,7 +125,8 @@ JOBS = {
     "DP2": (
         Layout(dp=2),
         {"packed": Case(), "overlap": OVERLAP, "tied": TIED, "across": ACROSS,
-         "across, text": ACROSS._replace(images=False)},
+         "across, text": ACROSS._replace(images=False),
+         "own, across": OWN._replace(prefix=ACROSS.prefix)},
     ),
     "EP2": (Layout(ep=2, dp=2), {"experts": EXPERTS}),
     "DP2 PP2": (Layout(dp=2, pp=2), {"across": ACROSS}),

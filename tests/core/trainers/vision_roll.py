@@ -3,6 +3,7 @@ transformers that they have.  Each is its own language model."""
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any
 from unittest import mock
@@ -59,8 +60,10 @@ def _made(path: str, config: Any, spec: Any, options: dict[str, Any], vision: An
     stages = {name: options[name] for name in ("pre_process", "post_process")}
     found = named(f"mcore_adapter.models.{path}")
     made = types.new_class("Made", (Whole, found), {}, lambda space: space.update(spec=spec))
-    with mock.patch.object(torch.cuda, "current_device", lambda: "cpu"):
-        return typed(made(config, vp_stage=0, **stages))
+    with mock.patch.object(torch.cuda, "current_device", return_value="cpu"):
+        model = typed(made(config, vp_stage=0, **stages))
+    model.forward = functools.partial(model.forward, force_vit_image=True)
+    return model
 
 
 class Whole:
