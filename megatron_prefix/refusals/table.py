@@ -223,6 +223,7 @@ NO_TOKENS = Refusal("model calls of the first pipeline stage have no input_ids",
 AHEAD_TOKENS = Refusal("model calls of the last pipeline stage have no input_ids, and the model has multi-token prediction", "call", NOT_YET, "give them the tokens there, too: Megatron itself needs them")
 AHEAD_LABELS = Refusal("model calls have no labels, and multi-token prediction needs them before megatron-core 0.19", "call", NOT_YET, "give them labels: Megatron itself fails without")
 OTHER_PACKING = Refusal("packed_seq_params has qkv_format …", "call", NOT_YET, "give 'thd', or no packing")
+PACKS_INSIDE = Refusal("a pack in …, which packs rows inside", "call", NOT_YET, "give it padded rows (ROLL: leave out use_sequence_packing): beside the pack its call has what is of rows")
 COLUMN_LENGTH = Refusal("… of a model call has … of … positions", "call", NOT_YET, "give one for every position of input_ids")
 STAGES_DIFFER = Refusal("the last stage's labels have not as many positions as the tokens", "call", NOT_YET, "call the model on every stage with the same samples")
 NO_TREE = Refusal("the first pipeline stage cannot build the step's tree", "call", NOT_YET, "its own message says why")

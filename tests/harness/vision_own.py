@@ -60,6 +60,9 @@ Model.__module__ = "mcore_adapter.models.qwen2_5_vl.modeling_qwen2_5_vl"
 Model.__qualname__ = "Qwen2_5_VLModel"
 
 
+Model.__name__ = Model.__qualname__
+
+
 def made(_: str, config: Any, spec: Any, **options: Any) -> Any:
     """See `make` of `vision.build`."""
     return Model(config, spec, **options)

@@ -12,6 +12,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.numerics import assert_close, tolerance
 from megatron_prefix.lab.runtime import Layout
@@ -66,13 +67,17 @@ EXPERTS = Case(
     },
 )
 KINDS = {name: Case(model=name) for name in vision.KINDS}
-OWN = Case(PADDED, "mbridge, GLM-4V", build={"make": vision_own.made})
+OWN = Case(
+    Form(packed=False, sizes=SIZES, pad=4), "mbridge, GLM-4V", build={"make": vision_own.made}
+)
 """A model that is its own language model."""
 ONE = {
     **KINDS,
     "own": OWN,
     "own, overlap": OWN._replace(build={**OVERLAP.build, **OWN.build}),
-    "own, forward only": OWN._replace(form=Form(sizes=SIZES, logits=True), forward_only=True),
+    "own, forward only": OWN._replace(
+        form=Form(packed=False, sizes=SIZES, logits=True), forward_only=True
+    ),
     "own, recompute": OWN._replace(prefix={"memory": "recompute"}),
     "rows": Case(ROWS),
     "rows, positions first": Case(SINGLE, "mcore-bridge, Qwen3-VL"),
@@ -174,6 +179,17 @@ def compare(case: Case, layout: Layout) -> None:
 @pytest.mark.parametrize("job", list(JOBS))
 def test_steps_are_the_stock_schedules(job: str) -> None:
     check_cases(*JOBS[job], compare)
+
+
+def refuse_packs(_: Any, layout: Layout) -> None:
+    """A model that may have packed rows inside is given packs."""
+    chunks = vision.build(OWN.model, layout, **OWN.build)
+    with pytest.raises(CannotShare, match="a pack in Qwen2_5_VLModel"):
+        run_step(PrefixSchedule(PrefixConfig(**CONFIG)), vision.Trainer(PACKED, 3, layout), chunks)
+
+
+def test_packs_in_a_model_that_is_its_own_language_model() -> None:
+    check_cases(Layout(), {"packs": None}, refuse_packs)
 
 
 def fall_back(layout: Layout) -> str:
