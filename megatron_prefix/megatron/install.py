@@ -99,6 +99,7 @@ class Hooks:
         self.rotary = Rotary()
         self._rope = getattr(self.model, "rotary_pos_emb", None)
         self._is_multimodal = families.is_multimodal(self.model)
+        self._calls_parent = families.calls_parent(self.model)
         if self._rope is not None and not self._is_multimodal:
             self.rotary.add(self._rope)
         self.ahead: StepAhead | None = None
@@ -187,10 +188,9 @@ class Hooks:
     @property
     def forward(self) -> Callable[..., Any]:
         """The language model's, which is suspended in forward steps."""
-        owner = families.calls_parent(self.model)
-        if owner is None:
+        if self._calls_parent is None:
             return self.model.forward  # type: ignore[no-any-return]
-        return parents.forward(self.model, owner)
+        return parents.forward(self.model, self._calls_parent)
 
     def uninstall(self) -> None:
         """Removes every hook; the model is as before."""
