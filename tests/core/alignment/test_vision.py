@@ -196,9 +196,9 @@ def fall_back(layout: Layout) -> str:
     """What is wrong with a step that the stock schedule takes after all, "" for nothing."""
     runtime.initialize(layout)
     try:
-        for overlap in (False, True):
-            chunks = vision.build(QWEN3, layout, overlap_grad_reduce=overlap)
-            stock, ours = (vision.Trainer(PACKED, 3, layout) for _ in range(2))
+        for case in (Case(), OVERLAP, OWN):
+            chunks = vision.build(case.model, layout, **case.build)
+            stock, ours = (vision.Trainer(case.form, 3, layout) for _ in range(2))
             _, gradients = run_step(stock_schedule(), stock, chunks)
             schedule = PrefixSchedule(PrefixConfig(**{**CONFIG, "mode": "auto", "min_speedup": 99}))
             _, own = run_step(schedule, ours, chunks)
