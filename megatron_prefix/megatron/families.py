@@ -2,6 +2,7 @@
 
 The language model is the module that owns the decoder (install.py); a class of its own has a
 forward of its own, and a line here if that gives every position to the decoder as Megatron's does.
+A model may be its own language model: its forward makes embeddings, and calls its parent class's.
 Rotary tables are made by the model from the positions that it is called with, so a class is in
 `ROTARY` if a row of its table depends on that position's numbers alone.  [pure]
 """
@@ -25,24 +26,40 @@ class Family(NamedTuple):
         used_by: what it belongs to.
         positions_first: the mask of images' positions is [positions, samples] instead of [samples,
             positions].
+        tower: the model's own attribute that is its vision tower, if it is its own language model;
+            "": another model is around it.
     """
 
     forward: str
     used_by: str
     positions_first: bool = False
+    tower: str = ""
 
 
+_ROLL = "mcore_adapter.models"
 FAMILIES = (
     Family(f"{_QWEN3}.text_model.Qwen3VLGPTModel", "Megatron-Bridge's Qwen3-VL and Qwen3.5"),
     Family("mbridge.models.qwen3_vl.gpt_model.Qwen3VLGPTModel", "mbridge's Qwen3-VL"),
     Family("mcore_bridge.model.gpt_model.GPTModel", "ms-swift's models", positions_first=True),
-)
+    Family(
+        f"{_ROLL}.qwen2_vl.modeling_qwen2_vl.Qwen2VLModel", "ROLL's Qwen2-VL", tower="vision_model"
+    ),
+    Family(
+        f"{_ROLL}.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLModel", "ROLL's Qwen2.5-VL",
+        tower="vision_model",
+    ),
+    Family(
+        f"{_ROLL}.qwen3_vl.modeling_qwen3_vl.Qwen3VLModel", "ROLL's Qwen3-VL, with experts, too",
+        tower="vision_model",
+    ),
+)  # fmt: skip
 """Another class adds its line; those with Megatron's own GPTModel inside need none."""
 ROTARY = {
     "megatron.core.models.common.embeddings.rotary_pos_embedding.MultimodalRotaryEmbedding",
     f"{_QWEN3}.rope.Qwen3VLMultimodalRotaryEmbedding",
     "mbridge.models.qwen3_vl.rope_utils.Qwen3VLMultimodalRotaryEmbedding",
     "mbridge.models.qwen3_5.rope_utils.Qwen3VLMultimodalRotaryEmbedding",
+    f"{_ROLL}.qwen3_vl.rope_utils.Qwen3VLMultimodalRotaryEmbedding",
 }
 """Classes of rotary embeddings that are called with three positions a token."""
 _HF = "transformers.models"
@@ -111,13 +128,31 @@ def family(model: Any) -> Family | None:
 
 def owner_of_class(model: Any) -> str:
     """The class that defines a model's forward, whatever its instance has at the moment."""
-    for base in type(model).__mro__:
-        if "forward" in vars(base):
-            module = base.__module__
-            if module.startswith(f"{_REMOTE}."):  # without the checkpoint's name and revision
-                module = f"{_REMOTE}.{module.rpartition('.')[2]}"
-            return f"{module}.{base.__qualname__}"
-    return ""
+    base = defining_class(model)
+    if base is None:
+        return ""
+    module = base.__module__
+    if module.startswith(f"{_REMOTE}."):  # without the checkpoint's name and revision
+        module = f"{_REMOTE}.{module.rpartition('.')[2]}"
+    return f"{module}.{base.__qualname__}"
+
+
+def defining_class(model: Any) -> type | None:
+    """See `owner_of_class`."""
+    return next((base for base in type(model).__mro__ if "forward" in vars(base)), None)
+
+
+def calls_parent(model: Any) -> type | None:
+    """The class whose forward calls its parent's for the language model; None if it is that of the
+    language model itself."""
+    found = family(model)
+    return defining_class(model) if found is not None and found.tower else None
+
+
+def own_tower(model: Any) -> Any:
+    """The vision tower that a language model has itself; None without one."""
+    found = family(model)
+    return getattr(model, found.tower, None) if found is not None and found.tower else None
 
 
 def tower(module: Any) -> Tower | None:
@@ -137,13 +172,16 @@ def positions_first(model: Any) -> bool:
 
 
 def around(model: Any, inner: Any) -> Iterator[Any]:
-    """Modules of a model chunk that are not inside its language model, `inner`."""
+    """Modules of a model chunk that are not inside its language model, `inner`; or are its own
+    tower's."""
     waiting = [model]
     while waiting:
         module = waiting.pop()
         if module is not inner:
             yield module
             waiting += reversed([*module.children()])
+        elif (tower := own_tower(inner)) is not None:
+            waiting.append(tower)
 
 
 def drops(tower: Any) -> bool:

@@ -28,6 +28,7 @@ from megatron_prefix.refusals.table import (
     DROPOUT,
     FULLY_SHARDED,
     GRADIENT_HOOKS,
+    IMAGES_OF_RANKS,
     OFFLOAD_FP8,
     OFFLOAD_OVERLAP,
     OLD_MEGATRON,
@@ -125,6 +126,10 @@ def image_refusals(model: Any, inner: Any) -> Iterator[Reason]:
         trains = any(parameter.requires_grad for parameter in tower)
         if trains and module.config.context_parallel_size > 1:
             yield SPLIT_IMAGES.given(type(module).__name__)
+    own, config = families.own_tower(inner), inner.config
+    ranks = config.tensor_model_parallel_size * config.context_parallel_size
+    if ranks > 1 and own is not None and any(one.requires_grad for one in own.parameters()):
+        yield IMAGES_OF_RANKS.given(type(inner).__name__)
 
 
 def rotary_refusals(model: Any) -> Iterator[Reason]:

@@ -14,7 +14,8 @@ has computed is its output, without a layer;
 7. the *instance's* `_postprocess` of a model with multi-token prediction adds its loss
 (layers/mtp.py);
 8. for the time of a step, the *instance's* `forward` of the language model is where the trainer's
-forward steps are suspended (`intercepted`).
+forward steps are suspended (`intercepted`); where that calls its parent class's for the language
+model, it is the parent's (parents.py).
 
 Outside of segments they do nothing, so the stock schedule works on an installed model. The running
 segment is an attribute, not thread-local: on CUDA backward runs on another thread, and activation
@@ -47,7 +48,7 @@ from megatron_prefix.layers.kind import Part, Slot
 from megatron_prefix.layers.mtp import LooksAhead, StepAhead
 from megatron_prefix.layers.precision import is_fp8
 from megatron_prefix.layers.segment import SegmentContext
-from megatron_prefix.megatron import families, features
+from megatron_prefix.megatron import families, features, parents
 from megatron_prefix.megatron.cross_entropy import without_waiting
 from megatron_prefix.moe import versions
 from megatron_prefix.moe.replay import Replay
@@ -98,6 +99,7 @@ class Hooks:
         self.rotary = Rotary()
         self._rope = getattr(self.model, "rotary_pos_emb", None)
         self._is_multimodal = families.is_multimodal(self.model)
+        self._calls_parent = families.calls_parent(self.model)
         if self._rope is not None and not self._is_multimodal:
             self.rotary.add(self._rope)
         self.ahead: StepAhead | None = None
@@ -178,8 +180,17 @@ class Hooks:
         if self._looks_ahead:  # of its loss the output layer may have no rows
             return {*self.model.output_layer.parameters()}
         layers = self.model.decoder.layers
-        used = layers if self.keys_only is None else layers[:-1]
+        used = [*(layers if self.keys_only is None else layers[:-1])]
+        if (tower := families.own_tower(self.model)) is not None:
+            used.append(tower)
         return {*self.model.parameters()} - {one for layer in used for one in layer.parameters()}
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The language model's, which is suspended in forward steps."""
+        if self._calls_parent is None:
+            return self.model.forward  # type: ignore[no-any-return]
+        return parents.forward(self.model, self._calls_parent)
 
     def uninstall(self) -> None:
         """Removes every hook; the model is as before."""
@@ -414,7 +425,12 @@ def intercepted(
         replacement: (language model, its present `forward`) -> what replaces it.
     """
     inner = language_model(model)
-    with replaced(inner, replacement(inner, inner.forward)):
+    owner = families.calls_parent(inner)
+    if owner is None:
+        hook = replaced(inner, replacement(inner, inner.forward))
+    else:
+        hook = parents.replaced(inner, owner, replacement(inner, parents.forward(inner, owner)))
+    with hook:
         yield
 
 

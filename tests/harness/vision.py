@@ -297,9 +297,10 @@ class VisionLanguage(MegatronModule):
 
 
 def around(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters of a model that are not of its language model."""
+    """Parameters of a model that are not of its language model, or of its tower."""
+    inside = model.language_model is not model
     for name, parameter in model.named_parameters():
-        if not name.startswith("language_model."):
+        if name.startswith("language_model.") != inside or name.startswith("vision_model."):
             yield name, parameter
 
 

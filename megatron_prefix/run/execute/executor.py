@@ -242,7 +242,7 @@ class Executor:
         scored = self._scored(index, stage)
         context = self._context(index, stage)
         with stage.hooks.running(context, scored=scored), stage.called.autocasting():
-            forward = stage.hooks.model.forward
+            forward = stage.hooks.forward
             others = dict(stage.others)
             if stage.given is not None:
                 others |= stage.given.arguments(index)

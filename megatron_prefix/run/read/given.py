@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_prefix.device.transfer import on, to_host
 from megatron_prefix.errors import refused
 from megatron_prefix.megatron import families
-from megatron_prefix.refusals.table import AHEAD_GIVEN, NO_POSITION_IDS
+from megatron_prefix.refusals.table import AHEAD_GIVEN, NO_POSITION_IDS, PACKS_INSIDE
 from megatron_prefix.run.calls import BLOCK, DEEPSTACK, EMBEDDINGS, MASK, ModelCall
 from megatron_prefix.run.rank import Rank, gathered
 from megatron_prefix.run.read.call_rows import CallRows, Places
@@ -292,13 +292,16 @@ def given(calls: Sequence[ModelCall], rank: Rank, chunk: int) -> Given | None:
 
     Raises:
         CannotShare: the model needs positions, and a call has none; or it has multi-token
-            prediction.
+            prediction; or it packs rows inside.
     """
-    multimodal = families.is_multimodal(rank.language_models[chunk])
+    model = rank.language_models[chunk]
+    multimodal = families.is_multimodal(model)
     if not calls or not (multimodal or calls[0][EMBEDDINGS] is not None):
         return None
     if rank.looks_ahead:
         raise refused(AHEAD_GIVEN)
+    if families.calls_parent(model) and any(call["packed_seq_params"] for call in calls):
+        raise refused(PACKS_INSIDE, type(model).__name__)
     return Given(calls, rank, chunk)
 
 

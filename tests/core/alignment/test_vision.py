@@ -12,12 +12,13 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.numerics import assert_close, tolerance
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.harness import hybrid, vision
+from tests.harness import hybrid, vision, vision_own
 from tests.harness.calls import Form, assert_gradients, run_step
 from tests.harness.cases import check_cases
 from tests.harness.ranks import run_ranks
@@ -66,8 +67,18 @@ EXPERTS = Case(
     },
 )
 KINDS = {name: Case(model=name) for name in vision.KINDS}
+OWN = Case(
+    Form(packed=False, sizes=SIZES, pad=4), "mbridge, GLM-4V", build={"make": vision_own.made}
+)
+"""A model that is its own language model."""
 ONE = {
     **KINDS,
+    "own": OWN,
+    "own, overlap": OWN._replace(build={**OVERLAP.build, **OWN.build}),
+    "own, forward only": OWN._replace(
+        form=Form(packed=False, sizes=SIZES, logits=True), forward_only=True
+    ),
+    "own, recompute": OWN._replace(prefix={"memory": "recompute"}),
     "rows": Case(ROWS),
     "rows, positions first": Case(SINGLE, "mcore-bridge, Qwen3-VL"),
     "text": Case(images=False),
@@ -91,6 +102,7 @@ EVERY = {name: case._replace(form=PADDED) for name, case in KINDS.items()}
 SHARDED = {
     **EVERY,
     "frozen tower": Case(PADDED, build={"freeze": True}),
+    "own, frozen tower": OWN._replace(build={"freeze": True, **OWN.build}),
     "recompute": Case(PADDED, prefix={"memory": "recompute"}),
     "text": Case(PADDED, images=False),
     "recurrent layers": RECURRENT._replace(form=Form(packed=False, sizes=SIZES, pad=4)),
@@ -103,7 +115,8 @@ JOBS = {
     "TP2 SP": (Layout(tp=2, sequence_parallel=True), SHARDED),
     "PP2": (
         Layout(pp=2),
-        {**EVERY, "rows": Case(ROWS), "text": Case(images=False), "recurrent layers": RECURRENT},
+        {**EVERY, "own": OWN, "rows": Case(ROWS), "text": Case(images=False),
+         "recurrent layers": RECURRENT},
     ),
     "TP2 SP PP2": (Layout(tp=2, pp=2, sequence_parallel=True), {"packed": Case(PADDED)}),
     "CP2": (
@@ -117,7 +130,8 @@ JOBS = {
     "DP2": (
         Layout(dp=2),
         {"packed": Case(), "overlap": OVERLAP, "tied": TIED, "across": ACROSS,
-         "across, text": ACROSS._replace(images=False)},
+         "across, text": ACROSS._replace(images=False),
+         "own, across": OWN._replace(prefix=ACROSS.prefix)},
     ),
     "EP2": (Layout(ep=2, dp=2), {"experts": EXPERTS}),
     "DP2 PP2": (Layout(dp=2, pp=2), {"across": ACROSS}),
@@ -167,13 +181,24 @@ def test_steps_are_the_stock_schedules(job: str) -> None:
     check_cases(*JOBS[job], compare)
 
 
+def refuse_packs(_: Any, layout: Layout) -> None:
+    """A model that may have packed rows inside is given packs."""
+    chunks = vision.build(OWN.model, layout, **OWN.build)
+    with pytest.raises(CannotShare, match="a pack in Qwen2_5_VLModel"):
+        run_step(PrefixSchedule(PrefixConfig(**CONFIG)), vision.Trainer(PACKED, 3, layout), chunks)
+
+
+def test_packs_in_a_model_that_is_its_own_language_model() -> None:
+    check_cases(Layout(), {"packs": None}, refuse_packs)
+
+
 def fall_back(layout: Layout) -> str:
     """What is wrong with a step that the stock schedule takes after all, "" for nothing."""
     runtime.initialize(layout)
     try:
-        for overlap in (False, True):
-            chunks = vision.build(QWEN3, layout, overlap_grad_reduce=overlap)
-            stock, ours = (vision.Trainer(PACKED, 3, layout) for _ in range(2))
+        for case in (Case(), OVERLAP, OWN):
+            chunks = vision.build(case.model, layout, **case.build)
+            stock, ours = (vision.Trainer(case.form, 3, layout) for _ in range(2))
             _, gradients = run_step(stock_schedule(), stock, chunks)
             schedule = PrefixSchedule(PrefixConfig(**{**CONFIG, "mode": "auto", "min_speedup": 99}))
             _, own = run_step(schedule, ours, chunks)

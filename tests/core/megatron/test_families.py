@@ -168,6 +168,38 @@ def test_what_changes_around_the_language_model_is_seen() -> None:
         features.check_again(inner, model, (), numbers)
 
 
+def own_model() -> Any:
+    """A language model that has a tower itself, as ROLL's."""
+    full = next(line.forward for line in families.FAMILIES if line.tower)
+    model = small_model(wrap_ddp=False)
+    model.__class__ = named(full, type(model))
+    tower = "transformers.models.qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel"
+    model.vision_model = named(tower, nn.Linear)(2, 2)
+    return model
+
+
+def test_a_model_that_is_its_own_language_model() -> None:
+    model = own_model()
+    assert language_model(model) is model and families.has_images(model, model)
+    assert vision_tower(model) is families.own_tower(model) is model.vision_model
+    assert [*families.around(model, model)] == [model.vision_model]
+    hooks = install(model)
+    assert not hooks.unread() & {*model.vision_model.parameters()}
+    uninstall(model)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2)])
+def test_images_that_all_ranks_of_a_model_share(frozen: bool, ranks: tuple[int, int]) -> None:
+    model = own_model()
+    model.vision_model.requires_grad_(not frozen)
+    tp, cp = ranks
+    model.config.tensor_model_parallel_size, model.config.context_parallel_size = tp, cp
+    refused = [reason.text for reason in features.image_refusals(model, model)]
+    assert bool(refused) == (tp * cp > 1 and not frozen)
+    assert all("tensor- and context-parallel ranks share" in one for one in refused)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
 def test_images_that_ranks_share_without_adding_up(frozen: bool, size: int) -> None:

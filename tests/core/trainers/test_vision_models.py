@@ -30,11 +30,12 @@ def compare_model(name: str, layout: Layout) -> None:
     with Kept():
         build = {"num_layers": 3 * layout.pp, **model.build}  # more than deepstack has
         build |= {"make": model.make, "spec": model.spec}
-        build["freeze"] = model.splits and layout.cp > 1  # else it is refused
+        shares = model.shares and layout.tp * layout.cp > 1
+        build["freeze"] = shares or (model.splits and layout.cp > 1)  # else it is refused
         across = {"across_ranks": "on"} if layout.dp > 1 else {}
         case = Case(
             form, model.kind, build, across, cuts_labels=model.cuts_labels,
-            splits=model.splits or form is SINGLE,  # its tower also runs without an image
+            splits=model.splits or shares or form is SINGLE,  # its tower also runs without an image
         )  # fmt: skip
         compare(case, layout)
 

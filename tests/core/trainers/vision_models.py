@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from tests.core.trainers import vision_bridge, vision_mbridge
+from tests.core.trainers import vision_bridge, vision_mbridge, vision_roll
 from tests.harness import hybrid
 
 
@@ -23,6 +23,8 @@ class Model(NamedTuple):
         takes_cp: whether it takes context parallelism itself.
         alone: with context parallelism a call has one sample.
         rows: calls are rows in every layout.
+        shares: tensor- and context-parallel ranks share the images of a call, and its tower is
+            frozen there, as it is refused otherwise.
     """
 
     kind: str
@@ -34,6 +36,7 @@ class Model(NamedTuple):
     takes_cp: bool = True
     alone: bool = False
     rows: bool = False
+    shares: bool = False
 
 
 PLAIN = "Megatron-Bridge, Qwen2.5-VL"
@@ -62,4 +65,7 @@ MODELS = {
     "mbridge, Qwen3-VL's language model": Model("mbridge, Qwen3-VL", vision_mbridge.qwen3),
     "mbridge, Qwen3.5": Model("mbridge, GLM-4V", vision_mbridge.qwen3_5, splits=True),
     "mbridge, GLM-4V": Model("mbridge, GLM-4V", vision_mbridge.glm4v, takes_cp=False),
+    "ROLL, Qwen2-VL": Model(PLAIN, vision_roll.qwen2, shares=True, rows=True),
+    "ROLL, Qwen2.5-VL": Model(PLAIN, vision_roll.qwen2_5, shares=True, rows=True),
+    "ROLL, Qwen3-VL": Model("mbridge, Qwen3-VL", vision_roll.qwen3, shares=True, rows=True),
 }  # fmt: skip

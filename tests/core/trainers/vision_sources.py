@@ -1,7 +1,7 @@
 """Files of trainers' sources, imported without what their packages import.
 
-The folder `TRAINER_SOURCES` has exports of Megatron-Bridge, mbridge, mcore-bridge and MindSpeed-MM,
-each in a folder of that name; a check of this repository needs none of them.
+The folder `TRAINER_SOURCES` has exports of Megatron-Bridge, mbridge, mcore-bridge, MindSpeed-MM and
+ROLL, each in a folder of that name; a check of this repository needs none of them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ PACKAGES = {
     "megatron.bridge": "Megatron-Bridge/src/megatron/bridge",
     "mbridge": "mbridge/mbridge",
     "mcore_bridge": "mcore-bridge/src/mcore_bridge",
+    "mcore_adapter": "ROLL/mcore_adapter/src/mcore_adapter",
 }
 _INSIDE = (
     "models", "models.qwen_vl", "models.qwen_vl.modelling_qwen3_vl", "training", "training.utils",
     "utils", "core", "models.qwen3_vl", "models.qwen2_5_vl", "models.qwen3_5", "models.glm4_vl",
     "models.glm_vl", "models.kimi_vl", "models.hf_pretrained", "model", "model.mm_gpts",
+    "models.qwen2_vl",
 )  # fmt: skip
 
 
