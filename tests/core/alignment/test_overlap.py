@@ -308,7 +308,8 @@ def passes_alone() -> list[bool]:
 
 def test_data_parallel_ranks_take_one_schedule() -> None:
     """The stock schedule reduces in another order."""
-    job = Job(prefix=PrefixConfig(min_gain=0, mode="auto", min_speedup=1.01))
+    own = PrefixConfig(min_gain=0, mode="auto", min_speedup=1.01, across_ranks="off")
+    job = Job(prefix=own)
     overlapped, plain = job.runs(alone, ("PP", True), ("PP", False))
     assert [one.shared for one in overlapped] == [[False, False]] * 2
     assert [one.shared for one in plain] == [[False, True], [True, False]]
