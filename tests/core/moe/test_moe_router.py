@@ -17,6 +17,7 @@ from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.megatron import features, install
 from megatron_prefix.moe import versions
+from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.moe.ledger import LOGGED_AS, RouterLedger
 from megatron_prefix.moe.tokens import LogicalTokens
 from megatron_prefix.plan.planner import backward_order
@@ -184,11 +185,14 @@ def test_gradients_are_those_of_the_losses_written_out(coefficients, align, micr
     expected = torch.autograd.grad(3 * total, logits)
 
     router = StubRouter(coefficients, coefficients.get("z"))
-    ledger = RouterLedger(LogicalTokens(forest, microbatch_of, CPU), {7: router})
+    sums = GroupCounts()
+    ledger = RouterLedger(LogicalTokens(forest, microbatch_of, CPU), {7: router}, sums)
     terms = [scored(x) for x in logits]
     for index, (experts, scores, squares) in enumerate(terms):
         for _ in range(2):  # the second time is recompute
             ledger.count(7, index, experts, scores, squares)
+    averaged = "global_aux_loss" in coefficients
+    sums.begin(averaged * (max(microbatch_of) + 1))
     for index in backward_order(forest.segments):
         given = ledger.gradients(7, index, len(logits[index]))
         found = torch.autograd.grad(terms[index][1:], logits[index], given)[0]
@@ -197,7 +201,6 @@ def test_gradients_are_those_of_the_losses_written_out(coefficients, align, micr
         logged, wanted = (torch.tensor([x]) for x in (router.logged[name], losses[name]))
         assert_close(logged, wanted, forest.raw_tokens, torch.float64)
     seen = int(router.global_tokens_per_expert.sum()), int(router.ga_steps)
-    averaged = "global_aux_loss" in coefficients
     assert seen == ((forest.raw_tokens * TOPK, max(microbatch_of) + 1) if averaged else (0, 0))
 
 
