@@ -299,19 +299,21 @@ class Planning:
 
     def _proposed_together(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:
         """The decision of all data-parallel ranks where payloads cross them, as the slowest sets
-        the pace, and what it rests on for this one."""
+        the pace and the most cautious of them decides, and what it rests on for this one."""
         mine, problem = agreement.tried(lambda: self.proposed(step, joint, rank))
         numbers = [0.0] * 3
         if mine is not None:
             seconds: Any = mine[0].prediction
             numbers = [mine[1], seconds.stock_seconds, seconds.prefix_seconds]
+        numbers.append(self.config.min_speedup)
         worst, failed = agreement.worst(numbers, problem, rank.companions, rank.device)
         if problem is not None:
             raise problem
         if mine is None or failed:
             raise StepFailed(f"the step ends on all ranks: {failed}")
-        report, (over, stock, prefix) = mine[0], worst
-        decision = decide(self.config, stock / prefix if prefix > 0 else 1.0)
+        report, (over, stock, prefix, least) = mine[0], worst
+        config = replace(self.config, min_speedup=least)
+        decision = decide(config, stock / prefix if prefix > 0 else 1.0)
         limit = self._memory.limit
         report.decision = kept_to_limit(self.config, decision, limit + over, limit)
         return report

@@ -67,7 +67,7 @@ def test_passes_without_gradients_and_mode_on_are_looked_at(
         assert kinds(schedule_with(mode="on"), model, 6) == "S" * 6
 
 
-def letters_of(least: tuple[float, float]) -> list[str]:
+def letters_of(least: tuple[float, float], across_ranks: str = "off") -> list[str]:
     """What every data-parallel rank does in twelve steps, with a `min_speedup` each."""
     pause.STEPS = 4
     layout = Layout(dp=2)
@@ -76,8 +76,8 @@ def letters_of(least: tuple[float, float]) -> list[str]:
     items = align.microbatches(list(generate(1, 96, 8, 4, vocab_size=VOCAB)), 7)
     min_speedup = least[parallel_state.get_data_parallel_rank()]
     config = PrefixConfig(
-        mode="auto", min_gain=0, min_speedup=min_speedup, across_ranks="off"
-    )  # where prompts cross, ranks decide together
+        mode="auto", min_gain=0, min_speedup=min_speedup, across_ranks=across_ranks
+    )
     schedule = PrefixSchedule(config)
     letters = ""
     for _ in range(12):
@@ -95,3 +95,9 @@ def test_data_parallel_ranks_pause_together(least: tuple[float, float], pauses: 
         assert first == second and "----L" in first
     else:
         assert (set(first), set(second)) == ({"L"}, {"S"})
+
+
+def test_where_prompts_cross_the_most_cautious_rank_decides() -> None:
+    """Else one would wait for the other's messages."""
+    first, second = run_ranks(2, letters_of, (1e-6, 100), "auto")[0]
+    assert first == second and "S" not in first
