@@ -1,5 +1,7 @@
 """A start with Ray: workers that have imported nothing get the schedule by verl's plugin alone.
 
+    RAY_TESTS=1 python -m pytest tests/core/trainers/test_ray.py
+
 A whole program with Ray takes minutes: tests/core/trainers/verl_run.py and slime_run.py.
 """
 
@@ -22,6 +24,9 @@ LAYOUTS = ("pp2-value-plugin",)
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not os.environ.get("RAY_TESTS"), reason="Ray starts a dozen processes: set RAY_TESTS=1"
+)
 def test_rays_workers_get_the_stock_schedules_results(tmp_path: Path) -> None:
     """With pipeline stages and verl's critic; pip's verl brings Ray."""
     folder = installed("verl")
