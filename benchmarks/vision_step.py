@@ -10,7 +10,7 @@ trainers give them. First both schedules are aligned by the numerics policy, tow
 small groups and a model with few layers and a small vocabulary, in 16 bit against fp32. Then both
 are timed after the same calls, each with its own peak of memory, and the images are counted that go
 through the tower in a step. The bound counts FLOPs as `megatron-prefix bench` does, and the tower
-once for each image in the place of once for each rollout's; the schedule runs its forward twice.
+once for each image instead of once for each rollout's; the schedule runs its forward twice.
 """
 
 from __future__ import annotations

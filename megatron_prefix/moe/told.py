@@ -26,7 +26,7 @@ from megatron_prefix.tree.forest import MOST_EXPERTS
 
 RECORD, FORWARD = "RECORD", "REPLAY_FORWARD"
 CHOOSES = -2
-"""In the place of experts: the router chooses. -1 is a trainer's own mark, for it to understand."""
+"""Instead of experts: the router chooses. -1 is a trainer's own mark, for it to understand."""
 MARKS = 256
 """Numbers below zero that a trainer may have instead of experts; what they mean is its
 routers' own business. They are counted from MOST_EXPERTS down, as experts are from zero."""

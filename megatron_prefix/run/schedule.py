@@ -491,7 +491,7 @@ def get_forward_backward_func(
         samples: says which positions of a microbatch carry loss; see `Callbacks`.
         passes_together: data-parallel ranks make equally many calls without gradients.
         slices: how model calls are cut for context-parallel ranks.
-        masks_tokens: the loss_mask of a model call is over tokens, and so is not heeded.
+        masks_tokens: the loss_mask of a model call is over tokens, and so is ignored.
 
     Megatron's own arguments (pp_size, vp_size, and schedule_pg_collection from 0.19) are taken and
     not needed.

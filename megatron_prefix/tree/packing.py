@@ -25,7 +25,7 @@ from megatron_prefix.tree.joining import joined_segment, joins_waves, trees_of
 from megatron_prefix.tree.nodes import Node, dissolved, even_parts, preorder
 
 _LEAST = 8
-"""What a round's waves join saves so large a part of `segment_gain` at least."""
+"""A round's waves join spans only where that saves such a part of `segment_gain` positions."""
 
 
 class Rows(NamedTuple):
@@ -65,7 +65,7 @@ class Rounds:
         others: all others: leaves, and nodes that join the waves that read them.
         owner: the microbatch of every rollout.
         options: see TreeOptions.
-        rows: by which microbatches are cut; None: by those of `inner` and `leaves`.
+        rows: by which microbatches are cut; None: by those of `inner` and `others`.
 
     Attributes:
         inner: per round the nodes of `inner` that no earlier one needs.

@@ -58,8 +58,6 @@ class Model(GPTModel):
 
 Model.__module__ = "mcore_adapter.models.qwen2_5_vl.modeling_qwen2_5_vl"
 Model.__qualname__ = "Qwen2_5_VLModel"
-
-
 Model.__name__ = Model.__qualname__
 
 

@@ -78,7 +78,7 @@ class Batched(Kernel):
 
     Attributes:
         window: of causal runs a query sees its own key and so many before it; None: all.
-        has_windows: whether `attend` heeds it.
+        has_windows: whether `attend` follows it.
     """
 
     window: int | None = None

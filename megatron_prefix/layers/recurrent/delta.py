@@ -70,7 +70,7 @@ class DeltaSpans:
         return overwritten(y, ends.places, again)
 
     def _rule(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
-        """In the place of `chunk_gated_delta_rule`, [1, positions, heads, dim]."""
+        """Instead of `chunk_gated_delta_rule`, [1, positions, heads, dim]."""
         states = self._states
         if states is None:
             return self._stock_rule(query, key, value, **given)
@@ -133,7 +133,7 @@ class GatedDeltaLayer(DeltaSpans):
     def _convolve_channels(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: Any
     ) -> Tensor:
-        """In the place of causal-conv1d's `causal_conv1d_fn`, x [1, channels, positions]."""
+        """Instead of causal-conv1d's `causal_conv1d_fn`, x [1, channels, positions]."""
         before = weight.shape[1] - 1
 
         def stock(part: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class GatedDeltaLayer(DeltaSpans):
     def _convolve_positions(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: Any
     ) -> tuple[Tensor, None]:
-        """In the place of flash-linear-attention's `causal_conv1d`, x [1, positions, channels]."""
+        """Instead of flash-linear-attention's `causal_conv1d`, x [1, positions, channels]."""
 
         def stock(part: Tensor) -> Tensor:
             y: Tensor = self._by_positions(x=part, weight=weight, bias=bias, activation=activation)[

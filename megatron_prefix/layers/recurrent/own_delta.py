@@ -59,7 +59,7 @@ class OwnDeltaLayer(DeltaSpans):
         return self._run(self._within, *args, **kwargs)
 
     def _convolved(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """In the place of ShortConvolution's forward, x [1, positions, channels]."""
+        """Instead of ShortConvolution's forward, x [1, positions, channels]."""
         if self._running.current is None:
             return self._stock_convolution(x, *args, **kwargs)
         before = self._inside.conv1d.weight.shape[-1] - 1

@@ -79,7 +79,7 @@ class MambaLayer:
         *rest: Any,
         **given: Any,
     ) -> Tensor:
-        """In the place of `mamba_split_conv1d_scan_combined`, zxbcdt [1, positions, width]."""
+        """Instead of `mamba_split_conv1d_scan_combined`, zxbcdt [1, positions, width]."""
         context = segment_of(self._running)
         x, before, channels = zxbcdt.squeeze(0), weight.shape[1] - 1, weight.shape[0]
         left = x.shape[1] - channels - len(dt_bias)

@@ -228,8 +228,8 @@ def read_tokens(
         return None
     for call in calls:
         call.check_unchanged()
-    heeded = not (forward_only or callbacks.masks_tokens)
-    trained = [call["loss_mask"] if heeded else None for call in calls]
+    followed = not (forward_only or callbacks.masks_tokens)
+    trained = [call["loss_mask"] if followed else None for call in calls]
     if callbacks.trained is not None and all(one is None for one in trained):
         trained = [callbacks.trained(call) for call in calls]
     elif callbacks.samples is not None and not forward_only and all(one is None for one in trained):
