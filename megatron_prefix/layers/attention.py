@@ -102,20 +102,23 @@ class Attention(Kind):
         """See Kind. A storage that several operators save counts once: K and V of an inner segment
         are in the sidecar."""
         size, wide, heads = form.itemsize, max(4, form.itemsize), config.num_attention_heads
-        queries = heads * config.kv_channels / form.tp
+        queries, normed = heads * config.kv_channels / form.tp, bool(config.qk_layernorm)
         keys = max(1, (config.num_query_groups or heads) / form.tp) * config.kv_channels
-        projected = queries + 2 * keys  # saved whole by norms of Q and K, and by checkpoints
-        normed = bool(config.qk_layernorm)
+        projected = queries + 2 * keys  # saved whole by Megatron's norms, and by checkpoints
         lse = heads / form.tp * wide
         ends = queries * size + lse  # the output and its log-sum-exp
         # A gate on the output: its sigmoid in fp32, and the product in front of the projection.
         gate = queries * (size + wide) if _is_gated(config) else 0.0
         unread = 0.0 if form.fused_rope else 4 * config.kv_channels * size
-        unread += (2 * queries + keys + projected) * size if normed else 0.0
+        held = _norms_hold_projection(config)
+        if held:
+            unread += (2 * queries + keys + projected) * size
+        elif normed:
+            unread += (queries + keys) * size  # copies, which the norms keep
         inner = unread + queries * size + ends + gate
-        wave, again = inner + (1 if normed else 2) * keys * size, 0.0
+        wave, again = inner + (1 if held else 2) * keys * size, 0.0
         if form.recompute == "selective":
-            extra = keys * size + (0 if normed else projected * size)
+            extra = keys * size + (0 if held else projected * size)
             wave, unread = inner + extra, unread + extra
             if "core_attn" in form.modules:  # its inputs are saved, in inner segments as in waves
                 inner = wave = wave - lse
@@ -215,6 +218,14 @@ def _is_gated(config: Any) -> bool:
     return bool(getattr(config, "attention_output_gate", False))
 
 
+def _norms_hold_projection(config: Any) -> bool:
+    """Whether norms of queries and keys keep views of what both were cut from, and so all of it:
+    torch's do, transformer-engine's keep copies (`input_.contiguous()` in
+    transformer_engine/pytorch/ops/basic/rmsnorm.py)."""
+    fused = getattr(config, "transformer_impl", "transformer_engine") == "transformer_engine"
+    return bool(config.qk_layernorm) and not fused
+
+
 def in_segments(
     attention: Any,
     number: int,
@@ -234,19 +245,20 @@ def in_segments(
 
     core = attention.core_attention
     stock = core.forward
-    norms = attention.config.qk_layernorm
+    held = _norms_hold_projection(attention.config)
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         context = running.current
+        if context is not None and running.graphs is not None and running.graphs.cut is not None:
+            return running.graphs.cut(query, key, value)
         if context is None:
             found: Tensor = stock(query, key, value, *args, **kwargs)
             return found
         query, key, value = quantised(core, query, key, value)
         if number == context.keys_only:
             return keys_only(query, key, value, context, number, shared)
-        if not (context.inner or norms):
-            # A wave saves its values; a view would keep the whole projection in memory. With
-            # norms of queries and keys the projection is kept anyway.
+        if not (context.inner or held):
+            # A wave saves its values; a view would keep the whole projection in memory.
             value = value.contiguous()
         scale = _softmax_scale(attention, core)  # it may be changed between steps
         kernel, sink = running.kernels[shared.window], _sink(core)

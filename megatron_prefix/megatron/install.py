@@ -44,6 +44,7 @@ from megatron_prefix.layers.blocks.kernels import Kernel, choose
 from megatron_prefix.layers.blocks.merge import prepare
 from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.layers.blocks.unread import picked, skipped
+from megatron_prefix.layers.graphs.layers import LayerGraphs
 from megatron_prefix.layers.kind import Part, Slot
 from megatron_prefix.layers.mtp import LooksAhead, StepAhead
 from megatron_prefix.layers.precision import is_fp8
@@ -103,6 +104,7 @@ class Hooks:
         if self._rope is not None and not self._is_multimodal:
             self.rotary.add(self._rope)
         self.ahead: StepAhead | None = None
+        self.graphs: LayerGraphs | None = None
         self._turned: Tensor | None = None  # the rotary table of the segment that runs
         self._undo: list[Callable[[], None]] = []
         try:
@@ -134,6 +136,17 @@ class Hooks:
         self._override_loss()
         setattr(self.model, _INSTALLED, self)
         self._undo.append(lambda: delattr(self.model, _INSTALLED))
+
+    def graph(self, most: int) -> None:
+        """Gives layers CUDA graphs in segments of at most so many positions."""
+        if self.graphs is not None or not most or self.model.config.recompute_granularity:
+            return
+        layers = [*self.model.decoder.layers]
+        if self.keys_only is not None:
+            layers.pop()
+        self.graphs = LayerGraphs(layers, self, most)
+        for number, one in enumerate(layers):
+            self._override(one, "forward", self.graphs.forward(number))
 
     def _override_parts(self, parts: Sequence[Part]) -> None:
         for number, (kind, module) in enumerate(parts):
@@ -227,6 +240,8 @@ class Hooks:
         """
         for kernel in self.kernels.values():
             kernel.begin_step()
+        if self.graphs is not None:
+            self.graphs.begin_step()
         fp8 = is_fp8(self.model.config)
         for module in modules_of(self.model):
             if getattr(module, "is_first_microbatch", False):

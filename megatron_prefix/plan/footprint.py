@@ -29,6 +29,7 @@ class Execution:
         tp, cp, sequence_parallel: the layout.
         fused_layers: transformer-engine's layers, else Megatron's local ones.
         fused_activation, fused_rope, fused_loss: whether these are one kernel each.
+        fused_gradients: whether products add gradients of weights to the main gradients themselves.
         recompute: "none", "full" or "selective".
         method, num_layers, modules: Megatron's options of recomputation.
         keeps_outputs: see `Footprint`.
@@ -48,6 +49,7 @@ class Execution:
     num_layers: int = 1
     modules: tuple[str, ...] = ("core_attn",)
     keeps_outputs: bool = True
+    fused_gradients: bool = True
 
     @property
     def sequence_ranks(self) -> int:
@@ -73,6 +75,7 @@ class Execution:
             recompute if recomputes or recompute != "full" else "none",
             config.recompute_method or "", config.recompute_num_layers or 1,
             tuple(config.recompute_modules or ()), not config.deallocate_pipeline_outputs,
+            bool(config.gradient_accumulation_fusion),
         )  # fmt: skip
 
 
@@ -98,7 +101,8 @@ class Footprint:
         temporary: peak transient bytes of one layer.
         seen: transient bytes a key of an ancestor in one layer's backward.
         head_temporary: peak transient bytes of the output layer.
-        head_weight: gradient of the output layer's weight, transient; bytes in all, not a position.
+        head_weight: gradient of the output layer's weight, where it is transient; bytes in all, not
+            a position.
         num_layers: layers of a model chunk.
         parts: context-parallel ranks, which share the positions.
         payloads: of every stage, those of its layers that leave one.
@@ -207,6 +211,13 @@ class Footprint:
         last_layer = self.last_layer(read) - read * act + (layer + act - self.inner)
         last_layer += self.behind_inner if inner else self.behind_wave
         return (self.num_layers - 1) * layer + last_layer + self.after(read)
+
+    def computed(self, policy: str, inner: bool) -> float:
+        """Transient bytes a position of a layer's forward: what it keeps is counted there, and its
+        last product and what that is added to are not kept as they are."""
+        layer = self.inner if inner else self.wave
+        kept = layer - (self.act if policy == "recompute_act" else 0.0)
+        return max(self.temporary - kept, 2 * self.stage_input)
 
     def exchanged(self, backward: bool) -> float:
         """Transient, of one layer's own attention on context-parallel ranks: K/V of all of them,
@@ -323,7 +334,7 @@ def _behind_layers(
         norm=norm,
         head=norm + num_losses * (hidden * size + logits * (size if form.fused_loss else wide)),
         head_temporary=0.0 if form.fused_loss else logits * (size + wide),
-        head_weight=logits * hidden_size * size,
+        head_weight=0.0 if form.fused_gradients else logits * hidden_size * size,
     )
 
 

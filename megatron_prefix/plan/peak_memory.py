@@ -217,7 +217,9 @@ class _MemoryRun:
         positions, one = self.positions[action.segment], self.one
         if segment.source >= 0:
             return 0.0, self._arriving(action, last and segment.scored)
-        temporary = positions * max(one.temporary, one.exchanged(action.kind == "B"))
+        kept = action.kind == "F" and policy in ON_DEVICE
+        layer = one.computed(policy, segment.inner) if kept else one.temporary
+        temporary = positions * max(layer, one.exchanged(action.kind == "B"))
         temporary += max(
             self._of_ancestors(arena.map.levels[action.segment]),
             one.tail
@@ -228,12 +230,12 @@ class _MemoryRun:
         if segment.inner or arena.map.levels[action.segment]:
             temporary += arena.visited(action.kind == "B")
         read = self.read[action.segment]
+        if last and action.kind == "B":  # what is behind the layers runs backward before them
+            temporary -= positions * (one.released(read) if segment.scored else one.unread)
+        head = 0.0
         if last and segment.scored:
-            head = positions * read * one.head_temporary
-            if action.kind == "B":  # the layers run backward after the head
-                head += one.head_weight
-                temporary -= positions * one.released(read)
-            temporary = max(head, temporary)
+            head = positions * read * one.head_temporary + one.head_weight * (action.kind == "B")
+        temporary = max(head, temporary)
         layer = one.inner if segment.inner else one.wave
         again = 0.0
         if policy == "offload":

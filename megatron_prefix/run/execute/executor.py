@@ -320,6 +320,8 @@ class Executor:
         return [stage.offloads[index] for index, stage in stages if index in stage.offloads]
 
     def _release(self, action: Action, stage: Stage) -> None:
+        if stage.hooks.graphs is not None:
+            stage.hooks.graphs.release(action.segment)
         if stage.losses is not None:
             stage.losses.release(action.segment)
         if stage.final is not None:

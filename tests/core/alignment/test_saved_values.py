@@ -22,9 +22,16 @@ def _rank() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("name", "whole"), [("tiny-llama", False), ("tiny-qwen3", True)])
+@pytest.mark.parametrize(
+    ("name", "norms", "whole"),
+    [
+        ("tiny-llama", "local", False),
+        ("tiny-qwen3", "local", True),
+        ("tiny-qwen3", "transformer_engine", False),
+    ],
+)
 def test_a_wave_holds_the_projection_only_where_norms_do(
-    name: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, norms: str, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     larger: dict[bool, set[bool]] = {True: set(), False: set()}
     attention = core.segment_attention
@@ -36,6 +43,8 @@ def test_a_wave_holds_the_projection_only_where_norms_do(
     monkeypatch.setattr(core, "segment_attention", watched)
     groups = list(generate(1, 9, 4, 3, vocab_size=64))
     schedule = PrefixSchedule(PrefixConfig(kernel="math", min_gain=0, segment_tokens=4))
-    align.run_step(schedule, [small_model(name)], align.microbatches(groups, 0))
+    model = small_model(name)
+    model.config.transformer_impl = norms
+    align.run_step(schedule, [model], align.microbatches(groups, 0))
     assert larger[False] == {whole}
     assert larger[True] == {True}  # the sidecar copies them anyway
