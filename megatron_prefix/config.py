@@ -101,6 +101,10 @@ class PrefixConfig:
             the next run (megatron_prefix/plan/cost_file.py); None: for this process only.
         plan_file: a plan to run instead of the planner's (megatron_prefix/plan/planfile.py), with
             what it says that each segment keeps.
+        graph_tokens: positions of the longest segment whose layers run on CUDA graphs, but for
+            core attention (layers/graphs); segments are padded to multiples of a 16th of it. Where
+            short segments take as long as the host needs to launch them. What such a segment keeps
+            stays allocated between steps. 0: none does.
     """
 
     mode: str = "on"
@@ -120,6 +124,7 @@ class PrefixConfig:
     min_speedup: float = 1.05
     cost_file: str | None = None
     plan_file: str | None = None
+    graph_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
@@ -137,8 +142,9 @@ class PrefixConfig:
                 f"memory_budget_gb is {self.memory_budget_gb}: give a number from 0 to"
                 f" {MOST_MEMORY_GB:.0f}"
             )
-        if self.cache_host_layers < 0:
-            raise UserError(f"cache_host_layers is {self.cache_host_layers}: give a number from 0")
+        for name in ("cache_host_layers", "graph_tokens"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} is {getattr(self, name)}: give a number from 0")
         if not 0 < self.min_speedup < math.inf:
             raise UserError(f"min_speedup is {self.min_speedup}: give a finite number above 0")
 

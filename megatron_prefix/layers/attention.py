@@ -70,6 +70,7 @@ class Attention(Kind):
     """Megatron's SelfAttention, causal."""
 
     name, symbol, slot, form = "attention", "*", Slot.MIXER, Form.POSITIONS
+    graphed = True
     forwards: frozenset[str] = FORWARDS
     """Classes whose forward its modules have."""
 
@@ -249,7 +250,7 @@ def in_segments(
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         context = running.current
-        if context is not None and running.graphs is not None and running.graphs.cut is not None:
+        if running.graphs is not None and running.graphs.cut is not None:
             return running.graphs.cut(query, key, value)
         if context is None:
             found: Tensor = stock(query, key, value, *args, **kwargs)

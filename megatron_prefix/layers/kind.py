@@ -21,6 +21,7 @@ from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
 from megatron_prefix.tree.payload_map import Form
 
 if TYPE_CHECKING:
+    from megatron_prefix.layers.graphs.layers import LayerGraphs
     from megatron_prefix.layers.blocks.interface import Kernel
     from megatron_prefix.layers.blocks.rotary import Rotary
     from megatron_prefix.layers.mtp import StepAhead
@@ -63,9 +64,11 @@ class Running(Protocol):
         replay: makes the routers follow routes in this step; None if they choose themselves.
         rotary: tables of rotary embeddings; it is told of every module that it is asked for.
         ahead: what multi-token prediction reads in this step; None if it does not run.
+        graphs: of its layers; None without.
     """
 
     current: SegmentContext | None
+    graphs: LayerGraphs | None
     kernels: dict[int | None, Kernel]
     replay: Replay | None
     rotary: Rotary
@@ -82,6 +85,7 @@ class Kind:
         slot: what it fills.
         form: rows of its payload; None if it leaves nothing.
         has_window: whether its queries see a window of positions, by the config's `window_size`.
+        graphed: whether CUDA graphs can run it, but for core attention (layers/graphs).
         cut: positions that its kernels take at once; at multiples of it a shared prompt is bitwise
             the unshared one. None if that is so anywhere.
     """
@@ -91,6 +95,7 @@ class Kind:
     slot: ClassVar[Slot]
     form: ClassVar[Form | None] = None
     has_window: ClassVar[bool] = False
+    graphed: ClassVar[bool] = False
     cut: ClassVar[int | None] = None
 
     def fills(self, config: Any, layer: int) -> bool:

@@ -31,7 +31,7 @@ from megatron_prefix.tree.payload_map import Form
 class MLA(Attention):
     """Megatron's MLASelfAttention, causal."""
 
-    name = "multi-latent attention"
+    name, graphed = "multi-latent attention", False
     forwards = frozenset({"megatron.core.transformer.multi_latent_attention.MultiLatentAttention"})
 
     def fills(self, config: Any, layer: int) -> bool:

@@ -15,7 +15,7 @@ from megatron_prefix.plan.layer_numbers import LayerMemory
 class MLP(Kind):
     """Megatron's MLP."""
 
-    name, symbol, slot = "MLP", "-", Slot.MLP
+    name, symbol, slot, graphed = "MLP", "-", Slot.MLP, True
 
     def fills(self, config: Any, layer: int) -> bool:
         """See Kind."""

@@ -13,7 +13,8 @@ has computed is its output, without a layer;
 6. the *instance's* `compute_language_model_loss` does not wait for the device (cross_entropy.py);
 7. the *instance's* `_postprocess` of a model with multi-token prediction adds its loss
 (layers/mtp.py);
-8. for the time of a step, the *instance's* `forward` of the language model is where the trainer's
+8. the *instances'* `forward` of layers, where they may run on CUDA graphs (layers/graphs);
+9. for the time of a step, the *instance's* `forward` of the language model is where the trainer's
 forward steps are suspended (`intercepted`); where that calls its parent class's for the language
 model, it is the parent's (parents.py).
 
@@ -77,6 +78,7 @@ class Hooks:
         replay: makes the routers follow routes in this step; None if they choose themselves.
         rotary: tables of its rotary embeddings.
         ahead: what multi-token prediction reads in this step; None if it does not run.
+        graphs: of its layers; None without.
     """
 
     def __init__(self, model: nn.Module, kernel: str) -> None:
@@ -105,6 +107,7 @@ class Hooks:
             self.rotary.add(self._rope)
         self.ahead: StepAhead | None = None
         self.graphs: LayerGraphs | None = None
+        self._graphed, self._ungraph = 0, list[Callable[[], None]]()
         self._turned: Tensor | None = None  # the rotary table of the segment that runs
         self._undo: list[Callable[[], None]] = []
         try:
@@ -138,15 +141,20 @@ class Hooks:
         self._undo.append(lambda: delattr(self.model, _INSTALLED))
 
     def graph(self, most: int) -> None:
-        """Gives layers CUDA graphs in segments of at most so many positions."""
-        if self.graphs is not None or not most or self.model.config.recompute_granularity:
+        """Lets layers run on CUDA graphs in segments of at most so many positions; 0: none does. The
+        last layer of the last stage runs on what is read."""
+        if self._graphed == most:
             return
-        layers = [*self.model.decoder.layers]
+        self._graphed, layers = most, [*self.model.decoder.layers]
         if self.keys_only is not None:
             layers.pop()
-        self.graphs = LayerGraphs(layers, self, most)
-        for number, one in enumerate(layers):
-            self._override(one, "forward", self.graphs.forward(number))
+        for undo in self._ungraph:
+            undo()
+        self._ungraph, before = [], len(self._undo)
+        self.graphs = LayerGraphs(layers, self, most, self._sequence_ranks) if most else None
+        for layer, forward in self.graphs.overrides() if self.graphs else ():
+            self._override(layer, "forward", forward)
+        self._ungraph = self._undo[before:]
 
     def _override_parts(self, parts: Sequence[Part]) -> None:
         for number, (kind, module) in enumerate(parts):

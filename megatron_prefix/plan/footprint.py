@@ -112,6 +112,7 @@ class Footprint:
         state, state_grad: a final hidden state that crosses data-parallel ranks, and its gradient.
         shares: into how many parts K/V and gK/gV of inner segments are cut; a rank has one.
         keeps_outputs: whether a stage's output stays until its backward.
+        graphed: positions of the longest segment whose layers run on CUDA graphs; 0: none does.
     """
 
     inner: float
@@ -142,6 +143,7 @@ class Footprint:
     behind_wave: float = 0.0
     state: float = 0.0
     state_grad: float = 0.0
+    graphed: int = 0
 
     @classmethod
     def of_layers(

@@ -116,12 +116,13 @@ class _MemoryRun:
         held: dict[tuple[int, int], float] = {}
         arenas = self._arenas(rank)
         messages = self._exchanges(rank, arenas)
-        activations = saved = there = kept = wave = exchanged = 0.0
+        activations = self._of_graphs(rank)
+        saved = there = kept = wave = exchanged = 0.0
         found = RankMemory(0.0, 0.0, Action("F", 0), *(0.0,) * 9, ())
         for action in self.plan.programs[rank]:
             key = action.chunk, action.segment
             if action.kind == "F":
-                held[key] = self._kept(rank, action)
+                held[key] = self._kept(rank, action) - self._in_graphs(rank, action)
                 activations += held[key]
             arenas[action.chunk].begin(action)
             kv = sum(arena.values(arena.here) for arena in arenas)
@@ -152,6 +153,32 @@ class _MemoryRun:
         found = replace(found, staged=max(itertools.accumulate(self._staged(rank)), default=0.0))
         found = replace(found, cache_peak=kept, cache_staged=there)
         return replace(found, saved=saved, wave_peak=wave, exchanged=exchanged)
+
+    def _in_graphs(self, rank: int, action: Action) -> float:
+        """Of what a segment keeps, bytes that are where its CUDA graphs write; 0 without."""
+        segment, one = self.plan.segments[action.segment], self.one
+        plain = self.plan.policy(action.segment) == "retain" and segment.source < 0
+        if not plain or segment.padded_length > one.graphed:
+            return 0.0
+        layer = one.inner if segment.inner else one.wave
+        return self.positions[action.segment] * layer * self._num_graphed(rank, action)
+
+    def _num_graphed(self, rank: int, action: Action) -> int:
+        """Layers with graphs: the last one of the last stage runs on what is read."""
+        return self.one.num_layers - self._ends(rank, action)[1]
+
+    def _of_graphs(self, rank: int) -> float:
+        """Bytes where CUDA graphs write, of as many segments as have some at once: they stay."""
+        sizes: dict[int, float] = {}
+        most: Counter[int] = Counter()
+        live: Counter[int] = Counter()
+        for action in self.plan.programs[rank] if self.one.graphed else ():
+            if self._in_graphs(rank, action):
+                chunk, layers = action.chunk, self._num_graphed(rank, action)
+                sizes[chunk] = self.one.graphed / self.one.parts * self.one.wave * layers
+                live[chunk] += 1 if action.kind == "F" else -1
+                most[chunk] = max(most[chunk], live[chunk])
+        return sum(most[chunk] * size for chunk, size in sizes.items())
 
     def _exchanges(self, rank: int, arenas: Sequence[_Arena]) -> list[ExchangeMemory]:
         """Messages between data-parallel ranks, of every model chunk of a rank."""

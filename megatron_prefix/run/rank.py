@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,15 +18,19 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron_prefix.device import graphs
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import mtp, precision, table
-from megatron_prefix.layers.model import cost_of, footprint_of, leaves_positions
+from megatron_prefix.layers.graphs import layers as layer_graphs
+from megatron_prefix.layers.model import cost_of, footprint_of, layers_of, leaves_positions
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.families import has_images
 from megatron_prefix.megatron.features import pattern_of, recomputes
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.moe.options import counts_tokens, has_global_loss
 from megatron_prefix.plan.footprint import Execution, Footprint
+
+logger = logging.getLogger(__name__)
 
 
 class ModelNumbers:
@@ -54,6 +59,7 @@ class ModelNumbers:
         pattern: one letter per layer of the whole model, as hybrid models name them; "" for others.
         cost: FLOPs of the whole model; the same on every rank.
         joins: whether a span can run in the segment of its parent.
+        not_graphed: why no layer runs on CUDA graphs; "" if nothing is known to be in the way.
         footprints: those that were asked for; see `Rank.footprint`.
     """
 
@@ -77,6 +83,7 @@ class ModelNumbers:
         told = table.told(config, models)
         self.cost = cost_of(told, self.vocab_size, self.pattern)
         self.joins = leaves_positions(told, self.pattern)
+        self.not_graphed = layer_graphs.why_not(told, layers_of(told, self.pattern))
         self.footprints: dict[tuple[bool, int], Footprint] = {}
 
 
@@ -210,6 +217,19 @@ class Rank(ModelNumbers):
         in evaluation, too, and does nothing with it."""
         return self.looks_ahead and (not self.forward_only or self.language_models[0].training)
 
+    def graphed(self, tokens: int) -> int:
+        """Positions of the longest segment whose layers run on CUDA graphs: so many, or 0 where they
+        cannot; a warning says once why."""
+        if tokens and self._why_not_graphed():
+            _warn(f"layers run without CUDA graphs: {self._why_not_graphed()}")
+            return 0
+        return tokens
+
+    def _why_not_graphed(self) -> str:
+        return self.not_graphed or graphs.why_not(
+            self.device, collectives=self.config.tensor_model_parallel_size > 1
+        )
+
     def footprint(self, gathers: bool, host_layers: int) -> Footprint:
         """Bytes per row of the model on this rank.
 
@@ -254,6 +274,12 @@ class Rank(ModelNumbers):
         total = sum(weight.numel() for weight in weights)
         frozen = sum(weight.numel() for weight in weights if not weight.requires_grad)
         return frozen / total if total else 0.0
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Once for each text."""
+    logger.warning(text)
 
 
 def several(*groups: Any) -> list[Any]:

@@ -1,228 +1,161 @@
-"""Which layers and segments run on CUDA graphs, and where these read and write.
+"""Which segments run their layers on CUDA graphs.
 
-A layer is cut at its core attention, which sees other keys in every segment: what is before it
-(norm, projection, rotary embedding) and behind it (projection, residual connections, MLP) is the
-same work for all segments of a length.  One segment at a time has its graphs: from its forward to
-its backward nobody else may write where they do.
+A set of graphs is a segment's from its forward to its backward: nobody else may write where they
+do.  As many sets are made as segments are between these at once.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron_prefix.layers.graphs.pieces import CannotCapture, Piece, parameters_of, stand_ins
-from megatron_prefix.layers.kind import Running
+from megatron_prefix.device import graphs
+from megatron_prefix.layers.graphs.pieces import CannotCaptureError
+from megatron_prefix.layers.graphs.segment_graphs import SegmentGraphs
+from megatron_prefix.layers.kind import Kind, Running
+from megatron_prefix.layers.kind import Slot as KindSlot
+from megatron_prefix.layers.segment import SegmentContext
+
+PADDING = 16
+"""Segments are padded to multiples of so many parts of the longest one with graphs: each length has
+graphs of its own."""
+IN_THE_WAY = (
+    "recompute_granularity", "fp8", "fp4", "attention_output_gate", "delay_wgrad_compute",
+    "cpu_offloading", "mtp_num_layers",
+)  # fmt: skip
+"""Options of Megatron with which layers run differently in every microbatch, or are cut elsewhere."""
+_BEFORE = 1
+"""A length has graphs after so many segments of it: what is compiled for it is compiled there."""
 
 logger = logging.getLogger(__name__)
-EAGER = 1
-"""A length is captured when so many segments of it have run: what compiles does it in these."""
 
 
-class Sides(NamedTuple):
-    """A layer's graphs."""
+def multiple(most: int, of: int) -> int:
+    """What segments are padded to where they have graphs up to a length: a multiple of `of`."""
+    return max(of, most // PADDING // of * of)
 
-    before: Piece
-    behind: Piece
+
+def why_not(config: Any, layers: Iterable[Sequence[Kind]]) -> str:
+    """Why no layer of a model runs on graphs; "" if nothing is known to be in the way.
+
+    Args:
+        config: the model's.
+        layers: what fills the slots of each.
+    """
+    for kinds in layers:
+        if len(kinds) < len(KindSlot) or not all(one.graphed for one in kinds):
+            return "the model has layers of " + " and ".join(one.name for one in kinds)
+    given = (name for name in IN_THE_WAY if getattr(config, name, None))
+    return next((f"the model has {name}" for name in given), "")
 
 
 class LayerGraphs:
     """Graphs of the layers of one model chunk.
 
     Args:
-        layers: Megatron's, in the order in which they run.
+        layers: Megatron's, in the order in which they run, with core attention.
         running: says which segment runs.
         most: positions of the longest segment that has graphs.
+        ranks: that share the positions of hidden states (sequence parallelism).
 
     Attributes:
-        cut: takes queries, keys and values while a layer is captured; None at other times.
+        cut: takes queries, keys and values while layers are captured; None at other times.
+        refused: why nothing more is captured; "" if something may be.
     """
 
-    def __init__(self, layers: Sequence[Any], running: Running, most: int) -> None:
-        self._layers, self._running, self.most = layers, running, most
+    def __init__(self, layers: Sequence[Any], running: Running, most: int, ranks: int) -> None:
+        self._layers, self._running = layers, running
+        self._most, self._ranks = most, ranks
         self._stock = [one.forward for one in layers]
-        self.cut: Callable[..., Tensor] | None = None
         self._seen: Counter[int] = Counter()
-        self._made: dict[int, list[Sides]] = {}
-        self._owner: int | None = None
-        self._sides: list[Sides] | None = None
-        self._places: dict[Any, Tensor] = {}
-        self._rotary: Tensor | None = None
+        self._free: list[SegmentGraphs] = []
+        self._taken: dict[int, SegmentGraphs] = {}
         self._addresses: tuple[int, ...] = ()
-        self._pool: Any = None
-        self._owners: Mapping[int, nn.Parameter] = {}
-        self.why_not = ""
+        self.cut: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+        self.refused = ""
 
-    def forward(self, number: int) -> Callable[..., Any]:
-        """What takes the place of a layer's forward."""
+    def overrides(self) -> Iterator[tuple[Any, Callable[..., Any]]]:
+        """Layers, and what takes the place of the forward of each."""
+        yield from ((layer, self._forward(number)) for number, layer in enumerate(self._layers))
+
+    def _forward(self, number: int) -> Callable[..., Any]:
         stock, core = self._stock[number], self._layers[number].self_attention.core_attention
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             context = self._running.current
-            if context is None or self.cut is not None or self.why_not:
+            if context is None or context.backward or not torch.is_grad_enabled():
                 return stock(hidden_states, *args, **kwargs)
-            if number == 0:
-                self._begin(context, hidden_states, args, kwargs)
-            if self._sides is None or self._owner != context.index or context.backward:
+            if number == 0 and not args:
+                self._take(context, hidden_states, kwargs)
+            mine = self._taken.get(context.index)
+            if mine is None:
                 return stock(hidden_states, *args, **kwargs)
-            before, behind = self._sides[number]
+            before, behind = mine.made[len(hidden_states)][number]
             mixed = core.forward(*before(hidden_states))
             return behind(mixed, hidden_states), None
 
         return forward
 
+    def begin_step(self) -> None:
+        """Makes anew what reads weights or writes gradients that lie elsewhere now."""
+        self.end_step()
+        if self._addresses and self._addresses != self._current_addresses():
+            logger.info("weights or gradients lie elsewhere: CUDA graphs are captured again")
+            self._free.clear()
+            self._addresses = ()
+
     def release(self, segment: int) -> None:
         """After a segment's backward."""
-        if self._owner == segment:
-            self._owner = self._sides = None
+        if segment in self._taken:
+            self._free.append(self._taken.pop(segment))
 
-    def begin_step(self) -> None:
-        """Nothing of a step before is left, and what has moved since is captured again."""
-        self._owner = self._sides = None
-        if self._made and self._addresses != self._current_addresses():
-            logger.info("weights or gradients have moved: graphs are captured again")
-            self._made.clear()
+    def end_step(self) -> None:
+        """Whatever has happened, no segment is between its forward and its backward."""
+        self._free += self._taken.values()
+        self._taken.clear()
 
     def _current_addresses(self) -> tuple[int, ...]:
-        found = []
-        for layer in self._layers:
-            for one in layer.parameters():
-                main = getattr(one, "main_grad", None)
-                found += [one.data_ptr(), 0 if main is None else main.data_ptr()]
-        return tuple(found)
+        weights = [one for layer in self._layers for one in layer.parameters()]
+        mains = (getattr(one, "main_grad", None) for one in weights)
+        return tuple(one.data_ptr() for one in (*weights, *mains) if one is not None)
 
-    def _begin(self, context: Any, hidden: Tensor, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """The first layer of a segment: it has graphs, gets them, or has none."""
+    def _take(self, context: SegmentContext, hidden: Tensor, given: Mapping[str, Any]) -> None:
+        """Gives a segment a set of graphs, with some of its length."""
         length = len(hidden)
-        plain = not (args or context.activates_again or context.offload or context.backward)
-        if self._owner is not None or not plain or length > self.most or not torch.is_grad_enabled():
+        plain = context.offload is None and not context.activates_again
+        if not plain or length * self._ranks > self._most or self.refused:
             return
         self._seen[length] += 1
-        if length not in self._made:
-            if self._seen[length] <= EAGER:
+        if self._seen[length] <= _BEFORE:
+            return
+        mine = next((one for one in self._free if length in one.made), None)
+        if mine is None:
+            mine = self._free[0] if self._free else self._more()
+            if not self._captured(mine, hidden, given):
                 return
-            self._try_capture(length, hidden, kwargs)
-        if length in self._made:
-            self._owner, self._sides = context.index, self._made[length]
-            if (turned := kwargs.get("rotary_pos_emb")) is not None:
-                self._place("rotary", turned).copy_(turned)
+        if mine in self._free:
+            self._free.remove(mine)
+        mine.begin(given)
+        self._taken[context.index] = mine
 
-    def _try_capture(self, length: int, hidden: Tensor, kwargs: Mapping[str, Any]) -> None:
+    def _more(self) -> SegmentGraphs:
+        return SegmentGraphs(self._stock, self._layers, self._most, self._ranks, self)
+
+    def _captured(self, mine: SegmentGraphs, hidden: Tensor, given: Mapping[str, Any]) -> bool:
         try:
-            self._made[length] = self._captured(hidden, kwargs)
-        except (CannotCapture, RuntimeError) as problem:
-            logger.exception("capture")
-            self.why_not = str(problem).splitlines()[0]
-            logger.warning("no CUDA graphs: %s", self.why_not)
-            self._made.clear()
-        else:
-            self._addresses = self._current_addresses()
-            logger.info("captured %d layers of %d positions", len(self._layers), length)
-        finally:
-            self.cut = None
-
-    def _place(self, name: Any, like: Tensor, wants_gradient: bool = False) -> Tensor:
-        """A tensor of the shape of `like` that has its place for good, for all lengths."""
-        if name not in self._places:
-            rows = self.most
-            self._places[name] = like.new_empty((rows, *like.shape[1:]))
-        found = self._places[name][: len(like)].detach()
-        return found.requires_grad_() if wants_gradient else found
-
-    def _captured(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> list[Sides]:
-        given = dict(kwargs)
-        for name, value in kwargs.items():
-            if isinstance(value, Tensor):
-                if name == "rotary_pos_emb":
-                    given[name] = self._place("rotary", value)
-                    given[name].copy_(value)
-                elif name == "attention_mask":
-                    given[name] = None
-                else:
-                    raise CannotCapture(f"layers get {name}")
-            elif isinstance(value, tuple | list):
-                raise CannotCapture(f"layers get several {name}")
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        torch.cuda.synchronize()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), stand_ins(nn.ModuleList(self._layers)) as self._owners:
-            for number in range(len(self._layers)):
-                self._warm(number, hidden, given)
-            torch.cuda.synchronize()
-            found = [self._layer(n, hidden, given) for n in range(len(self._layers))]
-            for number in reversed(range(len(self._layers))):
-                self._backwards(found[number], hidden, number)
-        torch.cuda.current_stream().wait_stream(stream)
-        return found
-
-    def _warm(self, number: int, hidden: Tensor, given: Mapping[str, Any]) -> None:
-        """Runs a layer on the stream of captures: what is loaded or allocated once is then there.
-        Gradients are zeros, so main gradients do not change."""
-        x = torch.zeros_like(hidden).requires_grad_()
-
-        def cut(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            kept.extend((query, key, value))
-            flat = query.new_zeros((len(query), 1, query.shape[2] * value.shape[3]))
-            return flat.requires_grad_()
-
-        kept: list[Tensor] = []
-        self.cut = cut
-        y, _ = self._stock[number](x, **given)
-        self.cut = None
-        outputs = [y, *kept]
-        leaves = [one for one in self._layers[number].parameters() if one.requires_grad]
-        torch.autograd.grad(
-            outputs, [x, *leaves], [torch.zeros_like(one) for one in outputs], allow_unused=True
-        )
-
-    def _layer(self, number: int, hidden: Tensor, given: Mapping[str, Any]) -> Sides:
-        """Captures a layer's forward, in two pieces."""
-        before, behind = Piece(self._pool), Piece(self._pool)
-        x = self._place(("hidden", number), hidden, wants_gradient=True)
-        nodes: set[Any] = set()
-        mixed: list[Tensor] = []
-
-        def cut(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            computed = query, key, value
-            places = [self._place((name, number), one) for name, one in zip("qkv", computed)]
-            before.end([x], computed, places)
-            leaves, seen = parameters_of(computed, [x], set())
-            before.uses(leaves, self._owners)
-            nodes.update(seen)
-            flat = query.new_empty((len(query), 1, query.shape[2] * value.shape[3]))
-            mixed.append(self._place(("mixed", number), flat, wants_gradient=True))
-            behind.begin()
-            return mixed[0]
-
-        self.cut = cut
-        try:
-            before.begin()
-            y, rest = self._stock[number](x, **given)
-            if rest is not None or not mixed:
-                raise CannotCapture("a layer is put together differently from Megatron's")
-        except BaseException:
-            before.abandon()
-            behind.abandon()
-            raise
-        behind.end([mixed[0], x], [y], [self._place(("hidden", number + 1), y)])
-        self.cut = None
-        behind.uses(parameters_of([y], [mixed[0], x], nodes)[0], self._owners)
-        return Sides(before, behind)
-
-    def _backwards(self, sides: Sides, hidden: Tensor, number: int) -> None:
-        before, behind = sides
-        mixed, x = behind.inputs
-        behind.capture_backward(
-            [self._place("gradient", hidden)],
-            [self._place("mixed gradient", mixed), self._place("residual gradient", x)],
-        )
-        before.capture_backward(
-            [self._place(f"{name} gradient", one) for name, one in zip("qkv", before.outputs)],
-            [self._place("input gradient", x)],
-        )
+            mine.capture(hidden, given)
+        except (CannotCaptureError, RuntimeError) as problem:
+            graphs.recover()
+            if isinstance(problem, torch.OutOfMemoryError):
+                raise
+            self.refused = str(problem).splitlines()[0]
+            logger.warning("layers run without CUDA graphs: %s", self.refused)
+            return False
+        self._addresses = self._current_addresses()
+        logger.info("%d layers captured for %d positions", len(self._layers), len(hidden))
+        return True

@@ -161,7 +161,8 @@ class MemoryControl:
         plan = heaviest_stock_plan(
             joint.union, joint.microbatches_of, rank.num_stages, len(rank.models)
         )
-        return [one.peak for one in predict(plan, self._before_settled(rank))]
+        stock = replace(self._before_settled(rank), graphed=0)
+        return [one.peak for one in predict(plan, stock)]
 
     def _before_settled(self, rank: Rank) -> Footprint:
         """Before it is known whether a rank keeps K/V of all: only if the user says so."""
@@ -170,7 +171,9 @@ class MemoryControl:
     def _footprint(self, rank: Rank, gathers: bool | None = None) -> Footprint:
         """Bytes per row of the model on a rank, in the step that runs unless `gathers` is given."""
         gathers = self.gathers if gathers is None else gathers
-        return rank.footprint(gathers, self._config.cache_host_layers)
+        found = rank.footprint(gathers, self._config.cache_host_layers)
+        graphed = 0 if rank.forward_only else rank.graphed(self._config.graph_tokens)
+        return replace(found, graphed=graphed) if graphed else found
 
     def _least_of(self, groups: Sequence[Any], rank: Rank) -> float:
         free = [float(free_bytes(rank.device, self._budget))]

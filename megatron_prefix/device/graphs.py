@@ -1,0 +1,92 @@
+"""CUDA graphs: whether they can be captured here, and the calls of torch that capture one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def why_not(device: torch.device, *, collectives: bool) -> str:
+    """Why graphs cannot be captured on a device; "" if they can.
+
+    Args:
+        device: of the model.
+        collectives: whether what is captured sends messages to other ranks.
+    """
+    if device.type != "cuda":
+        return "CUDA graphs need a GPU"
+    expandable = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if collectives and expandable and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+        # As in megatron/core/transformer/cuda_graphs.py: NCCL would register memory that moves.
+        return "set NCCL_GRAPH_REGISTER=0: PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True"
+    return ""
+
+
+class Graph:
+    """A graph whose memory is in a pool that others use, too; see `pool`."""
+
+    def __init__(self, pool: Any) -> None:
+        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[None]:
+        """Captures what is launched on the current stream."""
+        self.begin()
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+        self.end()
+
+    def begin(self) -> None:
+        """Begins to capture. Other threads may go on with what a capture does not allow."""
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        """Ends it."""
+        self._graph.capture_end()
+
+    def abandon(self) -> None:
+        """Ends a capture that has failed. torch then leaves its allocator in the pool
+        (`CUDAGraph::capture_end` in aten/src/ATen/cuda/CUDAGraph.cpp), hence the private call."""
+        try:
+            self._graph.capture_end()
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+
+    def replay(self) -> None:
+        """Launches what was captured."""
+        self._graph.replay()
+
+
+def pool() -> Any:
+    """A pool of memory for graphs."""
+    return torch.cuda.graph_pool_handle()
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """A stream for captures, which begins and ends with the current one."""
+    outer, inner = torch.cuda.current_stream(), torch.cuda.Stream()
+    inner.wait_stream(outer)
+    with torch.cuda.stream(inner):
+        yield
+    outer.wait_stream(inner)
+
+
+def settle() -> None:
+    """Waits for all that is under way: a capture allows no waiting in it."""
+    torch.cuda.synchronize()
+
+
+def recover() -> None:
+    """After a capture that has failed: torch's generator of random numbers believes that one is
+    under way until the next one ends."""
+    with apart(), Graph(pool()).captured():
+        torch.zeros(1, device="cuda")

@@ -1,0 +1,82 @@
+"""CUDA graphs without CUDA: what is launched is noted and launched again, on the same tensors.
+
+As on a GPU a replay reads and writes what the capture did, and nothing of Python runs again; unlike
+there, what a capture launches is computed, and its memory is not shared with other graphs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_prefix.device import graphs
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[tuple[Any, Any, Any, list[Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        written = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        self.launches.append((func, args, kwargs or {}, written))
+        return result
+
+
+class RecordedGraph(graphs.Graph):
+    """Takes the place of `Graph`."""
+
+    captured_in_all = replays = 0
+
+    def __init__(self, pool: Any) -> None:
+        self._recorder = _Recorder()
+        self._stack = contextlib.ExitStack()
+
+    def begin(self) -> None:
+        """See Graph."""
+        type(self).captured_in_all += 1
+        self._stack.enter_context(self._recorder)
+
+    def end(self) -> None:
+        """See Graph."""
+        self._stack.close()
+
+    abandon = end
+
+    def replay(self) -> None:
+        """See Graph."""
+        type(self).replays += 1
+        with torch.no_grad():
+            for func, args, kwargs, written in self._recorder.launches:
+                again = func(*args, **kwargs)
+                for old, new in zip(written, _tensors(again), strict=True):
+                    if old.data_ptr() != new.data_ptr():
+                        old.detach().copy_(new)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+
+
+@pytest.fixture
+def recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[RecordedGraph]]:
+    """Graphs on the CPU."""
+
+    class Counted(RecordedGraph):
+        captured_in_all = replays = 0
+
+    monkeypatch.setattr(graphs, "Graph", Counted)
+    monkeypatch.setattr(graphs, "why_not", lambda *_, **__: "")
+    monkeypatch.setattr(graphs, "pool", lambda: None)
+    monkeypatch.setattr(graphs, "apart", contextlib.nullcontext)
+    for name in ("settle", "recover"):
+        monkeypatch.setattr(graphs, name, lambda: None)
+    yield Counted
