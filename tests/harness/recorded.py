@@ -1,7 +1,7 @@
 """CUDA graphs without CUDA: what is launched is noted and launched again, on the same tensors.
 
-As on a GPU a replay reads and writes what the capture did, and nothing of Python runs again; unlike
-there, what a capture launches is computed, and its memory is not shared with other graphs.
+As on a GPU a replay reads and writes what the capture did, nothing of Python runs again, and what was
+there before a capture is as before; unlike there, memory is not shared with other graphs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,31 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.launches: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self._made: set[int] = set()
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {one._cdata for one in _storages([*args, *(kwargs or {}).values()])}
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._keep(value)
         result = func(*args, **(kwargs or {}))
-        written = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
-        self.launches.append((func, args, kwargs or {}, written))
+        self._made |= {one._cdata for one in _storages(result)} - given
+        self.launches.append((func, args, kwargs or {}, _tensors(result)))
         return result
+
+    def _keep(self, tensor: Tensor) -> None:
+        """What is there before the first write, unless it was made in the capture."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._made | self._before.keys():
+            with torch.utils._python_dispatch._disable_current_modes():
+                whole = torch.empty(0, dtype=tensor.dtype).set_(storage)
+                self._before[storage._cdata] = whole, whole.clone()
+
+    def undo(self) -> None:
+        """A capture computes nothing."""
+        for whole, before in self._before.values():
+            whole.copy_(before)
 
 
 class RecordedGraph(graphs.Graph):
@@ -48,6 +67,7 @@ class RecordedGraph(graphs.Graph):
     def end(self) -> None:
         """See Graph."""
         self._stack.close()
+        self._recorder.undo()
 
     abandon = end
 
@@ -64,6 +84,10 @@ class RecordedGraph(graphs.Graph):
 
 def _tensors(result: Any) -> list[Tensor]:
     return [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+
+
+def _storages(values: Any) -> list[Any]:
+    return [one.untyped_storage() for one in _tensors(values)]
 
 
 @pytest.fixture

@@ -28,7 +28,10 @@ from megatron_prefix.lab.runtime import Layout, env_world_size
 logger = logging.getLogger(__name__)
 
 
-CONFIG = ("memory", "memory_budget_gb", "cache_host_layers", "cp_reduce", "kernel", "across_ranks")
+CONFIG = (
+    "memory", "memory_budget_gb", "cache_host_layers", "cp_reduce", "kernel", "across_ranks",
+    "graph_tokens",
+)
 """Fields of PrefixConfig that are about how a model runs."""
 
 

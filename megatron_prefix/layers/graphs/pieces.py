@@ -129,10 +129,12 @@ class Piece:
             setattr(one, _ADDED, True)
         yield from (one.detach() for one in self._input_gradients)
         for parameter, gradient in zip(self._parameters, self._of_parameters, strict=True):
-            if gradient is None or parameter in self._added:
-                yield None if gradient is None else gradient.detach()
-            else:
+            if gradient is None:
+                yield None
+            elif gradient is self._own.get(parameter):
                 yield gradient.clone()  # it may stay the parameter's gradient
+            else:
+                yield gradient.detach()  # what takes the place of an added one
 
 
 class _Replayed(torch.autograd.Function):

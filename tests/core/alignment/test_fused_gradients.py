@@ -18,6 +18,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.one_group import items
 from tests.harness.one_rank import one_rank, small_model
+from tests.harness.recorded import RecordedGraph, recorded_graphs  # noqa: F401
 from tests.harness.steps import Contract
 
 NAME = "fused_weight_gradient_mlp_cuda"
@@ -62,17 +63,23 @@ def updates(schedule: Any, **options: Any) -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("memory", ["retain", "recompute"])
+@pytest.mark.parametrize(
+    "kept", [{"memory": "retain"}, {"memory": "recompute"}, {"memory": "retain", "graph_tokens": 32}]
+)
 @pytest.mark.parametrize("overlaps", [False, True], ids=["", "overlapped"])
-def test_a_kernel_that_adds_to_main_grad(kernel: Kernel, memory: Any, overlaps: bool) -> None:
+def test_a_kernel_that_adds_to_main_grad(
+    kernel: Kernel,
+    kept: dict[str, Any],
+    overlaps: bool,
+    recorded_graphs: type[RecordedGraph],  # noqa: F811
+) -> None:
     options = {"overlap_grad_reduce": overlaps, "bucket_size": 1}
-    config = PrefixConfig(
-        min_gain=0, kernel="math", segment_tokens=8, chunk_tokens=8, memory=memory
-    )
+    config = PrefixConfig(min_gain=0, kernel="math", segment_tokens=8, chunk_tokens=8, **kept)
     wanted = updates(stock_schedule(), **options)
     stock, kernel.calls = kernel.calls, 0
     found = updates(PrefixSchedule(config), **options)
     assert 0 < kernel.calls != stock > 0
+    assert (recorded_graphs.replays > 0) is ("graph_tokens" in kept)
     tokens = sum(one["tokens"].numel() for one in items())
     for mine, its in zip(found, wanted, strict=True):
         sizes = {name: float(one.abs().max()) for name, one in its.items()}

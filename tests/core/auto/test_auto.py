@@ -192,7 +192,7 @@ TEXTS = {
     "cp_reduce": ("wave", "wave"), "across_ranks": ("on", "on"),
     "run_ahead": ("1", 1), "min_speedup": ("2", 2.0),
     "align": ("2", 2), "trainer_masks": ("false", False),
-    "cost_file": ("no-such.json", "no-such.json"),
+    "cost_file": ("no-such.json", "no-such.json"), "graph_tokens": ("4096", 4096),
 }  # fmt: skip
 
 

@@ -1,0 +1,104 @@
+"""Layers on CUDA graphs on a GPU: the same bits as without, and what cannot be captured runs without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.data.generate import generate
+from megatron_prefix.lab.models.build import build_model, has_transformer_engine, unwrap
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.lab.verify import align
+from megatron_prefix.layers.graphs import layers
+from megatron_prefix.megatron.install import installed
+from megatron_prefix.run.schedule import PrefixSchedule
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not has_transformer_engine(), reason="transformer-engine is not installed"),
+]
+VOCAB, STEPS = 512, 4
+CONFIG = dict(kernel="math", min_gain=4, segment_tokens=256, memory="retain", graph_tokens=1024)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    runtime.initialize(Layout(), "cuda")
+    yield
+    runtime.shutdown()
+
+
+def model() -> Any:
+    widths = dict(hidden_size=512, ffn_hidden_size=1024, num_attention_heads=4, num_query_groups=2)
+    spec = resolve("qwen3-8b", num_layers=3, **widths).with_vocab(VOCAB)
+    return build_model(spec, dtype="bfloat16", device="cuda", layer_spec="te")[0]
+
+
+def steps(chunk: Any, **options: Any) -> list[align.Trace]:
+    schedule = PrefixSchedule(PrefixConfig(**CONFIG | options))
+    found = []
+    for seed in range(STEPS):
+        groups = list(generate(2, 200, 50, 4, vocab_size=VOCAB, seed=seed, uneven=True))
+        items = align.microbatches(groups, seed)
+        found.append(align.run_step(schedule, [chunk], items, optimize=False))
+    return found
+
+
+def without(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[align.Trace]:
+    """With the same padding, and nothing captured."""
+    with monkeypatch.context() as patch:
+        patch.setattr(layers, "_BEFORE", 10**9)
+        return steps(model(), **options)
+
+
+def same(ours: list[align.Trace], others: list[align.Trace]) -> None:
+    for one, other in zip(ours, others, strict=True):
+        for name, gradient in other.gradients.items():
+            assert gradient.isfinite().all() and torch.equal(one.gradients[name], gradient), name
+
+
+def graphs(chunk: Any) -> Any:
+    hooks = installed(chunk)
+    assert hooks is not None and hooks.graphs is not None
+    return hooks.graphs
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_tokens": 64}])
+def test_gradients_are_bitwise_those_without(
+    options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = model()
+    same(steps(chunk, **options), without(monkeypatch, **options))
+    made = graphs(chunk)
+    assert not made.refused and made._free and all(one.made for one in made._free)
+
+
+def test_what_waits_for_the_device_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = model()
+    fc1 = unwrap(chunk).decoder.layers[0].mlp.linear_fc1
+    handle = fc1.register_forward_hook(lambda *_: torch.cuda.synchronize())
+    same(steps(chunk), without(monkeypatch))
+    assert graphs(chunk).refused
+    handle.remove()
+    assert torch.randn(4, device="cuda").isfinite().all()  # torch's generator has recovered
+    free = torch.cuda.memory_reserved()
+    del chunk
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= free
+
+
+def test_weights_that_have_moved_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = model()
+    steps(chunk)
+    first = graphs(chunk)._addresses
+    for one in unwrap(chunk).decoder.parameters():
+        one.data = one.data.clone()
+    same(steps(chunk), without(monkeypatch))
+    assert graphs(chunk)._addresses != first
