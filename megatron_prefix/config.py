@@ -102,7 +102,7 @@ class PrefixConfig:
         plan_file: a plan to run instead of the planner's (megatron_prefix/plan/planfile.py), with
             what it says that each segment keeps.
         graph_tokens: positions of the longest segment whose layers run on CUDA graphs, but for
-            core attention (layers/graphs); segments are padded to multiples of a 16th of it. Where
+            core attention (layers/graphs); such segments are padded to multiples of a 32nd of it. Where
             short segments take as long as the host needs to launch them. What such a segment keeps
             stays allocated between steps. 0: none does.
     """

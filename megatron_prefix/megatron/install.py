@@ -151,7 +151,8 @@ class Hooks:
         for undo in self._ungraph:
             undo()
         self._ungraph, before = [], len(self._undo)
-        self.graphs = LayerGraphs(layers, self, most, self._sequence_ranks) if most else None
+        ranks = self._sequence_ranks * self.model.config.context_parallel_size
+        self.graphs = LayerGraphs(layers, self, most, ranks) if most else None
         for layer, forward in self.graphs.overrides() if self.graphs else ():
             self._override(layer, "forward", forward)
         self._ungraph = self._undo[before:]

@@ -168,17 +168,18 @@ class _MemoryRun:
         return self.one.num_layers - self._ends(rank, action)[1]
 
     def _of_graphs(self, rank: int) -> float:
-        """Bytes where CUDA graphs write, of as many segments as have some at once: they stay."""
-        sizes: dict[int, float] = {}
-        most: Counter[int] = Counter()
+        """Bytes where CUDA graphs write: as many times as segments have some at once, what the one
+        of these that keeps most does. They stay."""
+        largest: dict[int, float] = {}
         live: Counter[int] = Counter()
+        most: Counter[int] = Counter()
         for action in self.plan.programs[rank] if self.one.graphed else ():
-            if self._in_graphs(rank, action):
-                chunk, layers = action.chunk, self._num_graphed(rank, action)
-                sizes[chunk] = self.one.graphed / self.one.parts * self.one.wave * layers
+            if size := self._in_graphs(rank, action):
+                chunk = action.chunk
+                largest[chunk] = max(largest.get(chunk, 0.0), size)
                 live[chunk] += 1 if action.kind == "F" else -1
                 most[chunk] = max(most[chunk], live[chunk])
-        return sum(most[chunk] * size for chunk, size in sizes.items())
+        return sum(most[chunk] * size for chunk, size in largest.items())
 
     def _exchanges(self, rank: int, arenas: Sequence[_Arena]) -> list[ExchangeMemory]:
         """Messages between data-parallel ranks, of every model chunk of a rank."""

@@ -64,6 +64,7 @@ class StepPlanner:
         group_size: Megatron's microbatch_group_size_per_vp_stage.
         whole: what segments are padded to; see TreeOptions.
         joins: whether the model can run a span in the segment of its parent.
+        even: up to which length segments are padded so that lengths come again; see TreeOptions.
 
     Raises:
         UserError: the user's plan file cannot run.
@@ -79,12 +80,13 @@ class StepPlanner:
         group_size: int | None,
         whole: int = 1,
         joins: bool = False,
+        even: int = 0,
     ) -> None:
         # A pipeline waits less for short segments, and what is not kept must be apart.
         joins = joins and num_ranks * num_chunks == 1 and config.memory in ("auto", *ON_DEVICE)
         joins = joins and config.min_gain > 0
         joins = joins and not (config.chunk_tokens or config.cache_host_layers or config.plan_file)
-        self._options = replace(config.tree_options(align, whole), joins=joins)
+        self._options = replace(config.tree_options(align, whole), joins=joins, even=even)
         self._shape = num_ranks, num_chunks
         self._memory = config.memory
         self._lengths = _lengths(config)

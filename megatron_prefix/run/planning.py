@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,7 +17,6 @@ import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import StepFailed
-from megatron_prefix.layers.graphs import layers as layer_graphs
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.gate import (
     Decision,
@@ -115,13 +113,11 @@ class Planning:
         """The planner of a rank's pipeline, which remembers its plans."""
         turn = rank.config.microbatch_group_size_per_vp_stage
         graphed = 0 if rank.forward_only else rank.graphed(self.config.graph_tokens)
-        least = math.lcm(rank.whole, rank.alignment)
-        whole = layer_graphs.multiple(graphed, least) if graphed else rank.whole
-        key = rank.layout, rank.device.type, turn, rank.alignment, whole, rank.joins
+        key = rank.layout, rank.device.type, turn, rank.alignment, rank.whole, rank.joins, graphed
         if key not in self._planners:
             self._planners[key] = StepPlanner(
                 self.config, guessed(rank), rank.alignment, rank.num_stages, len(rank.models),
-                turn, whole, rank.joins,
+                turn, rank.whole, rank.joins, graphed,
             )  # fmt: skip
         return self._planners[key]
 

@@ -155,6 +155,10 @@ def check_routes(rollouts: Sequence[Pairs]) -> None:
             )
 
 
+EVEN_PARTS = 32
+"""Lengths of segments with CUDA graphs: each has graphs of its own."""
+
+
 @dataclass(frozen=True)
 class TreeOptions:
     """How rollouts become spans, and spans segments.
@@ -173,6 +177,8 @@ class TreeOptions:
         cut: spans begin at multiples of it, too. Nothing is padded to it.
         whole: segments are padded to multiples of it, which are multiples of `multiple`, too:
             products in FP8 take so many positions at once (layers/precision.py).
+        even: segments of at most so many positions are padded to multiples of an EVEN_PARTS-th of
+            it, so that lengths come again: they run on CUDA graphs (layers/graphs). 0: none are.
         joins: a span may run in the segment of its parent.
     """
 
@@ -186,6 +192,7 @@ class TreeOptions:
     cut: int = 1
     whole: int = 1
     joins: bool = False
+    even: int = 0
 
     def __post_init__(self) -> None:
         for name in ("chunk_tokens", "segment_tokens", "min_gain", "segment_gain"):
@@ -207,6 +214,11 @@ class TreeOptions:
     def boundary(self) -> int:
         """Spans begin at multiples of it."""
         return math.lcm(self.multiple, self.cut)
+
+    def missing(self, length: int) -> int:
+        """Positions that a segment of a length is padded by."""
+        step = max(1, self.even // EVEN_PARTS // self.multiple) * self.multiple
+        return -length % (math.lcm(self.whole, step) if length <= self.even else self.whole)
 
     def rounded(self, position: int) -> int:
         """The last position up to this one at which a span may begin."""
@@ -303,10 +315,12 @@ class Segment(NamedTuple):
         return tuple(sorted(found - {self.joined}))
 
 
-def padded(spans: tuple[Span, ...], whole: int, *, inner: bool) -> tuple[Span, ...]:
-    """A segment's spans with what is missing to a multiple of `whole`: at the end of its last
-    leaf; behind spans that others read, as a span of no rollout."""
-    missing = -sum(span.padded for span in spans) % whole
+def padded(
+    spans: tuple[Span, ...], options: TreeOptions, *, inner: bool
+) -> tuple[Span, ...]:
+    """A segment's spans with what it is padded by: at the end of its last leaf; behind spans that
+    others read, as a span of no rollout."""
+    missing = options.missing(sum(span.padded for span in spans))
     if not missing:
         return spans
     if inner:

@@ -166,5 +166,5 @@ def joined_segment(
         ]
     inner = any(span.parent is not None and span.parent.segment == index for span in spans)
     scored = any(first_trained[one] < span.end for span in spans for one in span.rollouts)
-    whole = padded(tuple(spans), options.whole, inner=inner)
+    whole = padded(tuple(spans), options, inner=inner)
     return Segment(whole, inner, scored, joined=index if inner else -1)

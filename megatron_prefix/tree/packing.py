@@ -323,7 +323,7 @@ class Packing:
                 self._paths[id(node)] = (*self._above(node), Place(index, number))
             if added.nodes[0].common < 0:
                 self.inner.append(added.nodes)
-        missing = -length % self._options.whole if added.source < 0 else 0
+        missing = self._options.missing(length) if added.source < 0 else 0
         self.lengths.append(length + missing)
         self.rounds.append(self._round)
         self._nodes.append(added)
@@ -355,5 +355,5 @@ class Packing:
         if scored is None:
             scored = any(self._first[m] < span.end for span in spans for m in span.rollouts)
         if added.source < 0:
-            spans = padded(spans, self._options.whole, inner=added.inner)
+            spans = padded(spans, self._options, inner=added.inner)
         return Segment(spans, added.inner, scored, source=added.source)

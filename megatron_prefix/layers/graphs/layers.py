@@ -21,9 +21,7 @@ from megatron_prefix.layers.kind import Kind, Running
 from megatron_prefix.layers.kind import Slot as KindSlot
 from megatron_prefix.layers.segment import SegmentContext
 
-PADDING = 16
-"""Segments are padded to multiples of so many parts of the longest one with graphs: each length has
-graphs of its own."""
+
 IN_THE_WAY = (
     "recompute_granularity", "fp8", "fp4", "attention_output_gate", "delay_wgrad_compute",
     "cpu_offloading", "mtp_num_layers",
@@ -33,11 +31,6 @@ _BEFORE = 1
 """A length has graphs after so many segments of it: what is compiled for it is compiled there."""
 
 logger = logging.getLogger(__name__)
-
-
-def multiple(most: int, of: int) -> int:
-    """What segments are padded to where they have graphs up to a length: a multiple of `of`."""
-    return max(of, most // PADDING // of * of)
 
 
 def why_not(config: Any, layers: Iterable[Sequence[Kind]]) -> str:
@@ -61,7 +54,7 @@ class LayerGraphs:
         layers: Megatron's, in the order in which they run, with core attention.
         running: says which segment runs.
         most: positions of the longest segment that has graphs.
-        ranks: that share the positions of hidden states (sequence parallelism).
+        ranks: that share the positions of hidden states (sequence and context parallelism).
 
     Attributes:
         cut: takes queries, keys and values while layers are captured; None at other times.
@@ -133,18 +126,22 @@ class LayerGraphs:
         self._seen[length] += 1
         if self._seen[length] <= _BEFORE:
             return
-        mine = next((one for one in self._free if length in one.made), None)
-        if mine is None:
-            mine = self._free[0] if self._free else self._more()
-            if not self._captured(mine, hidden, given):
-                return
-        if mine in self._free:
-            self._free.remove(mine)
+        mine = self._fitting(length)
+        if length not in mine.made and not self._captured(mine, hidden, given):
+            return
         mine.begin(given)
         self._taken[context.index] = mine
 
-    def _more(self) -> SegmentGraphs:
-        return SegmentGraphs(self._stock, self._layers, self._most, self._ranks, self)
+    def _fitting(self, length: int) -> SegmentGraphs:
+        """A set that nobody has: one with graphs of a length, else one with room for them, else a
+        new one in the place of a smaller one."""
+        fits = [one for one in self._free if length <= one.most]
+        if fits or self._free:
+            mine = max(fits or self._free, key=lambda one: length in one.made)
+            self._free.remove(mine)
+        if fits:
+            return mine
+        return SegmentGraphs(self._stock, self._layers, length, self)
 
     def _captured(self, mine: SegmentGraphs, hidden: Tensor, given: Mapping[str, Any]) -> bool:
         try:

@@ -35,25 +35,24 @@ class Cuts(Protocol):
 
 
 class SegmentGraphs:
-    """Graphs of some layers for one segment at a time, of any length up to a limit.
+    """Graphs of some layers for one segment at a time, of any length up to that of the first.
 
     Args:
         stock: forwards of the layers.
         modules: the layers.
-        most: positions of the longest segment.
-        ranks: that share the positions of hidden states (sequence parallelism).
         owner: has `cut` called in the place of core attention while it is not None.
 
     Attributes:
+        most: positions of the first segment on this rank; longer ones have no place.
         made: the graphs of every layer, by positions of a segment on this rank.
     """
 
     def __init__(
         self, stock: Sequence[Callable[..., Any]], modules: Sequence[nn.Module], most: int,
-        ranks: int, owner: Cuts,
+        owner: Cuts,
     ) -> None:  # fmt: skip
         self._stock, self._modules, self._owner = stock, modules, owner
-        self._most, self._ranks, self._length = most, ranks, most
+        self.most = most
         self._pool = graphs.pool()
         self._places: dict[Any, Tensor] = {}
         self._owners: Mapping[int, nn.Parameter] = {}
@@ -75,7 +74,6 @@ class SegmentGraphs:
             CannotCaptureError: the layers do what no graph can.
             RuntimeError: so says CUDA.
         """
-        self._length = len(hidden) * self._ranks
         arguments = self._arguments(given)
         graphs.settle()
         every = range(len(self._modules))
@@ -104,11 +102,13 @@ class SegmentGraphs:
         return found
 
     def _place(self, name: Any, like: Tensor, *, shape: Sequence[int] | None = None) -> Tensor:
-        """The place of what has a name, for all lengths: as many rows as `like` has."""
+        """The place of what has a name, as many rows of it as `like` has; the first is the longest.
+
+        Hidden states of sequence-parallel ranks have fewer rows than queries.
+        """
         if name not in self._places:
             rest = like.shape[1:] if shape is None else shape
-            rows = -(-self._most * len(like) // self._length)
-            self._places[name] = like.new_empty((rows, *rest), requires_grad=False)
+            self._places[name] = like.new_empty((len(like), *rest), requires_grad=False)
         return self._places[name][: len(like)].detach()
 
     def _rehearse(self, number: int, hidden: Tensor, given: Mapping[str, Any]) -> None:
