@@ -29,13 +29,13 @@ from megatron_prefix.sidecar.arena import (
     DeviceBytes,
     Lengths,
     LevelReading,
+    OwnKeys,
     Payload,
     Reading,
     Rows,
     TailReading,
     wider,
 )
-from megatron_prefix.sidecar.own_keys import OwnKeys
 from megatron_prefix.tree.payload_map import Form, PayloadMap, RowMap, one_interval
 
 if TYPE_CHECKING:
