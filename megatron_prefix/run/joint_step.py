@@ -152,16 +152,16 @@ def joint(
     if planning.config.across != "auto":
         if problem is not None:
             raise problem
-        return step if across is None or across.forest is None else across.step
+        return (across and across.step) or step
     why = _decided(across, problem, rank)
-    if why == "" and across is not None:
+    if why == "" and across is not None and across.step is not None:
         return across.step
     step = replace(step, why_alone=why)
     if across is not None and across.alone is not None and build_alone is build:
-        return replace(step, forest=across.alone)
+        return replace(step, forest=across.alone.forest)
     if planning.config.mode == "auto" and planning.shares_nothing(step.samples, rank):
         return replace(step, unshared=True)
-    return with_segments(step, build_alone)
+    return step.with_forest(build_alone(step.samples or (), step.microbatch_of))
 
 
 class Across:
@@ -172,9 +172,9 @@ class Across:
 
     Attributes:
         told: what the others hear of this rank's rollouts.
-        forest: None until they have been heard.
+        step: with its segments; None until the others have been heard.
         common: what the ranks have in common.
-        alone: segments of this rank if nothing crosses; None until somebody asks.
+        alone: the step if nothing crosses; None until somebody asks.
     """
 
     def __init__(
@@ -184,34 +184,25 @@ class Across:
         self._planning = planning
         self._options = planning.planner(rank).options
         self.told, self._numbers = beginnings_of(step.samples or (), self._options)
-        self.forest: Forest | None = None
-        self.alone: Forest | None = None
+        self.step: Step | None = None
+        self.alone: Step | None = None
         self.common = CommonSpans()
 
     def build(self, heard: Sequence[Any]) -> None:
         """Makes the segments."""
         group: Any = self._rank.siblings
         self.common = common_spans(heard, group.rank(), self._options)
-        self.forest = self._built(common=(self._numbers, self.common))
+        common = self._built(common=(self._numbers, self.common))
+        self.step = replace(common, crosses=True)
 
-    def _built(self, **options: Any) -> Forest:
+    def _built(self, **options: Any) -> Step:
         step = self._before
-        return _read(self._build(step.samples or (), step.microbatch_of, **options), step)
+        built = self._build(step.samples or (), step.microbatch_of, **options)
+        return step.with_forest(built)
 
-    @property
-    def step(self) -> Step:
-        """With them."""
-        if self.forest is None:
-            raise RuntimeError("the segments have not been made")
-        return replace(self._before, forest=self.forest, crosses=True)
-
-    def meet(self) -> JointForest:
-        """The segments among those of ranks that share experts, which call this together."""
-        known = self.step.forest, self._before.microbatch_of
-        experts = self._rank.experts
-        return JointForest.alone(*known) if experts is None else agreement.meet(*known, experts)
-
-    def pays(self, met: JointForest, bytes_per_second: float) -> tuple[float, float, float]:
+    def pays(
+        self, step: Step, met: JointForest, bytes_per_second: float
+    ) -> tuple[float, float, float]:
         """By how many bytes this rank's predicted peak is above the limit of memory if payloads
         cross, the seconds that the step then takes, and those if the rank is alone; it asks no
         other rank.
@@ -220,30 +211,21 @@ class Across:
         would have overlapped with backwards.
 
         Args:
-            met: the segments, from `meet`.
+            step: this one, with its segments.
+            met: the segments among those of ranks that share experts.
             bytes_per_second: of messages.
         """
         rank, self.alone = self._rank, self._built()
         across, alone = (
-            self._planning.forecast(one, self._before.microbatch_of, rank)
-            for one in (self.step.forest, self.alone)
+            self._planning.forecast(one.forest, one.microbatch_of, rank)
+            for one in (step, self.alone)
         )
-        _, over = self._planning.proposed(self.step, met, rank)
-        moved = _crossing(self.step.forest, rank)
+        _, over = self._planning.proposed(step, met, rank)
+        moved = _crossing(step.forest, rank)
         moved += rank.gradient_bytes * (rank.overlaps and not rank.forward_only)
         seconds = across.prefix_seconds + moved / bytes_per_second
         by_stock = alone.stock_seconds if self._planning.config.mode == "auto" else math.inf
         return over, seconds, min(alone.prefix_seconds, by_stock)
-
-
-def with_segments(step: Step, build: Callable[..., Forest]) -> Step:
-    """A step with segments that are made of its samples and their microbatches."""
-    return replace(step, forest=_read(build(step.samples or (), step.microbatch_of), step))
-
-
-def _read(forest: Forest, step: Step) -> Forest:
-    """Segments of a step, all of whose positions losses may look at."""
-    return forest.all_read() if step.reads_all else forest
 
 
 def _decided(
@@ -260,13 +242,14 @@ def _decided(
     """
     groups = several(rank.groups.tp, rank.data_ranks)
     _, failed = worst([], problem, groups, rank.device)
-    if failed or across is None or across.forest is None:
+    if failed or across is None or across.step is None:
         return f"it could not be planned ({failed})"
     if not across.common.segments:
         return NOTHING
     rate = communicator(rank.siblings, rank.device).bytes_per_second
-    met = across.meet()
-    mine, problem = tried(lambda: across.pays(met, rate))
+    step = across.step
+    met = agreement.meet(step.forest, step.microbatch_of, rank.experts)
+    mine, problem = tried(lambda: across.pays(step, met, rate))
     (over, together, alone), failed = worst(mine or (0.0,) * 3, problem, groups, rank.device)
     if failed:
         across.alone = None  # some ranks have none, and all go on alike

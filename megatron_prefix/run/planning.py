@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import StepFailed
+from megatron_prefix.plan import count_sums
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.gate import (
     Decision,
@@ -28,7 +29,7 @@ from megatron_prefix.plan.gate import (
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.prediction import Prediction, predict
 from megatron_prefix.plan.step_planner import Common, Judge, StepPlanner, Verdict, fitting
-from megatron_prefix.run.across import agreement, global_aux_sync
+from megatron_prefix.run.across import agreement
 from megatron_prefix.run.cost_meter import CostMeter, guessed
 from megatron_prefix.run.execute.memory_control import MemoryControl, longest_segments
 from megatron_prefix.run.rank import Rank, default_groups
@@ -268,9 +269,15 @@ class Planning:
             self._beside[self.planner(rank)] = Beside(joint.union.wanted, self._memory.limit)
         report.decision = self._together(report.decision, step, rank)
         if rank.ordered and not step.unshared:
-            global_aux_sync.prove(report.plan, joint, rank.stage)
+            count_sums.prove(report.joint, rank.stage, joint.union_microbatch_of)
         if rank.experts is not None:
-            agreement.check_programs(self._unplanned(report, step, rank), rank.experts)
+            # Actions that were not planned together with those of the other pipelines.
+            alone: Sequence[Any] | None = None
+            if not report.decision.share:
+                alone = range(step.num_microbatches)
+            elif self.config.plan_file:
+                alone = report.plan.programs[rank.stage]
+            agreement.check_programs(alone, rank.experts)
             if report.decision.share:
                 agreement.check_dispatcher(rank.config, joint)
         return report, joint
@@ -295,7 +302,7 @@ class Planning:
         length = length or planner.options.segment_tokens
         forest = planner.build_at(length, step.samples or (), step.microbatch_of, joins=False)
         forest = replace(forest, ordered=rank.ordered, wanted=step.forest.wanted)
-        return replace(step, forest=forest.all_read() if step.reads_all else forest)
+        return step.with_forest(forest)
 
     def _proposed_together(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:
         """The decision of all data-parallel ranks where payloads cross them, as the slowest sets
@@ -337,7 +344,7 @@ class Planning:
     def _together(self, decision: Decision, step: Step, rank: Rank) -> Decision:
         """The decision of all data-parallel ranks where they need one."""
         if rank.ordered:
-            global_aux_sync.check_counts(step.num_microbatches, rank.groups.dp_cp, rank.device)
+            agreement.check_counts(step.num_microbatches, rank.groups.dp_cp, rank.device)
             why = "global_aux_loss needs one schedule"
             return agreement.share_together(decision, rank.groups.dp_cp, rank.device, why)
         if rank.crosses:  # all have come to it together
@@ -351,9 +358,3 @@ class Planning:
             everyone = rank.data_ranks or default_groups().dp_cp
             return agreement.share_together(decision, everyone, rank.device, why)
         return decision
-
-    def _unplanned(self, report: StepReport, step: Step, rank: Rank) -> Sequence[Any] | None:
-        """Actions of a rank that were not planned together with those of other pipelines."""
-        if not report.decision.share:
-            return range(step.num_microbatches)
-        return report.plan.programs[rank.stage] if self.config.plan_file else None

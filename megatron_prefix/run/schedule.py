@@ -350,7 +350,7 @@ class PrefixSchedule:
         def make() -> Step:
             if rank.may_cross:
                 return joint_step.joint(step, rank, self.planning, build, alone)
-            return joint_step.with_segments(step, alone)
+            return step.with_forest(alone(step.samples or (), step.microbatch_of))
 
         joint, problem = tried(make) if rank.is_first else (None, None)
         if rank.num_stages > 1:

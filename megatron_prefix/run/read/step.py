@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,10 @@ class Step:
     def num_microbatches(self) -> int:
         """The trainer's microbatches of the step."""
         return len(self.packed)
+
+    def with_forest(self, forest: Forest) -> Step:
+        """The step with segments, all of whose positions its losses may look at."""
+        return replace(self, forest=forest.all_read() if self.reads_all else forest)
 
     def to_ints(self) -> Numbers:
         """The step as numbers, to tell the other stages; `from_ints` reads them."""
@@ -175,16 +179,12 @@ def _built(
     counts = [len(layout.lengths) for layout in known.layouts]
     microbatch_of = np.repeat(np.arange(len(counts)), counts).tolist()
     reads_all = known.labels is None  # outputs are logits of all positions
-    if build is None:  # nobody asks for first trained positions
-        forest = Forest((), tuple(map(len, samples)), (0,) * len(samples))
-    else:
-        forest = build(samples, microbatch_of)
     packed = tuple(layout.packed for layout in known.layouts)
     routed = any(sample.routes is not None for sample in samples)
-    return Step(
-        forest.all_read() if reads_all else forest, tuple(microbatch_of), packed, samples, routed,
-        unshared, reads_all,
-    )  # fmt: skip
+    # Nobody asks for first trained positions of a step without segments.
+    none = Forest((), tuple(map(len, samples)), (0,) * len(samples))
+    step = Step(none, tuple(microbatch_of), packed, samples, routed, unshared, reads_all)
+    return step if build is None else step.with_forest(build(samples, microbatch_of))
 
 
 def _tell_first(
