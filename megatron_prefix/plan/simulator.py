@@ -82,14 +82,6 @@ class Timeline:
         """`peak_positions` of the rank with the most."""
         return max(self.peak_positions)
 
-    def peak_bytes(self, bytes_per_position: float) -> tuple[float, ...]:
-        """Per rank the most bytes kept for backward.
-
-        Args:
-            bytes_per_position: on all layers of a rank.
-        """
-        return tuple(number * bytes_per_position for number in self.peak_positions)
-
 
 def token_cost(segment: Segment, kind: str) -> float:
     """The default cost: a forward costs its positions, a backward twice that; what another rank

@@ -18,7 +18,7 @@ from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.planfile import PlanFile
 from megatron_prefix.plan.planner import best_plan
-from megatron_prefix.tree import Forest, Pairs, TreeOptions, Tries, find_shared
+from megatron_prefix.tree import Forest, Pairs, Tries, find_shared
 from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans
 from megatron_prefix.tree.build import find_below
 from megatron_prefix.tree.packing import Rows
@@ -65,6 +65,9 @@ class StepPlanner:
         whole: what segments are padded to; see TreeOptions.
         joins: whether the model can run a span in the segment of its parent.
 
+    Attributes:
+        options: of trees, with the longest segments that are tried.
+
     Raises:
         UserError: the user's plan file cannot run.
     """
@@ -84,7 +87,7 @@ class StepPlanner:
         joins = joins and num_ranks * num_chunks == 1 and config.memory in ("auto", *ON_DEVICE)
         joins = joins and config.min_gain > 0
         joins = joins and not (config.chunk_tokens or config.cache_host_layers or config.plan_file)
-        self._options = replace(config.tree_options(align, whole), joins=joins)
+        self.options = replace(config.tree_options(align, whole), joins=joins)
         self._shape = num_ranks, num_chunks
         self._memory = config.memory
         self._lengths = _lengths(config)
@@ -101,11 +104,6 @@ class StepPlanner:
         self._best = functools.lru_cache(maxsize=16)(
             functools.partial(best_plan, num_ranks=num_ranks, **pipeline)
         )
-
-    @property
-    def options(self) -> TreeOptions:
-        """Of trees, with the longest segments that are tried."""
-        return self._options
 
     def build(
         self,
@@ -133,14 +131,14 @@ class StepPlanner:
             tries = self._cut(shared, length, rollouts, microbatch_of, joined)
             return tries.forest(microbatch_of=microbatch_of)
 
-        joins = joins and self._options.joins
+        joins = joins and self.options.joins
         if judge is None or (len(self._lengths) == 1 and not joins):
-            length = self._options.segment_tokens
+            length = self.options.segment_tokens
             return length, built(length, joins)
         tried: list[Tried] = []
 
         def judged(length: int, joined: bool) -> Tried:
-            length = length and max(length, self._options.multiple)
+            length = length and max(length, self.options.multiple)
             joint = JointForest.alone(built(length, joined), microbatch_of)
             return judge(joint.forest, microbatch_of, self.plan(joint)), length, joint
 
@@ -195,8 +193,8 @@ class StepPlanner:
     def _shared(self, rollouts: Sequence[Pairs], common: Common | None) -> Tries:
         """What the rollouts share, however long segments are."""
         if common is not None:
-            return find_below(rollouts, *common, self._options)
-        return find_shared(rollouts, options=self._options)
+            return find_below(rollouts, *common, self.options)
+        return find_shared(rollouts, options=self.options)
 
     def _cut(
         self,
@@ -208,8 +206,8 @@ class StepPlanner:
     ) -> Tries:
         """The same, to be cut into segments of at most so many positions, in chunks where these are
         chosen; `joins`: whether any may be joined, where the model can do so."""
-        joins = joins and self._options.joins
-        options = replace(self._options, segment_tokens=length, joins=joins)
+        joins = joins and self.options.joins
+        options = replace(self.options, segment_tokens=length, joins=joins)
         if self._chooser is not None and shared.common is NOTHING_IN_COMMON:
             chunk_tokens = self._chooser.choose(rollouts, None, options, microbatch_of)
             options = replace(options, chunk_tokens=chunk_tokens)

@@ -164,9 +164,8 @@ def common_spans(ranks: Sequence[RankBeginnings], rank: int, options: TreeOption
     load = [a + one.own for a, one in zip(tree.alone, ranks, strict=True)]
     found = _spans(tree, options)
     found = _chunked(_worthwhile(found, load, ranks, options), options)
-    segments = _segments(found.spans, _owners(found.spans, load), options.segment_tokens)
     return CommonSpans(
-        rank, tuple(found.spans), tuple(segments),
+        rank, tuple(found.spans), tuple(_segments(found.spans, load, options.segment_tokens)),
         tuple(found.below[node] if node >= 0 else -1 for node in tree.below[rank]),
     )  # fmt: skip
 
@@ -213,7 +212,7 @@ def _worthwhile(
     least = min(options.segment_gain, positions // LEAST_SHARE)
     while least:
         spans = found.spans
-        segments = _segments(spans, _owners(spans, load), options.segment_tokens)
+        segments = _segments(spans, load, options.segment_tokens)
         weak = [one.spans for one in segments if sum(spans[n].saved for n in one.spans) < least]
         if not weak:
             break
@@ -256,27 +255,19 @@ def _chunked(found: _Spans, options: TreeOptions) -> _Spans:
     return found.renumbered(spans, moved)
 
 
-def _owners(spans: Sequence[CommonSpan], alone: Sequence[int]) -> list[int]:
-    """The rank that computes each span (tree/owners.py).
-
-    Args:
-        spans: in common.
-        alone: positions that every rank computes besides.
-    """
-    return owners_of([one.end - one.start for one in spans], [one.ranks for one in spans], alone)
-
-
 def _segments(
-    spans: Sequence[CommonSpan], owners: Sequence[int], budget: int
+    spans: Sequence[CommonSpan], load: Sequence[int], budget: int
 ) -> Iterator[CommonSegment]:
-    """Spans of one owner and level together, those with loss apart from others; parents cross
-    before children."""
+    """Spans of one owner (tree/owners.py) and level together, those with loss apart from others;
+    parents cross before children. `load`: positions that every rank computes besides."""
+    lengths_of = [one.end - one.start for one in spans]
+    owners = owners_of(lengths_of, [one.ranks for one in spans], load)
     together: dict[tuple[int, int, bool], list[int]] = collections.defaultdict(list)
     for number, span in enumerate(spans):
         together[span.level, owners[number], span.scored].append(number)
     for (_, owner, _), numbers in sorted(together.items()):
         numbers.sort(key=lambda number: (spans[number].parent, number))
-        lengths = [spans[number].end - spans[number].start for number in numbers]
+        lengths = [lengths_of[number] for number in numbers]
         for begin, stop in even_parts(lengths, budget):
             yield CommonSegment(owner, tuple(numbers[begin:stop]))
 

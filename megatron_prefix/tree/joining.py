@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from megatron_prefix.tree.forest import Place, Segment, Span, TreeOptions, padded
+from megatron_prefix.tree.forest import Place, Segment, Span, TreeOptions, joined_of, padded
 from megatron_prefix.tree.nodes import Node, dissolved, preorder
 
 _STEPS = 16
@@ -164,7 +164,7 @@ def joined_segment(
             for number, node in reversed([*enumerate(siblings)])
             if node.children
         ]
-    inner = any(span.parent is not None and span.parent.segment == index for span in spans)
+    joined = joined_of(index, spans)
     scored = any(first_trained[one] < span.end for span in spans for one in span.rollouts)
-    whole = padded(tuple(spans), options.whole, inner=inner)
-    return Segment(whole, inner, scored, joined=index if inner else -1)
+    whole = padded(tuple(spans), options.whole, inner=joined >= 0)
+    return Segment(whole, joined >= 0, scored, joined=joined)

@@ -79,7 +79,8 @@ class _Evening:
     def _best(self, busiest: int) -> _Change | None:
         """After which the larger of two ranks' loads is least; None if no change makes it less."""
         least, found = self.load[busiest], None
-        for other in self._others(busiest):
+        having = {rank for number in self.owned[busiest] for rank in self.ranks[number]}
+        for other in sorted(having - {busiest}):  # in one order on all ranks
             if self.load[other] >= least:
                 continue
             given = [number for number in self.owned[busiest] if other in self.ranks[number]]
@@ -93,11 +94,6 @@ class _Evening:
                 one, two = divmod(place, len(shorter))
                 found = _Change(given[one], taken[two - 1] if two else -1, other)
         return found
-
-    def _others(self, busiest: int) -> list[int]:
-        """Ranks that have some of what it computes, in one order on all ranks."""
-        having = {rank for number in self.owned[busiest] for rank in self.ranks[number]}
-        return sorted(having - {busiest})
 
     def _move(self, number: int, rank: int) -> None:
         for one, sign in ((self.owner[number], -1), (rank, 1)):

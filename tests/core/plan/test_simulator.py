@@ -81,7 +81,6 @@ def test_a_timeline_by_hand() -> None:
     assert timeline.bubble_fractions == (1 - 24 / 36, 1 - 24 / 36)
     assert timeline.peak_positions == (8, 6)
     assert timeline.peak_live_positions == 8
-    assert timeline.peak_bytes(10) == (80, 60)
     assert (timeline.num_actions, timeline.num_ranks, timeline.unit) == (12, 2, "tokens")
 
 
