@@ -177,8 +177,8 @@ class FirstStep:
         Raises:
             CannotShare: see `reason`.
         """
-        if self.reason is not None:
-            raise self.reason.error()
+        if self.error is not None:
+            raise self.error
 
     def iterator(self, given: Any) -> Any:
         """The trainer's data iterator, or its list of one per model chunk; its items are noted."""
@@ -206,9 +206,15 @@ class FirstStep:
     def forward_step(self, *args: Any, **kwargs: Any) -> Any:
         """The `forward_step_func` of a step that is watched."""
         seen, self._seen = self._seen, []
+        own = (  # what it may write in place, as that is bound under no name that is restored
+            (str(name), one)
+            for place in self._places
+            for name, one in place.read().items()
+            if isinstance(one, list | deque | set | np.ndarray | Tensor)
+        )
         step = _Running(
             self._number, self._marks(), before=traces.Values(seen),
-            held=traces.Values(itertools.islice(self._own(), HELD)), modes=(fixed(), quantises()),
+            held=traces.Values(itertools.islice(own, HELD)), modes=(fixed(), quantises()),
             switches=traces.Switches(self.rank.language_models),
         )  # fmt: skip
         self._number += 1
@@ -359,11 +365,6 @@ class FirstStep:
             ):
                 self._note(OTHER_SHAPE.given(list(leaf.shape), rows * num))
 
-    def _own(self) -> Iterator[tuple[str, Any]]:
-        """What the forward step's own code holds: see read/loss_variables.py."""
-        for place in self._places:
-            yield from ((str(n), one) for n, one in place.read().items() if _in_place(one))
-
     def _watch_gradient(self, output: Any, mask: Any) -> None:
         """Looks for gradients of positions that the call's loss_mask leaves out."""
         if not isinstance(mask, Tensor):
@@ -410,9 +411,12 @@ class FirstStep:
                 self._note(DATA_EXCHANGE.given())
         if both := sorted(self._random[0] & self._random[1]):
             self._note(RANDOM_IN_BOTH.given(", ".join(both)))
+        trainer = trainers.running()
+        # Names of which is known that no forward step reads them.
+        unread = trainer.losses_set if trainer and trainer.is_tried else frozenset()
         for old, new in zip(step.resumed.bound, now.bound, strict=True):
             changed = {str(n) for n, value in new.items() if old.get(n, self) is not value}
-            for name in sorted(changed & self._reads - _set_by_losses()):
+            for name in sorted(changed & self._reads - unread):
                 self._note(LOSS_LEAVES.given(name))
 
     def _compare_modes(self, step: _Running) -> None:
@@ -470,11 +474,6 @@ def _dict_of(place: Place) -> Any:
     return getattr(place.write, "__self__", None)
 
 
-def _in_place(value: Any) -> bool:
-    """Whether a value is written in place, and bound under no name that is restored."""
-    return isinstance(value, list | deque | set | np.ndarray | Tensor)
-
-
 def _holds(value: Any) -> bool:
     """Whether a value can be written in place, and is not a model, function or module."""
     if isinstance(value, (*_NUMBERS, type, nn.Module, types.ModuleType)):
@@ -503,12 +502,6 @@ def _loads(function: Any) -> set[str]:
         if one.opname in _READS and isinstance(one.argval, str) and not stored:
             reads.add(one.argval)
     return reads
-
-
-def _set_by_losses() -> frozenset[str]:
-    """Names that the trainer's losses set, of which is known that no forward step reads them."""
-    trainer = trainers.running()
-    return trainer.losses_set if trainer and trainer.is_tried else frozenset()
 
 
 def _filled(arguments: Mapping[str, Any]) -> dict[Any, Any]:

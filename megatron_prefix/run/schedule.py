@@ -326,20 +326,18 @@ class PrefixSchedule:
             alone = functools.partial(planning.build_together, **build.keywords)
         later = rank.may_cross or alone is not build  # when ranks have agreed to go on
         filters = self.config.mode == "auto" and not rank.may_cross
-        step = read_step(
+        step, problem = read_step(
             calls, rank.groups, None if later else build, rank.device,  # type: ignore[arg-type]
             functools.partial(planning.shares_nothing, rank=rank) if filters else None,
         )  # fmt: skip
-        if isinstance(step, BaseException):  # there was no problem before
-            problem = step
-        elif rank.has_experts or rank.looks_ahead:
+        if step is not None and (rank.has_experts or rank.looks_ahead):
             problem = _problem(step, rank, capture)
         if (reason := agree(problem, rank.agreeing, rank.device)) is not None:
             self._refused(reason)
             return None
-        if not later or step.unshared:  # type: ignore[union-attr]
-            return step  # type: ignore[return-value]
-        return self._joint(step, rank, build, alone)  # type: ignore[arg-type]
+        if step is None or not later or step.unshared:
+            return step
+        return self._joint(step, rank, build, alone)
 
     def _joint(
         self, step: Step, rank: Rank, build: Callable[..., Forest], alone: Callable[..., Forest]

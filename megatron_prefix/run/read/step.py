@@ -103,7 +103,7 @@ def read_step(
     build: Builder | None,
     device: torch.device,
     prefilter: Prefilter | None = None,
-) -> Step | BaseException:
+) -> tuple[Step | None, BaseException | None]:
     """Builds the forest on the first stage and tells it to every stage; all of them call this.
 
     Args:
@@ -115,7 +115,8 @@ def read_step(
             read; None: nothing is asked.
 
     Returns:
-        The step; or what went wrong on this or on the first stage, for `agreement.agree`.
+        The step, and where there is none what went wrong on this or on the first stage, for
+        `agreement.agree`.
     """
     pp = groups.pp
     samples: list[Pairs] | None = None
@@ -138,7 +139,7 @@ def read_step(
             problem = error
     if pp.size() > 1:
         step = told(step, samples, pp, device)
-    return step or problem or refused(NO_TREE)
+    return step, None if step is not None else problem or refused(NO_TREE)
 
 
 def _read(
