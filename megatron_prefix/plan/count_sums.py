@@ -79,12 +79,12 @@ def sums_behind(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[int
         microbatch_of: of each rollout of theirs.
     """
     steps = progress(plan, rank, microbatch_of)
-    begun, waited, found = 0, 0, []  # waited: sums that an action before has waited for
+    begun, waited, begun_behind = 0, 0, []  # waited: sums that an action before has waited for
     for (_, needed), (counted, next_needed) in itertools.pairwise([*steps, (0, 0)]):
         waited = max(waited, needed)
         if next_needed > begun:
             begun = max(begun, min(next_needed, counted))
         elif begun == waited and begun < counted:
             begun += 1
-        found.append(begun)
-    return found
+        begun_behind.append(begun)
+    return begun_behind

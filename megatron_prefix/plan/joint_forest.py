@@ -155,10 +155,10 @@ def _crossing(forests: Sequence[Forest]) -> tuple[list[int], list[_Node]]:
             received = forest.segments[one.segment].source >= 0
             row = rows.setdefault((one.level, received), [[] for _ in forests])
             row[place].append(one.segment)
-    found = [
+    places = [
         (level, node) for (level, _), row in sorted(rows.items()) for node in zip_longest(*row)
     ]
-    return [level for level, _ in found], [node for _, node in found]
+    return [level for level, _ in places], [node for _, node in places]
 
 
 def _source(forests: Sequence[Forest], node: _Node) -> int:

@@ -218,10 +218,10 @@ def _durations(
         alike = {kind: [cost(one, kind) * share for one in plan.segments] for kind in "FB"}
         return [alike] * plan.num_stages
     indices = range(len(plan.segments))
-    found = []
+    by_stage = []
     for stage in range(plan.num_stages):
         chunk, rank = divmod(stage, plan.num_ranks)
-        found.append(
+        by_stage.append(
             {kind: [action_time(Action(kind, i, chunk), rank) for i in indices] for kind in "FB"}
         )
-    return found
+    return by_stage

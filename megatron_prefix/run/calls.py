@@ -110,8 +110,8 @@ class ModelCall:
 
     def given(self, name: str) -> Any:
         """One of `GIVEN`, of the call itself or of what it hands to the decoder."""
-        found = self[name]
-        return (self[BLOCK] or {}).get(name) if found is None else found
+        value = self[name]
+        return (self[BLOCK] or {}).get(name) if value is None else value
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments.get(name)

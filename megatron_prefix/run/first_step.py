@@ -220,7 +220,7 @@ class FirstStep:
         self._number += 1
         token = _running.set(step)
         try:
-            found = self._function(*args, **kwargs)
+            returned = self._function(*args, **kwargs)
             self._ended(step)
         finally:
             _running.reset(token)
@@ -229,34 +229,38 @@ class FirstStep:
         elif step.switched:
             self._note(SWITCHED.given(step.switched))
         self._called_always &= step.num_calls > 0
-        if step.sent is not None and isinstance(found, tuple) and _passed_on(found[0]) != step.sent:
+        if (
+            step.sent is not None
+            and isinstance(returned, tuple)
+            and _passed_on(returned[0]) != step.sent
+        ):
             self._note(OTHER_SENT.given())
-        if not (isinstance(found, tuple) and len(found) == 2 and callable(found[1])):
-            return found
-        read = [*itertools.islice(_read_by(found[1], self._restored), HELD)]
+        if not (isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1])):
+            return returned
+        read = [*itertools.islice(_read_by(returned[1], self._restored), HELD)]
         for name, value in read:
             if id(value) in self._written:
                 self._note(OVERWRITTEN.given(name, step.number))
         self._seen += read
-        return found[0], functools.partial(self._loss, found[1], step.number)
+        return returned[0], functools.partial(self._loss, returned[1], step.number)
 
     def _loss(self, function: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> Any:
         loss = _Running(number, resumed=self._marks())
         token = _running.set(loss)
         try:
-            found = function(*args, **kwargs)
+            returned = function(*args, **kwargs)
             self._ended(loss)
         finally:
             _running.reset(token)
         if loss.num_calls:
             self._note(CALL_IN_LOSS.given())
         graph = self._graphs.pop(number, None)
-        value = found[0] if isinstance(found, tuple) else found
+        value = returned[0] if isinstance(returned, tuple) else returned
         if graph is not None and isinstance(value, Tensor) and graph.is_read_inside(value):
             self._note(LOSS_READS.given())
             if self.suspended:  # what it reads is of segments: its backward would fail
                 self.check()
-        return found
+        return returned
 
     # The model call -------------------------------------------------------------------------------
 
@@ -268,29 +272,29 @@ class FirstStep:
                     self._note(CALL_IN_BACKWARD.given())
                 return stock(*args, **kwargs)
             if self._is_beside(step):
-                if _is_large(found := stock(*args, **kwargs)):
+                if _is_large(output := stock(*args, **kwargs)):
                     self._note(BESIDE_LOGITS.given())
-                return found
+                return output
             step.num_calls += 1
             self._compare_modes(step)
             self._seen += [("an argument of the model", one) for one in (*args, kwargs)]
             begin, brought = traces.next_number(), dict(_filled(kwargs))
             self._enter()
             try:
-                found = stock(*args, **kwargs)
+                output = stock(*args, **kwargs)
             finally:
                 self._leave()
             if getattr(model, "post_process", True):
-                self._graphs[step.number] = traces.CallGraph.of(begin, found)
+                self._graphs[step.number] = traces.CallGraph.of(begin, output)
                 tokens = args[0] if args else kwargs.get("input_ids")
                 if not all(map(heads.is_shared, heads.added(_filled(kwargs), brought).values())):
                     self._note(FILLED.given(FILLED_BY_MODEL))
-                self._look_at(found, self._shape_of_call(model, tokens), kwargs)
+                self._look_at(output, self._shape_of_call(model, tokens), kwargs)
                 if self._masks_tell_loss:
-                    self._watch_gradient(found, kwargs.get("loss_mask"))
+                    self._watch_gradient(output, kwargs.get("loss_mask"))
             elif not self.suspended:
-                step.sent = _passed_on(found)
-            return found
+                step.sent = _passed_on(output)
+            return output
 
         return forward
 
@@ -506,5 +510,5 @@ def _loads(function: Any) -> set[str]:
 
 def _filled(arguments: Mapping[str, Any]) -> dict[Any, Any]:
     """The dict of a call that its model may fill."""
-    found: dict[Any, Any] = arguments[FILLED_BY_MODEL] if heads.fills(arguments) else {}
-    return found
+    filled: dict[Any, Any] = arguments[FILLED_BY_MODEL] if heads.fills(arguments) else {}
+    return filled

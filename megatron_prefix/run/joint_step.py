@@ -70,14 +70,14 @@ def why_alone(config: PrefixConfig, rank: Rank, *, together: bool) -> str | None
         return ""
     if not together:
         return APART
-    found = _in_the_way(config, rank)
-    if found is not None and config.across != "auto":
-        raise refused(found)
+    obstacle = _in_the_way(config, rank)
+    if obstacle is not None and config.across != "auto":
+        raise refused(obstacle)
     if config.across == "node":
         rank.siblings, any_together = node_group(rank)
         if not any_together:
             return ""
-    return None if found is None else f"{found.name} is not supported yet"
+    return None if obstacle is None else f"{obstacle.name} is not supported yet"
 
 
 def tell_alone(why: str, rank: Rank, told: set[str]) -> None:
@@ -104,9 +104,9 @@ def setting(config: PrefixConfig, rank: Rank, why: str) -> str:
     """
     if rank.crosses:
         return ""
-    found = _in_the_way(config, rank)
-    if found is not None:
-        return f"{found.name} is not supported yet"
+    obstacle = _in_the_way(config, rank)
+    if obstacle is not None:
+        return f"{obstacle.name} is not supported yet"
     if why:
         return f"not in this step, as {why}"
     return "set across_ranks to auto" + (", and mode, too" if config.mode == "observe" else "")

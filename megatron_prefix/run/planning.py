@@ -232,21 +232,21 @@ class Planning:
         union = plan
         if joint.union is not joint.forest:
             union = replace(plan, segments=joint.union.segments)
-        found = predict(
+        prediction = predict(
             self.meter(rank).times, joint.union, joint.union_microbatch_of, union,
             forward_only=rank.forward_only, num_pipelines=joint.num_pipelines,
         )  # fmt: skip
         retains = rank.forward_only or self.config.memory != "auto" or not any(plan.policies)
-        verdict = Verdict(max(0.0, peak - limit), found.prefix_seconds, retains)
-        return Forecast(plan, union, peak, limit, found, verdict)
+        verdict = Verdict(max(0.0, peak - limit), prediction.prefix_seconds, retains)
+        return Forecast(plan, union, peak, limit, prediction, verdict)
 
     def of_stock(self, step: Step, rank: Rank) -> tuple[Prediction, float]:
         """Of a step without segments what the stock schedule computes, with nothing beside it, and
         the bytes that it is predicted to take on this rank; it asks no other rank."""
         joint = JointForest.alone(step.forest, step.microbatch_of)
         plan = Plan((), ((),) * rank.num_stages, len(rank.models))
-        found = predict(self.meter(rank).times, joint.union, joint.union_microbatch_of, plan)
-        return found, self._memory.stock_peak(joint, rank)
+        prediction = predict(self.meter(rank).times, joint.union, joint.union_microbatch_of, plan)
+        return prediction, self._memory.stock_peak(joint, rank)
 
     def decided(self, step: Step, rank: Rank) -> tuple[StepReport, JointForest]:
         """Which schedule runs a step, and by which plan; all ranks that meet call this.
@@ -328,18 +328,18 @@ class Planning:
     def proposed(self, step: Step, joint: JointForest, rank: Rank) -> tuple[StepReport, float]:
         """What this rank alone would decide, and by how many bytes its predicted peak is above the
         limit; it asks no other rank."""
-        found, meter = self._fitting(joint, rank), self.meter(rank)
-        decision = decide(self.config, found.prediction.speedup)
+        forecast, meter = self._fitting(joint, rank), self.meter(rank)
+        decision = decide(self.config, forecast.prediction.speedup)
         # Ranks that share experts need equally many microbatches for one schedule and may need
         # segments of equal lengths for the other, so nothing is tried there.
-        if meter.due and not (found.verdict.over or rank.experts or rank.crosses):
+        if meter.due and not (forecast.verdict.over or rank.experts or rank.crosses):
             decision = meter.chosen(decision)
-        decision = kept_to_limit(self.config, decision, found.peak, found.limit)
+        decision = kept_to_limit(self.config, decision, forecast.peak, forecast.limit)
         report = StepReport(
-            step.forest, decision, found.plan, found.union, prediction=found.prediction,
+            step.forest, decision, forecast.plan, forecast.union, prediction=forecast.prediction,
             times=meter.times, stock_bytes=0.0 if rank.forward_only else self._memory.stock_bytes,
         )  # fmt: skip
-        return report, found.verdict.over
+        return report, forecast.verdict.over
 
     def _together(self, decision: Decision, step: Step, rank: Rank) -> Decision:
         """The decision of all data-parallel ranks where they need one."""

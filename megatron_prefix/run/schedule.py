@@ -264,14 +264,14 @@ class PrefixSchedule:
                 | {"data_iterator": first.iterator(arguments["data_iterator"])}
             )
         # A model that cannot run in segments is never captured: its dropout draws in stock's order.
-        found, exchange = first.error or _refusal_of(rank), None
+        refusal, exchange = first.error or _refusal_of(rank), None
         must_cross = rank.may_cross and self.config.across != "auto"
         if first.losses_exchange and (must_cross or rank.experts is not None):
-            found = found or refused(DATA_EXCHANGE)  # ranks meet in segments, too
+            refusal = refusal or refused(DATA_EXCHANGE)  # ranks meet in segments, too
         elif first.losses_exchange:
             exchange = refused(DATA_EXCHANGE)
         # Ranks that later look at steps together remember the same.
-        kind.refusal = agree(found, rank.agreeing, rank.device)
+        kind.refusal = agree(refusal, rank.agreeing, rank.device)
         kind.ordered = agree(exchange, rank.agreeing, rank.device) is not None
         kind.watched = True
         if kind.refusal is None:

@@ -93,11 +93,11 @@ class Exchange:
             lengths: of the spans or runs, whole.
             device: of the keys.
         """
-        found = self._tables.get((name, lengths))
-        if found is None:
-            found = on(device, _TABLES[name](lengths, self.rank, self.size))
-            self._tables[name, lengths] = found
-        return found
+        places = self._tables.get((name, lengths))
+        if places is None:
+            places = on(device, _TABLES[name](lengths, self.rank, self.size))
+            self._tables[name, lengths] = places
+        return places
 
     def whole(self, mine: Tensor, lengths: Sequence[int]) -> Tensor:
         """A whole segment [1, positions, ...] in order, from the ranks' parts.

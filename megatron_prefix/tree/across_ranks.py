@@ -138,9 +138,9 @@ def beginnings_of(
             digests += _digests(codes, block)
         trained_at[number] = min(trained_at[number], trained)
         number_of.append(number)
-    found = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
+    halves = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
     lengths, first_trained = np.array(ends, np.int64), np.array(trained_at, np.int64)
-    return RankBeginnings(lengths, found, first_trained, own, block), number_of
+    return RankBeginnings(lengths, halves, first_trained, own, block), number_of
 
 
 def _digests(codes: np.ndarray, block: int) -> Iterator[bytes]:
@@ -162,11 +162,11 @@ def common_spans(ranks: Sequence[RankBeginnings], rank: int, options: TreeOption
     """
     tree = block_tree(ranks)
     load = [a + one.own for a, one in zip(tree.alone, ranks, strict=True)]
-    found = _spans(tree, options)
-    found = _chunked(_worthwhile(found, load, ranks, options), options)
+    shared = _spans(tree, options)
+    shared = _chunked(_worthwhile(shared, load, ranks, options), options)
     return CommonSpans(
-        rank, tuple(found.spans), tuple(_segments(found.spans, load, options.segment_tokens)),
-        tuple(found.below[node] if node >= 0 else -1 for node in tree.below[rank]),
+        rank, tuple(shared.spans), tuple(_segments(shared.spans, load, options.segment_tokens)),
+        tuple(shared.below[node] if node >= 0 else -1 for node in tree.below[rank]),
     )  # fmt: skip
 
 
@@ -183,7 +183,7 @@ class _Spans(NamedTuple):
 
 def _spans(tree: BlockTree, options: TreeOptions) -> _Spans:
     """Those that save at least `min_gain` positions on all ranks together."""
-    found = _Spans([], [-1] * len(tree.start))
+    shared = _Spans([], [-1] * len(tree.start))
     todo = [(node, 0, -1, 0) for node in reversed(tree.children[-1])]
     boundary, gain = options.boundary, max(1, options.min_gain)
     while todo:
@@ -195,15 +195,15 @@ def _spans(tree: BlockTree, options: TreeOptions) -> _Spans:
         pieces = [(min(cut, last), False)] if cut > tree.start[node] else []
         for end, scored in [*pieces, (last, True)] if cut < last else pieces:
             if end - start >= least:
-                found.spans.append(CommonSpan(start, end, parent, level, ranks, scored))
-                start, parent, level = end, len(found.spans) - 1, level + 1
-        found.below[node] = parent
+                shared.spans.append(CommonSpan(start, end, parent, level, ranks, scored))
+                start, parent, level = end, len(shared.spans) - 1, level + 1
+        shared.below[node] = parent
         todo += [(child, start, parent, level) for child in reversed(tree.children[node])]
-    return found
+    return shared
 
 
 def _worthwhile(
-    found: _Spans, load: Sequence[int], ranks: Sequence[RankBeginnings], options: TreeOptions
+    shared: _Spans, load: Sequence[int], ranks: Sequence[RankBeginnings], options: TreeOptions
 ) -> _Spans:
     """Without the spans of segments that save too little, see `TreeOptions.segment_gain`; what
     continues them then begins where they began.
@@ -211,20 +211,20 @@ def _worthwhile(
     positions = sum(int(one.lengths.sum()) + one.own for one in ranks) // len(ranks)
     least = min(options.segment_gain, positions // LEAST_SHARE)
     while least:
-        spans = found.spans
+        spans = shared.spans
         segments = _segments(spans, load, options.segment_tokens)
         weak = [one.spans for one in segments if sum(spans[n].saved for n in one.spans) < least]
         if not weak:
             break
-        found = _without(found, {*itertools.chain(*weak)})
-    return found
+        shared = _without(shared, {*itertools.chain(*weak)})
+    return shared
 
 
-def _without(found: _Spans, dropped: Container[int]) -> _Spans:
+def _without(shared: _Spans, dropped: Container[int]) -> _Spans:
     spans: list[CommonSpan] = []
     moved: list[int] = []
     ends: list[int] = []  # where what continues a span begins
-    for number, span in enumerate(found.spans):
+    for number, span in enumerate(shared.spans):
         parent, start = (-1, 0) if span.parent < 0 else (moved[span.parent], ends[span.parent])
         if number in dropped:
             moved.append(parent)
@@ -234,17 +234,17 @@ def _without(found: _Spans, dropped: Container[int]) -> _Spans:
         moved.append(len(spans))
         ends.append(span.end)
         spans.append(span._replace(start=start, parent=parent, level=level))
-    return found.renumbered(spans, moved)
+    return shared.renumbered(spans, moved)
 
 
-def _chunked(found: _Spans, options: TreeOptions) -> _Spans:
+def _chunked(shared: _Spans, options: TreeOptions) -> _Spans:
     """Long spans as chains of chunks, each of which may have another owner."""
     longest = options.rounded(options.chunk_tokens)
     if not longest:
-        return found
+        return shared
     spans: list[CommonSpan] = []
     moved: list[int] = []
-    for span in found.spans:
+    for span in shared.spans:
         parent = moved[span.parent] if span.parent >= 0 else -1
         bounds = equal_bounds(span.start, span.end, longest, options.boundary)
         for start, end in itertools.pairwise(bounds):
@@ -252,7 +252,7 @@ def _chunked(found: _Spans, options: TreeOptions) -> _Spans:
             spans.append(span._replace(start=start, end=end, parent=parent, level=level))
             parent = len(spans) - 1
         moved.append(parent)
-    return found.renumbered(spans, moved)
+    return shared.renumbered(spans, moved)
 
 
 def _segments(

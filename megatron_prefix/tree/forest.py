@@ -296,8 +296,8 @@ class Segment(NamedTuple):
     @property
     def parents(self) -> tuple[int, ...]:
         """The other segments of its spans' parents, ascending."""
-        found = {span.parent.segment for span in self.spans if span.parent}
-        return tuple(sorted(found - {self.joined}))
+        segments = {span.parent.segment for span in self.spans if span.parent}
+        return tuple(sorted(segments - {self.joined}))
 
 
 def padded(spans: tuple[Span, ...], whole: int, *, inner: bool) -> tuple[Span, ...]:

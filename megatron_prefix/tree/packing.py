@@ -272,14 +272,14 @@ class Packing:
     def _trees(self, leaves: Iterable[tuple[Node, list[int]]]) -> list[Node]:
         """Leaves, each of some of its rollouts, below the nodes that join waves; of such a node in
         their place, those that end in it."""
-        found = list[Node]()
+        nodes = list[Node]()
         paths: dict[int, dict[int, list[Node]]] = {}  # of rollouts, by what all of them is below
         above: dict[int, Node | None] = {}
         for leaf, members in leaves:
             parent = self._parents.get(id(leaf))
             if not leaf.children and (parent is None or not parent.joins):
                 whole = len(members) == len(leaf.members)
-                found.append(leaf if whole else self._below(parent, replace(leaf, members=members)))
+                nodes.append(leaf if whole else self._below(parent, replace(leaf, members=members)))
                 continue
             path = [leaf]
             while parent is not None and parent.joins:
@@ -291,8 +291,8 @@ class Packing:
         for one, roots in trees.items():
             if saved * _LEAST < self._options.segment_gain:
                 roots = dissolved(roots, lambda _: False)
-            found += [self._below(above[one], root) for root in roots]
-        return found
+            nodes += [self._below(above[one], root) for root in roots]
+        return nodes
 
     def _below(self, parent: Node | None, node: Node) -> Node:
         """A new node, below one of a segment that others read."""

@@ -95,11 +95,11 @@ class Communicator:
             return math.inf
         after, before = (self.rank + 1) % num, (self.rank - 1) % num
         given = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=self._device)
-        found, seconds = torch.empty_like(given), []
+        got, seconds = torch.empty_like(given), []
         for _ in range(3):  # the first connects
             wait_for(self._device)
             begin = time.perf_counter()
-            for work in self._begun([(dist.isend, after, given), (dist.irecv, before, found)]):
+            for work in self._begun([(dist.isend, after, given), (dist.irecv, before, got)]):
                 work.wait()
             wait_for(self._device)
             seconds.append(time.perf_counter() - begin)

@@ -53,14 +53,14 @@ class Outlines:
         Args:
             num_microbatches: of the trainer on this rank.
         """
-        rank, found = self._rank, None
+        rank, step = self._rank, None
         try:
             if rank.is_first and len(self._calls) == num_microbatches:
-                found = self._read()
+                step = self._read()
         except Exception as error:  # noqa: BLE001  # it has run, and other stages wait to hear of it
             logger.debug("a step that was timed cannot be read: %s", error)
         self._calls.clear()
-        return told(found, None, rank.groups.pp, rank.device)
+        return told(step, None, rank.groups.pp, rank.device)
 
     def _read(self) -> Step | None:
         for call in self._calls:
