@@ -118,12 +118,8 @@ def _prefix(cost: CostModel, plan: Plan, kinds: str, num_pipelines: int) -> Feat
 
 
 def limit_of(stock: float, static: float) -> float:
-    """Bytes besides weights and gradients that a step may take.
-
-    Args:
-        stock: what the stock schedule takes, likewise.
-        static: bytes of weights and gradients.
-    """
+    """Bytes besides weights and gradients that a step may take, of what the stock schedule takes,
+    likewise, and those of weights and gradients."""
     return stock + max(OVER_STOCK * (stock + static), LEAST_OVER)
 
 

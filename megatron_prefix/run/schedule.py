@@ -32,8 +32,8 @@ from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import DATA_EXCHANGE, FP8_UNTRIED, HOST_LAYERS_CP
 from megatron_prefix.run import joint_step
-from megatron_prefix.run.across.across_ranks import Watch
 from megatron_prefix.run.across.agreement import agree, agree_on, tried
+from megatron_prefix.run.across.scattered import Watch
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
 from megatron_prefix.run.execute import ahead, routers
 from megatron_prefix.run.execute.losses import LossContract, are_in_order

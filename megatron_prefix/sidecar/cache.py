@@ -139,14 +139,8 @@ class SidecarCache:
         return self._expect(layer, index, SegmentState.CAPTURED).arena.own(index)
 
     def own_keys(self, layer: int, index: int, inner: bool, both: Both) -> OwnKeys:
-        """A segment's own K and V for one call of its attention, captured if it is inner.
-
-        Args:
-            layer: local index.
-            index: the segment.
-            inner: whether others read it; what is captured is then used, not `both`.
-            both: this rank's K and V, [positions, kv_heads, dim] each.
-        """
+        """A segment's own K and V for one call of its attention, of this rank's [positions,
+        kv_heads, dim] each; captured if others read it (`inner`), and then those are used."""
         return self._layers[layer].arena.keys(self, (layer, index), inner, both)
 
     def level(self, index: int, number: int) -> LevelReading:

@@ -32,8 +32,8 @@ from megatron_prefix.tree.forest import (
     check_routes,
     codes_of,
 )
-from megatron_prefix.tree.joining import joined_segments, joins_waves, most_alive
-from megatron_prefix.tree.nodes import Node, dissolved, equal_bounds, preorder
+from megatron_prefix.tree.joining import joined_segments, most_alive
+from megatron_prefix.tree.nodes import Node, dissolved, equal_bounds, joins_waves, preorder
 from megatron_prefix.tree.packing import Packing, Rows
 
 _PAIRS = 1024

@@ -242,12 +242,7 @@ class Span(NamedTuple):
 
 def any_trained(span: Span, trained: Sequence[np.ndarray]) -> np.ndarray:
     """Whether a span's positions carry loss in any of its rollouts, bool [length]; not to be
-    written to.
-
-    Args:
-        span: of some rollouts.
-        trained: flags of every rollout, see Pairs.
-    """
+    written to. `trained`: flags of every rollout."""
     here = slice(span.start, span.end)
     return functools.reduce(operator.or_, [trained[one][here] for one in span.rollouts])
 

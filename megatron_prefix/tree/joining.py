@@ -4,7 +4,7 @@ In every layer a suffix reads keys that the segment itself has just made, so one
 a round, as peers do within a packed microbatch ("DualKV", section 3). A segment costs what some
 positions cost: what several rounds need runs in each of them where that is cheaper than a segment
 of its own.  That is chosen for a whole step (`joined_segments`), or for what few positions of
-rollouts share behind their prompts (`joins_waves`).
+rollouts share behind their prompts (`joins_waves` of nodes.py).
 """
 
 from __future__ import annotations
@@ -113,15 +113,6 @@ def _cut(needs: Mapping[int, Mapping[int, int]], budget: int) -> list[list[int]]
         here |= mine.keys()
         size += more
     return rounds
-
-
-def joins_waves(node: Node, options: TreeOptions) -> bool:
-    """Whether a node that few others read may run in each wave that reads it: the waves then have
-    all that is below it, and room for it."""
-    if any(child.children and not child.joins for child in node.children):
-        return False
-    rows = sum(one.padded(options.multiple) for one in preorder([node]))
-    return options.joins and 2 * rows <= (options.segment_tokens or 2 * rows)
 
 
 def trees_of(

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans
 from megatron_prefix.tree.forest import Exchange, Forest, Place, Segment, TreeOptions, padded
-from megatron_prefix.tree.joining import joined_segment, joins_waves, trees_of
-from megatron_prefix.tree.nodes import Node, dissolved, even_parts, preorder
+from megatron_prefix.tree.joining import joined_segment, trees_of
+from megatron_prefix.tree.nodes import Node, dissolved, even_parts, joins_waves, preorder
 
 _LEAST = 8
 """A round's waves join spans only where that saves such a part of `segment_gain` positions."""

@@ -182,7 +182,9 @@ def used_names(function: Any) -> set[str] | None:
             one = one.__func__
         elif not isinstance(one, types.FunctionType):
             one = inspect.getattr_static(type(one), "__call__", None)
-        if not isinstance(one, types.FunctionType) or id(one) in seen or _is_library(one):
+        if not isinstance(one, types.FunctionType) or id(one) in seen:
+            continue
+        if _package(one) in _LIBRARIES:
             continue
         seen.add(id(one))
         has_code = True
@@ -204,15 +206,11 @@ def used_names(function: Any) -> set[str] | None:
     return used if has_code else None
 
 
-def _is_library(function: types.FunctionType) -> bool:
-    return _package(function) in _LIBRARIES
-
-
 def _places_of(value: Any) -> Iterator[Place]:
     """What a value holds: variables of a function, items of a dict, attributes of an object."""
     kind = type(value)
     if isinstance(value, types.FunctionType):
-        if not _is_library(value):
+        if _package(value) not in _LIBRARIES:
             yield _closure(value)
             yield _globals(value)
         return

@@ -17,7 +17,7 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.refusals.table import ACROSS_EXPERTS, ACROSS_GATHERS
 from megatron_prefix.run import joint_step
 from megatron_prefix.run.across import across_ranks
-from megatron_prefix.run.across.across_ranks import LENGTHS, SharingAcrossRanks, beginnings, tell
+from megatron_prefix.run.across.scattered import LENGTHS, SharingAcrossRanks, beginnings, tell
 from megatron_prefix.run.rank import default_groups
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.trainers.table import VERL
