@@ -55,8 +55,8 @@ class JointForest:
     microbatches_of: tuple[tuple[int, ...], ...]
     lengths: tuple[tuple[int, ...], ...]
     spans: tuple[int, ...]
-    sent: tuple[Sent, ...] = ()
-    mixed: bool = False
+    sent: tuple[Sent, ...]
+    mixed: bool
 
     @classmethod
     def alone(cls, forest: Forest, microbatch_of: Sequence[int]) -> JointForest:
@@ -65,7 +65,7 @@ class JointForest:
         lengths = tuple((segment.padded_length,) for segment in segments)
         spans = tuple(len(segment.spans) for segment in segments)
         sent = _sent([forest]) if forest.exchanges else ()
-        return cls(forest, owners, forest, owners, (owners,), lengths, spans, sent)
+        return cls(forest, owners, forest, owners, (owners,), lengths, spans, sent, mixed=False)
 
     @property
     def num_pipelines(self) -> int:

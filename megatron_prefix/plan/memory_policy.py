@@ -47,7 +47,7 @@ def automatic(
     cost: CostModel,
     rates: Rates,
     free: float,
-    may_offload: bool = True,
+    may_offload: bool,
 ) -> tuple[str, ...]:
     """The cheapest policies with which a plan's predicted peak fits.
 

@@ -48,8 +48,8 @@ Tried = tuple[Verdict, int, JointForest]
 """What a step's segments would do, the most positions in one, and the segments."""
 Common = tuple[Sequence[int], CommonSpans]
 """Per rollout the number of its beginning, and what data-parallel ranks have in common."""
-Judge = Callable[[Forest, Sequence[int], Plan], Verdict]
-"""Of a step's segments, the microbatch of each rollout, and a plan."""
+Judge = Callable[[JointForest, Plan], Verdict]
+"""Of a step's segments, and a plan."""
 
 
 class StepPlanner:
@@ -140,7 +140,7 @@ class StepPlanner:
         def judged(length: int, joined: bool) -> Tried:
             length = length and max(length, self.options.multiple)
             joint = JointForest.alone(built(length, joined), microbatch_of)
-            return judge(joint.forest, microbatch_of, self.plan(joint)), length, joint
+            return judge(joint, self.plan(joint)), length, joint
 
         # What is joined waits for nothing, so nothing of it can be kept otherwise to fit.
         for joined in (True, False) if joins else (False,):
@@ -149,7 +149,7 @@ class StepPlanner:
                 break
         if all(verdict.over for verdict, *_ in tried):
             # Shorter segments may wait less than stages that run less ahead.
-            tried = [(self._leaner(joint, judge), length, joint) for _, length, joint in tried]
+            tried = [(self._leaner(judge, joint), length, joint) for _, length, joint in tried]
         _, length, joint = min(tried, key=lambda entry: entry[0][:2])
         return length, joint.forest
 
@@ -167,10 +167,9 @@ class StepPlanner:
             tried.append(judged((settled + longer) // 2))
         return tried
 
-    def _leaner(self, joint: JointForest, judge: Judge) -> Verdict:
+    def _leaner(self, judge: Judge, joint: JointForest) -> Verdict:
         """On the best of a pipeline's plans, those that hold less among them."""
-        judged = (judge(joint.forest, joint.microbatch_of, plan) for plan in self.plans(joint))
-        return fitting(judged, lambda verdict: verdict)
+        return fitting((judge(joint, plan) for plan in self.plans(joint)), lambda verdict: verdict)
 
     def build_at(
         self,

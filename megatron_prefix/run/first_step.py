@@ -142,7 +142,7 @@ class FirstStep:
         rank: Rank,
         *,
         suspended: bool,
-        masks_tell_loss: bool = True,
+        masks_tell_loss: bool,
     ) -> None:
         self._function, self.rank, self.suspended = function, rank, suspended
         self._masks_tell_loss = masks_tell_loss

@@ -203,11 +203,7 @@ class Planning:
         known = self._beside.get(self.planner(rank))
         least = 0.0 if known is None else known.limit
 
-        def judged(forest: Forest, microbatch_of: Sequence[int], plan: Plan) -> Verdict:
-            joint = JointForest.alone(forest, microbatch_of)
-            return self._forecast(plan, joint, rank, least).verdict
-
-        return judged
+        return lambda joint, plan: self._forecast(plan, joint, rank, least).verdict
 
     def forecast(self, forest: Forest, microbatch_of: Sequence[int], rank: Rank) -> Prediction:
         """What a pipeline's segments would take if they ran side by side with no others; asks no
@@ -254,10 +250,7 @@ class Planning:
         Raises:
             UserError: ranks that meet would not run the same, or would wait for ever.
         """
-        if rank.experts is None or step.unshared:
-            joint = JointForest.alone(step.forest, step.microbatch_of)
-        else:
-            step, joint = self._met(step, rank)
+        step, joint = self._met(step, rank)
         if step.unshared:
             plan = union = Plan((), ((),) * rank.num_stages, len(rank.models))
             report = StepReport(step.forest, unshared(self.config), plan, union)
@@ -285,14 +278,15 @@ class Planning:
     def _met(self, step: Step, rank: Rank) -> tuple[Step, JointForest]:
         """The step's segments beside those of ranks that share experts, all of them with prompts
         apart if some of them are; all that meet call this."""
-        joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
+        experts = None if step.unshared else rank.experts
+        joint = agreement.meet(step.forest, step.microbatch_of, experts)
         if joint.mixed:  # where segments are joined there is one stage, which knows the samples
             apart, problem = agreement.tried(lambda: self._apart(step, joint.union.wanted, rank))
             reason = agreement.agree(problem, rank.same_schedule, rank.device)
             if reason is not None:
                 raise reason
             step = apart or step
-            joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
+            joint = agreement.meet(step.forest, step.microbatch_of, experts)
         return step, joint
 
     def _apart(self, step: Step, length: int, rank: Rank) -> Step:

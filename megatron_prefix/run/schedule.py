@@ -36,7 +36,7 @@ from megatron_prefix.run.across.agreement import agree, agree_on, tried
 from megatron_prefix.run.across.scattered import Watch
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
 from megatron_prefix.run.execute import ahead, routers
-from megatron_prefix.run.execute.losses import LossContract, are_in_order
+from megatron_prefix.run.execute.losses import are_in_order
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.execute.messages import channels_of
 from megatron_prefix.run.first_step import FirstStep
@@ -233,13 +233,8 @@ class PrefixSchedule:
                     idle.close()
                     return stock_schedule()(**arguments | {"forward_step_func": capture.stock_step})
                 capture.forget_arguments()
-                contract = LossContract(
-                    rank.config, rank.groups.cp.size(), arguments["collect_non_loss_data"]
-                )
-                return StepRun(
-                    self, capture, rank, step, joint, contract, self.measures or meter.due,
-                    arguments["force_all_reduce"], idle,
-                ).run()  # fmt: skip
+                measures = self.measures or meter.due
+                return StepRun(self, capture, rank, step, joint, arguments, measures, idle).run()
 
     def _timed(self, decision: Decision, rank: Rank, arguments: dict[str, Any]) -> list[Any]:
         """The stock schedule's step, timed, and nothing of it read before it has run."""

@@ -266,9 +266,11 @@ def trie(
         leaf = Node(shared, len(codes[rollout]), copies)
         stack[-1].children.append(leaf)
         stack.append(leaf)
-    _gather_members(top)
-    for node in preorder(top.children) if start else ():
+    for node in reversed([*preorder([top])]):
         node.start, node.end = node.start + start, node.end + start
+        if node.children:  # which have no member twice
+            node.members = sorted([*node.members, *(m for c in node.children for m in c.members)])
+            node.children.sort(key=lambda child: child.members[0])
     return top.children
 
 
@@ -297,14 +299,6 @@ def _shared(
         for (a, b), shared in zip(some, np.minimum(differ - starts, nums).tolist(), strict=True):
             most = min(shared, first[a], first[b]) if first else shared
             yield most // boundary * boundary
-
-
-def _gather_members(top: Node) -> None:
-    """Fills `members` of inner nodes and sorts children by their first rollout."""
-    for node in reversed(list(preorder([top]))):
-        if node.children:  # which have no member twice
-            node.members = sorted([*node.members, *(m for c in node.children for m in c.members)])
-            node.children.sort(key=lambda child: child.members[0])
 
 
 def _worthwhile(

@@ -45,7 +45,7 @@ class Node:
     def span(self, align: int, parent: Place | None) -> Span:
         """The node as a span below `parent`."""
         length = self.end - self.start
-        return Span(self.start, length, -(-length // align) * align, tuple(self.members), parent)
+        return Span(self.start, length, self.padded(align), tuple(self.members), parent)
 
 
 def preorder(roots: Sequence[Node]) -> Iterator[Node]:
