@@ -21,7 +21,7 @@ from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.tree import Forest, Pairs, Tries, find_shared
 from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans
 from megatron_prefix.tree.build import find_below
-from megatron_prefix.tree.packing import Rows
+from megatron_prefix.tree.packing import MicrobatchRows
 
 
 class Verdict(NamedTuple):
@@ -124,22 +124,17 @@ class StepPlanner:
                 common.
             joins: whether any may be joined.
         """
-
         shared = self._shared(rollouts, common)
-
-        def built(length: int, joined: bool) -> Forest:
-            tries = self._cut(shared, length, rollouts, microbatch_of, joined)
-            return tries.forest(microbatch_of=microbatch_of)
-
+        cut = functools.partial(self._cut, shared, rollouts, microbatch_of)
         joins = joins and self.options.joins
         if judge is None or (len(self._lengths) == 1 and not joins):
             length = self.options.segment_tokens
-            return length, built(length, joins)
+            return length, cut(length, joins)
         tried: list[Tried] = []
 
         def judged(length: int, joined: bool) -> Tried:
             length = length and max(length, self.options.multiple)
-            joint = JointForest.alone(built(length, joined), microbatch_of)
+            joint = JointForest.alone(cut(length, joined), microbatch_of)
             return judge(joint, self.plan(joint)), length, joint
 
         # What is joined waits for nothing, so nothing of it can be kept otherwise to fit.
@@ -178,7 +173,7 @@ class StepPlanner:
         microbatch_of: Sequence[int],
         *,
         common: Common | None = None,
-        rows: Rows | None = None,
+        rows: MicrobatchRows | None = None,
         joins: bool = True,
     ) -> Forest:
         """The step's segments, of at most so many positions; see `build`.
@@ -186,8 +181,8 @@ class StepPlanner:
         `rows`: see `Tries.forest`; they have nothing in common with other data-parallel ranks.
         `joins`: whether any may be joined.
         """
-        tries = self._cut(self._shared(rollouts, common), length, rollouts, microbatch_of, joins)
-        return tries.forest(microbatch_of=microbatch_of, rows=rows)
+        shared = self._shared(rollouts, common)
+        return self._cut(shared, rollouts, microbatch_of, length, joins, rows)
 
     def _shared(self, rollouts: Sequence[Pairs], common: Common | None) -> Tries:
         """What the rollouts share, however long segments are."""
@@ -198,19 +193,20 @@ class StepPlanner:
     def _cut(
         self,
         shared: Tries,
-        length: int,
         rollouts: Sequence[Pairs],
         microbatch_of: Sequence[int],
+        length: int,
         joins: bool,
-    ) -> Tries:
-        """The same, to be cut into segments of at most so many positions, in chunks where these are
-        chosen; `joins`: whether any may be joined, where the model can do so."""
+        rows: MicrobatchRows | None = None,
+    ) -> Forest:
+        """The same in segments of at most so many positions, in chunks where these are chosen;
+        `joins`: whether any may be joined, where the model can do so."""
         joins = joins and self.options.joins
         options = replace(self.options, segment_tokens=length, joins=joins)
         if self._chooser is not None and shared.common is NOTHING_IN_COMMON:
             chunk_tokens = self._chooser.choose(rollouts, None, options, microbatch_of)
             options = replace(options, chunk_tokens=chunk_tokens)
-        return replace(shared, options=options)
+        return replace(shared, options=options).forest(microbatch_of=microbatch_of, rows=rows)
 
     def plan(self, joint: JointForest) -> Plan:
         """The first of `plans`."""

@@ -36,7 +36,7 @@ from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.tree import Forest, Pairs
-from megatron_prefix.tree.packing import Rows
+from megatron_prefix.tree.packing import MicrobatchRows
 
 logger = logging.getLogger(__name__)
 
@@ -176,10 +176,10 @@ class Planning:
         """
         planner = self.planner(rank)
 
-        def make() -> tuple[int, Rows]:
+        def make() -> tuple[int, MicrobatchRows]:
             # Rounds by which all are cut have prompts apart.
             length, forest = planner.build(samples, microbatch_of, judge, joins=False)
-            return length, Rows.of(forest, microbatch_of)
+            return length, MicrobatchRows.of(forest, microbatch_of)
 
         mine: Any
         mine, problem = agreement.tried(make)
@@ -190,7 +190,10 @@ class Planning:
             raise problem
         if failed := next((one for one in heard if isinstance(one, str)), ""):
             raise StepFailed(f"the step ends on all ranks: {failed}")
-        length, rows = min(length for length, _ in heard), Rows.most(rows for _, rows in heard)
+        length, rows = (
+            min(length for length, _ in heard),
+            MicrobatchRows.most(rows for _, rows in heard),
+        )
         forest = planner.build_at(length, samples, microbatch_of, rows=rows)
         return replace(forest, ordered=True)
 

@@ -31,7 +31,7 @@ from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import DATA_EXCHANGE, FP8_UNTRIED, HOST_LAYERS_CP
-from megatron_prefix.run import joint_step
+from megatron_prefix.run import across_step
 from megatron_prefix.run.across.agreement import agree, agree_on, tried
 from megatron_prefix.run.across.scattered import Watch
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
@@ -166,7 +166,7 @@ class PrefixSchedule:
             return stock_schedule()(**arguments)
         if kind.ordered:
             rank.may_cross, rank.why_alone = False, LOSSES_EXCHANGE
-            joint_step.tell_alone(rank.why_alone, rank, self._logged)
+            across_step.tell_alone(rank.why_alone, rank, self._logged)
         store = self._captured(first, kind, rank, arguments)
         if first is not None:
             kind.watched, kind.refusal = True, first.error
@@ -285,11 +285,11 @@ class PrefixSchedule:
             raise refused(FP8_UNTRIED)
         if rank.siblings is None or rank.siblings.size() > 1:
             together = self.callbacks.passes_together or not rank.forward_only
-            alone = joint_step.why_alone(self.config, rank, together=together)
+            alone = across_step.why_alone(self.config, rank, together=together)
             if alone is None and self.config.across == "auto" and self._rest.next():
-                alone = joint_step.RESTS
+                alone = across_step.RESTS
             rank.may_cross, rank.why_alone = alone is None, alone or ""
-            joint_step.tell_alone(rank.why_alone, rank, self._logged)
+            across_step.tell_alone(rank.why_alone, rank, self._logged)
         if self.config.cache_host_layers and rank.groups.cp.size() > 1:
             raise refused(HOST_LAYERS_CP)
         if self.config.mode != "observe" and rank.num_stages > 1:
@@ -332,33 +332,33 @@ class PrefixSchedule:
             return None
         if step is None or not later or step.unshared:
             return step
-        return self._joint(step, rank, build, alone)
+        return self._together(step, rank, build, alone)
 
-    def _joint(
+    def _together(
         self, step: Step, rank: Rank, build: Callable[..., Forest], alone: Callable[..., Forest]
     ) -> Step | None:
         """A step with segments that data-parallel ranks make together, some of which may cross
-        them; they end or fall back together. `build`, `alone`: see `joint_step.joint`."""
+        them; they end or fall back together. `build`, `alone`: see `across_step.across`."""
 
         def make() -> Step:
             if rank.may_cross:
-                return joint_step.joint(step, rank, self.planning, build, alone)
+                return across_step.across(step, rank, self.planning, build, alone)
             return step.with_forest(alone(step.samples or (), step.microbatch_of))
 
-        joint, problem = tried(make) if rank.is_first else (None, None)
+        made, problem = tried(make) if rank.is_first else (None, None)
         if rank.num_stages > 1:
-            joint = told(joint, step.samples, rank.groups.pp, rank.device)
+            made = told(made, step.samples, rank.groups.pp, rank.device)
         if (reason := agree(problem, rank.agreeing, rank.device)) is not None:
             self._refused(reason)
             return None
-        if joint is None:
+        if made is None:
             raise RuntimeError("no rank says why a step has no segments")
         if rank.may_cross:
-            joint_step.tell_alone(joint.why_alone, rank, self._logged)
-            self._rest.note(joint.crosses)
-        if joint.crosses:
+            across_step.tell_alone(made.why_alone, rank, self._logged)
+            self._rest.note(made.crosses)
+        if made.crosses:
             rank.cross()
-        return joint
+        return made
 
     def _read_calls(
         self, capture: Capture, rank: Rank, first: FirstStep | None
@@ -380,7 +380,7 @@ class PrefixSchedule:
         """Sets `report` with the plan; None if the stock schedule is the better one."""
         why = step.why_alone or rank.why_alone
         if self.config.mode != "on":
-            setting = joint_step.setting(self.config, rank, why)
+            setting = across_step.setting(self.config, rank, why)
             self.across_ranks.look(step, rank, setting=setting)
         report, joint = self.planning.decided(step, rank)
         report.why_alone = why

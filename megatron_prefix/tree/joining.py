@@ -23,7 +23,7 @@ def joined_segments(
     roots: Sequence[Node],
     first_trained: Sequence[int],
     options: TreeOptions,
-    microbatch_of: Sequence[int] | None,
+    owner: Sequence[int],
     longest: int,
 ) -> list[Segment] | None:
     """Segments of whole microbatches, each with everything that its rollouts need; None if a
@@ -33,10 +33,9 @@ def joined_segments(
         roots: of all trees of a step; they stay as they are.
         first_trained: of every rollout.
         options: see TreeOptions.
-        microbatch_of: the trainer's microbatch of every rollout; None: one rollout each.
+        owner: the trainer's microbatch of every rollout.
         longest: most positions in a segment.
     """
-    owner = range(len(first_trained)) if microbatch_of is None else microbatch_of
     paths: list[list[Node]] = [[] for _ in first_trained]
     needs: dict[int, dict[int, int]] = {one: {} for one in sorted({*owner})}
     for node in preorder(roots):

@@ -15,7 +15,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.refusals.table import ACROSS_EXPERTS, ACROSS_GATHERS
-from megatron_prefix.run import joint_step
+from megatron_prefix.run import across_step
 from megatron_prefix.run.across import across_ranks
 from megatron_prefix.run.across.scattered import LENGTHS, SharingAcrossRanks, beginnings, tell
 from megatron_prefix.run.rank import default_groups
@@ -170,7 +170,7 @@ def test_what_carries_loss_crosses_ranks_too() -> None:
         ({}, "set across_ranks to auto"),
         ({"mode": "observe"}, "set across_ranks to auto, and mode, too"),
         ({"crosses": True}, ""),
-        ({"why": joint_step.SLOWER}, f"not in this step, as {joint_step.SLOWER}"),
+        ({"why": across_step.SLOWER}, f"not in this step, as {across_step.SLOWER}"),
         (
             {"experts": object(), "gathers_tokens": True},
             f"{ACROSS_EXPERTS.name} is not supported yet",
@@ -182,7 +182,7 @@ def test_the_setting_or_what_is_in_its_way_is_named(changes, told) -> None:
     has = {"crosses": False, "experts": None, "gathers_late": False} | changes
     rank = SimpleNamespace(data_ranks=object(), siblings=object(), **has)
     config = PrefixConfig(mode=changes.get("mode", "auto"))
-    assert joint_step.setting(config, rank, changes.get("why", "")) == told  # type: ignore[arg-type]
+    assert across_step.setting(config, rank, changes.get("why", "")) == told  # type: ignore[arg-type]
 
 
 def test_without_a_common_dp_group_nothing_is_exchanged() -> None:

@@ -124,7 +124,7 @@ def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
     return None
 
 
-def joint(
+def across(
     step: Step,
     rank: Rank,
     planning: Planning,
@@ -145,20 +145,20 @@ def joint(
             on another one, the step comes back as it is, or every rank is alone.
     """
     group: Any = rank.siblings
-    across, problem = tried(lambda: Across(step, rank, planning, build))
-    heard = all_say(None if across is None else across.told, group)
-    if across is not None and None not in heard:
-        _, problem = tried(lambda: across.build(heard))
+    mine, problem = tried(lambda: Across(step, rank, planning, build))
+    heard = all_say(None if mine is None else mine.told, group)
+    if mine is not None and None not in heard:
+        _, problem = tried(lambda: mine.build(heard))
     if planning.config.across != "auto":
         if problem is not None:
             raise problem
-        return (across and across.step) or step
-    why = _decided(across, problem, rank)
-    if why == "" and across is not None and across.step is not None:
-        return across.step
+        return (mine and mine.step) or step
+    why = _decided(mine, problem, rank)
+    if why == "" and mine is not None and mine.step is not None:
+        return mine.step
     step = replace(step, why_alone=why)
-    if across is not None and across.alone is not None and build_alone is build:
-        return replace(step, forest=across.alone.forest)
+    if mine is not None and mine.alone is not None and build_alone is build:
+        return replace(step, forest=mine.alone.forest)
     if planning.config.mode == "auto" and planning.shares_nothing(step.samples, rank):
         return replace(step, unshared=True)
     return step.with_forest(build_alone(step.samples or (), step.microbatch_of))
@@ -168,7 +168,7 @@ class Across:
     """A rank's step in which payloads cross, made in two parts.
 
     Args:
-        step, rank, planning, build: see `joint`.
+        step, rank, planning, build: see `across`.
 
     Attributes:
         told: what the others hear of this rank's rollouts.
@@ -238,7 +238,7 @@ def _decided(
     Args:
         across: this rank's step, if it could be made.
         problem: why it could not.
-        rank: see `joint`.
+        rank: see `across`.
     """
     groups = several(rank.groups.tp, rank.data_ranks)
     _, failed = worst([], problem, groups, rank.device)
