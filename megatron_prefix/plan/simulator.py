@@ -95,7 +95,6 @@ def simulate(
     cost: Cost = token_cost,
     action_time: ActionTime | None = None,
     ready_after: Sequence[int] | None = None,
-    unit: str = "tokens",
 ) -> Timeline:
     """Checks a plan and simulates it.
 
@@ -104,13 +103,12 @@ def simulate(
         cost: time of a segment's F or B on one rank.
         action_time: instead of `cost`, where ranks take different times for a segment.
         ready_after: see `planner.loss_ready_after`.
-        unit: of `cost`.
 
     Raises:
         PlanError: the plan cannot run.
     """
     check(plan, ready_after)
-    return _Simulation(plan, cost, action_time).run(unit)
+    return _Simulation(plan, cost, action_time).run()
 
 
 # The simulation -----------------------------------------------------------------------------------
@@ -142,7 +140,7 @@ class _Simulation:
         self.live = [0] * plan.num_ranks
         self.peak = [0] * plan.num_ranks
 
-    def run(self, unit: str) -> Timeline:
+    def run(self) -> Timeline:
         """Runs every rank as far as it can, and again whenever a neighbour got further."""
         plan, num_ranks = self.plan, self.plan.num_ranks
         ready = deque(range(num_ranks))
@@ -164,7 +162,6 @@ class _Simulation:
             makespan=max(self.clock),
             busy=busy,
             peak_positions=tuple(-(-number // plan.num_chunks) for number in self.peak),
-            unit=unit,
         )
 
     def _advance(self, rank: int) -> bool:
