@@ -12,7 +12,7 @@ import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.simulator import simulate
@@ -155,25 +155,22 @@ def best_plan(
     0. That shortens most steps, those with virtual stages most; which one is best depends on the
     trees.
     """
-    options: dict[str, Any] = dict(
-        num_chunks=num_chunks, microbatches=microbatches, group_size=group_size
-    )
-    first = make_plan(forest, num_ranks, run_ahead=run_ahead, **options)
-    first = with_crossing(first, forest)
+
+    def made(ahead: int | None, most: int) -> Plan:
+        plan = make_plan(
+            forest, num_ranks, num_chunks=num_chunks, microbatches=microbatches, run_ahead=ahead,
+            group_size=group_size, max_live_positions=most,
+        )  # fmt: skip
+        return with_crossing(plan, forest)
+
+    first = made(run_ahead, 0)
     if num_ranks == 1:
         return first
     ready_after = loss_ready_after(forest, microbatches)
     base = simulate(first, ready_after=ready_after)
     tried = [(base.makespan, 0, first)]
     for number, ahead in enumerate((run_ahead + 4, None), start=1):
-        plan = make_plan(
-            forest,
-            num_ranks,
-            run_ahead=ahead,
-            max_live_positions=base.peak_live_positions,
-            **options,
-        )
-        plan = with_crossing(plan, forest)
+        plan = made(ahead, base.peak_live_positions)
         timeline = simulate(plan, ready_after=ready_after)
         if timeline.peak_live_positions <= base.peak_live_positions:
             tried.append((timeline.makespan, number, plan))

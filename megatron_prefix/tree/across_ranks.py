@@ -163,7 +163,8 @@ def common_spans(ranks: Sequence[RankBeginnings], rank: int, options: TreeOption
     tree = block_tree(ranks)
     load = [a + one.own for a, one in zip(tree.alone, ranks, strict=True)]
     shared = _spans(tree, options)
-    shared = _chunked(_worthwhile(shared, load, ranks, options), options)
+    shared = _worthwhile(shared, load, ranks, options)
+    shared = _recut(shared, options.boundary, options.rounded(options.chunk_tokens))
     return CommonSpans(
         rank, tuple(shared.spans), tuple(_segments(shared.spans, load, options.segment_tokens)),
         tuple(shared.below[node] if node >= 0 else -1 for node in tree.below[rank]),
@@ -175,10 +176,6 @@ class _Spans(NamedTuple):
 
     spans: list[CommonSpan]
     below: list[int]
-
-    def renumbered(self, spans: list[CommonSpan], moved: Sequence[int]) -> _Spans:
-        """Other spans; each of these has `moved` to one of them."""
-        return _Spans(spans, [moved[number] if number >= 0 else -1 for number in self.below])
 
 
 def _spans(tree: BlockTree, options: TreeOptions) -> _Spans:
@@ -216,43 +213,28 @@ def _worthwhile(
         weak = [one.spans for one in segments if sum(spans[n].saved for n in one.spans) < least]
         if not weak:
             break
-        shared = _without(shared, {*itertools.chain(*weak)})
+        shared = _recut(shared, options.boundary, dropped={*itertools.chain(*weak)})
     return shared
 
 
-def _without(shared: _Spans, dropped: Container[int]) -> _Spans:
+def _recut(shared: _Spans, boundary: int, longest: int = 0, dropped: Container[int] = ()) -> _Spans:
+    """Long spans as chains of chunks, each of which may have another owner, and without some: what
+    continues such a span begins where it began. `longest`: most positions of a chunk; 0: any."""
     spans: list[CommonSpan] = []
-    moved: list[int] = []
-    ends: list[int] = []  # where what continues a span begins
+    moved: list[int] = []  # the last one that a span has become
+    ends: list[int] = []  # where what continues it begins
     for number, span in enumerate(shared.spans):
-        parent, start = (-1, 0) if span.parent < 0 else (moved[span.parent], ends[span.parent])
-        if number in dropped:
-            moved.append(parent)
-            ends.append(start)
-            continue
-        level = spans[parent].level + 1 if parent >= 0 else 0
-        moved.append(len(spans))
-        ends.append(span.end)
-        spans.append(span._replace(start=start, parent=parent, level=level))
-    return shared.renumbered(spans, moved)
-
-
-def _chunked(shared: _Spans, options: TreeOptions) -> _Spans:
-    """Long spans as chains of chunks, each of which may have another owner."""
-    longest = options.rounded(options.chunk_tokens)
-    if not longest:
-        return shared
-    spans: list[CommonSpan] = []
-    moved: list[int] = []
-    for span in shared.spans:
-        parent = moved[span.parent] if span.parent >= 0 else -1
-        bounds = equal_bounds(span.start, span.end, longest, options.boundary)
+        parent, begin = (-1, 0) if span.parent < 0 else (moved[span.parent], ends[span.parent])
+        bounds = [begin]
+        if number not in dropped:
+            bounds = equal_bounds(begin, span.end, longest or span.end - begin, boundary)
         for start, end in itertools.pairwise(bounds):
             level = spans[parent].level + 1 if parent >= 0 else 0
             spans.append(span._replace(start=start, end=end, parent=parent, level=level))
             parent = len(spans) - 1
         moved.append(parent)
-    return shared.renumbered(spans, moved)
+        ends.append(bounds[-1])
+    return _Spans(spans, [moved[number] if number >= 0 else -1 for number in shared.below])
 
 
 def _segments(

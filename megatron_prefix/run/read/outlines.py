@@ -13,14 +13,12 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from megatron_prefix.megatron.install import intercepted
 from megatron_prefix.run.calls import ModelCall, are_contiguous, bound, layouts
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read.step import Step, told
-from megatron_prefix.tree import Forest
 from megatron_prefix.tree.cp_layout import Slices
 
 logger = logging.getLogger(__name__)
@@ -69,13 +67,7 @@ class Outlines:
         if are_contiguous(self._calls, self._slices):
             return None
         places = layouts(self._calls, rank.groups.cp.size(), rank.sequence_ranks)
-        if places is None:
-            return None
-        lengths = tuple(length for layout in places for length in layout.lengths)
-        counts = [len(layout.lengths) for layout in places]
-        microbatch_of = tuple(np.repeat(np.arange(len(counts)), counts).tolist())
-        forest = Forest((), lengths, (0,) * len(lengths), rank.alignment)
-        return Step(forest, microbatch_of, tuple(layout.packed for layout in places), None)
+        return None if places is None else Step.of(places, align=rank.alignment)
 
     def _intercepting(self, _: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
         """A `forward` that goes straight on with the model's."""

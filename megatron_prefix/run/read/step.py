@@ -25,7 +25,7 @@ from megatron_prefix.refusals.table import (
     SOME_ROUTES,
     STAGES_DIFFER,
 )
-from megatron_prefix.run.calls import check_cut
+from megatron_prefix.run.calls import CallLayout, check_cut
 from megatron_prefix.run.rank import gathered
 from megatron_prefix.run.read.read_calls import CallTokens, Numbers, ReadCalls
 from megatron_prefix.tree import Forest, Pairs, cp_layout
@@ -72,6 +72,24 @@ class Step:
     def num_microbatches(self) -> int:
         """The trainer's microbatches of the step."""
         return len(self.packed)
+
+    @classmethod
+    def of(
+        cls, layouts: Sequence[CallLayout], samples: Sequence[Pairs] | None = None, align: int = 1
+    ) -> Step:
+        """A step without segments, of which nobody asks for first trained positions.
+
+        Args:
+            layouts: of the first stage's calls.
+            samples: of these.
+            align: to what the stock schedule pads them.
+        """
+        lengths = tuple(length for layout in layouts for length in layout.lengths)
+        owners = [number for number, layout in enumerate(layouts) for _ in layout.lengths]
+        packed = tuple(layout.packed for layout in layouts)
+        forest = Forest((), lengths, (0,) * len(lengths), align)
+        routed = any(sample.routes is not None for sample in samples or ())
+        return cls(forest, tuple(owners), packed, samples, routed)
 
     def with_forest(self, forest: Forest) -> Step:
         """The step with segments, all of whose positions its losses may look at."""
@@ -177,15 +195,9 @@ def _built(
     known: CallTokens, samples: Sequence[Pairs], build: Builder | None, unshared: bool
 ) -> Step:
     """The first stage's step."""
-    counts = [len(layout.lengths) for layout in known.layouts]
-    microbatch_of = np.repeat(np.arange(len(counts)), counts).tolist()
     reads_all = known.labels is None  # outputs are logits of all positions
-    packed = tuple(layout.packed for layout in known.layouts)
-    routed = any(sample.routes is not None for sample in samples)
-    # Nobody asks for first trained positions of a step without segments.
-    none = Forest((), tuple(map(len, samples)), (0,) * len(samples))
-    step = Step(none, tuple(microbatch_of), packed, samples, routed, unshared, reads_all)
-    return step if build is None else step.with_forest(build(samples, microbatch_of))
+    step = replace(Step.of(known.layouts, samples), unshared=unshared, reads_all=reads_all)
+    return step if build is None else step.with_forest(build(samples, step.microbatch_of))
 
 
 def _tell_first(
