@@ -52,9 +52,7 @@ def share_together(decision: Decision, group: Any, device: torch.device, why: st
         device: where its tensors live.
         why: why the ranks cannot differ, for the reason of those that give in.
     """
-    share = torch.tensor([int(decision.share)], device=device)
-    dist.all_reduce(share, dist.ReduceOp.MIN, group=group)
-    if not decision.share or int(share):
+    if all_agree(decision.share, group, device) or not decision.share:
         return decision
     reason = f"another data-parallel rank takes the stock schedule, and {why}"
     return replace(decision, share=False, fallback=True, reason=reason)

@@ -209,7 +209,7 @@ def test_all_ranks_take_one_schedule(monkeypatch, share, others) -> None:
     limits = torch.tensor([others])
     monkeypatch.setattr(dist, "all_reduce", lambda mine, *_, **__: mine.copy_(mine.minimum(limits)))
     mine = Decision(share, "mine", False, 1.5)
-    found = share_together(mine, None, torch.device("cpu"), "that is so")
+    found = share_together(mine, "a group", torch.device("cpu"), "that is so")
     assert found.share == (share and bool(others))
     if share and not others:
         assert found.fallback and found.reason.endswith("takes the stock schedule, and that is so")
