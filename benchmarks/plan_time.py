@@ -52,16 +52,16 @@ def planned(known: CallTokens, num_ranks: int, chunk_tokens: int) -> bool:
     config = PrefixConfig(mode="auto", chunk_tokens=chunk_tokens)
     planner = StepPlanner(config, COST, 1, num_ranks, 1, None)
     groups = SimpleNamespace(pp=GROUPS, cp=GROUPS)
-    found = read_step(
+    step, problem = read_step(
         ReadCalls(known, None), groups,
         lambda samples, microbatches: planner.build(samples, microbatches)[1],
         torch.device("cpu"), lambda samples: without_sharing(config, samples or (), 1),
     )  # fmt: skip
-    if isinstance(found, BaseException):
-        raise found
-    if found.unshared:
+    if problem is not None or step is None:
+        raise problem or RuntimeError("no step")
+    if step.unshared:
         return False
-    joint = joint_forest([found.forest], [found.microbatch_of])
+    joint = joint_forest([step.forest], [step.microbatch_of])
     plan = planner.plan(joint)
     times = COST.in_seconds(4e14, 36, num_ranks)
     predicted = predict(times, joint.union, joint.union_microbatch_of, plan)

@@ -63,7 +63,7 @@ def row(name: str, folder: Path, args: argparse.Namespace, pp: int, shuffle: boo
 
     config = PrefixConfig(segment_tokens=args.segment_tokens)
     planner, took = StepPlanner(config, seconds, 1, pp, 1, None), -time.perf_counter()
-    _, forest = planner.build(rollouts, owners, lambda f, _, p: chosen(f, p)[2])
+    _, forest = planner.build(rollouts, owners, lambda joint, plan: chosen(joint.forest, plan)[2])
     took += time.perf_counter()
     plans = planner.plans(JointForest.alone(forest, owners))
     plan, peak, _ = fitting((chosen(forest, one) for one in plans), lambda one: one[2])

@@ -55,13 +55,7 @@ class GroupCounts:
         return self._num_routers - 1
 
     def add(self, place: int, microbatch: int, counts: Tensor) -> None:
-        """Takes one router's counts of a whole microbatch.
-
-        Args:
-            place: the router's.
-            microbatch: its number.
-            counts: whole numbers, [experts].
-        """
+        """Takes a router's counts of a whole microbatch, whole numbers [experts]."""
         self._complete.setdefault(microbatch, {})[place] = counts
 
     def begin(self, number: int) -> None:

@@ -163,15 +163,15 @@ class RouterLedger:
         num = len(tokens.copies) - 1
         self._spans.add(index, num, range(num), rows)
         for layer, router in self._routers.items():
-            found = {name: self._spans.get(layer, index, name) for name in ("routed", *_SUMS)}
+            counted = {name: self._spans.get(layer, index, name) for name in ("routed", *_SUMS)}
             if router.enable_expert_bias:
                 copies = tokens.copies[:-1].unsqueeze(1)
-                router.local_tokens_per_expert += (found["routed"] * copies).sum(0)  # type: ignore[operator]
+                router.local_tokens_per_expert += (counted["routed"] * copies).sum(0)  # type: ignore[operator]
             if not _counts(router):
                 continue
             state = self._layer(layer, router.weight)
             for name in _SUMS:
-                total, by_span = getattr(state, name), found[name].squeeze(-1)  # type: ignore[union-attr]
+                total, by_span = getattr(state, name), counted[name].squeeze(-1)  # type: ignore[union-attr]
                 total.index_add_(0, tokens.rollout, by_span[tokens.span].to(total.dtype))
             self._counted(layer, state, tokens)
 
@@ -179,13 +179,13 @@ class RouterLedger:
     def sums(self, index: int) -> tuple[Tensor, ...]:
         """Gradients of what has `arrived`, in its columns; () if nothing has."""
         spans = range(len(self._tokens[index].copies) - 1)
-        found = SpanSums((), self._routers, self._spans.num_experts)
+        gradients = SpanSums((), self._routers, self._spans.num_experts)
         zeros = [*map(torch.zeros_like, self._spans.rows(index, spans))]
-        found.add(index, len(spans), spans, zeros)
+        gradients.add(index, len(spans), spans, zeros)
         for layer in self._layers if zeros else ():
             for name, by_span in self._by_span(layer, index).items():
-                found.put(layer, index, name, by_span[:-1])
-        return found.rows(index, spans)
+                gradients.put(layer, index, name, by_span[:-1])
+        return gradients.rows(index, spans)
 
     def add_to(self, index: int, spans: Sequence[int], rows: Sequence[Tensor]) -> None:
         """Adds gradients of what has left; see `sums`."""
@@ -206,13 +206,13 @@ class RouterLedger:
         Raises:
             RuntimeError: a token of one of its microbatches has not been counted yet.
         """
-        found = self._by_span(layer, index)
-        for name, by_span in found.items():
+        by_name = self._by_span(layer, index)
+        for name, by_span in by_name.items():
             back = self._sent_back.get(layer, index, name)
             if back is not None:
                 by_span[:-1] += back.view_as(by_span[:-1]).to(by_span.dtype)
         span_of = self.spans(layer, index, num_tokens)
-        return found["masses"][span_of], found["squares"][span_of]
+        return by_name["masses"][span_of], by_name["squares"][span_of]
 
     def _by_span(self, layer: int, index: int) -> dict[str, Tensor]:
         """Gradients of this rank's losses with respect to a segment's sums, [spans + 1, ...]."""

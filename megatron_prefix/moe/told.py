@@ -133,8 +133,8 @@ class Queue:
         if stage in ("", "fallthrough"):
             return None
         entries, place = self._queue.top_indices_list, self._queue.forward_index + number
-        found = entries[place] if place < len(entries) else None
-        return Told(stage.upper(), found if isinstance(found, Tensor) else None, source=id(found))
+        entry = entries[place] if place < len(entries) else None
+        return Told(stage.upper(), entry if isinstance(entry, Tensor) else None, source=id(entry))
 
     @contextlib.contextmanager
     def following(self, routes: Tensor, told: Told) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class _Slab:
     """One allocation and its unused parts, [start, end) in order."""
 
     memory: Tensor
-    holes: list[tuple[int, int]] = field(default_factory=list)
+    holes: list[tuple[int, int]]
 
     def take(self, size: int) -> int | None:
         """Takes from the first hole that is long enough; returns its start."""

@@ -175,7 +175,7 @@ class CudaTransfers(Transfers):
         return room - used
 
 
-def transfers_of(device: torch.device, limit: float | None = None) -> Transfers:
+def transfers_of(device: torch.device, limit: float | None) -> Transfers:
     """The transfers of a device; `limit`: see PrefixConfig.memory_budget."""
     return CudaTransfers(device, limit) if device.type == "cuda" else Transfers(limit)
 

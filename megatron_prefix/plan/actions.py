@@ -292,15 +292,15 @@ def _segment_from(
     if policy not in known:
         raise UserError(f"policy {_shown(policy)}: {kind} can have {' or '.join(known)}")
     made = tuple(map(_span_from, spans))
-    found = Segment(made, *flags, joined=joined_of(number, made))
-    if trained and not 0 <= _number(trained) <= found.padded_length * flags[1]:
+    segment = Segment(made, *flags, joined=joined_of(number, made))
+    if trained and not 0 <= _number(trained) <= segment.padded_length * flags[1]:
         raise UserError(
             f"{_shown(trained)} trained positions: give at most as many as the spans have, and 0"
             " without loss"
         )
     source, transfers = _across_from(number, across)
-    found = found._replace(trained=_number(trained) if trained else None, source=source)
-    return found, policy, transfers
+    segment = segment._replace(trained=_number(trained) if trained else None, source=source)
+    return segment, policy, transfers
 
 
 def _across_from(segment: int, text: str) -> tuple[int, list[Transfer]]:

@@ -81,7 +81,7 @@ class _Program:
             kind, index, chunk, _ = action
             if kind not in take or not (0 <= index < num and 0 <= chunk < num_chunks):
                 what = f"{num} segments and {num_chunks} model chunks a rank, counted from 0"
-                raise self._error(place, f"does not exist: the plan has {what}")
+                raise _error(self.plan, self.rank, place, f"does not exist: the plan has {what}")
             fault = take[kind](index, chunk)
             if (
                 kind == "B"
@@ -90,11 +90,13 @@ class _Program:
             ):
                 fault = fault or self._loss_missing(ready_after[index], chunk)
             if fault:
-                raise self._error(place, fault)
+                raise _error(self.plan, self.rank, place, fault)
         for kind, table in (("F", self.forwards), ("B", self.backwards)):
             for chunk, done in enumerate(table):
                 if not all(done):
-                    raise self._missing(Action(kind, done.index(False), chunk))
+                    missing = Action(kind, done.index(False), chunk)
+                    end = [(self.rank, len(self.plan.programs[self.rank]))]
+                    raise PlanError(f"rank {self.rank} never runs {missing}", self.plan, end)
 
     def _forward(self, index: int, chunk: int) -> str:
         done = self.forwards[chunk]
@@ -128,13 +130,6 @@ class _Program:
         if ready_after < self.reached:
             return ""
         return f"needs a loss that takes all forwards up to F{ready_after}"
-
-    def _error(self, place: int, text: str) -> PlanError:
-        return _error(self.plan, self.rank, place, text)
-
-    def _missing(self, action: Action) -> PlanError:
-        place = len(self.plan.programs[self.rank])
-        return PlanError(f"rank {self.rank} never runs {action}", self.plan, [(self.rank, place)])
 
 
 def _check_link(plan: Plan, kind: str, source: int, target: int) -> None:

@@ -103,8 +103,8 @@ def action_features(plan: Plan, action: Action, rank: int) -> Features:
     share, is_last = 1 / plan.num_chunks, plan.stage(rank, action.chunk) == plan.num_stages - 1
     work = segment_work(plan.segments[action.segment])
     again = AGAIN.get(plan.policy(action.segment), 0.0) if action.kind == "B" else 0.0
-    found = features(work, action.kind) + again * features(work, "F")
-    return found * (2 * (share, is_last, share, 1, share, share))
+    computed = features(work, action.kind) + again * features(work, "F")
+    return computed * (2 * (share, is_last, share, 1, share, share))
 
 
 @dataclass(frozen=True)

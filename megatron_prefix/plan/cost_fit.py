@@ -72,17 +72,17 @@ class Evidence:
         if not len(measured):
             return cls()
         base = 1 / (np.maximum(measured, 0.1 * measured.mean()) * measured.mean())
-        weights, found = base, cls()
+        weights, evidence = base, cls()
         for _ in range(_ROUNDS):
             weighted = features * weights[:, None]
             gram = weighted.T @ features
-            found = cls((gram + gram.T) / 2, weighted.T @ measured, float(len(measured)))
-            predicted = features @ np.array(found.fitted(prior).prices)
+            evidence = cls((gram + gram.T) / 2, weighted.T @ measured, float(len(measured)))
+            predicted = features @ np.array(evidence.fitted(prior).prices)
             error = predicted / measured - 1
             away = np.abs(error - np.median(error))
             limit = _HUBER * max(1.5 * float(np.median(away)), _LEAST_SPREAD)
             weights = base * np.minimum(1.0, limit / np.maximum(away, limit))
-        return found
+        return evidence
 
     def and_also(self, other: Evidence, kept: float = 1.0) -> Evidence:
         """With what was measured later; this counts `kept` times as much."""
@@ -103,17 +103,17 @@ class Evidence:
 
         A schedule of which no step was measured has the factor of the other.
         """
-        found = self.fitted(prior) if self.count >= _LEAST_COUNT else prior
+        fitted = self.fitted(prior) if self.count >= _LEAST_COUNT else prior
         stock, prefix = (
             [
                 step.seconds / predicted
                 for step in self.measured(share)
-                if (predicted := found.of(np.array(step.features))) > 0
+                if (predicted := fitted.of(np.array(step.features))) > 0
             ]
             for share in (False, True)
         )
         factors = map(np.median, (stock or prefix or [1.0], prefix or stock or [1.0]))
-        return CostModel(found.prices, *map(float, factors))
+        return CostModel(fitted.prices, *map(float, factors))
 
     def fitted(self, prior: CostModel) -> CostModel:
         """The prior with prices that fit the actions best; none of them below 0."""
@@ -185,9 +185,9 @@ def together(parts: Sequence[Evidence], times: CostModel) -> Evidence:
 def _non_negative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
     """The x >= 0 with the least x·gram·x - 2 x·moment, for a positive definite `gram`."""
     size = len(moment)
-    passive, found = np.zeros(size, bool), np.zeros(size)
+    passive, solution = np.zeros(size, bool), np.zeros(size)
     for _ in range(10 * size):
-        slope = np.where(passive, -np.inf, moment - gram @ found)
+        slope = np.where(passive, -np.inf, moment - gram @ solution)
         best = int(slope.argmax())
         if slope[best] <= 1e-12 * np.abs(moment).max():
             break
@@ -198,9 +198,9 @@ def _non_negative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
             low = passive & (trial <= 0)
             if not low.any():
                 break
-            reach = np.min(found[low] / np.maximum(found[low] - trial[low], 1e-300))
-            found = found + reach * (trial - found)
-            passive &= found > 1e-15 * max(1.0, float(found.max()))
-            found[~passive] = 0.0
-        found = trial
-    return found
+            reach = np.min(solution[low] / np.maximum(solution[low] - trial[low], 1e-300))
+            solution = solution + reach * (trial - solution)
+            passive &= solution > 1e-15 * max(1.0, float(solution.max()))
+            solution[~passive] = 0.0
+        solution = trial
+    return solution

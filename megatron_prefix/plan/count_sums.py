@@ -1,4 +1,5 @@
-"""When sums of routers' counts over data-parallel ranks begin, in a plan.  Pure.
+"""When sums of routers' counts over data-parallel ranks begin, in a plan, and that none is waited
+for that cannot have begun.  Pure.
 
 moe/group_counts.py says what they are and why waiting for them ends.  A sum is a kernel of a stream
 of its own, and on a device with one queue (CUDA_DEVICE_MAX_CONNECTIONS=1) one behind another that
@@ -12,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from megatron_prefix.errors import UserError
 from megatron_prefix.plan.actions import Plan
 
 
@@ -47,6 +49,27 @@ def progress(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[tuple[
     return steps
 
 
+def prove(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> None:
+    """Refuses a plan, a user's own, whose backwards would wait for sums that come after them.
+
+    Args:
+        plan: on the segments of all ranks that share experts: what one of them waits for all must
+            have started.
+        rank: in the pipeline.
+        microbatch_of: of each rollout of theirs.
+
+    Raises:
+        UserError: naming the action.
+    """
+    steps = progress(plan, rank, microbatch_of)
+    for action, (counted, needed) in zip(plan.programs[rank], steps, strict=True):
+        if counted < needed:
+            raise UserError(
+                f"rank {rank}: {action} waits for the global_aux_loss of {needed} microbatches"
+                f" and the plan has counted {counted} by then: run it later, or give no plan file"
+            )
+
+
 def sums_behind(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[int]:
     """Per action of a rank how many sums have begun before the next one.
 
@@ -56,12 +79,12 @@ def sums_behind(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[int
         microbatch_of: of each rollout of theirs.
     """
     steps = progress(plan, rank, microbatch_of)
-    begun, waited, found = 0, 0, []  # waited: sums that an action before has waited for
+    begun, waited, begun_behind = 0, 0, []  # waited: sums that an action before has waited for
     for (_, needed), (counted, next_needed) in itertools.pairwise([*steps, (0, 0)]):
         waited = max(waited, needed)
         if next_needed > begun:
             begun = max(begun, min(next_needed, counted))
         elif begun == waited and begun < counted:
             begun += 1
-        found.append(begun)
-    return found
+        begun_behind.append(begun)
+    return begun_behind

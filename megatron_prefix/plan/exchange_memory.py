@@ -149,8 +149,8 @@ class ExchangeMemory:
         self, payloads: Iterable[tuple[Form, float]], rows: tuple[int, ...], state: float
     ) -> float:
         positions, spans = rows[0] / self._one.parts, rows[1]
-        found = positions * state
+        num_bytes = positions * state
         for form, size in payloads:
             limit = positions if form.last is None else min(positions, form.last * spans)
-            found += size * (spans if form == Form.SPANS else limit)
-        return found
+            num_bytes += size * (spans if form == Form.SPANS else limit)
+        return num_bytes

@@ -35,12 +35,7 @@ def read_whole(path: PathLike) -> bytes:
 
 
 def read_text(path: PathLike) -> str:
-    """The same as text in UTF-8, with its line ends as they are.
-
-    Raises:
-        OSError: see `read_whole`.
-        UnicodeDecodeError: it is not text in UTF-8.
-    """
+    """The same as text in UTF-8, with its line ends as they are; else UnicodeDecodeError."""
     return read_whole(path).decode("utf-8")
 
 

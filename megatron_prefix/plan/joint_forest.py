@@ -55,8 +55,8 @@ class JointForest:
     microbatches_of: tuple[tuple[int, ...], ...]
     lengths: tuple[tuple[int, ...], ...]
     spans: tuple[int, ...]
-    sent: tuple[Sent, ...] = ()
-    mixed: bool = False
+    sent: tuple[Sent, ...]
+    mixed: bool
 
     @classmethod
     def alone(cls, forest: Forest, microbatch_of: Sequence[int]) -> JointForest:
@@ -65,7 +65,7 @@ class JointForest:
         lengths = tuple((segment.padded_length,) for segment in segments)
         spans = tuple(len(segment.spans) for segment in segments)
         sent = _sent([forest]) if forest.exchanges else ()
-        return cls(forest, owners, forest, owners, (owners,), lengths, spans, sent)
+        return cls(forest, owners, forest, owners, (owners,), lengths, spans, sent, mixed=False)
 
     @property
     def num_pipelines(self) -> int:
@@ -155,10 +155,10 @@ def _crossing(forests: Sequence[Forest]) -> tuple[list[int], list[_Node]]:
             received = forest.segments[one.segment].source >= 0
             row = rows.setdefault((one.level, received), [[] for _ in forests])
             row[place].append(one.segment)
-    found = [
+    places = [
         (level, node) for (level, _), row in sorted(rows.items()) for node in zip_longest(*row)
     ]
-    return [level for level, _ in found], [node for _, node in found]
+    return [level for level, _ in places], [node for _, node in places]
 
 
 def _source(forests: Sequence[Forest], node: _Node) -> int:

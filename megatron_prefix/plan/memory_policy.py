@@ -47,7 +47,7 @@ def automatic(
     cost: CostModel,
     rates: Rates,
     free: float,
-    may_offload: bool = True,
+    may_offload: bool,
 ) -> tuple[str, ...]:
     """The cheapest policies with which a plan's predicted peak fits.
 
@@ -73,17 +73,17 @@ def automatic(
     if _peak(plan, footprint) <= free:
         return ()
     retaining = _Choice(plan, footprint, cost, rates, may_offload)
-    found = retaining.fitting(free)
+    kept = retaining.fitting(free)
     if not footprint.act:
-        return found
+        return kept
     light = replace(plan, policies=policies(plan.segments, "recompute_act"))
     leaving = _Choice(light, footprint, cost, rates, may_offload)
-    fits = _peak(replace(plan, policies=found), footprint) <= free
+    fits = _peak(replace(plan, policies=kept), footprint) <= free
     if fits and retaining.price <= leaving.price:  # a search only adds to it
-        return found
+        return kept
     less = leaving.fitting(free)
     cheaper = leaving.price < retaining.price and _peak(leaving.plan, footprint) <= free
-    return less if cheaper or not fits else found
+    return less if cheaper or not fits else kept
 
 
 def _peak(plan: Plan, footprint: Footprint) -> float:
@@ -185,9 +185,9 @@ class _Choice:
         return positions * (one.inner - act) * one.num_layers * self.plan.num_chunks
 
     def _set(self, index: int, policy: str) -> None:
-        found = list(self.plan.policies or ["retain"] * len(self.plan.segments))
-        found[index] = policy
-        self.plan = replace(self.plan, policies=tuple(found))
+        changed = list(self.plan.policies or ["retain"] * len(self.plan.segments))
+        changed[index] = policy
+        self.plan = replace(self.plan, policies=tuple(changed))
 
     def _windows(self, rank: int) -> dict[int, tuple[float, float]]:
         """Per inner segment the seconds a rank computes between its forward and its backward, and
@@ -198,11 +198,11 @@ class _Choice:
             for action in program
         ]
         ends = dict(zip(program, itertools.accumulate(lengths), strict=True))
-        found = {}
+        windows = {}
         for place, action in enumerate(program):
             if action.kind == "B" and self.plan.segments[action.segment].waits:
                 before = program[max(0, place - BACKWARDS_AHEAD) : place]
                 run = len([*itertools.takewhile(lambda a: a.kind == "B", reversed(before))])
                 between = ends[action] - lengths[place] - ends[action._replace(kind="F")]
-                found[action.segment] = between, sum(lengths[place - run : place + 1])
-        return found
+                windows[action.segment] = between, sum(lengths[place - run : place + 1])
+        return windows

@@ -99,10 +99,10 @@ class PlanFile:
             )
         ours, theirs = (_lines(segments) for segments in (forest.segments, plan.segments))
         for number in range(max(len(ours), len(theirs))):
-            found, wanted = ("".join(lines[number : number + 1]) for lines in (theirs, ours))
-            if found != wanted:
+            given, wanted = ("".join(lines[number : number + 1]) for lines in (theirs, ours))
+            if given != wanted:
                 raise UserError(
-                    f"{self.path}: segment {number} is {found or 'not there'}, in this step it is"
+                    f"{self.path}: segment {number} is {given or 'not there'}, in this step it is"
                     f" {wanted or 'not there'}; plan the same rollouts with the same lengths"
                 )
         self._prove(loss_ready_after(forest, microbatch_of))

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.simulator import simulate
@@ -148,7 +148,6 @@ def best_plan(
     microbatches: Sequence[int] | None = None,
     run_ahead: int = 2,
     group_size: int | None = None,
-    max_live_positions: int = 0,
 ) -> Plan:
     """The shortest of three plans that hold no more positions than `make_plan` with `run_ahead`.
 
@@ -156,27 +155,22 @@ def best_plan(
     0. That shortens most steps, those with virtual stages most; which one is best depends on the
     trees.
     """
-    options: dict[str, Any] = dict(
-        num_chunks=num_chunks, microbatches=microbatches, group_size=group_size
-    )
-    first = make_plan(
-        forest, num_ranks, run_ahead=run_ahead, max_live_positions=max_live_positions, **options
-    )
-    first = with_crossing(first, forest)
+
+    def made(ahead: int | None, most: int) -> Plan:
+        plan = make_plan(
+            forest, num_ranks, num_chunks=num_chunks, microbatches=microbatches, run_ahead=ahead,
+            group_size=group_size, max_live_positions=most,
+        )  # fmt: skip
+        return with_crossing(plan, forest)
+
+    first = made(run_ahead, 0)
     if num_ranks == 1:
         return first
     ready_after = loss_ready_after(forest, microbatches)
     base = simulate(first, ready_after=ready_after)
     tried = [(base.makespan, 0, first)]
     for number, ahead in enumerate((run_ahead + 4, None), start=1):
-        plan = make_plan(
-            forest,
-            num_ranks,
-            run_ahead=ahead,
-            max_live_positions=base.peak_live_positions,
-            **options,
-        )
-        plan = with_crossing(plan, forest)
+        plan = made(ahead, base.peak_live_positions)
         timeline = simulate(plan, ready_after=ready_after)
         if timeline.peak_live_positions <= base.peak_live_positions:
             tried.append((timeline.makespan, number, plan))
@@ -306,22 +300,15 @@ def with_crossing(plan: Plan, forest: Forest) -> Plan:
         return plan
     chunks = range(plan.num_chunks)
     crossing = {one.segment for one in forest.exchanges}
-    begin, end = [*_beginning(forest, chunks)], [*_ending(forest, chunks)]
+    # In a level what a rank computes, then what it receives; backward the other way round.
+    source = {index: segment.source for index, segment in enumerate(forest.segments)}
+    levels = sorted(forest.exchanges, key=lambda one: (one.level, source[one.segment] >= 0))
+    begin = [Action("F", one.segment, chunk) for chunk in chunks for one in levels]
+    levels = [*reversed(forest.exchanges)]
+    levels.sort(key=lambda one: (-one.level, source[one.segment] < 0))
+    end = [Action("B", one.segment, chunk) for chunk in reversed(chunks) for one in levels]
     programs = (
         (*begin, *(action for action in program if action.segment not in crossing), *end)
         for program in plan.programs
     )
     return replace(plan, programs=tuple(programs))
-
-
-def _beginning(forest: Forest, chunks: range) -> Iterator[Action]:
-    """In a level what a rank computes, then what it receives."""
-    begin = [*forest.exchanges]
-    begin.sort(key=lambda one: (one.level, forest.segments[one.segment].source >= 0))
-    return (Action("F", one.segment, chunk) for chunk in chunks for one in begin)
-
-
-def _ending(forest: Forest, chunks: range) -> Iterator[Action]:
-    end = [*reversed(forest.exchanges)]
-    end.sort(key=lambda one: (-one.level, forest.segments[one.segment].source < 0))
-    return (Action("B", one.segment, chunk) for chunk in reversed(chunks) for one in end)

@@ -118,19 +118,15 @@ def _prefix(cost: CostModel, plan: Plan, kinds: str, num_pipelines: int) -> Feat
 
 
 def limit_of(stock: float, static: float) -> float:
-    """Bytes besides weights and gradients that a step may take.
-
-    Args:
-        stock: what the stock schedule takes, likewise.
-        static: bytes of weights and gradients.
-    """
+    """Bytes besides weights and gradients that a step may take, of what the stock schedule takes,
+    likewise, and those of weights and gradients."""
     return stock + max(OVER_STOCK * (stock + static), LEAST_OVER)
 
 
 def heaviest_stock_plan(
     forest: Forest,
     microbatches_of: Sequence[Sequence[int]],
-    num_ranks: int = 1,
+    num_ranks: int,
     num_chunks: int = 1,
 ) -> Plan:
     """One forward one backward over the neighbouring microbatches with the most positions, of the

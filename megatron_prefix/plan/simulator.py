@@ -82,14 +82,6 @@ class Timeline:
         """`peak_positions` of the rank with the most."""
         return max(self.peak_positions)
 
-    def peak_bytes(self, bytes_per_position: float) -> tuple[float, ...]:
-        """Per rank the most bytes kept for backward.
-
-        Args:
-            bytes_per_position: on all layers of a rank.
-        """
-        return tuple(number * bytes_per_position for number in self.peak_positions)
-
 
 def token_cost(segment: Segment, kind: str) -> float:
     """The default cost: a forward costs its positions, a backward twice that; what another rank
@@ -103,7 +95,6 @@ def simulate(
     cost: Cost = token_cost,
     action_time: ActionTime | None = None,
     ready_after: Sequence[int] | None = None,
-    unit: str = "tokens",
 ) -> Timeline:
     """Checks a plan and simulates it.
 
@@ -112,13 +103,12 @@ def simulate(
         cost: time of a segment's F or B on one rank.
         action_time: instead of `cost`, where ranks take different times for a segment.
         ready_after: see `planner.loss_ready_after`.
-        unit: of `cost`.
 
     Raises:
         PlanError: the plan cannot run.
     """
     check(plan, ready_after)
-    return _Simulation(plan, cost, action_time).run(unit)
+    return _Simulation(plan, cost, action_time).run()
 
 
 # The simulation -----------------------------------------------------------------------------------
@@ -150,7 +140,7 @@ class _Simulation:
         self.live = [0] * plan.num_ranks
         self.peak = [0] * plan.num_ranks
 
-    def run(self, unit: str) -> Timeline:
+    def run(self) -> Timeline:
         """Runs every rank as far as it can, and again whenever a neighbour got further."""
         plan, num_ranks = self.plan, self.plan.num_ranks
         ready = deque(range(num_ranks))
@@ -172,7 +162,6 @@ class _Simulation:
             makespan=max(self.clock),
             busy=busy,
             peak_positions=tuple(-(-number // plan.num_chunks) for number in self.peak),
-            unit=unit,
         )
 
     def _advance(self, rank: int) -> bool:
@@ -226,10 +215,10 @@ def _durations(
         alike = {kind: [cost(one, kind) * share for one in plan.segments] for kind in "FB"}
         return [alike] * plan.num_stages
     indices = range(len(plan.segments))
-    found = []
+    by_stage = []
     for stage in range(plan.num_stages):
         chunk, rank = divmod(stage, plan.num_ranks)
-        found.append(
+        by_stage.append(
             {kind: [action_time(Action(kind, i, chunk), rank) for i in indices] for kind in "FB"}
         )
-    return found
+    return by_stage

@@ -18,10 +18,10 @@ from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.planfile import PlanFile
 from megatron_prefix.plan.planner import best_plan
-from megatron_prefix.tree import Forest, Pairs, TreeOptions, Tries, find_shared
+from megatron_prefix.tree import Forest, Pairs, Tries, find_shared
 from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans
 from megatron_prefix.tree.build import find_below
-from megatron_prefix.tree.packing import Rows
+from megatron_prefix.tree.packing import MicrobatchRows
 
 
 class Verdict(NamedTuple):
@@ -48,8 +48,8 @@ Tried = tuple[Verdict, int, JointForest]
 """What a step's segments would do, the most positions in one, and the segments."""
 Common = tuple[Sequence[int], CommonSpans]
 """Per rollout the number of its beginning, and what data-parallel ranks have in common."""
-Judge = Callable[[Forest, Sequence[int], Plan], Verdict]
-"""Of a step's segments, the microbatch of each rollout, and a plan."""
+Judge = Callable[[JointForest, Plan], Verdict]
+"""Of a step's segments, and a plan."""
 
 
 class StepPlanner:
@@ -65,6 +65,9 @@ class StepPlanner:
         whole: what segments are padded to; see TreeOptions.
         joins: whether the model can run a span in the segment of its parent.
         even: up to which length segments are padded so that lengths come again; see TreeOptions.
+
+    Attributes:
+        options: of trees, with the longest segments that are tried.
 
     Raises:
         UserError: the user's plan file cannot run.
@@ -86,7 +89,7 @@ class StepPlanner:
         joins = joins and num_ranks * num_chunks == 1 and config.memory in ("auto", *ON_DEVICE)
         joins = joins and config.min_gain > 0
         joins = joins and not (config.chunk_tokens or config.cache_host_layers or config.plan_file)
-        self._options = replace(config.tree_options(align, whole), joins=joins, even=even)
+        self.options = replace(config.tree_options(align, whole), joins=joins, even=even)
         self._shape = num_ranks, num_chunks
         self._memory = config.memory
         self._lengths = _lengths(config)
@@ -103,11 +106,6 @@ class StepPlanner:
         self._best = functools.lru_cache(maxsize=16)(
             functools.partial(best_plan, num_ranks=num_ranks, **pipeline)
         )
-
-    @property
-    def options(self) -> TreeOptions:
-        """Of trees, with the longest segments that are tried."""
-        return self._options
 
     def build(
         self,
@@ -128,23 +126,18 @@ class StepPlanner:
                 common.
             joins: whether any may be joined.
         """
-
         shared = self._shared(rollouts, common)
-
-        def built(length: int, joined: bool) -> Forest:
-            tries = self._cut(shared, length, rollouts, microbatch_of, joined)
-            return tries.forest(microbatch_of=microbatch_of)
-
-        joins = joins and self._options.joins
+        cut = functools.partial(self._cut, shared, rollouts, microbatch_of)
+        joins = joins and self.options.joins
         if judge is None or (len(self._lengths) == 1 and not joins):
-            length = self._options.segment_tokens
-            return length, built(length, joins)
+            length = self.options.segment_tokens
+            return length, cut(length, joins)
         tried: list[Tried] = []
 
         def judged(length: int, joined: bool) -> Tried:
-            length = length and max(length, self._options.multiple)
-            joint = JointForest.alone(built(length, joined), microbatch_of)
-            return judge(joint.forest, microbatch_of, self.plan(joint)), length, joint
+            length = length and max(length, self.options.multiple)
+            joint = JointForest.alone(cut(length, joined), microbatch_of)
+            return judge(joint, self.plan(joint)), length, joint
 
         # What is joined waits for nothing, so nothing of it can be kept otherwise to fit.
         for joined in (True, False) if joins else (False,):
@@ -153,7 +146,7 @@ class StepPlanner:
                 break
         if all(verdict.over for verdict, *_ in tried):
             # Shorter segments may wait less than stages that run less ahead.
-            tried = [(self._leaner(joint, judge), length, joint) for _, length, joint in tried]
+            tried = [(self._leaner(judge, joint), length, joint) for _, length, joint in tried]
         _, length, joint = min(tried, key=lambda entry: entry[0][:2])
         return length, joint.forest
 
@@ -171,10 +164,9 @@ class StepPlanner:
             tried.append(judged((settled + longer) // 2))
         return tried
 
-    def _leaner(self, joint: JointForest, judge: Judge) -> Verdict:
+    def _leaner(self, judge: Judge, joint: JointForest) -> Verdict:
         """On the best of a pipeline's plans, those that hold less among them."""
-        judged = (judge(joint.forest, joint.microbatch_of, plan) for plan in self.plans(joint))
-        return fitting(judged, lambda verdict: verdict)
+        return fitting((judge(joint, plan) for plan in self.plans(joint)), lambda verdict: verdict)
 
     def build_at(
         self,
@@ -183,7 +175,7 @@ class StepPlanner:
         microbatch_of: Sequence[int],
         *,
         common: Common | None = None,
-        rows: Rows | None = None,
+        rows: MicrobatchRows | None = None,
         joins: bool = True,
     ) -> Forest:
         """The step's segments, of at most so many positions; see `build`.
@@ -191,31 +183,32 @@ class StepPlanner:
         `rows`: see `Tries.forest`; they have nothing in common with other data-parallel ranks.
         `joins`: whether any may be joined.
         """
-        tries = self._cut(self._shared(rollouts, common), length, rollouts, microbatch_of, joins)
-        return tries.forest(microbatch_of=microbatch_of, rows=rows)
+        shared = self._shared(rollouts, common)
+        return self._cut(shared, rollouts, microbatch_of, length, joins, rows)
 
     def _shared(self, rollouts: Sequence[Pairs], common: Common | None) -> Tries:
         """What the rollouts share, however long segments are."""
         if common is not None:
-            return find_below(rollouts, *common, self._options)
-        return find_shared(rollouts, options=self._options)
+            return find_below(rollouts, *common, self.options)
+        return find_shared(rollouts, options=self.options)
 
     def _cut(
         self,
         shared: Tries,
-        length: int,
         rollouts: Sequence[Pairs],
         microbatch_of: Sequence[int],
+        length: int,
         joins: bool,
-    ) -> Tries:
-        """The same, to be cut into segments of at most so many positions, in chunks where these are
-        chosen; `joins`: whether any may be joined, where the model can do so."""
-        joins = joins and self._options.joins
-        options = replace(self._options, segment_tokens=length, joins=joins)
+        rows: MicrobatchRows | None = None,
+    ) -> Forest:
+        """The same in segments of at most so many positions, in chunks where these are chosen;
+        `joins`: whether any may be joined, where the model can do so."""
+        joins = joins and self.options.joins
+        options = replace(self.options, segment_tokens=length, joins=joins)
         if self._chooser is not None and shared.common is NOTHING_IN_COMMON:
             chunk_tokens = self._chooser.choose(rollouts, None, options, microbatch_of)
             options = replace(options, chunk_tokens=chunk_tokens)
-        return replace(shared, options=options)
+        return replace(shared, options=options).forest(microbatch_of=microbatch_of, rows=rows)
 
     def plan(self, joint: JointForest) -> Plan:
         """The first of `plans`."""

@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.simulator import Cost, Event, simulate, token_cost
+from megatron_prefix.plan.simulator import Event, simulate
 
 
 class Message(NamedTuple):
@@ -57,14 +57,11 @@ _OWN = (1, 0, 0)
 
 
 @functools.lru_cache(maxsize=4)
-def timetable(
-    plan: Plan, cost: Cost = token_cost, levels: Levels = ()
-) -> tuple[Event | Message, ...]:
+def timetable(plan: Plan, levels: Levels = ()) -> tuple[Event | Message, ...]:
     """The order of all actions and messages; the same on every rank for the same arguments.
 
     Args:
         plan: any plan that can run.
-        cost: above 0; the closer to the real durations, the less ranks wait for one another.
         levels: of what crosses; the plan is one of `planner.with_crossing`.
 
     Raises:
@@ -72,7 +69,7 @@ def timetable(
     """
     entries: list[tuple[tuple[int, int, int], float, int, Event | Message]] = []
     level_of = dict(levels)
-    for event in simulate(plan, cost=cost).events:
+    for event in simulate(plan).events:
         now = phase(event.action, level_of)
         entries.append((now, event.start, 1, event))
         message = _message(plan, event)
@@ -110,7 +107,7 @@ def exchanges(plan: Plan, rank: int, levels: Levels = ()) -> list[Gap]:
         rank: pipeline rank.
     """
     gaps: list[list[Message]] = [[]]
-    for entry in timetable(plan, levels=levels):
+    for entry in timetable(plan, levels):
         if isinstance(entry, Event):
             if entry.rank == rank:
                 gaps.append([])

@@ -110,8 +110,8 @@ class ModelCall:
 
     def given(self, name: str) -> Any:
         """One of `GIVEN`, of the call itself or of what it hands to the decoder."""
-        found = self[name]
-        return (self[BLOCK] or {}).get(name) if found is None else found
+        value = self[name]
+        return (self[BLOCK] or {}).get(name) if value is None else value
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments.get(name)
@@ -305,22 +305,18 @@ def shape_of(call: ModelCall, sequence_ranks: int = 1) -> torch.Size | None:
 
 def _sample_ends(packings: Sequence[Any]) -> list[list[int] | None]:
     """Per call where its samples begin and end in the whole pack; the host waits once."""
-    tensors = [_cumulated(packing) for packing in packings]
+    tensors: list[Tensor | None] = []
+    for packing in packings:
+        if getattr(packing, "qkv_format", "thd") != "thd":
+            raise refused(OTHER_PACKING, repr(packing.qkv_format))
+        padded = getattr(packing, "cu_seqlens_q_padded", None)
+        # Padding inside a pack belongs to the sample before.
+        tensors.append(packing.cu_seqlens_q if packing is not None and padded is None else padded)
     known = [tensor for tensor in tensors if tensor is not None]
     if not known:
         return [None] * len(packings)
     numbers = iter(torch.cat(known).tolist())
     return [None if t is None else [next(numbers) for _ in range(len(t))] for t in tensors]
-
-
-def _cumulated(packing: Any) -> Tensor | None:
-    """`cu_seqlens` of a pack, where padding inside it belongs to the sample before."""
-    if packing is None:
-        return None
-    if getattr(packing, "qkv_format", "thd") != "thd":
-        raise refused(OTHER_PACKING, repr(packing.qkv_format))
-    padded = getattr(packing, "cu_seqlens_q_padded", None)
-    return packing.cu_seqlens_q if padded is None else padded
 
 
 # Masks -------------------------------------------------------------------------------------------

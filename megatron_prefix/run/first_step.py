@@ -142,7 +142,7 @@ class FirstStep:
         rank: Rank,
         *,
         suspended: bool,
-        masks_tell_loss: bool = True,
+        masks_tell_loss: bool,
     ) -> None:
         self._function, self.rank, self.suspended = function, rank, suspended
         self._masks_tell_loss = masks_tell_loss
@@ -177,8 +177,8 @@ class FirstStep:
         Raises:
             CannotShare: see `reason`.
         """
-        if self.reason is not None:
-            raise self.reason.error()
+        if self.error is not None:
+            raise self.error
 
     def iterator(self, given: Any) -> Any:
         """The trainer's data iterator, or its list of one per model chunk; its items are noted."""
@@ -206,15 +206,21 @@ class FirstStep:
     def forward_step(self, *args: Any, **kwargs: Any) -> Any:
         """The `forward_step_func` of a step that is watched."""
         seen, self._seen = self._seen, []
+        own = (  # what it may write in place, as that is bound under no name that is restored
+            (str(name), one)
+            for place in self._places
+            for name, one in place.read().items()
+            if isinstance(one, list | deque | set | np.ndarray | Tensor)
+        )
         step = _Running(
             self._number, self._marks(), before=traces.Values(seen),
-            held=traces.Values(itertools.islice(self._own(), HELD)), modes=(fixed(), quantises()),
+            held=traces.Values(itertools.islice(own, HELD)), modes=(fixed(), quantises()),
             switches=traces.Switches(self.rank.language_models),
         )  # fmt: skip
         self._number += 1
         token = _running.set(step)
         try:
-            found = self._function(*args, **kwargs)
+            returned = self._function(*args, **kwargs)
             self._ended(step)
         finally:
             _running.reset(token)
@@ -223,34 +229,38 @@ class FirstStep:
         elif step.switched:
             self._note(SWITCHED.given(step.switched))
         self._called_always &= step.num_calls > 0
-        if step.sent is not None and isinstance(found, tuple) and _passed_on(found[0]) != step.sent:
+        if (
+            step.sent is not None
+            and isinstance(returned, tuple)
+            and _passed_on(returned[0]) != step.sent
+        ):
             self._note(OTHER_SENT.given())
-        if not (isinstance(found, tuple) and len(found) == 2 and callable(found[1])):
-            return found
-        read = [*itertools.islice(_read_by(found[1], self._restored), HELD)]
+        if not (isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1])):
+            return returned
+        read = [*itertools.islice(_read_by(returned[1], self._restored), HELD)]
         for name, value in read:
             if id(value) in self._written:
                 self._note(OVERWRITTEN.given(name, step.number))
         self._seen += read
-        return found[0], functools.partial(self._loss, found[1], step.number)
+        return returned[0], functools.partial(self._loss, returned[1], step.number)
 
     def _loss(self, function: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> Any:
         loss = _Running(number, resumed=self._marks())
         token = _running.set(loss)
         try:
-            found = function(*args, **kwargs)
+            returned = function(*args, **kwargs)
             self._ended(loss)
         finally:
             _running.reset(token)
         if loss.num_calls:
             self._note(CALL_IN_LOSS.given())
         graph = self._graphs.pop(number, None)
-        value = found[0] if isinstance(found, tuple) else found
+        value = returned[0] if isinstance(returned, tuple) else returned
         if graph is not None and isinstance(value, Tensor) and graph.is_read_inside(value):
             self._note(LOSS_READS.given())
             if self.suspended:  # what it reads is of segments: its backward would fail
                 self.check()
-        return found
+        return returned
 
     # The model call -------------------------------------------------------------------------------
 
@@ -262,29 +272,29 @@ class FirstStep:
                     self._note(CALL_IN_BACKWARD.given())
                 return stock(*args, **kwargs)
             if self._is_beside(step):
-                if _is_large(found := stock(*args, **kwargs)):
+                if _is_large(output := stock(*args, **kwargs)):
                     self._note(BESIDE_LOGITS.given())
-                return found
+                return output
             step.num_calls += 1
             self._compare_modes(step)
             self._seen += [("an argument of the model", one) for one in (*args, kwargs)]
             begin, brought = traces.next_number(), dict(_filled(kwargs))
             self._enter()
             try:
-                found = stock(*args, **kwargs)
+                output = stock(*args, **kwargs)
             finally:
                 self._leave()
             if getattr(model, "post_process", True):
-                self._graphs[step.number] = traces.CallGraph.of(begin, found)
+                self._graphs[step.number] = traces.CallGraph.of(begin, output)
                 tokens = args[0] if args else kwargs.get("input_ids")
                 if not all(map(heads.is_shared, heads.added(_filled(kwargs), brought).values())):
                     self._note(FILLED.given(FILLED_BY_MODEL))
-                self._look_at(found, self._shape_of_call(model, tokens), kwargs)
+                self._look_at(output, self._shape_of_call(model, tokens), kwargs)
                 if self._masks_tell_loss:
-                    self._watch_gradient(found, kwargs.get("loss_mask"))
+                    self._watch_gradient(output, kwargs.get("loss_mask"))
             elif not self.suspended:
-                step.sent = _passed_on(found)
-            return found
+                step.sent = _passed_on(output)
+            return output
 
         return forward
 
@@ -359,11 +369,6 @@ class FirstStep:
             ):
                 self._note(OTHER_SHAPE.given(list(leaf.shape), rows * num))
 
-    def _own(self) -> Iterator[tuple[str, Any]]:
-        """What the forward step's own code holds: see read/loss_variables.py."""
-        for place in self._places:
-            yield from ((str(n), one) for n, one in place.read().items() if _in_place(one))
-
     def _watch_gradient(self, output: Any, mask: Any) -> None:
         """Looks for gradients of positions that the call's loss_mask leaves out."""
         if not isinstance(mask, Tensor):
@@ -410,9 +415,12 @@ class FirstStep:
                 self._note(DATA_EXCHANGE.given())
         if both := sorted(self._random[0] & self._random[1]):
             self._note(RANDOM_IN_BOTH.given(", ".join(both)))
+        trainer = trainers.running()
+        # Names of which is known that no forward step reads them.
+        unread = trainer.losses_set if trainer and trainer.is_tried else frozenset()
         for old, new in zip(step.resumed.bound, now.bound, strict=True):
             changed = {str(n) for n, value in new.items() if old.get(n, self) is not value}
-            for name in sorted(changed & self._reads - _set_by_losses()):
+            for name in sorted(changed & self._reads - unread):
                 self._note(LOSS_LEAVES.given(name))
 
     def _compare_modes(self, step: _Running) -> None:
@@ -470,11 +478,6 @@ def _dict_of(place: Place) -> Any:
     return getattr(place.write, "__self__", None)
 
 
-def _in_place(value: Any) -> bool:
-    """Whether a value is written in place, and bound under no name that is restored."""
-    return isinstance(value, list | deque | set | np.ndarray | Tensor)
-
-
 def _holds(value: Any) -> bool:
     """Whether a value can be written in place, and is not a model, function or module."""
     if isinstance(value, (*_NUMBERS, type, nn.Module, types.ModuleType)):
@@ -505,13 +508,7 @@ def _loads(function: Any) -> set[str]:
     return reads
 
 
-def _set_by_losses() -> frozenset[str]:
-    """Names that the trainer's losses set, of which is known that no forward step reads them."""
-    trainer = trainers.running()
-    return trainer.losses_set if trainer and trainer.is_tried else frozenset()
-
-
 def _filled(arguments: Mapping[str, Any]) -> dict[Any, Any]:
     """The dict of a call that its model may fill."""
-    found: dict[Any, Any] = arguments[FILLED_BY_MODEL] if heads.fills(arguments) else {}
-    return found
+    filled: dict[Any, Any] = arguments[FILLED_BY_MODEL] if heads.fills(arguments) else {}
+    return filled

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import StepFailed
+from megatron_prefix.plan import count_sums
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.gate import (
     Decision,
@@ -28,14 +29,14 @@ from megatron_prefix.plan.gate import (
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.prediction import Prediction, predict
 from megatron_prefix.plan.step_planner import Common, Judge, StepPlanner, Verdict, fitting
-from megatron_prefix.run.across import agreement, global_aux_sync
+from megatron_prefix.run.across import agreement
 from megatron_prefix.run.cost_meter import CostMeter, guessed
 from megatron_prefix.run.execute.memory_control import MemoryControl, longest_segments
 from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.tree import Forest, Pairs
-from megatron_prefix.tree.packing import Rows
+from megatron_prefix.tree.packing import MicrobatchRows
 
 logger = logging.getLogger(__name__)
 
@@ -176,10 +177,10 @@ class Planning:
         """
         planner = self.planner(rank)
 
-        def make() -> tuple[int, Rows]:
+        def make() -> tuple[int, MicrobatchRows]:
             # Rounds by which all are cut have prompts apart.
             length, forest = planner.build(samples, microbatch_of, judge, joins=False)
-            return length, Rows.of(forest, microbatch_of)
+            return length, MicrobatchRows.of(forest, microbatch_of)
 
         mine: Any
         mine, problem = agreement.tried(make)
@@ -190,7 +191,10 @@ class Planning:
             raise problem
         if failed := next((one for one in heard if isinstance(one, str)), ""):
             raise StepFailed(f"the step ends on all ranks: {failed}")
-        length, rows = min(length for length, _ in heard), Rows.most(rows for _, rows in heard)
+        length, rows = (
+            min(length for length, _ in heard),
+            MicrobatchRows.most(rows for _, rows in heard),
+        )
         forest = planner.build_at(length, samples, microbatch_of, rows=rows)
         return replace(forest, ordered=True)
 
@@ -203,11 +207,7 @@ class Planning:
         known = self._beside.get(self.planner(rank))
         least = 0.0 if known is None else known.limit
 
-        def judged(forest: Forest, microbatch_of: Sequence[int], plan: Plan) -> Verdict:
-            joint = JointForest.alone(forest, microbatch_of)
-            return self._forecast(plan, joint, rank, least).verdict
-
-        return judged
+        return lambda joint, plan: self._forecast(plan, joint, rank, least).verdict
 
     def forecast(self, forest: Forest, microbatch_of: Sequence[int], rank: Rank) -> Prediction:
         """What a pipeline's segments would take if they ran side by side with no others; asks no
@@ -232,21 +232,21 @@ class Planning:
         union = plan
         if joint.union is not joint.forest:
             union = replace(plan, segments=joint.union.segments)
-        found = predict(
+        prediction = predict(
             self.meter(rank).times, joint.union, joint.union_microbatch_of, union,
             forward_only=rank.forward_only, num_pipelines=joint.num_pipelines,
         )  # fmt: skip
         retains = rank.forward_only or self.config.memory != "auto" or not any(plan.policies)
-        verdict = Verdict(max(0.0, peak - limit), found.prefix_seconds, retains)
-        return Forecast(plan, union, peak, limit, found, verdict)
+        verdict = Verdict(max(0.0, peak - limit), prediction.prefix_seconds, retains)
+        return Forecast(plan, union, peak, limit, prediction, verdict)
 
     def of_stock(self, step: Step, rank: Rank) -> tuple[Prediction, float]:
         """Of a step without segments what the stock schedule computes, with nothing beside it, and
         the bytes that it is predicted to take on this rank; it asks no other rank."""
         joint = JointForest.alone(step.forest, step.microbatch_of)
         plan = Plan((), ((),) * rank.num_stages, len(rank.models))
-        found = predict(self.meter(rank).times, joint.union, joint.union_microbatch_of, plan)
-        return found, self._memory.stock_peak(joint, rank)
+        prediction = predict(self.meter(rank).times, joint.union, joint.union_microbatch_of, plan)
+        return prediction, self._memory.stock_peak(joint, rank)
 
     def decided(self, step: Step, rank: Rank) -> tuple[StepReport, JointForest]:
         """Which schedule runs a step, and by which plan; all ranks that meet call this.
@@ -254,10 +254,7 @@ class Planning:
         Raises:
             UserError: ranks that meet would not run the same, or would wait for ever.
         """
-        if rank.experts is None or step.unshared:
-            joint = JointForest.alone(step.forest, step.microbatch_of)
-        else:
-            step, joint = self._met(step, rank)
+        step, joint = self._met(step, rank)
         if step.unshared:
             plan = union = Plan((), ((),) * rank.num_stages, len(rank.models))
             report = StepReport(step.forest, unshared(self.config), plan, union)
@@ -269,9 +266,15 @@ class Planning:
             self._beside[self.planner(rank)] = Beside(joint.union.wanted, self._memory.limit)
         report.decision = self._together(report.decision, step, rank)
         if rank.ordered and not step.unshared:
-            global_aux_sync.prove(report.plan, joint, rank.stage)
+            count_sums.prove(report.joint, rank.stage, joint.union_microbatch_of)
         if rank.experts is not None:
-            agreement.check_programs(self._unplanned(report, step, rank), rank.experts)
+            # Actions that were not planned together with those of the other pipelines.
+            alone: Sequence[Any] | None = None
+            if not report.decision.share:
+                alone = range(step.num_microbatches)
+            elif self.config.plan_file:
+                alone = report.plan.programs[rank.stage]
+            agreement.check_programs(alone, rank.experts)
             if report.decision.share:
                 agreement.check_dispatcher(rank.config, joint)
         return report, joint
@@ -279,14 +282,15 @@ class Planning:
     def _met(self, step: Step, rank: Rank) -> tuple[Step, JointForest]:
         """The step's segments beside those of ranks that share experts, all of them with prompts
         apart if some of them are; all that meet call this."""
-        joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
+        experts = None if step.unshared else rank.experts
+        joint = agreement.meet(step.forest, step.microbatch_of, experts)
         if joint.mixed:  # where segments are joined there is one stage, which knows the samples
             apart, problem = agreement.tried(lambda: self._apart(step, joint.union.wanted, rank))
             reason = agreement.agree(problem, rank.same_schedule, rank.device)
             if reason is not None:
                 raise reason
             step = apart or step
-            joint = agreement.meet(step.forest, step.microbatch_of, rank.experts)
+            joint = agreement.meet(step.forest, step.microbatch_of, experts)
         return step, joint
 
     def _apart(self, step: Step, length: int, rank: Rank) -> Step:
@@ -296,7 +300,7 @@ class Planning:
         length = length or planner.options.segment_tokens
         forest = planner.build_at(length, step.samples or (), step.microbatch_of, joins=False)
         forest = replace(forest, ordered=rank.ordered, wanted=step.forest.wanted)
-        return replace(step, forest=forest.all_read() if step.reads_all else forest)
+        return step.with_forest(forest)
 
     def _proposed_together(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:
         """The decision of all data-parallel ranks where payloads cross them, as the slowest sets
@@ -322,23 +326,23 @@ class Planning:
     def proposed(self, step: Step, joint: JointForest, rank: Rank) -> tuple[StepReport, float]:
         """What this rank alone would decide, and by how many bytes its predicted peak is above the
         limit; it asks no other rank."""
-        found, meter = self._fitting(joint, rank), self.meter(rank)
-        decision = decide(self.config, found.prediction.speedup)
+        forecast, meter = self._fitting(joint, rank), self.meter(rank)
+        decision = decide(self.config, forecast.prediction.speedup)
         # Ranks that share experts need equally many microbatches for one schedule and may need
         # segments of equal lengths for the other, so nothing is tried there.
-        if meter.due and not (found.verdict.over or rank.experts or rank.crosses):
+        if meter.due and not (forecast.verdict.over or rank.experts or rank.crosses):
             decision = meter.chosen(decision)
-        decision = kept_to_limit(self.config, decision, found.peak, found.limit)
+        decision = kept_to_limit(self.config, decision, forecast.peak, forecast.limit)
         report = StepReport(
-            step.forest, decision, found.plan, found.union, prediction=found.prediction,
+            step.forest, decision, forecast.plan, forecast.union, prediction=forecast.prediction,
             times=meter.times, stock_bytes=0.0 if rank.forward_only else self._memory.stock_bytes,
         )  # fmt: skip
-        return report, found.verdict.over
+        return report, forecast.verdict.over
 
     def _together(self, decision: Decision, step: Step, rank: Rank) -> Decision:
         """The decision of all data-parallel ranks where they need one."""
         if rank.ordered:
-            global_aux_sync.check_counts(step.num_microbatches, rank.groups.dp_cp, rank.device)
+            agreement.check_counts(step.num_microbatches, rank.groups.dp_cp, rank.device)
             why = "global_aux_loss needs one schedule"
             return agreement.share_together(decision, rank.groups.dp_cp, rank.device, why)
         if rank.crosses:  # all have come to it together
@@ -352,9 +356,3 @@ class Planning:
             everyone = rank.data_ranks or default_groups().dp_cp
             return agreement.share_together(decision, everyone, rank.device, why)
         return decision
-
-    def _unplanned(self, report: StepReport, step: Step, rank: Rank) -> Sequence[Any] | None:
-        """Actions of a rank that were not planned together with those of other pipelines."""
-        if not report.decision.share:
-            return range(step.num_microbatches)
-        return report.plan.programs[rank.stage] if self.config.plan_file else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -66,8 +66,8 @@ class ModelNumbers:
     def __init__(self, config: Any, models: Sequence[Any]) -> None:
         self.other_steps: Reason | None = features.other_steps(config)
         # Around a language model others may have a configuration of their own.
-        own = _apart(model.config for model in models)
-        self.refused = [one for each in own for one in features.refusals(each)]
+        own = {id(model.config): model.config for model in models}
+        self.refused = [one for each in own.values() for one in features.refusals(each)]
         tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
         self.sequence_ranks = tp if config.sequence_parallel else 1
         self.alignment = self.sequence_ranks * (2 * cp if cp > 1 else 1)
@@ -98,6 +98,7 @@ def _numbers(config: Any, models: Sequence[Any]) -> ModelNumbers:
     An option whose value is an object, such as a recipe, is only asked whether it is set
     (refusals/table.py).
     """
+    every = config, *(model.config for model in models)
     options = [
         {
             # A list may be written in place.
@@ -105,17 +106,12 @@ def _numbers(config: Any, models: Sequence[Any]) -> ModelNumbers:
             for name, value in vars(one).items()
             if isinstance(value, bool | int | float | str | list | tuple | torch.dtype | None)
         }
-        for one in _apart((config, *(model.config for model in models)))
+        for one in {id(each): each for each in every}.values()  # each once; usually there is one
     ]
     of = [*map(id, models)], options
     if models[0] not in _known or _known[models[0]][0] != of:
         _known[models[0]] = of, ModelNumbers(config, models)
     return _known[models[0]][1]
-
-
-def _apart(configs: Iterable[Any]) -> list[Any]:
-    """Configurations, each once; usually there is one."""
-    return [*{id(one): one for one in configs}.values()]
 
 
 class Rank(ModelNumbers):

@@ -162,7 +162,8 @@ class StepReport:
             return {}
         spent = dict.fromkeys("ABC", 0.0)
         for action, seconds in self.stopwatch.seconds().items():
-            spent[_phase(self.plan, action)] += seconds
+            inner = "A" if action.kind == "F" else "C"
+            spent[inner if self.plan.segments[action.segment].waits else "B"] += seconds
         whole = self.stopwatch.span() if makespan is None else makespan
         return {**spent, "wait": max(0.0, whole - sum(spent.values()))}
 
@@ -191,12 +192,6 @@ def tell_shared(forest: Forest, rank: Rank, told: set[str]) -> None:
         "shared: %d of %d tokens of this %s run on the first rank",
         forest.executed_tokens, forest.raw_tokens, name,
     )  # fmt: skip
-
-
-def _phase(plan: Plan, action: Action) -> str:
-    if not plan.segments[action.segment].waits:
-        return "B"
-    return "A" if action.kind == "F" else "C"
 
 
 @functools.lru_cache(maxsize=16)

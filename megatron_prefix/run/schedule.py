@@ -31,12 +31,12 @@ from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import DATA_EXCHANGE, FP8_UNTRIED, HOST_LAYERS_CP
-from megatron_prefix.run import joint_step
-from megatron_prefix.run.across.across_ranks import Watch
+from megatron_prefix.run import across_step
 from megatron_prefix.run.across.agreement import agree, agree_on, tried
+from megatron_prefix.run.across.scattered import Watch
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
 from megatron_prefix.run.execute import ahead, routers
-from megatron_prefix.run.execute.losses import LossContract, are_in_order
+from megatron_prefix.run.execute.losses import are_in_order
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.execute.messages import channels_of
 from megatron_prefix.run.first_step import FirstStep
@@ -166,7 +166,7 @@ class PrefixSchedule:
             return stock_schedule()(**arguments)
         if kind.ordered:
             rank.may_cross, rank.why_alone = False, LOSSES_EXCHANGE
-            joint_step.tell_alone(rank.why_alone, rank, self._logged)
+            across_step.tell_alone(rank.why_alone, rank, self._logged)
         store = self._captured(first, kind, rank, arguments)
         if first is not None:
             kind.watched, kind.refusal = True, first.error
@@ -233,13 +233,8 @@ class PrefixSchedule:
                     idle.close()
                     return stock_schedule()(**arguments | {"forward_step_func": capture.stock_step})
                 capture.forget_arguments()
-                contract = LossContract(
-                    rank.config, rank.groups.cp.size(), arguments["collect_non_loss_data"]
-                )
-                return StepRun(
-                    self, capture, rank, step, joint, contract, self.measures or meter.due,
-                    arguments["force_all_reduce"], idle,
-                ).run()  # fmt: skip
+                measures = self.measures or meter.due
+                return StepRun(self, capture, rank, step, joint, arguments, measures, idle).run()
 
     def _timed(self, decision: Decision, rank: Rank, arguments: dict[str, Any]) -> list[Any]:
         """The stock schedule's step, timed, and nothing of it read before it has run."""
@@ -264,14 +259,14 @@ class PrefixSchedule:
                 | {"data_iterator": first.iterator(arguments["data_iterator"])}
             )
         # A model that cannot run in segments is never captured: its dropout draws in stock's order.
-        found, exchange = first.error or _refusal_of(rank), None
+        refusal, exchange = first.error or _refusal_of(rank), None
         must_cross = rank.may_cross and self.config.across != "auto"
         if first.losses_exchange and (must_cross or rank.experts is not None):
-            found = found or refused(DATA_EXCHANGE)  # ranks meet in segments, too
+            refusal = refusal or refused(DATA_EXCHANGE)  # ranks meet in segments, too
         elif first.losses_exchange:
             exchange = refused(DATA_EXCHANGE)
         # Ranks that later look at steps together remember the same.
-        kind.refusal = agree(found, rank.agreeing, rank.device)
+        kind.refusal = agree(refusal, rank.agreeing, rank.device)
         kind.ordered = agree(exchange, rank.agreeing, rank.device) is not None
         kind.watched = True
         if kind.refusal is None:
@@ -290,11 +285,11 @@ class PrefixSchedule:
             raise refused(FP8_UNTRIED)
         if rank.siblings is None or rank.siblings.size() > 1:
             together = self.callbacks.passes_together or not rank.forward_only
-            alone = joint_step.why_alone(self.config, rank, together=together)
+            alone = across_step.why_alone(self.config, rank, together=together)
             if alone is None and self.config.across == "auto" and self._rest.next():
-                alone = joint_step.RESTS
+                alone = across_step.RESTS
             rank.may_cross, rank.why_alone = alone is None, alone or ""
-            joint_step.tell_alone(rank.why_alone, rank, self._logged)
+            across_step.tell_alone(rank.why_alone, rank, self._logged)
         if self.config.cache_host_layers and rank.groups.cp.size() > 1:
             raise refused(HOST_LAYERS_CP)
         if self.config.mode != "observe" and rank.num_stages > 1:
@@ -326,46 +321,44 @@ class PrefixSchedule:
             alone = functools.partial(planning.build_together, **build.keywords)
         later = rank.may_cross or alone is not build  # when ranks have agreed to go on
         filters = self.config.mode == "auto" and not rank.may_cross
-        step = read_step(
+        step, problem = read_step(
             calls, rank.groups, None if later else build, rank.device,  # type: ignore[arg-type]
             functools.partial(planning.shares_nothing, rank=rank) if filters else None,
         )  # fmt: skip
-        if isinstance(step, BaseException):  # there was no problem before
-            problem = step
-        elif rank.has_experts or rank.looks_ahead:
+        if step is not None and (rank.has_experts or rank.looks_ahead):
             problem = _problem(step, rank, capture)
         if (reason := agree(problem, rank.agreeing, rank.device)) is not None:
             self._refused(reason)
             return None
-        if not later or step.unshared:  # type: ignore[union-attr]
-            return step  # type: ignore[return-value]
-        return self._joint(step, rank, build, alone)  # type: ignore[arg-type]
+        if step is None or not later or step.unshared:
+            return step
+        return self._together(step, rank, build, alone)
 
-    def _joint(
+    def _together(
         self, step: Step, rank: Rank, build: Callable[..., Forest], alone: Callable[..., Forest]
     ) -> Step | None:
         """A step with segments that data-parallel ranks make together, some of which may cross
-        them; they end or fall back together. `build`, `alone`: see `joint_step.joint`."""
+        them; they end or fall back together. `build`, `alone`: see `across_step.across`."""
 
         def make() -> Step:
             if rank.may_cross:
-                return joint_step.joint(step, rank, self.planning, build, alone)
-            return joint_step.with_segments(step, alone)
+                return across_step.across(step, rank, self.planning, build, alone)
+            return step.with_forest(alone(step.samples or (), step.microbatch_of))
 
-        joint, problem = tried(make) if rank.is_first else (None, None)
+        made, problem = tried(make) if rank.is_first else (None, None)
         if rank.num_stages > 1:
-            joint = told(joint, step.samples, rank.groups.pp, rank.device)
+            made = told(made, step.samples, rank.groups.pp, rank.device)
         if (reason := agree(problem, rank.agreeing, rank.device)) is not None:
             self._refused(reason)
             return None
-        if joint is None:
+        if made is None:
             raise RuntimeError("no rank says why a step has no segments")
         if rank.may_cross:
-            joint_step.tell_alone(joint.why_alone, rank, self._logged)
-            self._rest.note(joint.crosses)
-        if joint.crosses:
+            across_step.tell_alone(made.why_alone, rank, self._logged)
+            self._rest.note(made.crosses)
+        if made.crosses:
             rank.cross()
-        return joint
+        return made
 
     def _read_calls(
         self, capture: Capture, rank: Rank, first: FirstStep | None
@@ -387,7 +380,7 @@ class PrefixSchedule:
         """Sets `report` with the plan; None if the stock schedule is the better one."""
         why = step.why_alone or rank.why_alone
         if self.config.mode != "on":
-            setting = joint_step.setting(self.config, rank, why)
+            setting = across_step.setting(self.config, rank, why)
             self.across_ranks.look(step, rank, setting=setting)
         report, joint = self.planning.decided(step, rank)
         report.why_alone = why

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -73,9 +73,8 @@ class StepRun:
         rank: with the model chunks.
         step: its segments and microbatches.
         joint: the segments among those of ranks that share experts.
-        contract: how losses are made.
+        arguments: of the call of the schedule; see Megatron's schedules.
         measures: time every action.
-        force_all_reduce: see Megatron's schedules.
         idle: ends with the first action: until then the device has nothing to do.
     """
 
@@ -86,14 +85,15 @@ class StepRun:
         rank: Rank,
         step: Step,
         joint: JointForest,
-        contract: LossContract,
+        arguments: Mapping[str, Any],
         measures: bool,
-        force_all_reduce: bool | None,
         idle: contextlib.ExitStack,
     ) -> None:
-        self._measures, self._force_all_reduce, self._idle = measures, force_all_reduce, idle
-        self._schedule, self._capture, self._rank = schedule, capture, rank
-        self._joint, self._contract = joint, contract
+        self._measures, self._idle = measures, idle
+        self._schedule, self._capture, self._rank, self._joint = schedule, capture, rank, joint
+        self._force_all_reduce = arguments["force_all_reduce"]
+        collects = arguments["collect_non_loss_data"]
+        self._contract = LossContract(rank.config, rank.groups.cp.size(), collects)
         # With the segments that run side by side with those of other pipelines.
         self._step = dataclasses.replace(step, forest=joint.forest)
         self._config, self._memory = schedule.config, schedule.memory

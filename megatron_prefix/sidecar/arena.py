@@ -4,14 +4,13 @@ their backward, and one for their gradients. Where a segment lies is planned (tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_prefix.sidecar.own_keys import LocalKeys, OwnKeys
 from megatron_prefix.tree.cp_layout import Index
 from megatron_prefix.tree.payload_map import RowMap
 
@@ -67,6 +66,49 @@ class TailReading(Reading):
     spans: tuple[tuple[tuple[int, int], ...], ...]
 
 
+class OwnKeys(Protocol):
+    """A segment's own K and V in one call of its attention, and their gradients."""
+
+    def runs(self) -> Both:
+        """K and V of this rank's own runs (`cp_layout.own_runs`), run after run."""
+
+    def send(self, gradients: Both) -> None:
+        """Gives the gradients of `runs` to the keys and values."""
+
+    def take(self) -> Both:
+        """The gradients of this rank's K and V, those of descendants included; after `send`."""
+
+
+class LocalKeys:
+    """OwnKeys of a single rank, where a run is a whole span; see SidecarCache.own_keys."""
+
+    def __init__(
+        self, cache: SidecarCache, place: tuple[int, int], inner: bool, both: Both
+    ) -> None:
+        if inner:
+            cache.capture(*place, both)
+            key, value = cache.own(*place)
+            both = key, value
+        self._cache, self._place, self._inner, self._both = cache, place, inner, both
+
+    def runs(self) -> Both:
+        """See OwnKeys."""
+        return self._both
+
+    def send(self, gradients: Both) -> None:
+        """See OwnKeys."""
+        self._both = gradients
+
+    def take(self) -> Both:
+        """See OwnKeys."""
+        return added(self._both, self._cache.take(*self._place)) if self._inner else self._both
+
+
+def added(mine: Both, sent: Payload | None) -> Both:
+    """Gradients of K and V with those that descendants have sent, which are not rounded before."""
+    return mine if sent is None else (sent[0] + mine[0], sent[1] + mine[1])
+
+
 @dataclass
 class DeviceBytes:
     """Device memory of all arenas of a sidecar: bytes held now, and the most so far."""
@@ -98,17 +140,19 @@ class Arena:
         values: tensors [rows, ...], one for each tensor of a payload; empty without memory.
         sums: their gradients; empty without memory.
         width: numbers in the last dimension of the first of them: of a key in one head.
-        keys: (cache, (layer, segment), inner, both) -> OwnKeys; see SidecarCache.own_keys.
         looks_ahead: whether `fetch` and `leave` do something.
     """
 
-    keys: Callable[[SidecarCache, tuple[int, int], bool, Both], OwnKeys] = LocalKeys
     looks_ahead, width = False, 0
 
     def __init__(self, rows: RowMap, device_bytes: DeviceBytes) -> None:
         self.rows, self._device_bytes = rows, device_bytes
         self.values: list[Tensor] = []
         self.sums: list[Tensor] = []
+
+    def keys(self, cache: SidecarCache, place: tuple[int, int], inner: bool, both: Both) -> OwnKeys:
+        """See SidecarCache.own_keys; `place`: the layer and the segment."""
+        return LocalKeys(cache, place, inner, both)
 
     def mine(self, index: int) -> Index | None:
         """The rows of this rank's positions among those of a segment, span after span; None: all of

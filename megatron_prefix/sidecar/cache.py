@@ -29,13 +29,13 @@ from megatron_prefix.sidecar.arena import (
     DeviceBytes,
     Lengths,
     LevelReading,
+    OwnKeys,
     Payload,
     Reading,
     Rows,
     TailReading,
     wider,
 )
-from megatron_prefix.sidecar.own_keys import OwnKeys
 from megatron_prefix.tree.payload_map import Form, PayloadMap, RowMap, one_interval
 
 if TYPE_CHECKING:
@@ -139,14 +139,8 @@ class SidecarCache:
         return self._expect(layer, index, SegmentState.CAPTURED).arena.own(index)
 
     def own_keys(self, layer: int, index: int, inner: bool, both: Both) -> OwnKeys:
-        """A segment's own K and V for one call of its attention, captured if it is inner.
-
-        Args:
-            layer: local index.
-            index: the segment.
-            inner: whether others read it; what is captured is then used, not `both`.
-            both: this rank's K and V, [positions, kv_heads, dim] each.
-        """
+        """A segment's own K and V for one call of its attention, of this rank's [positions,
+        kv_heads, dim] each; captured if others read it (`inner`), and then those are used."""
         return self._layers[layer].arena.keys(self, (layer, index), inner, both)
 
     def level(self, index: int, number: int) -> LevelReading:
@@ -169,10 +163,10 @@ class SidecarCache:
             what: distinguishes it from other such things.
             make: makes it.
         """
-        found: T | None = self._made.get((index, what))
-        if found is None:
-            found = self._made[index, what] = make()
-        return found
+        made: T | None = self._made.get((index, what))
+        if made is None:
+            made = self._made[index, what] = make()
+        return made
 
     def tail(self, index: int, form: Form) -> TailReading | None:
         """What a segment reads of last positions; None if it reads nothing."""
@@ -207,24 +201,24 @@ class SidecarCache:
     def leaving(self, index: int, spans: Sequence[int]) -> list[Payload]:
         """What some spans of a segment leave on this rank in every layer: views, or copies if they
         are not neighbours."""
-        found = []
+        payloads = []
         for layer in range(len(self._layers)):
             arena = self._expect(layer, index, SegmentState.CAPTURED).arena
             what = Reading(self._rows_of(layer, index, spans))
-            found.append(arena.read((index,), what))
+            payloads.append(arena.read((index,), what))
             self.release(layer)
-        return found
+        return payloads
 
     def sums(self, index: int) -> list[Payload]:
         """What a segment's descendants have sent in every layer, zeros if nothing; only once."""
-        found = []
+        gradients = []
         for layer in range(len(self._layers)):
             own, mine = self.own(layer, index), self._layers[layer].arena.mine(index)
             num = len(own[0]) if mine is None else len(mine)
             zeros = (one.new_zeros((num, *one.shape[1:]), dtype=wider(one.dtype)) for one in own)
-            found.append(self.take(layer, index) or tuple(zeros))
+            gradients.append(self.take(layer, index) or tuple(zeros))
             self.release(layer)
-        return found
+        return gradients
 
     def add_to(self, index: int, spans: Sequence[int], gradients: Sequence[Payload]) -> None:
         """Adds in every layer what another rank's descendants of some spans send back."""

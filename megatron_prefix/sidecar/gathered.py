@@ -8,11 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_prefix.sidecar.arena import Arena, Both, DeviceBytes, Lengths, Payload
+from megatron_prefix.sidecar.arena import Arena, Both, DeviceBytes, Lengths, OwnKeys, Payload
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
-from megatron_prefix.sidecar.context_parallel import Exchange, GatheredKeys, Pending
-from megatron_prefix.sidecar.key_sums import halves
-from megatron_prefix.sidecar.own_keys import OwnKeys
+from megatron_prefix.sidecar.context_parallel import Exchange, GatheredKeys, Pending, halves
 from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.payload_map import RowMap
 

@@ -262,12 +262,12 @@ class _HostBuffer:
 
     def pairs(self, device: Tensor, span: slice) -> Pairs:
         """(device, host) pairs: a tensor on the device, and the rows `span` on the host."""
-        found = []
+        copies = []
         for number, lease in enumerate(self._leases):
             first = number * self._piece
             start, stop = max(span.start, first), min(span.stop, first + self._piece)
             if start < stop:
                 host = lease.tensor.view(self._dtype).view(-1, *self._shape)
                 there, here = (slice(start - at, stop - at) for at in (first, span.start))
-                found.append((device[here], host[there]))
-        return found
+                copies.append((device[here], host[there]))
+        return copies

@@ -22,14 +22,14 @@ def _half(  # type: ignore[no-untyped-def]  # noqa: ANN202
     inside = known[:, None] & (column < WIDTH)[None, :]
     target = total + places[:, None] + column[None, :]
     kind = total.dtype.element_ty
-    found = tl.zeros((first.shape[0], PADDED), dtype=kind)
+    sums = tl.zeros((first.shape[0], PADDED), dtype=kind)
     if BEGUN:
-        found += tl.load(target, mask=inside, other=0.0)
+        sums += tl.load(target, mask=inside, other=0.0)
     for source in tl.static_range(2):
         row = first if source == 0 else second
         at = (row * heads + head)[:, None] * WIDTH + column[None, :]
-        found += tl.load(grad + at, mask=inside & (row >= 0)[:, None], other=0.0).to(kind)
-    tl.store(target, found, mask=inside)
+        sums += tl.load(grad + at, mask=inside & (row >= 0)[:, None], other=0.0).to(kind)
+    tl.store(target, sums, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num", "heads"])

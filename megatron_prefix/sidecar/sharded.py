@@ -17,13 +17,18 @@ from megatron_prefix.sidecar.arena import (
     DeviceBytes,
     Lengths,
     LevelReading,
+    OwnKeys,
     Payload,
     Reading,
 )
 from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.sidecar.context_parallel import Exchange, GatheredKeys, Pending
-from megatron_prefix.sidecar.key_sums import halves, side_by_side
-from megatron_prefix.sidecar.own_keys import OwnKeys
+from megatron_prefix.sidecar.context_parallel import (
+    Exchange,
+    GatheredKeys,
+    Pending,
+    halves,
+    side_by_side,
+)
 from megatron_prefix.tree.payload_map import RowMap
 
 

@@ -51,7 +51,7 @@ def _megatron_lm_refusal() -> Refusal | None:
 
 
 def _nemo_samples(microbatch: Any) -> list[tuple[Any, Any]] | None:
-    """Tokens and trained positions of a ProcessedMicrobatch; see `Samples` in run/read/samples.py.
+    """Tokens and trained positions of a ProcessedMicrobatch; see `Samples` in run/calls.py.
 
     A position predicts the next token, so it carries loss where that one's `token_mask` says so;
     `sample_mask` also leaves out whole samples.  The last position counts, too: reward models look

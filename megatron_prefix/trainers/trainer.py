@@ -37,7 +37,7 @@ class Trainer:
         loss: which positions of a model call count as trained.
         together: what keeps the rollouts of a group on one data-parallel rank.
         refused: its options that are refused, on top of what the model itself is refused for.
-        samples: where a microbatch has its trained positions (`Samples` in run/read/samples.py);
+        samples: where a microbatch has its trained positions (`Samples` in run/calls.py);
             None: nowhere, or not in a form that can be relied on.
         passes_together: whether data-parallel ranks make equally many calls without gradients;
             read in its sources.

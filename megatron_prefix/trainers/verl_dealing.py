@@ -50,10 +50,10 @@ def deal_whole_groups(module: ModuleType) -> None:
     """
     owner = vars(module).get(PLACES[module.__name__])
     stock = getattr(owner, NAME, None)
-    found = ", ".join(inspect.signature(stock).parameters) if callable(stock) else "nothing"
-    if found != PARAMETERS:
+    parameters = ", ".join(inspect.signature(stock).parameters) if callable(stock) else "nothing"
+    if parameters != PARAMETERS:
         raise UserError(
-            f"{module.__name__}: {PLACES[module.__name__]}.{NAME} takes {found}, and not"
+            f"{module.__name__}: {PLACES[module.__name__]}.{NAME} takes {parameters}, and not"
             f" {PARAMETERS}: this verl deals otherwise, so do without"
             " megatron_prefix.auto.whole_groups"
         )

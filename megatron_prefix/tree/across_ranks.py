@@ -138,9 +138,9 @@ def beginnings_of(
             digests += _digests(codes, block)
         trained_at[number] = min(trained_at[number], trained)
         number_of.append(number)
-    found = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
+    halves = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
     lengths, first_trained = np.array(ends, np.int64), np.array(trained_at, np.int64)
-    return RankBeginnings(lengths, found, first_trained, own, block), number_of
+    return RankBeginnings(lengths, halves, first_trained, own, block), number_of
 
 
 def _digests(codes: np.ndarray, block: int) -> Iterator[bytes]:
@@ -162,12 +162,12 @@ def common_spans(ranks: Sequence[RankBeginnings], rank: int, options: TreeOption
     """
     tree = block_tree(ranks)
     load = [a + one.own for a, one in zip(tree.alone, ranks, strict=True)]
-    found = _spans(tree, options)
-    found = _chunked(_worthwhile(found, load, ranks, options), options)
-    segments = _segments(found.spans, _owners(found.spans, load), options.segment_tokens)
+    shared = _spans(tree, options)
+    shared = _worthwhile(shared, load, ranks, options)
+    shared = _recut(shared, options.boundary, options.rounded(options.chunk_tokens))
     return CommonSpans(
-        rank, tuple(found.spans), tuple(segments),
-        tuple(found.below[node] if node >= 0 else -1 for node in tree.below[rank]),
+        rank, tuple(shared.spans), tuple(_segments(shared.spans, load, options.segment_tokens)),
+        tuple(shared.below[node] if node >= 0 else -1 for node in tree.below[rank]),
     )  # fmt: skip
 
 
@@ -177,14 +177,10 @@ class _Spans(NamedTuple):
     spans: list[CommonSpan]
     below: list[int]
 
-    def renumbered(self, spans: list[CommonSpan], moved: Sequence[int]) -> _Spans:
-        """Other spans; each of these has `moved` to one of them."""
-        return _Spans(spans, [moved[number] if number >= 0 else -1 for number in self.below])
-
 
 def _spans(tree: BlockTree, options: TreeOptions) -> _Spans:
     """Those that save at least `min_gain` positions on all ranks together."""
-    found = _Spans([], [-1] * len(tree.start))
+    shared = _Spans([], [-1] * len(tree.start))
     todo = [(node, 0, -1, 0) for node in reversed(tree.children[-1])]
     boundary, gain = options.boundary, max(1, options.min_gain)
     while todo:
@@ -196,15 +192,15 @@ def _spans(tree: BlockTree, options: TreeOptions) -> _Spans:
         pieces = [(min(cut, last), False)] if cut > tree.start[node] else []
         for end, scored in [*pieces, (last, True)] if cut < last else pieces:
             if end - start >= least:
-                found.spans.append(CommonSpan(start, end, parent, level, ranks, scored))
-                start, parent, level = end, len(found.spans) - 1, level + 1
-        found.below[node] = parent
+                shared.spans.append(CommonSpan(start, end, parent, level, ranks, scored))
+                start, parent, level = end, len(shared.spans) - 1, level + 1
+        shared.below[node] = parent
         todo += [(child, start, parent, level) for child in reversed(tree.children[node])]
-    return found
+    return shared
 
 
 def _worthwhile(
-    found: _Spans, load: Sequence[int], ranks: Sequence[RankBeginnings], options: TreeOptions
+    shared: _Spans, load: Sequence[int], ranks: Sequence[RankBeginnings], options: TreeOptions
 ) -> _Spans:
     """Without the spans of segments that save too little, see `TreeOptions.segment_gain`; what
     continues them then begins where they began.
@@ -212,71 +208,48 @@ def _worthwhile(
     positions = sum(int(one.lengths.sum()) + one.own for one in ranks) // len(ranks)
     least = min(options.segment_gain, positions // LEAST_SHARE)
     while least:
-        spans = found.spans
-        segments = _segments(spans, _owners(spans, load), options.segment_tokens)
+        spans = shared.spans
+        segments = _segments(spans, load, options.segment_tokens)
         weak = [one.spans for one in segments if sum(spans[n].saved for n in one.spans) < least]
         if not weak:
             break
-        found = _without(found, {*itertools.chain(*weak)})
-    return found
+        shared = _recut(shared, options.boundary, dropped={*itertools.chain(*weak)})
+    return shared
 
 
-def _without(found: _Spans, dropped: Container[int]) -> _Spans:
+def _recut(shared: _Spans, boundary: int, longest: int = 0, dropped: Container[int] = ()) -> _Spans:
+    """Long spans as chains of chunks, each of which may have another owner, and without some: what
+    continues such a span begins where it began. `longest`: most positions of a chunk; 0: any."""
     spans: list[CommonSpan] = []
-    moved: list[int] = []
-    ends: list[int] = []  # where what continues a span begins
-    for number, span in enumerate(found.spans):
-        parent, start = (-1, 0) if span.parent < 0 else (moved[span.parent], ends[span.parent])
-        if number in dropped:
-            moved.append(parent)
-            ends.append(start)
-            continue
-        level = spans[parent].level + 1 if parent >= 0 else 0
-        moved.append(len(spans))
-        ends.append(span.end)
-        spans.append(span._replace(start=start, parent=parent, level=level))
-    return found.renumbered(spans, moved)
-
-
-def _chunked(found: _Spans, options: TreeOptions) -> _Spans:
-    """Long spans as chains of chunks, each of which may have another owner."""
-    longest = options.rounded(options.chunk_tokens)
-    if not longest:
-        return found
-    spans: list[CommonSpan] = []
-    moved: list[int] = []
-    for span in found.spans:
-        parent = moved[span.parent] if span.parent >= 0 else -1
-        bounds = equal_bounds(span.start, span.end, longest, options.boundary)
+    moved: list[int] = []  # the last one that a span has become
+    ends: list[int] = []  # where what continues it begins
+    for number, span in enumerate(shared.spans):
+        parent, begin = (-1, 0) if span.parent < 0 else (moved[span.parent], ends[span.parent])
+        bounds = [begin]
+        if number not in dropped:
+            bounds = equal_bounds(begin, span.end, longest or span.end - begin, boundary)
         for start, end in itertools.pairwise(bounds):
             level = spans[parent].level + 1 if parent >= 0 else 0
             spans.append(span._replace(start=start, end=end, parent=parent, level=level))
             parent = len(spans) - 1
         moved.append(parent)
-    return found.renumbered(spans, moved)
-
-
-def _owners(spans: Sequence[CommonSpan], alone: Sequence[int]) -> list[int]:
-    """The rank that computes each span (tree/owners.py).
-
-    Args:
-        spans: in common.
-        alone: positions that every rank computes besides.
-    """
-    return owners_of([one.end - one.start for one in spans], [one.ranks for one in spans], alone)
+        ends.append(bounds[-1])
+    return _Spans(spans, [moved[number] if number >= 0 else -1 for number in shared.below])
 
 
 def _segments(
-    spans: Sequence[CommonSpan], owners: Sequence[int], budget: int
+    spans: Sequence[CommonSpan], load: Sequence[int], budget: int
 ) -> Iterator[CommonSegment]:
-    """Spans of one owner and level together, those with loss apart from others; parents cross
-    before children."""
+    """Spans of one owner (tree/owners.py) and level together, those with loss apart from others;
+    parents cross before children. `load`: positions that every rank computes besides."""
+    lengths_of = [one.end - one.start for one in spans]
+    owners = owners_of(lengths_of, [one.ranks for one in spans], load)
     together: dict[tuple[int, int, bool], list[int]] = collections.defaultdict(list)
     for number, span in enumerate(spans):
         together[span.level, owners[number], span.scored].append(number)
     for (_, owner, _), numbers in sorted(together.items()):
         numbers.sort(key=lambda number: (spans[number].parent, number))
-        lengths = [spans[number].end - spans[number].start for number in numbers]
+        lengths = [lengths_of[number] for number in numbers]
         for begin, stop in even_parts(lengths, budget):
             yield CommonSegment(owner, tuple(numbers[begin:stop]))
 

@@ -32,9 +32,9 @@ from megatron_prefix.tree.forest import (
     check_routes,
     codes_of,
 )
-from megatron_prefix.tree.joining import joined_segments, joins_waves, most_alive
-from megatron_prefix.tree.nodes import Node, dissolved, equal_bounds, preorder
-from megatron_prefix.tree.packing import Packing, Rows
+from megatron_prefix.tree.joining import joined_segments, most_alive
+from megatron_prefix.tree.nodes import Node, dissolved, equal_bounds, joins_waves, preorder
+from megatron_prefix.tree.packing import MicrobatchRows, Packing
 
 _PAIRS = 1024
 """Pairs of rollouts that are compared at once, at most."""
@@ -63,7 +63,7 @@ class Tries:
         self,
         chunk_tokens: int | None = None,
         microbatch_of: Sequence[int] | None = None,
-        rows: Rows | None = None,
+        rows: MicrobatchRows | None = None,
     ) -> Forest:
         """The segments.
 
@@ -74,18 +74,19 @@ class Tries:
         """
         options, first = self.options, self.first_trained
         num_positions = tuple(map(len, self.trained))
+        owner = range(len(first)) if microbatch_of is None else microbatch_of
         if chunk_tokens is not None:
             options = replace(options, chunk_tokens=chunk_tokens)
         every = [root for tree in self.trees for root in tree]
         joins = bool(every) and rows is None and self.common is NOTHING_IN_COMMON and options.joins
         options = replace(options, joins=joins)
-        packed = self._packed(every, options, microbatch_of)
+        packed = self._packed(every, options, owner)
         if options.chunk_tokens or rows is not None:
             roots = _chunked(packed.roots, first, options)
-            packed = Packing(roots, first, options, microbatch_of, self.common, rows)
+            packed = Packing(roots, first, options, owner, self.common, rows)
         joined: list[Segment] | None = None
         if joins:
-            joined = self._joined(every, packed, microbatch_of)
+            joined = self._joined(every, packed, owner)
         segments = packed.segments if joined is None else joined
         return Forest(
             tuple(segment._replace(trained=self._trained(segment)) for segment in segments),
@@ -94,21 +95,19 @@ class Tries:
             whole=options.whole,
         )  # fmt: skip
 
-    def _packed(
-        self, roots: list[Node], options: TreeOptions, microbatch_of: Sequence[int] | None
-    ) -> Packing:
+    def _packed(self, roots: list[Node], options: TreeOptions, owner: Sequence[int]) -> Packing:
         """What is worth a segment; waves have spans that they read where that costs no more: trees
         in them are not cut, and fill segments worse."""
         raw, first = sum(map(len, self.trained)), self.first_trained
-        packed = _worthwhile(_copied(roots), first, options, microbatch_of, raw, self.common)
+        packed = _worthwhile(_copied(roots), first, options, owner, raw, self.common)
         if not any(node.joins for node in preorder(packed.roots)):
             return packed
         options = replace(options, joins=False)
-        other = _worthwhile(_copied(roots), first, options, microbatch_of, raw, self.common)
+        other = _worthwhile(_copied(roots), first, options, owner, raw, self.common)
         return min(packed, other, key=lambda one: _cost(one.lengths, options))
 
     def _joined(
-        self, roots: Sequence[Node], packed: Packing, microbatch_of: Sequence[int] | None
+        self, roots: Sequence[Node], packed: Packing, owner: Sequence[int]
     ) -> list[Segment] | None:
         """Joined segments, where there are some that cost no more than packed ones."""
         options, first = self.options, self.first_trained
@@ -118,7 +117,7 @@ class Tries:
         )
         longest = min(most_alive(packed.lengths, packed.parents), options.segment_tokens + more)
         longest = max(longest, options.segment_tokens)
-        joined = joined_segments(roots, first, options, microbatch_of, longest)
+        joined = joined_segments(roots, first, options, owner, longest)
         lengths = [segment.padded_length for segment in joined or ()]
         costs_more = _cost(lengths, options) > _cost(packed.lengths, options)
         return None if joined is None or costs_more else joined
@@ -140,7 +139,7 @@ def build(
     groups: Sequence[int] | None = None,
     options: TreeOptions | None = None,
     microbatch_of: Sequence[int] | None = None,
-    rows: Rows | None = None,
+    rows: MicrobatchRows | None = None,
 ) -> Forest:
     """Makes the forest of a step; see `find_shared` and `Tries.forest` for arguments and errors."""
     return find_shared(rollouts, groups, options).forest(microbatch_of=microbatch_of, rows=rows)
@@ -266,9 +265,11 @@ def trie(
         leaf = Node(shared, len(codes[rollout]), copies)
         stack[-1].children.append(leaf)
         stack.append(leaf)
-    _gather_members(top)
-    for node in preorder(top.children) if start else ():
+    for node in reversed([*preorder([top])]):
         node.start, node.end = node.start + start, node.end + start
+        if node.children:  # which have no member twice
+            node.members = sorted([*node.members, *(m for c in node.children for m in c.members)])
+            node.children.sort(key=lambda child: child.members[0])
     return top.children
 
 
@@ -299,19 +300,11 @@ def _shared(
             yield most // boundary * boundary
 
 
-def _gather_members(top: Node) -> None:
-    """Fills `members` of inner nodes and sorts children by their first rollout."""
-    for node in reversed(list(preorder([top]))):
-        if node.children:  # which have no member twice
-            node.members = sorted([*node.members, *(m for c in node.children for m in c.members)])
-            node.children.sort(key=lambda child: child.members[0])
-
-
 def _worthwhile(
     roots: list[Node],
     first: Sequence[int],
     options: TreeOptions,
-    microbatch_of: Sequence[int] | None,
+    owner: Sequence[int],
     raw_tokens: int,
     common: CommonSpans,
 ) -> Packing:
@@ -324,7 +317,7 @@ def _worthwhile(
     """
     least = min(options.segment_gain, raw_tokens // LEAST_SHARE)
     while True:
-        packed = Packing(roots, first, options, microbatch_of, common)
+        packed = Packing(roots, first, options, owner, common)
         every = ((sum(map(packed.saved, nodes)), nodes) for nodes in packed.inner)
         saved = sorted((one for one in every if one[0] < least), key=lambda one: one[0])
         if not saved:

@@ -78,9 +78,9 @@ def dealt(lengths: Sequence[int], size: int) -> Index:
 def order(lengths: Sequence[int], size: int) -> Index:
     """Where the segment's positions are in the view: `view[order]` is the segment."""
     view = dealt(lengths, size)
-    found = np.empty_like(view)
-    found[view] = np.arange(len(view))
-    return found
+    places_of = np.empty_like(view)
+    places_of[view] = np.arange(len(view))
+    return places_of
 
 
 def runs_in_view(lengths: Sequence[int], size: int) -> Index:
@@ -126,11 +126,11 @@ def own_sums(lengths: tuple[int, ...], rank: int, size: int) -> Index:
     runs = own_runs(lengths, rank, size)
     places = order(lengths, size)[runs.seen]
     late = np.repeat(np.arange(len(runs.keys)) % 2 == 1, runs.keys)
-    found = np.full((2, sum(lengths)), -1, np.int64)
+    key_at = np.full((2, sum(lengths)), -1, np.int64)
     keys = np.arange(len(places))
     for number, mine in enumerate((late, ~late)):
-        found[number, places[mine]] = keys[mine]
-    return found
+        key_at[number, places[mine]] = keys[mine]
+    return key_at
 
 
 def _piece(length: int, size: int) -> int:

@@ -24,13 +24,9 @@ LEAST_GAIN = 0.01
 """Part of the largest load: splitting and swapping have to lower it by more."""
 
 
-def cost_of_length(length: int, quadratic: float = 0.0) -> float:
-    """What the first positions of a rollout cost, in costs of one without attention.
-
-    Args:
-        length: their number.
-        quadratic: half the cost of attention to one key; 0: by tokens.
-    """
+def cost_of_length(length: int, quadratic: float) -> float:
+    """What the first positions of a rollout cost, in costs of one without attention; `quadratic`:
+    half the cost of attention to one key, 0 counts tokens."""
     return length + quadratic * length**2
 
 
@@ -113,9 +109,8 @@ def _best(known: DealtCosts, tried: Sequence[list[list[int]]]) -> list[list[int]
     load."""
     loads = [[known.load(part) for part in ranks] for ranks in tried]
     limit = min(map(max, loads)) * (1 + LEAST_GAIN)
-    return min(zip(loads, tried, strict=True), key=lambda one: (max(one[0]) > limit, sum(one[0])))[
-        1
-    ]
+    costs = [(max(one) > limit, sum(one)) for one in loads]
+    return tried[costs.index(min(costs))]
 
 
 def _greedy(known: DealtCosts, num_ranks: int, limit: float, room: int) -> list[list[int]]:

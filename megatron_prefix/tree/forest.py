@@ -110,22 +110,19 @@ def pair_codes(rollouts: Sequence[Pairs], start: int, ends: Sequence[int]) -> It
 def codes_of(rollouts: Sequence[Pairs], start: int, ends: Sequence[int]) -> list[np.ndarray]:
     """Of every rollout a code per position [start, end), equal if input, label and routes are, and
     where it is read the next input: uint64 [positions, n]."""
-    pairs = zip(rollouts, ends, pair_codes(rollouts, start, ends), strict=True)
-    return [_with_more(one, slice(start, end), codes) for one, end, codes in pairs]
-
-
-def _with_more(rollout: Pairs, cut: slice, pairs: np.ndarray) -> np.ndarray:
-    """Codes with what else must be equal; see `codes_of`."""
-    if rollout.weights is not None and cut.stop == len(rollout):
-        pairs[-1:] |= _LAST
-    columns = [pairs[:, None]]
-    if rollout.following is not None:
-        columns.append(rollout.following[cut, None].astype(np.uint64))
-    if rollout.routes is not None:
-        routes = rollout.routes.reshape(len(rollout), -1)[cut].astype(np.uint16)
-        padded = np.pad(routes, ((0, 0), (0, -routes.shape[1] % 4)))  # to whole 64 bits
-        columns.append(padded.view(np.uint64))
-    return np.hstack(columns) if len(columns) > 1 else columns[0]
+    codes = []
+    for rollout, end, pairs in zip(rollouts, ends, pair_codes(rollouts, start, ends), strict=True):
+        if rollout.weights is not None and end == len(rollout):
+            pairs[-1:] |= _LAST
+        columns = [pairs[:, None]]
+        if rollout.following is not None:
+            columns.append(rollout.following[start:end, None].astype(np.uint64))
+        if rollout.routes is not None:
+            routes = rollout.routes.reshape(len(rollout), -1)[start:end].astype(np.uint16)
+            padded = np.pad(routes, ((0, 0), (0, -routes.shape[1] % 4)))  # to whole 64 bits
+            columns.append(padded.view(np.uint64))
+        codes.append(np.hstack(columns) if len(columns) > 1 else columns[0])
+    return codes
 
 
 def check_routes(rollouts: Sequence[Pairs]) -> None:
@@ -257,12 +254,7 @@ class Span(NamedTuple):
 
 def any_trained(span: Span, trained: Sequence[np.ndarray]) -> np.ndarray:
     """Whether a span's positions carry loss in any of its rollouts, bool [length]; not to be
-    written to.
-
-    Args:
-        span: of some rollouts.
-        trained: flags of every rollout, see Pairs.
-    """
+    written to. `trained`: flags of every rollout."""
     here = slice(span.start, span.end)
     return functools.reduce(operator.or_, [trained[one][here] for one in span.rollouts])
 
@@ -311,8 +303,8 @@ class Segment(NamedTuple):
     @property
     def parents(self) -> tuple[int, ...]:
         """The other segments of its spans' parents, ascending."""
-        found = {span.parent.segment for span in self.spans if span.parent}
-        return tuple(sorted(found - {self.joined}))
+        segments = {span.parent.segment for span in self.spans if span.parent}
+        return tuple(sorted(segments - {self.joined}))
 
 
 def padded(

@@ -4,14 +4,14 @@ In every layer a suffix reads keys that the segment itself has just made, so one
 a round, as peers do within a packed microbatch ("DualKV", section 3). A segment costs what some
 positions cost: what several rounds need runs in each of them where that is cheaper than a segment
 of its own.  That is chosen for a whole step (`joined_segments`), or for what few positions of
-rollouts share behind their prompts (`joins_waves`).
+rollouts share behind their prompts (`joins_waves` of nodes.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from megatron_prefix.tree.forest import Place, Segment, Span, TreeOptions, padded
+from megatron_prefix.tree.forest import Place, Segment, Span, TreeOptions, joined_of, padded
 from megatron_prefix.tree.nodes import Node, dissolved, preorder
 
 _STEPS = 16
@@ -23,7 +23,7 @@ def joined_segments(
     roots: Sequence[Node],
     first_trained: Sequence[int],
     options: TreeOptions,
-    microbatch_of: Sequence[int] | None,
+    owner: Sequence[int],
     longest: int,
 ) -> list[Segment] | None:
     """Segments of whole microbatches, each with everything that its rollouts need; None if a
@@ -33,10 +33,9 @@ def joined_segments(
         roots: of all trees of a step; they stay as they are.
         first_trained: of every rollout.
         options: see TreeOptions.
-        microbatch_of: the trainer's microbatch of every rollout; None: one rollout each.
+        owner: the trainer's microbatch of every rollout.
         longest: most positions in a segment.
     """
-    owner = range(len(first_trained)) if microbatch_of is None else microbatch_of
     paths: list[list[Node]] = [[] for _ in first_trained]
     needs: dict[int, dict[int, int]] = {one: {} for one in sorted({*owner})}
     for node in preorder(roots):
@@ -115,15 +114,6 @@ def _cut(needs: Mapping[int, Mapping[int, int]], budget: int) -> list[list[int]]
     return rounds
 
 
-def joins_waves(node: Node, options: TreeOptions) -> bool:
-    """Whether a node that few others read may run in each wave that reads it: the waves then have
-    all that is below it, and room for it."""
-    if any(child.children and not child.joins for child in node.children):
-        return False
-    rows = sum(one.padded(options.multiple) for one in preorder([node]))
-    return options.joins and 2 * rows <= (options.segment_tokens or 2 * rows)
-
-
 def trees_of(
     rollouts: Iterable[int],
     paths: Sequence[Sequence[Node]] | Mapping[int, Sequence[Node]],
@@ -164,7 +154,7 @@ def joined_segment(
             for number, node in reversed([*enumerate(siblings)])
             if node.children
         ]
-    inner = any(span.parent is not None and span.parent.segment == index for span in spans)
+    joined = joined_of(index, spans)
     scored = any(first_trained[one] < span.end for span in spans for one in span.rollouts)
-    whole = padded(tuple(spans), options, inner=inner)
-    return Segment(whole, inner, scored, joined=index if inner else -1)
+    whole = padded(tuple(spans), options, inner=joined >= 0)
+    return Segment(whole, joined >= 0, scored, joined=joined)

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megatron_prefix.tree.forest import Place, Span
+from megatron_prefix.tree.forest import Place, Span, TreeOptions
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Node:
     def span(self, align: int, parent: Place | None) -> Span:
         """The node as a span below `parent`."""
         length = self.end - self.start
-        return Span(self.start, length, -(-length // align) * align, tuple(self.members), parent)
+        return Span(self.start, length, self.padded(align), tuple(self.members), parent)
 
 
 def preorder(roots: Sequence[Node]) -> Iterator[Node]:
@@ -55,6 +55,15 @@ def preorder(roots: Sequence[Node]) -> Iterator[Node]:
         yield (node := todo.pop())
         if node.children:
             todo += node.children[::-1]
+
+
+def joins_waves(node: Node, options: TreeOptions) -> bool:
+    """Whether a node that few others read may run in each wave that reads it: the waves then have
+    all that is below it, and room for it."""
+    if any(child.children and not child.joins for child in node.children):
+        return False
+    rows = sum(one.padded(options.multiple) for one in preorder([node]))
+    return options.joins and 2 * rows <= (options.segment_tokens or 2 * rows)
 
 
 def even_parts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:

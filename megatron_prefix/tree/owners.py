@@ -29,16 +29,16 @@ def owners_of(
         ranks: that have it.
         alone: positions that every rank computes besides.
     """
-    load, found = [*alone], [0] * len(lengths)
+    load, owners = [*alone], [0] * len(lengths)
     for number in np.argsort(-np.array(lengths, np.int64), kind="stable").tolist():
         owner, *others = ranks[number]
         for rank in others:
             if load[rank] < load[owner]:
                 owner = rank
         load[owner] += lengths[number]
-        found[number] = owner
-    _Evening(lengths, ranks, load, found).run()
-    return found
+        owners[number] = owner
+    _Evening(lengths, ranks, load, owners).run()
+    return owners
 
 
 class _Change(NamedTuple):
@@ -78,8 +78,9 @@ class _Evening:
 
     def _best(self, busiest: int) -> _Change | None:
         """After which the larger of two ranks' loads is least; None if no change makes it less."""
-        least, found = self.load[busiest], None
-        for other in self._others(busiest):
+        least, best = self.load[busiest], None
+        having = {rank for number in self.owned[busiest] for rank in self.ranks[number]}
+        for other in sorted(having - {busiest}):  # in one order on all ranks
             if self.load[other] >= least:
                 continue
             given = [number for number in self.owned[busiest] if other in self.ranks[number]]
@@ -91,13 +92,8 @@ class _Evening:
             if after.flat[place] < least:
                 least = int(after.flat[place])
                 one, two = divmod(place, len(shorter))
-                found = _Change(given[one], taken[two - 1] if two else -1, other)
-        return found
-
-    def _others(self, busiest: int) -> list[int]:
-        """Ranks that have some of what it computes, in one order on all ranks."""
-        having = {rank for number in self.owned[busiest] for rank in self.ranks[number]}
-        return sorted(having - {busiest})
+                best = _Change(given[one], taken[two - 1] if two else -1, other)
+        return best
 
     def _move(self, number: int, rank: int) -> None:
         for one, sign in ((self.owner[number], -1), (rank, 1)):

@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 
 from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans
 from megatron_prefix.tree.forest import Exchange, Forest, Place, Segment, TreeOptions, padded
-from megatron_prefix.tree.joining import joined_segment, joins_waves, trees_of
-from megatron_prefix.tree.nodes import Node, dissolved, even_parts, preorder
+from megatron_prefix.tree.joining import joined_segment, trees_of
+from megatron_prefix.tree.nodes import Node, dissolved, even_parts, joins_waves, preorder
 
 _LEAST = 8
 """A round's waves join spans only where that saves such a part of `segment_gain` positions."""
 
 
-class Rows(NamedTuple):
+class MicrobatchRows(NamedTuple):
     """Positions of a step's spans by microbatch, each span with the first one that needs it.
 
     Attributes:
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
     leaves: tuple[int, ...]
 
     @classmethod
-    def of(cls, forest: Forest, microbatch_of: Sequence[int]) -> Rows:
+    def of(cls, forest: Forest, microbatch_of: Sequence[int]) -> MicrobatchRows:
         """Of segments, with the microbatch of each rollout."""
         rows = [[0] * (max(microbatch_of, default=-1) + 1) for _ in range(2)]
         for segment in forest.segments:
@@ -50,7 +50,7 @@ class Rows(NamedTuple):
         return cls(*map(tuple, rows))
 
     @classmethod
-    def most(cls, several: Iterable[Rows]) -> Rows:
+    def most(cls, several: Iterable[MicrobatchRows]) -> MicrobatchRows:
         """Of every microbatch those of the rank that has most."""
         inner, leaves = zip(*several, strict=True)
         largest = [map(max, itertools.zip_longest(*one, fillvalue=0)) for one in (inner, leaves)]
@@ -80,7 +80,7 @@ class Rounds:
         others: list[Node],
         owner: Sequence[int],
         options: TreeOptions,
-        rows: Rows | None,
+        rows: MicrobatchRows | None,
     ) -> None:
         self._owner, self._multiple, self._budget = owner, options.multiple, options.segment_tokens
         inner = [*inner]
@@ -187,7 +187,7 @@ class Packing:
         roots: of all trees of a step.
         first_trained: of every rollout.
         options: see TreeOptions.
-        microbatch_of: the trainer's microbatch of every rollout; None: one rollout each.
+        owner: the trainer's microbatch of every rollout.
         common: what this rank has in common with others.
         rows: see Rounds.
 
@@ -204,9 +204,9 @@ class Packing:
         roots: Sequence[Node],
         first_trained: Sequence[int],
         options: TreeOptions,
-        microbatch_of: Sequence[int] | None = None,
+        owner: Sequence[int],
         common: CommonSpans = NOTHING_IN_COMMON,
-        rows: Rows | None = None,
+        rows: MicrobatchRows | None = None,
     ) -> None:
         self.roots = roots
         self.lengths: list[int] = []
@@ -218,9 +218,8 @@ class Packing:
         self._paths: dict[int, tuple[Place, ...]] = {}  # to what others read, root first
         self._parents: dict[int, Node] = {}
         self._nodes: list[_Nodes] = []
-        self._owner = range(len(first_trained)) if microbatch_of is None else microbatch_of
         others = [node for node in preorder(roots) if node.joins or not node.children]
-        self._rounds = rounds = Rounds(self._inner(roots), others, self._owner, options, rows)
+        self._rounds = rounds = Rounds(self._inner(roots), others, owner, options, rows)
         self._round = 0
         if common.segments:
             self._cross(common, {one.common: one for one in preorder(roots) if one.common >= 0})
@@ -272,14 +271,14 @@ class Packing:
     def _trees(self, leaves: Iterable[tuple[Node, list[int]]]) -> list[Node]:
         """Leaves, each of some of its rollouts, below the nodes that join waves; of such a node in
         their place, those that end in it."""
-        found = list[Node]()
+        nodes = list[Node]()
         paths: dict[int, dict[int, list[Node]]] = {}  # of rollouts, by what all of them is below
         above: dict[int, Node | None] = {}
         for leaf, members in leaves:
             parent = self._parents.get(id(leaf))
             if not leaf.children and (parent is None or not parent.joins):
                 whole = len(members) == len(leaf.members)
-                found.append(leaf if whole else self._below(parent, replace(leaf, members=members)))
+                nodes.append(leaf if whole else self._below(parent, replace(leaf, members=members)))
                 continue
             path = [leaf]
             while parent is not None and parent.joins:
@@ -291,8 +290,8 @@ class Packing:
         for one, roots in trees.items():
             if saved * _LEAST < self._options.segment_gain:
                 roots = dissolved(roots, lambda _: False)
-            found += [self._below(above[one], root) for root in roots]
-        return found
+            nodes += [self._below(above[one], root) for root in roots]
+        return nodes
 
     def _below(self, parent: Node | None, node: Node) -> Node:
         """A new node, below one of a segment that others read."""

@@ -186,7 +186,11 @@ def payload_map(
     apart: list[int | None] = [None] * len(segments)
     counts = [len(segment.spans) for segment in segments]
     spans = _Allocator(segments, counts, apart, zeros=1).run(program)
-    rows = tuple(tuple(_row(spans.placed, span.parent) for span in one.spans) for one in segments)
+    parents = [[span.parent for span in segment.spans] for segment in segments]
+    rows = tuple(
+        tuple(spans.placed[one.segment].start + one.number if one else 0 for one in places)
+        for places in parents
+    )
     tails = {}
     for form in {form for form in forms if form.last is not None}:
         sizes = [sum(form.rows(span.padded) for span in one.spans) for one in segments]
@@ -207,10 +211,6 @@ def batches(lengths: Sequence[int]) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lambda number: lengths[number].bit_length())
     groups = itertools.groupby(order, key=lambda number: lengths[number].bit_length())
     return [[*numbers] for _, numbers in groups]
-
-
-def _row(placed: dict[int, slice], place: Place | None) -> int:
-    return placed[place.segment].start + place.number if place else 0
 
 
 class _Allocator:
@@ -335,7 +335,8 @@ class _Levels:
             bounds.append(bounds[-1] + sum(span.padded // self.parts for span in some))
         above = {place.segment for path in paths for place in path}
         self.seen.append(sorted(above - {index}))
-        common = _num_common(paths)
+        alike = (len({*places}) == 1 for places in zip(*paths, strict=False))
+        common = len([*itertools.takewhile(bool, alike)])  # ancestors that all spans have
         levels = list(self._shared(paths[0][:common], bounds[-1]))
         for depth in range(common, max(map(len, paths))):
             runs = []
@@ -379,12 +380,3 @@ class _Levels:
         longest = PIECE_KEYS if self.shares == 1 else run.end - run.start
         for first in range(run.start, run.end, longest):
             yield Level((run._replace(start=first, end=min(run.end, first + longest)),))
-
-
-def _num_common(paths: Sequence[tuple[Place, ...]]) -> int:
-    """How many ancestors all spans have in common."""
-    shortest = min(map(len, paths))
-    for depth in range(shortest):
-        if any(path[depth] != paths[0][depth] for path in paths):
-            return depth
-    return shortest

@@ -69,10 +69,10 @@ def _reach(
 ) -> list[tuple[Place, int]]:
     """The spans on the way up that a window reaches, and how many of each one's last positions;
     the nearest last."""
-    found = []
+    reached = []
     while place is not None and window > 0:
         span = segments[place.segment].spans[place.number]
         num = min(window, span.padded)
-        found.append((place, num))
+        reached.append((place, num))
         place, window = span.parent, window - num
-    return found[::-1]
+    return reached[::-1]

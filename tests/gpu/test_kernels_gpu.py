@@ -15,7 +15,7 @@ from megatron_prefix.layers.blocks import merge as merging
 from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
 from megatron_prefix.layers.blocks.kernels import KERNELS, available, choose
 from megatron_prefix.layers.blocks.merge import formula, merge
-from megatron_prefix.sidecar import key_sums as sums
+from megatron_prefix.sidecar import context_parallel as sums
 from megatron_prefix.tree import cp_layout
 from tests.harness.attention_cases import CASES, LAYOUTS, Case, by_blocks, check, make
 

@@ -95,8 +95,10 @@ def _pipelines(
     options = dict(
         num_chunks=sizes.vpp, run_ahead=rng.choice((0, 1, 2, 3)),
         group_size=rng.choice((None, sizes.pp, sizes.pp + 1)),
-        max_live_positions=rng.choice((0, 0, 1, 50)),
     )  # fmt: skip
+    live = rng.choice((0, 0, 1, 50))
+    if make is make_plan:
+        options["max_live_positions"] = live
     for first in range(0, sizes.dp, sizes.ep):
         group = range(first, first + sizes.ep)
         together = [forests[one] for one in group], [owners[one] for one in group]

@@ -50,6 +50,7 @@ def run(case: Case, best: bool = False) -> Timeline:
     if best:
         ahead = options["run_ahead"]
         options = {**options, "run_ahead": 2 if ahead is None else ahead}
+        del options["max_live_positions"]  # which it sets itself
     plan = (best_plan if best else make_plan)(case.forest, case.num_ranks, **options)
     return simulate(plan, ready_after=loss_ready_after(case.forest, options["microbatches"]))
 

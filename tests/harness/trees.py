@@ -180,10 +180,13 @@ def random_forest(rng: random.Random, depth: int = 3, *, joined: bool = False) -
     """
     roots, first = random_trees(rng, depth)
     options = TreeOptions(segment_tokens=rng.choice((0, 1, 20, 60, 200, 1000)))
-    if joined and (found := joined_segments(roots, first, options, None, 1000)):
+    alone = range(len(first))  # a microbatch each
+    if joined and (found := joined_segments(roots, first, options, alone, 1000)):
         return Forest(tuple(found), _lengths(roots, len(first)), tuple(first))
     odd = rng.random() < 0.3
-    packed = put_together(rng, roots, first) if odd else Packing(roots, first, options).segments
+    packed = (
+        put_together(rng, roots, first) if odd else Packing(roots, first, options, alone).segments
+    )
     return Forest(tuple(packed), _lengths(roots, len(first)), tuple(first))
 
 
@@ -202,7 +205,7 @@ def random_trees(rng: random.Random, depth: int = 3) -> tuple[list[Node], list[i
 def forest_of_nodes(roots: Sequence[Node], first: Sequence[int], options: TreeOptions) -> Forest:
     """The forest that trees are packed into."""
     lengths = _lengths(roots, len(first))
-    segments = tuple(Packing(roots, first, options).segments)
+    segments = tuple(Packing(roots, first, options, range(len(first))).segments)
     return Forest(segments, lengths, tuple(first), options.multiple)
 
 

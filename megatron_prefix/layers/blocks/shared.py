@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from megatron_prefix.layers.blocks.interface import Runs
-from megatron_prefix.sidecar.arena import Both, Payload
-from megatron_prefix.sidecar.own_keys import OwnKeys
+from megatron_prefix.sidecar.arena import Both, OwnKeys, Payload
 
 if TYPE_CHECKING:
     from megatron_prefix.layers.segment import SegmentContext

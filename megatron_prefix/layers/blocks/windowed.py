@@ -17,8 +17,7 @@ from torch import Tensor
 from megatron_prefix.device.transfer import on
 from megatron_prefix.layers.blocks.interface import Runs
 from megatron_prefix.layers.blocks.shared import Shared
-from megatron_prefix.sidecar.arena import Both, Payload, TailReading, wider
-from megatron_prefix.sidecar.own_keys import OwnKeys
+from megatron_prefix.sidecar.arena import Both, OwnKeys, Payload, TailReading, wider
 from megatron_prefix.tree.payload_map import Form
 
 if TYPE_CHECKING:

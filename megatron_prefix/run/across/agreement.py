@@ -17,7 +17,11 @@ import torch.distributed as dist
 from megatron_prefix.errors import CannotShare, StepFailed, refused
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest, joint_forest
-from megatron_prefix.refusals.table import ALLGATHERED_TOKENS, DIFFERENT_PROGRAMS
+from megatron_prefix.refusals.table import (
+    ALLGATHERED_TOKENS,
+    DIFFERENT_PROGRAMS,
+    UNEVEN_MICROBATCHES,
+)
 from megatron_prefix.tree import Forest
 
 _FINE, _CANNOT_SHARE, _FAILED = range(3)
@@ -48,9 +52,7 @@ def share_together(decision: Decision, group: Any, device: torch.device, why: st
         device: where its tensors live.
         why: why the ranks cannot differ, for the reason of those that give in.
     """
-    share = torch.tensor([int(decision.share)], device=device)
-    dist.all_reduce(share, dist.ReduceOp.MIN, group=group)
-    if not decision.share or int(share):
+    if all_agree(decision.share, group, device) or not decision.share:
         return decision
     reason = f"another data-parallel rank takes the stock schedule, and {why}"
     return replace(decision, share=False, fallback=True, reason=reason)
@@ -160,17 +162,38 @@ def _first_reason(problem: BaseException | None, groups: Sequence[Any]) -> Canno
 
 
 def meet(forest: Forest, microbatch_of: Sequence[int], group: Any) -> JointForest:
-    """Tells the ranks of a group one another's segments; every rank of the group calls this.
+    """A rank's segments beside those of ranks that share experts; all of these call this.
 
     Args:
         forest: this rank's segments.
         microbatch_of: the trainer's microbatch of each of its rollouts.
-        group: the process group whose ranks meet in every action.
+        group: the process group whose ranks meet in every action; None: there is no other rank.
     """
+    if group is None:
+        return JointForest.alone(forest, microbatch_of)
     numbers = all_say((tuple(microbatch_of), forest.to_ints()), group)
     forests = [Forest.from_ints(ints) for _, ints in numbers]
     forests[group.rank()] = forest
     return joint_forest(forests, [owners for owners, _ in numbers], group.rank())
+
+
+def check_counts(num_microbatches: int, group: Any, device: torch.device) -> None:
+    """Refuses data-parallel ranks with different numbers of microbatches, whose routers balance the
+    global batch; all ranks call this.
+
+    Args:
+        num_microbatches: of the trainer on this rank.
+        group: the data-parallel process group, context parallelism included.
+        device: where its tensors live.
+
+    Raises:
+        UserError: on every rank of the group.
+    """
+    mine = torch.tensor([num_microbatches, -num_microbatches], device=device)
+    dist.all_reduce(mine, op=dist.ReduceOp.MIN, group=group)
+    fewest, most = mine.tolist()
+    if fewest != -most:
+        raise refused(UNEVEN_MICROBATCHES, fewest, -most)
 
 
 def check_programs(unplanned: Sequence[Any] | None, group: Any) -> None:

@@ -63,10 +63,9 @@ class Carried:
 
     def leaving(self, index: int, spans: Sequence[int]) -> list[Payload]:
         """What some spans of a segment that ran forward here leave."""
-        final = self._final[index]
-        states = () if final is None else final.leaving(index, spans)
-        routed = () if self._ledger is None else self._ledger.leaving(index, spans)
-        return [*self._cache.leaving(index, spans), states, routed]
+        others = self._final[index], self._ledger
+        more = [() if one is None else one.leaving(index, spans) for one in others]
+        return [*self._cache.leaving(index, spans), *more]
 
     def arrived(self, index: int, payload: Sequence[Payload]) -> None:
         """Takes what a segment of another rank leaves."""
@@ -76,16 +75,14 @@ class Carried:
             self._cache.release(layer)
         if self._ledger is not None:
             self._ledger.arrived(index, routed)
-        final = self._final[index]
-        if final is not None:
+        if final := self._final[index]:
             final.arrived(index, states)
 
     def sums(self, index: int) -> list[Payload]:
         """Gradients of what has `arrived`; only once."""
-        final = self._final[index]
-        states = () if final is None else final.sums(index)
-        routed = () if self._ledger is None else self._ledger.sums(index)
-        return [*self._cache.sums(index), states, routed]
+        others = self._final[index], self._ledger
+        more = [() if one is None else one.sums(index) for one in others]
+        return [*self._cache.sums(index), *more]
 
     def add_to(self, index: int, spans: Sequence[int], gradients: Sequence[Payload]) -> None:
         """Adds gradients of what has left here, before the segment runs backward."""
@@ -93,6 +90,5 @@ class Carried:
         self._cache.add_to(index, spans, layers)
         if self._ledger is not None:
             self._ledger.add_to(index, spans, routed)
-        final = self._final[index]
-        if final is not None:
+        if final := self._final[index]:
             final.add_to(index, spans, states)

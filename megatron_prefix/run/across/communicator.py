@@ -95,11 +95,11 @@ class Communicator:
             return math.inf
         after, before = (self.rank + 1) % num, (self.rank - 1) % num
         given = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=self._device)
-        found, seconds = torch.empty_like(given), []
+        got, seconds = torch.empty_like(given), []
         for _ in range(3):  # the first connects
             wait_for(self._device)
             begin = time.perf_counter()
-            for work in self._begun([(dist.isend, after, given), (dist.irecv, before, found)]):
+            for work in self._begun([(dist.isend, after, given), (dist.irecv, before, got)]):
                 work.wait()
             wait_for(self._device)
             seconds.append(time.perf_counter() - begin)
@@ -184,11 +184,12 @@ class Communicator:
         if peer not in known.rows:
             counts = self._numbers(peer, num_layers)
             numbers = self._numbers(peer, sum(counts) * (2 + _DIMENSIONS))
-            rows = iter(
-                _row(numbers[at : at + 2 + _DIMENSIONS])
-                for at in range(0, len(numbers), 2 + _DIMENSIONS)
-            )
-            known.rows[peer] = [list(itertools.islice(rows, count)) for count in counts]
+            rows: list[Row] = []
+            for at in range(0, len(numbers), 2 + _DIMENSIONS):
+                dtype, num, *shape = numbers[at : at + 2 + _DIMENSIONS]
+                rows.append((tuple(shape[:num]), _DTYPES[dtype]))
+            left = iter(rows)
+            known.rows[peer] = [list(itertools.islice(left, count)) for count in counts]
         return known.rows[peer]
 
     def _numbers(self, peer: int, count: int) -> list[int]:
@@ -222,8 +223,3 @@ def communicator_of(group: Any, device: torch.device) -> Iterator[Communicator]:
     except BaseException:
         _made.pop(group, None)
         raise
-
-
-def _row(numbers: Sequence[int]) -> Row:
-    dtype, num, *shape = numbers
-    return tuple(shape[:num]), _DTYPES[dtype]

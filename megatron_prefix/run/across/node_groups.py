@@ -26,12 +26,8 @@ def node_group(rank: Rank) -> tuple[Any, bool]:
     data-parallel rank have the same prompts.
     """
     group: Any = rank.siblings
-    if group not in _made:
-        _made[group] = _made_for(rank, group)
-    return _made[group]
-
-
-def _made_for(rank: Rank, group: Any) -> tuple[Any, bool]:
+    if group in _made:
+        return _made[group]
     names = all_say(hosts.here(), group)
     labels: Sequence[Hashable] = [names.index(name) for name in names]
     for other in several(rank.groups.tp, rank.groups.cp, rank.groups.pp):
@@ -41,4 +37,5 @@ def _made_for(rank: Rank, group: Any) -> tuple[Any, bool]:
     near = [number for number, label in zip(ranks, labels, strict=True) if label == mine]
     timeout = group._get_backend(torch.device(rank.device)).options._timeout
     made = dist.new_group(near, timeout=timeout, use_local_synchronization=True)
-    return made, len({*labels}) < len(labels)
+    _made[group] = made, len({*labels}) < len(labels)
+    return _made[group]

@@ -58,12 +58,12 @@ class CallRows:
 
     def words(self) -> Tensor:
         """What tells two rows apart, int64 [positions, samples]: the bits of all of their parts."""
-        found = fingerprints(self.hidden.detach())
+        numbers = fingerprints(self.hidden.detach())
         seen = self.numbers >= 0
         for layer in self.deep:  # text has none, be there images in its call or not
-            rows = torch.cat([fingerprints(layer.detach()), found.new_zeros(1)])
-            found = torch.where(seen, combined(found, rows[self.numbers]), found)
-        return combined(found, seen.long())
+            rows = torch.cat([fingerprints(layer.detach()), numbers.new_zeros(1)])
+            numbers = torch.where(seen, combined(numbers, rows[self.numbers]), numbers)
+        return combined(numbers, seen.long())
 
     def keep(self, places: Places) -> None:
         """Keeps the rows that segments are computed from, and no others; once."""

@@ -174,13 +174,13 @@ class Given:
         """The language model's arguments for a segment, on this rank."""
         rows, own = self._segments[index]
         held = cp_layout.held_positions(self._padded[index], self._cp.rank(), self._cp.size())
-        found: dict[str, Any] = {}
+        named: dict[str, Any] = {}
         if self._positions is not None:
-            found["position_ids"] = self._own_positions(rows[held])
+            named["position_ids"] = self._own_positions(rows[held])
         if self._tokens is not None:
-            found["input_ids"] = self._tokens[on(self._tokens.device, rows[held])][None]
+            named["input_ids"] = self._tokens[on(self._tokens.device, rows[held])][None]
         if not self._calls:
-            return found
+            return named
         mine = np.array_split(held, self._sequence_ranks)[
             self._tp.rank() if self._sequence_ranks > 1 else 0
         ]
@@ -192,13 +192,13 @@ class Given:
         if torch.is_grad_enabled() and self.trains:
             tensors = [tensor.requires_grad_() for tensor in tensors]
             self._leaves[index] = Leaf(np.where(own, rows, -1), mine, tensors)
-        found |= {"input_ids": None, EMBEDDINGS: tensors[0]}
+        named |= {"input_ids": None, EMBEDDINGS: tensors[0]}
         if len(tensors) > 1:
             mask = seen[:, None] if self._positions_first else seen[None]
             deep = torch.stack(tensors[1:]) if self._stacked else tensors[1:]
             more = {MASK: mask, DEEPSTACK: deep}
-            found |= {BLOCK: self._block | more} if self._in_block else more
-        return found
+            named |= {BLOCK: self._block | more} if self._in_block else more
+        return named
 
     def _own_positions(self, rows: Numbers) -> Tensor:
         """Positions [3, 1, positions] of rows of this rank. With context parallelism they are put
@@ -214,10 +214,10 @@ class Given:
         """Rows of the whole segment: embeddings, and deepstack rows where it has any image."""
         like, depth = self._calls[0], self._depth if images.any() else 0
         shape = 1 + depth, len(rows), like.shape[-1]
-        found = torch.zeros(shape, dtype=like.hidden.dtype, device=self._device)
+        gathered_rows = torch.zeros(shape, dtype=like.hidden.dtype, device=self._device)
         for one, places, at, seen in self._found(rows):
-            one.read(found, places, at, seen)
-        return [*self._exchanged(found)]
+            one.read(gathered_rows, places, at, seen)
+        return [*self._exchanged(gathered_rows)]
 
     def collect(self, index: int) -> None:
         """Keeps what a segment's backward has sent to its rows."""

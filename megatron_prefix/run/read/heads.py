@@ -100,13 +100,13 @@ class FilledDict:
         Raises:
             UserError: that is one thing per segment.
         """
-        found = added(arguments[FILLED_BY_MODEL], self.brought)
-        known = found if self.items is None or not scored else self.items
-        same = found.keys() == known.keys() and all(found[n] is known[n] for n in found)
-        if (found and not scored) or not same or not all(map(is_shared, found.values())):
+        filled = added(arguments[FILLED_BY_MODEL], self.brought)
+        known = filled if self.items is None or not scored else self.items
+        same = filled.keys() == known.keys() and all(filled[n] is known[n] for n in filled)
+        if (filled and not scored) or not same or not all(map(is_shared, filled.values())):
             raise refused(FILLED, FILLED_BY_MODEL)
         if scored:
-            self.items = found
+            self.items = filled
 
     def give(self, call: ModelCall) -> None:
         """Puts it into the dict of a call that is answered."""

@@ -31,6 +31,7 @@ MOST_LETTERS = 64
 """Of a text in a function that is taken for a key."""
 _LIBRARIES = {"torch", "megatron", *sys.stdlib_module_names}
 _NAMESPACES = {"SimpleNamespace", "Namespace"}
+_CODE = types.FunctionType | types.MethodType | functools.partial
 _MISSING = object()
 
 
@@ -124,7 +125,8 @@ def _closure(function: types.FunctionType) -> Place:
 
 def _globals(function: types.FunctionType) -> Place:
     """Globals that a function names."""
-    module, names = function.__globals__, sorted({*_names(function.__code__)})
+    module = function.__globals__
+    names = sorted({name for code in _codes(function.__code__) for name in code.co_names})
     return Place(lambda: {n: module[n] for n in names if n in module}, module.__setitem__)
 
 
@@ -180,14 +182,21 @@ def used_names(function: Any) -> set[str] | None:
             one = one.__func__
         elif not isinstance(one, types.FunctionType):
             one = inspect.getattr_static(type(one), "__call__", None)
-        if not isinstance(one, types.FunctionType) or id(one) in seen or _is_library(one):
+        if not isinstance(one, types.FunctionType) or id(one) in seen:
+            continue
+        if _package(one) in _LIBRARIES:
             continue
         seen.add(id(one))
         has_code = True
-        names = {*_names(one.__code__), *_texts(one.__code__), *one.__code__.co_freevars}
+        names = {*one.__code__.co_freevars}
+        for code in _codes(one.__code__):
+            texts = (text for text in code.co_consts if isinstance(text, str))  # keys of a dict?
+            names |= {*code.co_names, *(text for text in texts if len(text) < MOST_LETTERS)}
         used |= names
-        near = [_closure(one), _globals(one)]
-        waiting += [value for place in near for value in place.read().values() if _is_code(value)]
+        near = [
+            value for place in (_closure(one), _globals(one)) for value in place.read().values()
+        ]
+        waiting += [value for value in near if isinstance(value, _CODE)]
         for owner, name in itertools.product(
             owners.values(), names
         ):  # statically: a property would run
@@ -197,19 +206,11 @@ def used_names(function: Any) -> set[str] | None:
     return used if has_code else None
 
 
-def _is_code(value: Any) -> bool:
-    return isinstance(value, types.FunctionType | types.MethodType | functools.partial)
-
-
-def _is_library(function: types.FunctionType) -> bool:
-    return _package(function) in _LIBRARIES
-
-
 def _places_of(value: Any) -> Iterator[Place]:
     """What a value holds: variables of a function, items of a dict, attributes of an object."""
     kind = type(value)
     if isinstance(value, types.FunctionType):
-        if not _is_library(value):
+        if _package(value) not in _LIBRARIES:
             yield _closure(value)
             yield _globals(value)
         return
@@ -227,18 +228,9 @@ def _package(value: Any) -> str:
     return (getattr(value, "__module__", None) or "").partition(".")[0]
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    """Names of globals and attributes in a function, and in those inside it."""
-    yield from code.co_names
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of a function, and of those inside it."""
+    yield code
     for one in code.co_consts:
         if isinstance(one, types.CodeType):
-            yield from _names(one)
-
-
-def _texts(code: types.CodeType) -> Iterator[str]:
-    """Short texts in a function, and in those inside it: they may be keys of a dict."""
-    for one in code.co_consts:
-        if isinstance(one, types.CodeType):
-            yield from _texts(one)
-        elif isinstance(one, str) and len(one) < MOST_LETTERS:
-            yield one
+            yield from _codes(one)

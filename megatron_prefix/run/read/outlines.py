@@ -13,14 +13,12 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from megatron_prefix.megatron.install import intercepted
 from megatron_prefix.run.calls import ModelCall, are_contiguous, bound, layouts
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read.step import Step, told
-from megatron_prefix.tree import Forest
 from megatron_prefix.tree.cp_layout import Slices
 
 logger = logging.getLogger(__name__)
@@ -53,14 +51,14 @@ class Outlines:
         Args:
             num_microbatches: of the trainer on this rank.
         """
-        rank, found = self._rank, None
+        rank, step = self._rank, None
         try:
             if rank.is_first and len(self._calls) == num_microbatches:
-                found = self._read()
+                step = self._read()
         except Exception as error:  # noqa: BLE001  # it has run, and other stages wait to hear of it
             logger.debug("a step that was timed cannot be read: %s", error)
         self._calls.clear()
-        return told(found, None, rank.groups.pp, rank.device)
+        return told(step, None, rank.groups.pp, rank.device)
 
     def _read(self) -> Step | None:
         for call in self._calls:
@@ -69,13 +67,7 @@ class Outlines:
         if are_contiguous(self._calls, self._slices):
             return None
         places = layouts(self._calls, rank.groups.cp.size(), rank.sequence_ranks)
-        if places is None:
-            return None
-        lengths = tuple(length for layout in places for length in layout.lengths)
-        counts = [len(layout.lengths) for layout in places]
-        microbatch_of = tuple(np.repeat(np.arange(len(counts)), counts).tolist())
-        forest = Forest((), lengths, (0,) * len(lengths), rank.alignment)
-        return Step(forest, microbatch_of, tuple(layout.packed for layout in places), None)
+        return None if places is None else Step.of(places, align=rank.alignment)
 
     def _intercepting(self, _: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
         """A `forward` that goes straight on with the model's."""

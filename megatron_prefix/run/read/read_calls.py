@@ -240,16 +240,16 @@ def read_tokens(
     moves = bool(calls[0].others) and heads.moves_labels(calls[0].arguments)
     columns["labels"] = [heads.moved(call) if moves else call["labels"] for call in calls]
     columns["trained positions"] = [None if one is None else one != 0 for one in trained]
+    if ahead:
+        columns["loss_mask"] = [_weights(call) for call in calls]
     lengths = [sum(layout.lengths) // cp_size for layout in where]
-    weights = [_weights(call) for call in calls] if ahead else []
-    for name, column in [*columns.items(), *([("loss_mask", weights)] if ahead else [])]:
+    for name, column in columns.items():
         for value, num in zip(column, lengths, strict=True):
             if value is not None and not value.is_nested and value.numel() != num:
                 raise refused(COLUMN_LENGTH, name, value.numel(), num)
-    further = [[call["position_ids"] for call in calls]]
-    if ahead:
-        further.append(weights)
-    return CallTokens(where, *_on_host([*columns.values(), *further], lengths))
+    positions = [call["position_ids"] for call in calls]
+    tokens, labels, flags, *weights = columns.values()
+    return CallTokens(where, *_on_host([tokens, labels, flags, positions, *weights], lengths))
 
 
 def _weights(call: ModelCall) -> Tensor | None:

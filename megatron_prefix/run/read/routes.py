@@ -102,8 +102,8 @@ class ToldRoutes:
         padded = mine.new_zeros((sizes.pop(), most, self.shape[1]))
         padded[:, : mine.shape[1]] = mine
         parts = _of_ranks(padded, pp).split(len(padded))
-        found = [part[:, :count] for part, (_, count, *_) in zip(parts, heads, strict=True)]
-        return torch.cat(found, 1), [n for _, count, *rest in heads for n in rest[:count]]
+        by_stage = [part[:, :count] for part, (_, count, *_) in zip(parts, heads, strict=True)]
+        return torch.cat(by_stage, 1), [n for _, count, *rest in heads for n in rest[:count]]
 
 
 def told_of(capture: Capture, chunk: int) -> dict[int, tuple[Any, list[Told]]]:
@@ -113,15 +113,15 @@ def told_of(capture: Capture, chunk: int) -> dict[int, tuple[Any, list[Told]]]:
     Raises:
         CannotShare: at some calls only.
     """
-    found, steps = {}, capture.steps[chunk]
+    by_layer, steps = {}, capture.steps[chunk]
     for layer, router in steps[0].routers.items() if steps else ():
         each = [step.told[layer] for step in steps]
         known = [one for one in each if one is not None]
         if 0 < len(known) < len(each):
             raise refused(SOME_ROUTES)
         if known:
-            found[layer] = router, known
-    return found
+            by_layer[layer] = router, known
+    return by_layer
 
 
 def read(capture: Capture, rank: Rank) -> ToldRoutes:

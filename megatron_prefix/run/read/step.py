@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from megatron_prefix.refusals.table import (
     SOME_ROUTES,
     STAGES_DIFFER,
 )
-from megatron_prefix.run.calls import check_cut
+from megatron_prefix.run.calls import CallLayout, check_cut
 from megatron_prefix.run.rank import gathered
 from megatron_prefix.run.read.read_calls import CallTokens, Numbers, ReadCalls
 from megatron_prefix.tree import Forest, Pairs, cp_layout
@@ -73,6 +73,28 @@ class Step:
         """The trainer's microbatches of the step."""
         return len(self.packed)
 
+    @classmethod
+    def of(
+        cls, layouts: Sequence[CallLayout], samples: Sequence[Pairs] | None = None, align: int = 1
+    ) -> Step:
+        """A step without segments, of which nobody asks for first trained positions.
+
+        Args:
+            layouts: of the first stage's calls.
+            samples: of these.
+            align: to what the stock schedule pads them.
+        """
+        lengths = tuple(length for layout in layouts for length in layout.lengths)
+        owners = [number for number, layout in enumerate(layouts) for _ in layout.lengths]
+        packed = tuple(layout.packed for layout in layouts)
+        forest = Forest((), lengths, (0,) * len(lengths), align)
+        routed = any(sample.routes is not None for sample in samples or ())
+        return cls(forest, tuple(owners), packed, samples, routed)
+
+    def with_forest(self, forest: Forest) -> Step:
+        """The step with segments, all of whose positions its losses may look at."""
+        return replace(self, forest=forest.all_read() if self.reads_all else forest)
+
     def to_ints(self) -> Numbers:
         """The step as numbers, to tell the other stages; `from_ints` reads them."""
         owners = np.array(self.microbatch_of, np.int64)
@@ -99,7 +121,7 @@ def read_step(
     build: Builder | None,
     device: torch.device,
     prefilter: Prefilter | None = None,
-) -> Step | BaseException:
+) -> tuple[Step | None, BaseException | None]:
     """Builds the forest on the first stage and tells it to every stage; all of them call this.
 
     Args:
@@ -111,7 +133,8 @@ def read_step(
             read; None: nothing is asked.
 
     Returns:
-        The step; or what went wrong on this or on the first stage, for `agreement.agree`.
+        The step, and where there is none what went wrong on this or on the first stage, for
+        `agreement.agree`.
     """
     pp = groups.pp
     samples: list[Pairs] | None = None
@@ -134,7 +157,7 @@ def read_step(
             problem = error
     if pp.size() > 1:
         step = told(step, samples, pp, device)
-    return step or problem or refused(NO_TREE)
+    return step, None if step is not None else problem or refused(NO_TREE)
 
 
 def _read(
@@ -172,19 +195,9 @@ def _built(
     known: CallTokens, samples: Sequence[Pairs], build: Builder | None, unshared: bool
 ) -> Step:
     """The first stage's step."""
-    counts = [len(layout.lengths) for layout in known.layouts]
-    microbatch_of = np.repeat(np.arange(len(counts)), counts).tolist()
     reads_all = known.labels is None  # outputs are logits of all positions
-    if build is None:  # nobody asks for first trained positions
-        forest = Forest((), tuple(map(len, samples)), (0,) * len(samples))
-    else:
-        forest = build(samples, microbatch_of)
-    packed = tuple(layout.packed for layout in known.layouts)
-    routed = any(sample.routes is not None for sample in samples)
-    return Step(
-        forest.all_read() if reads_all else forest, tuple(microbatch_of), packed, samples, routed,
-        unshared, reads_all,
-    )  # fmt: skip
+    step = replace(Step.of(known.layouts, samples), unshared=unshared, reads_all=reads_all)
+    return step if build is None else step.with_forest(build(samples, step.microbatch_of))
 
 
 def _tell_first(

@@ -131,8 +131,8 @@ class SuspendedStep:
             stock: runs the model itself.
         """
         self.call, self._stock, self.called = call, stock, Settings.now()
-        found = {layer: told(one, self.number) for layer, one in self.routers.items()}
-        self.told = {layer: one and one.kept() for layer, one in found.items()}
+        by_layer = {layer: told(one, self.number) for layer, one in self.routers.items()}
+        self.told = {layer: one and one.kept() for layer, one in by_layer.items()}
         if quantises() and not self._quantised:
             self._problem = refused(FP8_INSIDE)
         elif fixed() != self._before:
@@ -269,8 +269,8 @@ class Capture:
             ]
             routers: Mapping[int, Any] = NO_ROUTERS
             if self._rank.has_experts:
-                found = versions.routers(model)
-                routers = {n: one for n, one in found.items() if replays_of(one) is not None}
+                every = versions.routers(model)
+                routers = {n: one for n, one in every.items() if replays_of(one) is not None}
                 swaps.append(forward_step_state.replayed_routes([*routers.values()]))
                 swaps.append(forward_step_state.stages_of_queues())
             for number in range(self._num):

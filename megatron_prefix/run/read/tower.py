@@ -152,10 +152,10 @@ class TowerOnce:
                 new.setdefault(keys[-1], Image(part, grid, self._step(), _version(part)))
         if new:
             with torch.no_grad():
-                found = self._run([*new.values()])
+                output = self._run([*new.values()])
             self._settings = Settings.now()
             for image, rows in zip(
-                new.values(), self._by_image(found, [*new.values()]), strict=True
+                new.values(), self._by_image(output, [*new.values()]), strict=True
             ):
                 image.rows, image.sums = rows, [None] * len(rows)
             self._images |= new
@@ -166,11 +166,11 @@ class TowerOnce:
         grids = torch.stack([image.grid for image in images])
         return self._stock(patches, **{self._kind.grids: grids})
 
-    def _by_image(self, found: Any, images: Sequence[Image]) -> list[list[Tensor]]:
+    def _by_image(self, output: Any, images: Sequence[Image]) -> list[list[Tensor]]:
         """The rows of every image, of every tensor that the tower has returned."""
         if self._kind.listed:
-            return [[rows] for rows in found]
-        leaves, self._structure = pytree.tree_flatten(found)
+            return [[rows] for rows in output]
+        leaves, self._structure = pytree.tree_flatten(output)
         self._plain = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         parts = [_split(leaf, images) for leaf in leaves if isinstance(leaf, Tensor)]
         return [[*rows] for rows in zip(*parts, strict=True)]
@@ -213,8 +213,8 @@ class TowerOnce:
             if image.version != _version(image.patches):
                 raise refused(OVERWRITTEN, "an argument of the vision tower", image.microbatch)
         with torch.enable_grad(), self._settings.autocasting():
-            found = pytree.tree_leaves(self._run(images))
-        tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
+            leaves = pytree.tree_leaves(self._run(images))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         by_image = [image.sums for image in images]
         for image in images:
             image.sums = [None] * len(image.rows)

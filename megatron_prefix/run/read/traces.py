@@ -131,14 +131,14 @@ def _plain(value: Any) -> Any:
 
 def _digest(value: Any) -> bytes:
     """Of what a value holds: its elements, or which objects; what cannot be read stays the same."""
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     try:
         for part in _parts(value, 2):
-            found.update(part)
+            digest.update(part)
     except Exception:  # sparse tensors, odd classes: looking must not end a step
         logger.debug("a %s cannot be compared", type(value).__name__, exc_info=True)
         return b""
-    return found.digest()
+    return digest.digest()
 
 
 def _parts(value: Any, depth: int) -> Iterator[bytes]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_prefix.device.fusion import has_triton
-from megatron_prefix.sidecar.key_sums import key_sums
+from megatron_prefix.sidecar.context_parallel import key_sums
 from megatron_prefix.tree import cp_layout
 
 PROBE = "megatron_prefix.device.triton_probe"

@@ -36,7 +36,7 @@ for num, width, dtype in [(2, 24, torch.float32), (3, 64, torch.float32), (3, 16
 
 SUMS = """
 import torch
-from megatron_prefix.sidecar import key_sums as sums
+from megatron_prefix.sidecar import context_parallel as sums
 from megatron_prefix.sidecar.key_sums_triton import key_sums_triton
 from megatron_prefix.tree import cp_layout
 

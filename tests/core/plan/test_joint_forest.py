@@ -18,7 +18,7 @@ from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.run.execute.memory_control import longest_segments
 from megatron_prefix.tree import Forest, Pairs, Place, Segment, Span, TreeOptions, build
-from megatron_prefix.tree.packing import Rows
+from megatron_prefix.tree.packing import MicrobatchRows
 from tests.harness.fuzzing import rounds
 from tests.harness.trees import flat_rollouts, random_forest
 
@@ -221,7 +221,7 @@ def test_fillers_of_segments_are_no_rows() -> None:
         for num in (1, 16)
     )
     assert any(not span.rollouts for segment in whole.segments for span in segment.spans)
-    assert Rows.of(whole, owners).inner == Rows.of(plain, owners).inner
+    assert MicrobatchRows.of(whole, owners).inner == MicrobatchRows.of(plain, owners).inner
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -231,7 +231,7 @@ def test_ordered_losses_hold_up_no_round_cut_together(seed: int) -> None:
     options, owners = TreeOptions(segment_tokens=100, min_gain=0), [i // 2 for i in range(24)]
     ranks = [uneven(rng, 6) for _ in range(3)]
     alone = [build(rollouts, None, options, owners) for rollouts in ranks]
-    rows = Rows.most(Rows.of(forest, owners) for forest in alone)
+    rows = MicrobatchRows.most(MicrobatchRows.of(forest, owners) for forest in alone)
     together = [build(rollouts, None, options, owners, rows) for rollouts in ranks]
 
     def round_of(forest: Forest) -> list[int]:

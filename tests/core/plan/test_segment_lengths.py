@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from megatron_prefix.config import SEGMENT_TOKENS, PrefixConfig
@@ -13,7 +11,6 @@ from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.plan.step_planner import StepPlanner, Verdict, fitting
-from megatron_prefix.tree import Forest
 from tests.harness.command_line import failure
 from tests.harness.trees import flat_rollouts
 
@@ -27,7 +24,7 @@ def chosen(
     rollouts, _ = flat_rollouts(100, answer, 4, 20)
     planner = StepPlanner(PrefixConfig(segment_tokens=given), COST, align, 1, 1, None)
 
-    def judge(forest: Forest, _: Sequence[int], plan: Plan) -> Verdict:
+    def judge(_: JointForest, plan: Plan) -> Verdict:
         longest = max(segment.padded_length for segment in plan.segments)
         seconds = sum(s.padded_length + per_action for s in plan.segments)
         return Verdict(max(0, longest - room), seconds, retains=True)
@@ -71,9 +68,11 @@ def test_nothing_is_joined_where_only_what_waits_keeps_the_limit(given: int | st
     planner = StepPlanner(PrefixConfig(segment_tokens=given), COST, 1, 1, 1, None, joins=True)
     for over in (0.0, 1.0):
 
-        def judge(forest: Forest, _: Sequence[int], plan: Plan, over: float = over) -> Verdict:
+        def judge(joint: JointForest, plan: Plan, over: float = over) -> Verdict:
             joined = any(segment.joined >= 0 for segment in plan.segments)
-            return Verdict(over if joined else 0.0, float(len(forest.segments)), retains=joined)
+            return Verdict(
+                over if joined else 0.0, float(len(joint.forest.segments)), retains=joined
+            )
 
         _, forest = planner.build(rollouts, owners, judge)
         joined = any(segment.joined >= 0 for segment in forest.segments)

@@ -198,7 +198,7 @@ def test_samples_that_are_not_cut_into_two_chunks_are_refused() -> None:
     known = CallTokens([CallLayout((6,), True)], column, column, None, None)
     groups = SimpleNamespace(pp=Alone(), cp=Alone(2))
     build_nothing: Any = None
-    found = read_step(ReadCalls(known, None), groups, build_nothing, torch.device("cpu"))
+    _, found = read_step(ReadCalls(known, None), groups, build_nothing, torch.device("cpu"))
     assert isinstance(found, CannotShare)
     assert "a sample has 3 positions on a context-parallel rank" in str(found)
     assert "multiple of 4" in str(found)

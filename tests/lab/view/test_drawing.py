@@ -6,6 +6,7 @@ import itertools
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -27,10 +28,10 @@ def forest_of(prefix=1000, suffix=200, num=4, num_groups=2, **options) -> Forest
     return build(rollouts, groups, TreeOptions(**{"min_gain": 0, "segment_tokens": 400, **options}))
 
 
-def drawn(plan: Plan, title: str = "", **changes) -> ElementTree.Element:
-    timeline = simulate(plan, **changes)
+def drawn(plan: Plan, title: str = "", unit: str = "tokens", **changes) -> ElementTree.Element:
+    timeline = replace(simulate(plan, **changes), unit=unit)
     text = timeline_svg(timeline, plan, title)
-    assert text == timeline_svg(simulate(plan, **changes), plan, title)
+    assert text == timeline_svg(replace(simulate(plan, **changes), unit=unit), plan, title)
     return ElementTree.fromstring(text)
 
 

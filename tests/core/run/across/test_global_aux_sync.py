@@ -15,12 +15,11 @@ import torch.distributed as dist
 from megatron_prefix.errors import UserError
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.count_sums import progress, sums_behind
+from megatron_prefix.plan.count_sums import progress, prove, sums_behind
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import loss_ready_after, make_plan
-from megatron_prefix.run.across import global_aux_sync
-from megatron_prefix.run.across.agreement import share_together
+from megatron_prefix.run.across.agreement import check_counts, share_together
 from megatron_prefix.tree import Forest
 from tests.core.plan.test_planner import flat_forest
 from tests.harness.trees import random_forest, with_programs
@@ -59,7 +58,7 @@ def replica(rng: random.Random, num_ranks: int, num_chunks: int, most: int) -> t
     options = dict(num_chunks=num_chunks, run_ahead=rng.choice((1, 2, None)))
     plan = make_plan(joint.union, num_ranks, microbatches=joint.union_microbatch_of, **options)
     for rank in range(num_ranks):
-        global_aux_sync.prove(plan, joint, rank)
+        prove(plan, rank, joint.union_microbatch_of)
     return plan, list(joint.union_microbatch_of)
 
 
@@ -210,7 +209,7 @@ def test_all_ranks_take_one_schedule(monkeypatch, share, others) -> None:
     limits = torch.tensor([others])
     monkeypatch.setattr(dist, "all_reduce", lambda mine, *_, **__: mine.copy_(mine.minimum(limits)))
     mine = Decision(share, "mine", False, 1.5)
-    found = share_together(mine, None, torch.device("cpu"), "that is so")
+    found = share_together(mine, "a group", torch.device("cpu"), "that is so")
     assert found.share == (share and bool(others))
     if share and not others:
         assert found.fallback and found.reason.endswith("takes the stock schedule, and that is so")
@@ -225,7 +224,7 @@ def test_ranks_have_equally_many_microbatches(monkeypatch, number, words) -> Non
     monkeypatch.setattr(dist, "all_reduce", lambda mine, **_: mine.copy_(mine.minimum(limits)))
     refused = pytest.raises(UserError, match=f"with {words} microbatches")
     with refused if words else contextlib.nullcontext():
-        global_aux_sync.check_counts(number, None, torch.device("cpu"))
+        check_counts(number, None, torch.device("cpu"))
 
 
 def test_a_plan_that_waits_for_what_comes_later_is_refused() -> None:
@@ -235,8 +234,6 @@ def test_a_plan_that_waits_for_what_comes_later_is_refused() -> None:
     plan = with_programs(make_plan(forest), [actions])
     words = "rank 0: B1 waits for the global_aux_loss of 2 microbatches .* has counted 0"
     with pytest.raises(UserError, match=words):
-        global_aux_sync.prove(plan, early, 0)
-    global_aux_sync.prove(plan, joint_forest([forest], [[0, 1, 2, 3]]), 0)
-    global_aux_sync.prove(
-        make_plan(replace(forest, ordered=True), microbatches=microbatch_of), early, 0
-    )
+        prove(plan, 0, early.union_microbatch_of)
+    prove(plan, 0, [0, 1, 2, 3])
+    prove(make_plan(replace(forest, ordered=True), microbatches=microbatch_of), 0, microbatch_of)

@@ -70,14 +70,14 @@ def why_alone(config: PrefixConfig, rank: Rank, *, together: bool) -> str | None
         return ""
     if not together:
         return APART
-    found = _in_the_way(config, rank)
-    if found is not None and config.across != "auto":
-        raise refused(found)
+    obstacle = _in_the_way(config, rank)
+    if obstacle is not None and config.across != "auto":
+        raise refused(obstacle)
     if config.across == "node":
         rank.siblings, any_together = node_group(rank)
         if not any_together:
             return ""
-    return None if found is None else f"{found.name} is not supported yet"
+    return None if obstacle is None else f"{obstacle.name} is not supported yet"
 
 
 def tell_alone(why: str, rank: Rank, told: set[str]) -> None:
@@ -104,9 +104,9 @@ def setting(config: PrefixConfig, rank: Rank, why: str) -> str:
     """
     if rank.crosses:
         return ""
-    found = _in_the_way(config, rank)
-    if found is not None:
-        return f"{found.name} is not supported yet"
+    obstacle = _in_the_way(config, rank)
+    if obstacle is not None:
+        return f"{obstacle.name} is not supported yet"
     if why:
         return f"not in this step, as {why}"
     return "set across_ranks to auto" + (", and mode, too" if config.mode == "observe" else "")
@@ -124,7 +124,7 @@ def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
     return None
 
 
-def joint(
+def across(
     step: Step,
     rank: Rank,
     planning: Planning,
@@ -145,36 +145,36 @@ def joint(
             on another one, the step comes back as it is, or every rank is alone.
     """
     group: Any = rank.siblings
-    across, problem = tried(lambda: Across(step, rank, planning, build))
-    heard = all_say(None if across is None else across.told, group)
-    if across is not None and None not in heard:
-        _, problem = tried(lambda: across.build(heard))
+    mine, problem = tried(lambda: Across(step, rank, planning, build))
+    heard = all_say(None if mine is None else mine.told, group)
+    if mine is not None and None not in heard:
+        _, problem = tried(lambda: mine.build(heard))
     if planning.config.across != "auto":
         if problem is not None:
             raise problem
-        return step if across is None or across.forest is None else across.step
-    why = _decided(across, problem, rank)
-    if why == "" and across is not None:
-        return across.step
+        return (mine and mine.step) or step
+    why = _decided(mine, problem, rank)
+    if why == "" and mine is not None and mine.step is not None:
+        return mine.step
     step = replace(step, why_alone=why)
-    if across is not None and across.alone is not None and build_alone is build:
-        return replace(step, forest=across.alone)
+    if mine is not None and mine.alone is not None and build_alone is build:
+        return replace(step, forest=mine.alone.forest)
     if planning.config.mode == "auto" and planning.shares_nothing(step.samples, rank):
         return replace(step, unshared=True)
-    return with_segments(step, build_alone)
+    return step.with_forest(build_alone(step.samples or (), step.microbatch_of))
 
 
 class Across:
     """A rank's step in which payloads cross, made in two parts.
 
     Args:
-        step, rank, planning, build: see `joint`.
+        step, rank, planning, build: see `across`.
 
     Attributes:
         told: what the others hear of this rank's rollouts.
-        forest: None until they have been heard.
+        step: with its segments; None until the others have been heard.
         common: what the ranks have in common.
-        alone: segments of this rank if nothing crosses; None until somebody asks.
+        alone: the step if nothing crosses; None until somebody asks.
     """
 
     def __init__(
@@ -184,34 +184,25 @@ class Across:
         self._planning = planning
         self._options = planning.planner(rank).options
         self.told, self._numbers = beginnings_of(step.samples or (), self._options)
-        self.forest: Forest | None = None
-        self.alone: Forest | None = None
+        self.step: Step | None = None
+        self.alone: Step | None = None
         self.common = CommonSpans()
 
     def build(self, heard: Sequence[Any]) -> None:
         """Makes the segments."""
         group: Any = self._rank.siblings
         self.common = common_spans(heard, group.rank(), self._options)
-        self.forest = self._built(common=(self._numbers, self.common))
+        common = self._built(common=(self._numbers, self.common))
+        self.step = replace(common, crosses=True)
 
-    def _built(self, **options: Any) -> Forest:
+    def _built(self, **options: Any) -> Step:
         step = self._before
-        return _read(self._build(step.samples or (), step.microbatch_of, **options), step)
+        built = self._build(step.samples or (), step.microbatch_of, **options)
+        return step.with_forest(built)
 
-    @property
-    def step(self) -> Step:
-        """With them."""
-        if self.forest is None:
-            raise RuntimeError("the segments have not been made")
-        return replace(self._before, forest=self.forest, crosses=True)
-
-    def meet(self) -> JointForest:
-        """The segments among those of ranks that share experts, which call this together."""
-        known = self.step.forest, self._before.microbatch_of
-        experts = self._rank.experts
-        return JointForest.alone(*known) if experts is None else agreement.meet(*known, experts)
-
-    def pays(self, met: JointForest, bytes_per_second: float) -> tuple[float, float, float]:
+    def pays(
+        self, step: Step, met: JointForest, bytes_per_second: float
+    ) -> tuple[float, float, float]:
         """By how many bytes this rank's predicted peak is above the limit of memory if payloads
         cross, the seconds that the step then takes, and those if the rank is alone; it asks no
         other rank.
@@ -220,30 +211,21 @@ class Across:
         would have overlapped with backwards.
 
         Args:
-            met: the segments, from `meet`.
+            step: this one, with its segments.
+            met: the segments among those of ranks that share experts.
             bytes_per_second: of messages.
         """
         rank, self.alone = self._rank, self._built()
         across, alone = (
-            self._planning.forecast(one, self._before.microbatch_of, rank)
-            for one in (self.step.forest, self.alone)
+            self._planning.forecast(one.forest, one.microbatch_of, rank)
+            for one in (step, self.alone)
         )
-        _, over = self._planning.proposed(self.step, met, rank)
-        moved = _crossing(self.step.forest, rank)
+        _, over = self._planning.proposed(step, met, rank)
+        moved = _crossing(step.forest, rank)
         moved += rank.gradient_bytes * (rank.overlaps and not rank.forward_only)
         seconds = across.prefix_seconds + moved / bytes_per_second
         by_stock = alone.stock_seconds if self._planning.config.mode == "auto" else math.inf
         return over, seconds, min(alone.prefix_seconds, by_stock)
-
-
-def with_segments(step: Step, build: Callable[..., Forest]) -> Step:
-    """A step with segments that are made of its samples and their microbatches."""
-    return replace(step, forest=_read(build(step.samples or (), step.microbatch_of), step))
-
-
-def _read(forest: Forest, step: Step) -> Forest:
-    """Segments of a step, all of whose positions losses may look at."""
-    return forest.all_read() if step.reads_all else forest
 
 
 def _decided(
@@ -256,17 +238,18 @@ def _decided(
     Args:
         across: this rank's step, if it could be made.
         problem: why it could not.
-        rank: see `joint`.
+        rank: see `across`.
     """
     groups = several(rank.groups.tp, rank.data_ranks)
     _, failed = worst([], problem, groups, rank.device)
-    if failed or across is None or across.forest is None:
+    if failed or across is None or across.step is None:
         return f"it could not be planned ({failed})"
     if not across.common.segments:
         return NOTHING
     rate = communicator(rank.siblings, rank.device).bytes_per_second
-    met = across.meet()
-    mine, problem = tried(lambda: across.pays(met, rate))
+    step = across.step
+    met = agreement.meet(step.forest, step.microbatch_of, rank.experts)
+    mine, problem = tried(lambda: across.pays(step, met, rate))
     (over, together, alone), failed = worst(mine or (0.0,) * 3, problem, groups, rank.device)
     if failed:
         across.alone = None  # some ranks have none, and all go on alike

@@ -25,9 +25,9 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan import cost
 from megatron_prefix.refusals.table import ACROSS_EXPERTS, ACROSS_GATHERS
-from megatron_prefix.run import joint_step, planning
+from megatron_prefix.run import across_step, planning
 from megatron_prefix.run.across.communicator import Communicator
-from megatron_prefix.run.joint_step import APART, NOTHING, RESTS, SLOWER, tell_alone, why_alone
+from megatron_prefix.run.across_step import APART, NOTHING, RESTS, SLOWER, tell_alone, why_alone
 from megatron_prefix.run.pause import Rest
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
@@ -194,9 +194,9 @@ def _raise(*_: Any, **__: Any) -> None:
 
 
 PLACES = {
-    "before ranks tell": (joint_step, "beginnings_of"),
-    "what is in common": (joint_step, "common_spans"),
-    "whether it pays": (joint_step.Across, "pays"),
+    "before ranks tell": (across_step, "beginnings_of"),
+    "what is in common": (across_step, "common_spans"),
+    "whether it pays": (across_step.Across, "pays"),
     "the forecast": (planning.Planning, "forecast"),
 }
 

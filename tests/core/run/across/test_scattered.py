@@ -15,9 +15,9 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.refusals.table import ACROSS_EXPERTS, ACROSS_GATHERS
-from megatron_prefix.run import joint_step
-from megatron_prefix.run.across import across_ranks
-from megatron_prefix.run.across.across_ranks import LENGTHS, SharingAcrossRanks, beginnings, tell
+from megatron_prefix.run import across_step
+from megatron_prefix.run.across import scattered
+from megatron_prefix.run.across.scattered import LENGTHS, SharingAcrossRanks, beginnings, tell
 from megatron_prefix.run.rank import default_groups
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.trainers.table import VERL
@@ -43,7 +43,7 @@ def rollout(group: int, number: int, prompt: int = PROMPT) -> Pairs:
 def test_one_of_the_context_parallel_ranks_speaks_for_all(rank: int) -> None:
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2, rank=lambda: rank), dp_cp=alone)
-    found = across_ranks.exchange([rollout(0, 0), rollout(0, 1)], groups)
+    found = scattered.exchange([rollout(0, 0), rollout(0, 1)], groups)
     assert (found.tokens, found.shared > 0) == ((158, True) if rank == 0 else (0, False))
 
 
@@ -54,7 +54,7 @@ def test_the_estimate_is_at_most_a_quarter_below_the_tree(prompt: int) -> None:
     truth = forest.raw_tokens - forest.executed_tokens
     found = least_saved(beginnings(rollouts), LENGTHS)
     assert found <= truth
-    assert prompt < across_ranks.SHORTEST or found >= truth / across_ranks.GROWTH - 12
+    assert prompt < scattered.SHORTEST or found >= truth / scattered.GROWTH - 12
     assert least_saved(beginnings(rollouts[::4]), LENGTHS) == 0
 
 
@@ -67,13 +67,13 @@ def look(mode: str, together: bool, num_steps: int) -> tuple[list[int], SharingA
     rank = torch.distributed.get_rank(default_groups().dp_cp)
     begun: list[int] = []
     exchanges: list[int] = []
-    stock = across_ranks.exchange
+    stock = scattered.exchange
 
     def counted(*args: Any) -> SharingAcrossRanks:
         exchanges.append(begun[-1])
         return stock(*args)
 
-    across_ranks.exchange = counted  # type: ignore[assignment]  # the rank's own process
+    scattered.exchange = counted  # type: ignore[assignment]  # the rank's own process
     for number in range(num_steps):
         begun.append(number)
         groups = [(rank, 0), (rank, 1)] if together else [(0, rank), (1, rank)]
@@ -145,7 +145,7 @@ def test_what_across_ranks_would_bring_is_a_lower_bound() -> None:
         return build(rollouts, [0] * len(rollouts), options).executed_tokens
 
     heard = [(sum(map(len, some)), beginnings(some)) for some in dealt]
-    found = across_ranks.counted(heard, 4)
+    found = scattered.counted(heard, 4)
     slowest = max(map(executed, dealt))
     # A code of a position is of its input and label: prompts end a position earlier.
     once = executed([one for some in dealt for one in some])
@@ -159,9 +159,9 @@ def test_what_across_ranks_would_bring_is_a_lower_bound() -> None:
 def test_what_carries_loss_crosses_ranks_too() -> None:
     one = rollout(0, 0)
     trained = Pairs(one.inputs, one.labels, np.ones(len(one), bool))
-    found = [across_ranks.counted([(len(s), beginnings([s]))] * 2, 2) for s in (one, trained)]
+    found = [scattered.counted([(len(s), beginnings([s]))] * 2, 2) for s in (one, trained)]
     assert found[0] == found[1]
-    assert len(one) / across_ranks.GROWTH - 1 <= found[0].repeated <= len(one)
+    assert len(one) / scattered.GROWTH - 1 <= found[0].repeated <= len(one)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_what_carries_loss_crosses_ranks_too() -> None:
         ({}, "set across_ranks to auto"),
         ({"mode": "observe"}, "set across_ranks to auto, and mode, too"),
         ({"crosses": True}, ""),
-        ({"why": joint_step.SLOWER}, f"not in this step, as {joint_step.SLOWER}"),
+        ({"why": across_step.SLOWER}, f"not in this step, as {across_step.SLOWER}"),
         (
             {"experts": object(), "gathers_tokens": True},
             f"{ACROSS_EXPERTS.name} is not supported yet",
@@ -182,11 +182,11 @@ def test_the_setting_or_what_is_in_its_way_is_named(changes, told) -> None:
     has = {"crosses": False, "experts": None, "gathers_late": False} | changes
     rank = SimpleNamespace(data_ranks=object(), siblings=object(), **has)
     config = PrefixConfig(mode=changes.get("mode", "auto"))
-    assert joint_step.setting(config, rank, changes.get("why", "")) == told  # type: ignore[arg-type]
+    assert across_step.setting(config, rank, changes.get("why", "")) == told  # type: ignore[arg-type]
 
 
 def test_without_a_common_dp_group_nothing_is_exchanged() -> None:
-    watch = across_ranks.Watch()
+    watch = scattered.Watch()
     rank = SimpleNamespace(is_first=True, data_ranks=None, forward_only=False)
     watch.look(None, rank, setting="")  # type: ignore[arg-type]
     assert watch.last is None

@@ -164,14 +164,7 @@ def tell(sharing: SharingAcrossRanks, setting: str) -> None:
     trainer = trainers.running()
     how = f"; what keeps them together in {trainer.name}: {trainer.together}" if trainer else ""
     logger.warning(
-        "%s: groups are scattered over %d data-parallel ranks; %s%s",
-        line, sharing.num_ranks, _across_ranks(sharing, setting), how,
+        "%s: groups are scattered over %d data-parallel ranks; the slowest executes %d tokens, and"
+        " with across_ranks a rank %.0f in the mean, at least %.2fx: %s%s",
+        line, sharing.num_ranks, sharing.slowest, sharing.mean, sharing.speedup, setting, how,
     )  # fmt: skip
-
-
-def _across_ranks(sharing: SharingAcrossRanks, setting: str) -> str:
-    """What `across_ranks` would bring, and how to get it."""
-    return (
-        f"the slowest executes {sharing.slowest} tokens, and with across_ranks a rank"
-        f" {sharing.mean:.0f} in the mean, at least {sharing.speedup:.2f}x: {setting}"
-    )
