@@ -19,7 +19,15 @@ from megatron_prefix.layers.kind import Heads, Kind, Override, Running, Slot, ow
 from megatron_prefix.layers.quantisers import quantised
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
-from megatron_prefix.refusals.table import FUSED_YARN, MASK_TYPE, NO_SINKS, OTHER_CORE, OWN_FORWARD
+from megatron_prefix.refusals.table import (
+    FUSED_YARN,
+    LEARNED_SINKS_CP,
+    MASK_TYPE,
+    NO_SINKS,
+    OTHER_CORE,
+    OWN_FORWARD,
+    SINKS_CP,
+)
 from megatron_prefix.tree.payload_map import Form
 
 if TYPE_CHECKING:
@@ -153,6 +161,12 @@ class Attention(Kind):
         core = module.core_attention
         if _has_sinks(core.config) and getattr(core, "softmax_offset", None) is None:
             yield NO_SINKS.given(core.config.softmax_type)
+        if _has_sinks(core.config) and config.context_parallel_size > 1:
+            how = exchanged_by(module)
+            if how not in (None, "a2a"):
+                yield SINKS_CP.given(core.config.softmax_type, how)
+            elif how and core.config.softmax_type == "learnable":
+                yield LEARNED_SINKS_CP.given()
         if config.apply_rope_fusion and _is_scaled_by_yarn(config):
             yield FUSED_YARN.given()
 
@@ -200,6 +214,13 @@ def window_of(attention: Any) -> tuple[int, int] | None:
         return None if left < 0 else (left, right)
     found = getattr(getattr(core, "scale_mask_softmax", None), "window_size", None)
     return None if found is None else (found[0], found[1])
+
+
+def exchanged_by(attention: Any) -> str | None:
+    """How transformer-engine's core attention exchanges keys of context-parallel ranks; None:
+    another one."""
+    found: str | None = getattr(attention.core_attention, "cp_comm_type", None)
+    return found
 
 
 def _is_scaled_by_yarn(config: Any) -> bool:

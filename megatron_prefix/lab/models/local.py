@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -95,11 +96,12 @@ class LocalAttention(DotProductAttention):
             )
         queries = query.split([length // group.size() for length in lengths])
         samples = zip(lengths, queries, key.split(lengths), value.split(lengths), strict=True)
+        window = self.scale_mask_softmax.window_size
+        hidden = functools.partial(
+            _hidden, rank=group.rank(), size=group.size(), window=window, device=query.device
+        )
         outputs = [
-            self._sample(
-                q, k, v, _hidden(length, group.rank(), group.size(), q.device), *args, **kwargs
-            )
-            for length, q, k, v in samples
+            self._sample(q, k, v, hidden(length), *args, **kwargs) for length, q, k, v in samples
         ]
         output = torch.cat(outputs)
         return output.squeeze(1) if packed else output
@@ -111,7 +113,14 @@ class LocalAttention(DotProductAttention):
         """[queries, batch, heads, dim] -> [queries, batch, heads * dim]; see `_hidden`."""
         # In MLA values have a width of their own; in packs 0.19 pads them to that of queries.
         self.hidden_size_per_partition = query.shape[2] * value.shape[3]
-        return super().forward(query, key, value, hidden, *more, **named)
+        softmax = self.scale_mask_softmax
+        window = softmax.window_size
+        if self.pg_collection.cp.size() > 1:
+            softmax.window_size = None  # with one it ignores a mask that is given
+        try:
+            return super().forward(query, key, value, hidden, *more, **named)
+        finally:
+            softmax.window_size = window
 
 
 # Its rule is that of Megatron's own: segments may take its place.
@@ -204,15 +213,21 @@ def _lengths(packed_seq_params: Any) -> list[int]:
     return [length for length in ends.diff().tolist() if length]
 
 
-def _hidden(length: int, rank: int, size: int, device: torch.device) -> torch.Tensor | None:
+def _hidden(
+    length: int, *, rank: int, size: int, window: tuple[int, int] | None, device: torch.device
+) -> torch.Tensor | None:
     """Which keys of a sample the queries of one rank do not see, bool [1, 1, queries, keys].
 
     None if the rank has the whole sample: the stock module's own mask.
     """
     if size == 1:
         return None
-    held = torch.from_numpy(cp_layout.positions(length, rank, size)).to(device)
-    return (torch.arange(length, device=device) > held[:, None])[None, None]
+    held = torch.from_numpy(cp_layout.positions(length, rank, size)).to(device)[:, None]
+    keys = torch.arange(length, device=device)
+    hidden = keys > held
+    if window is not None:
+        hidden |= keys < held - window[0]
+    return hidden[None, None]
 
 
 _CASTS = {torch.Tensor.to, torch.Tensor.float, torch.softmax}
