@@ -9,7 +9,7 @@ else. Importing the classes would need transformer-engine.  Pure, until it is ho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +80,8 @@ class Attention(Kind):
     name, symbol, slot, form = "attention", "*", Slot.MIXER, Form.POSITIONS
     forwards: frozenset[str] = FORWARDS
     """Classes whose forward its modules have."""
+    cores: Collection[str] = CORES
+    """Classes whose forward its core attention has."""
 
     def fills(self, config: Any, layer: int) -> bool:
         """See Kind."""
@@ -147,7 +149,7 @@ class Attention(Kind):
             yield OWN_FORWARD.given(number, type(module).__name__)
             return
         bases = {f"{base.__module__}.{base.__qualname__}" for base in type(core).__mro__}
-        if owner(core, "forward") not in CORES or PASSED_OVER.get(forward) in bases:
+        if owner(core, "forward") not in self.cores or PASSED_OVER.get(forward) in bases:
             yield OTHER_CORE.given(number, type(core).__name__)
             return
         for one in (module, core):
