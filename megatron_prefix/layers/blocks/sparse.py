@@ -4,7 +4,7 @@ What a query sees is decided by scores of all keys before it, so levels cannot b
 of the keys of a span lie all those of its ancestors, in the order of positions, and one call takes
 them. Ancestors' keys and values are expanded from latents, as in latent.py; index keys are what
 they left. The arithmetic is that of Megatron's `unfused_dsa_fn` (megatron/core/transformer/
-experimental_attention_variant/dsa.py): scores of all pairs, and a mask.
+experimental_attention_variant/dsa.py): scores of all pairs, and a mask; some queries at a time.
 
 The indexer itself is the stock module, on the segment's positions. Its input is detached there, so
 nothing flows through it but its own loss, which is refused (layers/dsa.py).
@@ -29,10 +29,17 @@ from megatron_prefix.layers.blocks.shared import Pull
 from megatron_prefix.layers.blocks.unread import keys_only
 from megatron_prefix.sidecar.arena import Both, Payload, wider
 from megatron_prefix.sidecar.cache import SegmentState
+from megatron_prefix.tree import cp_layout
+from megatron_prefix.tree.payload_map import Level
 
 if TYPE_CHECKING:
     from megatron_prefix.layers.kind import Override, Running
     from megatron_prefix.layers.segment import SegmentContext
+
+
+MAX_SCORES = 1 << 26
+"""Most scores of all heads at once, but for those of a single query: a quarter of a GiB in fp32, of
+which a few lie side by side."""
 
 
 class Index(NamedTuple):
@@ -63,6 +70,7 @@ class Sparse(Latents):
         core = module.core_attention
         self.topk, self.scale = core.indexer.index_topk, core.softmax_scale
         self.has_relu = getattr(module.config, "dsa_indexer_scoring_relu", True)
+        self.num_heads = max(self._heads, core.indexer.index_n_heads)
         self.indexer, self._caught = core.indexer, list[Tensor]()
         running.rotary.add(self.indexer.rotary_pos_emb)
 
@@ -148,11 +156,12 @@ class Sparse(Latents):
 
 
 class _Seen(NamedTuple):
-    """What the queries of one span see.
+    """What some queries of one span see.
 
     Attributes:
         first, stop: the queries.
-        rows: of [what is read level by level, own keys], in the order of positions, int64.
+        rows: of [what is read level by level, own keys], in the order of positions, int64; the
+            last is the last query's own.
     """
 
     first: int
@@ -221,7 +230,7 @@ class _SparseAttention(torch.autograd.Function):
         keys, values = _pool([shared.keys(payload) for payload in read], (key, value))
         index_keys = torch.cat([*(payload[2] for payload in read), own.key])
         parts, chosen = [], []
-        for first, stop, rows in seen_of(context, query.device):
+        for first, stop, rows in seen_of(context, shared.num_heads, query.device):
             mine = Index(own.query[first:stop], index_keys[rows], own.weight[first:stop])
             chosen.append(choose(mine, shared.topk, shared.has_relu))
             seen = _mask(chosen[-1], len(rows))
@@ -243,7 +252,8 @@ class _SparseAttention(torch.autograd.Function):
         pool = _pool([both for both, _ in made], (key, value))
         sums = [torch.zeros_like(one, dtype=wider(one.dtype)) for one in pool]
         query_grad = torch.empty_like(query)
-        for (first, stop, rows), picked in zip(seen_of(context, query.device), chosen, strict=True):
+        seen = seen_of(context, shared.num_heads, query.device)
+        for (first, stop, rows), picked in zip(seen, chosen, strict=True):
             given = [query[first:stop], *(one[rows] for one in pool)]
             gradients = _gradients(given, out_grad[first:stop], _mask(picked, len(rows)), shared)
             query_grad[first:stop] = gradients[0]
@@ -321,27 +331,35 @@ def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
     return total if more is None else more if total is None else total + more
 
 
-def seen_of(context: SegmentContext, device: torch.device) -> list[_Seen]:
-    """What a segment's spans see, made once a step."""
+def seen_of(context: SegmentContext, num_heads: int, device: torch.device) -> list[_Seen]:
+    """What a segment's queries see, made once a step.
+
+    Args:
+        context: the segment.
+        num_heads: by which scores are counted; see MAX_SCORES.
+        device: of the rows.
+    """
 
     def make() -> list[_Seen]:
-        levels, lengths = context.cache.map.levels[context.index], context.cache.map.lengths
-        sizes = [sum(level.keys) for level in levels]
-        begins = [*itertools.accumulate(sizes, initial=0)]
+        ends = itertools.accumulate(context.cache.map.lengths[context.index], initial=0)
         found = []
-        for first, stop in itertools.pairwise(
-            itertools.accumulate(lengths[context.index], initial=0)
-        ):
-            rows = [np.arange(0)]
-            for level, begin in zip(levels, begins, strict=False):
-                at = begin
-                for run in level.runs:
-                    num = run.end - run.start
-                    if run.first <= first and stop <= run.stop:
-                        rows.append(np.arange(at, at + num))
-                    at += num
-            rows.append(np.arange(begins[-1] + first, begins[-1] + stop))
-            found.append(_Seen(first, stop, on(device, np.concatenate(rows))))
+        for first, stop in itertools.pairwise(ends):
+            rows: Tensor = on(device, _rows(context.cache.map.levels[context.index], first, stop))
+            step = max(1, MAX_SCORES // (num_heads * len(rows)))
+            for begin in range(first, stop, step):
+                end = min(begin + step, stop)
+                found.append(_Seen(begin, end, rows[: len(rows) - (stop - end)]))
         return found
 
     return context.cache.once(context.index, _Seen, make)
+
+
+def _rows(levels: Sequence[Level], first: int, stop: int) -> cp_layout.Index:
+    """What the queries [first, stop) of one span see of [its segment's levels, own keys]."""
+    rows, at = [], 0
+    for level in levels:
+        for run in level.runs:
+            if run.first <= first and stop <= run.stop:
+                rows.append(np.arange(at, at + run.end - run.start))
+            at += run.end - run.start
+    return np.concatenate([*rows, np.arange(at + first, at + stop)])

@@ -18,7 +18,7 @@ from megatron_prefix.layers.blocks import sparse as blocks
 from megatron_prefix.layers.blocks.sparse import Sparse
 from megatron_prefix.layers.dsa import DSA
 from megatron_prefix.layers.mla import MLA
-from megatron_prefix.megatron.install import installed, language_model
+from megatron_prefix.megatron.install import install, installed, language_model
 from megatron_prefix.plan.footprint import Execution
 from tests.harness import hybrid, sparse, steps
 from tests.harness.failures import Countdown, Fault
@@ -88,6 +88,13 @@ def test_megatrons_own_recomputation(modules: Any) -> None:
     expected = expected_of("six keys")
     for options in ("trees packed", "recompute", "offload", "all layers on the host"):
         assert worst(model, expected, **OPTIONS[options]) <= EXACT, options
+
+
+@pytest.mark.parametrize("most", [1, 500])
+def test_some_queries_at_a_time(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "MAX_SCORES", most)
+    for options in ({}, {"chunk_tokens": 7}, {"memory": "offload"}):
+        assert worst(model_of({}), expected_of("six keys"), **options) <= EXACT
 
 
 def test_a_frozen_indexer_has_no_gradient() -> None:
@@ -207,13 +214,27 @@ def test_what_this_release_has_not_is_refused(fields: dict[str, Any], message: s
     assert found == [message]
 
 
+@pytest.mark.parametrize("absorbed", [False, True])
+def test_other_forwards_of_such_layers_are_refused(absorbed: bool) -> None:
+    """From 0.19 on Megatron's own spec has one that puts the projection into queries."""
+    model = model_of({})
+    for layer in language_model(model).decoder.layers:
+        mixer = layer.self_attention
+        forward = {"forward": type(mixer).forward if absorbed else lambda self, x: x}
+        mixer.__class__ = type("AbsorbedMLASelfAttention", (type(mixer),), forward)
+        if absorbed:
+            del mixer.linear_kv_up_proj
+    with pytest.raises(CannotShare, match="layer 0's attention AbsorbedMLASelfAttention, which"):
+        install(model)
+
+
 @pytest.mark.parametrize("is_sparse", [True, False])
 def test_mode_auto_trains_the_indexer_by_the_stock_schedule(is_sparse: bool) -> None:
     """Bit for bit."""
     fields = {"dsa_indexer_loss_coeff": 0.5, "dsa_indexer_use_sparse_loss": is_sparse}
     found = []
     for schedule in (get_forward_backward_func(), schedule_with(mode="auto")):
-        model = model_of(fields)
+        model = model_of(fields, dtype=torch.float32)
         steps.call(schedule, steps.Contract().step, model, hybrid.items())
         found.append(steps.gradients(model))
     assert any(one.any() for name, one in found[0].items() if ".indexer." in name)
