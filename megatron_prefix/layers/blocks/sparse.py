@@ -3,8 +3,9 @@
 What a query sees is decided by scores of all keys before it, so levels cannot be merged: in front
 of the keys of a span lie all those of its ancestors, in the order of positions, and one call takes
 them. Ancestors' keys and values are expanded from latents, as in latent.py; index keys are what
-they left. The arithmetic is that of Megatron's `unfused_dsa_fn` (megatron/core/transformer/
-experimental_attention_variant/dsa.py): scores of all pairs, and a mask; some queries at a time.
+they left. The arithmetic is that of `unfused_dsa_fn` in
+megatron/core/transformer/experimental_attention_variant/dsa.py: scores of all pairs, and a mask;
+some queries at a time.
 
 The indexer itself is the stock module, on the segment's positions. Its input is detached there, so
 nothing flows through it but its own loss, which is refused (layers/dsa.py).
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from megatron_prefix.layers.kind import Override, Running
     from megatron_prefix.layers.segment import SegmentContext
 
+
+logger = logging.getLogger(__name__)
 
 MAX_SCORES = 1 << 26
 """Most scores of all heads at once, but for those of a single query: a quarter of a GiB in fp32, of
@@ -63,7 +67,12 @@ class Sparse(Latents):
         module: Megatron's MLASelfAttention, whose core attention has an indexer.
         number: of the layer in the sidecar.
         running: says which segment runs.
+
+    Attributes:
+        has_warned: whether any layer has met a tie.
     """
+
+    has_warned = False
 
     def __init__(self, module: Any, number: int, running: Running) -> None:
         super().__init__(module, number, running)
@@ -131,6 +140,19 @@ class Sparse(Latents):
     def returned(self, context: SegmentContext, sent: Payload, gradients: Both) -> None:
         """See Shared."""
         super().returned(context, sent[:2], gradients)
+
+    def chosen(self, index: Index) -> Tensor:
+        """See `choose`; ties are told once. It waits for the device."""
+        found, tied = choose(index, self.topk, self.has_relu)
+        if not Sparse.has_warned and tied.any():
+            Sparse.has_warned = True
+            logger.warning(
+                "layer %d: the indexer's scores of keys are equal where its top-k ends, for %d of"
+                " %d queries: which of them stock takes depends on the length of its rows, so it"
+                " and segments may see others (docs/sparse-attention.md)",
+                self._number, int(tied.sum()), len(tied),
+            )  # fmt: skip
+        return found
 
     @torch.no_grad()
     def indexed(self, x: Tensor, low_rank: Tensor) -> Index:
@@ -232,7 +254,7 @@ class _SparseAttention(torch.autograd.Function):
         parts, chosen = [], []
         for first, stop, rows in seen_of(context, shared.num_heads, query.device):
             mine = Index(own.query[first:stop], index_keys[rows], own.weight[first:stop])
-            chosen.append(choose(mine, shared.topk, shared.has_relu))
+            chosen.append(shared.chosen(mine))
             seen = _mask(chosen[-1], len(rows))
             parts.append(_attend(query[first:stop], keys[rows], values[rows], seen, shared.scale))
         context.leave(layer, backward=False)
@@ -276,9 +298,10 @@ class _SparseAttention(torch.autograd.Function):
         return query_grad, *own, None, *of_weights, *zeros
 
 
-def choose(index: Index, topk: int, has_relu: bool = True) -> Tensor:
-    """The keys of every query that it sees, int32 [queries, at most topk]; where fewer are before
-    it, others behind it are among them, which `_mask` hides.
+def choose(index: Index, topk: int, has_relu: bool = True) -> tuple[Tensor, Tensor]:
+    """The keys of every query that it sees, int32 [queries, at most topk], and of which queries
+    that was arbitrary, bool [queries]: the last one chosen has as high a score as one that was not.
+    Where fewer keys are before a query, others behind it are among them, which `_mask` hides.
 
     Args:
         index: of some queries, and of all keys up to the last query's own.
@@ -290,7 +313,11 @@ def choose(index: Index, topk: int, has_relu: bool = True) -> Tensor:
     scores = ((scores.relu() if has_relu else scores) * index.weight.unsqueeze(-1)).sum(1)
     hidden = ~_causal(scores.shape[0], scores.shape[1], scores.device)
     scores.masked_fill_(hidden, float("-inf"))
-    return scores.topk(min(topk, scores.shape[1]), dim=-1)[1].to(torch.int32)
+    num = min(topk, scores.shape[1])
+    highest, chosen = scores.topk(num, dim=-1)
+    last = highest[:, -1:]
+    tied = ((scores >= last).sum(-1) > num) & (last[:, 0] > float("-inf"))
+    return chosen.to(torch.int32), tied
 
 
 def _causal(num: int, keys: int, device: torch.device) -> Tensor:

@@ -97,6 +97,23 @@ def test_some_queries_at_a_time(most: int, monkeypatch: pytest.MonkeyPatch) -> N
         assert worst(model_of({}), expected_of("six keys"), **options) <= EXACT
 
 
+@pytest.mark.parametrize(("heads", "is_tied"), [(1, True), (16, False)])
+def test_ties_are_told(
+    heads: int, is_tied: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half of one head's scores are zero; which of these stock takes, no copy of a prompt can know.
+    Nothing is shared, nothing differs: then rows are as long as stock's."""
+    monkeypatch.setattr(Sparse, "has_warned", False)
+    fields = {"dsa_indexer_n_heads": heads}
+    expected = steps.plain(model_of(fields, wrap_ddp=False), steps.Contract(), hybrid.items())
+    assert worst(model_of(fields), expected, min_gain=10**6) <= EXACT
+    monkeypatch.setattr(Sparse, "has_warned", False)
+    caplog.clear()
+    assert (worst(model_of(fields), expected) <= EXACT) != is_tied
+    told = [one.getMessage() for one in caplog.records if "where its top-k ends" in one.message]
+    assert len(told) == is_tied
+
+
 def test_a_frozen_indexer_has_no_gradient() -> None:
     def freeze(model: Any) -> Any:
         for name, parameter in model.named_parameters():
@@ -256,7 +273,7 @@ BROKEN: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "ancestors are not seen": (blocks, "seen_of", _own_only),
     "the first keys instead": (
         blocks, "choose",
-        lambda stock: lambda *given: torch.zeros_like(stock(*given)),
+        lambda stock: lambda *given: (torch.zeros_like(stock(*given)[0]), stock(*given)[1]),
     ),
     "no relu": (blocks, "choose", lambda stock: lambda index, topk, _: stock(index, topk, False)),
     "index keys from position 0 on": (
