@@ -97,6 +97,18 @@ def test_some_queries_at_a_time(most: int, monkeypatch: pytest.MonkeyPatch) -> N
         assert worst(model_of({}), expected_of("six keys"), **options) <= EXACT
 
 
+def test_with_multi_token_prediction() -> None:
+    """Its layer has such attention, too. The schedule scales its loss, so stock is the judge."""
+    model, found = model_of({}, spec={"mtp_num_layers": 1}), []
+    for schedule in (get_forward_backward_func(), schedule_with(chunk_tokens=7)):
+        steps.zero_gradients(model)
+        steps.call(schedule, steps.Contract().step, model, hybrid.items())
+        found.append(steps.gradients(model))
+    assert found[0]["mtp.layers.0.transformer_layer.self_attention.linear_proj.weight"].any()
+    for name, wanted in found[0].items():
+        assert (found[1][name] - wanted).abs().max() <= EXACT * wanted.abs().max(), name
+
+
 @pytest.mark.parametrize(("heads", "is_tied"), [(1, True), (16, False)])
 def test_ties_are_told(
     heads: int, is_tied: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
