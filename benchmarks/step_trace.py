@@ -135,6 +135,7 @@ CASES: dict[str, Case] = {
     "tp2-sp": Case(branches=True, layout={"tp": 2, "sequence_parallel": 1}),
     "cp2-wave": Case(options={**CHUNKS, "cp_reduce": "wave"}, layout={"cp": 2}, packed=True),
     "cp2-segment": Case(branches=True, options={"cp_reduce": "segment"}, layout={"cp": 2}),
+    "cp2-windows": Case(branches=True, layout={"cp": 2}, options=CHUNKS, model=WINDOWS),
     "cp2-mamba": Case("mamba", branches=True, layout={"cp": 2}),
     "ep2": Case("experts", branches=True, layout={"ep": 2, "dp": 2}),
     "dp2-overlap": Case(branches=True, layout={"dp": 2}, overlaps=True),

@@ -9,7 +9,7 @@ else. Importing the classes would need transformer-engine.  Pure, until it is ho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,15 @@ from megatron_prefix.layers.kind import Heads, Kind, Override, Running, Slot, ow
 from megatron_prefix.layers.quantisers import quantised
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
-from megatron_prefix.refusals.table import FUSED_YARN, MASK_TYPE, NO_SINKS, OTHER_CORE, OWN_FORWARD
+from megatron_prefix.refusals.table import (
+    FUSED_YARN,
+    LEARNED_SINKS_CP,
+    MASK_TYPE,
+    NO_SINKS,
+    OTHER_CORE,
+    OWN_FORWARD,
+    SINKS_CP,
+)
 from megatron_prefix.tree.payload_map import Form
 
 if TYPE_CHECKING:
@@ -73,6 +81,8 @@ class Attention(Kind):
     graphed = True
     forwards: frozenset[str] = FORWARDS
     """Classes whose forward its modules have."""
+    cores: Collection[str] = CORES
+    """Classes whose forward its core attention has."""
 
     def fills(self, config: Any, layer: int) -> bool:
         """See Kind."""
@@ -143,7 +153,7 @@ class Attention(Kind):
             yield OWN_FORWARD.given(number, type(module).__name__)
             return
         bases = {f"{base.__module__}.{base.__qualname__}" for base in type(core).__mro__}
-        if owner(core, "forward") not in CORES or PASSED_OVER.get(forward) in bases:
+        if owner(core, "forward") not in self.cores or PASSED_OVER.get(forward) in bases:
             yield OTHER_CORE.given(number, type(core).__name__)
             return
         for one in (module, core):
@@ -157,6 +167,12 @@ class Attention(Kind):
         core = module.core_attention
         if _has_sinks(core.config) and getattr(core, "softmax_offset", None) is None:
             yield NO_SINKS.given(core.config.softmax_type)
+        if _has_sinks(core.config) and config.context_parallel_size > 1:
+            how = exchanged_by(module)
+            if how not in (None, "a2a"):
+                yield SINKS_CP.given(core.config.softmax_type, how)
+            elif how and core.config.softmax_type == "learnable":
+                yield LEARNED_SINKS_CP.given()
         if config.apply_rope_fusion and _is_scaled_by_yarn(config):
             yield FUSED_YARN.given()
 
@@ -204,6 +220,13 @@ def window_of(attention: Any) -> tuple[int, int] | None:
         return None if left < 0 else (left, right)
     found = getattr(getattr(core, "scale_mask_softmax", None), "window_size", None)
     return None if found is None else (found[0], found[1])
+
+
+def exchanged_by(attention: Any) -> str | None:
+    """How transformer-engine's core attention exchanges keys of context-parallel ranks; None:
+    another one."""
+    found: str | None = getattr(attention.core_attention, "cp_comm_type", None)
+    return found
 
 
 def _is_scaled_by_yarn(config: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers.attention import Attention
+from megatron_prefix.layers.dsa import DSA
 from megatron_prefix.layers.experts import Experts
 from megatron_prefix.layers.gdn import GatedDeltaNet
 from megatron_prefix.layers.kind import Heads, Kind, Part, Slot
@@ -22,6 +23,7 @@ KINDS: tuple[Kind, ...] = (
     Mamba2(),
     GatedDeltaNet(),
     OwnGatedDeltaNet(),
+    DSA(),
     MLA(),
     Window(),
     Attention(),

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.layers.attention import Attention, in_segments, window_of
+from megatron_prefix.layers.attention import Attention, exchanged_by, in_segments, window_of
 from megatron_prefix.layers.kind import Override, Running
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
@@ -58,7 +58,7 @@ class Window(Attention):
         copies = 3 * of.values + of.gradients
         return replace(
             full, inner=full.wave, payload=rows, seen=0.0, temporary=full.temporary + copies,
-            tail=copies,
+            tail=copies, keys=of.values, keys_grad=of.gradients,
         )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:
@@ -76,7 +76,9 @@ class Window(Attention):
         if getattr(softmax, "scaled_masked_softmax_fusion", False) and softmax.input_in_float16:
             yield WINDOW_FUSED.given()
         if config.context_parallel_size > 1:
-            yield WINDOW_CP.given()
+            how = exchanged_by(module)
+            if how not in (None, "a2a", "all_gather"):
+                yield WINDOW_CP.given(how)
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         """See Kind."""

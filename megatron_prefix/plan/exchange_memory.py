@@ -151,6 +151,7 @@ class ExchangeMemory:
         positions, spans = rows[0] / self._one.parts, rows[1]
         num_bytes = positions * state
         for form, size in payloads:
-            limit = positions if form.last is None else min(positions, form.last * spans)
+            # Every context-parallel rank has the last positions of all.
+            limit = positions if form.last is None else min(rows[0], form.last * spans)
             num_bytes += size * (spans if form == Form.SPANS else limit)
         return num_bytes

@@ -313,7 +313,8 @@ class StepRun:
             host = HostLayers(offloader, len(forms), share) if offloader and share else None
             return SidecarCache(planned, forms, host)
         store = GatheredArena if gathers else ShardedArena
-        return SidecarCache(planned, forms, transport=functools.partial(store, exchange))
+        transport = functools.partial(store, exchange)
+        return SidecarCache(planned, forms, transport=transport, exchange=exchange)
 
 
 @contextlib.contextmanager

@@ -39,6 +39,7 @@ from megatron_prefix.sidecar.arena import (
 from megatron_prefix.tree.payload_map import Form, PayloadMap, RowMap, one_interval
 
 if TYPE_CHECKING:
+    from megatron_prefix.sidecar.context_parallel import Exchange
     from megatron_prefix.sidecar.host_arena import HostLayers
 
 T = TypeVar("T")
@@ -84,9 +85,10 @@ class SidecarCache:
         forms: of the payloads of the layers that leave one, in the order in which they run.
         host: layers whose arena is on the host, and on the device only while it is used.
         transport: how rows of positions cross ranks; None: they do not.
+        exchange: of context-parallel ranks, for what each of them has the whole of; None: without.
 
     Attributes:
-        map, forms: as given.
+        map, forms, exchange: as given.
         looks_ahead: whether `prefetch` and `release` do something.
     """
 
@@ -96,8 +98,9 @@ class SidecarCache:
         forms: Sequence[Form],
         host: HostLayers | None = None,
         transport: Transport | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
-        self.map, self.forms = planned, tuple(forms)
+        self.map, self.forms, self.exchange = planned, tuple(forms), exchange
         self._host, self._transport = host, transport
         self._bytes, self._device = DeviceBytes(), torch.device("cpu")
         self._layers = [self._layer(*item) for item in enumerate(forms)]
@@ -293,15 +296,16 @@ class SidecarCache:
             self._host.clear()
 
     def _layer(self, number: int, form: Form) -> _Layer:
-        """A layer without payloads. Positions are exchanged, and backward reads them again."""
-        rows, exchanged = self.map.rows(form), form.name == "positions"
-        if self._transport is not None and exchanged:
+        """A layer without payloads. Backward reads positions again; all of them are exchanged, and
+        of last ones every rank has a copy."""
+        rows, rereads = self.map.rows(form), form.name == "positions"
+        if self._transport is not None and form == Form.POSITIONS:
             arena = self._transport(rows, self._bytes, self.map.lengths)
         elif self._host is not None and number in self._host:
             arena = self._host.arena(rows, self._bytes)
         else:
             arena = Arena(rows, self._bytes)
-        return _Layer(arena, rows.seen, exchanged)
+        return _Layer(arena, rows.seen, rereads)
 
     def _closed(self, layer: int, index: int) -> RuntimeError:
         """What is wrong if `index` reads a segment that is not captured, or is consumed."""

@@ -73,6 +73,11 @@ class Exchange:
         work = dist.reduce_scatter_tensor(mine, view.contiguous(), group=self._group, async_op=True)
         return Pending((work,), (mine,))
 
+    def total(self, mine: Tensor) -> Tensor:
+        """The sum of all ranks' tensors of one shape, in the place of this rank's."""
+        dist.all_reduce(mine, group=self._group, async_op=True).wait()
+        return mine
+
     def send_runs(self, gradients: Both, lengths: Lengths, begin: Tensor | None) -> Pending:
         """This rank's part of the gradients of all ranks' own runs, summed in fp32 or wider.
 

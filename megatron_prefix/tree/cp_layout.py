@@ -110,12 +110,41 @@ def own_runs(lengths: tuple[int, ...], rank: int, size: int) -> OwnRuns:
     keys: list[int] = []
     seen = []
     for start, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False):
-        piece = _piece(length, size)
-        for number in (rank, 2 * size - 1 - rank):
-            queries.append(piece)
-            keys.append((number + 1) * piece)
-            seen.append(start + np.arange(keys[-1]))
+        for begin, end in pieces(length, rank, size):
+            queries.append(end - begin)
+            keys.append(end)
+            seen.append(start + np.arange(end))
     return OwnRuns(tuple(queries), tuple(keys), np.concatenate(seen))
+
+
+def pieces(length: int, rank: int, size: int) -> list[tuple[int, int]]:
+    """Begin and end of the consecutive positions that a rank holds of a span, ascending."""
+    if size == 1:
+        return [(0, length)]
+    piece = _piece(length, size)
+    return [(at * piece, (at + 1) * piece) for at in (rank, 2 * size - 1 - rank)]
+
+
+def last_positions(
+    lengths: Sequence[int], last: Sequence[int], rank: int, size: int
+) -> tuple[Index, Index]:
+    """The last positions of spans that a rank holds: where each is among its own positions, and
+    among the last ones of all spans.
+
+    Args:
+        lengths: of the spans, whole.
+        last: of each span how many at its end are asked for.
+        rank: its number.
+        size: number of ranks.
+    """
+    mine, places, begin, at = [], [], 0, 0
+    for length, num in zip(lengths, last, strict=True):
+        held = positions(length, rank, size) - (length - num)
+        found = np.flatnonzero(held >= 0)
+        mine.append(found + begin)
+        places.append(held[found] + at)
+        begin, at = begin + length // size, at + num
+    return np.concatenate(mine), np.concatenate(places)
 
 
 def own_sums(lengths: tuple[int, ...], rank: int, size: int) -> Index:

@@ -11,7 +11,8 @@ of rows, planned from the rank's program: free again after its backward. There a
   are its causal block and have no entry here. ("DualKV", section 3, is the case of one dense and
   one causal block.)
 - **the last positions**: a row for each of the last ones of a span (K and V where attention has a
-  window). A segment reads those that its queries reach (tree/tails.py).
+  window), on every context-parallel rank. A segment reads those that its queries reach
+  (tree/tails.py).
 - **spans**: a row a span, however long it is (the state behind its last position). A span reads one
   row: its parent's. Row 0 is the state before any position, all zero, and the parent of spans
   without one.
@@ -80,7 +81,8 @@ class Form:
 
     Attributes:
         name: "positions" or "spans".
-        last: of positions: only so many at the end of a span have one; None: all.
+        last: of positions: only so many at the end of a span have one, and every context-parallel
+            rank has those of all; None: all positions.
     """
 
     name: str
@@ -98,7 +100,7 @@ class Form:
         """
         if self.name == "spans":
             return 1
-        return padded // parts if self.last is None else min(padded // parts, self.last)
+        return padded // parts if self.last is None else min(padded, self.last)
 
 
 Form.POSITIONS, Form.SPANS = Form("positions"), Form("spans")

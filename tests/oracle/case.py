@@ -247,7 +247,6 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     yield case.model == "gated_delta_net" and (case.packed or not one), {"model": "gqa"}
     # Stock is wrong here; and what is refused here is tested elsewhere.
     yield case.model == "mla" and case.layout == "tp2", {"model": "gqa"}
-    yield case.model == "windows" and case.layout == "cp2", {"model": "gqa"}
     yield not one and case.ddp == "none", {"ddp": "wrapped"}
     # Near ties between experts, and float32 recurrences, have no place in a comparison.
     yield (moe or case.model == "gated_delta_net") and case.dtype != "float64", {"dtype": "float64"}

@@ -260,10 +260,11 @@ def exact_loss(model: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.
 
 def _keep_float64(model: Any, spec: ModelSpec) -> None:
     """Recurrences, gates of attention and routers compute in float32 unless told otherwise."""
-    from megatron_prefix.lab.models.local import keep_float64
+    from megatron_prefix.lab.models.local import is_dsa, keep_float64
 
     for layer in transformer_layers(model):
-        if spec.is_hybrid_model or spec.recurrent or spec.attention_output_gate:
+        gated = spec.attention_output_gate or is_dsa(model.config)
+        if spec.is_hybrid_model or spec.recurrent or gated:
             keep_float64(layer)
         elif hasattr(layer.mlp, "router"):
             keep_float64(layer.mlp.router)
@@ -275,7 +276,7 @@ def block_spec(config: Any, engine: bool, vp_stage: int | None) -> Any:
 
     from megatron_prefix.lab.models.local import RMSNorm, localize
 
-    recurrent = config.experimental_attention_variant is not None
+    recurrent = config.experimental_attention_variant not in (None, "dsa")
     if engine and recurrent:
         from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
             get_transformer_block_with_experimental_attention_variant_spec as with_variant,

@@ -88,11 +88,6 @@ def _check_local(spec: ModelSpec, layout: Layout) -> None:
             f"model {spec.name} has no q_lora_rank: from 0.19 on Megatron-Core norms the input of"
             " its queries, too, which is another model; use an earlier megatron-core"
         )
-    if spec.window_size is not None and layout.cp > 1:
-        raise UserError(
-            f"model {spec.name} has layers with a window, which do not run with context parallelism"
-            f" here; leave --cp {layout.cp} out"
-        )
     if spec.multi_latent_attention and layout.tp > 1 and not layout.sequence_parallel:
         raise UserError(
             f"model {spec.name} has multi-latent attention and --tp is {layout.tp}: without"

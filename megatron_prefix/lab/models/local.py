@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -95,11 +96,12 @@ class LocalAttention(DotProductAttention):
             )
         queries = query.split([length // group.size() for length in lengths])
         samples = zip(lengths, queries, key.split(lengths), value.split(lengths), strict=True)
+        window = self.scale_mask_softmax.window_size
+        hidden = functools.partial(
+            _hidden, rank=group.rank(), size=group.size(), window=window, device=query.device
+        )
         outputs = [
-            self._sample(
-                q, k, v, _hidden(length, group.rank(), group.size(), q.device), *args, **kwargs
-            )
-            for length, q, k, v in samples
+            self._sample(q, k, v, hidden(length), *args, **kwargs) for length, q, k, v in samples
         ]
         output = torch.cat(outputs)
         return output.squeeze(1) if packed else output
@@ -111,7 +113,14 @@ class LocalAttention(DotProductAttention):
         """[queries, batch, heads, dim] -> [queries, batch, heads * dim]; see `_hidden`."""
         # In MLA values have a width of their own; in packs 0.19 pads them to that of queries.
         self.hidden_size_per_partition = query.shape[2] * value.shape[3]
-        return super().forward(query, key, value, hidden, *more, **named)
+        softmax = self.scale_mask_softmax
+        window = softmax.window_size
+        if self.pg_collection.cp.size() > 1:
+            softmax.window_size = None  # with one it ignores a mask that is given
+        try:
+            return super().forward(query, key, value, hidden, *more, **named)
+        finally:
+            softmax.window_size = window
 
 
 # Its rule is that of Megatron's own: segments may take its place.
@@ -148,7 +157,39 @@ def localize(submodules: Any, config: Any) -> None:
         _localize_latent(attention, config)
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    attention.core_attention = LocalAttention
+    attention.core_attention = _sparse() if is_dsa(config) else LocalAttention
+
+
+def is_dsa(config: Any) -> bool:
+    """Whether attention is DeepSeek's sparse one."""
+    return getattr(config, "experimental_attention_variant", None) == "dsa"
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """torch's LayerNorm, built as Megatron builds its norms; see `RMSNorm`."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def _sparse() -> Any:
+    """Core attention of DeepSeek's sparse attention."""
+    from megatron.core.post_training.modelopt.layers import Linear
+    from megatron.core.transformer.experimental_attention_variant import dsa
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    class Duplicated(Linear):  # type: ignore[misc]
+        def __init__(self, *sizes: int, parallel_mode: str, **options: Any) -> None:
+            super().__init__(*sizes, **options)
+
+    indexer = dsa.DSAIndexerSubmodules(
+        linear_wq_b=Duplicated, linear_wk=Duplicated, k_norm=LayerNorm,
+        linear_weights_proj=Duplicated,
+    )  # fmt: skip
+    within = dsa.DSAttentionSubmodules(indexer=ModuleSpec(dsa.DSAIndexer, submodules=indexer))
+    return ModuleSpec(dsa.DSAttention, submodules=within)
 
 
 def copy_outputs(model: Any) -> None:
@@ -204,25 +245,42 @@ def _lengths(packed_seq_params: Any) -> list[int]:
     return [length for length in ends.diff().tolist() if length]
 
 
-def _hidden(length: int, rank: int, size: int, device: torch.device) -> torch.Tensor | None:
+def _hidden(
+    length: int, *, rank: int, size: int, window: tuple[int, int] | None, device: torch.device
+) -> torch.Tensor | None:
     """Which keys of a sample the queries of one rank do not see, bool [1, 1, queries, keys].
 
     None if the rank has the whole sample: the stock module's own mask.
     """
     if size == 1:
         return None
-    held = torch.from_numpy(cp_layout.positions(length, rank, size)).to(device)
-    return (torch.arange(length, device=device) > held[:, None])[None, None]
+    held = torch.from_numpy(cp_layout.positions(length, rank, size)).to(device)[:, None]
+    keys = torch.arange(length, device=device)
+    hidden = keys > held
+    if window is not None:
+        hidden |= keys < held - window[0]
+    return hidden[None, None]
 
 
-_CASTS = {torch.Tensor.to, torch.Tensor.float, torch.softmax}
+_SOFTMAX = {torch.softmax, torch.nn.functional.softmax}
+_CASTS = {torch.Tensor.to, torch.Tensor.float, *_SOFTMAX}
 
 
 class Float64Kept(TorchFunctionMode):
-    """Makes casts of float64 to float32 do nothing."""
+    """Makes casts of float64 to float32 do nothing.
+
+    Args:
+        is_sparse: whether masks in float32 are made in float64, too: DSAttention compares dtypes.
+    """
+
+    def __init__(self, *, is_sparse: bool = False) -> None:
+        super().__init__()
+        self.is_sparse = is_sparse
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.is_sparse and func.__name__ == "full" and kwargs.get("dtype") == torch.float32:
+            return func(*args, **{**kwargs, "dtype": torch.float64})
         if func not in _CASTS:  # of nearly every call, attributes among them
             return func(*args, **kwargs)
         if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
@@ -230,7 +288,7 @@ class Float64Kept(TorchFunctionMode):
             is_cast = func is torch.Tensor.to and args[1:] == (torch.float32,) and args[0].dim() > 1
             if func is torch.Tensor.float or is_cast:
                 return args[0]
-            if func is torch.softmax and kwargs.get("dtype") == torch.float32:
+            if func in _SOFTMAX and kwargs.get("dtype") == torch.float32:
                 kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
 
@@ -242,10 +300,10 @@ def keep_float64(module: Any) -> None:
     `moe_router_dtype` (transformer/moe/moe_utils.py, `topk_routing_with_score_function` and
     `compute_routing_scores_for_aux_loss`), the decay of recurrent layers, and gates.
     """
-    stock = module.forward
+    stock, is_sparse = module.forward, is_dsa(module.config)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with Float64Kept():
+        with Float64Kept(is_sparse=is_sparse):
             return stock(*args, **kwargs)
 
     module.forward = forward

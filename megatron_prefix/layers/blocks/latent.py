@@ -64,7 +64,7 @@ class Latents(Shared):
         """Methods of the layer's modules, but for its core attention's."""
         rotary = self._rotary
         yield self._module.linear_kv_up_proj, "forward", self._projecting
-        yield rotary, "forward", self._angles(rotary.forward)
+        yield rotary, "forward", self.angles(rotary, rotary.forward)
         if hasattr(rotary, "get_cached_cos_sin"):
             yield rotary, "get_cached_cos_sin", self._turns(rotary.get_cached_cos_sin)
 
@@ -156,14 +156,14 @@ class Latents(Shared):
         dist.reduce_scatter_tensor(mine, sent, group=self._group)
         return mine.unsqueeze(1)
 
-    def _angles(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """The rotary embedding's forward; in a segment, of its own positions."""
+    def angles(self, rotary: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """A rotary embedding's forward; in a segment, of its own positions."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             context = self._running.current
             if context is None:
                 return stock(*args, **kwargs)
-            angles, scale = self._running.rotary.of(self._rotary, context.positions)
+            angles, scale = self._running.rotary.of(rotary, context.positions)
             return (angles, scale) if self._module.config.rope_type == "yarn" else angles
 
         return forward

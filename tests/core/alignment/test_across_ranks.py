@@ -37,6 +37,7 @@ LAYOUTS = {
     "expert parallel": "--dp 2 --ep 2 --model tiny-moe",
     "host layers": "--dp 2 --cache-host-layers 2",
     "windows": "--dp 2 --model tiny-gpt-oss",
+    "windows, context parallel": "--dp 2 --cp 2 --model tiny-gpt-oss --set num_moe_experts=none",
     "latents": "--dp 2 --model tiny-deepseek --set num_moe_experts=none",
     "multi-token prediction": "--dp 2 --set mtp_num_layers=1",
     "multi-token prediction, context parallel": "--dp 2 --cp 2 --set mtp_num_layers=1",

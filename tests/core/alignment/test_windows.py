@@ -22,7 +22,7 @@ from megatron_prefix.layers.model import footprint_of
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.peak_memory import predict
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.refusals.table import FUSED_YARN, WINDOW_CP
+from megatron_prefix.refusals.table import FUSED_YARN
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness import hybrid, steps
 from tests.harness.one_rank import one_rank, small_model
@@ -169,16 +169,6 @@ def test_copies_of_common_rows_count() -> None:
         one = dataclasses.replace(footprint_of(spec, Execution()), tail=tail)
         peaks.append(max(rank.peak for rank in predict(make_plan(forest), one)))
     assert peaks[1] >= 1000.0 * reads[wave].repeated
-
-
-def test_a_window_needs_whole_rollouts_on_a_rank() -> None:
-    model = unwrap(model_of(window(4, None)))
-    part = table.payload_parts(model)[0]
-    config = dataclasses.replace(model.config)
-    config.context_parallel_size = 2
-    assert part.kind is not None
-    found = [one.refusal for one in part.kind.option_refusals(part.module, config)]
-    assert found == [WINDOW_CP]
 
 
 @pytest.mark.parametrize(

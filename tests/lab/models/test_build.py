@@ -307,7 +307,6 @@ def test_vocabulary_padding_rarely_depends_on_the_layout(tp):
             "latent attention and --tp is 2: .* wrong gradients",
         ),
         ("tiny-gpt-oss", Layout(tp=2, **SP), {}, "experts with biases, .* leave --tp 2 out"),
-        ("tiny-gpt-oss", Layout(cp=2), {}, "layers with a window, .* leave --cp 2 out"),
         ("tiny-gpt-oss", Layout(), {"sdpa": True}, "neither windows nor learned sinks"),
         ("tiny-llama", Layout(), {"dtype": "float16"}, "'float16' is not supported"),
         ("tiny-llama", Layout(), {"recompute": "some"}, "recompute 'some' is not known"),

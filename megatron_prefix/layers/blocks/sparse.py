@@ -1,0 +1,392 @@
+"""DeepSeek's sparse attention of segments: every query looks up its keys among all of its rollout.
+
+What a query sees is decided by scores of all keys before it, so levels cannot be merged: in front
+of the keys of a span lie all those of its ancestors, in the order of positions, and one call takes
+them. Ancestors' keys and values are expanded from latents, as in latent.py; index keys are what
+they left. The arithmetic is that of `unfused_dsa_fn` in
+megatron/core/transformer/experimental_attention_variant/dsa.py: scores of all pairs, and a mask;
+some queries at a time.
+
+The indexer itself is the stock module, on the segment's positions. Its input is detached there, so
+nothing flows through it but its own loss, which is refused (layers/dsa.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_prefix.device.transfer import on
+from megatron_prefix.layers.blocks.core import autocast_now
+from megatron_prefix.layers.blocks.latent import Latents
+from megatron_prefix.layers.blocks.shared import Pull
+from megatron_prefix.layers.blocks.unread import keys_only
+from megatron_prefix.sidecar.arena import Both, Payload, wider
+from megatron_prefix.sidecar.cache import SegmentState
+from megatron_prefix.tree import cp_layout
+from megatron_prefix.tree.payload_map import Level
+
+if TYPE_CHECKING:
+    from megatron_prefix.layers.kind import Override, Running
+    from megatron_prefix.layers.segment import SegmentContext
+
+
+logger = logging.getLogger(__name__)
+
+MAX_SCORES = 1 << 26
+"""Most scores of all heads at once, but for those of a single query: a quarter of a GiB in fp32, of
+which a few lie side by side."""
+
+
+class Index(NamedTuple):
+    """What the indexer makes of a segment's positions, without gradients.
+
+    Attributes:
+        query: [positions, heads, width].
+        key: [positions, width].
+        weight: of the heads, [positions, heads].
+    """
+
+    query: Tensor
+    key: Tensor
+    weight: Tensor
+
+
+class Sparse(Latents):
+    """What one layer leaves: latents, rotated parts of keys, and index keys; see Shared.
+
+    Args:
+        module: Megatron's MLASelfAttention, whose core attention has an indexer.
+        number: of the layer in the sidecar.
+        running: says which segment runs.
+
+    Attributes:
+        has_warned: whether any layer has met a tie.
+    """
+
+    has_warned = False
+
+    def __init__(self, module: Any, number: int, running: Running) -> None:
+        super().__init__(module, number, running)
+        core = module.core_attention
+        self.topk, self.scale = core.indexer.index_topk, core.softmax_scale
+        self.has_relu = getattr(module.config, "dsa_indexer_scoring_relu", True)
+        self.num_heads = max(self._heads, core.indexer.index_n_heads)
+        self.indexer, self._caught = core.indexer, list[Tensor]()
+        running.rotary.add(self.indexer.rotary_pos_emb)
+
+    @property
+    def indexer_weights(self) -> list[Tensor]:
+        """The indexer's that may be trained: stock gives them zeros."""
+        return [weight for weight in self.indexer.parameters() if weight.requires_grad]
+
+    def overrides(self) -> Iterator[Override]:
+        """See Latents; and of the indexer, which gives no keys before 0.18."""
+        yield from super().overrides()
+        rotary = self.indexer.rotary_pos_emb
+        yield rotary, "forward", self.angles(rotary, rotary.forward)
+        if not hasattr(self.indexer, "forward_before_topk"):
+            stock = self.indexer._compute_index_scores
+            yield self.indexer, "_compute_index_scores", self._catching(stock)
+
+    def core(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """The core attention's forward.
+
+        Args:
+            stock: Megatron's.
+        """
+
+        def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            context = self._running.current
+            if context is None:
+                return stock(query, key, value, *args, **kwargs)
+            index = self.indexed(kwargs["x"], kwargs["qr"])
+            cache, number = context.cache, self._number
+            if context.inner and cache.state(number, context.index) is SegmentState.EMPTY:
+                context.between["index keys", number] = index.key
+            if number == context.keys_only:
+                return keys_only(query, key, value, context, number, self)
+            return sparse_attention(query, key, value, index, context, number, self)
+
+        return forward
+
+    def left(self, context: SegmentContext, key: Tensor, value: Tensor) -> Payload:
+        """See Shared: also index keys [positions, width]."""
+        index_key: Tensor = context.between.pop(("index keys", self._number))
+        return *super().left(context, key, value), index_key
+
+    def keys(self, payload: Payload) -> Both:
+        """See Shared."""
+        return super().keys(payload[:2])
+
+    def keys_with_pull(self, payload: Payload) -> tuple[Both, Pull]:
+        """See Shared."""
+        both, pull = super().keys_with_pull(payload[:2])
+
+        def with_index(gradients: Both) -> tuple[Payload, Sequence[Tensor | None]]:
+            sent, of_weights = pull(gradients)
+            return (*sent, torch.zeros_like(payload[2])), of_weights
+
+        return both, with_index
+
+    def returned(self, context: SegmentContext, sent: Payload, gradients: Both) -> None:
+        """See Shared."""
+        super().returned(context, sent[:2], gradients)
+
+    def chosen(self, index: Index) -> Tensor:
+        """See `choose`; ties are told once. It waits for the device."""
+        found, tied = choose(index, self.topk, self.has_relu)
+        if not Sparse.has_warned and tied.any():
+            Sparse.has_warned = True
+            logger.warning(
+                "layer %d: the indexer's scores of keys are equal where its top-k ends, for %d of"
+                " %d queries: which of them stock takes depends on the length of its rows, so it"
+                " and segments may see others (docs/sparse-attention.md)",
+                self._number, int(tied.sum()), len(tied),
+            )  # fmt: skip
+        return found
+
+    @torch.no_grad()
+    def indexed(self, x: Tensor, low_rank: Tensor) -> Index:
+        """What the stock indexer makes of a segment, [positions, 1, ...] each."""
+        if hasattr(self.indexer, "forward_before_topk"):
+            query, key, weight = self.indexer.forward_before_topk(x, low_rank, None)
+        else:
+            self.indexer.forward_with_scores(x, low_rank)
+            query, weight, key = self._caught
+            self._caught.clear()
+        return Index(query.squeeze(1), key.squeeze(1), weight.squeeze(1))
+
+    def _catching(self, stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The indexer's scores; in a segment what they are made of is kept, and none are made."""
+
+        def scores(query: Tensor, weights: Tensor, key: Tensor) -> Tensor:
+            if self._running.current is None:
+                return stock(query, weights, key)
+            self._caught[:] = query, weights, key
+            return query.new_zeros((1, 1, len(query)))
+
+        return scores
+
+
+class _Seen(NamedTuple):
+    """What some queries of one span see.
+
+    Attributes:
+        first, stop: the queries.
+        rows: of [what is read level by level, own keys], in the order of positions, int64; the
+            last is the last query's own.
+    """
+
+    first: int
+    stop: int
+    rows: Tensor
+
+
+class _Call(NamedTuple):
+    """What `sparse_attention` was called with, but for tensors with gradients."""
+
+    mine: Index
+    context: SegmentContext
+    layer: int
+    shared: Sparse
+    autocast: contextlib.AbstractContextManager[Any]
+    num_weights: int
+
+    def read(self) -> list[Payload]:
+        """What ancestors have left, level by level."""
+        cache, index = self.context.cache, self.context.index
+        levels = (cache.level(index, number) for number in range(self.context.num_levels))
+        return [cache.read(self.layer, index, level) for level in levels]
+
+
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: Index,
+    context: SegmentContext,
+    layer: int,
+    shared: Sparse,
+) -> Tensor:
+    """Sparse attention of one segment in one layer.
+
+    Args:
+        query: [positions, 1, heads, dim].
+        key: [positions, 1, heads, dim].
+        value: [positions, 1, heads, value_dim].
+        index: of its positions.
+        context: the segment.
+        layer: local index of the attention layer.
+        shared: what the layer leaves for children.
+
+    Returns:
+        [positions, 1, heads * value_dim], as Megatron's core attention returns it.
+    """
+    weights = shared.weights if context.num_levels else []
+    cast = autocast_now(query.device.type)
+    call = _Call(index, context, layer, shared, cast, len(weights))
+    out: Tensor = _SparseAttention.apply(
+        query.squeeze(1), key.squeeze(1), value.squeeze(1), call, *weights, *shared.indexer_weights
+    )
+    return out.flatten(1).unsqueeze(1)
+
+
+class _SparseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: _Call, *weights: Tensor
+    ) -> Tensor:
+        own, context, layer, shared, *_ = call
+        context.capture(layer, shared, key, value)
+        context.enter(layer, backward=context.backward)
+        read = call.read()
+        keys, values = _pool([shared.keys(payload) for payload in read], (key, value))
+        index_keys = torch.cat([*(payload[2] for payload in read), own.key])
+        parts, chosen = [], []
+        for first, stop, rows in seen_of(context, shared.num_heads, query.device):
+            mine = Index(own.query[first:stop], index_keys[rows], own.weight[first:stop])
+            chosen.append(shared.chosen(mine))
+            seen = _mask(chosen[-1], len(rows))
+            parts.append(_attend(query[first:stop], keys[rows], values[rows], seen, shared.scale))
+        context.leave(layer, backward=False)
+        ctx.call, ctx.indexer = call, [(x.shape, x.dtype) for x in weights[call.num_weights :]]
+        ctx.save_for_backward(query, key, value, *chosen)
+        return torch.cat(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
+        _, context, layer, shared, autocast, num_weights = call
+        query, key, value, *chosen = ctx.saved_tensors
+        context.enter(layer, backward=True)
+        with autocast:
+            made = [shared.keys_with_pull(payload) for payload in call.read()]
+        pool = _pool([both for both, _ in made], (key, value))
+        sums = [torch.zeros_like(one, dtype=wider(one.dtype)) for one in pool]
+        query_grad = torch.empty_like(query)
+        seen = seen_of(context, shared.num_heads, query.device)
+        for (first, stop, rows), picked in zip(seen, chosen, strict=True):
+            given = [query[first:stop], *(one[rows] for one in pool)]
+            gradients = _gradients(given, out_grad[first:stop], _mask(picked, len(rows)), shared)
+            query_grad[first:stop] = gradients[0]
+            for total, more in zip(sums, gradients[1:], strict=True):
+                total.index_add_(0, rows, more.to(total.dtype))
+        begin, of_weights = 0, list[Tensor | None]([None] * num_weights)
+        for number, (both, pull) in enumerate(made):
+            end = begin + len(both[0])
+            parts = [one[begin:end].to(like.dtype) for one, like in zip(sums, both, strict=True)]
+            sent, more_of = pull((parts[0], parts[1]))
+            of_weights = [*map(_sum, of_weights, more_of)]
+            level, begin = context.cache.level(context.index, number), end
+            context.cache.add(layer, context.index, level, sent)
+        own = sums[0][begin:].to(key.dtype), sums[1][begin:].to(value.dtype)
+        sent_back = context.cache.take(layer, context.index) if context.inner else None
+        if sent_back is not None:
+            shared.returned(context, sent_back, own)
+        context.leave(layer, backward=True)
+        zeros = (out_grad.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.indexer)
+        return query_grad, *own, None, *of_weights, *zeros
+
+
+def choose(index: Index, topk: int, has_relu: bool = True) -> tuple[Tensor, Tensor]:
+    """The keys of every query that it sees, int32 [queries, at most topk], and of which queries
+    that was arbitrary, bool [queries]: the last one chosen has as high a score as one that was not.
+    Where fewer keys are before a query, others behind it are among them, which `_mask` hides.
+
+    Args:
+        index: of some queries, and of all keys up to the last query's own.
+        topk: how many keys a query sees at most.
+        has_relu: whether scores of a head below zero count as zero.
+    """
+    wide = wider(index.query.dtype)
+    scores = torch.einsum("shd,td->sht", index.query.to(wide), index.key.to(wide))
+    scores = ((scores.relu() if has_relu else scores) * index.weight.unsqueeze(-1)).sum(1)
+    hidden = ~_causal(scores.shape[0], scores.shape[1], scores.device)
+    scores.masked_fill_(hidden, float("-inf"))
+    num = min(topk, scores.shape[1])
+    highest, chosen = scores.topk(num, dim=-1)
+    last = highest[:, -1:]
+    tied = ((scores >= last).sum(-1) > num) & (last[:, 0] > float("-inf"))
+    return chosen.to(torch.int32), tied
+
+
+def _causal(num: int, keys: int, device: torch.device) -> Tensor:
+    """Which keys the last `num` positions of them see, bool [num, keys]."""
+    places = torch.arange(keys, device=device)
+    return places <= places[keys - num :, None]
+
+
+def _mask(chosen: Tensor, keys: int) -> Tensor:
+    """The same of those that were chosen."""
+    seen = _causal(len(chosen), keys, chosen.device)
+    return torch.zeros_like(seen).scatter_(1, chosen.long(), True) & seen
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> Tensor:
+    """[queries, heads, value_dim], of queries [queries, heads, dim] and keys [keys, heads, dim]."""
+    wide = wider(query.dtype)
+    scores = torch.einsum("shd,thd->hst", query.to(wide), key.to(wide)) * scale
+    weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1)
+    return torch.einsum("hst,thd->shd", weights.to(value.dtype), value)
+
+
+def _gradients(given: list[Tensor], out_grad: Tensor, seen: Tensor, shared: Sparse) -> Any:
+    """Of queries, keys and values of one span."""
+    with torch.enable_grad():
+        leaves = [one.detach().requires_grad_() for one in given]
+        out = _attend(leaves[0], leaves[1], leaves[2], seen, shared.scale)
+    return torch.autograd.grad(out, leaves, out_grad)
+
+
+def _pool(levels: Sequence[Both], own: Both) -> Both:
+    """Keys and values of all levels and a segment's own, one after the other."""
+    key, value = (torch.cat(parts) for parts in zip(*levels, own, strict=True))
+    return key, value
+
+
+def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    return total if more is None else more if total is None else total + more
+
+
+def seen_of(context: SegmentContext, num_heads: int, device: torch.device) -> list[_Seen]:
+    """What a segment's queries see, made once a step.
+
+    Args:
+        context: the segment.
+        num_heads: by which scores are counted; see MAX_SCORES.
+        device: of the rows.
+    """
+
+    def make() -> list[_Seen]:
+        ends = itertools.accumulate(context.cache.map.lengths[context.index], initial=0)
+        found = []
+        for first, stop in itertools.pairwise(ends):
+            rows: Tensor = on(device, _rows(context.cache.map.levels[context.index], first, stop))
+            step = max(1, MAX_SCORES // (num_heads * len(rows)))
+            for begin in range(first, stop, step):
+                end = min(begin + step, stop)
+                found.append(_Seen(begin, end, rows[: len(rows) - (stop - end)]))
+        return found
+
+    return context.cache.once(context.index, _Seen, make)
+
+
+def _rows(levels: Sequence[Level], first: int, stop: int) -> cp_layout.Index:
+    """What the queries [first, stop) of one span see of [its segment's levels, own keys]."""
+    rows, at = [], 0
+    for level in levels:
+        for run in level.runs:
+            if run.first <= first and stop <= run.stop:
+                rows.append(np.arange(at, at + run.end - run.start))
+            at += run.end - run.start
+    return np.concatenate([*rows, np.arange(at + first, at + stop)])

@@ -1,0 +1,108 @@
+"""DeepSeek's sparse attention: an indexer chooses the keys of every query, up to `topk`.  Pure.
+
+A layer of multi-latent attention, whose core attention has an indexer: small queries and one small
+key a position, whose scores choose. A span leaves the latents of its positions, the rotated parts
+of their keys, and their index keys (layers/blocks/sparse.py). docs/sparse-attention.md has what is
+exact about that, and what it costs. ("DeepSeek-V3.2: Pushing the Frontier of Open Large Language
+Models", section 2.1.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from megatron_prefix.errors import Reason
+from megatron_prefix.layers.attention import ROTARY
+from megatron_prefix.layers.kind import Override, Running, owner
+from megatron_prefix.layers.mla import MLA
+from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
+from megatron_prefix.refusals.table import (
+    DSA_CP,
+    DSA_DENSE_LOSS,
+    DSA_INDEX_SHARED,
+    DSA_RECOMPUTED,
+    DSA_SPARSE_LOSS,
+    OTHER_ROTARY,
+)
+
+_MODULE = "megatron.core.transformer.experimental_attention_variant.dsa"
+
+
+class DSA(MLA):
+    """Megatron's MLASelfAttention with DSAttention, whose indexer is not trained."""
+
+    name = "DeepSeek's sparse attention"
+    cores = frozenset({f"{_MODULE}.DSAttention"})
+
+    def fills(self, config: Any, layer: int) -> bool:
+        """See Kind."""
+        return getattr(config, "experimental_attention_variant", None) == "dsa"
+
+    def parameters(self, config: Any) -> int:
+        """See Kind."""
+        (heads, width), hidden = _indexer(config), config.hidden_size
+        weights: int = (config.q_lora_rank or hidden) * heads * width + hidden * (width + heads)
+        return super().parameters(config) + weights
+
+    def work(self, config: Any) -> LayerWork:
+        """See Kind. Megatron's own attention computes all pairs, and hides those not chosen; so
+        does ours, and the indexer has as many."""
+        full, (heads, width) = super().work(config), _indexer(config)
+        return replace(full, pairs=full.pairs + heads * width)
+
+    def memory(self, config: Any, form: Execution) -> LayerMemory:
+        """See Kind. Attention saves which keys were chosen instead of a log-sum-exp; scores, which
+        are as many as pairs, are transient, and not counted."""
+        full, (_, width) = super().memory(config, form), _indexer(config)
+        of = full.payload
+        if of is None:
+            raise RuntimeError("attention that leaves nothing")
+        lse = config.num_attention_heads / form.tp * max(4, form.itemsize)
+        more = 4 * config.dsa_indexer_topk - lse
+        row = replace(
+            of,
+            values=of.values + width * form.itemsize,
+            gradients=of.gradients + width * max(4, form.itemsize),
+        )
+        return replace(full, inner=full.inner + more, wave=full.wave + more, payload=row)
+
+    def module_of(self, layer: Any) -> Any | None:
+        """See Kind."""
+        module = super().module_of(layer)
+        return module if hasattr(getattr(module, "core_attention", None), "indexer") else None
+
+    def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
+        """See Kind."""
+        yield from super().refusals(number, module, model)
+        rotary = getattr(module.core_attention.indexer, "rotary_pos_emb", None)
+        if rotary is not None and not {owner(rotary, n) for n in ("forward", "get_emb")} <= ROTARY:
+            yield OTHER_ROTARY.given(type(rotary).__name__)
+
+    def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
+        """See Kind."""
+        yield from super().option_refusals(module, config)
+        if config.context_parallel_size > 1:
+            yield DSA_CP.given()
+        if getattr(config, "dsa_indexer_loss_coeff", None):
+            sparse = getattr(config, "dsa_indexer_use_sparse_loss", False)
+            yield (DSA_SPARSE_LOSS if sparse else DSA_DENSE_LOSS).given()
+        if (getattr(config, "dsa_indexer_topk_freq", None) or 1) > 1:
+            yield DSA_INDEX_SHARED.given()
+        if getattr(module, "checkpoint_core_attention", False):
+            yield DSA_RECOMPUTED.given()
+
+    def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
+        """See Kind."""
+        from megatron_prefix.layers.blocks.sparse import Sparse
+
+        sparse = Sparse(module, number, running)
+        core = module.core_attention
+        return [(core, "forward", sparse.core(core.forward)), *sparse.overrides()]
+
+
+def _indexer(config: Any) -> tuple[int, int]:
+    """Heads of the indexer, and their width."""
+    return config.dsa_indexer_n_heads, config.dsa_indexer_head_dim

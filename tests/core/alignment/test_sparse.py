@@ -1,0 +1,312 @@
+"""DeepSeek's sparse attention under the prefix schedule in fp64, against plain autograd and the
+stock schedule; its indexer is not trained."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_prefix.errors import CannotShare
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.layers import table
+from megatron_prefix.layers.blocks import sparse as blocks
+from megatron_prefix.layers.blocks.sparse import Sparse
+from megatron_prefix.layers.dsa import DSA
+from megatron_prefix.layers.mla import MLA
+from megatron_prefix.megatron.install import install, installed, language_model
+from megatron_prefix.plan.footprint import Execution
+from tests.harness import hybrid, sparse, steps
+from tests.harness.failures import Countdown, Fault
+from tests.harness.one_group import schedule_with
+from tests.harness.one_rank import one_rank
+from tests.harness.sparse import model_of, worst
+
+EXACT = hybrid.limit(128, 3)
+MODELS: dict[str, dict[str, Any]] = {
+    "six keys": {},
+    "two keys": {"config": {"dsa_indexer_topk": 2}},
+    "all keys": {"config": {"dsa_indexer_topk": 200}},
+    "rope": {"spec": {"rope_type": "rope"}},
+    "no q_lora": {"spec": {"q_lora_rank": None, "qk_layernorm": False}},
+    "wide indexer": {"config": {"dsa_indexer_n_heads": 24, "dsa_indexer_head_dim": 64}},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "trees packed": {},
+    "chunks of 7": {"chunk_tokens": 7},
+    "packs of chunks": {"chunk_tokens": 5, "segment_tokens": 16},
+    "depth first": {"segment_tokens": 8},
+    "recompute": {"memory": "recompute", "chunk_tokens": 16},
+    "recompute activations": {"memory": "recompute_act", "chunk_tokens": 16},
+    "offload": {"memory": "offload", "chunk_tokens": 16},
+    "a layer on the host": {"cache_host_layers": 1, "memory": "offload"},
+    "all layers on the host": {"cache_host_layers": 9, "memory": "recompute", "chunk_tokens": 7},
+    "no parent": {"min_gain": 10**6},
+    "in one segment": {"min_gain": 1},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank(), sparse.rotating():
+        yield
+
+
+def built(name: str, **options: Any) -> Any:
+    """One of MODELS."""
+    return model_of(MODELS[name].get("config", {}), spec=MODELS[name].get("spec", {}), **options)
+
+
+@functools.cache
+def expected_of(name: str) -> steps.Reference:
+    """Of one of MODELS, by plain autograd."""
+    return steps.plain(built(name, wrap_ddp=False), steps.Contract(), hybrid.items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_exact(name: str) -> None:
+    model, expected = built(name), expected_of(name)
+    for options in OPTIONS if name == "six keys" else ("trees packed", "chunks of 7"):
+        assert worst(model, expected, **OPTIONS[options]) <= EXACT, options
+
+
+def test_what_is_chosen_matters() -> None:
+    """Else an equal result proves nothing."""
+    one, other = expected_of("six keys").gradients, expected_of("all keys").gradients
+    name = next(name for name in one if "linear_kv_up_proj" in name)
+    assert (one[name] - other[name]).abs().max() > 0.01 * other[name].abs().max()
+
+
+@pytest.mark.parametrize("modules", ["full", ["mla_up_proj"], ["layernorm"]])
+def test_megatrons_own_recomputation(modules: Any) -> None:
+    own = {"recompute_granularity": "selective", "recompute_modules": modules}
+    model = built("six keys", recompute="full") if modules == "full" else model_of(own)
+    expected = expected_of("six keys")
+    for options in ("trees packed", "recompute", "offload", "all layers on the host"):
+        assert worst(model, expected, **OPTIONS[options]) <= EXACT, options
+
+
+@pytest.mark.parametrize("most", [1, 500])
+def test_some_queries_at_a_time(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "MAX_SCORES", most)
+    for options in ({}, {"chunk_tokens": 7}, {"memory": "offload"}):
+        assert worst(model_of({}), expected_of("six keys"), **options) <= EXACT
+
+
+def test_with_multi_token_prediction() -> None:
+    """Its layer has such attention, too. The schedule scales its loss, so stock is the judge."""
+    model, found = model_of({}, spec={"mtp_num_layers": 1}), []
+    for schedule in (get_forward_backward_func(), schedule_with(chunk_tokens=7)):
+        steps.zero_gradients(model)
+        steps.call(schedule, steps.Contract().step, model, hybrid.items())
+        found.append(steps.gradients(model))
+    assert found[0]["mtp.layers.0.transformer_layer.self_attention.linear_proj.weight"].any()
+    for name, wanted in found[0].items():
+        assert (found[1][name] - wanted).abs().max() <= EXACT * wanted.abs().max(), name
+
+
+@pytest.mark.parametrize(("heads", "is_tied"), [(1, True), (16, False)])
+def test_ties_are_told(
+    heads: int, is_tied: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half of one head's scores are zero; which of these stock takes, no copy of a prompt can know.
+    Nothing is shared, nothing differs: then rows are as long as stock's."""
+    monkeypatch.setattr(Sparse, "has_warned", False)
+    fields = {"dsa_indexer_n_heads": heads}
+    expected = steps.plain(model_of(fields, wrap_ddp=False), steps.Contract(), hybrid.items())
+    assert worst(model_of(fields), expected, min_gain=10**6) <= EXACT
+    monkeypatch.setattr(Sparse, "has_warned", False)
+    caplog.clear()
+    assert (worst(model_of(fields), expected) <= EXACT) != is_tied
+    told = [one.getMessage() for one in caplog.records if "where its top-k ends" in one.message]
+    assert len(told) == is_tied
+
+
+def test_a_frozen_indexer_has_no_gradient() -> None:
+    def freeze(model: Any) -> Any:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(".indexer." not in name)
+        return model
+
+    twin, model = (freeze(model_of({}, wrap_ddp=False)) for _ in "ab")
+    expected = steps.plain(twin, steps.Contract(), hybrid.items())
+    steps.call(schedule_with(chunk_tokens=7), steps.Contract().step, model, hybrid.items())
+    found = steps.gradients(model)
+    for name, parameter in model.named_parameters():
+        if ".indexer." in name:
+            assert parameter.grad is None
+        else:
+            largest = (found[name] - expected.gradients[name]).abs().max()
+            assert largest <= EXACT * expected.terms[name], name
+
+
+def test_without_gradients() -> None:
+    """Nothing is trained then, so the indexer's loss is no matter to the stock module."""
+    model = model_of({})
+    found = []
+    for schedule in (get_forward_backward_func(), schedule_with(chunk_tokens=7)):
+        with torch.no_grad():
+            found.append(
+                steps.call(
+                    schedule, steps.Contract().step, model, hybrid.items(), forward_only=True
+                )
+            )
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one["loss"], other["loss"], rtol=EXACT, atol=EXACT)
+
+
+def test_a_failure_in_the_middle_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, expected = model_of({}), expected_of("six keys")
+    for method in ("keys", "keys_with_pull", "left", "returned", "indexed"):
+        with monkeypatch.context() as patch:
+            count, stock = Countdown(Fault, 3), getattr(Sparse, method)
+
+            def failing(self: Sparse, *args: Any, count: Any = count, stock: Any = stock) -> Any:
+                count()
+                return stock(self, *args)
+
+            patch.setattr(Sparse, method, failing)
+            with pytest.raises(Fault):
+                worst(model, expected, chunk_tokens=7)
+        assert installed(model).current is None  # type: ignore[union-attr]
+        assert worst(model, expected, chunk_tokens=7) <= EXACT, method
+
+
+# What is kept -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [name for name in OPTIONS if "host" not in name])
+def test_the_sidecar_takes_what_was_predicted(options: str) -> None:
+    report = hybrid.report_of(model_of({}), **OPTIONS[options])
+    assert report.memory.cache_peak == pytest.approx(report.cache_bytes, rel=1e-9)
+    assert (report.cache_bytes > 0) == (options != "no parent")
+
+
+class Shape:
+    """A spec with an indexer, as Megatron's config has it."""
+
+    def __init__(self, **fields: Any) -> None:
+        self._spec = resolve("tiny-deepseek", **sparse.DENSE)
+        vars(self).update({**sparse.DSA, **fields})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._spec, name)
+
+
+def test_a_position_leaves_its_latent_and_its_index_key() -> None:
+    payload = DSA().memory(Shape(dsa_indexer_head_dim=32), Execution()).payload
+    assert payload is not None
+    assert (payload.values, payload.gradients) == ((16 + 8 + 32) * 2, (16 + 8 + 32) * 4)
+
+
+def test_work_and_weights_are_those_of_the_modules() -> None:
+    latent = MLA().work(Shape())
+    assert DSA().work(Shape()).pairs == latent.pairs + 16 * 16
+    decoder = language_model(model_of({}, wrap_ddp=False)).decoder
+    mixers = [one.self_attention for one in decoder.layers]
+    weights = [
+        sum(one.numel() for name, one in mixer.named_parameters() if "norm" not in name)
+        for mixer in mixers
+    ]
+    assert {*weights} == {DSA().parameters(Shape())}
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"dsa_indexer_loss_coeff": 0.01}, "the dense loss of DSA's indexer"),
+     ({"dsa_indexer_loss_coeff": 0.01, "dsa_indexer_use_sparse_loss": True}, "the sparse loss"),
+     ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+      "DSA with core_attn in recompute_modules")],
+)  # fmt: skip
+def test_what_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(CannotShare, match=message):
+        hybrid.report_of(model_of(fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"context_parallel_size": 2}, "DSA with context parallelism"),
+     ({"dsa_indexer_topk_freq": 4}, "dsa_indexer_topk_freq above 1")],
+)  # fmt: skip
+def test_what_this_release_has_not_is_refused(fields: dict[str, Any], message: str) -> None:
+    part = table.payload_parts(language_model(model_of({}, wrap_ddp=False)))[0]
+    vars(part.module.config).update(fields)
+    assert part.kind is not None
+    found = [one.refusal.name for one in part.kind.option_refusals(part.module, part.module.config)]
+    assert found == [message]
+
+
+@pytest.mark.parametrize("absorbed", [False, True])
+def test_other_forwards_of_such_layers_are_refused(absorbed: bool) -> None:
+    """From 0.19 on Megatron's own spec has one that puts the projection into queries."""
+    model = model_of({})
+    for layer in language_model(model).decoder.layers:
+        mixer = layer.self_attention
+        forward = {"forward": type(mixer).forward if absorbed else lambda self, x: x}
+        mixer.__class__ = type("AbsorbedMLASelfAttention", (type(mixer),), forward)
+        if absorbed:
+            del mixer.linear_kv_up_proj
+    with pytest.raises(CannotShare, match="layer 0's attention AbsorbedMLASelfAttention, which"):
+        install(model)
+
+
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_mode_auto_trains_the_indexer_by_the_stock_schedule(is_sparse: bool) -> None:
+    """Bit for bit."""
+    fields = {"dsa_indexer_loss_coeff": 0.5, "dsa_indexer_use_sparse_loss": is_sparse}
+    found = []
+    for schedule in (get_forward_backward_func(), schedule_with(mode="auto")):
+        model = model_of(fields, dtype=torch.float32)
+        steps.call(schedule, steps.Contract().step, model, hybrid.items())
+        found.append(steps.gradients(model))
+    assert any(one.any() for name, one in found[0].items() if ".indexer." in name)
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]), name
+
+
+# What is wrong is noticed -------------------------------------------------------------------------
+
+
+def _own_only(stock: Any) -> Any:
+    def seen(*given: Any) -> list[Any]:
+        return [one._replace(rows=one.rows[-(one.stop - one.first) :]) for one in stock(*given)]
+
+    return seen
+
+
+BROKEN: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "ancestors are not seen": (blocks, "seen_of", _own_only),
+    "the first keys instead": (
+        blocks, "choose",
+        lambda stock: lambda *given: (torch.zeros_like(stock(*given)[0]), stock(*given)[1]),
+    ),
+    "no relu": (blocks, "choose", lambda stock: lambda index, topk, _: stock(index, topk, False)),
+    "index keys from position 0 on": (
+        Sparse, "angles",
+        lambda stock: lambda self, rotary, forward: (
+            stock(self, rotary, forward) if rotary is not self.indexer.rotary_pos_emb else forward
+        ),
+    ),
+    "no gradient to ancestors": (
+        Sparse, "keys_with_pull",
+        lambda stock: lambda self, payload: (
+            stock(self, payload)[0],
+            lambda gradients: stock(self, payload)[1](tuple(0 * one for one in gradients)),
+        ),
+    ),
+    "nothing from descendants": (Sparse, "returned", lambda stock: lambda self, *both: None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_wrong_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, method, broken = BROKEN[name]
+    monkeypatch.setattr(owner, method, broken(getattr(owner, method)))
+    assert worst(model_of({}), expected_of("six keys"), chunk_tokens=7) > 1e-4
