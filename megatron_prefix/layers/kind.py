@@ -21,9 +21,9 @@ from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
 from megatron_prefix.tree.payload_map import Form
 
 if TYPE_CHECKING:
-    from megatron_prefix.layers.graphs.layers import LayerGraphs
     from megatron_prefix.layers.blocks.interface import Kernel
     from megatron_prefix.layers.blocks.rotary import Rotary
+    from megatron_prefix.layers.graphs.layers import LayerGraphs
     from megatron_prefix.layers.mtp import StepAhead
     from megatron_prefix.layers.segment import SegmentContext
     from megatron_prefix.moe.replay import Replay

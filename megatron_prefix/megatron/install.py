@@ -141,8 +141,8 @@ class Hooks:
         self._undo.append(lambda: delattr(self.model, _INSTALLED))
 
     def graph(self, most: int) -> None:
-        """Lets layers run on CUDA graphs in segments of at most so many positions; 0: none does. The
-        last layer of the last stage runs on what is read."""
+        """Lets layers run on CUDA graphs in segments of at most so many positions; 0: none does.
+        The last layer of the last stage runs on what is read."""
         if self._graphed == most:
             return
         self._graphed, layers = most, [*self.model.decoder.layers]

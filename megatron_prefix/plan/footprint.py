@@ -143,7 +143,7 @@ class Footprint:
     behind_wave: float = 0.0
     state: float = 0.0
     state_grad: float = 0.0
-    graphed: int = 0
+    graphed: float = 0.0
 
     @classmethod
     def of_layers(

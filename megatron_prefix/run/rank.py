@@ -214,8 +214,8 @@ class Rank(ModelNumbers):
         return self.looks_ahead and (not self.forward_only or self.language_models[0].training)
 
     def graphed(self, tokens: int) -> int:
-        """Positions of the longest segment whose layers run on CUDA graphs: so many, or 0 where they
-        cannot; a warning says once why."""
+        """Positions of the longest segment whose layers run on CUDA graphs: so many, or 0 where
+        they cannot; a warning says once why."""
         if tokens and self._why_not_graphed():
             _warn(f"layers run without CUDA graphs: {self._why_not_graphed()}")
             return 0

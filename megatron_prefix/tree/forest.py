@@ -307,9 +307,7 @@ class Segment(NamedTuple):
         return tuple(sorted(segments - {self.joined}))
 
 
-def padded(
-    spans: tuple[Span, ...], options: TreeOptions, *, inner: bool
-) -> tuple[Span, ...]:
+def padded(spans: tuple[Span, ...], options: TreeOptions, *, inner: bool) -> tuple[Span, ...]:
     """A segment's spans with what it is padded by: at the end of its last leaf; behind spans that
     others read, as a span of no rollout."""
     missing = options.missing(sum(span.padded for span in spans))

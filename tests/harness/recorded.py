@@ -1,13 +1,12 @@
 """CUDA graphs without CUDA: what is launched is noted and launched again, on the same tensors.
 
-As on a GPU a replay reads and writes what the capture did, nothing of Python runs again, and what was
-there before a capture is as before; unlike there, memory is not shared with other graphs.
+As on a GPU a replay reads and writes what the capture did, nothing of Python runs again, and what
+was there before a capture is as before; unlike there, memory is not shared with other graphs.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -91,7 +90,7 @@ def _storages(values: Any) -> list[Any]:
 
 
 @pytest.fixture
-def recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[RecordedGraph]]:
+def recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> type[RecordedGraph]:
     """Graphs on the CPU."""
 
     class Counted(RecordedGraph):
@@ -103,4 +102,4 @@ def recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[RecordedGr
     monkeypatch.setattr(graphs, "apart", contextlib.nullcontext)
     for name in ("settle", "recover"):
         monkeypatch.setattr(graphs, name, lambda: None)
-    yield Counted
+    return Counted

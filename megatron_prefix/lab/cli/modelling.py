@@ -29,7 +29,12 @@ logger = logging.getLogger(__name__)
 
 
 CONFIG = (
-    "memory", "memory_budget_gb", "cache_host_layers", "cp_reduce", "kernel", "across_ranks",
+    "memory",
+    "memory_budget_gb",
+    "cache_host_layers",
+    "cp_reduce",
+    "kernel",
+    "across_ranks",
     "graph_tokens",
 )
 """Fields of PrefixConfig that are about how a model runs."""

@@ -15,19 +15,20 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.device import graphs
+from megatron_prefix.device.modules import modules_of
 from megatron_prefix.layers.graphs.pieces import CannotCaptureError
 from megatron_prefix.layers.graphs.segment_graphs import SegmentGraphs
 from megatron_prefix.layers.kind import Kind, Running
 from megatron_prefix.layers.kind import Slot as KindSlot
 from megatron_prefix.layers.segment import SegmentContext
 
-
 IN_THE_WAY = (
     "recompute_granularity", "fp8", "fp4", "attention_output_gate", "delay_wgrad_compute",
     "cpu_offloading", "mtp_num_layers",
 )  # fmt: skip
-"""Options of Megatron with which layers run differently in every microbatch, or are cut elsewhere."""
-_BEFORE = 1
+"""Options of Megatron with which a layer is not the same launches in every segment of a length."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+SEEN_BEFORE = 1
 """A length has graphs after so many segments of it: what is compiled for it is compiled there."""
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class LayerGraphs:
     Attributes:
         cut: takes queries, keys and values while layers are captured; None at other times.
         refused: why nothing more is captured; "" if something may be.
+        captures: how often all layers were captured.
     """
 
     def __init__(self, layers: Sequence[Any], running: Running, most: int, ranks: int) -> None:
@@ -70,7 +72,8 @@ class LayerGraphs:
         self._taken: dict[int, SegmentGraphs] = {}
         self._addresses: tuple[int, ...] = ()
         self.cut: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-        self.refused = ""
+        self.refused, self.captures = "", 0
+        self._watched = self._said = False
 
     def overrides(self) -> Iterator[tuple[Any, Callable[..., Any]]]:
         """Layers, and what takes the place of the forward of each."""
@@ -101,6 +104,21 @@ class LayerGraphs:
             logger.info("weights or gradients lie elsewhere: CUDA graphs are captured again")
             self._free.clear()
             self._addresses = ()
+        self._watched = self._is_watched()
+        if self._watched and not self._said:
+            self._said = True
+            logger.warning("layers run without CUDA graphs: modules inside them have hooks")
+
+    def _is_watched(self) -> bool:
+        """Whether anything in the layers has hooks, which a replay would leave out: those with
+        which Megatron's DDP waits for weights (overlap_param_gather), or somebody's own."""
+        inside = (
+            vars(one)
+            for layer in self._layers
+            for one in modules_of(layer)
+            if one is not layer  # its own are called around its forward
+        )
+        return any(fields[name] for fields in inside for name in _HOOKS)
 
     def release(self, segment: int) -> None:
         """After a segment's backward."""
@@ -115,16 +133,18 @@ class LayerGraphs:
     def _current_addresses(self) -> tuple[int, ...]:
         weights = [one for layer in self._layers for one in layer.parameters()]
         mains = (getattr(one, "main_grad", None) for one in weights)
-        return tuple(one.data_ptr() for one in (*weights, *mains) if one is not None)
+        places = (one.data_ptr() for one in (*weights, *mains) if one is not None)
+        return (*places, *(one.requires_grad for one in weights))
 
     def _take(self, context: SegmentContext, hidden: Tensor, given: Mapping[str, Any]) -> None:
         """Gives a segment a set of graphs, with some of its length."""
         length = len(hidden)
-        plain = context.offload is None and not context.activates_again
+        plain = context.offload is None and not context.activates_again and not self._watched
+        plain = plain and not torch.is_autocast_enabled(hidden.device.type)
         if not plain or length * self._ranks > self._most or self.refused:
             return
         self._seen[length] += 1
-        if self._seen[length] <= _BEFORE:
+        if self._seen[length] <= SEEN_BEFORE:
             return
         mine = self._fitting(length)
         if length not in mine.made and not self._captured(mine, hidden, given):
@@ -153,6 +173,6 @@ class LayerGraphs:
             self.refused = str(problem).splitlines()[0]
             logger.warning("layers run without CUDA graphs: %s", self.refused)
             return False
-        self._addresses = self._current_addresses()
+        self._addresses, self.captures = self._current_addresses(), self.captures + 1
         logger.info("%d layers captured for %d positions", len(self._layers), len(hidden))
         return True

@@ -90,7 +90,9 @@ class Piece:
         with self.backward.captured():
             found = torch.autograd.grad(self._computed, wanted, gradients, allow_unused=True)
             given, of_parameters = found[: len(places)], found[len(places) :]
-            _put(places, [place if g is None else g for place, g in zip(places, given, strict=True)])
+            _put(
+                places, [place if g is None else g for place, g in zip(places, given, strict=True)]
+            )
             self._of_parameters = tuple(map(self._handed_on, self._leaves, of_parameters))
         self._added = tuple(
             parameter

@@ -64,7 +64,8 @@ def updates(schedule: Any, **options: Any) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "kept", [{"memory": "retain"}, {"memory": "recompute"}, {"memory": "retain", "graph_tokens": 32}]
+    "kept",
+    [{"memory": "retain"}, {"memory": "recompute"}, {"memory": "retain", "graph_tokens": 32}],
 )
 @pytest.mark.parametrize("overlaps", [False, True], ids=["", "overlapped"])
 def test_a_kernel_that_adds_to_main_grad(

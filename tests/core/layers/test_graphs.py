@@ -9,9 +9,14 @@ import pytest
 import torch
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.device import graphs
 from megatron_prefix.lab.data.generate import generate
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.verify import align
+from megatron_prefix.layers.graphs import layers
+from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.one_rank import one_rank, small_model
@@ -47,23 +52,109 @@ def same(ours: align.Trace, other: align.Trace) -> None:
         assert difference <= limit * gradient.abs().max(), name
 
 
+def config(**options: Any) -> PrefixConfig:
+    fields = dict(kernel="math", min_gain=4, segment_tokens=24, memory="retain", graph_tokens=48)
+    return PrefixConfig(**fields | options)
+
+
+def without(model: Any, given: PrefixConfig) -> list[align.Trace]:
+    """With the same padding, which changes how positions are summed up, and nothing captured."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "SEEN_BEFORE", 10**9)
+        return steps(model, given, 3, uneven=True)
+
+
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-gpt-oss"])
 @pytest.mark.parametrize("options", [{}, {"chunk_tokens": 8}])
 def test_steps_are_those_without(
-    name: str, options: dict[str, int], recorded_graphs: type[RecordedGraph]  # noqa: F811
+    name: str,
+    options: dict[str, int],
+    recorded_graphs: type[RecordedGraph],  # noqa: F811
 ) -> None:
     spec = {"num_layers": 3} | ({"num_moe_experts": None} if name == "tiny-gpt-oss" else {})
-    config = dict(kernel="math", min_gain=4, segment_tokens=24, memory="retain", **options)
     plain, graphed = (small_model(name, spec=spec) for _ in range(2))
-    # Padding alone changes how positions are summed up: it is the same on both sides.
-    for_both = PrefixConfig(**config, graph_tokens=48)
-    ours = steps(graphed, for_both, 3, uneven=True)
-    hooks = installed(graphed)
-    assert hooks is not None and hooks.graphs is not None and not hooks.graphs.refused
-    assert recorded_graphs.replays > 0
-    others = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_prefix.layers.graphs.layers._BEFORE", 10**9)
-        others = steps(plain, for_both, 3, uneven=True)
-    for one, other in zip(ours, others, strict=True):
+    ours = steps(graphed, config(**options), 3, uneven=True)
+    assert made(graphed).captures > 0 and recorded_graphs.replays > 0
+    for one, other in zip(ours, without(plain, config(**options)), strict=True):
         same(one, other)
+
+
+def made(model: Any) -> layers.LayerGraphs:
+    hooks = installed(model)
+    assert hooks is not None and hooks.graphs is not None
+    return hooks.graphs
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_nothing_is_captured_where_a_hook_would_be_left_out() -> None:
+    plain, watched = small_model(), small_model()
+    seen = []
+    inside = unwrap(watched).decoder.layers[0].mlp.linear_fc1
+    handle = inside.register_forward_hook(lambda *_: seen.append(1))
+    ours = steps(watched, config(), 3, uneven=True)
+    assert made(watched).captures == 0 and len(seen) > 3
+    for one, other in zip(ours, without(plain, config()), strict=True):
+        same(one, other)
+    handle.remove()
+    steps(watched, config(), 3, uneven=True)
+    assert made(watched).captures > 0
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_a_failure_leaves_no_segment_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(spec={"num_layers": 3})
+    before = steps(model, config(), 3, uneven=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(layers.LayerGraphs, "release", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            steps(model, config(), 1, uneven=True)
+    for one, other in zip(steps(model, config(), 3, uneven=True), before, strict=True):
+        same(one, other)
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+@pytest.mark.parametrize("what", ["weights", "which are trained"])
+def test_what_changes_between_steps_is_captured_again(what: str) -> None:
+    plain, changed = (small_model(spec={"num_layers": 3}) for _ in range(2))
+    steps(changed, config(), 3, uneven=True)
+    first = made(changed).captures
+    for model in (plain, changed):
+        for layer in unwrap(model).decoder.layers:
+            if what == "weights":
+                layer.mlp.linear_fc1.weight.data = 2 * layer.mlp.linear_fc1.weight.data
+            else:
+                layer.mlp.linear_fc1.weight.requires_grad_(False)
+    ours = steps(changed, config(), 3, uneven=True)
+    assert made(changed).captures > first
+    for one, other in zip(ours, without(plain, config()), strict=True):
+        same(one, other)
+
+
+def test_models_that_cannot_run_on_graphs_are_named() -> None:
+    def why(name: str, **fields: Any) -> str:
+        spec = resolve(name, **fields)
+        return layers.why_not(spec, layers_of(spec))
+
+    assert not why("qwen3-8b") and not why("tiny-gpt-oss", num_moe_experts=None)
+    assert "experts" in why("qwen3-30b-a3b")
+    assert "GatedDeltaNet" in why("qwen3-next-80b-a3b")
+    assert "latent" in why("moonlight-16b-a3b")
+    assert "fp8" in why("qwen3-8b", fp8="e4m3", fp8_recipe="blockwise")
+
+
+@pytest.mark.parametrize(
+    ("collectives", "register", "allocator", "said"),
+    [
+        (True, "1", "expandable_segments:True", "NCCL_GRAPH_REGISTER=0"),
+        (True, "0", "expandable_segments:True", ""),
+        (False, "1", "expandable_segments:True", ""),
+        (True, "1", "", ""),
+    ],
+)
+def test_nccl_must_not_register_memory_that_moves(
+    collectives: bool, register: str, allocator: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", register)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
+    assert said in graphs.why_not(torch.device("cuda"), collectives=collectives)
+    assert graphs.why_not(torch.device("cpu"), collectives=collectives)
