@@ -259,6 +259,12 @@ class Hooks:
                 kept.clear()
         self.rotary.prepare(max_position)
 
+    def end_step(self) -> None:
+        """Whatever has happened, nothing of a step is left."""
+        self.replay = self.ahead = None
+        if self.graphs is not None:
+            self.graphs.end_step()
+
     def _entering(self, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """The decoder's arguments: every token's own position, and an input with a gradient.
 

@@ -9,7 +9,6 @@ and then releases its segment. Weights, their gradients and the optimizer are no
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -150,9 +149,8 @@ class _MemoryRun:
             if action.kind == "B":
                 activations -= held.pop(key)
                 arenas[action.chunk].end(action)
-        found = replace(found, staged=max(itertools.accumulate(self._staged(rank)), default=0.0))
-        found = replace(found, cache_peak=kept, cache_staged=there)
-        return replace(found, saved=saved, wave_peak=wave, exchanged=exchanged)
+        found = replace(found, staged=max(self._staged(rank), default=0.0), cache_staged=there)
+        return replace(found, saved=saved, wave_peak=wave, exchanged=exchanged, cache_peak=kept)
 
     def _in_graphs(self, rank: int, action: Action) -> float:
         """Of what a segment keeps, bytes that are where its CUDA graphs write; 0 without."""
@@ -228,7 +226,8 @@ class _MemoryRun:
         )
 
     def _staged(self, rank: int) -> Iterator[float]:
-        """Bytes on the host that every action of an offloaded segment adds or frees."""
+        """Bytes on the host after every action of an offloaded segment."""
+        staged = 0.0
         for action in self.plan.programs[rank]:
             segment = self.plan.segments[action.segment]
             if self.plan.policy(action.segment) == "offload":
@@ -236,7 +235,8 @@ class _MemoryRun:
                 away = self.one.kept("retain", *ends) - self.one.kept("offload", *ends)
                 sign = 1 if action.kind == "F" else -1
                 away *= self.positions[action.segment]
-                yield sign * (away + self._of_spans(rank, action))
+                staged += sign * (away + self._of_spans(rank, action))
+                yield staged
 
     def _moment(self, rank: int, action: Action, arena: _Arena) -> tuple[float, float]:
         """Bytes in use only while an action runs: saved ones, and temporaries."""

@@ -160,9 +160,7 @@ class Executor:
                     messages.finish()
         finally:
             for stage in self._stages:
-                stage.hooks.replay = stage.hooks.ahead = None
-                if stage.hooks.graphs is not None:
-                    stage.hooks.graphs.end_step()
+                stage.hooks.end_step()
                 for kept in (stage.live, stage.offloads, stage.wanted_next, stage.cache):
                     kept.clear()
                 if stage.final is not None:
