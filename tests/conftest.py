@@ -1,15 +1,38 @@
-"""Settings of every test: one thread, repeatable examples, poisoned memory."""
+"""Settings of every test: one thread, one core if others are busy, repeatable examples, poisoned
+memory."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is imported
 
 import hypothesis
 import pytest
 import torch
+
+
+def _keep_to_one_core() -> None:
+    """With two workers a core or more, each of them and all that it starts stays on one core.
+
+    Ranks wake one another thousands of times in a test.  From one core to another that takes twice
+    as much of the processor, and so does stopping who sends a message for who gets it (a batch job
+    is not stopped so).  Threads and processes that are started later inherit it.
+    """
+    number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    if not (number.isdigit() and hasattr(os, "sched_setaffinity")):
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    if int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) >= 2 * len(cores):
+        with contextlib.suppress(OSError):  # it may be forbidden, and is about time only
+            os.sched_setaffinity(0, {cores[int(number) % len(cores)]})
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+_keep_to_one_core()
 
 # The same examples in every run; HYPOTHESIS_PROFILE=search looks for new ones.
 hypothesis.settings.register_profile(
@@ -34,6 +57,16 @@ def _poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Garbage is not looked for while tests are imported: it takes as long as the imports."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
