@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole suite on the CPU, three files at a time: bash launch/test.sh
+# The whole suite on the CPU, four files at a time: bash launch/test.sh
 # A part of it:                                  bash launch/test.sh ARGUMENTS OF PYTEST
 # Installs what it needs first; environment.sh has the variables that change where and with what.
 
@@ -12,5 +12,6 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 unset PYTHONDONTWRITEBYTECODE
 cd "$root"
 # Many tests wait for processes to start or for time to pass; meanwhile others run.
-if [[ $# -eq 0 ]]; then set -- --numprocesses 3 --dist loadfile --no-loadscope-reorder; fi
+# tests/conftest.py keeps two on each of two cores.
+if [[ $# -eq 0 ]]; then set -- --numprocesses 4 --dist loadfile --no-loadscope-reorder; fi
 exec python -m pytest "$@"

@@ -1,15 +1,21 @@
-"""Settings of every test: one thread, repeatable examples, poisoned memory."""
+"""Settings of every test: one thread, one core if others are busy, repeatable examples, poisoned
+memory."""
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is imported
 
 import hypothesis
 import pytest
 import torch
+
+from tests.harness.cores import keep_to_one_core
+
+keep_to_one_core()
 
 # The same examples in every run; HYPOTHESIS_PROFILE=search looks for new ones.
 hypothesis.settings.register_profile(
@@ -34,6 +40,16 @@ def _poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Garbage is not looked for while tests are imported: it takes as long as the imports."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
