@@ -121,7 +121,7 @@ class Attention(Kind):
         # A gate on the output: its sigmoid in fp32, and the product in front of the projection.
         gate = queries * (size + wide) if _is_gated(config) else 0.0
         unread = 0.0 if form.fused_rope else 4 * config.kv_channels * size
-        held = _norms_hold_projection(config)
+        held = normed and not form.fused_layers  # see `_norms_hold_projection`
         if held:
             unread += (2 * queries + keys + projected) * size
         elif normed:
