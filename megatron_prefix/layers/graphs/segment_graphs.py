@@ -56,6 +56,7 @@ class SegmentGraphs:
         self._pool = graphs.pool()
         self._places: dict[Any, Tensor] = {}
         self._owners: Mapping[int, nn.Parameter] = {}
+        self._kept: list[Tensor] = []
         self.made: dict[int, list[Sides]] = {}
 
     def begin(self, given: Mapping[str, Any]) -> None:
@@ -87,6 +88,7 @@ class SegmentGraphs:
                     self._backward(made[number], number)
             finally:
                 self._owner.cut, self._owners = None, {}
+        self._kept += _shared_buffers()
         self.made[len(hidden)] = made
 
     def _arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -185,6 +187,14 @@ class SegmentGraphs:
             [self._place(f"gradient of {name}", one) for name, one in gradients],
             [self._place("gradient of hidden", x)],
         )
+
+
+def _shared_buffers() -> list[Tensor]:
+    """Where Megatron's own layers gather what sequence-parallel ranks have (GlobalMemoryBuffer in
+    megatron/core/utils.py): a longer segment gets another one, and graphs go on using this."""
+    from megatron.core.parallel_state import get_global_memory_buffer
+
+    return [*get_global_memory_buffer().buffer.values()]
 
 
 def _mixed(query: Tensor, value: Tensor) -> tuple[int, int, int]:

@@ -1,0 +1,69 @@
+"""Layers on CUDA graphs in layouts of several ranks, against the same steps without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.data.generate import generate
+from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.numerics import tolerance
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.lab.verify import align
+from megatron_prefix.layers.graphs import layers
+from megatron_prefix.megatron.install import installed
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.harness.ranks import run_ranks
+from tests.harness.recorded import RecordedGraph, recorded_graphs  # noqa: F401
+
+LAYOUTS = {
+    "TP2+SP": (Layout(tp=2, sequence_parallel=True), {}),
+    "CP2": (Layout(cp=2), {}),
+    "PP2": (Layout(pp=2), {}),
+    "PP2 x VPP2, chunks": (Layout(pp=2, vpp=2), {"chunk_tokens": 8}),
+    "DP2, overlapped": (Layout(dp=2), {"overlap_grad_reduce": True}),
+}
+TOKENS, STEPS = 256, 3
+
+
+def steps(layout: Layout, options: dict[str, Any]) -> tuple[list[align.Trace], int]:
+    """Traces of some steps on one rank, and how often its layers were captured."""
+    runtime.initialize(layout, "cpu")
+    options, build = dict(options), {}
+    if "overlap_grad_reduce" in options:
+        build["overlap_grad_reduce"] = options.pop("overlap_grad_reduce")
+    spec = resolve("tiny-llama", num_layers=4).with_vocab(64)
+    chunks = build_model(spec, layout=layout, dtype="float64", **build)
+    config = dict(kernel="math", min_gain=4, segment_tokens=24, memory="retain", graph_tokens=64)
+    schedule, found = PrefixSchedule(PrefixConfig(**config | options)), []
+    for seed in range(STEPS):
+        groups = list(generate(2, 24, 8, 4, vocab_size=64, seed=seed))
+        items = align.microbatches(groups, seed, align.alignment(spec, layout))
+        items = align.on_this_cp_rank(items)
+        found.append(align.run_step(schedule, chunks, items, optimize=False))
+    hooks = [installed(chunk) for chunk in chunks]
+    return found, sum(one.graphs.captures for one in hooks if one and one.graphs)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_steps_are_those_without(
+    name: str,
+    recorded_graphs: type[RecordedGraph],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout, options = LAYOUTS[name]
+    ours = run_ranks(2, steps, layout, options)
+    monkeypatch.setattr(layers, "SEEN_BEFORE", 10**9)
+    plain = run_ranks(2, steps, layout, options)
+    limit = tolerance(torch.float64, TOKENS)
+    for (mine, captures), (others, none) in zip(ours, plain, strict=True):
+        assert captures > 0 == none
+        for one, other in zip(mine, others, strict=True):
+            for key, gradient in other.gradients.items():
+                difference = (one.gradients[key] - gradient).abs().max()
+                assert difference <= limit * gradient.abs().max(), key
