@@ -139,7 +139,8 @@ class LayerGraphs:
     def _take(self, context: SegmentContext, hidden: Tensor, given: Mapping[str, Any]) -> None:
         """Gives a segment a set of graphs, with some of its length."""
         length = len(hidden)
-        plain = context.offload is None and not context.activates_again and not self._watched
+        plain = context.offload is None and not self._watched
+        plain = plain and not (context.activates_again or context.recomputed)
         plain = plain and not torch.is_autocast_enabled(hidden.device.type)
         if not plain or length * self._ranks > self._most or self.refused:
             return
