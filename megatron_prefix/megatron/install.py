@@ -150,6 +150,7 @@ class Hooks:
             layers.pop()
         for undo in self._ungraph:
             undo()
+            self._undo.remove(undo)  # it has the old graphs, with their memory
         self._ungraph, before = [], len(self._undo)
         ranks = self._sequence_ranks * self.model.config.context_parallel_size
         self.graphs = LayerGraphs(layers, self, most, ranks) if most else None
