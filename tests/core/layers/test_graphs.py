@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,7 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.verify import align
-from megatron_prefix.layers.graphs import layers
+from megatron_prefix.layers.graphs import layers, segment_graphs
 from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -158,3 +160,28 @@ def test_nccl_must_not_register_memory_that_moves(
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
     assert said in graphs.why_not(torch.device("cuda"), collectives=collectives)
     assert graphs.why_not(torch.device("cpu"), collectives=collectives)
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_recomputed_segments_run_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when they run again, with gradients: memory that stays is not counted for them."""
+    model, inner = small_model(spec={"num_layers": 3}), []
+    begin = segment_graphs.SegmentGraphs.begin
+
+    def noted(graphs: segment_graphs.SegmentGraphs, given: Any) -> None:
+        inner.append(installed(model).current.inner)  # type: ignore[union-attr]
+        begin(graphs, given)
+
+    monkeypatch.setattr(segment_graphs.SegmentGraphs, "begin", noted)
+    steps(model, config(memory="recompute"), 3, uneven=True)
+    assert inner and not any(inner)
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_graphs_that_were_turned_off_are_not_kept() -> None:
+    model = small_model(spec={"num_layers": 3})
+    steps(model, config(), 3, uneven=True)
+    before = weakref.ref(made(model))
+    steps(model, config(graph_tokens=0), 1, uneven=True)
+    gc.collect()
+    assert before() is None
