@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.device import graphs
@@ -56,6 +57,8 @@ class LayerGraphs:
         running: says which segment runs.
         most: positions of the longest segment that has graphs.
         ranks: that share the positions of hidden states (sequence and context parallelism).
+        group: tensor-parallel ranks, which meet inside of layers: what one of them captures, all
+            do at once.
 
     Attributes:
         cut: takes queries, keys and values while layers are captured; None at other times.
@@ -63,9 +66,11 @@ class LayerGraphs:
         captures: how often all layers were captured.
     """
 
-    def __init__(self, layers: Sequence[Any], running: Running, most: int, ranks: int) -> None:
+    def __init__(
+        self, layers: Sequence[Any], running: Running, most: int, ranks: int, group: Any
+    ) -> None:
         self._layers, self._running = layers, running
-        self._most, self._ranks = most, ranks
+        self._most, self._ranks, self._group = most, ranks, group
         self._stock = [one.forward for one in layers]
         self._seen: Counter[int] = Counter()
         self._free: list[SegmentGraphs] = []
@@ -100,14 +105,24 @@ class LayerGraphs:
     def begin_step(self) -> None:
         """Makes anew what reads weights or writes gradients that lie elsewhere now."""
         self.end_step()
-        if self._addresses and self._addresses != self._current_addresses():
+        moved = bool(self._addresses) and self._addresses != self._current_addresses()
+        moved, self._watched = self._on_any(moved, self._is_watched())
+        if moved:
             logger.info("weights or gradients lie elsewhere: CUDA graphs are captured again")
             self._free.clear()
             self._addresses = ()
-        self._watched = self._is_watched()
         if self._watched and not self._said:
             self._said = True
             logger.warning("layers run without CUDA graphs: modules inside them have hooks")
+
+    def _on_any(self, *mine: bool) -> list[bool]:
+        """What holds on any tensor-parallel rank; all of them call this, and wait for it."""
+        if self._group.size() == 1 or not self._layers:
+            return [*mine]
+        device = next(self._layers[0].parameters()).device
+        flags = torch.tensor(mine, dtype=torch.int32, device=device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        return [bool(flag) for flag in flags.tolist()]
 
     def _is_watched(self) -> bool:
         """Whether anything in the layers has hooks, which a replay would leave out: those with
@@ -122,18 +137,21 @@ class LayerGraphs:
 
     def release(self, segment: int) -> None:
         """After a segment's backward."""
-        if segment in self._taken:
-            self._free.append(self._taken.pop(segment))
+        mine = self._taken.pop(segment, None)
+        if mine is not None and not self.refused:
+            self._free.append(mine)
 
     def end_step(self) -> None:
         """Whatever has happened, no segment is between its forward and its backward."""
-        self._free += self._taken.values()
+        if not self.refused:
+            self._free += self._taken.values()
         self._taken.clear()
 
     def _current_addresses(self) -> tuple[int, ...]:
         weights = [one for layer in self._layers for one in layer.parameters()]
+        buffers = (one for layer in self._layers for one in layer.buffers())
         mains = (getattr(one, "main_grad", None) for one in weights)
-        places = (one.data_ptr() for one in (*weights, *mains) if one is not None)
+        places = (one.data_ptr() for one in (*weights, *buffers, *mains) if one is not None)
         return (*places, *(one.requires_grad for one in weights))
 
     def _take(self, context: SegmentContext, hidden: Tensor, given: Mapping[str, Any]) -> None:
@@ -165,13 +183,17 @@ class LayerGraphs:
         return SegmentGraphs(self._stock, self._layers, length, self)
 
     def _captured(self, mine: SegmentGraphs, hidden: Tensor, given: Mapping[str, Any]) -> bool:
+        why = ""
         try:
             mine.capture(hidden, given)
         except (CannotCaptureError, RuntimeError) as problem:
             graphs.recover()
             if isinstance(problem, torch.OutOfMemoryError):
                 raise
-            self.refused = str(problem).splitlines()[0]
+            why = (str(problem) or type(problem).__name__).splitlines()[0]
+        if self._on_any(bool(why))[0]:
+            self.refused = why or "another tensor-parallel rank cannot capture them"
+            self._free.clear()
             logger.warning("layers run without CUDA graphs: %s", self.refused)
             return False
         self._addresses, self.captures = self._current_addresses(), self.captures + 1

@@ -10,7 +10,7 @@ import torch
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.generate import generate
-from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.runtime import Layout
@@ -29,10 +29,16 @@ LAYOUTS = {
     "DP2, overlapped": (Layout(dp=2), {"overlap_grad_reduce": True}),
 }
 TOKENS, STEPS = 256, 3
+WHEN = {"weights move": STEPS - 1, "a hook": 0}
 
 
-def steps(layout: Layout, options: dict[str, Any]) -> tuple[list[align.Trace], int]:
-    """Traces of some steps on one rank, and how often its layers were captured."""
+def steps(
+    layout: Layout, options: dict[str, Any], only_here: str = ""
+) -> tuple[list[align.Trace], int]:
+    """Traces of some steps on one rank, and how often its layers were captured.
+
+    `only_here`: what happens on the first rank alone, before graphs are captured or after that.
+    """
     runtime.initialize(layout, "cpu")
     options, build = dict(options), {}
     if "overlap_grad_reduce" in options:
@@ -42,6 +48,8 @@ def steps(layout: Layout, options: dict[str, Any]) -> tuple[list[align.Trace], i
     config = dict(kernel="math", min_gain=4, segment_tokens=24, memory="retain", graph_tokens=64)
     schedule, found = PrefixSchedule(PrefixConfig(**config | options)), []
     for seed in range(STEPS):
+        if seed == WHEN.get(only_here) and torch.distributed.get_rank() == 0:
+            happen(only_here, unwrap(chunks[0]).decoder.layers[0].mlp.linear_fc1)
         groups = list(generate(2, 24, 8, 4, vocab_size=64, seed=seed))
         items = align.microbatches(groups, seed, align.alignment(spec, layout))
         items = align.on_this_cp_rank(items)
@@ -50,19 +58,47 @@ def steps(layout: Layout, options: dict[str, Any]) -> tuple[list[align.Trace], i
     return found, sum(one.graphs.captures for one in hooks if one and one.graphs)
 
 
+def happen(what: str, module: Any) -> None:
+    if what == "weights move":
+        module.weight.data = module.weight.data.clone()
+    elif what == "a hook":
+        module.register_forward_hook(lambda *_: None)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_steps_are_those_without(
     name: str,
     recorded_graphs: type[RecordedGraph],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layout, options = LAYOUTS[name]
-    ours = run_ranks(2, steps, layout, options)
+    ours = run_ranks(2, steps, *LAYOUTS[name])
+    assert all(captures > 0 for _, captures in ours)
+    compare(ours, *LAYOUTS[name], monkeypatch)
+
+
+@pytest.mark.parametrize("what", WHEN)
+def test_tensor_parallel_ranks_capture_together(
+    what: str,
+    recorded_graphs: type[RecordedGraph],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout = Layout(tp=2, sequence_parallel=True)
+    ours = run_ranks(2, steps, layout, {}, what, timeout_s=60.0)
+    compare(ours, layout, {}, monkeypatch)
+
+
+def compare(
+    ours: list[tuple[list[align.Trace], int]],
+    layout: Layout,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compares with the same steps without graphs."""
     monkeypatch.setattr(layers, "SEEN_BEFORE", 10**9)
     plain = run_ranks(2, steps, layout, options)
     limit = tolerance(torch.float64, TOKENS)
     for (mine, captures), (others, none) in zip(ours, plain, strict=True):
-        assert captures > 0 == none
+        assert captures == ours[0][1] and none == 0
         for one, other in zip(mine, others, strict=True):
             for key, gradient in other.gradients.items():
                 difference = (one.gradients[key] - gradient).abs().max()
