@@ -81,8 +81,10 @@ def apart() -> Iterator[None]:
 
 
 def settle() -> None:
-    """Waits for all that is under way: a capture allows no waiting in it."""
+    """Waits for all that is under way: a capture allows no waiting in it. The allocator gives back
+    what it has cached: in a capture it would not, and run out of memory (as torch.cuda.graph)."""
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
 
 
 def recover() -> None:
