@@ -73,7 +73,13 @@ class Piece:
         self.inputs, self._computed, self.outputs = (*inputs,), (*computed,), (*places,)
 
     def uses(self, leaves: Sequence[nn.Parameter], owners: Mapping[int, nn.Parameter]) -> None:
-        """Says what parameters it uses, by their stand-ins; outside of a capture."""
+        """Says what parameters it uses, by their stand-ins; outside of a capture.
+
+        Raises:
+            CannotCaptureError: it uses something trained that is in no module of the layer.
+        """
+        if any(id(one) not in owners for one in leaves):
+            raise CannotCaptureError("a layer uses a parameter that no module of it has")
         self._leaves = tuple(leaves)
         self._parameters = tuple(owners[id(one)] for one in leaves)
         small = (one for one in self._parameters if one.numel() <= SMALL)
@@ -90,9 +96,11 @@ class Piece:
         with self.backward.captured():
             found = torch.autograd.grad(self._computed, wanted, gradients, allow_unused=True)
             given, of_parameters = found[: len(places)], found[len(places) :]
-            _put(
-                places, [place if g is None else g for place, g in zip(places, given, strict=True)]
-            )
+            for place, gradient in zip(places, given, strict=True):
+                if gradient is None:  # others write there, too
+                    place.zero_()
+                else:
+                    _put([place], [gradient])
             self._of_parameters = tuple(map(self._handed_on, self._leaves, of_parameters))
         self._added = tuple(
             parameter

@@ -178,6 +178,16 @@ def test_recomputed_segments_run_without(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("recorded_graphs")
+def test_a_parameter_that_no_module_has_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(spec={"num_layers": 3})
+    inside = unwrap(model).decoder.layers[0].mlp.linear_fc1
+    stock, more = inside.forward, torch.zeros((), dtype=torch.float64, requires_grad=True)
+    monkeypatch.setattr(inside, "forward", lambda x: (stock(x)[0] + more, None))
+    steps(model, config(), 3, uneven=True)
+    assert made(model).captures == 0 and "no module" in made(model).refused
+
+
+@pytest.mark.usefixtures("recorded_graphs")
 def test_graphs_that_were_turned_off_are_not_kept() -> None:
     model = small_model(spec={"num_layers": 3})
     steps(model, config(), 3, uneven=True)
