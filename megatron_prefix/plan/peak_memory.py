@@ -259,7 +259,8 @@ class _MemoryRun:
             temporary += arena.visited(action.kind == "B")
         read = self.read[action.segment]
         if last and action.kind == "B":  # what is behind the layers runs backward before them
-            temporary -= positions * (one.released(read) if segment.scored else one.unread)
+            unread = one.unread * (policy != "offload")  # that is on the host until then
+            temporary -= positions * (one.released(read) if segment.scored else unread)
         head = 0.0
         if last and segment.scored:
             head = positions * read * one.head_temporary + one.head_weight * (action.kind == "B")

@@ -188,6 +188,21 @@ def test_offloaded_segments_hold_less() -> None:
     assert saved["offload"][2].saved >= sum(saved["offload"][:2])  # loaded layers are in it
 
 
+def test_what_is_on_the_host_is_not_released_from_the_device() -> None:
+    """Nobody reads a prompt's last layer, which goes first in its backward; offloaded it is not
+    there then."""
+    footprint = footprint_of(resolve("llama3-8b"))
+    assert footprint.unread > 0
+    plan = plan_of(16384, 64, 2, 1)
+    peaks = []
+    for unread in (footprint.unread, 0.0):
+        offloaded = replace(plan, policies=policies(plan.segments, "offload"))
+        [found] = predict(offloaded, replace(footprint, unread=unread))
+        assert found.action.kind == "B" and plan.segments[found.action.segment].inner
+        peaks.append(found.peak)
+    assert peaks[0] == peaks[1]
+
+
 def test_layers_on_the_host_are_on_the_device_for_a_visit() -> None:
     model = small_model(vocab=VOCAB, spec=dict(num_layers=6), dtype=torch.float32)
     shape = SHAPES[0]
