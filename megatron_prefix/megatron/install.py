@@ -152,7 +152,8 @@ class Hooks:
             undo()
         self._ungraph, before = [], len(self._undo)
         ranks = self._sequence_ranks * self.model.config.context_parallel_size
-        self.graphs = LayerGraphs(layers, self, most, ranks) if most else None
+        group = self.model.pg_collection.tp
+        self.graphs = LayerGraphs(layers, self, most, ranks, group) if most else None
         for layer, forward in self.graphs.overrides() if self.graphs else ():
             self._override(layer, "forward", forward)
         self._ungraph = self._undo[before:]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.device import graphs
@@ -56,6 +57,8 @@ class LayerGraphs:
         running: says which segment runs.
         most: positions of the longest segment that has graphs.
         ranks: that share the positions of hidden states (sequence and context parallelism).
+        group: tensor-parallel ranks. NCCL wants what one of them launches by a graph to be launched
+            so by all, so they agree before a step and after a capture.
 
     Attributes:
         cut: takes queries, keys and values while layers are captured; None at other times.
@@ -63,8 +66,10 @@ class LayerGraphs:
         captures: how often all layers were captured.
     """
 
-    def __init__(self, layers: Sequence[Any], running: Running, most: int, ranks: int) -> None:
-        self._layers, self._running = layers, running
+    def __init__(
+        self, layers: Sequence[Any], running: Running, most: int, ranks: int, group: Any = None
+    ) -> None:
+        self._layers, self._running, self._group = layers, running, group
         self._most, self._ranks = most, ranks
         self._stock = [one.forward for one in layers]
         self._seen: Counter[int] = Counter()
@@ -100,14 +105,24 @@ class LayerGraphs:
     def begin_step(self) -> None:
         """Makes anew what reads weights or writes gradients that lie elsewhere now."""
         self.end_step()
-        if self._addresses and self._addresses != self._current_addresses():
+        moved = bool(self._addresses) and self._addresses != self._current_addresses()
+        moved, self._watched = self._on_any_rank(moved, self._is_watched())
+        if moved:
             logger.info("weights or gradients lie elsewhere: CUDA graphs are captured again")
             self._free.clear()
             self._addresses = ()
-        self._watched = self._is_watched()
         if self._watched and not self._said:
             self._said = True
             logger.warning("layers run without CUDA graphs: modules inside them have hooks")
+
+    def _on_any_rank(self, *flags: bool) -> list[bool]:
+        """Whether each is so on any tensor-parallel rank."""
+        if self._group is None or self._group.size() == 1:
+            return [*flags]
+        device = next(self._layers[0].parameters()).device
+        both = torch.tensor(flags, dtype=torch.int32, device=device)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
+        return [bool(one) for one in both.tolist()]
 
     def _is_watched(self) -> bool:
         """Whether anything in the layers has hooks, which a replay would leave out: those with
@@ -164,14 +179,17 @@ class LayerGraphs:
         return SegmentGraphs(self._stock, self._layers, length, self)
 
     def _captured(self, mine: SegmentGraphs, hidden: Tensor, given: Mapping[str, Any]) -> bool:
+        why = ""
         try:
             mine.capture(hidden, given)
-        except (CannotCaptureError, RuntimeError) as problem:
+        except (CannotCaptureError, RuntimeError) as problem:  # out of memory as well
             graphs.recover()
-            if isinstance(problem, torch.OutOfMemoryError):
-                raise
-            self.refused = str(problem).splitlines()[0]
+            why = str(problem).splitlines()[0]
+        (failed,) = self._on_any_rank(bool(why))
+        if failed:
+            self.refused = why or "another tensor-parallel rank could not capture its layers"
             logger.warning("layers run without CUDA graphs: %s", self.refused)
+            self._free.clear()
             return False
         self._addresses, self.captures = self._current_addresses(), self.captures + 1
         logger.info("%d layers captured for %d positions", len(self._layers), len(hidden))

@@ -16,6 +16,7 @@ from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.layers.graphs import layers
+from megatron_prefix.layers.graphs.segment_graphs import SegmentGraphs
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.ranks import run_ranks
@@ -29,6 +30,14 @@ LAYOUTS = {
     "DP2, overlapped": (Layout(dp=2), {"overlap_grad_reduce": True}),
 }
 TOKENS, STEPS = 256, 3
+SPEC = resolve("tiny-llama", num_layers=4).with_vocab(64)
+CONFIG = dict(kernel="math", min_gain=4, segment_tokens=24, memory="retain", graph_tokens=64)
+
+
+def microbatches(layout: Layout, seed: int) -> list[Any]:
+    groups = list(generate(2, 24, 8, 4, vocab_size=64, seed=seed))
+    items = align.microbatches(groups, seed, align.alignment(SPEC, layout))
+    return align.on_this_cp_rank(items)
 
 
 def steps(layout: Layout, options: dict[str, Any]) -> tuple[list[align.Trace], int]:
@@ -37,14 +46,10 @@ def steps(layout: Layout, options: dict[str, Any]) -> tuple[list[align.Trace], i
     options, build = dict(options), {}
     if "overlap_grad_reduce" in options:
         build["overlap_grad_reduce"] = options.pop("overlap_grad_reduce")
-    spec = resolve("tiny-llama", num_layers=4).with_vocab(64)
-    chunks = build_model(spec, layout=layout, dtype="float64", **build)
-    config = dict(kernel="math", min_gain=4, segment_tokens=24, memory="retain", graph_tokens=64)
-    schedule, found = PrefixSchedule(PrefixConfig(**config | options)), []
+    chunks = build_model(SPEC, layout=layout, dtype="float64", **build)
+    schedule, found = PrefixSchedule(PrefixConfig(**CONFIG | options)), []
     for seed in range(STEPS):
-        groups = list(generate(2, 24, 8, 4, vocab_size=64, seed=seed))
-        items = align.microbatches(groups, seed, align.alignment(spec, layout))
-        items = align.on_this_cp_rank(items)
+        items = microbatches(layout, seed)
         found.append(align.run_step(schedule, chunks, items, optimize=False))
     hooks = [installed(chunk) for chunk in chunks]
     return found, sum(one.graphs.captures for one in hooks if one and one.graphs)
@@ -67,3 +72,33 @@ def test_steps_are_those_without(
             for key, gradient in other.gradients.items():
                 difference = (one.gradients[key] - gradient).abs().max()
                 assert difference <= limit * gradient.abs().max(), key
+
+
+def _one_rank_fails(layout: Layout) -> tuple[list[str], int]:
+    """Why each step has no graphs on this rank; on the second one captures fail."""
+    runtime.initialize(layout, "cpu")
+    if torch.distributed.get_rank() == 1:
+        capture = SegmentGraphs.capture
+
+        def failing(*arguments: Any) -> None:
+            capture(*arguments)
+            raise torch.OutOfMemoryError("no memory here")
+
+        SegmentGraphs.capture = failing  # type: ignore[method-assign]
+    chunks = build_model(SPEC, layout=layout, dtype="float64")
+    schedule = PrefixSchedule(PrefixConfig(**CONFIG))
+    found = []
+    for seed in range(STEPS):
+        align.run_step(schedule, chunks, microbatches(layout, seed), optimize=False)
+        hooks = installed(chunks[0])
+        assert hooks is not None and hooks.graphs is not None
+        found.append(hooks.graphs.refused)
+    return found, hooks.graphs.captures
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_where_one_rank_cannot_capture_none_has_graphs() -> None:
+    """NCCL wants ranks to launch a collective alike; and none waits for another for ever."""
+    [(first, captures), (second, more)] = run_ranks(2, _one_rank_fails, LAYOUTS["TP2+SP"][0])
+    assert captures == more == 0
+    assert "another tensor-parallel rank" in first[-1] and "no memory here" in second[-1]
