@@ -204,6 +204,8 @@ class TreeOptions:
                 f"chunk_tokens {self.chunk_tokens} is below the alignment {self.boundary} of"
                 f" spans: give 0 or at least {self.boundary}"
             )
+        if self.joins and self.chunk_tokens:
+            raise UserError("joins with chunk_tokens: a chunk cannot run beside the next one")
         if self.share not in ("group", "batch"):
             raise UserError(f"share is {self.share!r}: give 'group' or 'batch'")
 

@@ -111,7 +111,7 @@ class _Done:
 def _reduce_scatter(
     output: Tensor, given: Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
-    """gloo's own copies its sums whenever somebody waits for it, from memory that nobody else has."""
+    """gloo's own copies its sums whenever somebody waits for it, and no replay has made these."""
     total = given.clone()
     dist.all_reduce(total, group=group)
     output.copy_(total.chunk(group.size())[group.rank()])

@@ -57,8 +57,8 @@ class LayerGraphs:
         running: says which segment runs.
         most: positions of the longest segment that has graphs.
         ranks: that share the positions of hidden states (sequence and context parallelism).
-        group: tensor-parallel ranks, which meet inside of layers: what one of them captures, all
-            do at once.
+        group: tensor-parallel ranks. NCCL wants what one of them launches by a graph to be launched
+            so by all, so they agree before a step and after a capture.
 
     Attributes:
         cut: takes queries, keys and values while layers are captured; None at other times.
@@ -67,10 +67,10 @@ class LayerGraphs:
     """
 
     def __init__(
-        self, layers: Sequence[Any], running: Running, most: int, ranks: int, group: Any
+        self, layers: Sequence[Any], running: Running, most: int, ranks: int, group: Any = None
     ) -> None:
-        self._layers, self._running = layers, running
-        self._most, self._ranks, self._group = most, ranks, group
+        self._layers, self._running, self._group = layers, running, group
+        self._most, self._ranks = most, ranks
         self._stock = [one.forward for one in layers]
         self._seen: Counter[int] = Counter()
         self._free: list[SegmentGraphs] = []
@@ -106,7 +106,7 @@ class LayerGraphs:
         """Makes anew what reads weights or writes gradients that lie elsewhere now."""
         self.end_step()
         moved = bool(self._addresses) and self._addresses != self._current_addresses()
-        moved, self._watched = self._on_any(moved, self._is_watched())
+        moved, self._watched = self._on_any_rank(moved, self._is_watched())
         if moved:
             logger.info("weights or gradients lie elsewhere: CUDA graphs are captured again")
             self._free.clear()
@@ -115,14 +115,14 @@ class LayerGraphs:
             self._said = True
             logger.warning("layers run without CUDA graphs: modules inside them have hooks")
 
-    def _on_any(self, *mine: bool) -> list[bool]:
-        """What holds on any tensor-parallel rank; all of them call this, and wait for it."""
-        if self._group.size() == 1 or not self._layers:
-            return [*mine]
+    def _on_any_rank(self, *flags: bool) -> list[bool]:
+        """Whether each is so on any tensor-parallel rank."""
+        if self._group is None or self._group.size() == 1 or not self._layers:
+            return [*flags]
         device = next(self._layers[0].parameters()).device
-        flags = torch.tensor(mine, dtype=torch.int32, device=device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-        return [bool(flag) for flag in flags.tolist()]
+        both = torch.tensor(flags, dtype=torch.int32, device=device)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
+        return [bool(one) for one in both.tolist()]
 
     def _is_watched(self) -> bool:
         """Whether anything in the layers has hooks, which a replay would leave out: those with
@@ -186,15 +186,14 @@ class LayerGraphs:
         why = ""
         try:
             mine.capture(hidden, given)
-        except (CannotCaptureError, RuntimeError) as problem:
+        except (CannotCaptureError, RuntimeError) as problem:  # out of memory as well
             graphs.recover()
-            if isinstance(problem, torch.OutOfMemoryError):
-                raise
             why = (str(problem) or type(problem).__name__).splitlines()[0]
-        if self._on_any(bool(why))[0]:
-            self.refused = why or "another tensor-parallel rank cannot capture them"
-            self._free.clear()
+        (failed,) = self._on_any_rank(bool(why))
+        if failed:
+            self.refused = why or "another tensor-parallel rank could not capture its layers"
             logger.warning("layers run without CUDA graphs: %s", self.refused)
+            self._free.clear()
             return False
         self._addresses, self.captures = self._current_addresses(), self.captures + 1
         logger.info("%d layers captured for %d positions", len(self._layers), len(hidden))

@@ -195,6 +195,7 @@ def test_no_rollouts_make_no_segments() -> None:
         ({"multiple": 8, "chunk_tokens": 4}, "chunk_tokens 4 is below the alignment 8"),
         ({"multiple": 4, "cut": 6, "chunk_tokens": 8}, "below the alignment 12"),
         ({"share": "all"}, "share is 'all'"),
+        (dict(joins=True, chunk_tokens=8), "joins with chunk_tokens"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options, message) -> None:
