@@ -217,7 +217,8 @@ class TreeOptions:
     def missing(self, length: int) -> int:
         """Positions that a segment of a length is padded by."""
         step = max(1, self.even // EVEN_PARTS // self.multiple) * self.multiple
-        return -length % (math.lcm(self.whole, step) if length <= self.even else self.whole)
+        more = -length % math.lcm(self.whole, step)
+        return more if length + more <= self.even else -length % self.whole
 
     def rounded(self, position: int) -> int:
         """The last position up to this one at which a span may begin."""

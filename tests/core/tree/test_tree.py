@@ -184,6 +184,16 @@ def test_no_rollouts_make_no_segments() -> None:
     assert (forest.segments, forest.raw_tokens, forest.max_depth) == ((), 0, 0)
 
 
+@pytest.mark.parametrize("even", [100, 256, 1000])
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_segments_are_padded_for_graphs_only_where_they_have_some(even: int, multiple: int) -> None:
+    options = TreeOptions(even=even, multiple=multiple)
+    for length in range(multiple, 2 * even, multiple):
+        missing = options.missing(length)
+        assert missing % multiple == 0 and (not missing or length + missing <= even)
+    assert len({n + options.missing(n) for n in range(multiple, even + 1, multiple)}) <= 40
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
