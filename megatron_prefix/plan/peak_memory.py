@@ -167,13 +167,14 @@ class _MemoryRun:
 
     def _of_graphs(self, rank: int) -> float:
         """Bytes where CUDA graphs write: as many times as segments have some at once, what the one
-        of these that keeps most does. They stay."""
+        of these that keeps most does. They stay; K and V have their places there in any case."""
         largest: dict[int, float] = {}
         live: Counter[int] = Counter()
         most: Counter[int] = Counter()
         for action in self.plan.programs[rank] if self.one.graphed else ():
-            if size := self._in_graphs(rank, action):
-                chunk = action.chunk
+            if self._in_graphs(rank, action):
+                chunk, layers = action.chunk, self._num_graphed(rank, action)
+                size = self.positions[action.segment] * self.one.wave * layers
                 largest[chunk] = max(largest.get(chunk, 0.0), size)
                 live[chunk] += 1 if action.kind == "F" else -1
                 most[chunk] = max(most[chunk], live[chunk])

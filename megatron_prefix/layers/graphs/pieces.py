@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_prefix.device import graphs
 
@@ -49,7 +50,8 @@ class Piece:
         self.forward, self.backward = graphs.Graph(pool), graphs.Graph(pool)
         self.inputs: tuple[Tensor, ...] = ()
         self.outputs: tuple[Tensor, ...] = ()
-        self._computed: tuple[Tensor, ...] = ()  # with autograd's graph, until it is captured
+        # In autograd's graph, until that is captured; their tensors are copied and need not stay.
+        self._computed: tuple[GradientEdge, ...] = ()
         self._leaves: tuple[nn.Parameter, ...] = ()
         self._gradients: tuple[Tensor, ...] = ()
         self._input_gradients: tuple[Tensor, ...] = ()
@@ -70,7 +72,8 @@ class Piece:
         """
         _put(places, computed)
         self.forward.end()
-        self.inputs, self._computed, self.outputs = (*inputs,), (*computed,), (*places,)
+        self._computed = tuple(map(get_gradient_edge, computed))
+        self.inputs, self.outputs = (*inputs,), (*places,)
 
     def uses(self, leaves: Sequence[nn.Parameter], owners: Mapping[int, nn.Parameter]) -> None:
         """Says what parameters it uses, by their stand-ins; outside of a capture.

@@ -17,7 +17,7 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.verify import align
-from megatron_prefix.layers.graphs import layers, segment_graphs
+from megatron_prefix.layers.graphs import layers, pieces, segment_graphs
 from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -185,6 +185,33 @@ def test_a_parameter_that_no_module_has_is_in_the_way(monkeypatch: pytest.Monkey
     monkeypatch.setattr(inside, "forward", lambda x: (stock(x)[0] + more, None))
     steps(model, config(), 3, uneven=True)
     assert made(model).captures == 0 and "no module" in made(model).refused
+
+
+class Nothing(graphs.Graph):
+    """Captures nothing."""
+
+    def __init__(self, pool: Any) -> None:
+        pass
+
+    def begin(self) -> None:
+        """See Graph."""
+
+    end = abandon = begin
+
+
+def test_a_piece_holds_what_autograd_saves_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has computed is copied to its place: memory that stays is not for both."""
+    monkeypatch.setattr(graphs, "Graph", Nothing)
+    piece = pieces.Piece(None)
+    x, place, gradient = torch.ones(3, requires_grad=True), torch.zeros(3), torch.zeros(3)
+    y = 2 * x
+    computed = weakref.ref(y)
+    piece.end([x], [y], [place])
+    piece.uses([], {})
+    del y
+    assert computed() is None and torch.equal(place, torch.full((3,), 2.0))
+    piece.capture_backward([torch.ones(3)], [gradient])
+    assert torch.equal(gradient, torch.full((3,), 2.0))
 
 
 @pytest.mark.usefixtures("recorded_graphs")

@@ -188,6 +188,16 @@ def test_offloaded_segments_hold_less() -> None:
     assert saved["offload"][2].saved >= sum(saved["offload"][:2])  # loaded layers are in it
 
 
+def test_graphs_have_places_for_keys_of_all_segments() -> None:
+    """As many sets as segments are live at once, each as large as that of the longest."""
+    footprint = replace(footprint_of(resolve("llama3-8b")), graphed=16384)
+    plan = plan_of(16384, 64, 2, 1)
+    [found] = predict(plan, footprint)
+    layers = footprint.num_layers - 1
+    assert footprint.inner < footprint.wave
+    assert found.activations >= 2 * 16384 * layers * footprint.wave
+
+
 def test_what_is_on_the_host_is_not_released_from_the_device() -> None:
     """Nobody reads a prompt's last layer, which goes first in its backward; offloaded it is not
     there then."""
