@@ -186,7 +186,7 @@ def test_no_rollouts_make_no_segments() -> None:
 
 @pytest.mark.parametrize("even", [100, 256, 1000])
 @pytest.mark.parametrize("multiple", [1, 4])
-def test_segments_are_padded_for_graphs_only_where_they_have_some(even: int, multiple: int) -> None:
+def test_only_what_may_have_graphs_is_padded_for_them(even: int, multiple: int) -> None:
     options = TreeOptions(even=even, multiple=multiple)
     for length in range(multiple, 2 * even, multiple):
         missing = options.missing(length)
