@@ -161,7 +161,9 @@ class CostMeter:
     def _looked(self, report: StepReport, before: Peaks | None) -> Seen:
         """This rank's peak of memory in a step."""
         after = peaks(self._device)
-        if before is None or after is None or report.retried:
+        # What CUDA graphs hold is there before a step, and in what is predicted of it.
+        graphed = report.decision.share and self._config.graph_tokens > 0
+        if before is None or after is None or report.retried or graphed:
             return Seen()
         ours = report.memory.within(report.room_bytes).peak if report.memory else 0.0
         predicted = ours if report.decision.share else report.stock_bytes

@@ -78,7 +78,7 @@ class LayerGraphs:
         self._addresses: tuple[int, ...] = ()
         self.cut: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         self.refused, self.captures = "", 0
-        self._watched = self._said = False
+        self._is_new, self._watched, self._said = True, False, False
 
     def overrides(self) -> Iterator[tuple[Any, Callable[..., Any]]]:
         """Layers, and what takes the place of the forward of each."""
@@ -103,8 +103,14 @@ class LayerGraphs:
         return forward
 
     def begin_step(self) -> None:
-        """Makes anew what reads weights or writes gradients that lie elsewhere now."""
+        """Whether anything has moved is looked at in the first forward with gradients: in passes
+        without them a trainer may have put gradients away."""
         self.end_step()
+        self._is_new = True
+
+    def _look(self) -> None:
+        """Gives up what reads weights or writes gradients that lie elsewhere now."""
+        self._is_new = False
         moved = bool(self._addresses) and self._addresses != self._current_addresses()
         moved, self._watched = self._on_any_rank(moved, self._is_watched())
         if moved:
@@ -157,10 +163,13 @@ class LayerGraphs:
     def _take(self, context: SegmentContext, hidden: Tensor, given: Mapping[str, Any]) -> None:
         """Gives a segment a set of graphs, with some of its length."""
         length = len(hidden)
-        plain = context.offload is None and not self._watched
+        plain = context.offload is None and not torch.is_autocast_enabled(hidden.device.type)
         plain = plain and not (context.activates_again or context.recomputed)
-        plain = plain and not torch.is_autocast_enabled(hidden.device.type)
         if not plain or length * self._ranks > self._most or self.refused:
+            return
+        if self._is_new:
+            self._look()
+        if self._watched:
             return
         self._seen[length] += 1
         if self._seen[length] <= SEEN_BEFORE:
