@@ -17,10 +17,8 @@ from torch import Tensor
 
 from megatron_prefix.device import graphs
 from megatron_prefix.device.modules import modules_of
-from megatron_prefix.layers.graphs.pieces import CannotCaptureError
 from megatron_prefix.layers.graphs.segment_graphs import SegmentGraphs
-from megatron_prefix.layers.kind import Kind, Running
-from megatron_prefix.layers.kind import Slot as KindSlot
+from megatron_prefix.layers.kind import Kind, Running, Slot
 from megatron_prefix.layers.segment import SegmentContext
 
 IN_THE_WAY = (
@@ -43,7 +41,7 @@ def why_not(config: Any, layers: Iterable[Sequence[Kind]]) -> str:
         layers: what fills the slots of each.
     """
     for kinds in layers:
-        if len(kinds) < len(KindSlot) or not all(one.graphed for one in kinds):
+        if len(kinds) < len(Slot) or not all(one.graphed for one in kinds):
             return "the model has layers of " + " and ".join(one.name for one in kinds)
     given = (name for name in IN_THE_WAY if getattr(config, name, None))
     return next((f"the model has {name}" for name in given), "")
@@ -58,7 +56,7 @@ class LayerGraphs:
         most: positions of the longest segment that has graphs.
         ranks: that share the positions of hidden states (sequence and context parallelism).
         group: tensor-parallel ranks. NCCL wants what one of them launches by a graph to be launched
-            so by all, so they agree before a step and after a capture.
+            so by all, so they agree in a step's first such segment and after a capture.
 
     Attributes:
         cut: takes queries, keys and values while layers are captured; None at other times.
@@ -126,9 +124,9 @@ class LayerGraphs:
         if self._group is None or self._group.size() == 1 or not self._layers:
             return [*flags]
         device = next(self._layers[0].parameters()).device
-        both = torch.tensor(flags, dtype=torch.int32, device=device)
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
-        return [bool(one) for one in both.tolist()]
+        numbers = torch.tensor(flags, dtype=torch.int32, device=device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
+        return [bool(one) for one in numbers.tolist()]
 
     def _is_watched(self) -> bool:
         """Whether anything in the layers has hooks, which a replay would leave out: those with
@@ -195,7 +193,7 @@ class LayerGraphs:
         why = ""
         try:
             mine.capture(hidden, given)
-        except (CannotCaptureError, RuntimeError) as problem:  # out of memory as well
+        except Exception as problem:  # noqa: BLE001 - whatever it is, layers run without graphs
             graphs.recover()
             why = (str(problem) or type(problem).__name__).splitlines()[0]
         (failed,) = self._on_any_rank(bool(why))

@@ -97,9 +97,9 @@ class Piece:
         """
         wanted = [*self.inputs, *self._leaves]
         with self.backward.captured():
-            found = torch.autograd.grad(self._computed, wanted, gradients, allow_unused=True)
-            given, of_parameters = found[: len(places)], found[len(places) :]
-            for place, gradient in zip(places, given, strict=True):
+            results = torch.autograd.grad(self._computed, wanted, gradients, allow_unused=True)
+            of_inputs, of_parameters = results[: len(places)], results[len(places) :]
+            for place, gradient in zip(places, of_inputs, strict=True):
                 if gradient is None:  # others write there, too
                     place.zero_()
                 else:
@@ -176,10 +176,10 @@ def stand_ins(modules: Sequence[nn.Module]) -> Iterator[dict[int, nn.Parameter]]
     """Puts others of the same storage in the place of modules' parameters, and gives by the id of
     each the parameter. Autograd brings gradients of a leaf to the stream on which that was used
     first, and for parameters that is not the one that captures."""
-    found = itertools.chain(*(module.modules() for module in modules))
+    inside = itertools.chain(*(module.modules() for module in modules))
     places = [
         (one, name, parameter)
-        for one in found
+        for one in inside
         for name, parameter in one._parameters.items()
         if parameter is not None
     ]

@@ -92,16 +92,16 @@ class SegmentGraphs:
         self.made[len(hidden)] = made
 
     def _arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        found = dict(given)
+        arguments = dict(given)
         for name, value in given.items():
             if name == ROTARY and isinstance(value, Tensor):
-                found[name] = self._place(ROTARY, value)
-                found[name].copy_(value)
+                arguments[name] = self._place(ROTARY, value)
+                arguments[name].copy_(value)
             elif name == _IGNORED:
-                found[name] = None
+                arguments[name] = None
             elif not isinstance(value, bool | int | float | str | None):
                 raise CannotCaptureError(f"layers are given {name}")
-        return found
+        return arguments
 
     def _place(self, name: Any, like: Tensor, *, shape: Sequence[int] | None = None) -> Tensor:
         """The place of what has a name, as many rows of it as `like` has; the first is the longest.
@@ -130,10 +130,10 @@ class SegmentGraphs:
         torch.autograd.grad(outputs, [x, *leaves], zeros, allow_unused=True)
 
     def _layer(self, number: int, x: Tensor, given: Mapping[str, Any]) -> Tensor:
-        found = self._stock[number](hidden_states=x, **given)
-        if not isinstance(found, tuple) or not isinstance(found[0], Tensor):
+        outputs = self._stock[number](hidden_states=x, **given)
+        if not isinstance(outputs, tuple) or not isinstance(outputs[0], Tensor):
             raise CannotCaptureError("a layer is put together differently from Megatron's")
-        y, *more = found
+        y, *more = outputs
         if any(one is not None for one in more):
             raise CannotCaptureError("a layer gives more than hidden states")
         return y
@@ -166,12 +166,12 @@ class SegmentGraphs:
             y = self._layer(number, x, given)
             if not mixed:
                 raise CannotCaptureError("a layer does not call its core attention")
+            inputs = [mixed[0], x]
+            behind.end(inputs, [y], [self._place(("hidden", number + 1), y)])
         except BaseException:
             for one in running:
                 one.forward.abandon()
             raise
-        inputs = [mixed[0], x]
-        behind.end(inputs, [y], [self._place(("hidden", number + 1), y)])
         behind.uses(used([y], inputs, nodes)[0], self._owners)
         return Sides(before, behind)
 
