@@ -7,8 +7,9 @@
 #
 # Environment variables:
 #   ROWS      which of tp (with sequence parallelism), cp, pp, dp (Qwen3-8B's widths), ep (Qwen3-30B-A3B, 12 layers),
-#             latents-tp, latents-pp (Moonlight's widths), windows-tp, windows-pp (gpt-oss-20b's, without sinks), and on
-#             four GPUs pp4, tp2-pp2, cp4, ep4 to run (default: tp cp pp dp ep)
+#             latents-tp, latents-pp (Moonlight's widths), windows-tp (Qwen3-8B's with gpt-oss's windows: Megatron
+#             refuses biases of experts with TP), windows-pp (gpt-oss-20b's, without sinks), fp8-tp, fp8-pp (Llama3-8B's,
+#             8 layers, blockwise scales), and on four GPUs pp4, tp2-pp2, cp4, ep4 to run (default: tp cp pp dp ep)
 #   LAYERS    of the dense rows and of experts (default: 12; all 36 fit two GPUs of 141 GB)
 #   SETS      rollout files, by name, besides 10240:2048:8: two steps of 100,000 tokens each, in tp, cp, pp and ep
 #             (default: none)
@@ -31,6 +32,8 @@ latents=(--model moonlight-16b-a3b --set num_layers=6 --set num_moe_experts=16 -
     --shapes 10240:2048:8)
 windows=(--model gpt-oss-20b --set num_layers=6 --set num_moe_experts=8 --set softmax_type=vanilla
     --shapes 10240:2048:8)
+fp8=(--model llama3-8b --set num_layers=8 --set vocab_size=32768 --set fp8=e4m3 --set fp8_recipe=blockwise
+    --shapes 10240:2048:8)
 tp=(--tp 2 --sequence-parallel)
 pp=(--pp 2 --shape-groups 2 --chunk-tokens 4096)
 status=0
@@ -47,8 +50,10 @@ for row in ${ROWS:-tp cp pp dp ep}; do
     ep4) row_options=("${experts[@]}" --ep 4 --overlap-grad-reduce "${steps[@]}") ;;
     latents-tp) row_options=("${latents[@]}" "${tp[@]}") ;;
     latents-pp) row_options=("${latents[@]}" "${pp[@]}") ;;
-    windows-tp) row_options=("${windows[@]}" "${tp[@]}") ;;
+    windows-tp) row_options=("${dense[@]}" --set window_size=127,0 --set window_attn_skip_freq=2 "${tp[@]}") ;;
     windows-pp) row_options=("${windows[@]}" "${pp[@]}") ;;
+    fp8-tp) row_options=("${fp8[@]}" "${tp[@]}") ;;
+    fp8-pp) row_options=("${fp8[@]}" "${pp[@]}") ;;
     *)
         echo "ROWS: $row is none of the rows" >&2
         exit 2
