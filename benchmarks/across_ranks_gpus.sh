@@ -14,6 +14,7 @@
 #   WAYS     how rollouts are dealt, and --across-ranks (default: length,on length,off groups,off)
 #   STEPS    timed steps of a set, after one warm-up step (default: 3)
 #   TOKENS   of a step, per GPU (default: 100000)
+#   NGPU     GPUs to use (default: those that nvidia-smi lists)
 #   TOTAL_S  seconds of one run (default: 200)
 set -uo pipefail
 
@@ -21,7 +22,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 folder=${1:?FOLDER of the rollout files}
 output=${2:-runs/across_ranks}
 mkdir -p "$output" || exit 2
-num=$(nvidia-smi --list-gpus | wc -l)
+num=${NGPU:-$(nvidia-smi --list-gpus | wc -l)}
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0} PYTHONFAULTHANDLER=1
 status=0
 
