@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
@@ -252,12 +253,18 @@ class VisionLanguage(MegatronModule):
     def __init__(self, recipe: Any, sizes: Sizes, options: dict[str, Any]) -> None:
         config = recipe.config
         super().__init__(config=config)
-        with recipe.device:
-            self.vision_model = Tower(sizes, config.hidden_size).to(config.params_dtype)
+        self.pre_process, self.post_process = options["pre_process"], options["post_process"]
+        self.vision_model = None
+        if self.pre_process:
+            with recipe.device:
+                self.vision_model = Tower(sizes, config.hidden_size).to(config.params_dtype)
         spec = block_spec(config, recipe.engine, None)
         for layer in spec.layer_specs:
             layer.submodules.self_attention.module = Attention
-        inner = LanguageModel(config, spec, **{**options, "position_embedding_type": "mrope"})
+        inner = LanguageModel(
+            config, spec, scatter_embedding_sequence_parallel=False,
+            **{**options, "position_embedding_type": "mrope"},
+        )  # fmt: skip
         if recipe.exact:
             inner.compute_language_model_loss = types.MethodType(exact_loss, inner)
         self.language_model, self.pg_collection = inner, inner.pg_collection
@@ -269,8 +276,13 @@ class VisionLanguage(MegatronModule):
         """The language model's."""
         return self.language_model.decoder
 
-    def set_input_tensor(self, _: Any) -> None:
-        """Of pipelines, which this model has none of."""
+    def shared_embedding_or_output_weight(self) -> Any:
+        """The language model's."""
+        return self.language_model.shared_embedding_or_output_weight()
+
+    def set_input_tensor(self, tensor: Any) -> None:
+        """The language model's."""
+        self.language_model.set_input_tensor(tensor)
 
     def named_parameters(self, *args: Any, **named: Any) -> Iterator[tuple[str, Any]]:
         """See the class."""
@@ -282,13 +294,37 @@ class VisionLanguage(MegatronModule):
         **named: Any,
     ) -> Any:  # fmt: skip
         """Tokens [1, positions], of which `images` [1, positions] are taken from `pixels`."""
-        seen, deep = self.vision_model(hidden_states=pixels, grid_thw=grids)
-        rows = self.language_model.embedding(input_ids=tokens, position_ids=None)
-        rows = rows.index_copy(0, images[0].nonzero()[:, 0], seen.unsqueeze(1))
+        given = dict[str, Any]()
+        if self.vision_model is not None:
+            given = self._embedded(tokens, images, pixels, grids)
         return self.language_model(
-            input_ids=None, position_ids=position_ids, attention_mask=None, decoder_input=rows,
-            visual_pos_masks=images, deepstack_visual_embeds=deep, **named,
-        )  # fmt: skip
+            input_ids=None, position_ids=position_ids, attention_mask=None, **given, **named
+        )
+
+    def _embedded(
+        self, tokens: Tensor, images: Tensor, pixels: Tensor, grids: Tensor
+    ) -> dict[str, Any]:
+        """What the first stage's language model is given: rows of this rank.
+
+        Each sequence-parallel rank runs the whole tower, and gets the whole gradient of what it
+        scatters.
+        """
+        seen, deep = self.vision_model(hidden_states=pixels, grid_thw=grids)  # type: ignore[misc]
+        rows = self.language_model.embedding(input_ids=tokens, position_ids=None)
+        places = images[0].nonzero()[:, 0]
+        rows = rows.index_copy(0, places, seen.unsqueeze(1))
+        if self.config.sequence_parallel:
+            scattered = tensor_parallel.scatter_to_sequence_parallel_region
+            empty, tp = torch.zeros_like(rows), self.pg_collection.tp
+            images = images.chunk(tp.size(), 1)[tp.rank()]
+            deep = [
+                scattered(empty.index_copy(0, places, one.unsqueeze(1)))[images[0], 0]
+                for one in deep
+            ]
+            rows = scattered(rows)
+        return {
+            "decoder_input": rows, "visual_pos_masks": images, "deepstack_visual_embeds": deep,
+        }  # fmt: skip
 
 
 def model_of(sizes: Sizes, recipe: Any, _: int | None, options: dict[str, Any]) -> VisionLanguage:

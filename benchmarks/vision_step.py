@@ -1,6 +1,7 @@
 """A step of a vision-language model: images in prompts, both schedules, on packs.
 
     python -m benchmarks.vision_step --layers 24 --json step.json        # on a GPU
+    python -m benchmarks.vision_step --layers 24 --tp 2 --sequence-parallel        # on two
     python -m benchmarks.vision_step --device cpu --dtype float64 --model tiny-qwen3 --tower tiny \\
         --prompt 160 --image-tokens 12 --answer 16 --rollouts 4 --pack-tokens 400
 
@@ -9,8 +10,9 @@ Qwen3-VL-8B's language model and tower (benchmarks/vision_model.py) with random 
 trainers give them. First both schedules are aligned by the numerics policy, tower included, on
 small groups and a model with few layers and a small vocabulary, in 16 bit against fp32. Then both
 are timed after the same calls, each with its own peak of memory, and the images are counted that go
-through the tower in a step. The bound counts FLOPs as `megatron-prefix bench` does, and the tower
-once for each image instead of once for each rollout's; the schedule runs its forward twice.
+through the tower in a step; of several ranks the first one's. The bound counts FLOPs as
+`megatron-prefix bench` does, and the tower once for each image instead of once for each rollout's;
+the schedule runs its forward twice.
 """
 
 from __future__ import annotations
@@ -34,12 +36,15 @@ from torch.profiler import record_function
 from benchmarks import step_profile
 from benchmarks.vision_model import MERGE, SIZES, Sizes, model_of
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab import runtime
 from megatron_prefix.lab.bench import steps
 from megatron_prefix.lab.bench.work import GroupShape, Setting, Work
+from megatron_prefix.lab.cli import arguments
 from megatron_prefix.lab.cli.modelling import overrides_of
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models import build
+from megatron_prefix.lab.models.config import alignment
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.rl import flops, loss, packing, passes
 from megatron_prefix.lab.rl.baseline import PACK_TOKENS, Baseline
@@ -152,11 +157,13 @@ class Prompts:
             yield
 
 
-def aligned(options: Options, spec: ModelSpec, given: argparse.Namespace) -> align.Alignment:
+def aligned(
+    options: Options, spec: ModelSpec, layout: Layout, given: argparse.Namespace
+) -> align.Alignment:
     """Both schedules on small groups, the step's shape at most."""
     vocabulary = min(spec.vocab_size or 0, VOCABULARY)
-    small = replace(spec.first(min(given.align_layers, spec.num_layers)), vocab_size=vocabulary)
-    layout = Layout()
+    num = min(given.align_layers * layout.pp, spec.num_layers)
+    small = replace(spec.first(num), vocab_size=vocabulary)
     most = zip((given.prompt, given.answer, given.rollouts), (512, 128, 4), strict=True)
     shape = GroupShape(*(min(one, other) for one, other in most))
     groups = shape.groups(2, vocabulary, options.seed)
@@ -168,6 +175,7 @@ def aligned(options: Options, spec: ModelSpec, given: argparse.Namespace) -> ali
         with Prompts.of(given, groups, tokens).shown():
             return align.align(
                 chunks, groups, config_of(given), seed=options.seed, reference=exact,
+                multiple=alignment(small, layout),
                 baseline=Baseline(pack_tokens=3 * (shape.prompt + shape.response)),
             )  # fmt: skip
     finally:
@@ -177,9 +185,13 @@ def aligned(options: Options, spec: ModelSpec, given: argparse.Namespace) -> ali
 
 
 def images_of(chunks: list[Any], call: Callable[[], Any], patches: int) -> int:
-    """Images that go through the tower in a call."""
+    """Images that go through this rank's tower in a call."""
     seen = list[int]()
-    embed = build.unwrap(chunks[0]).vision_model.embed
+    tower = build.unwrap(chunks[0]).vision_model
+    if tower is None:
+        call()
+        return 0
+    embed = tower.embed
     handle = embed.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     call()
     handle.remove()
@@ -223,22 +235,24 @@ def bounds(
 
 def config_of(given: argparse.Namespace) -> PrefixConfig:
     """Of the prefix schedule."""
-    return PrefixConfig(memory_budget_gb=given.memory_budget_gb)
+    return PrefixConfig(memory_budget_gb=given.memory_budget_gb, chunk_tokens=given.chunk_tokens)
 
 
-def timed(options: Options, spec: ModelSpec, given: argparse.Namespace) -> dict[str, Any]:
+def timed(
+    options: Options, spec: ModelSpec, layout: Layout, given: argparse.Namespace
+) -> dict[str, Any]:
     """The row of `bench`, with the tower in its bound, and images through the tower."""
     shape, config = GroupShape(given.prompt, given.answer, given.rollouts), config_of(given)
     groups = shape.groups(given.groups, spec.vocab_size or 0, options.seed)
     setting = Setting(
-        spec, Layout(), Baseline(pack_tokens=given.pack_tokens), options.seed, options.dtype,
+        spec, layout, Baseline(pack_tokens=given.pack_tokens), options.seed, options.dtype,
         warm_up_calls=given.warm_up_calls,
     )  # fmt: skip
     chunks = options.build(spec, setting.layout)
-    items = align.made(groups, setting.baseline, 1, 1, options.seed)
     step, patches = loss.forward_step(loss.GrpoConfig()), MERGE * given.image_tokens
     with Prompts.of(given, groups, given.image_tokens).shown():
         work = Work(shape.name, config, [groups], [groups], given.repeats)
+        items = steps.microbatches(work, setting, groups, options.seed)
         row = steps.time_work(work, setting, chunks, {})
         images = {
             name: images_of(chunks, lambda: passes.run(schedule, step, chunks, items), patches)  # noqa: B023
@@ -251,7 +265,7 @@ def timed(options: Options, spec: ModelSpec, given: argparse.Namespace) -> dict[
     return {**asdict(row), "bound_of_text": row.bound, **whole, "images": images}
 
 
-def measured(given: argparse.Namespace) -> dict[str, Any]:
+def measured(given: argparse.Namespace, layout: Layout) -> dict[str, Any]:
     """Aligns and times, on process groups that exist; "row" is missing if the former fails."""
     changed = overrides_of(given.set)
     if given.layers:
@@ -261,13 +275,15 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
     )
     spec = options.spec()
     spec = spec if spec.vocab_size else spec.with_vocab(2048)
-    if spec.num_layers <= len(options.tower.deep) or given.align_layers <= len(options.tower.deep):
-        sys.exit(f"give more layers than deepstack has, {len(options.tower.deep)}")
-    verdict = aligned(options, spec, given)
+    least = len(options.tower.deep) * layout.pp
+    if spec.num_layers <= least or given.align_layers <= len(options.tower.deep):
+        sys.exit(f"give more layers a stage than deepstack has, {len(options.tower.deep)}")
+    verdict = aligned(options, spec, layout, given)
     ratio = verdict.grad_error_ratio_max
     error = f"{verdict.grad_max_rel_diff:.2e}" if ratio is None else f"{ratio:.3f} of stock's"
-    print(f"aligned: {verdict.passed}; largest error of a gradient: {error}", flush=True)
-    print(*verdict.failures, sep="\n", end="\n" if verdict.failures else "", flush=True)
+    if runtime.first_rank():
+        print(f"aligned: {verdict.passed}; largest error of a gradient: {error}", flush=True)
+        print(*verdict.failures, sep="\n", end="\n" if verdict.failures else "", flush=True)
     on_gpu = given.device == "cuda"
     result = {
         "torch": torch.__version__,
@@ -276,10 +292,10 @@ def measured(given: argparse.Namespace) -> dict[str, Any]:
         "layers": spec.num_layers,
         "alignment": asdict(verdict),
     }
-    return {**result, "row": timed(options, spec, given)} if verdict.passed else result
+    return {**result, "row": timed(options, spec, layout, given)} if verdict.passed else result
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -297,14 +313,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--answer", type=int, default=512, help="tokens (default 512)")
     add("--pack-tokens", type=int, default=PACK_TOKENS, help=f"(default {PACK_TOKENS})")
     add("--memory-budget-gb", type=float, default=0.0, help="of the prefix schedule")
-    add("--align-layers", type=int, default=4, help="of the aligned model (default 4)")
+    add("--align-layers", type=int, default=4, help="of a stage of the aligned model (default 4)")
     add("--dtype", choices=("float64", "float32", "bfloat16"), default="bfloat16")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--warm-up-calls", type=int, default=3, help="of each schedule (default 3)")
     add("--repeats", type=int, default=3, help="timed calls of each; the median (default 3)")
     add("--profile", action="store_true", help="then print where a step's time goes")
     add("--json", type=Path, help="the result goes there, too")
-    return parser.parse_args(arguments)
+    arguments.add_layout(parser)
+    arguments.add_lengths(parser)
+    return parser.parse_args(given)
 
 
 LINE = (
@@ -316,11 +334,19 @@ LINE = (
 )
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Joins a job of one rank, and prints; the exit code is 1 if the schedules differ."""
-    given = parse_arguments(arguments)
-    with ModelOptions(given.model, device=given.device).joined(Layout()):
-        result = measured(given)
+def rank_main(given: argparse.Namespace, layout: Layout) -> dict[str, Any]:
+    """One rank's part."""
+    with ModelOptions(given.model, device=given.device).joined(layout):
+        return measured(given, layout)
+
+
+def main(arguments_given: list[str] | None = None) -> int:
+    """Starts the ranks, and prints; the exit code is 1 if the schedules differ."""
+    given = parse_arguments(arguments_given)
+    layout = arguments.layout_of(given, runtime.env_world_size())
+    if layout.cp > 1 or layout.vpp > 1:
+        sys.exit("the model has no context parallelism and no virtual stages")
+    result = runtime.launch(rank_main, layout.world_size, given, layout, device=given.device)
     if "row" in result:
         print(LINE.format(groups=given.groups, **result["row"]))
     if given.json:

@@ -3,10 +3,13 @@ once for each image."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from benchmarks import vision_step
 from benchmarks.vision_model import SIZES, Sizes
+from megatron_prefix.lab.runtime import Layout
 from tests.harness.one_rank import one_rank
 
 TINY = "--device cpu --dtype float64 --model tiny-qwen3 --tower tiny --prompt 160 --answer 16"
@@ -15,7 +18,7 @@ TINY += " --image-tokens 12 --rollouts 4 --pack-tokens 400 --warm-up-calls 1 --r
 
 def test_both_schedules_agree_and_the_tower_runs_once_an_image(capsys) -> None:
     with one_rank():
-        found = vision_step.measured(vision_step.parse_arguments(TINY.split()))
+        found = vision_step.measured(vision_step.parse_arguments(TINY.split()), Layout())
     verdict, row = found["alignment"], found["row"]
     assert verdict["passed"] and verdict["executed_tokens"] < verdict["raw_tokens"]
     # Two groups of four rollouts with two images each; with gradients a second time.
@@ -23,6 +26,15 @@ def test_both_schedules_agree_and_the_tower_runs_once_an_image(capsys) -> None:
     assert row["shared_steps"] == 1 and row["executed_tokens"] < row["raw_tokens"] / 2
     assert row["of_bound"] == pytest.approx(row["speedup"] / row["bound"])
     assert "aligned: True" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layout", ["--tp 2 --sequence-parallel", "--pp 2 --chunk-tokens 64"])
+def test_several_ranks_agree(layout: str, tmp_path, capsys) -> None:
+    found = tmp_path / "found.json"
+    options = f"{TINY} --groups 1 --layers 8 --json {found} {layout}"
+    assert vision_step.main(options.split()) == 0, capsys.readouterr()
+    result = json.loads(found.read_text())
+    assert result["alignment"]["passed"] and result["row"]["images"] == {"stock": 8, "prefix": 4}
 
 
 def test_the_bound_counts_the_tower_once_an_image() -> None:

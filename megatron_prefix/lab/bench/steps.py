@@ -51,7 +51,7 @@ def time_work(
     """
     packing.check(chunks, setting.baseline)
     all_steps = [
-        _microbatches(work, setting, groups, setting.seed + number)
+        microbatches(work, setting, groups, setting.seed + number)
         for number, groups in enumerate([*work.warm_up, *work.steps])
     ]
     first, steps = all_steps[: len(work.warm_up)], all_steps[len(work.warm_up) :]
@@ -64,7 +64,7 @@ def time_work(
     return timing(work, setting, stock_times[work.name], run.timed(first, steps, work.repeats))
 
 
-def _microbatches(work: Work, setting: Setting, groups: Sequence[Any], seed: int) -> list[Any]:
+def microbatches(work: Work, setting: Setting, groups: Sequence[Any], seed: int) -> list[Any]:
     """This rank's microbatches of a step."""
     layout, baseline = setting.layout, setting.baseline
     mine, least = align.of_this_rank(setting.spec, layout, groups, work.config, baseline, seed)
