@@ -11,6 +11,7 @@ too.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -183,12 +184,22 @@ class Part(NamedTuple):
     module: Any = None
 
 
+_MEGATRON = "megatron.core."
+PATCHES = {"verl.models.mcore.patch", "mcore_bridge.patcher"}
+"""Modules of trainers that put methods into Megatron's classes which follow the same rule as those;
+another one adds its name."""
+
+
 def owner(module: Any, method: str) -> str:
-    """The full name of the class that defines a method of a module; "" if none does, or if the
-    instance has another."""
+    """The full name of the class that defines a method of a module; "" if none does, if the
+    instance has another, or if somebody has put another into a class of Megatron's."""
     if method in vars(module):
         return ""
     for base in type(module).__mro__:
         if method in vars(base):
+            written = getattr(inspect.unwrap(vars(base)[method]), "__module__", "")
+            replaced = base.__module__.startswith(_MEGATRON) and written != base.__module__
+            if replaced and written not in PATCHES:
+                return ""
             return f"{base.__module__}.{base.__qualname__}"
     return ""

@@ -113,15 +113,9 @@ def refusals(model: Any) -> Iterator[Reason]:
 
 
 def _is(module: Any, method: str, known: str) -> bool:
-    """Whether a method is that of a class, or what takes its place in segments.
-
-    ROLL replaces methods in the class itself: so where they were written is looked at, too.
-    """
+    """Whether a method is that of a class, or what takes its place in segments."""
     ours = getattr(vars(module).get(method), "__self__", None)
-    if isinstance(ours, LooksAhead):
-        return True
-    written = inspect.unwrap(getattr(type(module), method)).__module__
-    return owner(module, method) == known and known.startswith(f"{written}.")
+    return isinstance(ours, LooksAhead) or owner(module, method) == known
 
 
 class _Segment(NamedTuple):

@@ -209,6 +209,7 @@ def language_model_class(name: str) -> type:
     else:  # mcore-bridge puts a forward into Megatron's class
         Interleaved.__module__ = MultimodalRotaryEmbedding.__module__
         Interleaved.__qualname__ = MultimodalRotaryEmbedding.__qualname__
+        Interleaved.forward.__module__ = "mcore_bridge.patcher"
     return found
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.attention import Attention, SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import nn
 
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers import attention
+from megatron_prefix.layers.kind import PATCHES
 from megatron_prefix.megatron import families, features
 from megatron_prefix.megatron.install import install, language_model, uninstall, vision_tower
 from tests.harness.one_rank import one_rank, small_model
@@ -97,6 +101,40 @@ def test_a_forward_that_models_set_themselves() -> None:
     assert families.knows_rotary(rotary)
     mrope_forward_thd_cp.__module__ = "someone.elses"
     assert not families.knows_rotary(rotary)
+
+
+REPLACED = {
+    "core attention": (DotProductAttention, "layer 0's core attention"),
+    "attention": (Attention, "layer 0's attention SelfAttention"),
+    "rotary embedding": (RotaryEmbedding, "rotary embedding RotaryEmbedding"),
+}
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("part", REPLACED)
+def test_methods_put_into_classes_of_megatron(
+    part: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By somebody who is not known to follow the same rule."""
+    kind, refusal = REPLACED[part]
+    stock = kind.forward
+
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        return stock(self, *args, **named)
+
+    del forward.__wrapped__  # as by one who copies its name and text only
+    forward.__module__ = sorted(PATCHES)[0] if known else "someone.elses"
+    model = small_model(wrap_ddp=False)
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention.__class__ = DotProductAttention
+    monkeypatch.setattr(kind, "forward", forward)
+    if known:
+        install(model)
+        uninstall(model)
+        return
+    with pytest.raises(CannotShare, match=refusal):
+        install(model)
 
 
 def test_multimodal_positions_of_latent_attention_are_plain() -> None:
