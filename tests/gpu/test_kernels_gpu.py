@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.layers.blocks import merge as merging
+from megatron_prefix.layers.blocks import operators
 from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
 from megatron_prefix.layers.blocks.kernels import KERNELS, available, choose
 from megatron_prefix.layers.blocks.merge import formula, merge
@@ -182,6 +183,34 @@ def test_fa4_reads_a_slice_of_a_cache_as_it_lies() -> None:
         got = kernel.backward(dout, q, k, v, *part, runs, 0.1)
         for one, other, what in zip(got, wanted, ("dq", "dk", "dv"), strict=True):
             assert_close(one, other, 1200, torch.bfloat16, what)
+
+
+@pytest.mark.parametrize("runs", [Runs.own((900,)), Runs.own((300, 5, 40)), Runs.dense(300, 900)])
+def test_fa4_makes_a_call_again(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers of a segment: one goes through the package's Python, and all get what it gives."""
+    kernel = working("fa4", torch.bfloat16, 128, 128)
+    library = operators.flash_attn_4()
+    calls: list[int] = []
+    called = library._resolve_causal_local_window
+    monkeypatch.setattr(
+        library, "_resolve_causal_local_window", lambda *args: calls.append(1) or called(*args)
+    )
+    queries, keys = sum(runs.queries), sum(runs.keys)
+    layers = [
+        [torch.randn(n, h, 128, device="cuda", dtype=torch.bfloat16) for n, h in
+         ((queries, 4), (keys, 2), (keys, 2))]
+        for _ in range(3)
+    ]  # fmt: skip
+    wanted = []
+    for layer in layers:
+        kernel.begin_step()
+        wanted.append(kernel.forward(*layer, runs, 0.1))
+    assert len(calls) == 3
+    kernel.begin_step()
+    got = [kernel.forward(*layer, runs, 0.1) for layer in layers]
+    assert len(calls) == 4, "the installed flash-attn-4 is called anew in every layer"
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.equal(one.out, other.out) and torch.equal(one.lse, other.lse)
 
 
 def test_fa4_compiles_before_the_first_step() -> None:

@@ -33,7 +33,7 @@ def test_several_ranks_agree(layout: str, tmp_path, capsys) -> None:
     found = tmp_path / "found.json"
     options = f"{TINY} --groups 1 --layers 8 --json {found} {layout}"
     assert vision_step.main(options.split()) == 0, capsys.readouterr()
-    result = json.loads(found.read_text())
+    result = json.loads(found.read_text("utf-8"))
     assert result["alignment"]["passed"] and result["row"]["images"] == {"stock": 8, "prefix": 4}
 
 

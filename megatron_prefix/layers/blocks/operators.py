@@ -29,6 +29,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.layers.blocks import math as exact
 from megatron_prefix.layers.blocks.batched import Batched, Saved, SplitCausal, batches, joined
 from megatron_prefix.layers.blocks.interface import Aux, Gradients, Partial, Runs
+from megatron_prefix.layers.blocks.repeated import Repeated
 
 logger = logging.getLogger(__name__)
 
@@ -289,6 +290,14 @@ class Fa4Kernel(_Varlen):
     name, has_windows = "fa4", True
     short, most_runs = FA4_SHORT, FA4_RUNS
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._repeated = Repeated()
+
+    def begin_step(self) -> None:
+        """See `Kernel.begin_step`."""
+        self._repeated.forget()
+
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """See `Kernel.refusal`."""
         return _needs_cuda_16bit(q, k, v) or super().refusal(q, k, v) or _needs_fa4(q, k, v)
@@ -298,9 +307,10 @@ class Fa4Kernel(_Varlen):
     ) -> tuple[Tensor, Tensor, Aux]:
         """See `Batched.attend`; with ``lengths`` of runs the tensors have no leading dimension."""
         _say_that_it_compiles(q.dtype, q.shape[-1], v.shape[-1], q.shape[-2] // k.shape[-2])
-        out, lse, *_ = flash_attn_4()._flash_attn_fwd(
-            q, k, v, softmax_scale=scale, return_lse=True, **self._mask(causal), **lengths
-        )
+        out, lse = self._repeated(
+            flash_attn_4()._flash_attn_fwd, q, k, v,
+            softmax_scale=scale, return_lse=True, **self._mask(causal), **lengths,
+        )  # fmt: skip
         return out, lse, ()
 
     def attend_backward(
