@@ -15,7 +15,7 @@ from typing import Any
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import precision
 from megatron_prefix.layers.attention import ROTARY, Attention, in_segments, window_of
-from megatron_prefix.layers.kind import Heads, Override, Running, owner
+from megatron_prefix.layers.kind import Graphed, Heads, Override, Running, owner
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
 from megatron_prefix.refusals.table import (
@@ -31,7 +31,7 @@ from megatron_prefix.tree.payload_map import Form
 class MLA(Attention):
     """Megatron's MLASelfAttention, causal."""
 
-    name, graphed = "multi-latent attention", False
+    name, graphed = "multi-latent attention", Graphed.NOTHING
     forwards = frozenset({"megatron.core.transformer.multi_latent_attention.MultiLatentAttention"})
 
     def fills(self, config: Any, layer: int) -> bool:
@@ -90,6 +90,7 @@ class MLA(Attention):
             payload=Payload(Form.POSITIONS, row * size, row * wide),
             keys=keys * size, keys_grad=keys * wide,
             given=(2 if precision.is_fp8(config) else 1) * precision.projected(config, form),
+            apart=ends * size + lse, twice=ends * size,
         )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:

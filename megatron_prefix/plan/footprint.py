@@ -113,6 +113,8 @@ class Footprint:
         shares: into how many parts K/V and gK/gV of inner segments are cut; a rank has one.
         keeps_outputs: whether a stage's output stays until its backward.
         graphed: positions of the longest segment whose layers run on CUDA graphs; 0: none does.
+        apart, twice: see LayerMemory; one layer, on average.
+        ends_early: whether the last layer of the last stage runs on what is read only.
     """
 
     inner: float
@@ -144,6 +146,9 @@ class Footprint:
     state: float = 0.0
     state_grad: float = 0.0
     graphed: float = 0.0
+    apart: float = 0.0
+    twice: float = 0.0
+    ends_early: bool = True
 
     @classmethod
     def of_layers(
@@ -264,8 +269,7 @@ def _saved(
     before = functools.partial(_in_front, norm=norm, output=output, recomputed=recomputed)
     again = norm * recomputed
     both = [*layers, behind]
-    act = sum(part.act for layer in layers for part in layer) / len(layers)
-    act *= form.recompute != "full"
+    act = _mean(layers, "act") * (form.recompute != "full")
     *inners, behind_inner = [sum(before(part) + part.inner for part in layer) for layer in both]
     *waves, behind_wave = [sum(before(part) + part.wave for part in layer) for layer in both]
     inner, wave = sum(inners) / len(layers), sum(waves) / len(layers)
@@ -273,6 +277,7 @@ def _saved(
         max((part.again for part in layer), default=0.0) + again * len(layer) for layer in both
     )
     unread, last = inner, layers[-1]
+    ends_early = False
     if form.recompute == "full":
         num = max(1, len(layers) // form.num_stages)
         inner, wave, again = _checkpointed(
@@ -285,13 +290,20 @@ def _saved(
             behind_inner = behind_wave = kept
     elif len(last) > 1 and not behind and all(part.unread is not None for part in last):
         # transformer-engine's second norm is part of the MLP, which does not run.
+        ends_early = True
         norms = before(last[0]) if form.fused_layers else norm * len(last)
         unread = min(inners[-1], norms + sum(part.unread or 0.0 for part in last))
     attention = max(0.0, min(sum(part.read for part in last), inner - unread))
     return dict(
         inner=inner, wave=wave, unread=unread, attention=attention, again=again, act=act,
-        behind_inner=behind_inner, behind_wave=behind_wave,
+        behind_inner=behind_inner, behind_wave=behind_wave, ends_early=ends_early,
+        apart=_mean(layers, "apart"), twice=_mean(layers, "twice"),
     )  # fmt: skip
+
+
+def _mean(layers: Sequence[Sequence[LayerMemory]], name: str) -> float:
+    """Of what the parts of a layer say."""
+    return sum(getattr(part, name) for layer in layers for part in layer) / len(layers)
 
 
 def _in_front(part: LayerMemory, norm: float, output: float, *, recomputed: bool) -> float:

@@ -13,8 +13,7 @@ Gradients of weights that products add to main gradients themselves
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_prefix.device import graphs
+from megatron_prefix.layers.own_backward import with_backward
 
 SMALL = 2**20
 """Numbers of the largest parameter, a norm's or a bias, whose gradient is handed on by a copy.
@@ -163,6 +163,17 @@ class _Replayed(torch.autograd.Function):
         return None, None, *ctx.piece.run_backward(gradients)
 
 
+def put_at(place: Tensor, given: Tensor) -> Tensor:
+    """What is given, in a place of its own; gradients go through."""
+
+    def put(given: Tensor) -> Tensor:
+        there = place.detach()
+        return there.copy_(given)
+
+    found: Tensor = with_backward(put, lambda gradient: gradient, given)
+    return found
+
+
 def _put(places: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     """Copies what is not there already."""
     with torch.no_grad():
@@ -172,14 +183,13 @@ def _put(places: Sequence[Tensor], given: Sequence[Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def stand_ins(modules: Sequence[nn.Module]) -> Iterator[dict[int, nn.Parameter]]:
-    """Puts others of the same storage in the place of modules' parameters, and gives by the id of
-    each the parameter. Autograd brings gradients of a leaf to the stream on which that was used
+def stand_ins(modules: Iterable[nn.Module]) -> Iterator[dict[int, nn.Parameter]]:
+    """Puts others of the same storage in the place of modules' own parameters, and gives by the id
+    of each the parameter. Autograd brings gradients of a leaf to the stream on which that was used
     first, and for parameters that is not the one that captures."""
-    inside = itertools.chain(*(module.modules() for module in modules))
     places = [
         (one, name, parameter)
-        for one in inside
+        for one in modules
         for name, parameter in one._parameters.items()
         if parameter is not None
     ]
