@@ -9,7 +9,7 @@ else. Importing the classes would need transformer-engine.  Pure, until it is ho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -273,13 +273,18 @@ def in_segments(
     stock = core.forward
     held = _norms_hold_projection(attention.config)
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, *args: Any,
+        crossing: Sequence[Tensor] = (), **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
         context = running.current
         if running.graphs is not None and running.graphs.cut is not None:
-            return running.graphs.cut.attention(query, key, value)
+            return running.graphs.cut.attention(query, key, value, *shared.crossing())
         if context is None:
             found: Tensor = stock(query, key, value, *args, **kwargs)
             return found
+        if crossing:
+            value = shared.crossed(context, value, *crossing)
         query, key, value = quantised(core, query, key, value)
         if number == context.keys_only:
             return keys_only(query, key, value, context, number, shared)

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import precision
 from megatron_prefix.layers.attention import ROTARY, Attention, in_segments, window_of
-from megatron_prefix.layers.kind import Graphed, Heads, Override, Running, owner
+from megatron_prefix.layers.kind import Heads, Override, Running, owner
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
 from megatron_prefix.refusals.table import (
@@ -31,7 +31,7 @@ from megatron_prefix.tree.payload_map import Form
 class MLA(Attention):
     """Megatron's MLASelfAttention, causal."""
 
-    name, graphed = "multi-latent attention", Graphed.NOTHING
+    name = "multi-latent attention"
     forwards = frozenset({"megatron.core.transformer.multi_latent_attention.MultiLatentAttention"})
 
     def fills(self, config: Any, layer: int) -> bool:

@@ -36,8 +36,8 @@ class Sides(NamedTuple):
 class Cut(Protocol):
     """What layers call while they are captured."""
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """In the place of core attention."""
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, *crossing: Tensor) -> Tensor:
+        """In the place of core attention, which is given the rest behind a graph."""
         ...
 
     def experts(self, hidden: Tensor, norm: Callable[[Tensor], Any]) -> Tensor:
@@ -103,7 +103,9 @@ class CutLayer:
 
     def replayed(self, sides: Sides, hidden: Tensor) -> Tensor:
         """What it makes of hidden states."""
-        mixed = self._core.forward(*sides.before(hidden))
+        query, key, value, *crossing = sides.before(hidden)
+        more = {"crossing": crossing} if crossing else {}
+        mixed = self._core.forward(query, key, value, **more)
         found = sides.behind(mixed, hidden)
         if self._apart is None:
             y: Tensor = found

@@ -163,7 +163,8 @@ class LayerGraphs:
         buffers = (one for layer in self._layers for one in layer.buffers())
         mains = (getattr(one, "main_grad", None) for one in weights)
         places = (one.data_ptr() for one in (*weights, *buffers, *mains) if one is not None)
-        return (*places, *(one.requires_grad for one in weights))
+        trained = (one.requires_grad for one in weights)
+        return (self._running.rotary.changes, *places, *trained)
 
     def _take(self, context: SegmentContext, hidden: Tensor, given: Mapping[str, Any]) -> None:
         """Gives a segment a set of graphs, with some of its length."""
@@ -182,7 +183,7 @@ class LayerGraphs:
         mine = self._fitting(length)
         if length not in mine.made and not self._captured(mine, hidden, given):
             return
-        mine.begin(given)
+        mine.begin(given, context.positions)
         self._taken[context.index] = mine
 
     def _fitting(self, length: int) -> SegmentGraphs:
@@ -194,7 +195,7 @@ class LayerGraphs:
             self._free.remove(mine)
         if fits:
             return mine
-        return SegmentGraphs(self._layers, length, self)
+        return SegmentGraphs(self._layers, length, self, self._running.rotary)
 
     def _captured(self, mine: SegmentGraphs, hidden: Tensor, given: Mapping[str, Any]) -> bool:
         why = ""

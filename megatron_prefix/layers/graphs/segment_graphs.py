@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_prefix.device import graphs
+from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.layers.graphs.cut_layer import OTHER_LAYER, CutLayer, Cuts, Sides
 from megatron_prefix.layers.graphs.pieces import (
     CannotCaptureError,
@@ -33,6 +34,7 @@ class SegmentGraphs:
     Args:
         layers: the layers.
         owner: what its `cut` is layers call while they are captured.
+        rotary: tables of rotary embeddings that layers ask for.
 
     Attributes:
         pool: of its graphs.
@@ -40,19 +42,26 @@ class SegmentGraphs:
         made: the graphs of every layer, by positions of a segment on this rank.
     """
 
-    def __init__(self, layers: Sequence[CutLayer], most: int, owner: Cuts) -> None:
-        self._layers, self._owner = layers, owner
+    def __init__(
+        self, layers: Sequence[CutLayer], most: int, owner: Cuts, rotary: Rotary
+    ) -> None:
+        self._layers, self._owner, self._rotary = layers, owner, rotary
         self.most = most
         self.pool = graphs.pool()
         self._places: dict[Any, Tensor] = {}
+        self._tables: set[int] = set()
         self._owners: Mapping[int, nn.Parameter] = {}
         self._kept: list[Tensor] = []
         self.made: dict[int, list[Sides]] = {}
 
-    def begin(self, given: Mapping[str, Any]) -> None:
-        """Takes what a segment's layers are given besides hidden states."""
+    def begin(self, given: Mapping[str, Any], positions: Tensor) -> None:
+        """Takes what a segment's layers are given besides hidden states, and what they ask for, of
+        its positions."""
         if (turned := given.get(ROTARY)) is not None:
             self.place(ROTARY, turned).copy_(turned)
+        for name in self._tables:
+            rows = self._rotary.rows(name, positions)
+            self.place((ROTARY, name), rows).copy_(rows)
 
     def capture(self, hidden: Tensor, given: Mapping[str, Any]) -> None:
         """Makes the graphs of a length.
@@ -66,11 +75,13 @@ class SegmentGraphs:
             RuntimeError: so says CUDA.
         """
         arguments = self._arguments(given)
+        self._tables.clear()
         graphs.settle()
         every = range(len(self._layers))
         inside = (one for layer in self._layers for one in layer.modules())
         with graphs.apart(), stand_ins(inside) as self._owners:
             try:
+                self._rotary.placed = self._placed
                 for number in every:
                     self._rehearse(number, hidden, arguments)
                 graphs.settle()
@@ -78,7 +89,8 @@ class SegmentGraphs:
                 for sides in reversed(made):
                     self._backward(sides)
             finally:
-                self._owner.cut, self._owners = None, {}
+                self._rotary.placed = self._owner.cut = None
+                self._owners = {}
         self._kept += _shared_buffers()
         self.made[len(hidden)] = made
 
@@ -93,6 +105,14 @@ class SegmentGraphs:
             elif not isinstance(value, bool | int | float | str | None):
                 raise CannotCaptureError(f"layers are given {name}")
         return arguments
+
+    def _placed(self, name: int, rows: Tensor) -> Tensor:
+        """Where layers read a table; it is filled while they rehearse."""
+        place = self.place((ROTARY, name), rows)
+        if name not in self._tables:
+            self._tables.add(name)
+            place.copy_(rows)
+        return place
 
     def place(self, name: Any, like: Tensor, *, shape: Sequence[int] | None = None) -> Tensor:
         """The place of what has a name, as many rows of it as `like` has; the first is the longest.
@@ -167,9 +187,9 @@ class _Rehearsal:
     def __init__(self) -> None:
         self.made: list[Tensor] = []
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, *crossing: Tensor) -> Tensor:
         """See Cut."""
-        self.made += (query, key, value)
+        self.made += (query, key, value, *crossing)
         return query.new_zeros(_mixed(query, value)).requires_grad_()
 
     def experts(self, hidden: Tensor, norm: Callable[[Tensor], Any]) -> Tensor:
@@ -198,13 +218,14 @@ class _Capture:
 
     def attention(self, *computed: Tensor) -> Tensor:
         """See Cut."""
-        names = zip(_NAMES, computed, strict=True)
-        places = [self._graphs.place((name, self._number), one) for name, one in names]
+        names: list[Any] = [(name, self._number) for name in _NAMES]
+        names += [("crossing", number) for number in range(len(computed) - len(names))]
+        places = [self._graphs.place(*both) for both in zip(names, computed, strict=True)]
         self.before.end([self._x], computed, places)
         self._runs = None
         parameters, self._nodes = used(computed, [self._x], set())
         self._graphs.uses(self.before, parameters)
-        query, _, value = computed
+        query, _, value, *_ = computed
         shape = _mixed(query, value)[1:]
         self._mixed = self._graphs.place(("mixed", self._number), query, shape=shape)
         self._mixed.requires_grad_()
