@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.device import graphs
@@ -17,9 +19,13 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.verify import align
+from megatron_prefix.layers.dsa import DSA
 from megatron_prefix.layers.graphs import layers, pieces, segment_graphs
-from megatron_prefix.layers.model import layers_of
+from megatron_prefix.layers.mlp import MLP
+from megatron_prefix.layers.model import footprint_of, layers_of
 from megatron_prefix.megatron.install import installed
+from megatron_prefix.offload.segment import addresses
+from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.recorded import RecordedGraph, recorded_graphs  # noqa: F401
@@ -48,6 +54,8 @@ def steps(model: Any, config: PrefixConfig, num: int, **shape: Any) -> list[alig
 def same(ours: align.Trace, other: align.Trace) -> None:
     """Torch's norms read their input twice, so that gradients are added in another order."""
     assert torch.equal(ours.logprobs, other.logprobs)
+    assert ours.auxiliary.keys() == other.auxiliary.keys()
+    assert all(torch.equal(ours.auxiliary[name], of) for name, of in other.auxiliary.items())
     limit = tolerance(torch.float64, TOKENS)
     for name, gradient in other.gradients.items():
         difference = (ours.gradients[name] - gradient).abs().max()
@@ -79,6 +87,130 @@ def test_steps_are_those_without(
     assert made(graphed).captures > 0 and recorded_graphs.replays > 0
     for one, other in zip(ours, without(plain, config(**options)), strict=True):
         same(one, other)
+
+
+AUX = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5}
+MIXED = {"moe_layer_freq": (False, True, True)}
+EXPERTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "losses": ("tiny-moe", AUX, {}),
+    "shared expert": ("tiny-moe", {**AUX, "moe_shared_expert_intermediate_size": 24}, {}),
+    "first layer dense": ("tiny-moe", {**AUX, **MIXED}, {}),
+    "losses by sample": (
+        "tiny-moe", {**AUX, "moe_router_load_balancing_type": "seq_aux_loss"}, {"chunk_tokens": 8}),
+    "windows, sinks, biases": ("tiny-gpt-oss", {}, {}),
+    "latents": ("tiny-deepseek", {**AUX, **MIXED}, {}),
+    "latents, chunks": ("tiny-deepseek", {**AUX, **MIXED}, {"chunk_tokens": 8}),
+    "latents, rope, plain queries": (
+        "tiny-deepseek", {"rope_type": "rope", "q_lora_rank": None, **MIXED}, {}),
+    "latents without experts": ("tiny-deepseek", {"num_moe_experts": None}, {"chunk_tokens": 8}),
+    "frozen": ("tiny-moe", AUX, {}),
+    "latents, frozen": ("tiny-deepseek", {**AUX, **MIXED}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_steps_with_experts_and_latents_are_those_without(
+    case: str,
+    recorded_graphs: type[RecordedGraph],  # noqa: F811
+) -> None:
+    """Every layer has graphs: none ends early. Also where routers and norms are not trained."""
+    name, fields, options = EXPERTS[case]
+    plain, graphed = (small_model(name, spec={"num_layers": 3, **fields}) for _ in range(2))
+    for model in (plain, graphed):
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_("frozen" not in case or not {"router", "norm"} & parts(key))
+    ours = steps(graphed, config(**options), 3, uneven=True)
+    assert made(graphed).captures > 0 and recorded_graphs.replays > 0
+    for one, other in zip(ours, without(plain, config(**options)), strict=True):
+        same(one, other)
+
+
+def parts(name: str) -> set[str]:
+    """Of the name of a parameter: those of its module."""
+    return set(name.replace("layernorm", "norm").replace("_", ".").split("."))
+
+
+def test_experts_run_once_in_a_segment(
+    recorded_graphs: type[RecordedGraph],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None runs, and no router counts, while layers are captured; nor do hooks inside them end
+    anything."""
+    model, ran = small_model("tiny-moe"), []
+    mlp = unwrap(model).decoder.layers[1].mlp
+    mlp.router.register_forward_hook(lambda *_: ran.append(mlp.router.training))
+    steps(model, config(), 3, uneven=True)
+    with_graphs, captures = len(ran), made(model).captures
+    monkeypatch.setattr(layers, "SEEN_BEFORE", 10**9)
+    steps(model, config(), 3, uneven=True)
+    assert captures > 0 and with_graphs == len(ran) - with_graphs > 0
+
+
+@pytest.mark.parametrize(("name", "fields"), [
+    ("tiny-llama", {}),
+    ("tiny-moe", {"qk_layernorm": False}),
+    ("tiny-moe", {"qk_layernorm": False, **MIXED}),
+])  # fmt: skip
+@pytest.mark.usefixtures("recorded_graphs")
+def test_sets_hold_what_is_predicted(
+    name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte: what pieces save, and places of what attention and experts save."""
+    model = small_model(name, spec={"num_layers": 3, **fields})
+    inner = unwrap(model)
+    one = footprint_of(inner.config, Execution.of_config(inner.config), 64, "")
+    assert one.ends_early == (name == "tiny-llama")
+    held = held_by_sets(monkeypatch, inner, num := 3 - one.ends_early)
+    steps(model, config(), 3, uneven=True)
+    assert held
+    for positions, size in held:
+        predicted = positions * num * (one.wave - one.apart + one.twice)
+        assert size == pytest.approx(predicted, rel=1e-12)
+
+
+def held_by_sets(monkeypatch: pytest.MonkeyPatch, model: Any, num: int) -> list[tuple[int, int]]:
+    """Of every set of so many layers to come its positions, and the bytes that its pieces save, or
+    write where no other layer does; but for what the last layer gives."""
+    found: list[tuple[int, int]] = []
+    held: dict[int, Tensor] = {}
+    resident = addresses(*model.parameters(), *model.buffers())
+    own = {"hidden", "query", "key", "value", "mixed", "residual", "normed"}
+    capture, place = segment_graphs.SegmentGraphs.capture, segment_graphs.SegmentGraphs.place
+
+    def hold(one: Tensor) -> Tensor:
+        if (address := one.untyped_storage().data_ptr()) not in resident:
+            held[address] = one.detach()
+        return one
+
+    class Holding(graphs.Graph):  # type: ignore[misc, valid-type]
+        def begin(self) -> None:
+            super().begin()
+            hooks = torch.autograd.graph.saved_tensors_hooks(hold, lambda one: one)
+            self._holding = contextlib.ExitStack()
+            self._holding.enter_context(hooks)
+
+        def end(self) -> None:
+            self._holding.close()
+            super().end()
+
+    def placed(sets: Any, name: Any, *args: Any, **kwargs: Any) -> Tensor:
+        there: Tensor = place(sets, name, *args, **kwargs)
+        if name[0] in own and name != ("hidden", num):
+            hold(there)
+        return there
+
+    def captured(sets: Any, hidden: Tensor, given: Any) -> None:
+        held.clear()
+        is_first = not sets.made
+        capture(sets, hidden, given)
+        if is_first:
+            size = sum(one.untyped_storage().nbytes() for one in held.values())
+            found.append((len(hidden), size))
+
+    monkeypatch.setattr(graphs, "Graph", Holding)
+    monkeypatch.setattr(segment_graphs.SegmentGraphs, "capture", captured)
+    monkeypatch.setattr(segment_graphs.SegmentGraphs, "place", placed)
+    return found
 
 
 def made(model: Any) -> layers.LayerGraphs:
@@ -137,10 +269,10 @@ def test_models_that_cannot_run_on_graphs_are_named() -> None:
         spec = resolve(name, **fields)
         return layers.why_not(spec, layers_of(spec))
 
-    assert not why("qwen3-8b") and not why("tiny-gpt-oss", num_moe_experts=None)
-    assert "experts" in why("qwen3-30b-a3b")
-    assert "GatedDeltaNet" in why("qwen3-next-80b-a3b")
-    assert "latent" in why("moonlight-16b-a3b")
+    for name in ("qwen3-8b", "qwen3-30b-a3b", "tiny-gpt-oss", "moonlight-16b-a3b"):
+        assert not why(name)
+    assert "GatedDeltaNet and experts" in why("qwen3-next-80b-a3b")
+    assert "sparse attention and MLP" in layers.why_not(resolve("qwen3-8b"), [(DSA(), MLP())])
     assert "fp8" in why("qwen3-8b", fp8="e4m3", fp8_recipe="blockwise")
 
 
@@ -168,9 +300,9 @@ def test_recomputed_segments_run_without(monkeypatch: pytest.MonkeyPatch) -> Non
     model, inner = small_model(spec={"num_layers": 3}), []
     begin = segment_graphs.SegmentGraphs.begin
 
-    def noted(graphs: segment_graphs.SegmentGraphs, given: Any) -> None:
+    def noted(*arguments: Any) -> None:
         inner.append(installed(model).current.inner)  # type: ignore[union-attr]
-        begin(graphs, given)
+        begin(*arguments)
 
     monkeypatch.setattr(segment_graphs.SegmentGraphs, "begin", noted)
     steps(model, config(memory="recompute"), 3, uneven=True)
