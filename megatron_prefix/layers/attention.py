@@ -111,8 +111,8 @@ class Attention(Kind):
 
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind. A storage that several operators save counts once: K and V of an inner segment
-        are in the sidecar. With CUDA graphs the projection behind it reads a copy of its output, and
-        values that norms hold are copied."""
+        are in the sidecar. With CUDA graphs the projection behind attention reads a copy of its
+        output, and values that norms hold are copied."""
         size, wide, heads = form.itemsize, max(4, form.itemsize), config.num_attention_heads
         queries, normed = heads * config.kv_channels / form.tp, bool(config.qk_layernorm)
         keys = max(1, (config.num_query_groups or heads) / form.tp) * config.kv_channels

@@ -191,7 +191,8 @@ class Footprint:
             tail=max((part.tail for part in parts), default=0.0),
             num_layers=max(1, len(layers) // form.num_stages), parts=form.cp,
             shares=1 if gathers else form.cp, keeps_outputs=form.keeps_outputs,
-            host_layers=host_layers, payloads=payloads, state=hidden_size * form.itemsize,
+            host_layers=host_layers, ends_early=_ends_early(layers, behind), payloads=payloads,
+            state=hidden_size * form.itemsize,
             state_grad=hidden_size * max(4, form.itemsize),
         )  # fmt: skip
 
@@ -277,7 +278,6 @@ def _saved(
         max((part.again for part in layer), default=0.0) + again * len(layer) for layer in both
     )
     unread, last = inner, layers[-1]
-    ends_early = False
     if form.recompute == "full":
         num = max(1, len(layers) // form.num_stages)
         inner, wave, again = _checkpointed(
@@ -288,17 +288,22 @@ def _saved(
             kept = 2 * hidden * form.itemsize
             again = max(again, behind_wave - kept)
             behind_inner = behind_wave = kept
-    elif len(last) > 1 and not behind and all(part.unread is not None for part in last):
+    elif _ends_early(layers, behind):
         # transformer-engine's second norm is part of the MLP, which does not run.
-        ends_early = True
         norms = before(last[0]) if form.fused_layers else norm * len(last)
         unread = min(inners[-1], norms + sum(part.unread or 0.0 for part in last))
     attention = max(0.0, min(sum(part.read for part in last), inner - unread))
     return dict(
         inner=inner, wave=wave, unread=unread, attention=attention, again=again, act=act,
-        behind_inner=behind_inner, behind_wave=behind_wave, ends_early=ends_early,
+        behind_inner=behind_inner, behind_wave=behind_wave,
         apart=_mean(layers, "apart"), twice=_mean(layers, "twice"),
     )  # fmt: skip
+
+
+def _ends_early(layers: Sequence[Sequence[LayerMemory]], behind: Sequence[LayerMemory]) -> bool:
+    """Whether the end of the last layer runs on what is read only."""
+    last = layers[-1]
+    return len(last) > 1 and not behind and all(part.unread is not None for part in last)
 
 
 def _mean(layers: Sequence[Sequence[LayerMemory]], name: str) -> float:

@@ -36,7 +36,7 @@ def _rank() -> Iterator[None]:
 
 
 WIDTHS = dict(hidden_size=512, ffn_hidden_size=1024, num_attention_heads=4)
-EXPERTS = dict(num_moe_experts=8, moe_ffn_hidden_size=256, moe_z_loss_coeff=1e-3)
+EXPERTS = dict(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=256, moe_z_loss_coeff=1e-3)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3-8b", {"num_query_groups": 2}),
     "experts": ("qwen3-30b-a3b", {"num_query_groups": 2, **EXPERTS}),
@@ -83,6 +83,15 @@ def graphs(chunk: Any) -> Any:
     return hooks.graphs
 
 
+@pytest.fixture
+def _determined() -> Iterator[None]:
+    """Experts' outputs are added up in one order."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_determined")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", [{}, {"chunk_tokens": 64}])
 def test_gradients_are_bitwise_those_without(

@@ -2,9 +2,9 @@
 
 A layer is cut at its core attention, which sees other keys in every segment.  Experts wait for the
 device, which says how many tokens each of them gets, so a layer of experts is cut once more: where
-`_forward_mlp` begins (TransformerLayer in megatron/core/transformer/transformer_layer.py).  The norm
-in front of them is captured, what is behind that runs as without graphs: Megatron's own method, with
-that norm's output at hand.
+`_forward_mlp` begins (TransformerLayer in megatron/core/transformer/transformer_layer.py).  The
+norm in front of them is captured, what is behind that runs as without graphs: Megatron's own
+method, with that norm's output at hand.
 """
 
 from __future__ import annotations
@@ -106,18 +106,20 @@ class CutLayer:
         query, key, value, *crossing = sides.before(hidden)
         more = {"crossing": crossing} if crossing else {}
         mixed = self._core.forward(query, key, value, **more)
-        found = sides.behind(mixed, hidden)
-        if self._apart is None:
-            y: Tensor = found
-            return y
-        given, *normed = found if isinstance(found, tuple) else (found,)
-        self._normed = (given, *normed) if normed else None
+        y: Tensor = sides.behind(mixed, hidden)
+        return y if self._apart is None else self._with_experts(y)
+
+    def _with_experts(self, made: Any) -> Tensor:
+        """What it makes of what its graphs have made: what experts are added to, and of its norm
+        if that is a tensor."""
+        hidden, *normed = made if isinstance(made, tuple) else (made,)
+        positional, named = self._given
+        self._normed = (hidden, *normed) if normed else None
         try:
-            positional, named = self._given
-            y = self._forward_mlp(given, *positional, **named)
-            return y
+            y: Tensor = self._forward_mlp(hidden, *positional, **named)
         finally:
             self._normed = None
+        return y
 
     def _of_experts(self, *args: Any, **kwargs: Any) -> Any:
         """Its method `_forward_mlp`."""

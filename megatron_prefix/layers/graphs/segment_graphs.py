@@ -42,9 +42,7 @@ class SegmentGraphs:
         made: the graphs of every layer, by positions of a segment on this rank.
     """
 
-    def __init__(
-        self, layers: Sequence[CutLayer], most: int, owner: Cuts, rotary: Rotary
-    ) -> None:
+    def __init__(self, layers: Sequence[CutLayer], most: int, owner: Cuts, rotary: Rotary) -> None:
         self._layers, self._owner, self._rotary = layers, owner, rotary
         self.most = most
         self.pool = graphs.pool()
