@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.device import graphs
@@ -22,10 +20,8 @@ from megatron_prefix.lab.verify import align
 from megatron_prefix.layers.dsa import DSA
 from megatron_prefix.layers.graphs import layers, pieces, segment_graphs
 from megatron_prefix.layers.mlp import MLP
-from megatron_prefix.layers.model import footprint_of, layers_of
+from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import installed
-from megatron_prefix.offload.segment import addresses
-from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.recorded import RecordedGraph, recorded_graphs  # noqa: F401
@@ -144,73 +140,6 @@ def test_experts_run_once_in_a_segment(
     monkeypatch.setattr(layers, "SEEN_BEFORE", 10**9)
     steps(model, config(), 3, uneven=True)
     assert captures > 0 and with_graphs == len(ran) - with_graphs > 0
-
-
-@pytest.mark.parametrize(("name", "fields"), [
-    ("tiny-llama", {}),
-    ("tiny-moe", {"qk_layernorm": False}),
-    ("tiny-moe", {"qk_layernorm": False, **MIXED}),
-])  # fmt: skip
-@pytest.mark.usefixtures("recorded_graphs")
-def test_sets_hold_what_is_predicted(
-    name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the byte: what pieces save, and places of what attention and experts save."""
-    model = small_model(name, spec={"num_layers": 3, **fields})
-    inner = unwrap(model)
-    one = footprint_of(inner.config, Execution.of_config(inner.config), 64, "")
-    assert one.ends_early == (name == "tiny-llama")
-    held = held_by_sets(monkeypatch, inner, num := 3 - one.ends_early)
-    steps(model, config(), 3, uneven=True)
-    assert held
-    for positions, size in held:
-        predicted = positions * num * (one.wave - one.apart + one.twice)
-        assert size == pytest.approx(predicted, rel=1e-12)
-
-
-def held_by_sets(monkeypatch: pytest.MonkeyPatch, model: Any, num: int) -> list[tuple[int, int]]:
-    """Of every set of so many layers to come its positions, and the bytes that its pieces save, or
-    write where no other layer does; but for what the last layer gives."""
-    found: list[tuple[int, int]] = []
-    held: dict[int, Tensor] = {}
-    resident = addresses(*model.parameters(), *model.buffers())
-    own = {"hidden", "query", "key", "value", "mixed", "residual", "normed"}
-    capture, place = segment_graphs.SegmentGraphs.capture, segment_graphs.SegmentGraphs.place
-
-    def hold(one: Tensor) -> Tensor:
-        if (address := one.untyped_storage().data_ptr()) not in resident:
-            held[address] = one.detach()
-        return one
-
-    class Holding(graphs.Graph):  # type: ignore[misc, valid-type]
-        def begin(self) -> None:
-            super().begin()
-            hooks = torch.autograd.graph.saved_tensors_hooks(hold, lambda one: one)
-            self._holding = contextlib.ExitStack()
-            self._holding.enter_context(hooks)
-
-        def end(self) -> None:
-            self._holding.close()
-            super().end()
-
-    def placed(sets: Any, name: Any, *args: Any, **kwargs: Any) -> Tensor:
-        there: Tensor = place(sets, name, *args, **kwargs)
-        if name[0] in own and name != ("hidden", num):
-            hold(there)
-        return there
-
-    def captured(sets: Any, hidden: Tensor, given: Any) -> None:
-        held.clear()
-        is_first = not sets.made
-        capture(sets, hidden, given)
-        if is_first:
-            size = sum(one.untyped_storage().nbytes() for one in held.values())
-            found.append((len(hidden), size))
-
-    monkeypatch.setattr(graphs, "Graph", Holding)
-    monkeypatch.setattr(segment_graphs.SegmentGraphs, "capture", captured)
-    monkeypatch.setattr(segment_graphs.SegmentGraphs, "place", placed)
-    return found
 
 
 def made(model: Any) -> layers.LayerGraphs:
