@@ -103,7 +103,7 @@ class CutLayer:
 
     def replayed(self, sides: Sides, hidden: Tensor) -> Tensor:
         """What it makes of hidden states."""
-        query, key, value, *crossing = sides.before(hidden)
+        query, key, value, *crossing, hidden = sides.before(hidden)
         more = {"crossing": crossing} if crossing else {}
         mixed = self._core.forward(query, key, value, **more)
         y: Tensor = sides.behind(mixed, hidden)

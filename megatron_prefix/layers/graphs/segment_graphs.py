@@ -26,6 +26,8 @@ from megatron_prefix.layers.graphs.pieces import (
 ROTARY = "rotary_pos_emb"
 _IGNORED = "attention_mask"
 _NAMES = ("query", "key", "value")
+_GRADIENT = "gradient of hidden states"
+_OUTPUTS = _GRADIENT, "gradient of normed"
 
 
 class SegmentGraphs:
@@ -117,10 +119,11 @@ class SegmentGraphs:
 
         Hidden states of sequence-parallel ranks have fewer rows than queries.
         """
-        if name not in self._places:
+        key = name, like.dtype
+        if key not in self._places:
             rest = like.shape[1:] if shape is None else shape
-            self._places[name] = like.new_empty((len(like), *rest), requires_grad=False)
-        return self._places[name][: len(like)].detach()
+            self._places[key] = like.new_empty((len(like), *rest), requires_grad=False)
+        return self._places[key][: len(like)].detach()
 
     def _rehearse(self, number: int, hidden: Tensor, given: Mapping[str, Any]) -> None:
         """Runs a layer on the stream of captures: what is loaded or allocated once is then there.
@@ -162,17 +165,15 @@ class SegmentGraphs:
     def _backward(self, sides: Sides) -> None:
         before, behind = sides
         mixed, x = behind.inputs
+        # A gradient of hidden states is where the piece that comes next in the backward reads it.
+        hidden = self.place(_GRADIENT, x)
         behind.capture_backward(
-            self._gradients("output", behind.outputs),
-            [self.place("gradient of mixed", mixed), self.place("gradient of residual", x)],
+            [self.place(*both) for both in zip(_OUTPUTS, behind.outputs, strict=False)],
+            [self.place("gradient of mixed", mixed), hidden],
         )
-        before.capture_backward(
-            self._gradients("attention's", before.outputs), [self.place("gradient of hidden", x)]
-        )
-
-    def _gradients(self, what: str, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Places of those of some outputs; all layers have them in common."""
-        return [self.place((what, number), one) for number, one in enumerate(outputs)]
+        *made, _ = before.outputs
+        gradients = [self.place(("gradient", number), one) for number, one in enumerate(made)]
+        before.capture_backward([*gradients, hidden], [hidden])
 
 
 class _Rehearsal:
@@ -208,7 +209,7 @@ class _Capture:
 
     def __init__(self, graphs: SegmentGraphs, number: int, x: Tensor) -> None:
         self._graphs, self._number, self._x = graphs, number, x
-        self.before, self.behind = (Piece(graphs.pool) for _ in range(2))
+        self.before, self.behind = Piece(graphs.pool, is_first=number == 0), Piece(graphs.pool)
         self._runs: Piece | None = self.before
         self._nodes: set[Any] = set()
         self._mixed: Tensor | None = None
@@ -219,7 +220,7 @@ class _Capture:
         names: list[Any] = [(name, self._number) for name in _NAMES]
         names += [("crossing", number) for number in range(len(computed) - len(names))]
         places = [self._graphs.place(*both) for both in zip(names, computed, strict=True)]
-        self.before.end([self._x], computed, places)
+        self.before.end([self._x], computed, places, [self._x])
         self._runs = None
         parameters, self._nodes = used(computed, [self._x], set())
         self._graphs.uses(self.before, parameters)
