@@ -16,7 +16,8 @@ from megatron_prefix.layers.graphs.segment_graphs import SegmentGraphs
 from megatron_prefix.layers.model import footprint_of
 from megatron_prefix.offload.segment import addresses
 from megatron_prefix.plan.footprint import Execution
-from tests.core.layers.test_graphs import MIXED, config, steps
+from tests.core.layers.test_graphs import config, steps
+from tests.core.layers.test_graphs_experts import MIXED
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.recorded import recorded_graphs  # noqa: F401
 
