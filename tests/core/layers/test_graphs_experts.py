@@ -6,10 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.layers.graphs import layers
-from tests.core.layers.test_graphs import config, made, same, steps, without
+from megatron_prefix.moe.versions import routers
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.core.alignment.test_replay import CONTRACT, ROUTED, SIZES, items, set_action
+from tests.core.layers.test_graphs import TOKENS, config, made, same, steps, without
+from tests.harness import steps as one_step
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.recorded import RecordedGraph, recorded_graphs  # noqa: F401
 
@@ -21,6 +28,7 @@ def _rank() -> Iterator[None]:
 
 
 AUX = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5}
+PLAIN = {"rope_type": "rope", "q_lora_rank": None, "qk_layernorm": False}
 MIXED = {"moe_layer_freq": (False, True, True)}
 EXPERTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "losses": ("tiny-moe", AUX, {}),
@@ -32,7 +40,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "latents": ("tiny-deepseek", {**AUX, **MIXED}, {}),
     "latents, chunks": ("tiny-deepseek", {**AUX, **MIXED}, {"chunk_tokens": 8}),
     "latents, rope, plain queries": (
-        "tiny-deepseek", {"rope_type": "rope", "q_lora_rank": None, **MIXED}, {}),
+        "tiny-deepseek", {**PLAIN, **MIXED}, {}),
     "latents without experts": ("tiny-deepseek", {"num_moe_experts": None}, {"chunk_tokens": 8}),
     "frozen": ("tiny-moe", AUX, {}),
     "latents, frozen": ("tiny-deepseek", {**AUX, **MIXED}, {}),
@@ -79,3 +87,32 @@ def test_experts_run_once_in_a_segment(
     ran.clear()
     steps(model, config(), 3, uneven=True)
     assert with_graphs == len(ran) > 0
+
+
+def routed(replays: bool) -> dict[str, Any]:
+    """Gradients of the last of three steps of microbatches with routes, with graphs."""
+    model = small_model("tiny-moe", spec=SIZES, config_overrides=ROUTED, wrap_ddp=False)
+    set_action(RouterReplayAction.REPLAY_FORWARD if replays else None)
+    given = one_step.routes_of(items())
+    schedule = PrefixSchedule(config(min_gain=0, chunk_tokens=8), given)
+    for _ in range(3):
+        for router in routers(model).values():
+            router.expert_bias.zero_()  # a step moves it
+        one_step.zero_gradients(model)
+        one_step.call(schedule, CONTRACT.step, model, items())
+    assert (made(model).captures > 0) == (layers.SEEN_BEFORE == 1)
+    return one_step.gradients(model)
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_routes_that_replay_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        ours, free = routed(replays=True), routed(replays=False)
+        monkeypatch.setattr(layers, "SEEN_BEFORE", 10**9)
+        others = routed(replays=True)
+    finally:
+        set_action(None)
+    limit = tolerance(torch.float64, TOKENS)
+    for name, gradient in others.items():
+        assert (ours[name] - gradient).abs().max() <= limit * gradient.abs().max(), name
+    assert any((free[name] - one).abs().max() > 1e-3 for name, one in others.items())
