@@ -131,14 +131,14 @@ class Latents(Shared):
         if graphs is not None and graphs.cut is not None:
             x, self._latents = _crossing(x)
         elif context is not None and context.inner:
-            self._keep(context, x.detach())
+            self._keep(context, x)
             x = with_backward(lambda x: x.view_as(x), self._pulled, x)
         return self._project(x, *args, **kwargs)
 
     def _keep(self, context: SegmentContext, x: Tensor) -> None:
         """Keeps this rank's latents [positions, 1, rank] for `left`."""
         if context.cache.state(self._number, context.index) is SegmentState.EMPTY:
-            context.between["latents", self._number] = self._whole(x).squeeze(1)
+            context.between["latents", self._number] = self._whole(x.detach()).squeeze(1)
 
     def crossing(self) -> tuple[Tensor, ...]:
         """See Shared: latents."""
