@@ -125,6 +125,15 @@ class SegmentGraphs:
             self._places[key] = like.new_empty((len(like), *rest), requires_grad=False)
         return self._places[key][: len(like)].detach()
 
+    def place_of(self, name: Any, computed: Tensor) -> Tensor:
+        """The place of what a piece computes: that itself where there is none yet, so that the
+        longest segment's pieces copy nothing there."""
+        key, storage = (name, computed.dtype), computed.untyped_storage()
+        whole = computed.is_contiguous() and storage.nbytes() == computed.nbytes
+        if key not in self._places and whole:
+            self._places[key] = computed.detach()
+        return self.place(name, computed)
+
     def _rehearse(self, number: int, hidden: Tensor, given: Mapping[str, Any]) -> None:
         """Runs a layer on the stream of captures: what is loaded or allocated once is then there.
         All gradients are zero, so main gradients do not change."""
@@ -219,7 +228,7 @@ class _Capture:
         """See Cut."""
         names: list[Any] = [(name, self._number) for name in _NAMES]
         names += [("crossing", number) for number in range(len(computed) - len(names))]
-        places = [self._graphs.place(*both) for both in zip(names, computed, strict=True)]
+        places = [self._graphs.place_of(*both) for both in zip(names, computed, strict=True)]
         self.before.end([self._x], computed, places, [self._x])
         self._runs = None
         parameters, self._nodes = used(computed, [self._x], set())
@@ -235,12 +244,13 @@ class _Capture:
     def experts(self, hidden: Tensor, norm: Callable[[Tensor], Any]) -> Tensor:
         """See Cut. The norm keeps its input, and so does whoever adds it to what experts make: it
         is put in its place before."""
-        place = self._graphs.place(("residual", self._number), hidden)
-        hidden = put_at(place, hidden)
+        place = self._graphs.place_of(("residual", self._number), hidden)
+        if place.data_ptr() != hidden.data_ptr():
+            hidden = put_at(place, hidden)
         computed, places = [hidden], [place]
         if isinstance(normed := norm(hidden), Tensor) and normed is not hidden:
             computed.append(normed)
-            places.append(self._graphs.place(("normed", self._number), normed))
+            places.append(self._graphs.place_of(("normed", self._number), normed))
         self._rest = hidden.detach()
         self._end(computed, places)
         return self._rest
@@ -252,7 +262,7 @@ class _Capture:
             CannotCaptureError: not all that the layer has run is in its graphs.
         """
         if self._rest is None:
-            self._end([y], [self._graphs.place(("hidden", self._number + 1), y)])
+            self._end([y], [self._graphs.place_of(("hidden", self._number + 1), y)])
         elif y is not self._rest:
             raise CannotCaptureError(OTHER_LAYER)
 

@@ -139,3 +139,26 @@ def test_pieces_save_what_their_layers_do(name: str, monkeypatch: pytest.MonkeyP
     model = small_model(name, spec={"num_layers": LAYERS})
     for _, _, saved, without in new_sets(model, monkeypatch):
         assert saved == without > 0
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", "tiny-deepseek"])
+@pytest.mark.usefixtures("recorded_graphs")
+def test_pieces_of_the_longest_segment_copy_one_thing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they compute is its own place, but for values that are cut from a projection, and for
+    latents, which have one place for all layers."""
+    copies: list[tuple[bool, int]] = []
+    capture = SegmentGraphs.capture
+
+    def captured(sets: Any, hidden: Tensor, given: Any) -> None:
+        is_first = not sets.made
+        capture(sets, hidden, given)
+        for before, behind in sets.made[len(hidden)]:
+            launched = [*before.forward.launched, *behind.forward.launched]
+            copies.append((is_first, launched.count("aten.copy_.default")))
+
+    monkeypatch.setattr(SegmentGraphs, "capture", captured)
+    steps(small_model(name, spec={"num_layers": LAYERS}), config(), 3, uneven=True)
+    assert max(num for is_first, num in copies if is_first) == 1
+    assert all(num > 1 for is_first, num in copies if not is_first)
