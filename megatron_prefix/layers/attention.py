@@ -111,8 +111,7 @@ class Attention(Kind):
 
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind. A storage that several operators save counts once: K and V of an inner segment
-        are in the sidecar. With CUDA graphs the projection behind attention reads a copy of its
-        output, and values that norms hold are copied."""
+        are in the sidecar. With CUDA graphs values that norms hold are copied."""
         size, wide, heads = form.itemsize, max(4, form.itemsize), config.num_attention_heads
         queries, normed = heads * config.kv_channels / form.tp, bool(config.qk_layernorm)
         keys = max(1, (config.num_query_groups or heads) / form.tp) * config.kv_channels
@@ -138,8 +137,8 @@ class Attention(Kind):
         payload = Payload(Form.POSITIONS, 2 * keys * size, 2 * keys * wide)
         return LayerMemory(
             inner, wave, again, unread, queries * size + ends, seen=2 * (queries + keys) * size,
-            payload=payload, given=precision.projected(config, form), apart=ends,
-            twice=(queries + (keys if held else 0)) * size,
+            payload=payload, given=precision.projected(config, form), apart=lse,
+            twice=keys * size if held else 0.0,
         )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:
@@ -275,7 +274,7 @@ def in_segments(
 
     def forward(
         query: Tensor, key: Tensor, value: Tensor, *args: Any,
-        crossing: Sequence[Tensor] = (), **kwargs: Any,
+        crossing: Sequence[Tensor] = (), into: Tensor | None = None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         context = running.current
         if running.graphs is not None and running.graphs.cut is not None:
@@ -293,7 +292,9 @@ def in_segments(
             value = value.contiguous()
         scale = _softmax_scale(attention, core)  # it may be changed between steps
         kernel, sink = running.kernels[shared.window], _sink(core)
-        return segment_attention(query, key, value, context, number, scale, kernel, shared, sink)
+        return segment_attention(
+            query, key, value, context, number, scale, kernel, shared, sink, into
+        )
 
     return forward
 

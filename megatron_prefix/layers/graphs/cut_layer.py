@@ -104,8 +104,8 @@ class CutLayer:
     def replayed(self, sides: Sides, hidden: Tensor) -> Tensor:
         """What it makes of hidden states."""
         query, key, value, *crossing, hidden = sides.before(hidden)
-        more = {"crossing": crossing} if crossing else {}
-        mixed = self._core.forward(query, key, value, **more)
+        into = sides.behind.inputs[0].detach()
+        mixed = self._core.forward(query, key, value, crossing=crossing, into=into)
         y: Tensor = sides.behind(mixed, hidden)
         return y if self._apart is None else self._with_experts(y)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_prefix.device import graphs
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.layers.graphs.pieces import Piece
 from megatron_prefix.layers.graphs.segment_graphs import SegmentGraphs
 from megatron_prefix.layers.model import footprint_of
 from megatron_prefix.offload.segment import addresses
@@ -139,6 +140,26 @@ def test_pieces_save_what_their_layers_do(name: str, monkeypatch: pytest.MonkeyP
     model = small_model(name, spec={"num_layers": LAYERS})
     for _, _, saved, without in new_sets(model, monkeypatch):
         assert saved == without > 0
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", "tiny-deepseek"])
+@pytest.mark.usefixtures("recorded_graphs")
+def test_attention_writes_where_the_next_piece_reads(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it saves of its output is there, and nowhere else; hidden states are there already."""
+    there: list[bool] = []
+    run = Piece.run_forward
+
+    def noted(piece: Piece, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if len(given) > 1:
+            both = zip(given, piece.inputs, strict=True)
+            there.append(all(one.data_ptr() == place.data_ptr() for one, place in both))
+        return run(piece, given)
+
+    monkeypatch.setattr(Piece, "run_forward", noted)
+    steps(small_model(name, spec={"num_layers": LAYERS}), config(), 3, uneven=True)
+    assert there and all(there)
 
 
 @pytest.mark.parametrize("name", ["tiny-moe", "tiny-deepseek"])
