@@ -87,7 +87,11 @@ def graphs(chunk: Any) -> Any:
 def _determined() -> Iterator[None]:
     """Experts' outputs are added up in one order."""
     torch.use_deterministic_algorithms(True, warn_only=True)
+    fills, torch.utils.deterministic.fill_uninitialized_memory = (
+        torch.utils.deterministic.fill_uninitialized_memory, False
+    )  # fmt: skip
     yield
+    torch.utils.deterministic.fill_uninitialized_memory = fills
     torch.use_deterministic_algorithms(False)
 
 
