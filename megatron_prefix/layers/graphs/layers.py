@@ -41,8 +41,9 @@ def why_not(config: Any, layers: Iterable[Sequence[Kind]]) -> str:
         layers: what fills the slots of each.
     """
     for kinds in layers:
-        if len(kinds) < len(Slot) or any(one.graphed is Graphed.NOTHING for one in kinds):
-            return "the model has layers of " + " and ".join(one.name for one in kinds)
+        found = [one for one in kinds if one.graphed is Graphed.NOTHING]
+        if found or len(kinds) < len(Slot):
+            return "the model has layers of " + " and ".join(one.name for one in found or kinds)
     given = (name for name in IN_THE_WAY if getattr(config, name, None))
     return next((f"the model has {name}" for name in given), "")
 
