@@ -9,13 +9,13 @@ else. Importing the classes would need transformer-engine.  Pure, until it is ho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import precision
-from megatron_prefix.layers.kind import Heads, Kind, Override, Running, Slot, owner
+from megatron_prefix.layers.kind import Graphed, Heads, Kind, Override, Running, Slot, owner
 from megatron_prefix.layers.quantisers import quantised
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
@@ -78,7 +78,7 @@ class Attention(Kind):
     """Megatron's SelfAttention, causal."""
 
     name, symbol, slot, form = "attention", "*", Slot.MIXER, Form.POSITIONS
-    graphed = True
+    graphed = Graphed.WHOLE
     forwards: frozenset[str] = FORWARDS
     """Classes whose forward its modules have."""
     cores: Collection[str] = CORES
@@ -111,7 +111,7 @@ class Attention(Kind):
 
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind. A storage that several operators save counts once: K and V of an inner segment
-        are in the sidecar."""
+        are in the sidecar. With CUDA graphs values that norms hold are copied."""
         size, wide, heads = form.itemsize, max(4, form.itemsize), config.num_attention_heads
         queries, normed = heads * config.kv_channels / form.tp, bool(config.qk_layernorm)
         keys = max(1, (config.num_query_groups or heads) / form.tp) * config.kv_channels
@@ -137,7 +137,8 @@ class Attention(Kind):
         payload = Payload(Form.POSITIONS, 2 * keys * size, 2 * keys * wide)
         return LayerMemory(
             inner, wave, again, unread, queries * size + ends, seen=2 * (queries + keys) * size,
-            payload=payload, given=precision.projected(config, form),
+            payload=payload, given=precision.projected(config, form), apart=lse,
+            twice=keys * size if held else 0.0,
         )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:
@@ -271,13 +272,18 @@ def in_segments(
     stock = core.forward
     held = _norms_hold_projection(attention.config)
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, *args: Any,
+        crossing: Sequence[Tensor] = (), into: Tensor | None = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
         context = running.current
         if running.graphs is not None and running.graphs.cut is not None:
-            return running.graphs.cut(query, key, value)
+            return running.graphs.cut.attention(query, key, value, *shared.crossing())
         if context is None:
             found: Tensor = stock(query, key, value, *args, **kwargs)
             return found
+        if crossing:
+            value = shared.crossed(context, value, *crossing)
         query, key, value = quantised(core, query, key, value)
         if number == context.keys_only:
             return keys_only(query, key, value, context, number, shared)
@@ -286,7 +292,9 @@ def in_segments(
             value = value.contiguous()
         scale = _softmax_scale(attention, core)  # it may be changed between steps
         kernel, sink = running.kernels[shared.window], _sink(core)
-        return segment_attention(query, key, value, context, number, scale, kernel, shared, sink)
+        return segment_attention(
+            query, key, value, context, number, scale, kernel, shared, sink, into
+        )
 
     return forward
 

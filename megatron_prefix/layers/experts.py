@@ -6,11 +6,12 @@ Their segments run in layers/routing.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import precision
-from megatron_prefix.layers.kind import Kind, Override, Running, Slot
+from megatron_prefix.layers.kind import Graphed, Kind, Override, Running, Slot
 from megatron_prefix.layers.mlp import between, matrices, saving
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
@@ -24,7 +25,7 @@ expert, and launches as many products (benchmarks/LOG.md, 2026-11-25, Moonlight)
 class Experts(Kind):
     """Megatron's mixture of experts, whose router is a TopKRouter."""
 
-    name, symbol, slot = "experts", "E", Slot.MLP
+    name, symbol, slot, graphed = "experts", "E", Slot.MLP, Graphed.IN_FRONT
 
     def fills(self, config: Any, layer: int) -> bool:
         """See Kind; as in megatron/core/models/gpt/gpt_layer_specs.py."""
@@ -62,7 +63,7 @@ class Experts(Kind):
         numbers = config.moe_router_topk * each + 3 * (config.num_moe_experts or 0)
         inputs = config.moe_router_topk * (config.hidden_size + width)
         kept = numbers * form.itemsize - precision.less(inputs, config, form)
-        return saving(kept, numbers, config, form)
+        return replace(saving(kept, numbers, config, form), apart=kept)
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind."""

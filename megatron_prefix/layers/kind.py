@@ -56,6 +56,17 @@ class Slot(Enum):
     MLP = "mlp"
 
 
+class Graphed(Enum):
+    """What CUDA graphs run of a kind's part of a layer (layers/graphs)."""
+
+    NOTHING = "nothing"
+    """Nor of what else is in its layer."""
+    IN_FRONT = "in front"
+    """What its layer runs in front of it; it runs as without, as does what is behind it."""
+    WHOLE = "whole"
+    """All of it, but for core attention."""
+
+
 class Running(Protocol):
     """What the hooks of a model chunk know of the step that runs.
 
@@ -86,7 +97,7 @@ class Kind:
         slot: what it fills.
         form: rows of its payload; None if it leaves nothing.
         has_window: whether its queries see a window of positions, by the config's `window_size`.
-        graphed: whether CUDA graphs can run it, but for core attention (layers/graphs).
+        graphed: what CUDA graphs run of it.
         cut: positions that its kernels take at once; at multiples of it a shared prompt is bitwise
             the unshared one. None if that is so anywhere.
     """
@@ -96,7 +107,7 @@ class Kind:
     slot: ClassVar[Slot]
     form: ClassVar[Form | None] = None
     has_window: ClassVar[bool] = False
-    graphed: ClassVar[bool] = False
+    graphed: ClassVar[Graphed] = Graphed.NOTHING
     cut: ClassVar[int | None] = None
 
     def fills(self, config: Any, layer: int) -> bool:

@@ -31,7 +31,7 @@ from megatron_prefix.tree.payload_map import Form
 class MLA(Attention):
     """Megatron's MLASelfAttention, causal."""
 
-    name, graphed = "multi-latent attention", False
+    name = "multi-latent attention"
     forwards = frozenset({"megatron.core.transformer.multi_latent_attention.MultiLatentAttention"})
 
     def fills(self, config: Any, layer: int) -> bool:
@@ -90,6 +90,7 @@ class MLA(Attention):
             payload=Payload(Form.POSITIONS, row * size, row * wide),
             keys=keys * size, keys_grad=keys * wide,
             given=(2 if precision.is_fp8(config) else 1) * precision.projected(config, form),
+            apart=lse,
         )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:

@@ -148,15 +148,17 @@ class Hooks:
         self._graphed, layers = most, [*self.model.decoder.layers]
         if self.keys_only is not None:
             layers.pop()
+        parts = table.parts(self.model, Slot.MLP)
         for undo in self._ungraph:
             undo()
             self._undo.remove(undo)  # it has the old graphs, with their memory
         self._ungraph, before = [], len(self._undo)
         ranks = self._sequence_ranks * self.model.config.context_parallel_size
         group = self.model.pg_collection.tp
-        self.graphs = LayerGraphs(layers, self, most, ranks, group) if most else None
-        for layer, forward in self.graphs.overrides() if self.graphs else ():
-            self._override(layer, "forward", forward)
+        both = zip(layers, parts, strict=False)  # inside multi-token prediction there are more
+        self.graphs = LayerGraphs(both, self, most, ranks, group) if most else None
+        for one in self.graphs.overrides() if self.graphs else ():
+            self._override(*one)
         self._ungraph = self._undo[before:]
 
     def _override_parts(self, parts: Sequence[Part]) -> None:

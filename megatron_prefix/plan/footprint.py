@@ -113,6 +113,8 @@ class Footprint:
         shares: into how many parts K/V and gK/gV of inner segments are cut; a rank has one.
         keeps_outputs: whether a stage's output stays until its backward.
         graphed: positions of the longest segment whose layers run on CUDA graphs; 0: none does.
+        apart, twice: see LayerMemory; one layer, on average.
+        ends_early: whether the last layer of the last stage runs on what is read only.
     """
 
     inner: float
@@ -144,6 +146,9 @@ class Footprint:
     state: float = 0.0
     state_grad: float = 0.0
     graphed: float = 0.0
+    apart: float = 0.0
+    twice: float = 0.0
+    ends_early: bool = True
 
     @classmethod
     def of_layers(
@@ -186,7 +191,8 @@ class Footprint:
             tail=max((part.tail for part in parts), default=0.0),
             num_layers=max(1, len(layers) // form.num_stages), parts=form.cp,
             shares=1 if gathers else form.cp, keeps_outputs=form.keeps_outputs,
-            host_layers=host_layers, payloads=payloads, state=hidden_size * form.itemsize,
+            host_layers=host_layers, ends_early=_ends_early(layers, behind), payloads=payloads,
+            state=hidden_size * form.itemsize,
             state_grad=hidden_size * max(4, form.itemsize),
         )  # fmt: skip
 
@@ -264,8 +270,7 @@ def _saved(
     before = functools.partial(_in_front, norm=norm, output=output, recomputed=recomputed)
     again = norm * recomputed
     both = [*layers, behind]
-    act = sum(part.act for layer in layers for part in layer) / len(layers)
-    act *= form.recompute != "full"
+    act = _mean(layers, "act") * (form.recompute != "full")
     *inners, behind_inner = [sum(before(part) + part.inner for part in layer) for layer in both]
     *waves, behind_wave = [sum(before(part) + part.wave for part in layer) for layer in both]
     inner, wave = sum(inners) / len(layers), sum(waves) / len(layers)
@@ -283,7 +288,7 @@ def _saved(
             kept = 2 * hidden * form.itemsize
             again = max(again, behind_wave - kept)
             behind_inner = behind_wave = kept
-    elif len(last) > 1 and not behind and all(part.unread is not None for part in last):
+    elif _ends_early(layers, behind):
         # transformer-engine's second norm is part of the MLP, which does not run.
         norms = before(last[0]) if form.fused_layers else norm * len(last)
         unread = min(inners[-1], norms + sum(part.unread or 0.0 for part in last))
@@ -291,7 +296,19 @@ def _saved(
     return dict(
         inner=inner, wave=wave, unread=unread, attention=attention, again=again, act=act,
         behind_inner=behind_inner, behind_wave=behind_wave,
+        apart=_mean(layers, "apart"), twice=_mean(layers, "twice"),
     )  # fmt: skip
+
+
+def _ends_early(layers: Sequence[Sequence[LayerMemory]], behind: Sequence[LayerMemory]) -> bool:
+    """Whether the end of the last layer runs on what is read only."""
+    last = layers[-1]
+    return len(last) > 1 and not behind and all(part.unread is not None for part in last)
+
+
+def _mean(layers: Sequence[Sequence[LayerMemory]], name: str) -> float:
+    """Of what the parts of a layer say."""
+    return sum(getattr(part, name) for layer in layers for part in layer) / len(layers)
 
 
 def _in_front(part: LayerMemory, norm: float, output: float, *, recomputed: bool) -> float:

@@ -158,23 +158,24 @@ class _MemoryRun:
         plain = self.plan.policy(action.segment) == "retain" and segment.source < 0
         if not plain or segment.padded_length > one.graphed:
             return 0.0
-        layer = one.inner if segment.inner else one.wave
+        layer = (one.inner if segment.inner else one.wave) - one.apart
         return self.positions[action.segment] * layer * self._num_graphed(rank, action)
 
     def _num_graphed(self, rank: int, action: Action) -> int:
-        """Layers with graphs: the last one of the last stage runs on what is read."""
-        return self.one.num_layers - self._ends(rank, action)[1]
+        """Layers with graphs: the last one of the last stage may run on what is read only."""
+        return self.one.num_layers - (self.one.ends_early and self._ends(rank, action)[1])
 
     def _of_graphs(self, rank: int) -> float:
         """Bytes where CUDA graphs write: as many times as segments have some at once, what the one
         of these that keeps most does. They stay; K and V have their places there in any case."""
+        one = self.one.wave - self.one.apart + self.one.twice  # a position, of a layer
         largest: dict[int, float] = {}
         live: Counter[int] = Counter()
         most: Counter[int] = Counter()
         for action in self.plan.programs[rank] if self.one.graphed else ():
             if self._in_graphs(rank, action):
                 chunk, layers = action.chunk, self._num_graphed(rank, action)
-                size = self.positions[action.segment] * self.one.wave * layers
+                size = self.positions[action.segment] * layers * one
                 largest[chunk] = max(largest.get(chunk, 0.0), size)
                 live[chunk] += 1 if action.kind == "F" else -1
                 most[chunk] = max(most[chunk], live[chunk])

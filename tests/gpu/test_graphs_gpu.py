@@ -35,9 +35,20 @@ def _rank() -> Iterator[None]:
     runtime.shutdown()
 
 
-def model() -> Any:
-    widths = dict(hidden_size=512, ffn_hidden_size=1024, num_attention_heads=4, num_query_groups=2)
-    spec = resolve("qwen3-8b", num_layers=3, **widths).with_vocab(VOCAB)
+WIDTHS = dict(hidden_size=512, ffn_hidden_size=1024, num_attention_heads=4)
+EXPERTS = dict(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=256, moe_z_loss_coeff=1e-3)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("qwen3-8b", {"num_query_groups": 2}),
+    "experts": ("qwen3-30b-a3b", {"num_query_groups": 2, **EXPERTS}),
+    "latents": ("moonlight-16b-a3b", {
+        "num_query_groups": 4, "moe_layer_freq": (False, True, True), **EXPERTS,
+        "moe_shared_expert_intermediate_size": 256}),
+}  # fmt: skip
+
+
+def model(name: str = "dense") -> Any:
+    preset, fields = MODELS[name]
+    spec = resolve(preset, num_layers=3, **WIDTHS, **fields).with_vocab(VOCAB)
     return build_model(spec, dtype="bfloat16", device="cuda", layer_spec="te")[0]
 
 
@@ -51,11 +62,13 @@ def steps(chunk: Any, **options: Any) -> list[align.Trace]:
     return found
 
 
-def without(monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[align.Trace]:
+def without(
+    monkeypatch: pytest.MonkeyPatch, name: str = "dense", **options: Any
+) -> list[align.Trace]:
     """With the same padding, and nothing captured."""
     with monkeypatch.context() as patch:
         patch.setattr(layers, "SEEN_BEFORE", 10**9)
-        return steps(model(), **options)
+        return steps(model(name), **options)
 
 
 def same(ours: list[align.Trace], others: list[align.Trace]) -> None:
@@ -70,12 +83,26 @@ def graphs(chunk: Any) -> Any:
     return hooks.graphs
 
 
+@pytest.fixture
+def _determined() -> Iterator[None]:
+    """Experts' outputs are added up in one order."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    fills, torch.utils.deterministic.fill_uninitialized_memory = (
+        torch.utils.deterministic.fill_uninitialized_memory, False
+    )  # fmt: skip
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = fills
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_determined")
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", [{}, {"chunk_tokens": 64}])
 def test_gradients_are_bitwise_those_without(
-    options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, int], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunk = model()
-    same(steps(chunk, **options), without(monkeypatch, **options))
+    chunk = model(name)
+    same(steps(chunk, **options), without(monkeypatch, name, **options))
     made = graphs(chunk)
     assert not made.refused and made.captures > 0
 

@@ -74,6 +74,11 @@ class RecordedGraph(graphs.Graph):
 
     abandon = end
 
+    @property
+    def launched(self) -> list[str]:
+        """Names of the operations that a replay launches."""
+        return [str(func) for func, *_ in self._recorder.launches]
+
     def replay(self) -> None:
         """See Graph."""
         type(self).replays += 1

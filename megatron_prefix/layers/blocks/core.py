@@ -43,6 +43,7 @@ def segment_attention(
     kernel: Kernel,
     shared: Shared = KEYS,
     sink: Tensor | None = None,
+    into: Tensor | None = None,
 ) -> Tensor:
     """Attention of one segment in one layer.
 
@@ -56,12 +57,13 @@ def segment_attention(
         kernel: runs each block.
         shared: what the layer leaves for children.
         sink: one more score of every head, [heads], without a value; None: there is none.
+        into: where its output is to be, and to stay until its backward; None: anywhere.
 
     Returns:
         [positions, 1, heads * value_dim], as Megatron's core attention returns it.
     """
     cast = _AS_IT_IS if shared.is_keys else autocast_now(query.device.type)
-    call = _Call(context, layer, scale, kernel, shared, cast)
+    call = _Call(context, layer, scale, kernel, shared, cast, into)
     # Where nothing is expanded here, weights have no gradient to get.
     weights = shared.weights if call.num_levels else ()
     out: Tensor = _SegmentAttention.apply(
@@ -86,6 +88,11 @@ class _Call(NamedTuple):
     kernel: Kernel
     shared: Shared
     autocast: contextlib.AbstractContextManager[Any]
+    into: Tensor | None
+
+    def put(self, out: Tensor) -> Tensor:
+        """An output where it is to be."""
+        return out if self.into is None else self.into.view(out.shape).copy_(out)
 
     @property
     def kept(self) -> bool:
@@ -117,7 +124,7 @@ class _SegmentAttention(torch.autograd.Function):
         call: _Call,
         *weights: Tensor,
     ) -> Tensor:
-        context, layer, scale, kernel, shared, _ = call
+        context, layer, scale, kernel, shared, *_ = call
         cache, (keys, own) = context.cache, shared.own(context, layer, (key, value))
         if not call.kept:
             context.capture(layer, shared, key, value)
@@ -132,6 +139,7 @@ class _SegmentAttention(torch.autograd.Function):
             above.append(_spread(part, level.queries, len(query)))
         parts = [kernel.forward(query, *(mine or keys.runs()), own, scale), *above]
         out, lse = with_sink(*merge(parts), sink)
+        out = call.put(out)
         context.leave(layer, backward=False)
         ctx.call, ctx.aux, ctx.num_weights = call, [part.aux for part in parts], len(weights)
         ctx.save_for_backward(query, out, lse, sink, *(() if call.kept else (key, value)))
@@ -141,7 +149,7 @@ class _SegmentAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        context, layer, scale, kernel, shared, autocast = call
+        context, layer, scale, kernel, shared, autocast, _ = call
         cache, (query, out, lse, sink, *saved) = context.cache, ctx.saved_tensors
         key, value = saved or cache.own(layer, context.index)
         keys, own = shared.own(context, layer, (key, value))

@@ -53,6 +53,7 @@ class Latents(Shared):
         self._project = module.linear_kv_up_proj.forward
         self._rotary = module.rotary_pos_emb
         running.rotary.add(self._rotary)
+        self._latents: Tensor | None = None  # while the layer is captured
 
     @property
     def weights(self) -> list[Tensor]:
@@ -126,12 +127,36 @@ class Latents(Shared):
 
     def _projecting(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The projection's forward: keeps its input for descendants, and lets gradients in."""
-        context = self._running.current
-        if context is not None and context.inner:
-            if context.cache.state(self._number, context.index) is SegmentState.EMPTY:
-                context.between["latents", self._number] = self._whole(x.detach()).squeeze(1)
+        context, graphs = self._running.current, self._running.graphs
+        if graphs is not None and graphs.cut is not None:
+            x, self._latents = _crossing(x)
+        elif context is not None and context.inner:
+            self._keep(context, x)
             x = with_backward(lambda x: x.view_as(x), self._pulled, x)
         return self._project(x, *args, **kwargs)
+
+    def _keep(self, context: SegmentContext, x: Tensor) -> None:
+        """Keeps this rank's latents [positions, 1, rank] for `left`."""
+        if context.cache.state(self._number, context.index) is SegmentState.EMPTY:
+            context.between["latents", self._number] = self._whole(x.detach()).squeeze(1)
+
+    def crossing(self) -> tuple[Tensor, ...]:
+        """See Shared: latents."""
+        latents, self._latents = self._latents, None
+        return () if latents is None else (latents,)
+
+    def crossed(self, context: SegmentContext, value: Tensor, *crossing: Tensor) -> Tensor:
+        """See Shared; the gradient of latents is what descendants have sent."""
+        if not context.inner:
+            return value
+        [latents] = crossing
+        self._keep(context, latents.detach().to(value.dtype))
+        found: Tensor = with_backward(
+            lambda value, _: value.view_as(value),
+            lambda gradient: (gradient, self.arrived()),
+            value, latents,
+        )  # fmt: skip
+        return found
 
     def _whole(self, mine: Tensor) -> Tensor:
         """The rows of all sequence-parallel ranks."""
@@ -184,3 +209,15 @@ class Latents(Shared):
             return tuple([(turn(angles) * scale).to(dtype) for turn in (torch.cos, torch.sin)])
 
         return get_cached_cos_sin
+
+
+def _crossing(latents: Tensor) -> tuple[Tensor, Tensor]:
+    """Latents, and a wider copy of them: the gradients of both are summed before they are rounded,
+    as in `Latents._pulled`."""
+    dtype, wide = latents.dtype, wider(latents.dtype)
+    found: tuple[Tensor, Tensor] = with_backward(
+        lambda latents: (latents.view_as(latents), latents.to(wide, copy=True)),
+        lambda gradient, sent: (gradient + sent).to(dtype),
+        latents,
+    )
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,12 +18,18 @@ class Rotary:
     Attributes:
         modules: as they were added.
         tables: of each by its id, with the scale of sine and cosine.
+        placed: while layers are captured (layers/graphs), takes a table's name and rows, and gives
+            where these are read; None at other times.
+        changes: how often the modules were found to have changed.
     """
 
     def __init__(self) -> None:
         self.modules: list[Any] = []
         self._made_of: list[Any] = []
         self.tables: dict[int, tuple[Tensor, float]] = {}
+        self.placed: Callable[[int, Tensor], Tensor] | None = None
+        self.changes = 0
+        self._names: dict[int, int] = {}
         self._length = 0
         self._at: Tensor | None = None
         self._rows: dict[int, Tensor] = {}
@@ -37,12 +44,14 @@ class Rotary:
         known = [_made_of(module) for module in self.modules]
         if self._length > max_position and known == self._made_of:
             return
+        self.changes += known != self._made_of
         self._length = 1 << max_position.bit_length()
         self.tables, self._at = {}, None
         for number, module in enumerate(self.modules):
             like = next((one for one in self.modules[:number] if _equal(one, module)), None)
             # Not `forward`: that is cached for the whole class and slices by context-parallel rank.
             made = None if like is None else self.tables[id(like)]
+            self._names[id(module)] = id(module if like is None else like)
             self.tables[id(module)] = made or _table(module.get_emb(self._length))
         # Megatron's modules move their numbers to the device when they are called first.
         self._made_of = [_made_of(module) for module in self.modules]
@@ -50,13 +59,17 @@ class Rotary:
     def of(self, module: nn.Module, positions: Tensor) -> tuple[Tensor, float]:
         """Angles [positions, 1, 1, width] of some positions (int64), and the scale of their sine
         and cosine ("YaRN: Efficient Context Window Extension of Large Language Models", 3.4)."""
-        table, scale = self.tables[id(module)]
+        name, (_, scale) = self._names[id(module)], self.tables[id(module)]
+        rows = self.rows(name, positions)
+        return (rows if self.placed is None else self.placed(name, rows)), scale
+
+    def rows(self, name: int, positions: Tensor) -> Tensor:
+        """Rows of a table [positions, 1, 1, width]."""
         if positions is not self._at:
             self._at, self._rows = positions, {}
-        rows = self._rows.get(id(table))
-        if rows is None:
-            rows = self._rows[id(table)] = table.index_select(0, positions)
-        return rows, scale
+        if name not in self._rows:
+            self._rows[name] = self.tables[name][0].index_select(0, positions)
+        return self._rows[name]
 
 
 def _table(found: Tensor | tuple[Tensor, float]) -> tuple[Tensor, float]:

@@ -49,6 +49,15 @@ class Shared:
         kept = context.inner and self.is_keys
         return context.cache.own_keys(layer, context.index, kept, both), context.runs
 
+    def crossing(self) -> tuple[Tensor, ...]:
+        """While a layer is captured (layers/graphs): what attention needs of what is before it,
+        besides queries, keys and values; leaves of another place take its place later."""
+        return ()
+
+    def crossed(self, context: SegmentContext, value: Tensor, *crossing: Tensor) -> Tensor:
+        """Behind a graph: takes that, and gives the values, from which a backward goes to it."""
+        raise NotImplementedError
+
     def left(self, context: SegmentContext, key: Tensor, value: Tensor) -> Payload:
         """The payload of a segment with these K and V, [positions, kv_heads, dim] each."""
         raise NotImplementedError

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.device import graphs
-from megatron_prefix.device.modules import modules_of
+from megatron_prefix.layers.graphs.cut_layer import Cut, CutLayer
 from megatron_prefix.layers.graphs.segment_graphs import SegmentGraphs
-from megatron_prefix.layers.kind import Kind, Running, Slot
+from megatron_prefix.layers.kind import Graphed, Kind, Override, Part, Running, Slot
 from megatron_prefix.layers.segment import SegmentContext
 
 IN_THE_WAY = (
@@ -41,8 +41,9 @@ def why_not(config: Any, layers: Iterable[Sequence[Kind]]) -> str:
         layers: what fills the slots of each.
     """
     for kinds in layers:
-        if len(kinds) < len(Slot) or not all(one.graphed for one in kinds):
-            return "the model has layers of " + " and ".join(one.name for one in kinds)
+        found = [one for one in kinds if one.graphed is Graphed.NOTHING]
+        if found or len(kinds) < len(Slot):
+            return "the model has layers of " + " and ".join(one.name for one in found or kinds)
     given = (name for name in IN_THE_WAY if getattr(config, name, None))
     return next((f"the model has {name}" for name in given), "")
 
@@ -51,7 +52,8 @@ class LayerGraphs:
     """Graphs of the layers of one model chunk.
 
     Args:
-        layers: Megatron's, in the order in which they run, with core attention.
+        layers: Megatron's, in the order in which they run, with core attention, and what fills the
+            MLP's slot of each.
         running: says which segment runs.
         most: positions of the longest segment that has graphs.
         ranks: that share the positions of hidden states (sequence and context parallelism).
@@ -59,31 +61,39 @@ class LayerGraphs:
             so by all, so they agree in a step's first such segment and after a capture.
 
     Attributes:
-        cut: takes queries, keys and values while layers are captured; None at other times.
+        cut: what layers call while they are captured; None at other times.
         refused: why nothing more is captured; "" if something may be.
         captures: how often all layers were captured.
     """
 
     def __init__(
-        self, layers: Sequence[Any], running: Running, most: int, ranks: int, group: Any = None
-    ) -> None:
-        self._layers, self._running, self._group = layers, running, group
+        self, layers: Iterable[tuple[Any, Part]], running: Running, most: int, ranks: int,
+        group: Any = None,
+    ) -> None:  # fmt: skip
+        self.cut: Cut | None = None
+        self._modules, self._layers = [], list[CutLayer]()
+        for layer, (kind, module) in layers:
+            apart = kind is not None and kind.graphed is Graphed.IN_FRONT
+            self._modules.append(layer)
+            self._layers.append(CutLayer(layer, module if apart else None, self))
+        self._running, self._group = running, group
         self._most, self._ranks = most, ranks
-        self._stock = [one.forward for one in layers]
         self._seen: Counter[int] = Counter()
         self._free: list[SegmentGraphs] = []
         self._taken: dict[int, SegmentGraphs] = {}
         self._addresses: tuple[int, ...] = ()
-        self.cut: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         self.refused, self.captures = "", 0
         self._is_new, self._watched, self._said = True, False, False
 
-    def overrides(self) -> Iterator[tuple[Any, Callable[..., Any]]]:
-        """Layers, and what takes the place of the forward of each."""
-        yield from ((layer, self._forward(number)) for number, layer in enumerate(self._layers))
+    def overrides(self) -> Iterator[Override]:
+        """What takes the place of methods of layers and their modules."""
+        for number, (module, layer) in enumerate(zip(self._modules, self._layers, strict=True)):
+            yield module, "forward", self._forward(number)
+            yield from layer.overrides()
 
     def _forward(self, number: int) -> Callable[..., Any]:
-        stock, core = self._stock[number], self._layers[number].self_attention.core_attention
+        layer = self._layers[number]
+        stock = layer.stock
 
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             context = self._running.current
@@ -94,9 +104,7 @@ class LayerGraphs:
             mine = self._taken.get(context.index)
             if mine is None:
                 return stock(hidden_states, *args, **kwargs)
-            before, behind = mine.made[len(hidden_states)][number]
-            mixed = core.forward(*before(hidden_states))
-            return behind(mixed, hidden_states), None
+            return layer.replayed(mine.made[len(hidden_states)][number], hidden_states), None
 
         return forward
 
@@ -123,7 +131,7 @@ class LayerGraphs:
         """Whether each is so on any tensor-parallel rank."""
         if self._group is None or self._group.size() == 1 or not self._layers:
             return [*flags]
-        device = next(self._layers[0].parameters()).device
+        device = self._layers[0].parameters()[0].device
         numbers = torch.tensor(flags, dtype=torch.int32, device=device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
         return [bool(one) for one in numbers.tolist()]
@@ -133,9 +141,9 @@ class LayerGraphs:
         which Megatron's DDP waits for weights (overlap_param_gather), or somebody's own."""
         inside = (
             vars(one)
-            for layer in self._layers
-            for one in modules_of(layer)
-            if one is not layer  # its own are called around its forward
+            for layer, module in zip(self._layers, self._modules, strict=True)
+            for one in layer.modules()
+            if one is not module  # its own are called around its forward
         )
         return any(fields[name] for fields in inside for name in _HOOKS)
 
@@ -156,7 +164,8 @@ class LayerGraphs:
         buffers = (one for layer in self._layers for one in layer.buffers())
         mains = (getattr(one, "main_grad", None) for one in weights)
         places = (one.data_ptr() for one in (*weights, *buffers, *mains) if one is not None)
-        return (*places, *(one.requires_grad for one in weights))
+        trained = (one.requires_grad for one in weights)
+        return (self._running.rotary.changes, *places, *trained)
 
     def _take(self, context: SegmentContext, hidden: Tensor, given: Mapping[str, Any]) -> None:
         """Gives a segment a set of graphs, with some of its length."""
@@ -175,7 +184,7 @@ class LayerGraphs:
         mine = self._fitting(length)
         if length not in mine.made and not self._captured(mine, hidden, given):
             return
-        mine.begin(given)
+        mine.begin(given, context.positions)
         self._taken[context.index] = mine
 
     def _fitting(self, length: int) -> SegmentGraphs:
@@ -187,7 +196,7 @@ class LayerGraphs:
             self._free.remove(mine)
         if fits:
             return mine
-        return SegmentGraphs(self._stock, self._layers, length, self)
+        return SegmentGraphs(self._layers, length, self, self._running.rotary)
 
     def _captured(self, mine: SegmentGraphs, hidden: Tensor, given: Mapping[str, Any]) -> bool:
         why = ""

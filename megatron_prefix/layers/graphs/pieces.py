@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron_prefix.device import graphs
+from megatron_prefix.layers.own_backward import with_backward
 
 SMALL = 2**20
 """Numbers of the largest parameter, a norm's or a bias, whose gradient is handed on by a copy.
@@ -39,15 +40,17 @@ class Piece:
 
     Args:
         pool: of the segment's pieces.
+        is_first: whether gradients of its inputs go to others than pieces, who may keep them.
 
     Attributes:
         forward, backward: the graphs.
         inputs: the tensors that its forward reads.
-        outputs: those that it writes.
+        outputs: those that it writes, and behind them what it passes on.
     """
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Any, is_first: bool = False) -> None:
         self.forward, self.backward = graphs.Graph(pool), graphs.Graph(pool)
+        self._is_first = is_first
         self.inputs: tuple[Tensor, ...] = ()
         self.outputs: tuple[Tensor, ...] = ()
         # In autograd's graph, until that is captured; their tensors are copied and need not stay.
@@ -61,19 +64,21 @@ class Piece:
         self._own: dict[nn.Parameter, Tensor] = {}
 
     def end(
-        self, inputs: Sequence[Tensor], computed: Sequence[Tensor], places: Sequence[Tensor]
-    ) -> None:
+        self, inputs: Sequence[Tensor], computed: Sequence[Tensor], places: Sequence[Tensor],
+        passed: Sequence[Tensor] = (),
+    ) -> None:  # fmt: skip
         """Ends the capture of its forward.
 
         Args:
             inputs: leaves that it has read.
             computed: from them.
             places: where it writes these.
+            passed: the first input, if it passes that on.
         """
         _put(places, computed)
         self.forward.end()
         self._computed = tuple(map(get_gradient_edge, computed))
-        self.inputs, self.outputs = (*inputs,), (*places,)
+        self.inputs, self.outputs = (*inputs,), (*places, *passed)
 
     def uses(self, leaves: Sequence[nn.Parameter], owners: Mapping[int, nn.Parameter]) -> None:
         """Says what parameters it uses, by their stand-ins; outside of a capture.
@@ -93,17 +98,16 @@ class Piece:
 
         Args:
             gradients: where those of its outputs will be.
-            places: where it writes those of its inputs.
+            places: where it writes those of its inputs; the first may be where that of what it
+                passes on will be.
         """
         wanted = [*self.inputs, *self._leaves]
         with self.backward.captured():
-            results = torch.autograd.grad(self._computed, wanted, gradients, allow_unused=True)
+            computed, passed = gradients[: len(self._computed)], gradients[len(self._computed) :]
+            results = torch.autograd.grad(self._computed, wanted, computed, allow_unused=True)
             of_inputs, of_parameters = results[: len(places)], results[len(places) :]
-            for place, gradient in zip(places, of_inputs, strict=True):
-                if gradient is None:  # others write there, too
-                    place.zero_()
-                else:
-                    _put([place], [gradient])
+            for place, *several in itertools.zip_longest(places, of_inputs, passed):
+                _put_sum(place, [one for one in several if one is not None])
             self._of_parameters = tuple(map(self._handed_on, self._leaves, of_parameters))
         self._added = tuple(
             parameter
@@ -140,7 +144,8 @@ class Piece:
         self.backward.replay()
         for one in self._added:
             setattr(one, _ADDED, True)
-        yield from (one.detach() for one in self._input_gradients)
+        for of_input in self._input_gradients:
+            yield of_input.clone() if self._is_first else of_input.detach()
         for parameter, gradient in zip(self._parameters, self._of_parameters, strict=True):
             if gradient is None:
                 yield None
@@ -163,6 +168,27 @@ class _Replayed(torch.autograd.Function):
         return None, None, *ctx.piece.run_backward(gradients)
 
 
+def _put_sum(place: Tensor, given: Sequence[Tensor]) -> None:
+    """Puts a sum of at most two in a place, where one of them may be; zeros without any."""
+    if len(given) > 1:
+        torch.add(*given, out=place)
+    elif given:
+        _put([place], given)
+    else:  # others write there, too
+        place.zero_()
+
+
+def put_at(place: Tensor, given: Tensor) -> Tensor:
+    """What is given, in a place of its own; gradients go through."""
+
+    def put(given: Tensor) -> Tensor:
+        there = place.detach()
+        return there.copy_(given)
+
+    found: Tensor = with_backward(put, lambda gradient: gradient, given)
+    return found
+
+
 def _put(places: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     """Copies what is not there already."""
     with torch.no_grad():
@@ -172,14 +198,13 @@ def _put(places: Sequence[Tensor], given: Sequence[Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def stand_ins(modules: Sequence[nn.Module]) -> Iterator[dict[int, nn.Parameter]]:
-    """Puts others of the same storage in the place of modules' parameters, and gives by the id of
-    each the parameter. Autograd brings gradients of a leaf to the stream on which that was used
+def stand_ins(modules: Iterable[nn.Module]) -> Iterator[dict[int, nn.Parameter]]:
+    """Puts others of the same storage in the place of modules' own parameters, and gives by the id
+    of each the parameter. Autograd brings gradients of a leaf to the stream on which that was used
     first, and for parameters that is not the one that captures."""
-    inside = itertools.chain(*(module.modules() for module in modules))
     places = [
         (one, name, parameter)
-        for one in inside
+        for one in modules
         for name, parameter in one._parameters.items()
         if parameter is not None
     ]

@@ -17,7 +17,9 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.verify import align
+from megatron_prefix.layers.dsa import DSA
 from megatron_prefix.layers.graphs import layers, pieces, segment_graphs
+from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -48,6 +50,8 @@ def steps(model: Any, config: PrefixConfig, num: int, **shape: Any) -> list[alig
 def same(ours: align.Trace, other: align.Trace) -> None:
     """Torch's norms read their input twice, so that gradients are added in another order."""
     assert torch.equal(ours.logprobs, other.logprobs)
+    assert ours.auxiliary.keys() == other.auxiliary.keys()
+    assert all(torch.equal(ours.auxiliary[name], of) for name, of in other.auxiliary.items())
     limit = tolerance(torch.float64, TOKENS)
     for name, gradient in other.gradients.items():
         difference = (ours.gradients[name] - gradient).abs().max()
@@ -115,14 +119,17 @@ def test_a_failure_leaves_no_segment_with_graphs(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("recorded_graphs")
-@pytest.mark.parametrize("what", ["weights", "which are trained"])
+@pytest.mark.parametrize("what", ["weights", "which are trained", "angles"])
 def test_what_changes_between_steps_is_captured_again(what: str) -> None:
-    plain, changed = (small_model(spec={"num_layers": 3}) for _ in range(2))
+    name = "tiny-deepseek" if what == "angles" else "tiny-llama"
+    plain, changed = (small_model(name, spec={"num_layers": 3}) for _ in range(2))
     steps(changed, config(), 3, uneven=True)
     first = made(changed).captures
     for model in (plain, changed):
         for layer in unwrap(model).decoder.layers:
-            if what == "weights":
+            if what == "angles":
+                layer.self_attention.rotary_pos_emb.mscale = 2.0
+            elif what == "weights":
                 layer.mlp.linear_fc1.weight.data = 2 * layer.mlp.linear_fc1.weight.data
             else:
                 layer.mlp.linear_fc1.weight.requires_grad_(False)
@@ -137,10 +144,12 @@ def test_models_that_cannot_run_on_graphs_are_named() -> None:
         spec = resolve(name, **fields)
         return layers.why_not(spec, layers_of(spec))
 
-    assert not why("qwen3-8b") and not why("tiny-gpt-oss", num_moe_experts=None)
-    assert "experts" in why("qwen3-30b-a3b")
+    for name in ("qwen3-8b", "qwen3-30b-a3b", "tiny-gpt-oss", "moonlight-16b-a3b"):
+        assert not why(name)
     assert "GatedDeltaNet" in why("qwen3-next-80b-a3b")
-    assert "latent" in why("moonlight-16b-a3b")
+    assert "experts" not in why("qwen3-next-80b-a3b")
+    assert "sparse attention" in layers.why_not(resolve("qwen3-8b"), [(DSA(), MLP())])
+    assert "layers of MLP" in layers.why_not(resolve("qwen3-8b"), [(MLP(),)])
     assert "fp8" in why("qwen3-8b", fp8="e4m3", fp8_recipe="blockwise")
 
 
@@ -168,9 +177,9 @@ def test_recomputed_segments_run_without(monkeypatch: pytest.MonkeyPatch) -> Non
     model, inner = small_model(spec={"num_layers": 3}), []
     begin = segment_graphs.SegmentGraphs.begin
 
-    def noted(graphs: segment_graphs.SegmentGraphs, given: Any) -> None:
+    def noted(*arguments: Any) -> None:
         inner.append(installed(model).current.inner)  # type: ignore[union-attr]
-        begin(graphs, given)
+        begin(*arguments)
 
     monkeypatch.setattr(segment_graphs.SegmentGraphs, "begin", noted)
     steps(model, config(memory="recompute"), 3, uneven=True)
@@ -196,7 +205,25 @@ class Nothing(graphs.Graph):
     def begin(self) -> None:
         """See Graph."""
 
-    end = abandon = begin
+    end = abandon = replay = begin
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_what_leaves_the_pieces_is_nobodys_place(
+    is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient that goes to an earlier stage is on its way while others are written. One of what
+    a piece passes on is added where it is."""
+    monkeypatch.setattr(graphs, "Graph", Nothing)
+    piece, x = pieces.Piece(None, is_first), torch.ones(3, requires_grad=True)
+    piece.end([x], [2 * x], [torch.zeros(3)], [x])
+    piece.uses([], {})
+    passed = torch.full((3,), 5.0)
+    piece.capture_backward([torch.ones(3), passed], [passed])
+    assert torch.equal(passed, torch.full((3,), 7.0))
+    [gradient] = piece.run_backward([torch.ones(3), passed])
+    assert gradient is not None and torch.equal(gradient, passed)
+    assert (gradient.data_ptr() == passed.data_ptr()) != is_first
 
 
 def test_a_piece_holds_what_autograd_saves_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,37 +22,48 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.ranks import run_ranks
 from tests.harness.recorded import RecordedGraph, recorded_graphs  # noqa: F401
 
-LAYOUTS = {
-    "TP2+SP": (Layout(tp=2, sequence_parallel=True), {}),
+TP2 = Layout(tp=2, sequence_parallel=True)
+LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "TP2+SP": (TP2, {}),
     "CP2": (Layout(cp=2), {}),
     "PP2": (Layout(pp=2), {}),
     "PP2 x VPP2, chunks": (Layout(pp=2, vpp=2), {"chunk_tokens": 8}),
     "DP2, overlapped": (Layout(dp=2), {"overlap_grad_reduce": True}),
 }
+EXPERTS = {
+    **{name: LAYOUTS[name] for name in ("TP2+SP", "CP2", "PP2")},
+    "EP2": (Layout(dp=2, ep=2), {}),
+    "EP2, chunks": (Layout(dp=2, ep=2), {"chunk_tokens": 8}),
+}
 TOKENS, STEPS = 256, 3
 WHEN = {"weights move": STEPS - 1, "a hook": 0}
 SPEC = resolve("tiny-llama", num_layers=4).with_vocab(64)
+MIXED = {"num_layers": 4, "moe_layer_freq": (False, True, True, True), "moe_aux_loss_coeff": 1.0,
+         "moe_z_loss_coeff": 0.5, "moe_shared_expert_intermediate_size": 32}  # fmt: skip
+SPECS = {name: resolve(name, **MIXED).with_vocab(64) for name in ("tiny-moe", "tiny-deepseek")}
 CONFIG = dict(kernel="math", min_gain=4, segment_tokens=24, memory="retain", graph_tokens=64)
 
 
 def microbatches(layout: Layout, seed: int) -> list[Any]:
-    groups = list(generate(2, 24, 8, 4, vocab_size=64, seed=seed))
+    seed += 100 * (layout.ep > 1) * align.data_rank()
+    groups = list(generate(2, 24, 8, 4, vocab_size=64, seed=seed, uneven=layout.ep > 1))
     items = align.microbatches(groups, seed, align.alignment(SPEC, layout))
     return align.on_this_cp_rank(items)
 
 
 def steps(
-    layout: Layout, options: dict[str, Any], only_here: str = ""
+    layout: Layout, options: dict[str, Any], only_here: str = "", name: str = ""
 ) -> tuple[list[align.Trace], int]:
     """Traces of some steps on one rank, and how often its layers were captured.
 
-    `only_here`: what happens on the first rank alone, before graphs are captured or after that.
+    `only_here`: what happens on the first rank alone, before graphs are captured or after that;
+    `name`: of the model.
     """
     runtime.initialize(layout, "cpu")
     options, build = dict(options), {}
     if "overlap_grad_reduce" in options:
         build["overlap_grad_reduce"] = options.pop("overlap_grad_reduce")
-    chunks = build_model(SPEC, layout=layout, dtype="float64", **build)
+    chunks = build_model(SPECS.get(name, SPEC), layout=layout, dtype="float64", **build)
     schedule, found = PrefixSchedule(PrefixConfig(**CONFIG | options)), []
     for seed in range(STEPS):
         if seed == WHEN.get(only_here) and torch.distributed.get_rank() == 0:
@@ -79,6 +90,21 @@ def test_steps_are_those_without(
     ours = run_ranks(2, steps, *LAYOUTS[name])
     assert all(captures > 0 for _, captures in ours)
     compare(ours, *LAYOUTS[name], monkeypatch)
+
+
+@pytest.mark.parametrize("model", SPECS)
+@pytest.mark.parametrize("name", EXPERTS)
+def test_steps_of_experts_are_those_without(
+    name: str,
+    model: str,
+    recorded_graphs: type[RecordedGraph],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where ranks that share experts have segments of other lengths, and other graphs."""
+    layout, options = EXPERTS[name]
+    ours = run_ranks(2, steps, layout, options, "", model)
+    assert all(captures > 0 for _, captures in ours)
+    compare(ours, layout, options, monkeypatch, model)
 
 
 @pytest.mark.parametrize("what", WHEN)
@@ -116,14 +142,16 @@ def compare(
     layout: Layout,
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
+    model: str = "",
 ) -> None:
     """Compares with the same steps without graphs."""
     monkeypatch.setattr(layers, "SEEN_BEFORE", 10**9)
-    plain = run_ranks(2, steps, layout, options)
+    plain = run_ranks(2, steps, layout, options, "", model)
     limit = tolerance(torch.float64, TOKENS)
     for (mine, _), (others, none) in zip(ours, plain, strict=True):
         assert none == 0
         for one, other in zip(mine, others, strict=True):
+            assert all(torch.equal(one.auxiliary[key], of) for key, of in other.auxiliary.items())
             for key, gradient in other.gradients.items():
                 difference = (one.gradients[key] - gradient).abs().max()
                 assert difference <= limit * gradient.abs().max(), key

@@ -1,0 +1,118 @@
+"""Layers of experts, and of latents, on CUDA graphs; launches are noted and launched again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.numerics import tolerance
+from megatron_prefix.layers.graphs import layers
+from megatron_prefix.moe.versions import routers
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.core.alignment.test_replay import CONTRACT, ROUTED, SIZES, items, set_action
+from tests.core.layers.test_graphs import TOKENS, config, made, same, steps, without
+from tests.harness import steps as one_step
+from tests.harness.one_rank import one_rank, small_model
+from tests.harness.recorded import RecordedGraph, recorded_graphs  # noqa: F401
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+AUX = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5}
+PLAIN = {"rope_type": "rope", "q_lora_rank": None, "qk_layernorm": False}
+MIXED = {"moe_layer_freq": (False, True, True)}
+EXPERTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "losses": ("tiny-moe", AUX, {}),
+    "shared expert": ("tiny-moe", {**AUX, "moe_shared_expert_intermediate_size": 24}, {}),
+    "first layer dense": ("tiny-moe", {**AUX, **MIXED}, {}),
+    "losses by sample": (
+        "tiny-moe", {**AUX, "moe_router_load_balancing_type": "seq_aux_loss"}, {"chunk_tokens": 8}),
+    "windows, sinks, biases": ("tiny-gpt-oss", {}, {}),
+    "latents": ("tiny-deepseek", {**AUX, **MIXED}, {}),
+    "latents, chunks": ("tiny-deepseek", {**AUX, **MIXED}, {"chunk_tokens": 8}),
+    "latents, rope, plain queries": (
+        "tiny-deepseek", {**PLAIN, **MIXED}, {}),
+    "latents without experts": ("tiny-deepseek", {"num_moe_experts": None}, {"chunk_tokens": 8}),
+    "frozen": ("tiny-moe", AUX, {}),
+    "latents, frozen": ("tiny-deepseek", {**AUX, **MIXED}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_steps_with_experts_and_latents_are_those_without(
+    case: str,
+    recorded_graphs: type[RecordedGraph],  # noqa: F811
+) -> None:
+    """Every layer has graphs: none ends early. Also where routers and norms are not trained."""
+    name, fields, options = EXPERTS[case]
+    plain, graphed = (small_model(name, spec={"num_layers": 3, **fields}) for _ in range(2))
+    for model in (plain, graphed):
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_("frozen" not in case or not {"router", "norm"} & parts(key))
+    ours = steps(graphed, config(**options), 3, uneven=True)
+    assert made(graphed).captures > 0 and recorded_graphs.replays > 0
+    for one, other in zip(ours, without(plain, config(**options)), strict=True):
+        same(one, other)
+
+
+def parts(name: str) -> set[str]:
+    """Of the name of a parameter: those of its module."""
+    return set(name.replace("layernorm", "norm").replace("_", ".").split("."))
+
+
+def test_experts_run_once_in_a_segment(
+    recorded_graphs: type[RecordedGraph],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None runs, and no router counts, while layers are captured; nor do hooks inside them end
+    anything. The norm in front of them is in a graph."""
+    model, ran, normed = small_model("tiny-moe"), [], []
+    layer = unwrap(model).decoder.layers[1]
+    layer.mlp.router.register_forward_hook(lambda *_: ran.append(1))
+    norm = layer.pre_mlp_layernorm.forward
+    layer.pre_mlp_layernorm.forward = lambda x: (normed.append(1), norm(x))[1]
+    steps(model, config(), 3, uneven=True)
+    with_graphs, captures = len(ran), made(model).captures
+    assert captures > 0 and len(normed) < with_graphs
+    monkeypatch.setattr(layers, "SEEN_BEFORE", 10**9)
+    ran.clear()
+    steps(model, config(), 3, uneven=True)
+    assert with_graphs == len(ran) > 0
+
+
+def routed(replays: bool) -> dict[str, Any]:
+    """Gradients of the last of three steps of microbatches with routes, with graphs."""
+    model = small_model("tiny-moe", spec=SIZES, config_overrides=ROUTED, wrap_ddp=False)
+    set_action(RouterReplayAction.REPLAY_FORWARD if replays else None)
+    given = one_step.routes_of(items())
+    schedule = PrefixSchedule(config(min_gain=0, chunk_tokens=8), given)
+    for _ in range(3):
+        for router in routers(model).values():
+            router.expert_bias.zero_()  # a step moves it
+        one_step.zero_gradients(model)
+        one_step.call(schedule, CONTRACT.step, model, items())
+    assert (made(model).captures > 0) == (layers.SEEN_BEFORE == 1)
+    return one_step.gradients(model)
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_routes_that_replay_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        ours, free = routed(replays=True), routed(replays=False)
+        monkeypatch.setattr(layers, "SEEN_BEFORE", 10**9)
+        others = routed(replays=True)
+    finally:
+        set_action(None)
+    limit = tolerance(torch.float64, TOKENS)
+    for name, gradient in others.items():
+        assert (ours[name] - gradient).abs().max() <= limit * gradient.abs().max(), name
+    assert any((free[name] - one).abs().max() > 1e-3 for name, one in others.items())

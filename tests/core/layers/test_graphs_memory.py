@@ -1,0 +1,185 @@
+"""What sets of CUDA graphs hold, where launches are noted and launched again on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_prefix.device import graphs
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.layers.graphs.pieces import Piece
+from megatron_prefix.layers.graphs.segment_graphs import SegmentGraphs
+from megatron_prefix.layers.model import footprint_of
+from megatron_prefix.offload.segment import addresses
+from megatron_prefix.plan.footprint import Execution
+from tests.core.layers.test_graphs import config, steps
+from tests.core.layers.test_graphs_experts import MIXED
+from tests.harness.one_rank import one_rank, small_model
+from tests.harness.recorded import recorded_graphs  # noqa: F401
+
+LAYERS = 3
+PLAIN = {"qk_layernorm": False}
+"""Without torch's norms of queries and keys, whose few numbers a head no prediction has."""
+OWN = {"hidden", "query", "key", "value", "mixed", "residual", "normed"}
+"""Places that no other layer of a segment writes to."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+class Held:
+    """What sets save, or have places for, by its address.
+
+    Attributes:
+        saved: by pieces.
+        rehearsed: by layers, while nothing is captured.
+        places: of a layer's own.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.resident = addresses(*model.parameters(), *model.buffers())
+        self.saved, self.rehearsed, self.places = ({} for _ in range(3))  # type: ignore[var-annotated]
+
+    def take(self, where: dict[int, Tensor], one: Tensor) -> Tensor:
+        address = one.untyped_storage().data_ptr()
+        if address not in self.resident:
+            where[address] = one.detach()
+        return one
+
+    def forget(self) -> None:
+        for one in (self.saved, self.rehearsed, self.places):
+            one.clear()
+
+
+def size(*several: dict[int, Tensor]) -> int:
+    together = {address: one for held in several for address, one in held.items()}
+    return sum(one.untyped_storage().nbytes() for one in together.values())
+
+
+def holding(held: Held, patch: pytest.MonkeyPatch) -> None:
+    """Notes what pieces save, and where they write."""
+    place = SegmentGraphs.place
+
+    class Holding(graphs.Graph):  # type: ignore[misc, valid-type]
+        def begin(self) -> None:
+            super().begin()
+            self._hooks = saving(held, held.saved)
+            self._hooks.__enter__()
+
+        def end(self) -> None:
+            self._hooks.__exit__(None, None, None)
+            super().end()
+
+    def placed(sets: Any, name: Any, *args: Any, **kwargs: Any) -> Tensor:
+        there: Tensor = place(sets, name, *args, **kwargs)
+        return held.take(held.places, there) if name[0] in OWN else there
+
+    patch.setattr(graphs, "Graph", Holding)
+    patch.setattr(SegmentGraphs, "place", placed)
+
+
+def saving(held: Held, where: dict[int, Tensor]) -> contextlib.AbstractContextManager[Any]:
+    return torch.autograd.graph.saved_tensors_hooks(
+        lambda one: held.take(where, one), lambda one: one
+    )
+
+
+def new_sets(model: Any, patch: pytest.MonkeyPatch) -> list[tuple[int, int, int, int]]:
+    """Of every new set of some steps its positions, and the bytes that it has for its layers, that
+    its pieces save, and that these layers save without graphs."""
+    found, held, capture = [], Held(unwrap(model)), SegmentGraphs.capture
+
+    def captured(sets: Any, hidden: Tensor, given: Any) -> None:
+        is_first = not sets.made
+        held.forget()
+        with saving(held, held.rehearsed):
+            capture(sets, hidden, given)
+        if is_first:
+            bytes_of = size(held.saved, held.places), size(held.saved), size(held.rehearsed)
+            found.append((len(hidden), *bytes_of))
+
+    holding(held, patch)
+    patch.setattr(SegmentGraphs, "capture", captured)
+    steps(model, config(), 3, uneven=True)
+    assert found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("tiny-llama", {}), ("tiny-moe", PLAIN), ("tiny-moe", {**PLAIN, **MIXED})],
+)
+@pytest.mark.usefixtures("recorded_graphs")
+def test_sets_hold_what_is_predicted(
+    name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte: what pieces save, and places of what attention and experts save."""
+    model = small_model(name, spec={"num_layers": LAYERS, **fields})
+    own = unwrap(model).config
+    one = footprint_of(own, Execution.of_config(own), 64, "")
+    assert one.ends_early == (name == "tiny-llama")
+    # What the last of them gives has a place, too, unless experts give it.
+    last = one.ends_early * one.stage_input
+    each = (LAYERS - one.ends_early) * (one.wave - one.apart + one.twice) + last
+    for positions, held, *_ in new_sets(model, monkeypatch):
+        assert held == pytest.approx(positions * each, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-gpt-oss", "tiny-moe", "tiny-deepseek"])
+@pytest.mark.usefixtures("recorded_graphs")
+def test_pieces_save_what_their_layers_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places are not copies of what they save as well."""
+    model = small_model(name, spec={"num_layers": LAYERS})
+    for _, _, saved, without in new_sets(model, monkeypatch):
+        assert saved == without > 0
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", "tiny-deepseek"])
+@pytest.mark.usefixtures("recorded_graphs")
+def test_attention_writes_where_the_next_piece_reads(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it saves of its output is there, and nowhere else; hidden states are there already."""
+    there: list[bool] = []
+    run = Piece.run_forward
+
+    def noted(piece: Piece, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if len(given) > 1:
+            both = zip(given, piece.inputs, strict=True)
+            there.append(all(one.data_ptr() == place.data_ptr() for one, place in both))
+        return run(piece, given)
+
+    monkeypatch.setattr(Piece, "run_forward", noted)
+    steps(small_model(name, spec={"num_layers": LAYERS}), config(), 3, uneven=True)
+    assert there and all(there)
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", "tiny-deepseek"])
+@pytest.mark.usefixtures("recorded_graphs")
+def test_pieces_of_the_longest_segment_copy_one_thing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they compute is its own place, but for values that are cut from a projection, and for
+    latents, which have one place for all layers."""
+    copies: list[tuple[bool, int]] = []
+    capture = SegmentGraphs.capture
+
+    def captured(sets: Any, hidden: Tensor, given: Any) -> None:
+        is_first = not sets.made
+        capture(sets, hidden, given)
+        for before, behind in sets.made[len(hidden)]:
+            launched = [*before.forward.launched, *behind.forward.launched]
+            copies.append((is_first, launched.count("aten.copy_.default")))
+
+    monkeypatch.setattr(SegmentGraphs, "capture", captured)
+    steps(small_model(name, spec={"num_layers": LAYERS}), config(), 3, uneven=True)
+    assert max(num for is_first, num in copies if is_first) == 1
+    assert all(num > 1 for is_first, num in copies if not is_first)
