@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -68,6 +68,17 @@ class Graph:
 def pool() -> Any:
     """A pool of memory for graphs."""
     return torch.cuda.graph_pool_handle()
+
+
+def only_theirs(pools: Iterable[Any]) -> int:
+    """Bytes of pools that only their graphs use. For torch's allocator they are reserved, and not
+    allocated: the tensors that were there while a graph was captured are gone."""
+    theirs = {tuple(one) for one in pools}
+    return sum(
+        one["total_size"] - one["allocated_size"]
+        for one in torch.cuda.memory_snapshot()
+        if tuple(one["segment_pool_id"]) in theirs
+    )
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from megatron_prefix.lab.models.config import alignment
 from megatron_prefix.lab.rl import loss, packing, passes
 from megatron_prefix.lab.rl.job import ModelOptions
 from megatron_prefix.lab.verify import align
+from megatron_prefix.megatron.install import installed
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.moe.versions import forget_logged_losses
 from megatron_prefix.run.calls import Callbacks
@@ -100,7 +101,10 @@ class _Run:
                 measured.exchange_waits.append(1e3 * waited)
                 predicted = (report.predicted_peak or 0.0) / GIB
                 measured.predicted_gib = max(measured.predicted_gib, predicted)
-        measured.gib = torch.cuda.max_memory_allocated() / GIB if self._on_gpu else 0.0
+        if self._on_gpu:
+            ours = isinstance(self._schedule, PrefixSchedule)
+            more = _of_graphs(self._chunks) if ours else 0
+            measured.gib = (torch.cuda.max_memory_allocated() + more) / GIB
         self._watch(measured, steps[-1])
         return together(measured, align.data_rank())
 
@@ -142,6 +146,12 @@ class _Run:
         if several:
             dist.all_reduce(spent, op=dist.ReduceOp.MAX)
         return float(spent)
+
+
+def _of_graphs(chunks: list[Any]) -> int:
+    """Bytes of memory that CUDA graphs of layers use and torch does not count as allocated."""
+    hooks = filter(None, map(installed, chunks))
+    return sum(one.graphs.only_theirs for one in hooks if one.graphs is not None)
 
 
 def aligned(

@@ -45,7 +45,8 @@ class Timing:
             gradients; the mean of its steps.
         stock_step_ms, prefix_step_ms: time of every step's call, that of the slowest rank.
         stock_ms, prefix_ms: their medians.
-        stock_gib, prefix_gib: peak of allocated device memory of the rank with most; 0 on the CPU.
+        stock_gib, prefix_gib: peak of allocated device memory of the rank with most, and what its
+            CUDA graphs use; 0 on the CPU.
         predicted_gib: what the memory model says of `prefix_gib`; on the CPU without weights and
             gradients.
         speedup: stock over prefix, of the summed times.
@@ -122,7 +123,7 @@ class Measured:
 
     Attributes:
         step_ms: time of every step.
-        gib: peak of allocated device memory.
+        gib: peak of allocated device memory, and what CUDA graphs use.
         predicted_gib: what the memory model said of it, if the prefix schedule ran.
         counts: of every step, if the prefix schedule made it.
         microbatches: of all steps.

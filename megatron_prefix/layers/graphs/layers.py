@@ -153,6 +153,11 @@ class LayerGraphs:
         if mine is not None and not self.refused:
             self._free.append(mine)
 
+    @property
+    def only_theirs(self) -> int:
+        """Bytes that torch's counters of allocated memory leave out; see device/graphs.py."""
+        return graphs.only_theirs(one.pool for one in (*self._free, *self._taken.values()))
+
     def end_step(self) -> None:
         """Whatever has happened, no segment is between its forward and its backward."""
         if not self.refused:

@@ -183,3 +183,14 @@ def test_pieces_of_the_longest_segment_copy_one_thing(
     steps(small_model(name, spec={"num_layers": LAYERS}), config(), 3, uneven=True)
     assert max(num for is_first, num in copies if is_first) == 1
     assert all(num > 1 for is_first, num in copies if not is_first)
+
+
+def test_what_only_graphs_use_is_what_torch_reserves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of their pools, without what is allocated there."""
+    segments = [
+        {"segment_pool_id": (0, number), "total_size": 10**number, "allocated_size": number}
+        for number in (1, 2, 3)
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert graphs.only_theirs([(0, 1), (0, 3), (0, 4)]) == 10 - 1 + 1000 - 3
+    assert graphs.only_theirs([]) == 0
