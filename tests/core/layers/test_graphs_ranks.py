@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -74,23 +76,20 @@ def happen(what: str, module: Any) -> None:
 def test_steps_are_those_without(
     name: str,
     recorded_graphs: type[RecordedGraph],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours = run_ranks(2, steps, *LAYOUTS[name])
     assert all(captures > 0 for _, captures in ours)
-    compare(ours, *LAYOUTS[name], monkeypatch)
+    compare(ours, name)
 
 
 @pytest.mark.parametrize("what", WHEN)
 def test_tensor_parallel_ranks_capture_together(
     what: str,
     recorded_graphs: type[RecordedGraph],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layout = Layout(tp=2, sequence_parallel=True)
-    ours = run_ranks(2, steps, layout, {}, what, timeout_s=60.0)
+    ours = run_ranks(2, steps, *LAYOUTS["TP2+SP"], what, timeout_s=60.0)
     assert ours[0][1] == ours[1][1]
-    compare(ours, layout, {}, monkeypatch)
+    compare(ours, "TP2+SP")
 
 
 def _one_layer() -> int:
@@ -111,17 +110,17 @@ def test_the_last_stage_may_have_no_layer_with_graphs() -> None:
     assert run_ranks(2, _one_layer) == [0, 0]
 
 
-def compare(
-    ours: list[tuple[list[align.Trace], int]],
-    layout: Layout,
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@functools.cache
+def without_graphs(name: str) -> list[tuple[list[align.Trace], int]]:
+    """The same steps in a layout, where nothing is seen often enough to be captured."""
+    with mock.patch.object(layers, "SEEN_BEFORE", 10**9):
+        return run_ranks(2, steps, *LAYOUTS[name])
+
+
+def compare(ours: list[tuple[list[align.Trace], int]], name: str) -> None:
     """Compares with the same steps without graphs."""
-    monkeypatch.setattr(layers, "SEEN_BEFORE", 10**9)
-    plain = run_ranks(2, steps, layout, options)
     limit = tolerance(torch.float64, TOKENS)
-    for (mine, _), (others, none) in zip(ours, plain, strict=True):
+    for (mine, _), (others, none) in zip(ours, without_graphs(name), strict=True):
         assert none == 0
         for one, other in zip(mine, others, strict=True):
             for key, gradient in other.gradients.items():
