@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.harness.cores import keep_to_one_core
+from tests.harness.rewritten import rewrite_my_share
 
 keep_to_one_core()
 
@@ -43,10 +44,12 @@ def _poisoned_memory() -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Garbage is not looked for while tests are imported: it takes as long as the imports."""
     gc.disable()
     try:
+        if session.config.args_source is not pytest.Config.ArgsSource.ARGS:
+            rewrite_my_share(session.config)
         return (yield)
     finally:
         gc.enable()

@@ -1,4 +1,4 @@
-"""Modules run as commands in processes that have imported torch and Megatron already.
+"""Modules and scripts run as commands in processes that have imported torch and Megatron already.
 
 A new Python takes four to six seconds of the processor for these imports, more than most commands
 take for their work. The standard library's fork server imports them once, in a process that has no
@@ -13,7 +13,8 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,45 +32,69 @@ IMPORTED = [
 
 
 def forked_module(
-    module: str,
+    module: str | Path,
     *arguments: str,
     cwd: Path,
     env: Mapping[str, str] | None = None,
     timeout: float = 300.0,
 ) -> subprocess.CompletedProcess[str]:
-    """`python -m MODULE ARGUMENTS` on the CPU, and what it wrote.
+    """`python -m MODULE ARGUMENTS` on the CPU, or `python SCRIPT ARGUMENTS`, and what it wrote.
+
+    Args:
+        module: its name, or the script's path.
 
     Raises:
         subprocess.TimeoutExpired: it has not ended in `timeout` seconds, and has been killed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("out", "err")]
-        given = (module, arguments, str(cwd), dict(os.environ if env is None else env), files)
-        process = context.Process(target=_run, args=given)
-        process.start()
+        process = started(module, *arguments, cwd=cwd, env=env, files=files)
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
             process.join()
-            raise subprocess.TimeoutExpired([module, *arguments], timeout)
+            raise subprocess.TimeoutExpired([str(module), *arguments], timeout)
         out, err = (path.read_text("utf-8") if path.exists() else "" for path in files)
-        return subprocess.CompletedProcess([module, *arguments], process.exitcode, out, err)
+        return subprocess.CompletedProcess([str(module), *arguments], process.exitcode, out, err)
+
+
+def started(
+    module: str | Path,
+    *arguments: str,
+    cwd: Path,
+    env: Mapping[str, str] | None = None,
+    files: Sequence[str | Path],
+) -> BaseProcess:
+    """As `forked_module`, without waiting for its end; `files` get its stdout and its stderr."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    given = (module, arguments, str(cwd), dict(os.environ if env is None else env), files)
+    process = context.Process(target=_run, args=given)
+    process.start()
+    return process
 
 
 def _run(
-    module: str, arguments: tuple[str, ...], cwd: str, env: dict[str, str], files: list[Path]
+    module: str | Path,
+    arguments: tuple[str, ...],
+    cwd: str,
+    env: dict[str, str],
+    files: Sequence[str | Path],
 ) -> None:
     """The command's process."""
     for number, path in enumerate(files, 1):
-        with path.open("wb") as file:
+        with open(path, "wb") as file:
             _stream(number, file)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    tempfile.tempdir = None  # is what the environment says
+    sys.argv = [str(module), *arguments]
+    if isinstance(module, Path):
+        sys.path.insert(0, str(module.parent))
+        runpy.run_path(str(module), run_name="__main__")
+    else:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _stream(number: int, file: BinaryIO) -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -19,6 +16,7 @@ import torch
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.data import BUNDLED, REPOSITORY
+from tests.harness.fork_server import forked_module
 from tests.harness.ranks import run_ranks
 
 LOOP = REPOSITORY / "examples" / "existing_megatron_loop.py"
@@ -42,13 +40,7 @@ def counted(script: Path) -> tuple[str, list[tuple[int, int]]]:
 
 
 def run(name: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "examples" / name), *arguments],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = forked_module(REPOSITORY / "examples" / name, *arguments, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -257,7 +257,8 @@ def _one_generator() -> None:
     Every forward of stock attention forks the tracker, and activation recomputation saves and
     restores it, even without dropout (tensor_parallel/random.py:235, 245-280, 446-456). The
     tracker's warning that the CPU generator changed inside a fork is silenced: here that is
-    intended.
+    intended. `torch.manual_seed` would note for every kind of device, with the stack, that it is to
+    be seeded once it is there.
     """
     import megatron.core.tensor_parallel.random as megatron_random
 
@@ -271,6 +272,9 @@ def _one_generator() -> None:
         torch.default_generator.manual_seed(seed)
 
     _set(torch.cuda, get_rng_state=get_state, set_rng_state=set_state, manual_seed=seed_all)
+    for name in ("cuda", "xpu", "mtia"):
+        if hasattr(getattr(torch, name, None), "manual_seed_all"):
+            _set(getattr(torch, name), manual_seed_all=lambda seed: None)
     _set(megatron_random, _get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)
     logging.getLogger(megatron_random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
@@ -356,7 +360,8 @@ def _share_gloos_thread() -> None:
             return
         options = gloo._Options()
         device = _gloo_device(interface, os.getpid())
-        _set(options, _timeout=kwargs["timeout"], _devices=[device])
+        # One for a group's collectives: they are made in one order anyway.
+        _set(options, _timeout=kwargs["timeout"], _devices=[device], _threads=1)
         make(self, store, rank, size, options)
 
     _set(gloo, __init__=share)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -28,6 +26,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Segment, Span
 from tests.harness.data import BUNDLED, REPOSITORY
+from tests.harness.fork_server import forked_module
 from tests.harness.pipelines import Case, build_chunks, microbatches, rollouts_of, run_step
 from tests.harness.ranks import forked, run_ranks
 from tests.harness.steps import Contract
@@ -197,18 +196,18 @@ def test_a_job_tells_which_rank_died() -> None:
 
 
 def test_the_command_ends_with_one_line_of_the_cause(tmp_path: Path) -> None:
-    program = (
+    program = tmp_path / "program.py"
+    program.write_text(
         "import sys\n"
         "from megatron_prefix.lab.cli import align, main\n"
         "from tests.core.alignment.test_dead_rank import step_until_death\n"
         "align.align_rank = lambda job, *rest: step_until_death(job.layout)\n"
-        "sys.exit(main.main(sys.argv[1:]))\n"
+        "sys.exit(main.main(sys.argv[1:]))\n",
+        encoding="utf-8",
     )
     arguments = ["align", "--rollouts", str(BUNDLED), "--groups", "1", "--max-tokens", "64"]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments, "--pp", "3", "--set", "num_layers=3"],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=4 * SOON_S, check=False,
-    )  # fmt: skip
+    arguments += ["--pp", "3", "--set", "num_layers=3"]
+    done = forked_module(program, *arguments, cwd=REPOSITORY, timeout=4 * SOON_S)
     assert done.returncode == 1, done.stderr
     assert "rank 1 died with exit code -9" in done.stderr
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -230,12 +231,19 @@ def aligned(_: int, __: int, chunks: Sequence[Any]) -> Iterator[None]:
     yield
 
 
+PIPELINE = Job(layout=Layout(pp=2, dp=2))
+
+
+@functools.cache
+def with_nothing_around() -> list[Found]:
+    """What both are compared with."""
+    return PIPELINE.on_ranks("PPP", True, flat)
+
+
 @pytest.mark.parametrize("around", [unfinished, aligned])
 def test_what_may_not_begin_early_waits(around: Callable[..., Any]) -> None:
-    job = Job(layout=Layout(pp=2, dp=2))
-    plain = job.on_ranks("PPP", True, flat)
-    later = job._replace(around=around).on_ranks("PPP", True, flat)
-    for rank, (found, wanted) in enumerate(zip(later, plain, strict=True)):
+    later = PIPELINE._replace(around=around).on_ranks("PPP", True, flat)
+    for rank, (found, wanted) in enumerate(zip(later, with_nothing_around(), strict=True)):
         early = around is aligned and rank < 2
         assert [step.inside > 0 for step in found.watched] == [False, early, early]
         assert all(step.reduced_once() for step in found.watched)

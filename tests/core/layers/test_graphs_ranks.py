@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -85,11 +87,10 @@ def happen(what: str, module: Any) -> None:
 def test_steps_are_those_without(
     name: str,
     recorded_graphs: type[RecordedGraph],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours = run_ranks(2, steps, *LAYOUTS[name])
     assert all(captures > 0 for _, captures in ours)
-    compare(ours, *LAYOUTS[name], monkeypatch)
+    compare(ours, name)
 
 
 @pytest.mark.parametrize("model", SPECS)
@@ -98,25 +99,22 @@ def test_steps_of_experts_are_those_without(
     name: str,
     model: str,
     recorded_graphs: type[RecordedGraph],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where ranks that share experts have segments of other lengths, and other graphs."""
     layout, options = EXPERTS[name]
     ours = run_ranks(2, steps, layout, options, "", model)
     assert all(captures > 0 for _, captures in ours)
-    compare(ours, layout, options, monkeypatch, model)
+    compare(ours, name, model)
 
 
 @pytest.mark.parametrize("what", WHEN)
 def test_tensor_parallel_ranks_capture_together(
     what: str,
     recorded_graphs: type[RecordedGraph],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layout = Layout(tp=2, sequence_parallel=True)
-    ours = run_ranks(2, steps, layout, {}, what, timeout_s=60.0)
+    ours = run_ranks(2, steps, *LAYOUTS["TP2+SP"], what, timeout_s=60.0)
     assert ours[0][1] == ours[1][1]
-    compare(ours, layout, {}, monkeypatch)
+    compare(ours, "TP2+SP")
 
 
 def _one_layer() -> int:
@@ -137,18 +135,17 @@ def test_the_last_stage_may_have_no_layer_with_graphs() -> None:
     assert run_ranks(2, _one_layer) == [0, 0]
 
 
-def compare(
-    ours: list[tuple[list[align.Trace], int]],
-    layout: Layout,
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    model: str = "",
-) -> None:
+@functools.cache
+def without_graphs(name: str, model: str) -> list[tuple[list[align.Trace], int]]:
+    """The same steps in a layout, where nothing is seen often enough to be captured."""
+    with mock.patch.object(layers, "SEEN_BEFORE", 10**9):
+        return run_ranks(2, steps, *(LAYOUTS | EXPERTS)[name], "", model)
+
+
+def compare(ours: list[tuple[list[align.Trace], int]], name: str, model: str = "") -> None:
     """Compares with the same steps without graphs."""
-    monkeypatch.setattr(layers, "SEEN_BEFORE", 10**9)
-    plain = run_ranks(2, steps, layout, options, "", model)
     limit = tolerance(torch.float64, TOKENS)
-    for (mine, _), (others, none) in zip(ours, plain, strict=True):
+    for (mine, _), (others, none) in zip(ours, without_graphs(name, model), strict=True):
         assert none == 0
         for one, other in zip(mine, others, strict=True):
             assert all(torch.equal(one.auxiliary[key], of) for key, of in other.auxiliary.items())

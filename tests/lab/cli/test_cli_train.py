@@ -7,8 +7,6 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -21,7 +19,8 @@ from megatron_prefix.lab.cli import progress
 from megatron_prefix.lab.cli.main import main
 from megatron_prefix.lab.rl import updates
 from megatron_prefix.lab.rl.run import Summary
-from tests.harness.data import BUNDLED, REPOSITORY
+from tests.harness.command_line import forked
+from tests.harness.data import BUNDLED
 from tests.harness.ranks import run_ranks
 
 KEYS = {field.name for field in fields(Summary)} | {"plan_svg", "trace", "dropped_rollouts"}
@@ -190,14 +189,10 @@ def test_a_group_of_one_and_a_rollout_without_loss_work(tmp_path: Path) -> None:
 
 
 def test_the_command_starts_its_own_ranks(tmp_path: Path) -> None:
-    command = [
-        sys.executable, "-m", "megatron_prefix", "train", str(BUNDLED), *SMALL[:-4], "--dp", "2",
-        "--max-tokens", "80", "--groups-per-step", "2", "--steps", "1", "--json",
-        "--output", str(tmp_path),
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = forked(
+        "train", str(BUNDLED), *SMALL[:-4], "--dp", "2", "--max-tokens", "80",
+        "--groups-per-step", "2", "--steps", "1", "--json", "--output", str(tmp_path),
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["last_step"] == 1 and result["error"] is None

@@ -15,6 +15,7 @@ from megatron_prefix.layers.blocks import kernels
 from megatron_prefix.layers.blocks.kernels import KERNELS
 from megatron_prefix.megatron import features
 from megatron_prefix.refusals.table import GROUPS, TABLE
+from tests.harness.command_line import forked
 from tests.harness.data import REPOSITORY
 
 REQUIREMENTS = [
@@ -29,8 +30,7 @@ REQUIREMENTS = [
 
 def doctored(*options: str) -> subprocess.CompletedProcess:
     """The verb in a process of its own, since it selects a platform."""
-    command = [sys.executable, "-m", "megatron_prefix", "doctor", *options]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    return forked("doctor", *options)
 
 
 @pytest.fixture(scope="module")

@@ -146,8 +146,8 @@ def threads_of_a_group():
 
 
 def test_groups_share_gloos_thread():
-    """A group starts two threads for its own work, and keeps its time limit."""
-    assert run_ranks(2, threads_of_a_group) == [(2, timedelta(seconds=7), True)] * 2
+    """A group starts one thread for its own work, and keeps its time limit."""
+    assert run_ranks(2, threads_of_a_group) == [(1, timedelta(seconds=7), True)] * 2
 
 
 def resume(folder, layout, options, sharding, save):

@@ -21,7 +21,7 @@ import torch
 
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
-from tests.harness import namespaces
+from tests.harness import forking_torchrun, namespaces
 from tests.harness.command_line import forked
 from tests.harness.data import BUNDLED, REPOSITORY
 from tests.harness.namespaces import CABLE, Node
@@ -59,14 +59,19 @@ class Ended(NamedTuple):
 
 
 class Job:
-    """A script of launch/ that has been started on each of these nodes."""
+    """A script of launch/ that has been started on each of these nodes, with this torchrun."""
 
     def __init__(
-        self, script: str, arguments: list[str], nodes: tuple[Node, ...], **variables: str
+        self,
+        script: str,
+        arguments: list[str],
+        nodes: tuple[Node, ...],
+        torchrun: Path,
+        **variables: str,
     ) -> None:
         command = ["bash", str(REPOSITORY / "launch" / script), *arguments]
         common = {
-            **os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            **os.environ, "VENV": str(torchrun),
             "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": CABLE,
             "NNODES": str(len(nodes)), "MASTER_ADDR": nodes[0].name, **variables,
         }  # fmt: skip
@@ -99,6 +104,12 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node
 
 
 @pytest.fixture(scope="module")
+def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of nodes with several ranks each."""
+    return forking_torchrun.made(tmp_path_factory.mktemp("torchrun"))
+
+
+@pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of four ranks on this host."""
     folder = tmp_path_factory.mktemp("undisturbed")
@@ -124,10 +135,10 @@ class Cut(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def cut(nodes: tuple[Node, Node], tmp_path_factory: pytest.TempPathFactory) -> Cut:
+def cut(nodes: tuple[Node, Node], torchrun: Path, tmp_path_factory: pytest.TempPathFactory) -> Cut:
     folder = tmp_path_factory.mktemp("cut")
     variables = {"NGPU": "2", "STEPS": str(STEPS), "OUTPUT": str(folder)}
-    job = Job("train_multinode.sh", TRAIN, nodes, **variables)
+    job = Job("train_multinode.sh", TRAIN, nodes, torchrun, **variables)
     while job.runs() and num_steps(folder) < CUT:
         time.sleep(0.01)
     nodes[1].cut()
@@ -268,11 +279,12 @@ def figures(told: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_a_restart_reaches_what_an_undisturbed_run_does(
-    cut: Cut, undisturbed: Path, temporary: Path
+    cut: Cut, undisturbed: Path, torchrun: Path, temporary: Path
 ) -> None:
     """By one command, of which nothing stays."""
     networks = set(os.listdir("/sys/class/net"))
-    with script(cut.folder, temporary, "train", *TRAIN, NGPU="2", STEPS=str(STEPS)) as started:
+    variables = {"NGPU": "2", "STEPS": str(STEPS), "VENV": str(torchrun)}
+    with script(cut.folder, temporary, "train", *TRAIN, **variables) as started:
         out, err = started.communicate(timeout=240)
     assert started.returncode == 0, err[-3000:]
     told = json.loads(out)  # rank 0 speaks

@@ -17,14 +17,11 @@ import torch
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout, RankError, folders
+from tests.harness.bare_ranks import rank_and_threads, sleep_and_tell
+from tests.harness.fork_server import forked_module, started
 from tests.harness.ranks import run_ranks
-from tests.harness.sleeping import sleep_and_tell
 
 ROOT = Path(__file__).parents[3]
-
-
-def rank_and_threads(offset):
-    return offset + int(os.environ.get("RANK", "0")), torch.get_num_threads()
 
 
 def test_a_world_of_one_runs_in_this_process():
@@ -212,46 +209,40 @@ JOB = """
 
 
 def test_only_rank_zero_is_heard_when_ranks_are_started_here(tmp_path):
-    done = subprocess.run(
-        [sys.executable, script(tmp_path, JOB)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = forked_module(script(tmp_path, JOB), cwd=ROOT, env=environment())
     assert done.returncode == 0, done.stderr
     assert done.stdout == "rank 0 sees 2\n"
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_torchruns_world_is_used(tmp_path, ranks):
+def test_torchruns_world_is_used(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*torchrun, f"--nproc-per-node={ranks}", script(tmp_path, JOB)],
+        [*torchrun, "--nproc-per-node=2", script(tmp_path, JOB)],
         env=environment(),
         capture_output=True,
         text=True,
         timeout=180,
         check=False,
     )
-    if ranks == 2:
-        assert done.returncode == 0, done.stderr
-        # Two processes write to one pipe: their texts and line ends may come in any order.
-        assert sorted(re.findall(r"rank \d sees \d", done.stdout)) == [
-            "rank 0 sees 2",
-            "rank 1 sees 2",
-        ]
-    else:
-        assert done.returncode != 0
-        assert "the job needs 2 ranks but was started with 3" in done.stderr
+    assert done.returncode == 0, done.stderr
+    # Two processes write to one pipe: their texts and line ends may come in any order.
+    assert sorted(re.findall(r"rank \d sees \d", done.stdout)) == ["rank 0 sees 2", "rank 1 sees 2"]
+
+
+def test_a_world_of_torchruns_that_has_another_size_is_refused(tmp_path):
+    """torchrun itself forks here, and has imported everything."""
+    forks = ("--standalone", "--nproc-per-node=3", "--start-method=fork", "--run-path")
+    job = str(script(tmp_path, JOB))
+    done = forked_module("torch.distributed.run", *forks, job, cwd=ROOT, env=environment())
+    assert done.returncode != 0
+    assert "the job needs 2 ranks but was started with 3" in done.stderr
 
 
 WAITING_JOB = """
     import signal
     import sys
     from megatron_prefix.lab import runtime
-    from tests.harness.sleeping import sleep_and_tell
+    from tests.harness.bare_ranks import sleep_and_tell
 
     if __name__ == "__main__":
         # A shell's background jobs are started with SIGINT ignored.
@@ -265,23 +256,27 @@ def waiting_job(folder, start="fork"):
     """A launcher in a process of its own, and the processes of its two ranks, which sleep."""
     pids = folder / "pids"
     pids.mkdir()
-    job = subprocess.Popen(
-        [sys.executable, script(folder, WAITING_JOB), pids, start],
-        env={**environment(), "TMPDIR": str(folder)},
-        stderr=subprocess.DEVNULL,
+    variables = {**environment(), "TMPDIR": str(folder)}
+    job = started(
+        script(folder, WAITING_JOB),
+        str(pids),
+        start,
+        cwd=ROOT,
+        env=variables,
+        files=[os.devnull] * 2,
     )
     try:
         deadline = time.monotonic() + 60
         while len(list(pids.iterdir())) < 2 or not all(
             p.read_text(encoding="utf-8") for p in pids.iterdir()
         ):
-            assert job.poll() is None
+            assert job.exitcode is None
             assert time.monotonic() < deadline
             time.sleep(0.1)
         yield job, [int(path.read_text(encoding="utf-8")) for path in pids.iterdir()]
     finally:
         job.kill()
-        job.wait()
+        job.join()
 
 
 @pytest.mark.parametrize(
@@ -300,8 +295,9 @@ def test_no_rank_outlives_its_launcher(tmp_path, monkeypatch, number, start):
             os.kill(ranks[0], signal.SIGSTOP)  # a stopped rank ends too
         folders.sweep()
         assert len(list(tmp_path.glob(f"{folders.PREFIX}*"))) == 1  # its owner lives
-        job.send_signal(number)
-        assert job.wait(30) != 0
+        os.kill(job.pid, number)
+        job.join(30)
+        assert job.exitcode
     deadline = time.monotonic() + 5
     while any(map(alive, ranks)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,10 +1,17 @@
-"""A rank that only sleeps; its process imports neither Megatron nor what tests do."""
+"""What ranks run whose processes import neither Megatron nor what tests do."""
 
 from __future__ import annotations
 
 import os
 import time
 from pathlib import Path
+
+
+def rank_and_threads(offset: int) -> tuple[int, int]:
+    """The rank's number behind `offset`, and how many threads torch has there."""
+    import torch
+
+    return offset + int(os.environ.get("RANK", "0")), torch.get_num_threads()
 
 
 def sleep_and_tell(folder: str | Path) -> None:
