@@ -34,7 +34,6 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
 }
 EXPERTS = {
     **{name: LAYOUTS[name] for name in ("TP2+SP", "CP2", "PP2")},
-    "EP2": (Layout(dp=2, ep=2), {}),
     "EP2, chunks": (Layout(dp=2, ep=2), {"chunk_tokens": 8}),
 }
 TOKENS, STEPS = 256, 3
