@@ -313,7 +313,7 @@ def test_what_a_known_trainer_puts_into_the_class(monkeypatch) -> None:
     """mcore_bridge's methods for attention follow Megatron's rule; that for the block does not."""
 
     def forward(self: Any, *args: Any, **named: Any) -> Any:
-        """As `_patch_mtp` in mcore_bridge/patcher.py, which runs the layers more often."""
+        """As `_patch_mtp` there, which runs the layers more often."""
 
     forward.__module__ = "mcore_bridge.patcher"
     model = model_of()
