@@ -100,6 +100,8 @@ def settle() -> None:
 
 def recover() -> None:
     """After a capture that has failed: torch's generator of random numbers believes that one is
-    under way until the next one ends."""
+    under way until the next one ends. What was launched on that stream before, which adds zeros to
+    gradients, is waited for: `apart` has not been left in order."""
+    torch.cuda.synchronize()
     with apart(), Graph(pool()).captured():
         torch.zeros(1, device="cuda")

@@ -11,8 +11,7 @@ too.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -201,16 +200,32 @@ PATCHES = {"verl.models.mcore.patch", "mcore_bridge.patcher"}
 another one adds its name."""
 
 
-def owner(module: Any, method: str) -> str:
+def owner(module: Any, method: str, patches: Collection[str] = PATCHES) -> str:
     """The full name of the class that defines a method of a module; "" if none does, if the
-    instance has another, or if somebody has put another into a class of Megatron's."""
+    instance has another, or if somebody who is not among `patches` has put another into a class of
+    Megatron's."""
     if method in vars(module):
         return ""
     for base in type(module).__mro__:
         if method in vars(base):
-            written = getattr(inspect.unwrap(vars(base)[method]), "__module__", "")
+            written = _written_in(vars(base)[method])
             replaced = base.__module__.startswith(_MEGATRON) and written != base.__module__
-            if replaced and written not in PATCHES:
+            if replaced and written not in patches:
                 return ""
             return f"{base.__module__}.{base.__qualname__}"
     return ""
+
+
+def _written_in(method: Any) -> str:
+    """The module that a method in a class was written in; "" if it does not say so.
+
+    What Megatron or torch wrap around it (a cache, a compiler, marks for a profiler) counts as it.
+    What others do may change what it is given or gives: `functools.wraps` copies names of what is
+    inside, but not the module whose globals the wrapper has.
+    """
+    while (inside := getattr(method, "__wrapped__", None)) is not None:
+        home = getattr(method, "__globals__", {}).get("__name__", "")
+        if home and not home.startswith((_MEGATRON, "torch.")):
+            return str(home)
+        method = inside
+    return getattr(method, "__module__", None) or ""

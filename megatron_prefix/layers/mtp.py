@@ -113,9 +113,10 @@ def refusals(model: Any) -> Iterator[Reason]:
 
 
 def _is(module: Any, method: str, known: str) -> bool:
-    """Whether a method is that of a class, or what takes its place in segments."""
+    """Whether a method is that of a class, or what takes its place in segments; nobody's that was
+    put into the class: mcore_bridge's runs one layer several times."""
     ours = getattr(vars(module).get(method), "__self__", None)
-    return isinstance(ours, LooksAhead) or owner(module, method) == known
+    return isinstance(ours, LooksAhead) or owner(module, method, patches=()) == known
 
 
 class _Segment(NamedTuple):

@@ -1,7 +1,8 @@
 """CUDA graphs without CUDA: what is launched is noted and launched again, on the same tensors.
 
 As on a GPU a replay reads and writes what the capture did, nothing of Python runs again, and what
-was there before a capture is as before; unlike there, memory is not shared with other graphs.
+was there before a capture is as before.  Memory is not shared with other graphs, but what nothing
+holds at the end of a capture, where later ones would write, is NaN after every replay.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megatron.core.tensor_parallel import layers as tensor_layers
 from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_prefix.device import graphs
 
@@ -52,6 +53,43 @@ class _Recorder(TorchDispatchMode):
         for whole, before in self._before.values():
             whole.copy_(before)
 
+    def forgotten(self) -> list[Tensor]:
+        """Storages of floating-point numbers that were made in the capture, and are held by nothing
+        but this; it then holds tensors of its own in the place of those that it has seen."""
+        seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def own(one: Any) -> Any:
+            if not isinstance(one, Tensor) or one.untyped_storage()._cdata not in self._made:
+                return one
+            if id(one) not in seen:
+                where = one.untyped_storage(), one.storage_offset(), one.size(), one.stride()
+                seen[id(one)] = one, torch.empty(0, dtype=one.dtype).set_(*where)
+            return seen[id(one)][1]
+
+        self.launches = [
+            (func, tree_map(own, args), tree_map(own, kwargs), tree_map(own, written))
+            for func, args, kwargs, written in self.launches
+        ]
+        owns = [mine for _, mine in seen.values()]
+        seen.clear()
+        left = [one[0] for one in _by_storage(owns) if _is_held_by(one)]
+        return [torch.empty(0, dtype=one.dtype).set_(one.untyped_storage()) for one in left]
+
+
+def _by_storage(tensors: list[Tensor]) -> list[list[Tensor]]:
+    found: dict[int, list[Tensor]] = {}
+    for one in tensors:
+        found.setdefault(one.untyped_storage()._cdata, []).append(one)
+    return [*found.values()]
+
+
+def _is_held_by(tensors: list[Tensor]) -> bool:
+    """Whether a storage of floating-point numbers is held by these alone, and by Python's object
+    of it."""
+    storage = tensors[0].untyped_storage()
+    uses: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    return tensors[0].is_floating_point() and uses <= len(tensors) + 1
+
 
 class RecordedGraph(graphs.Graph):
     """Takes the place of `Graph`."""
@@ -59,7 +97,7 @@ class RecordedGraph(graphs.Graph):
     captured_in_all = replays = 0
 
     def __init__(self, pool: Any) -> None:
-        self._recorder = _Recorder()
+        self._recorder, self._left = _Recorder(), list[Tensor]()
         self._stack = contextlib.ExitStack()
 
     def begin(self) -> None:
@@ -71,6 +109,7 @@ class RecordedGraph(graphs.Graph):
         """See Graph."""
         self._stack.close()
         self._recorder.undo()
+        self._left = self._recorder.forgotten()
 
     abandon = end
 
@@ -89,6 +128,8 @@ class RecordedGraph(graphs.Graph):
                 for old, new in zip(written, _tensors(again), strict=True):
                     if old.data_ptr() != new.data_ptr():
                         old.detach().copy_(new)
+            for one in self._left:
+                one.fill_(torch.nan)
 
 
 def _wait(result: Any) -> None:

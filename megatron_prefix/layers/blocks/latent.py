@@ -128,6 +128,7 @@ class Latents(Shared):
     def _projecting(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The projection's forward: keeps its input for descendants, and lets gradients in."""
         context, graphs = self._running.current, self._running.graphs
+        self._latents = None  # of a capture that has failed
         if graphs is not None and graphs.cut is not None:
             x, self._latents = _crossing(x)
         elif context is not None and context.inner:

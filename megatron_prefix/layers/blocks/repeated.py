@@ -12,6 +12,7 @@ and take the current stream.  With a version that has no such attribute every ca
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,10 @@ import torch
 from torch import Tensor
 
 _PLAIN = (bool, int, float, str, type(None))
+ALIGNED = 16
+"""Bytes to which flash-attn-4 wants tensors aligned."""
+_WATCHING = threading.Lock()
+"""One at a time: else a thread would put back the cache that another has put there."""
 
 
 class _Launch(NamedTuple):
@@ -73,7 +78,7 @@ class Repeated:
             out, lse, *_ = function(q, k, v, **options)
             return out, lse
         named = ((name, _told(one)) for name, one in options.items())
-        key = (q.device, *((x.dtype, x.shape, x.stride()) for x in (q, k, v)), *named)
+        key = (q.device, *map(_layout, (q, k, v)), *named)
         known = self._known.get(key)
         if known is not None:
             return known(q, k, v)
@@ -82,6 +87,12 @@ class Repeated:
             return out, lse
         out, lse, self._known[key] = _watched(function, (q, k, v), options)
         return out, lse
+
+
+def _layout(x: Tensor) -> Hashable:
+    """What tells a tensor from others for which another kernel would be launched, or on a copy:
+    flash-attn-4 copies one whose place is not aligned (cute_dsl_utils, `maybe_contiguous`)."""
+    return x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNED
 
 
 def _told(option: Any) -> Hashable:
@@ -105,23 +116,28 @@ class _Watched:
     def __getitem__(self, key: Hashable) -> Callable[..., Any]:
         kernel: Callable[..., Any] = self._cache[key]
 
-        def launch(*arguments: Any) -> Any:
-            self.launches.append((kernel, arguments))
-            return kernel(*arguments)
+        def launch(*arguments: Any, **named: Any) -> Any:
+            self.launches.append((kernel, (*arguments, named) if named else arguments))
+            return kernel(*arguments, **named)
 
         return launch
+
+    def __getattr__(self, name: str) -> Any:
+        """What another version asks its cache for; what that launches is not noted."""
+        return getattr(self._cache, name)
 
 
 def _watched(
     function: Any, given: Sequence[Tensor], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, _Launch | None]:
     """A call, and its launch; None if it cannot be made again."""
-    watched = _Watched(function.compile_cache)
-    function.compile_cache = watched
-    try:
-        out, lse, *_ = function(*given, **options)
-    finally:
-        function.compile_cache = watched._cache
+    with _WATCHING:
+        watched = _Watched(function.compile_cache)
+        function.compile_cache = watched
+        try:
+            out, lse, *_ = function(*given, **options)
+        finally:
+            function.compile_cache = watched._cache
     if len(watched.launches) != 1 or not (out.is_contiguous() and lse.is_contiguous()):
         return out, lse, None
     kernel, arguments = watched.launches[0]

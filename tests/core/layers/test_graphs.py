@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
@@ -194,6 +195,18 @@ def test_a_parameter_that_no_module_has_is_in_the_way(monkeypatch: pytest.Monkey
     monkeypatch.setattr(inside, "forward", lambda x: (stock(x)[0] + more, None))
     steps(model, config(), 3, uneven=True)
     assert made(model).captures == 0 and "no module" in made(model).refused
+
+
+def test_what_a_failed_capture_has_launched_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rehearsal adds zeros to main gradients on a stream of its own, while others add theirs."""
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    monkeypatch.setattr(graphs, "apart", lambda: done.append("apart") or contextlib.nullcontext())
+    monkeypatch.setattr(graphs, "pool", lambda: None)
+    monkeypatch.setattr(graphs, "Graph", Nothing)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    graphs.recover()
+    assert done == ["waited", "apart"]
 
 
 class Nothing(graphs.Graph):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -87,6 +89,26 @@ def test_experts_run_once_in_a_segment(
     ran.clear()
     steps(model, config(), 3, uneven=True)
     assert with_graphs == len(ran) > 0
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_a_capture_that_fails_keeps_nothing() -> None:
+    """Of latents that were on their way to attention: their autograd graph has all before it."""
+    model, left = small_model("tiny-deepseek"), []
+    inside = unwrap(model).decoder.layers[0].self_attention.linear_kv_up_proj
+    stock = inside.forward
+
+    def failing(x: Any) -> Any:
+        if made(model).cut is not None:
+            left.append(weakref.ref(x.grad_fn))
+            raise RuntimeError("no memory here")
+        return stock(x)
+
+    inside.forward = failing
+    steps(model, config(), 3, uneven=True)
+    assert "no memory here" in made(model).refused
+    gc.collect()
+    assert [node() for node in left] == [None]
 
 
 def routed(replays: bool) -> dict[str, Any]:

@@ -309,6 +309,18 @@ def test_what_replaces_them_in_the_class(monkeypatch, method: str) -> None:
     refused(told, model)
 
 
+def test_what_a_known_trainer_puts_into_the_class(monkeypatch) -> None:
+    """mcore_bridge's methods for attention follow Megatron's rule; that for the block does not."""
+
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        """As `_patch_mtp` there, which runs the layers more often."""
+
+    forward.__module__ = "mcore_bridge.patcher"
+    model = model_of()
+    monkeypatch.setattr(type(unwrap(model).mtp), "forward", forward)
+    refused("by MultiTokenPredictionBlock", model)
+
+
 def test_what_replaces_them_between_two_steps() -> None:
     """And puts them back: the next step is shared."""
     model, items = model_of(), hybrid.items()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -88,6 +91,26 @@ def test_other_layouts_and_options_are_other_calls() -> None:
     assert (library.calls, library.launches) == (7, 12)
 
 
+def test_a_tensor_that_the_library_copies_is_another_layout() -> None:
+    """It copies one whose place is not aligned to 16 bytes; a launch would read it as it lies."""
+    library, repeated = Library(), Repeated()
+
+    def copied(arguments: list[Any]) -> None:
+        for place in range(3):
+            if arguments[place].data_ptr() % 16:
+                arguments[place] = arguments[place].clone()
+
+    library.change = copied
+    launched: list[Tensor] = []
+    kernel = library.kernel
+    library.kernel = lambda *given: (launched.extend(given[:3]), kernel(*given))[1]  # type: ignore
+    for offset in (0, 0, 1, 1, 0):
+        given = [torch.randn(41)[offset : offset + 40].view(5, 2, 4) for _ in range(3)]
+        compare(repeated, library, given, scale=0.5)
+    assert not any(one.data_ptr() % 16 for one in launched)
+    assert library.calls == 3
+
+
 def test_a_step_begins_anew() -> None:
     library, repeated = Library(), Repeated()
     for _ in range(2):
@@ -135,3 +158,45 @@ def test_another_version_is_called_as_it_is() -> None:
     for _ in range(2):
         assert Repeated()(function, *given, scale=0.5) == (given[0], given[1])
     assert len(calls) == 2 and calls[0][1] == {"scale": 0.5}
+
+
+def test_a_version_that_looks_kernels_up_otherwise_is_called_as_it_is() -> None:
+    """By another method of its cache, or with arguments by name."""
+    for get in (lambda cache: cache.get("key"), lambda cache: cache["key"]):
+
+        def function(*given: Tensor, scale: float, get: Any = get) -> Any:
+            out, lse = torch.empty(given[0].shape), torch.empty(given[0].shape[::-1][1:])
+            get(function.compile_cache)(*given, out, lse, scale=scale)  # type: ignore[attr-defined]
+            return out, lse, None
+
+        launches: list[Any] = []
+        kernel = lambda *_, **__: launches.append(1)  # noqa: B023, E731
+        function.compile_cache = {"key": kernel}  # type: ignore[attr-defined]
+        repeated, calls = Repeated(), 3
+        for number in range(calls):
+            repeated(function, *tensors(number), scale=0.5)
+        assert len(launches) == calls
+
+
+def test_threads_leave_the_cache_that_was_there() -> None:
+    """Each of them has watched a call that was under way when the other's began."""
+    library = Library()
+    cache, both = library.function.compile_cache, threading.Barrier(2, timeout=0.5)
+
+    def meet(arguments: list[Any]) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait()  # is broken where one call waits for the other
+        time.sleep(0.2 * (threading.current_thread().name == "later"))
+
+    library.change = meet
+    threads = [
+        threading.Thread(
+            target=lambda: Repeated()(library.function, *tensors(0), scale=0.5), name=name
+        )
+        for name in ("first", "later")
+    ]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert library.function.compile_cache is cache

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -135,6 +136,31 @@ def test_methods_put_into_classes_of_megatron(
         return
     with pytest.raises(CannotShare, match=refusal):
         install(model)
+
+
+@pytest.mark.parametrize("part", REPLACED)
+def test_wrappers_in_classes_of_megatron(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's are what they wrap; somebody else's may change what that gives, and call themselves
+    as it. What does not say who wrote it is refused, too."""
+    kind, refusal = REPLACED[part]
+    stock = kind.forward
+
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        return 2 * stock(self, *args, **named)
+
+    model = small_model(wrap_ddp=False)
+    for layer in model.decoder.layers:
+        layer.self_attention.core_attention.__class__ = DotProductAttention
+    own = (torch.compile(stock), torch._dynamo.disable(stock), torch.no_grad()(stock))
+    for method in (*own, functools.lru_cache(stock)):
+        monkeypatch.setattr(kind, "forward", method)
+        install(model)
+        uninstall(model)
+    for method in (forward, torch.no_grad()(forward), functools.partial(stock), max):
+        monkeypatch.setattr(kind, "forward", method)
+        with pytest.raises(CannotShare, match=refusal):
+            install(model)
 
 
 def test_multimodal_positions_of_latent_attention_are_plain() -> None:
