@@ -59,6 +59,11 @@ class Cuts(Protocol):
     cut: Cut | None
 
 
+def can_be_cut(module: Any) -> bool:
+    """Whether a layer of experts has what it is cut at."""
+    return hasattr(module, "_forward_mlp") and hasattr(module, "pre_mlp_layernorm")
+
+
 class CutLayer:
     """A layer.
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.device import graphs
-from megatron_prefix.layers.graphs.cut_layer import Cut, CutLayer
+from megatron_prefix.layers.graphs.cut_layer import OTHER_LAYER, Cut, CutLayer, can_be_cut
 from megatron_prefix.layers.graphs.segment_graphs import SegmentGraphs
 from megatron_prefix.layers.kind import Graphed, Kind, Override, Part, Running, Slot
 from megatron_prefix.layers.segment import SegmentContext
@@ -71,9 +71,12 @@ class LayerGraphs:
         group: Any = None,
     ) -> None:  # fmt: skip
         self.cut: Cut | None = None
+        self.refused, self.captures = "", 0
         self._modules, self._layers = [], list[CutLayer]()
         for layer, (kind, module) in layers:
             apart = kind is not None and kind.graphed is Graphed.IN_FRONT
+            if apart and not can_be_cut(layer):
+                apart, self.refused = False, OTHER_LAYER
             self._modules.append(layer)
             self._layers.append(CutLayer(layer, module if apart else None, self))
         self._running, self._group = running, group
@@ -82,8 +85,9 @@ class LayerGraphs:
         self._free: list[SegmentGraphs] = []
         self._taken: dict[int, SegmentGraphs] = {}
         self._addresses: tuple[int, ...] = ()
-        self.refused, self.captures = "", 0
         self._is_new, self._watched, self._said = True, False, False
+        if self.refused:
+            logger.warning("layers run without CUDA graphs: %s", self.refused)
 
     def overrides(self) -> Iterator[Override]:
         """What takes the place of methods of layers and their modules."""

@@ -92,6 +92,18 @@ def test_experts_run_once_in_a_segment(
 
 
 @pytest.mark.usefixtures("recorded_graphs")
+def test_a_layer_without_megatrons_method_has_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Experts run as before, and a line says so."""
+    monkeypatch.setattr(layers, "can_be_cut", lambda _: False)
+    model = small_model("tiny-moe")
+    steps(model, config(), 3, uneven=True)
+    assert made(model).refused and not made(model).captures
+    assert "a layer is put together differently" in caplog.text
+
+
+@pytest.mark.usefixtures("recorded_graphs")
 def test_a_capture_that_fails_keeps_nothing() -> None:
     """Of latents that were on their way to attention: their autograd graph has all before it."""
     model, left = small_model("tiny-deepseek"), []
