@@ -160,7 +160,7 @@ def test_another_version_is_called_as_it_is() -> None:
     assert len(calls) == 2 and calls[0][1] == {"scale": 0.5}
 
 
-def test_a_version_that_looks_kernels_up_otherwise_is_called_as_it_is() -> None:
+def test_a_version_with_another_cache_is_called_as_it_is() -> None:
     """By another method of its cache, or with arguments by name."""
     for get in (lambda cache: cache.get("key"), lambda cache: cache["key"]):
 
