@@ -321,7 +321,7 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     add("--profile", action="store_true", help="then print where a step's time goes")
     add("--json", type=Path, help="the result goes there, too")
     arguments.add_layout(parser)
-    arguments.add_lengths(parser)
+    arguments.add_config(parser, "chunk_tokens")
     return parser.parse_args(given)
 
 
@@ -346,6 +346,8 @@ def main(arguments_given: list[str] | None = None) -> int:
     layout = arguments.layout_of(given, runtime.env_world_size())
     if layout.cp > 1 or layout.vpp > 1:
         sys.exit("the model has no context parallelism and no virtual stages")
+    if given.profile and layout.world_size > 1:
+        sys.exit("--profile is for one rank")
     result = runtime.launch(rank_main, layout.world_size, given, layout, device=given.device)
     if "row" in result:
         print(LINE.format(groups=given.groups, **result["row"]))

@@ -70,7 +70,7 @@ def pool() -> Any:
     return torch.cuda.graph_pool_handle()
 
 
-def only_theirs(pools: Iterable[Any]) -> int:
+def uncounted_bytes(pools: Iterable[Any]) -> int:
     """Bytes of pools that only their graphs use. For torch's allocator they are reserved, and not
     allocated: the tensors that were there while a graph was captured are gone."""
     theirs = {tuple(one) for one in pools}

@@ -151,7 +151,7 @@ class _Run:
 def _of_graphs(chunks: list[Any]) -> int:
     """Bytes of memory that CUDA graphs of layers use and torch does not count as allocated."""
     hooks = filter(None, map(installed, chunks))
-    return sum(one.graphs.only_theirs for one in hooks if one.graphs is not None)
+    return sum(one.graphs.uncounted_bytes for one in hooks if one.graphs is not None)
 
 
 def aligned(

@@ -158,9 +158,9 @@ class LayerGraphs:
             self._free.append(mine)
 
     @property
-    def only_theirs(self) -> int:
+    def uncounted_bytes(self) -> int:
         """Bytes that torch's counters of allocated memory leave out; see device/graphs.py."""
-        return graphs.only_theirs(one.pool for one in (*self._free, *self._taken.values()))
+        return graphs.uncounted_bytes(one.pool for one in (*self._free, *self._taken.values()))
 
     def end_step(self) -> None:
         """Whatever has happened, no segment is between its forward and its backward."""

@@ -192,5 +192,5 @@ def test_what_only_graphs_use_is_what_torch_reserves(monkeypatch: pytest.MonkeyP
         for number in (1, 2, 3)
     ]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    assert graphs.only_theirs([(0, 1), (0, 3), (0, 4)]) == 10 - 1 + 1000 - 3
-    assert graphs.only_theirs([]) == 0
+    assert graphs.uncounted_bytes([(0, 1), (0, 3), (0, 4)]) == 10 - 1 + 1000 - 3
+    assert graphs.uncounted_bytes([]) == 0
