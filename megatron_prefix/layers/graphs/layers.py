@@ -18,12 +18,12 @@ from torch import Tensor
 from megatron_prefix.device import graphs
 from megatron_prefix.layers.graphs.cut_layer import OTHER_LAYER, Cut, CutLayer, can_be_cut
 from megatron_prefix.layers.graphs.segment_graphs import SegmentGraphs
-from megatron_prefix.layers.kind import Graphed, Kind, Override, Part, Running, Slot
+from megatron_prefix.layers.kind import Graphed, Kind, Override, Part, Running
 from megatron_prefix.layers.segment import SegmentContext
 
 IN_THE_WAY = (
-    "recompute_granularity", "fp8", "fp4", "attention_output_gate", "delay_wgrad_compute",
-    "cpu_offloading", "mtp_num_layers",
+    "recompute_granularity", "fp8", "fp4", "delay_wgrad_compute", "cpu_offloading",
+    "mtp_num_layers",
 )  # fmt: skip
 """Options of Megatron with which a layer is not the same launches in every segment of a length."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -33,17 +33,22 @@ SEEN_BEFORE = 1
 logger = logging.getLogger(__name__)
 
 
-def why_not(config: Any, layers: Iterable[Sequence[Kind]]) -> str:
+def without_graphs(config: Any, kinds: Iterable[Kind | None]) -> str:
+    """What keeps graphs from a layer with these kinds; "" if nothing does."""
+    found = (one for one in kinds if one and one.graphed_in(config) is Graphed.NOTHING)
+    return " and ".join(one.name for one in found)
+
+
+def why_not(config: Any, layers: Sequence[Sequence[Kind]]) -> str:
     """Why no layer of a model runs on graphs; "" if nothing is known to be in the way.
 
     Args:
         config: the model's.
         layers: what fills the slots of each.
     """
-    for kinds in layers:
-        found = [one for one in kinds if one.graphed is Graphed.NOTHING]
-        if found or len(kinds) < len(Slot):
-            return "the model has layers of " + " and ".join(one.name for one in found or kinds)
+    without = [one for kinds in layers if (one := without_graphs(config, kinds))]
+    if without and len(without) == len([*layers]):
+        return "the model has layers of " + " and ".join(dict.fromkeys(without))
     given = (name for name in IN_THE_WAY if getattr(config, name, None))
     return next((f"the model has {name}" for name in given), "")
 
@@ -52,8 +57,8 @@ class LayerGraphs:
     """Graphs of the layers of one model chunk.
 
     Args:
-        layers: Megatron's, in the order in which they run, with core attention, and what fills the
-            MLP's slot of each.
+        layers: Megatron's, in the order in which they run, and what fills the slots of each, the
+            MLP's last.
         running: says which segment runs.
         most: positions of the longest segment that has graphs.
         ranks: that share the positions of hidden states (sequence and context parallelism).
@@ -67,18 +72,17 @@ class LayerGraphs:
     """
 
     def __init__(
-        self, layers: Iterable[tuple[Any, Part]], running: Running, most: int, ranks: int,
-        group: Any = None,
+        self, layers: Iterable[tuple[Any, Sequence[Part]]], running: Running, most: int,
+        ranks: int, group: Any = None,
     ) -> None:  # fmt: skip
         self.cut: Cut | None = None
         self.refused, self.captures = "", 0
-        self._modules, self._layers = [], list[CutLayer]()
-        for layer, (kind, module) in layers:
-            apart = kind is not None and kind.graphed is Graphed.IN_FRONT
-            if apart and not can_be_cut(layer):
-                apart, self.refused = False, OTHER_LAYER
-            self._modules.append(layer)
-            self._layers.append(CutLayer(layer, module if apart else None, self))
+        self._modules, self._layers = list[Any](), list[CutLayer]()
+        for number, (layer, parts) in enumerate(layers):
+            if why := without_graphs(layer.config, (kind for kind, _ in parts)):
+                logger.warning("layers of %s run without CUDA graphs", why)
+            else:
+                self._add(layer, number, *parts)
         self._running, self._group = running, group
         self._most, self._ranks = most, ranks
         self._seen: Counter[int] = Counter()
@@ -88,6 +92,16 @@ class LayerGraphs:
         self._is_new, self._watched, self._said = True, False, False
         if self.refused:
             logger.warning("layers run without CUDA graphs: %s", self.refused)
+
+    def _add(self, layer: Any, number: int, mixer: Part, mlp: Part) -> None:
+        """A layer with graphs."""
+        apart = mlp.kind is not None and mlp.kind.graphed_in(layer.config) is Graphed.IN_FRONT
+        if apart and not can_be_cut(layer):
+            apart, self.refused = False, OTHER_LAYER
+        cut = CutLayer(layer, number, mixer.kind is not None, mlp.module if apart else None, self)
+        cut.follows = bool(self._layers) and self._layers[-1].number == number - 1
+        self._modules.append(layer)
+        self._layers.append(cut)
 
     def overrides(self) -> Iterator[Override]:
         """What takes the place of methods of layers and their modules."""
@@ -107,8 +121,8 @@ class LayerGraphs:
                 self._take(context, hidden_states, kwargs)
             mine = self._taken.get(context.index)
             if mine is None:
-                return stock(hidden_states, *args, **kwargs)
-            return layer.replayed(mine.made[len(hidden_states)][number], hidden_states), None
+                return layer.plain(hidden_states, *args, **kwargs)
+            return layer.replayed(mine.made[len(hidden_states)][number], hidden_states)
 
         return forward
 

@@ -25,7 +25,7 @@ from tests.harness.recorded import recorded_graphs  # noqa: F401
 LAYERS = 3
 PLAIN = {"qk_layernorm": False}
 """Without torch's norms of queries and keys, whose few numbers a head no prediction has."""
-OWN = {"hidden", "query", "key", "value", "mixed", "residual", "normed"}
+OWN = {"hidden", "made", "mixed", "residual", "normed"}
 """Places that no other layer of a segment writes to."""
 
 
@@ -175,8 +175,8 @@ def test_pieces_of_the_longest_segment_copy_one_thing(
     def captured(sets: Any, hidden: Tensor, given: Any) -> None:
         is_first = not sets.made
         capture(sets, hidden, given)
-        for before, behind in sets.made[len(hidden)]:
-            launched = [*before.forward.launched, *behind.forward.launched]
+        for pieces, _ in sets.made[len(hidden)]:
+            launched = [one for piece in pieces for one in piece.forward.launched]
             copies.append((is_first, launched.count("aten.copy_.default")))
 
     monkeypatch.setattr(SegmentGraphs, "capture", captured)
