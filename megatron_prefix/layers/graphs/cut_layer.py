@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron_prefix.device.modules import modules_of
 from megatron_prefix.layers.graphs.pieces import CannotCaptureError, Piece
-from megatron_prefix.layers.kind import Override
+from megatron_prefix.layers.kind import Graphed, Override, Part
 
 OTHER_LAYER = "a layer is put together differently from Megatron's"
 _NORMS = "input_layernorm", "norm"
@@ -98,22 +98,29 @@ class CutLayer:
     Args:
         module: Megatron's.
         number: of it in its model chunk.
-        mixes: whether it has a mixer.
-        apart: its MLP, if that runs without graphs.
+        mixer, mlp: what fills its slots.
         owner: says whether layers are captured.
 
     Attributes:
         stock: its forward.
-        number, mixes: as given.
+        module, number: as given.
+        kinds: what fills its slots.
+        mixes: whether it has a mixer.
         follows: whether the layer in front of it has graphs, too.
+
+    Raises:
+        CannotCaptureError: a layer of experts has not what it is cut at.
     """
 
-    def __init__(
-        self, module: Any, number: int, mixes: bool, apart: Any | None, owner: Cuts
-    ) -> None:
-        self.stock, self._module, self._owner = module.forward, module, owner
-        self.number, self.mixes, self.follows = number, mixes, False
-        self._apart = apart
+    def __init__(self, module: Any, number: int, mixer: Part, mlp: Part, owner: Cuts) -> None:
+        self.stock, self.module, self._owner = module.forward, module, owner
+        self.number, self.kinds = number, (mixer.kind, mlp.kind)
+        self.mixes, self.follows = mixer.kind is not None, False
+        self._apart = None
+        if mlp.kind is not None and mlp.kind.graphed_in(module.config) is Graphed.IN_FRONT:
+            if not can_be_cut(module):
+                raise CannotCaptureError(OTHER_LAYER)
+            self._apart = mlp.module
         self._alone = False
         self._arguments: dict[str, Any] = {}
         self._given: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
@@ -121,13 +128,13 @@ class CutLayer:
         self._enters = next((getattr(module, one) for one in _NORMS if hasattr(module, one)), None)
         if self._enters is not None:
             self._stock_norm = self._enters.forward
-        if apart is not None:
+        if self._apart is not None:
             self._forward_mlp, self._norm = module._forward_mlp, module.pre_mlp_layernorm.forward
 
     def modules(self) -> Iterator[nn.Module]:
         """Those that graphs run, the layer itself among them."""
         others = set(modules_of(self._apart)) if self._apart is not None else ()
-        yield from (one for one in modules_of(self._module) if one not in others)
+        yield from (one for one in modules_of(self.module) if one not in others)
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of these modules."""
@@ -144,8 +151,8 @@ class CutLayer:
         if self._enters is not None:
             yield self._enters, "forward", self._entering
         if self._apart is not None:
-            yield self._module, "_forward_mlp", self._of_experts
-            yield self._module.pre_mlp_layernorm, "forward", self._norm_at_hand
+            yield self.module, "_forward_mlp", self._of_experts
+            yield self.module.pre_mlp_layernorm, "forward", self._norm_at_hand
 
     def plain(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Its forward without graphs, which shows what else it is given: in place of a tensor the
@@ -212,7 +219,7 @@ class CutLayer:
         if any(isinstance(one, Tensor) for one in (*more, *kwargs.values())):
             raise CannotCaptureError(OTHER_LAYER)
         self._given = (*more,), kwargs
-        return self._owner.cut.experts(hidden, self._module.pre_mlp_layernorm)
+        return self._owner.cut.experts(hidden, self.module.pre_mlp_layernorm)
 
     def _norm_at_hand(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The norm in front of its experts; a graph has made its output."""

@@ -40,20 +40,23 @@ class SegmentGraphs:
         rotary: tables of rotary embeddings that layers ask for.
 
     Attributes:
+        layers: as given.
         pool: of its graphs.
         most: positions of the first segment on this rank; longer ones have no place.
-        made: the graphs of every layer, by positions of a segment on this rank.
+        made: the graphs of every layer by its number, by positions of a segment on this rank.
+        at: the layer whose graphs are captured, or were last; None before the first.
     """
 
     def __init__(self, layers: Sequence[CutLayer], most: int, owner: Cuts, rotary: Rotary) -> None:
-        self._layers, self._owner, self._rotary = layers, owner, rotary
+        self.layers, self._owner, self._rotary = layers, owner, rotary
+        self.at: CutLayer | None = None
         self.most = most
         self.pool = graphs.pool()
         self._places: dict[Any, Tensor] = {}
         self._tables: set[int] = set()
         self._owners: Mapping[int, nn.Parameter] = {}
         self._kept: list[Tensor] = []
-        self.made: dict[int, list[Sides]] = {}
+        self.made: dict[int, dict[int, Sides]] = {}
 
     def begin(self, given: Mapping[str, Any], positions: Tensor) -> None:
         """Takes what a segment's layers are given besides hidden states, and what they ask for, of
@@ -78,21 +81,22 @@ class SegmentGraphs:
         arguments = self._arguments(given)
         self._tables.clear()
         graphs.settle()
-        inside = (one for layer in self._layers for one in layer.modules())
+        inside = (one for layer in self.layers for one in layer.modules())
         with graphs.apart(), stand_ins(inside) as self._owners:
             try:
                 self._rotary.placed = self._placed
-                for layer in self._layers:
+                for layer in self.layers:
                     self._rehearse(layer, hidden, arguments)
                 graphs.settle()
-                made = [self._forward(layer, hidden, arguments) for layer in self._layers]
-                for sides in reversed(made):
-                    self._backward(sides)
+                made = [self._forward(layer, hidden, arguments) for layer in self.layers]
+                for layer, sides in reversed([*zip(self.layers, made, strict=True)]):
+                    self._backward(layer, sides)
             finally:
                 self._rotary.placed = self._owner.cut = None
                 self._owners = {}
         self._kept += _shared_buffers()
-        self.made[len(hidden)] = made
+        numbers = (layer.number for layer in self.layers)
+        self.made[len(hidden)] = dict(zip(numbers, made, strict=True))
 
     def _arguments(self, given: Mapping[str, Any]) -> dict[str, Tensor | None]:
         """Tensors that layers are given besides hidden states."""
@@ -134,6 +138,7 @@ class SegmentGraphs:
         """Runs a layer on the stream of captures: what is loaded or allocated once is then there.
         All gradients are zero, so main gradients do not change."""
         x, rehearsal = torch.zeros_like(hidden).requires_grad_(), _Rehearsal()
+        self.at = layer
         self._owner.cut = rehearsal
         outputs = [layer.captured(x, given), *rehearsal.made]
         leaves = [one for one in layer.parameters() if one.requires_grad]
@@ -144,7 +149,7 @@ class SegmentGraphs:
         """Captures a layer's forward, in pieces."""
         x = self.place(("hidden", layer.number), hidden).requires_grad_()
         capture = _Capture(self, layer, x)
-        self._owner.cut = capture
+        self.at, self._owner.cut = layer, capture
         capture.begin()
         try:
             capture.end(layer.captured(x, given))
@@ -157,8 +162,9 @@ class SegmentGraphs:
         """See Piece; while layers are captured."""
         piece.uses(found.parameters, self._owners, found.borrowed)
 
-    def _backward(self, sides: Sides) -> None:
+    def _backward(self, layer: CutLayer, sides: Sides) -> None:
         """Captures a layer's backward."""
+        self.at = layer
         first, last = sides.pieces[0], sides.pieces[-1]
         # A gradient of hidden states is where the piece that comes next in the backward reads it.
         hidden = self.place(_GRADIENT, first.inputs[0])
@@ -225,8 +231,7 @@ class _Capture:
 
     def __init__(self, graphs: SegmentGraphs, layer: CutLayer, x: Tensor) -> None:
         self._graphs, self._layer, self._x = graphs, layer, x
-        # Of its own for the first piece: what is behind the core is differentiated apart from it.
-        self._enters = x.detach().requires_grad_() if layer.mixes else x
+        self._enters = x
         self.pieces, self.cores = list[Piece](), list[Core]()
         self._runs: Piece | None = None
         self._inputs: list[Tensor] = [self._enters]
@@ -250,7 +255,7 @@ class _Capture:
         """See Cut."""
         here = self._layer.number, len(self.cores)
         names: list[Any] = [("made", here, number) for number in range(len(made))]
-        names += [("passing", number) for number in range(len(passing))]
+        names += [("passing", number, one.shape[1:]) for number, one in enumerate(passing)]
         computed = [*made, *passing]
         places = [self._graphs.place_of(*both) for both in zip(names, computed, strict=True)]
         self._end(computed, places, [] if self.cores else [self._enters])
@@ -262,7 +267,12 @@ class _Capture:
 
     def entering(self, hidden: Tensor) -> Tensor:
         """See Cut."""
-        return self._enters if hidden is self._x else hidden
+        if hidden is not self._x or not self._layer.mixes:
+            return hidden
+        # A leaf of its own: what is behind the core is differentiated apart from it.
+        self._enters = hidden.detach().requires_grad_()
+        self._inputs = [self._enters]
+        return self._enters
 
     def experts(self, hidden: Tensor, norm: Callable[[Tensor], Any]) -> Tensor:
         """See Cut. The norm keeps its input, and so does whoever adds it to what experts make: it

@@ -118,17 +118,24 @@ def test_a_failure_between_convolution_and_rule_leaves_nothing(
 
 
 @pytest.mark.usefixtures("recorded_graphs")
-def test_another_weight_than_the_modules_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph in front of a convolution leaves no weights: it uses its module's."""
+def test_layers_that_cannot_be_captured_leave_others_their_graphs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A graph in front of a convolution leaves no weights: it must have its module's."""
     convolve = delta.GatedDeltaLayer._convolve_channels
 
     def scaled(self: Any, x: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
         return convolve(self, x, 1.0 * weight, *args, **kwargs)
 
-    monkeypatch.setattr(delta.GatedDeltaLayer, "_convolve_channels", scaled)
-    model = small_model(GDN, spec=gated_delta(4))
-    steps(model, config(), 3, uneven=True)
-    assert made(model).captures == 0 and "other weights" in made(model).refused
+    plain, graphed = (small_model(GDN, spec=gated_delta(4)) for _ in range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(delta.GatedDeltaLayer, "_convolve_channels", scaled)
+        ours = steps(graphed, config(), 3, uneven=True)
+    assert made(graphed).captures > 0 and not made(graphed).refused
+    assert caplog.text.count("layers of GatedDeltaNet and MLP run without CUDA graphs") == 1
+    assert "other weights" in caplog.text
+    for one, other in zip(ours, without(plain, config()), strict=True):
+        same(one, other)
 
 
 @pytest.mark.usefixtures("recorded_graphs", "cores_in_fp64")

@@ -175,7 +175,7 @@ def test_pieces_of_the_longest_segment_copy_one_thing(
     def captured(sets: Any, hidden: Tensor, given: Any) -> None:
         is_first = not sets.made
         capture(sets, hidden, given)
-        for pieces, _ in sets.made[len(hidden)]:
+        for pieces, _ in sets.made[len(hidden)].values():
             launched = [one for piece in pieces for one in piece.forward.launched]
             copies.append((is_first, launched.count("aten.copy_.default")))
 
