@@ -68,6 +68,7 @@ class LayerGraphs:
 
     Attributes:
         cut: what layers call while they are captured; None at other times.
+        layers: those with graphs.
         refused: why nothing more is captured; "" if something may be.
         captures: how often all layers were captured.
     """
@@ -78,7 +79,7 @@ class LayerGraphs:
     ) -> None:  # fmt: skip
         self.cut: Cut | None = None
         self.refused, self.captures = "", 0
-        self._all = self._layers = self._cut(layers)
+        self._all = self.layers = self._cut(layers)
         self._follow()
         self._running, self._group = running, group
         self._most, self._ranks = most, ranks
@@ -104,8 +105,8 @@ class LayerGraphs:
         return found
 
     def _follow(self) -> None:
-        numbers = {one.number for one in self._layers}
-        for one in self._layers:
+        numbers = {one.number for one in self.layers}
+        for one in self.layers:
             one.follows = one.number - 1 in numbers
 
     def overrides(self) -> Iterator[Override]:
@@ -119,7 +120,7 @@ class LayerGraphs:
             context = self._running.current
             if context is None or context.backward or not torch.is_grad_enabled():
                 return layer.stock(hidden_states, *args, **kwargs)
-            if self._layers and layer is self._layers[0] and not args:
+            if self.layers and layer is self.layers[0] and not args:
                 self._take(context, hidden_states, kwargs)
             mine = self._taken.get(context.index)
             sides = mine.made[len(hidden_states)].get(layer.number) if mine else None
@@ -150,9 +151,9 @@ class LayerGraphs:
 
     def _most_of_ranks(self, *numbers: int) -> list[int]:
         """The largest of each on tensor-parallel ranks."""
-        if self._group is None or self._group.size() == 1 or not self._layers:
+        if self._group is None or self._group.size() == 1 or not self.layers:
             return [*numbers]
-        device = self._layers[0].parameters()[0].device
+        device = self.layers[0].parameters()[0].device
         both = torch.tensor(numbers, dtype=torch.int32, device=device)
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
         found: list[int] = both.tolist()
@@ -163,7 +164,7 @@ class LayerGraphs:
         which Megatron's DDP waits for weights (overlap_param_gather), or somebody's own."""
         inside = (
             vars(one)
-            for layer in self._layers
+            for layer in self.layers
             for one in layer.modules()
             if one is not layer.module  # its own are called around its forward
         )
@@ -172,7 +173,7 @@ class LayerGraphs:
     def release(self, segment: int) -> None:
         """After a segment's backward."""
         mine = self._taken.pop(segment, None)
-        if mine is not None and mine.layers is self._layers:
+        if mine is not None and mine.layers is self.layers:
             self._free.append(mine)
 
     @property
@@ -182,12 +183,12 @@ class LayerGraphs:
 
     def end_step(self) -> None:
         """Whatever has happened, no segment is between its forward and its backward."""
-        self._free += (one for one in self._taken.values() if one.layers is self._layers)
+        self._free += (one for one in self._taken.values() if one.layers is self.layers)
         self._taken.clear()
 
     def _current_addresses(self) -> tuple[int, ...]:
-        weights = [one for layer in self._layers for one in layer.parameters()]
-        buffers = (one for layer in self._layers for one in layer.buffers())
+        weights = [one for layer in self.layers for one in layer.parameters()]
+        buffers = (one for layer in self.layers for one in layer.buffers())
         mains = (getattr(one, "main_grad", None) for one in weights)
         places = (one.data_ptr() for one in (*weights, *buffers, *mains) if one is not None)
         trained = (one.requires_grad for one in weights)
@@ -222,7 +223,7 @@ class LayerGraphs:
             self._free.remove(mine)
         if fits:
             return mine
-        return SegmentGraphs(self._layers, length, self, self._running.rotary)
+        return SegmentGraphs(self.layers, length, self, self._running.rotary)
 
     def _captured(self, mine: SegmentGraphs, hidden: Tensor, given: Mapping[str, Any]) -> bool:
         why, number = "", 0
@@ -239,16 +240,16 @@ class LayerGraphs:
             self._give_up(why, number - 1)
             return False
         self._addresses, self.captures = self._current_addresses(), self.captures + 1
-        logger.info("%d layers captured for %d positions", len(self._layers), len(hidden))
+        logger.info("%d layers captured for %d positions", len(self.layers), len(hidden))
         return True
 
     def _give_up(self, why: str, number: int) -> None:
         """Nothing more is captured of layers like the one with a number; of none if it is -1."""
-        kinds = next((one.kinds for one in self._layers if one.number == number), None)
-        self._layers = [one for one in self._layers if kinds is not None and one.kinds != kinds]
+        kinds = next((one.kinds for one in self.layers if one.number == number), None)
+        self.layers = [one for one in self.layers if kinds is not None and one.kinds != kinds]
         self._free.clear()
         self._follow()
-        if not self._layers:
+        if not self.layers:
             self.refused = why
-        of = " of " + " and ".join(one.name for one in kinds or () if one) if self._layers else ""
+        of = " of " + " and ".join(one.name for one in kinds or () if one) if self.layers else ""
         logger.warning("layers%s run without CUDA graphs: %s", of, why)
