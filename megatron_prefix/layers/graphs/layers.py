@@ -48,7 +48,7 @@ def why_not(config: Any, layers: Sequence[Sequence[Kind]]) -> str:
         layers: what fills the slots of each.
     """
     without = [one for kinds in layers if (one := without_graphs(config, kinds))]
-    if without and len(without) == len([*layers]):
+    if without and len(without) == len(layers):
         return "the model has layers of " + " and ".join(dict.fromkeys(without))
     given = (name for name in IN_THE_WAY if getattr(config, name, None))
     return next((f"the model has {name}" for name in given), "")
