@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.gdn import GatedDeltaNet
 from megatron_prefix.layers.graphs import layers
 from megatron_prefix.layers.kind import Graphed
@@ -117,23 +118,39 @@ def test_a_failure_between_convolution_and_rule_leaves_nothing(
         same(one, other)
 
 
+class Scaled(torch.nn.Conv1d):
+    """Whose weight is another tensor in every call; a graph in front of it would leave one."""
+
+    @property
+    def weight(self) -> Any:  # type: ignore[override]
+        """The parameter's values."""
+        return 1.0 * dict(self.named_parameters())["weight"]
+
+
+def _another_weight(module: Any) -> None:
+    module.conv1d.__class__ = Scaled
+
+
+def _nobodys_parameter(module: Any) -> None:
+    stock, more = module.in_proj.forward, torch.zeros((), dtype=torch.float64, requires_grad=True)
+    module.in_proj.forward = lambda x: (stock(x)[0] + more, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [(_another_weight, "other weights"), (_nobodys_parameter, "no module")]
+)
 @pytest.mark.usefixtures("recorded_graphs")
-def test_layers_that_cannot_be_captured_leave_others_their_graphs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_what_cannot_be_captured_leaves_others_theirs(
+    change: Callable[[Any], None], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A graph in front of a convolution leaves no weights: it must have its module's."""
-    convolve = delta.GatedDeltaLayer._convolve_channels
-
-    def scaled(self: Any, x: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
-        return convolve(self, x, 1.0 * weight, *args, **kwargs)
-
     plain, graphed = (small_model(GDN, spec=gated_delta(4)) for _ in range(2))
-    with monkeypatch.context() as patch:
-        patch.setattr(delta.GatedDeltaLayer, "_convolve_channels", scaled)
-        ours = steps(graphed, config(), 3, uneven=True)
+    for model in (plain, graphed):
+        for layer in unwrap(model).decoder.layers[::2]:
+            change(layer.self_attention)
+    ours = steps(graphed, config(), 3, uneven=True)
     assert made(graphed).captures > 0 and not made(graphed).refused
     assert caplog.text.count("layers of GatedDeltaNet and MLP run without CUDA graphs") == 1
-    assert "other weights" in caplog.text
+    assert said in caplog.text
     for one, other in zip(ours, without(plain, config()), strict=True):
         same(one, other)
 
