@@ -203,12 +203,12 @@ class GatedDeltaLayer(DeltaSpans):
         Raises:
             CannotCaptureError: while it is captured, if these are others.
         """
-        module = self._module.conv1d
+        module = self._module
         if cut_of(self._running) is not None:
-            pairs = (weight, module.weight), (bias, module.bias)
+            pairs = (weight, module.conv1d.weight), (bias, module.conv1d.bias)
             if any(one is not other and _differ(one, other) for one, other in pairs):
                 raise CannotCaptureError("a convolution has other weights than its module")
-        return lambda: (module.weight.squeeze(1), module.bias)
+        return lambda: (module.conv1d.weight.squeeze(1), module.conv1d.bias)
 
 
 def _differ(one: Tensor | None, other: Tensor | None) -> bool:
