@@ -103,8 +103,8 @@ class PrefixConfig:
             what it says that each segment keeps.
         graph_tokens: positions of the longest segment whose layers run on CUDA graphs, but for
             core attention, recurrences and experts (layers/graphs), and so take less of the host's
-            time. Such segments are padded to multiples of a 32nd of it, and what they keep stays allocated
-            between steps. 0: none does.
+            time. Such segments are padded to multiples of a 32nd of it, and what they keep stays
+            allocated between steps. 0: none does.
     """
 
     mode: str = "on"

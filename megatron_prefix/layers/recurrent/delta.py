@@ -47,7 +47,9 @@ class DeltaSpans:
         """A method of the layer whose kernels are replaced, in a segment."""
         self._called.clear()
         found = within(*args, **kwargs)
-        if self._called != {"convolution", "rule"}:
+        # Where one runs without the other its states are missed; but nothing runs in a capture.
+        needed = {"convolution"} if cut_of(self._running) is None else {"convolution", "rule"}
+        if not needed <= self._called:
             raise RuntimeError(_BYPASSED)
         return found
 
