@@ -102,10 +102,11 @@ class PrefixConfig:
         plan_file: a plan to run instead of the planner's (megatron_prefix/plan/planfile.py), with
             what it says that each segment keeps.
         graph_tokens: positions of the longest segment whose layers run on CUDA graphs, but for
-            core attention and experts (layers/graphs), and so take less of the host's time. Such
-            segments are padded to multiples of a 32nd of it, and what they keep stays allocated
-            between steps. 0: none does. "auto", in mode "auto": the longest for which the device
-            was seen to wait for the host, if steps then take less time (plan/graph_choice.py).
+            core attention, recurrences and experts (layers/graphs), and so take less of the host's
+            time. Such segments are padded to multiples of a 32nd of it, and what they keep stays
+            allocated between steps. 0: none does. "auto", in mode "auto": the longest for which the
+            device was seen to wait for the host, if steps then take less time
+            (plan/graph_choice.py).
     """
 
     mode: str = "on"

@@ -16,13 +16,16 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_prefix.layers.kind import Override, Running
+from megatron_prefix.layers.graphs.pieces import CannotCaptureError
+from megatron_prefix.layers.kind import Override, Running, cut_of
 from megatron_prefix.layers.recurrent.moves import overwritten
 from megatron_prefix.layers.recurrent.rebound import rebound
 from megatron_prefix.layers.recurrent.states import LayerStates, segment_of
 
 if TYPE_CHECKING:
     from megatron_prefix.layers.segment import SegmentContext
+
+_BYPASSED = "GatedDeltaNet has run a segment without the replaced kernels"
 
 
 class DeltaSpans:
@@ -38,42 +41,67 @@ class DeltaSpans:
         self._layer, self._running, self._stock_rule = layer, running, rule
         # Else flash-linear-attention reads the lengths back from the device, and the host waits.
         self._takes_lengths = "cu_seqlens_cpu" in inspect.signature(rule).parameters
-        self._states: LayerStates | None = None
+        self._called = set[str]()
 
     def _run(self, within: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method of the layer whose kernels are replaced, in a segment."""
-        try:
-            found = within(*args, **kwargs)
-            if self._states is None:
-                raise RuntimeError("GatedDeltaNet has run a segment without the replaced kernels")
-            return found
-        finally:
-            self._states = None
+        self._called.clear()
+        found = within(*args, **kwargs)
+        # Where one runs without the other its states are missed; but nothing runs in a capture.
+        needed = {"convolution"} if cut_of(self._running) is None else {"convolution", "rule"}
+        if not needed <= self._called:
+            raise RuntimeError(_BYPASSED)
+        return found
 
-    def _convolve(self, x: Tensor, before: int, stock: Callable[[Tensor], Tensor]) -> Tensor:
+    def _convolve(
+        self,
+        x: Tensor,
+        before: int,
+        stock: Callable[[Tensor], Tensor],
+        again: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         """A row's convolution, span by span.
 
         Args:
             x: [1, positions, channels].
             before: positions that the convolution looks back.
             stock: the convolution of [rows, positions, channels].
+            again: calls this with `x` and what the layer gives it behind a graph.
         """
-        states = self._states = LayerStates(segment_of(self._running), self._layer, x, before)
+        self._called.add("convolution")
+        if (cut := cut_of(self._running)) is not None:
+            row = x.squeeze(0)
+            return cut.core(lambda row, **_: again(row[None])[0], [row], row.shape[1:])[None]
+        context = segment_of(self._running)
+        states = LayerStates(context, self._layer, x, before)
+        context.between["states", self._layer] = states
         row, edges = states.edges(x.squeeze(0))
         y = stock(row.unsqueeze(0))
         if edges is None:
             return y
         ends = states.spans.edges(before)
-        again = stock(edges)[:, before:].flatten(0, 1)
+        beginnings = stock(edges)[:, before:].flatten(0, 1)
         if ends.kept is not None:
-            again = again.index_select(0, ends.kept)
-        return overwritten(y, ends.places, again)
+            beginnings = beginnings.index_select(0, ends.kept)
+        return overwritten(y, ends.places, beginnings)
 
     def _rule(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         """Instead of `chunk_gated_delta_rule`, [1, positions, heads, dim]."""
-        states = self._states
-        if states is None:
+        if self._running.current is None:
             return self._stock_rule(query, key, value, **given)
+        self._called.add("rule")
+        if (cut := cut_of(self._running)) is not None:
+            rows = [query, key, value, given.pop("g"), given.pop("beta")]
+
+            def again(*rows: Tensor, **_: Any) -> Tensor:
+                query, key, value, g, beta = (one[None] for one in rows)
+                out, _ = self._rule(query, key, value, g=g, beta=beta, **given)
+                return out[0]  # type: ignore[no-any-return]
+
+            return cut.core(again, [one.squeeze(0) for one in rows], value.shape[2:])[None], None
+        states = segment_of(self._running).between.pop(("states", self._layer), None)
+        if states is None:
+            raise RuntimeError(_BYPASSED)
         given = {
             **given,
             "initial_state": states.state,
@@ -144,7 +172,11 @@ class GatedDeltaLayer(DeltaSpans):
             y: Tensor = self._by_channels(x=part, weight=weight, bias=bias, activation=activation)
             return y.mT
 
-        return self._convolve(x.mT, before, stock).mT
+        own = self._own_weights(weight, bias)
+        return self._convolve(
+            x.mT, before, stock,
+            lambda x: self._convolve_channels(x.mT, *own(), activation).mT,
+        ).mT  # fmt: skip
 
     def _convolve_positions(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: Any
@@ -157,4 +189,32 @@ class GatedDeltaLayer(DeltaSpans):
             ]
             return y
 
-        return self._convolve(x, weight.shape[1] - 1, stock), None
+        own = self._own_weights(weight, bias)
+        y = self._convolve(
+            x, weight.shape[1] - 1, stock,
+            lambda x: self._convolve_positions(x, *own(), activation)[0],
+        )  # fmt: skip
+        return y, None
+
+    def _own_weights(
+        self, weight: Tensor, bias: Tensor | None
+    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
+        """Gives the convolution's weight and bias as they are in the module; a graph in front of it
+        leaves none.
+
+        Raises:
+            CannotCaptureError: while it is captured, if these are others.
+        """
+        module = self._module
+        if cut_of(self._running) is not None:
+            pairs = (weight, module.conv1d.weight), (bias, module.conv1d.bias)
+            if any(one is not other and _differ(one, other) for one, other in pairs):
+                raise CannotCaptureError("a convolution has other weights than its module")
+        return lambda: (module.conv1d.weight.squeeze(1), module.conv1d.bias)
+
+
+def _differ(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors are not all of one memory."""
+    if one is None or other is None:
+        return True
+    return one.data_ptr() != other.data_ptr() or one.numel() != other.numel()
