@@ -287,7 +287,7 @@ def in_segments(
     ) -> Tensor:  # fmt: skip
         context = running.current
         if (cut := cut_of(running)) is not None:
-            shape = 1, query.shape[2] * value.shape[3]
+            shape = len(query), 1, query.shape[2] * value.shape[3]
             return cut.core(again, [query, key, value], shape, shared.crossing())
         if context is None:
             found: Tensor = stock(query, key, value, *args, **kwargs)

@@ -55,12 +55,12 @@ class Cut(Protocol):
 
         Args:
             run: that, from now on. It uses parameters as they are in their modules then.
-            made: what it is given, [positions, ...] each.
-            shape: of a position of what it makes, in the dtype of the first that it is given.
+            made: what it is given, as many numbers a position of each in every segment.
+            shape: of what it makes, in the dtype of the first that it is given.
             passing: what it is given besides, and keeps nothing of: all layers have one place.
 
         Returns:
-            What it will make, [positions, *shape].
+            What it will make.
         """
         ...
 

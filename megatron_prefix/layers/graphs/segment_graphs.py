@@ -7,6 +7,7 @@ What is before the core of a layer's mixer (norm, projection, rotary embedding) 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ class SegmentGraphs:
     def __init__(self, layers: Sequence[CutLayer], most: int, owner: Cuts, rotary: Rotary) -> None:
         self.layers, self._owner, self._rotary = layers, owner, rotary
         self.at: CutLayer | None = None
-        self.most = most
+        self.most, self._length = most, most
         self.pool = graphs.pool()
         self._places: dict[Any, Tensor] = {}
         self._tables: set[int] = set()
@@ -79,6 +80,7 @@ class SegmentGraphs:
             RuntimeError: so says CUDA.
         """
         arguments = self._arguments(given)
+        self._length = len(hidden)
         self._tables.clear()
         graphs.settle()
         inside = (one for layer in self.layers for one in layer.modules())
@@ -115,15 +117,13 @@ class SegmentGraphs:
         return place
 
     def place(self, name: Any, like: Tensor, *, shape: Sequence[int] | None = None) -> Tensor:
-        """The place of what has a name, as many rows of it as `like` has; the first is the longest.
-
-        Hidden states of sequence-parallel ranks have fewer rows than queries.
-        """
-        key = name, like.dtype
+        """The place of what has a name, with the shape of `like` or another; the first is the
+        longest segment's, and others have the beginning of it."""
+        key, shape = (name, like.dtype), like.shape if shape is None else shape
+        size = math.prod(shape)
         if key not in self._places:
-            rest = like.shape[1:] if shape is None else shape
-            self._places[key] = like.new_empty((len(like), *rest), requires_grad=False)
-        return self._places[key][: len(like)].detach()
+            self._places[key] = like.new_empty(size, requires_grad=False)
+        return self._places[key][:size].view(*shape).detach()
 
     def place_of(self, name: Any, computed: Tensor) -> Tensor:
         """The place of what a piece computes: that itself where there is none yet, so that the
@@ -131,7 +131,7 @@ class SegmentGraphs:
         key, storage = (name, computed.dtype), computed.untyped_storage()
         whole = computed.is_contiguous() and storage.nbytes() == computed.nbytes
         if key not in self._places and whole:
-            self._places[key] = computed.detach()
+            self._places[key] = computed.detach().view(-1)
         return self.place(name, computed)
 
     def _rehearse(self, layer: CutLayer, hidden: Tensor, given: Mapping[str, Any]) -> None:
@@ -180,8 +180,12 @@ class SegmentGraphs:
         first.capture_backward(gradients, [hidden])
 
     def _of(self, name: Any, like: Tensor) -> Tensor:
-        """A place of a gradient, which layers whose tensors have one shape share."""
-        return self.place(("gradient", name, like.shape[1:]), like)
+        """A place of a gradient, which layers share where it has as many numbers a position."""
+        return self.place(("gradient", name, self.a_position(like)), like)
+
+    def a_position(self, one: Tensor) -> int:
+        """Numbers of a tensor for one of the hidden states that are captured."""
+        return one.numel() // self._length
 
 
 class _Rehearsal:
@@ -204,7 +208,7 @@ class _Rehearsal:
         """See Cut."""
         computed = [*made, *passing]
         self.made += computed
-        return computed[0].new_zeros((len(computed[0]), *shape)).requires_grad_()
+        return computed[0].new_zeros(shape).requires_grad_()
 
     def entering(self, hidden: Tensor) -> Tensor:
         """See Cut."""
@@ -255,7 +259,9 @@ class _Capture:
         """See Cut."""
         here = self._layer.number, len(self.cores)
         names: list[Any] = [("made", here, number) for number in range(len(made))]
-        names += [("passing", number, one.shape[1:]) for number, one in enumerate(passing)]
+        names += [
+            ("passing", number, self._graphs.a_position(one)) for number, one in enumerate(passing)
+        ]
         computed = [*made, *passing]
         places = [self._graphs.place_of(*both) for both in zip(names, computed, strict=True)]
         self._end(computed, places, [] if self.cores else [self._enters])

@@ -53,25 +53,15 @@ class DeltaSpans:
             raise RuntimeError(_BYPASSED)
         return found
 
-    def _convolve(
-        self,
-        x: Tensor,
-        before: int,
-        stock: Callable[[Tensor], Tensor],
-        again: Callable[[Tensor], Tensor],
-    ) -> Tensor:
+    def _convolve(self, x: Tensor, before: int, stock: Callable[[Tensor], Tensor]) -> Tensor:
         """A row's convolution, span by span.
 
         Args:
             x: [1, positions, channels].
             before: positions that the convolution looks back.
             stock: the convolution of [rows, positions, channels].
-            again: calls this with `x` and what the layer gives it behind a graph.
         """
         self._called.add("convolution")
-        if (cut := cut_of(self._running)) is not None:
-            row = x.squeeze(0)
-            return cut.core(lambda row, **_: again(row[None])[0], [row], row.shape[1:])[None]
         context = segment_of(self._running)
         states = LayerStates(context, self._layer, x, before)
         context.between["states", self._layer] = states
@@ -80,10 +70,10 @@ class DeltaSpans:
         if edges is None:
             return y
         ends = states.spans.edges(before)
-        beginnings = stock(edges)[:, before:].flatten(0, 1)
+        again = stock(edges)[:, before:].flatten(0, 1)
         if ends.kept is not None:
-            beginnings = beginnings.index_select(0, ends.kept)
-        return overwritten(y, ends.places, beginnings)
+            again = again.index_select(0, ends.kept)
+        return overwritten(y, ends.places, again)
 
     def _rule(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         """Instead of `chunk_gated_delta_rule`, [1, positions, heads, dim]."""
@@ -91,14 +81,14 @@ class DeltaSpans:
             return self._stock_rule(query, key, value, **given)
         self._called.add("rule")
         if (cut := cut_of(self._running)) is not None:
-            rows = [query, key, value, given.pop("g"), given.pop("beta")]
+            made = [query, key, value, given.pop("g"), given.pop("beta")]
 
-            def again(*rows: Tensor, **_: Any) -> Tensor:
-                query, key, value, g, beta = (one[None] for one in rows)
-                out, _ = self._rule(query, key, value, g=g, beta=beta, **given)
-                return out[0]  # type: ignore[no-any-return]
+            def again(*made: Tensor, **_: Any) -> Tensor:
+                query, key, value, g, beta = made
+                out: Tensor = self._rule(query, key, value, g=g, beta=beta, **given)[0]
+                return out
 
-            return cut.core(again, [one.squeeze(0) for one in rows], value.shape[2:])[None], None
+            return cut.core(again, made, value.shape), None
         states = segment_of(self._running).between.pop(("states", self._layer), None)
         if states is None:
             raise RuntimeError(_BYPASSED)
@@ -162,6 +152,10 @@ class GatedDeltaLayer(DeltaSpans):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: Any
     ) -> Tensor:
         """Instead of causal-conv1d's `causal_conv1d_fn`, x [1, channels, positions]."""
+        if (
+            found := self._behind(self._convolve_channels, x, weight, bias, activation)
+        ) is not None:
+            return found
         before = weight.shape[1] - 1
 
         def stock(part: Tensor) -> Tensor:
@@ -172,16 +166,18 @@ class GatedDeltaLayer(DeltaSpans):
             y: Tensor = self._by_channels(x=part, weight=weight, bias=bias, activation=activation)
             return y.mT
 
-        own = self._own_weights(weight, bias)
-        return self._convolve(
-            x.mT, before, stock,
-            lambda x: self._convolve_channels(x.mT, *own(), activation).mT,
-        ).mT  # fmt: skip
+        return self._convolve(x.mT, before, stock).mT
 
     def _convolve_positions(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: Any
     ) -> tuple[Tensor, None]:
         """Instead of flash-linear-attention's `causal_conv1d`, x [1, positions, channels]."""
+
+        def alone(*given: Any) -> Tensor:
+            return self._convolve_positions(*given)[0]
+
+        if (found := self._behind(alone, x, weight, bias, activation)) is not None:
+            return found, None
 
         def stock(part: Tensor) -> Tensor:
             y: Tensor = self._by_positions(x=part, weight=weight, bias=bias, activation=activation)[
@@ -189,28 +185,34 @@ class GatedDeltaLayer(DeltaSpans):
             ]
             return y
 
-        own = self._own_weights(weight, bias)
-        y = self._convolve(
-            x, weight.shape[1] - 1, stock,
-            lambda x: self._convolve_positions(x, *own(), activation)[0],
-        )  # fmt: skip
-        return y, None
+        return self._convolve(x, weight.shape[1] - 1, stock), None
 
-    def _own_weights(
-        self, weight: Tensor, bias: Tensor | None
-    ) -> Callable[[], tuple[Tensor, Tensor | None]]:
-        """Gives the convolution's weight and bias as they are in the module; a graph in front of it
-        leaves none.
+    def _behind(
+        self,
+        convolve: Callable[..., Tensor],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str,
+    ) -> Tensor | None:
+        """While the layer is captured, what a convolution will make of `x` behind a graph, with the
+        weights that its module has then; None at other times.
 
         Raises:
-            CannotCaptureError: while it is captured, if these are others.
+            CannotCaptureError: the layer uses others.
         """
-        module = self._module
-        if cut_of(self._running) is not None:
-            pairs = (weight, module.conv1d.weight), (bias, module.conv1d.bias)
-            if any(one is not other and _differ(one, other) for one, other in pairs):
-                raise CannotCaptureError("a convolution has other weights than its module")
-        return lambda: (module.conv1d.weight.squeeze(1), module.conv1d.bias)
+        if (cut := cut_of(self._running)) is None:
+            return None
+        self._called.add("convolution")
+        module = self._module.conv1d
+        pairs = (weight, module.weight), (bias, module.bias)
+        if any(one is not other and _differ(one, other) for one, other in pairs):
+            raise CannotCaptureError("a convolution has other weights than its module")
+
+        def again(x: Tensor, **_: Any) -> Tensor:
+            return convolve(x, module.weight.squeeze(1), module.bias, activation)
+
+        return cut.core(again, [x], x.shape)
 
 
 def _differ(one: Tensor | None, other: Tensor | None) -> bool:

@@ -63,13 +63,7 @@ class OwnDeltaLayer(DeltaSpans):
         if self._running.current is None:
             return self._stock_convolution(x, *args, **kwargs)
         before = self._inside.conv1d.weight.shape[-1] - 1
-        y = self._convolve(
-            x,
-            before,
-            lambda part: self._stock_convolution(part)[0],
-            lambda x: self._convolved(x)[0],
-        )
-        return y, None
+        return self._convolve(x, before, lambda part: self._stock_convolution(part)[0]), None
 
 
 def rule_of(inside: Any) -> Callable[..., Any]:

@@ -66,7 +66,8 @@ class MambaLayer:
             alone = segment_of(self._running).spans.is_one_root
             return self._within(zxbcdt.clone() if alone else zxbcdt, *args, **kwargs)
 
-        return cut.core(again, [], (1, self._module.cp.d_inner_local_tpcp), [zxbcdt])
+        shape = len(zxbcdt), 1, self._module.cp.d_inner_local_tpcp
+        return cut.core(again, [], shape, [zxbcdt])
 
     def _choosing(self, stock: Any, within: Callable[..., Any]) -> Callable[..., Any]:
         def method(*args: Any, **kwargs: Any) -> Any:
