@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_prefix.errors import UserError, shown
@@ -146,12 +146,17 @@ class PrefixConfig:
             )
         for name in ("cache_host_layers", "graph_tokens"):
             value = getattr(self, name)
-            if isinstance(value, int) and value < 0:
+            if not isinstance(value, str) and value < 0:
                 raise UserError(f"{name} is {value}: give a number from 0")
-        if isinstance(self.graph_tokens, str) and self.mode != "auto":
+        if isinstance(self.graph_tokens, str) and self.mode == "on":
             raise UserError("graph_tokens 'auto' is measured: give a number, or mode 'auto'")
         if not 0 < self.min_speedup < math.inf:
             raise UserError(f"min_speedup is {self.min_speedup}: give a finite number above 0")
+
+    def turned_on(self, **more: Any) -> PrefixConfig:
+        """The same in mode "on", where nothing is measured, with other fields changed by `more`."""
+        graphs = 0 if isinstance(self.graph_tokens, str) else self.graph_tokens
+        return replace(self, mode="on", graph_tokens=graphs, **more)
 
     @property
     def across(self) -> str:

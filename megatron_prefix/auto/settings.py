@@ -71,8 +71,9 @@ def read_config(
             raise UserError(f"{key} is not a setting; known are {', '.join([*known, FILE])}")
     for name, text in (flags or {}).items():
         given[name] = flag(name), _parsed(name, text, flag(name))
-    for name, (where, value) in given.items():
-        _checked({name: value}, where)
+    mode = given["mode"][1]
+    for name, (where, value) in given.items():  # the mode first, which others may need
+        _checked({"mode": mode, name: value}, where)
     return _checked({name: value for name, (_, value) in given.items()}, f"{PREFIX}*")
 
 

@@ -73,6 +73,16 @@ def test_values_that_mean_nothing_are_refused(fields, message) -> None:
     assert isinstance(caught.value, ValueError)
 
 
+def test_what_is_measured_in_mode_auto_is_not_in_others() -> None:
+    for mode in ("auto", "off", "observe"):
+        config = PrefixConfig(mode=mode, graph_tokens="auto", min_gain=7)
+        assert config.turned_on() == PrefixConfig(mode="on", min_gain=7)
+    turned_on = PrefixConfig(mode="auto", graph_tokens=64).turned_on(min_gain=7)
+    assert turned_on == PrefixConfig(graph_tokens=64, min_gain=7)
+    with pytest.raises(UserError, match="graph_tokens is -1"):
+        PrefixConfig(graph_tokens=np.int64(-1))
+
+
 def test_the_tree_gets_what_the_user_set() -> None:
     config = PrefixConfig(chunk_tokens=512, segment_tokens=99, min_gain=7, loss_in_leaves=True)
     assert config.tree_options(8) == TreeOptions(8, 512, 99, 7, 32 * 7, True, "batch")

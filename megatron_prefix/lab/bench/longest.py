@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_prefix.config import PrefixConfig
@@ -57,7 +57,7 @@ def frontier(
     """
     device = next(chunks[0].parameters()).device
     capacity = capacity or free_bytes(device)
-    config = replace(config, mode="on", segment_tokens=1, min_gain=0)
+    config = config.turned_on(segment_tokens=1, min_gain=0)
 
     def shape(steps: int) -> GroupShape:
         return GroupShape(max(1, steps * step - response), response, 2)

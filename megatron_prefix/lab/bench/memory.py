@@ -112,7 +112,7 @@ def measure(
         repeats: measured calls; 0: measure the first call.
         seed: of tokens and advantages.
     """
-    config = replace(config, mode="on", segment_tokens=shape.segment_tokens or 1)
+    config = config.turned_on(segment_tokens=shape.segment_tokens or 1)
     vocab_size = unwrap(chunks[0]).vocab_size
     with recomputing(chunks, way.recompute):
         memory = predicted(shape, way, chunks, config)

@@ -219,7 +219,7 @@ def align(
     packing.check(chunks, baseline)
     for chunk in chunks:
         install(chunk, prefix_config.kernel)  # what cannot run is refused before anything runs
-    ours = PrefixSchedule(replace(prefix_config, mode="on"), SAYS)
+    ours = PrefixSchedule(prefix_config.turned_on(), SAYS)
     exact = reference() if reference is not None else None
     raw = sum(len(rollout) - 1 for group in groups for rollout in group.rollouts)
     make = functools.partial(made, groups, baseline, multiple, least)

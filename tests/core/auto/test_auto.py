@@ -230,6 +230,17 @@ def test_variables_flags_and_files(name: str, tmp_path: Path) -> None:
     assert read_config({"MEGATRON_PREFIX_CONFIG": str(file)}) == wanted
 
 
+def test_graphs_may_be_left_to_measurements_in_modes_that_measure_or_do_nothing() -> None:
+    auto = {"MEGATRON_PREFIX_GRAPH_TOKENS": "auto"}
+    assert read_config(auto) == PrefixConfig(mode="auto", graph_tokens="auto")
+    assert read_config({}, {"graph_tokens": "auto"}).graph_tokens == "auto"
+    for mode in ("off", "observe"):
+        assert read_config(auto, {"mode": mode}).graph_tokens == "auto"
+    message = "MEGATRON_PREFIX_GRAPH_TOKENS: graph_tokens 'auto' is measured: give a number"
+    with pytest.raises(UserError, match=message):
+        read_config(auto, {"mode": "on"})
+
+
 def test_a_flag_wins_over_a_variable_and_that_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "prefix.toml"
     file.write_text("min_gain = 1\nrun_ahead = 1\nmode = 'off'\n", encoding="utf-8")
