@@ -26,8 +26,10 @@ from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.run.schedule import PrefixSchedule
+from tests.harness import one_group
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.recorded import RecordedGraph, recorded_graphs  # noqa: F401
+from tests.harness.steps import Contract, call
 
 TOKENS = 256
 
@@ -259,6 +261,18 @@ def test_a_piece_holds_what_autograd_saves_only(monkeypatch: pytest.MonkeyPatch)
     assert computed() is None and torch.equal(place, torch.full((3,), 2.0))
     piece.capture_backward([torch.ones(3)], [gradient])
     assert torch.equal(gradient, torch.full((3,), 2.0))
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_passes_without_gradients_leave_them() -> None:
+    """Also those of a schedule of their own, which has measured nothing."""
+    model = small_model(spec={"num_layers": 3})
+    steps(model, config(), 3, uneven=True)
+    before = made(model)
+    other = PrefixSchedule(config(mode="auto", min_speedup=0.01, graph_tokens="auto"))
+    call(other, Contract().step, model, one_group.items(), forward_only=True)
+    assert other.report is not None and other.report.decision.share
+    assert made(model) is before and before.captures > 0
 
 
 @pytest.mark.usefixtures("recorded_graphs")
