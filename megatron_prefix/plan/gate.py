@@ -24,12 +24,14 @@ class Decision:
         reason: why, in one line.
         fallback: the stock schedule runs although the user wanted sharing.
         predicted_speedup: of sharing over the stock schedule.
+        over_limit: whether sharing would take more memory than it may.
     """
 
     share: bool
     reason: str
     fallback: bool
     predicted_speedup: float
+    over_limit: bool = False
 
 
 def decide(config: PrefixConfig, speedup: float) -> Decision:
@@ -65,7 +67,7 @@ def kept_to_limit(config: PrefixConfig, decision: Decision, peak: float, limit: 
         else f"the limit, that of Megatron's schedule, is {limit / 2**30:.3g}"
     )
     reason = f"sharing would take {peak / 2**30:.3g} GiB beside the weights, and {most}"
-    return Decision(False, reason, True, decision.predicted_speedup)
+    return Decision(False, reason, True, decision.predicted_speedup, over_limit=True)
 
 
 def other_way(config: PrefixConfig, decision: Decision) -> Decision:

@@ -33,42 +33,56 @@ class GraphChoice:
         is_open: whether that may still change.
         without: times of steps without graphs, over what was predicted of them.
         waits: positions of the longest segment seen to wait for the host.
+        is_late: whether a step with graphs took too long in which some were captured.
     """
 
     tokens: int
     is_open: bool = False
     without: tuple[float, ...] = ()
     waits: int = 0
+    is_late: bool = False
 
     @classmethod
     def of(cls, setting: int | str) -> GraphChoice:
         """By the setting `graph_tokens`."""
         return cls(0, is_open=True) if isinstance(setting, str) else cls(setting)
 
-    def after(self, ratio: float, waits: int, *, may_try: bool) -> GraphChoice:
+    def after(
+        self, ratio: float, waits: int, *, may_try: bool, captured: bool = False
+    ) -> GraphChoice:
         """With one more timed step that shared.
 
         Args:
             ratio: its time over what was predicted of it.
             waits: see `longest_waiting`.
             may_try: whether graphs may be used from the next step on.
+            captured: whether graphs were captured in it, which is no time of a step: if it took too
+                long another one decides, whether graphs are captured in that or not.
         """
         if not self.is_open:
             return self
         if self.tokens:
             pays = ratio <= PAYS * statistics.median(self.without)
+            if captured and not (pays or self.is_late):
+                return replace(self, is_late=True)
             return replace(self, is_open=False, tokens=self.tokens if pays else 0)
         seen = replace(self, without=(*self.without, ratio), waits=max(self.waits, waits))
         if may_try and seen.waits and len(seen.without) >= ENOUGH:
             return replace(seen, tokens=1 << (seen.waits - 1).bit_length())
         return seen
 
+    def without_room(self) -> GraphChoice:
+        """After a timed step that could not share, or ran twice, for want of memory: graphs that
+        are tried end, as they hold some."""
+        return replace(self, is_open=False, tokens=0) if self.is_open and self.tokens else self
+
 
 def longest_waiting(
     plan: Plan, device: Mapping[Action, float], host: Mapping[Action, float]
 ) -> int:
     """Positions of the longest segment in whose forward the device waited for the host; 0 if such
-    forwards were a small part of the step.
+    forwards were a small part of the step. Of those that may have graphs: not what another rank
+    computes, nor what is recomputed or offloaded.
 
     Args:
         plan: of the step.
@@ -79,6 +93,7 @@ def longest_waiting(
         action
         for action, seconds in device.items()
         if action.kind == "F" and host[action] >= WAITS * seconds
+        if plan.segments[action.segment].source < 0 and plan.policy(action.segment) == "retain"
     ]
     if sum(device[one] for one in waited) < LEAST * sum(device.values()):
         return 0

@@ -12,7 +12,8 @@ import contextlib
 import importlib.metadata
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -44,6 +45,25 @@ def guessed(rank: Rank, frozen: float = 0.0) -> CostModel:
     return rank.cost.in_seconds(
         rate * rank.parts, rank.config.num_layers, rank.num_stages, len(rank.models), frozen
     )
+
+
+class OfGraphs(NamedTuple):
+    """What a timed step says of CUDA graphs.
+
+    Attributes:
+        waits: see `longest_waiting`.
+        captured: whether some were captured in it.
+        needs_room: whether it could not share, or ran twice, for want of memory.
+    """
+
+    waits: int
+    captured: bool
+    needs_room: bool
+
+    @classmethod
+    def most(cls, seen: Iterable[OfGraphs]) -> OfGraphs:
+        """Of several ranks."""
+        return cls(*map(max, zip(*seen, strict=True)))
 
 
 class CostMeter:
@@ -111,7 +131,7 @@ class CostMeter:
         self._num_steps += 1
         if self._config.mode != "auto":
             return
-        first = self._num_steps in FIRST and not self._knows_both
+        first = self._num_steps in FIRST and (self.graphs.is_open or not self._knows_both)
         self.due = first or self._num_steps % EVERY == 0
 
     @property
@@ -188,17 +208,18 @@ class CostMeter:
                 mine = mine.and_also(Evidence(steps=(step,)))
         # By schedule: where nothing crosses them, data-parallel ranks may run different ones.
         by_schedule = [seen if share is one else Seen() for one in self._seen]
+        of_graphs = OfGraphs(waits, report.captured, report.decision.over_limit or report.retried)
         for group in self._groups:
-            said = all_say((mine, by_schedule, waits), group)
-            measured, peaks_seen, waited = zip(*said, strict=True)
-            mine, waits = together(measured, self.times), max(waited)
+            said = all_say((mine, by_schedule, of_graphs), group)
+            measured, peaks_seen, graphs_seen = zip(*said, strict=True)
+            mine, of_graphs = together(measured, self.times), OfGraphs.most(graphs_seen)
             by_schedule = [*map(Seen.most, zip(*peaks_seen, strict=True))]
         for one, most in zip(self._seen, by_schedule, strict=True):
             self._seen[one] = self._seen[one].then(most)
         self.memory_factors = factors(self._seen[False], self._seen[True])
         self._measured = self._measured.and_also(mine, KEPT)
         times = self._measured.times(self._prior)
-        before, graphs = self.graphs.tokens, self._graphs_after(report, seconds, waits)
+        before, graphs = self.graphs.tokens, self._graphs_after(report, seconds, of_graphs)
         mine_next = times, self._doubt(report, times), graphs
         self.times, self._doubted, self.graphs = first_says(mine_next, self._groups)
         if self.graphs.tokens != before:
@@ -206,16 +227,21 @@ class CostMeter:
         logger.info("measured step %d: %s", self._num_steps, self.times)
         self._save()
 
-    def _graphs_after(self, report: StepReport, seconds: float, waits: int) -> GraphChoice:
+    def _graphs_after(self, report: StepReport, seconds: float, seen: OfGraphs) -> GraphChoice:
         """The use of graphs from the next step on. While the first steps are measured there are
         none: a capture is no time of a step."""
+        if seen.needs_room and self.graphs.tokens:
+            return self.graphs.without_room()
         share, both = report.decision.share, report.prediction
         if both is None or not share or share not in self._ran or report.retried:
             return self.graphs
         predicted = self._prior.of(both.prefix_features)
         if not predicted > 0:
             return self.graphs
-        return self.graphs.after(seconds / predicted, waits, may_try=self._num_steps >= FIRST[-1])
+        return self.graphs.after(
+            seconds / predicted, seen.waits,
+            may_try=self._num_steps >= FIRST[-1], captured=seen.captured,
+        )  # fmt: skip
 
     def _doubt(self, report: StepReport, times: CostModel) -> float | None:
         """The predicted speedup of a step, by what is known now, if it is so close that the stock

@@ -127,6 +127,7 @@ class StepReport:
             cross.
         why_alone: why nothing crossed where it could have; on the first pipeline stage.
         retried: memory ran out, and the step ran once more.
+        captured: whether CUDA graphs were captured in it on this rank.
     """
 
     forest: Forest
@@ -145,6 +146,7 @@ class StepReport:
     crossed: Crossed | None = None
     why_alone: str = ""
     retried: bool = False
+    captured: bool = False
 
     @property
     def predicted_peak(self) -> float | None:

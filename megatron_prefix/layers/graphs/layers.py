@@ -71,6 +71,7 @@ class LayerGraphs:
         layers: those with graphs.
         refused: why nothing more is captured; "" if something may be.
         captures: how often all layers were captured.
+        captured: whether they were in the step that runs, or ran last.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class LayerGraphs:
         ranks: int, group: Any = None,
     ) -> None:  # fmt: skip
         self.cut: Cut | None = None
-        self.refused, self.captures = "", 0
+        self.refused, self.captures, self.captured = "", 0, False
         self._all = self.layers = self._cut(layers)
         self._follow()
         self._running, self._group = running, group
@@ -134,7 +135,7 @@ class LayerGraphs:
         """Whether anything has moved is looked at in the first forward with gradients: in passes
         without them a trainer may have put gradients away."""
         self.end_step()
-        self._is_new = True
+        self._is_new, self.captured = True, False
 
     def _look(self) -> None:
         """Gives up what reads weights or writes gradients that lie elsewhere now."""
@@ -226,7 +227,7 @@ class LayerGraphs:
         return SegmentGraphs(self.layers, length, self, self._running.rotary)
 
     def _captured(self, mine: SegmentGraphs, hidden: Tensor, given: Mapping[str, Any]) -> bool:
-        why, number = "", 0
+        why, number, self.captured = "", 0, True
         try:
             mine.capture(hidden, given)
         except Exception as problem:  # noqa: BLE001 - whatever it is, layers run without graphs

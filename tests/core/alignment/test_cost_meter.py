@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,6 +94,46 @@ def test_other_modes_and_passes_without_grad_are_not_measured() -> None:
             assert not meter_of(schedule).due
             times.add(meter_of(schedule).times)
         assert len(times) == 1
+
+
+def test_first_steps_are_measured_for_graphs_where_costs_are_known(tmp_path: Path) -> None:
+    """On the CPU, where the device waits for the host; layers cannot run on graphs there."""
+    path = tmp_path / "costs.json"
+    model = small_model()
+    first = schedule_with(mode="auto", min_speedup=0.01, cost_file=str(path))
+    ran(first, model, 2)
+    both = first.report.prediction
+    assert both is not None
+    shapes = (True, both.prefix_features), (False, both.stock_features)
+    remember(path, *(cost_meter.StepTime(one, tuple(of.tolist()), 1.0) for one, of in shapes))
+    for graphs, due in (("auto", [False, True, True, True, True]), (0, [False] * 5)):
+        schedule = schedule_with(
+            mode="auto", min_speedup=1e-6, cost_file=str(path), graph_tokens=graphs
+        )
+        assert [one for _, one in ran(schedule, model, 5)] == due
+        assert (meter_of(schedule).graphs.tokens > 0) == (graphs == "auto")
+
+
+@pytest.mark.parametrize("why", ["over_limit", "retried"])
+def test_graphs_that_leave_no_room_end(why: str, monkeypatch) -> None:
+    monkeypatch.setattr(cost_meter, "EVERY", 7)
+    schedule = schedule_with(mode="auto", min_speedup=0.01, graph_tokens="auto")
+    model, memory = small_model(), schedule.memory
+    ran(schedule, model, 6)
+    assert meter_of(schedule).graphs.tokens > 0
+    run, limited = memory.run, memory.limited
+
+    def run_again(*args: Any) -> Any:
+        result, plan = run(*args)
+        return result, replace(plan)
+
+    if why == "retried":
+        monkeypatch.setattr(memory, "run", run_again)
+    else:
+        monkeypatch.setattr(memory, "limited", lambda *args: (limited(*args)[0], math.inf))
+    found = ran(schedule, model, 1)
+    assert found == [(why == "retried", True)]
+    assert meter_of(schedule).graphs.tokens == 0 and not meter_of(schedule).graphs.is_open
 
 
 def test_a_close_prediction_times_both_schedules(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_prefix.plan.actions import Action
@@ -45,6 +47,24 @@ def test_they_stay_if_steps_take_less(ratio: float, tokens: int) -> None:
     assert choice.after(0.1, 4096, may_try=True) == choice
 
 
+def test_a_step_in_which_some_are_captured_is_late_once() -> None:
+    choice = tried().after(1.2, 0, may_try=True, captured=True)
+    assert choice.tokens == 1024 and choice.is_open
+    assert choice.after(1.0, 0, may_try=True, captured=True).tokens == 1024
+    again = choice.after(1.2, 0, may_try=True, captured=True)
+    assert again.tokens == 0 and not again.is_open
+    sooner = tried().after(1.0, 0, may_try=True, captured=True)
+    assert sooner.tokens == 1024 and not sooner.is_open
+
+
+def test_they_end_where_there_is_no_room_for_them() -> None:
+    ended = tried().without_room()
+    assert ended.tokens == 0 and not ended.is_open
+    kept = tried().after(1.0, 0, may_try=True)
+    for choice in (GraphChoice.of("auto"), GraphChoice.of(64), kept):
+        assert choice.without_room() == choice
+
+
 def test_the_longest_segment_that_waits() -> None:
     rollouts, groups = flat_rollouts(400, 100, 4, 1)
     plan = make_plan(build(rollouts, groups, TreeOptions(segment_tokens=200)))
@@ -62,5 +82,11 @@ def test_the_longest_segment_that_waits() -> None:
     assert longest_waiting(plan, device, host(0.95, "F", 10**6)) == max(lengths.values())
     assert longest_waiting(plan, device, host(0.8, "F", 10**6)) == 0
     assert longest_waiting(plan, device, host(0.95, "B", 10**6)) == 0
+    kept = [lengths[Action("F", index)] == shortest for index in range(len(plan.segments))]
+    apart = replace(plan, policies=tuple("retain" if one else "recompute" for one in kept))
+    assert longest_waiting(apart, device, host(0.95, "F", 10**6)) == shortest
+    both = zip(plan.segments, kept, strict=True)
+    sent = replace(plan, segments=tuple(s if one else s._replace(source=1) for s, one in both))
+    assert longest_waiting(sent, device, host(0.95, "F", 10**6)) == shortest
     waiting = {one: 0.01 if one.kind == "F" else 1.0 for one in actions}
     assert longest_waiting(plan, waiting, waiting) == 0  # a small part of the step
