@@ -21,6 +21,8 @@ from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
 from megatron_prefix.tree.payload_map import Form
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_prefix.layers.blocks.interface import Kernel
     from megatron_prefix.layers.blocks.rotary import Rotary
     from megatron_prefix.layers.graphs.cut_layer import Cut
@@ -77,6 +79,8 @@ class Running(Protocol):
         rotary: tables of rotary embeddings; it is told of every module that it is asked for.
         ahead: what multi-token prediction reads in this step; None if it does not run.
         graphs: of its layers; None without.
+        angles: what its layers may be given of rotary embeddings, [positions, 1, 1, width] if they
+            are; while a segment runs.
     """
 
     current: SegmentContext | None
@@ -85,6 +89,7 @@ class Running(Protocol):
     replay: Replay | None
     rotary: Rotary
     ahead: StepAhead | None
+    angles: Tensor | None
 
 
 def cut_of(running: Running) -> Cut | None:

@@ -79,6 +79,7 @@ class Hooks:
         rotary: tables of its rotary embeddings.
         ahead: what multi-token prediction reads in this step; None if it does not run.
         graphs: of its layers; None without.
+        angles: what its decoder is given of rotary embeddings, while a segment runs.
     """
 
     def __init__(self, model: nn.Module, kernel: str) -> None:
@@ -111,6 +112,7 @@ class Hooks:
         self.graphs: LayerGraphs | None = None
         self._graphed, self._ungraph = 0, list[Callable[[], None]]()
         self._turned: Tensor | None = None  # the rotary table of the segment that runs
+        self.angles: Tensor | None = None
         self._undo: list[Callable[[], None]] = []
         try:
             self._install()
@@ -240,7 +242,7 @@ class Hooks:
         try:
             yield
         finally:
-            self.current = self._turned = None
+            self.current = self._turned = self.angles = None
             self.model.post_process = head
 
     def prepare(self, max_position: int) -> None:
@@ -291,6 +293,8 @@ class Hooks:
             if not isinstance(given, Tensor) or given.shape[1:] != angles.shape[1:]:
                 raise refused(ROTARY_TABLES, _described(given))
             self._turned = kwargs["rotary_pos_emb"] = angles
+        given = kwargs.get("rotary_pos_emb")
+        self.angles = given if isinstance(given, Tensor) else None
         return args, kwargs
 
     def _own_slice(self, given: Any, num: int) -> Any:

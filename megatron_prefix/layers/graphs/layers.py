@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_prefix.device import graphs
 from megatron_prefix.layers.graphs.cut_layer import Cut, CutLayer
 from megatron_prefix.layers.graphs.pieces import CannotCaptureError
-from megatron_prefix.layers.graphs.segment_graphs import SegmentGraphs
+from megatron_prefix.layers.graphs.segment_graphs import ROTARY, SegmentGraphs
 from megatron_prefix.layers.kind import Graphed, Kind, Override, Part, Running
 from megatron_prefix.layers.segment import SegmentContext
 
@@ -122,7 +122,7 @@ class LayerGraphs:
             if context is None or context.backward or not torch.is_grad_enabled():
                 return layer.stock(hidden_states, *args, **kwargs)
             if self.layers and layer is self.layers[0] and not args:
-                self._take(context, hidden_states, kwargs)
+                self._take(context, hidden_states)
             mine = self._taken.get(context.index)
             sides = mine.made[len(hidden_states)].get(layer.number) if mine else None
             if sides is None:
@@ -195,7 +195,7 @@ class LayerGraphs:
         trained = (one.requires_grad for one in weights)
         return (self._running.rotary.changes, *places, *trained)
 
-    def _take(self, context: SegmentContext, hidden: Tensor, given: Mapping[str, Any]) -> None:
+    def _take(self, context: SegmentContext, hidden: Tensor) -> None:
         """Gives a segment a set of graphs, with some of its length."""
         length = len(hidden)
         plain = context.offload is None and not torch.is_autocast_enabled(hidden.device.type)
@@ -210,6 +210,7 @@ class LayerGraphs:
         if self._seen[length] <= SEEN_BEFORE:
             return
         mine = self._fitting(length)
+        given = {ROTARY: self._running.angles}  # Mamba2, which may be the first, is given none
         if length not in mine.made and not self._captured(mine, hidden, given):
             return
         mine.begin(given, context.positions)

@@ -41,6 +41,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         GDN, gated_delta(4), {"memory": "recompute", "chunk_tokens": 8}),
     "scan": (MAMBA, mamba("M*M-M-"), {}),
     "scan, chunks": (MAMBA, mamba("M*M-M-"), {"chunk_tokens": 8}),
+    "scan, then attention that turns": (MAMBA, {**mamba("M*-M"), "rope": True}, {}),
     "scan alone": (MAMBA, mamba("MMM"), {"chunk_tokens": 2}),
     "scan behind an MLP": (MAMBA, mamba("-M*"), {"segment_tokens": 8}),
     "scan, offloaded": (MAMBA, mamba("M*M-"), {"memory": "offload", "chunk_tokens": 8}),
