@@ -51,11 +51,13 @@ class OfGraphs(NamedTuple):
     """What a timed step says of CUDA graphs.
 
     Attributes:
+        shared: whether it shared.
         waits: see `longest_waiting`.
         captured: whether some were captured in it.
         needs_room: whether it could not share, or ran twice, for want of memory.
     """
 
+    shared: bool
     waits: int
     captured: bool
     needs_room: bool
@@ -208,7 +210,8 @@ class CostMeter:
                 mine = mine.and_also(Evidence(steps=(step,)))
         # By schedule: where nothing crosses them, data-parallel ranks may run different ones.
         by_schedule = [seen if share is one else Seen() for one in self._seen]
-        of_graphs = OfGraphs(waits, report.captured, report.decision.over_limit or report.retried)
+        no_room = report.decision.over_limit or report.retried
+        of_graphs = OfGraphs(share, waits, report.captured, no_room)
         for group in self._groups:
             said = all_say((mine, by_schedule, of_graphs), group)
             measured, peaks_seen, graphs_seen = zip(*said, strict=True)
@@ -217,15 +220,26 @@ class CostMeter:
         for one, most in zip(self._seen, by_schedule, strict=True):
             self._seen[one] = self._seen[one].then(most)
         self.memory_factors = factors(self._seen[False], self._seen[True])
-        self._measured = self._measured.and_also(mine, KEPT)
+        if self._chooses_graphs(report, seconds, of_graphs):
+            self._measured = self._measured.and_also(mine, KEPT)
         times = self._measured.times(self._prior)
-        before, graphs = self.graphs.tokens, self._graphs_after(report, seconds, of_graphs)
-        mine_next = times, self._doubt(report, times), graphs
-        self.times, self._doubted, self.graphs = first_says(mine_next, self._groups)
-        if self.graphs.tokens != before:
-            logger.info("graph_tokens is %d from the next step on", self.graphs.tokens)
+        mine_next = times, self._doubt(report, times)
+        self.times, self._doubted = first_says(mine_next, self._groups)
         logger.info("measured step %d: %s", self._num_steps, self.times)
         self._save()
+
+    def _chooses_graphs(self, report: StepReport, seconds: float, seen: OfGraphs) -> bool:
+        """Chooses the use of graphs from the next step on, alike on all ranks. Whether the step's
+        times say what later ones take: not one that shared while graphs are tried, unless they
+        stay."""
+        before = self.graphs
+        if not before.is_open:
+            return True
+        self.graphs = first_says(self._graphs_after(report, seconds, seen), self._groups)
+        if self.graphs.tokens != before.tokens:
+            logger.info("graph_tokens is %d from the next step on", self.graphs.tokens)
+        stay = self.graphs.tokens > 0 and not self.graphs.is_open
+        return stay or not (before.tokens and seen.shared)
 
     def _graphs_after(self, report: StepReport, seconds: float, seen: OfGraphs) -> GraphChoice:
         """The use of graphs from the next step on. While the first steps are measured there are

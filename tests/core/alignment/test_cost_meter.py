@@ -15,7 +15,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.plan import gate
+from megatron_prefix.plan import gate, graph_choice
 from megatron_prefix.plan.cost_file import read_costs, write_costs
 from megatron_prefix.run import cost_meter
 from megatron_prefix.run import schedule as schedule_module
@@ -112,6 +112,21 @@ def test_first_steps_are_measured_for_graphs_where_costs_are_known(tmp_path: Pat
         )
         assert [one for _, one in ran(schedule, model, 5)] == due
         assert (meter_of(schedule).graphs.tokens > 0) == (graphs == "auto")
+
+
+@pytest.mark.parametrize(("pays", "num"), [(1e9, 5), (0.0, 4)])
+def test_a_step_with_graphs_that_go_says_nothing_of_others(
+    pays: float, num: int, monkeypatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(cost_meter, "EVERY", 7)
+    monkeypatch.setattr(graph_choice, "PAYS", pays)
+    path = tmp_path / "costs.json"
+    schedule = schedule_with(
+        mode="auto", min_speedup=0.01, graph_tokens="auto", cost_file=str(path)
+    )
+    ran(schedule, small_model(), 7)
+    assert (meter_of(schedule).graphs.tokens > 0) == (num == 5)
+    assert len(measured(path).steps) == num
 
 
 @pytest.mark.parametrize("why", ["over_limit", "retried"])
