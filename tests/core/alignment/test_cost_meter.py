@@ -96,7 +96,7 @@ def test_other_modes_and_passes_without_grad_are_not_measured() -> None:
         assert len(times) == 1
 
 
-def test_first_steps_are_measured_for_graphs_where_costs_are_known(tmp_path: Path) -> None:
+def test_first_steps_are_measured_for_graphs_of_known_costs(tmp_path: Path) -> None:
     """On the CPU, where the device waits for the host; layers cannot run on graphs there."""
     path = tmp_path / "costs.json"
     model = small_model()

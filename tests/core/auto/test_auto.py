@@ -230,7 +230,7 @@ def test_variables_flags_and_files(name: str, tmp_path: Path) -> None:
     assert read_config({"MEGATRON_PREFIX_CONFIG": str(file)}) == wanted
 
 
-def test_graphs_may_be_left_to_measurements_in_modes_that_measure_or_do_nothing() -> None:
+def test_graphs_are_left_to_measurements_unless_mode_is_on() -> None:
     auto = {"MEGATRON_PREFIX_GRAPH_TOKENS": "auto"}
     assert read_config(auto) == PrefixConfig(mode="auto", graph_tokens="auto")
     assert read_config({}, {"graph_tokens": "auto"}).graph_tokens == "auto"
