@@ -37,6 +37,7 @@ from tests.harness import steps
 from tests.harness.context_parallel import DATA, VOCAB, spec
 from tests.harness.data import BUNDLED
 from tests.harness.ranks import run_ranks
+from tests.harness.rows import rows
 from tests.harness.steps import Contract
 from tests.harness.stock_once import stock_once
 
@@ -97,12 +98,17 @@ def check(layout: Layout, recompute: str, model: str = "tiny-llama") -> None:
             assert verdict.compared_with == align.GATHERED
 
 
+ROWS = [
+    *((layout, "none") for layout in LAYOUTS),
+    # Megatron's recomputation asks for no data-parallel rank, nor how many share a sequence.
+    *((layout, "full") for layout in ("cp2", "tp2 cp2", "pp2 cp2")),
+]
+
+
 @pytest.mark.parametrize(
     ("layout", "recompute"),
-    # Megatron's recomputation asks for no data-parallel rank, nor how many share a sequence.
-    [*((layout, "none") for layout in LAYOUTS),
-     *((layout, "full") for layout in ("cp2", "tp2 cp2", "pp2 cp2"))],
-)  # fmt: skip
+    rows(ROWS, [("dp2 cp2", "none"), ("tp2 cp2", "full"), ("pp2 cp2", "full")]),
+)
 def test_as_the_stock_schedule_in_the_same_layout(layout: str, recompute: str) -> None:
     check(LAYOUTS[layout], recompute)
 
@@ -151,7 +157,7 @@ def traces(layout: Layout, whole: Layout) -> tuple[tuple[int, int], list[align.T
     return place, found
 
 
-@pytest.mark.parametrize("name", ["cp2", "cp4", "tp2 cp2", "pp2 cp2"])
+@pytest.mark.parametrize("name", rows(["cp2", "cp4", "tp2 cp2", "pp2 cp2"], ["cp2", "pp2 cp2"]))
 def test_as_one_rank_in_the_place_of_its_group(name: str) -> None:
     """With a mean over tokens the layout does not matter; both schedules, gradients and steps."""
     layout = LAYOUTS[name]

@@ -23,6 +23,7 @@ from megatron_prefix.megatron.install import installed
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.ranks import run_ranks
 from tests.harness.recorded import RecordedGraph, recorded_graphs  # noqa: F401
+from tests.harness.rows import rows
 
 TP2 = Layout(tp=2, sequence_parallel=True)
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
@@ -92,14 +93,16 @@ def test_steps_are_those_without(
     compare(ours, name)
 
 
+ROWS = [
+    *(("TP2+SP", model) for model in SPECS),
+    *(("PP2", model) for model in SPECS),
+    ("CP2", "tiny-deepseek"),
+    ("EP2, chunks", "tiny-moe"),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "model"),
-    [
-        *(("TP2+SP", model) for model in SPECS),
-        *(("PP2", model) for model in SPECS),
-        ("CP2", "tiny-deepseek"),
-        ("EP2, chunks", "tiny-moe"),
-    ],
+    ("name", "model"), rows(ROWS, [("TP2+SP", "tiny-deepseek"), ("PP2", "tiny-moe")])
 )
 def test_steps_of_experts_are_those_without(
     name: str,

@@ -25,6 +25,7 @@ from tests.harness.failures import Countdown, Fault
 from tests.harness.mtp import CONTRACTS, ITEMS, MODELS, assert_same, compared, model_of, run
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
+from tests.harness.rows import rows
 from tests.harness.steps import Contract, Microbatch
 
 
@@ -49,10 +50,10 @@ def test_contracts_of_the_loss(contract: str) -> None:
     list(compared("dense", CONTRACTS[contract], "weighed", "packs of chunks", "recompute"))
 
 
+@pytest.mark.parametrize("kind", rows(["tree", "prefixes"], ["prefixes"]))  # dense: both, above
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "dense"])
-def test_models(model: str) -> None:
-    for kind in ("tree", "prefixes"):
-        list(compared(model, Contract(), kind, "packs of chunks", "recompute", "offload"))
+def test_models(model: str, kind: str) -> None:
+    list(compared(model, Contract(), kind, "packs of chunks", "recompute", "offload"))
 
 
 def test_losses_of_experts_in_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
