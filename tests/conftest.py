@@ -68,9 +68,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run tests marked `products`, too")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A run of the whole suite leaves something out; who names a file or a test gets all of it."""
+    if config.getoption("--all") or config.args_source is pytest.Config.ArgsSource.ARGS:
+        os.environ["TEST_EVERYTHING"] = "1"
+
+
 def leave_products_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a run of the whole suite; who names a file or a test gets all that is there."""
-    if config.args_source is pytest.Config.ArgsSource.ARGS or config.getoption("--all"):
+    """Unless everything is to be run; see tests/harness/rows.py."""
+    if "TEST_EVERYTHING" in os.environ:
         return
     left = [item for item in items if item.get_closest_marker("products")]
     items[:] = [item for item in items if not item.get_closest_marker("products")]

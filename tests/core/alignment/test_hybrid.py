@@ -470,7 +470,9 @@ def step_inputs(draw: Any) -> list[steps.Microbatch]:
 
 
 # Shrinking takes minutes, and a failing example is small as it is.
-@settings(max_examples=rounds(9, 500), phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(
+    max_examples=rounds(9, 500, fewest=5), phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 @given(
     name=st.sampled_from([GDN, MAMBA]),
     items=step_inputs(),

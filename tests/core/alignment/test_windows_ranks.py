@@ -50,9 +50,9 @@ def window(left: int, every: Any = 2, softmax: str = "learnable") -> dict[str, A
 # Pieces of spans are 1 to 18 positions: the windows are narrower, as wide, and wider than spans.
 MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss": window(5),
-    "two to one (Gemma)": window(11, [1, 1, 0, 1], "vanilla"),
+    "two to one (Gemma)": window(11, [1, 1, 0], "vanilla"),
     "off by one, all wide (Mistral)": window(40, None, "off-by-one"),
-    "windows last": window(1, [0, 1, 0, 1]),
+    "windows last": window(1, [0, 1]),
 }
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("flat", {"segment_tokens": 48}),
@@ -66,8 +66,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 def built(layout: Layout, name: str, **options: Any) -> list[Any]:
     """This rank's model chunks; sinks are not zero, and equal on ranks that share them."""
-    model = dataclasses.replace(spec(), num_layers=4)
     overrides = MODELS[name] | options.pop("config_overrides", {})
+    every = overrides["window_attn_skip_freq"]
+    if isinstance(every, list):  # of the layers of a stage
+        overrides["window_attn_skip_freq"] = every * layout.pp
+    layers = (len(every) if isinstance(every, list) else 2) * layout.pp
+    model = dataclasses.replace(spec(), num_layers=layers)
     chunks = build_model(
         model, layout=layout, dtype="float64", config_overrides=overrides, **options
     )

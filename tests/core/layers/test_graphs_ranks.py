@@ -13,7 +13,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import build_model, unwrap
-from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
@@ -39,17 +39,23 @@ EXPERTS = {
 }
 TOKENS, STEPS = 256, 3
 WHEN = {"weights move": STEPS - 1, "a hook": 0}
-SPEC = resolve("tiny-llama", num_layers=4).with_vocab(64)
-MIXED = {"num_layers": 4, "moe_layer_freq": (False, True, True, True), "moe_aux_loss_coeff": 1.0,
-         "moe_z_loss_coeff": 0.5, "moe_shared_expert_intermediate_size": 32}  # fmt: skip
-SPECS = {name: resolve(name, **MIXED).with_vocab(64) for name in ("tiny-moe", "tiny-deepseek")}
+MIXED = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5,
+         "moe_shared_expert_intermediate_size": 32}  # fmt: skip
+MODELS = ("tiny-moe", "tiny-deepseek")
 CONFIG = dict(kernel="math", min_gain=4, segment_tokens=24, memory="retain", graph_tokens=64)
+
+
+def spec_of(name: str, layout: Layout) -> ModelSpec:
+    """Of three layers, or two a stage or more; the first of experts is dense."""
+    layers = 4 if layout.pp > 1 else 3
+    fields = {**MIXED, "moe_layer_freq": (False, *(layers - 1) * (True,))} if name else {}
+    return resolve(name or "tiny-llama", num_layers=layers, **fields).with_vocab(64)
 
 
 def microbatches(layout: Layout, seed: int) -> list[Any]:
     seed += 100 * (layout.ep > 1) * align.data_rank()
     groups = list(generate(2, 24, 8, 4, vocab_size=64, seed=seed, uneven=layout.ep > 1))
-    items = align.microbatches(groups, seed, align.alignment(SPEC, layout))
+    items = align.microbatches(groups, seed, align.alignment(spec_of("", layout), layout))
     return align.on_this_cp_rank(items)
 
 
@@ -65,7 +71,7 @@ def steps(
     options, build = dict(options), {}
     if "overlap_grad_reduce" in options:
         build["overlap_grad_reduce"] = options.pop("overlap_grad_reduce")
-    chunks = build_model(SPECS.get(name, SPEC), layout=layout, dtype="float64", **build)
+    chunks = build_model(spec_of(name, layout), layout=layout, dtype="float64", **build)
     schedule, found = PrefixSchedule(PrefixConfig(**CONFIG | options)), []
     for seed in range(STEPS):
         if seed == WHEN.get(only_here) and torch.distributed.get_rank() == 0:
@@ -94,8 +100,8 @@ def test_steps_are_those_without(
 
 
 ROWS = [
-    *(("TP2+SP", model) for model in SPECS),
-    *(("PP2", model) for model in SPECS),
+    *(("TP2+SP", model) for model in MODELS),
+    *(("PP2", model) for model in MODELS),
     ("CP2", "tiny-deepseek"),
     ("EP2, chunks", "tiny-moe"),
 ]
@@ -174,7 +180,7 @@ def _one_rank_fails(layout: Layout) -> tuple[list[str], int]:
             raise torch.OutOfMemoryError("no memory here")
 
         SegmentGraphs.capture = failing  # type: ignore[method-assign]
-    chunks = build_model(SPEC, layout=layout, dtype="float64")
+    chunks = build_model(spec_of("", layout), layout=layout, dtype="float64")
     schedule = PrefixSchedule(PrefixConfig(**CONFIG))
     found = []
     for seed in range(STEPS):

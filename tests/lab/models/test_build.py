@@ -15,6 +15,7 @@ from megatron_prefix.lab.models.presets import PRESETS, ModelSpec, resolve
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.runtime import Layout
 from tests.harness.ranks import run_ranks
+from tests.harness.rows import rows
 from tests.harness.stock import (
     LENGTH,
     NUM_MICROBATCHES,
@@ -64,34 +65,36 @@ def assert_same_step(steps, expected, layout, dtype, *, grads=True):
     assert_close(losses, torch.tensor(expected.losses), VOCAB, torch.float32, "losses")
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("tiny-qwen3", Layout(dp=2)),
-        ("tiny-qwen3", Layout(tp=2)),
-        ("tiny-qwen3", Layout(tp=2, **SP)),
-        ("tiny-qwen3", Layout(pp=2)),
-        ("tiny-qwen3", Layout(pp=4)),
-        ("tiny-qwen3", Layout(pp=2, vpp=2)),
-        ("tiny-llama", Layout(tp=2, pp=2, **SP)),
-        ("tiny-moe", Layout(pp=2, vpp=2)),
-        ("tiny-moe", Layout(tp=2, **SP)),
-        ("tiny-moe", Layout(dp=2, ep=2)),
-        ("tiny-moe", Layout(tp=2, dp=2, ep=2, **SP)),
-        ("tiny-moe", Layout(pp=2, dp=2, ep=2)),
-        ("tiny-deepseek", Layout(dp=2)),
-        ("tiny-deepseek", Layout(tp=2, **SP)),
-        ("tiny-deepseek", Layout(pp=2)),
-        ("tiny-deepseek", Layout(pp=2, vpp=2)),
-        ("tiny-deepseek", Layout(dp=2, ep=2)),
-        ("tiny-deepseek", Layout(tp=2, dp=2, ep=2, **SP)),
-        ("tiny-qwen3", Layout(cp=2)),
-        ("tiny-deepseek", Layout(cp=2)),
-        ("tiny-gpt-oss", Layout(pp=2)),
-        ("tiny-gpt-oss", Layout(pp=2, vpp=2)),
-        ("tiny-gpt-oss", Layout(dp=2, ep=2)),
-    ],
-)
+LAYOUTS = [
+    ("tiny-qwen3", Layout(dp=2)),
+    ("tiny-qwen3", Layout(tp=2)),
+    ("tiny-qwen3", Layout(tp=2, **SP)),
+    ("tiny-qwen3", Layout(pp=4)),
+    ("tiny-qwen3", Layout(pp=2, vpp=2)),
+    ("tiny-moe", Layout(tp=2, **SP)),
+    ("tiny-moe", Layout(dp=2, ep=2)),
+    ("tiny-deepseek", Layout(tp=2, **SP)),
+    ("tiny-deepseek", Layout(pp=2, vpp=2)),
+    ("tiny-deepseek", Layout(dp=2, ep=2)),
+    ("tiny-qwen3", Layout(cp=2)),
+    ("tiny-deepseek", Layout(cp=2)),
+    ("tiny-gpt-oss", Layout(pp=2, vpp=2)),
+    ("tiny-gpt-oss", Layout(dp=2, ep=2)),
+]
+PRODUCTS = [
+    ("tiny-qwen3", Layout(pp=2)),
+    ("tiny-llama", Layout(tp=2, pp=2, **SP)),
+    ("tiny-moe", Layout(pp=2, vpp=2)),
+    ("tiny-moe", Layout(tp=2, dp=2, ep=2, **SP)),
+    ("tiny-moe", Layout(pp=2, dp=2, ep=2)),
+    ("tiny-deepseek", Layout(dp=2)),
+    ("tiny-deepseek", Layout(pp=2)),
+    ("tiny-deepseek", Layout(tp=2, dp=2, ep=2, **SP)),
+    ("tiny-gpt-oss", Layout(pp=2)),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), rows([*LAYOUTS, *PRODUCTS], PRODUCTS))
 def test_float64_step_is_the_same_in_every_layout(name, layout):
     options = {"dtype": "float64"}
     if layout.cp > 1 or (name in ("tiny-moe", "tiny-gpt-oss") and layout.dp > 1):
