@@ -76,7 +76,7 @@ def model_of(fields: dict[str, Any], **options: Any) -> Any:
 def test_reductions_overlap_with_selective_recomputation() -> None:
     """A checkpoint's graph gives the projection its gradient apart from attention's."""
     options = "--groups 3 --max-tokens 96 --min-gain 8 --dtype float64 --model tiny-deepseek"
-    options += " --set num_moe_experts=none num_layers=2"
+    options += " --set num_moe_experts=none --set moe_layer_freq=1 --set num_layers=2"
     options += " --dp 2 --overlap-grad-reduce --recompute selective"
     done = forked("align", "--rollouts", BUNDLED, *options.split())
     assert done.returncode == 0, done.stderr
