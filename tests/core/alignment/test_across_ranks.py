@@ -18,9 +18,9 @@ from tests.harness.data import REPOSITORY
 from tests.harness.rows import rows
 from tests.harness.trees import trie_size
 
-SMALL = "--groups 3 --max-tokens 96 --set num_layers=2 --min-gain 8 --dtype float64 --json"
+SMALL = "--groups 2 --max-tokens 96 --set num_layers=2 --min-gain 8 --dtype float64 --json"
 LAYOUTS = {
-    "packs": "--dp 2",
+    "packs": "--dp 2 --groups 3",  # where all that is common carries loss
     "rows": "--dp 2 --baseline rollout",
     "by length": "--dp 2 --deal length",
     "short segments": "--dp 2 --segment-tokens 64 --pack-tokens 128",
@@ -80,8 +80,8 @@ def aligned(capsys: pytest.CaptureFixture[str]) -> Result:
 
 ALONE: dict[str, dict] = {}
 """What ranks do alone, by what it depends on."""
-DEALING = ("--dp", "--baseline", "--deal", "--segment-tokens", "--pack-tokens", "--chunk-tokens",
-           "--tp", "--sequence-parallel", "--cp")  # fmt: skip
+DEALING = ("--dp", "--groups", "--baseline", "--deal", "--segment-tokens", "--pack-tokens",
+           "--chunk-tokens", "--tp", "--sequence-parallel", "--cp")  # fmt: skip
 """What decides which positions a rank has and computes when it is alone; the model does not."""
 
 
