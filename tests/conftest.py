@@ -16,6 +16,7 @@ import torch
 from tests.harness.cores import keep_to_one_core
 from tests.harness.frames import with_room
 from tests.harness.rewritten import rewrite_my_share
+from tests.harness.rows import EVERYTHING
 
 keep_to_one_core()
 
@@ -71,12 +72,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """A run of the whole suite leaves something out; who names a file or a test gets all of it."""
     if config.getoption("--all") or config.args_source is pytest.Config.ArgsSource.ARGS:
-        os.environ["TEST_EVERYTHING"] = "1"
+        os.environ[EVERYTHING] = "1"
 
 
 def leave_products_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Unless everything is to be run; see tests/harness/rows.py."""
-    if "TEST_EVERYTHING" in os.environ:
+    if EVERYTHING in os.environ:
         return
     left = [item for item in items if item.get_closest_marker("products")]
     items[:] = [item for item in items if not item.get_closest_marker("products")]

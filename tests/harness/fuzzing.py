@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_prefix.lab.cli.main import main
+from tests.harness.rows import EVERYTHING
 
 ODD_VALUES: tuple[Any, ...] = (
     None, True, False, -1, -5, 0, 1, 0.5, 1e300, float("nan"), float("inf"), 10**9, 2**31, 2**63,
@@ -25,10 +26,6 @@ ODD_VALUES: tuple[Any, ...] = (
 ODD_NUMBERS = ("", "-1", "0", "1", "7", "999999999", str(2**31), "9" * 300, "9" * 5000, "x", "1.5")
 MOST_SECONDS = 5.0
 """No small file keeps the processor busy for longer."""
-
-
-EVERYTHING = "TEST_EVERYTHING"
-"""Set by tests/conftest.py where nothing is left out (tests/harness/rows.py)."""
 
 
 def rounds(few: int, many: int, *, fewest: int | None = None) -> int:

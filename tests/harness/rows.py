@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+EVERYTHING = "TEST_EVERYTHING"
+"""Variable that tests/conftest.py sets where nothing is left out."""
+
 
 def rows(every: Iterable[Any], products: Collection[Any]) -> list[Any]:
     """Parameters for `pytest.mark.parametrize`: a value or a tuple of values each.
