@@ -42,7 +42,10 @@ LATER = {
 """Rows, and the release of Megatron-Core that they begin with."""
 
 
-@pytest.mark.parametrize("name", [*ROWS, *LATER])
+PRODUCTS = ("mamba/PP2xCP2/tree/none", "gdn-moe/PP2xEP2/chunked/none")
+
+
+@pytest.mark.parametrize("name", rows([*ROWS, *LATER], PRODUCTS))
 def test_row(name: str) -> None:
     since = LATER.get(name, "0")
     if Version(megatron.core.__version__) < Version(since):
