@@ -97,7 +97,7 @@ def imported(*modules: str) -> dict[str, str]:
     of an interpreter that has imported neither."""
     done = subprocess.run(
         [sys.executable, "-c", _EACH, *modules],
-        cwd=data.REPOSITORY, capture_output=True, text=True, timeout=120, check=True,
+        cwd=data.REPOSITORY, capture_output=True, text=True, timeout=500, check=True,
     )  # fmt: skip
     found: dict[str, str] = {}
     for line in done.stdout.splitlines():
