@@ -76,12 +76,12 @@ def cases(layout: Layout, recompute: str) -> list[tuple[str, dict[str, Any]]]:
     return CASES[recompute] + (MEMORY if alone and recompute == "none" else [])
 
 
-def verdicts(layout: Layout, recompute: str, model: str) -> list[align.Alignment]:
-    """One rank's part of all cases of one set of ranks."""
+def verdicts(layout: Layout, recompute: str, model: str, some: Any) -> list[align.Alignment]:
+    """One rank's part of some cases."""
     runtime.initialize(layout)
     chunks = build_model(spec(model), layout=layout, dtype="float64", recompute=recompute)
     found = []
-    for name, options in cases(layout, recompute):
+    for name, options in some:
         mine = DATA[name][align.data_rank() :: layout.dp]
         config = PrefixConfig(min_gain=0, **options)
         verdict = align.align(chunks, mine, config, multiple=layout.alignment)
@@ -89,10 +89,10 @@ def verdicts(layout: Layout, recompute: str, model: str) -> list[align.Alignment
     return found
 
 
-def check(layout: Layout, recompute: str, model: str = "tiny-llama") -> None:
-    results = run_ranks(layout.world_size, stock_once()(verdicts), layout, recompute, model)
+def check(layout: Layout, recompute: str, some: Any, model: str = "tiny-llama") -> None:
+    results = run_ranks(layout.world_size, stock_once()(verdicts), layout, recompute, model, some)
     for found in results:
-        for (name, options), verdict in zip(cases(layout, recompute), found, strict=True):
+        for (name, options), verdict in zip(some, found, strict=True):
             assert verdict.passed, (name, options, verdict.failures)
             assert verdict.executed_tokens < 0.8 * verdict.raw_tokens
             assert verdict.compared_with == align.GATHERED
@@ -110,11 +110,16 @@ ROWS = [
     rows(ROWS, [("dp2 cp2", "none"), ("tp2 cp2", "full"), ("pp2 cp2", "full")]),
 )
 def test_as_the_stock_schedule_in_the_same_layout(layout: str, recompute: str) -> None:
-    check(LAYOUTS[layout], recompute)
+    check(LAYOUTS[layout], recompute, cases(LAYOUTS[layout], recompute))
 
 
-def test_routers_see_the_rows_of_all_ranks() -> None:
-    check(Layout(cp=2, ep=2), "none", "tiny-moe")
+ROUTED = {"gathered by wave": CASES["none"][2:4], "by segment": CASES["none"][4:]}
+ROUTED["all"] = CASES["none"][:2]
+
+
+@pytest.mark.parametrize("name", rows(ROUTED, ["all"]))
+def test_routers_see_the_rows_of_all_ranks(name: str) -> None:
+    check(Layout(cp=2, ep=2), "none", ROUTED[name], "tiny-moe")
 
 
 def test_the_data_has_what_it_is_for() -> None:

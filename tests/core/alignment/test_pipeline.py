@@ -109,7 +109,16 @@ def test_segments_of_several_trees_are_among_the_cases(
 
 
 PRODUCTS = {
-    *(("pp2", case) for case in ("outputs freed", "tied", "memory offload", "scaled")),
+    *(
+        ("pp2", case)
+        for case in (
+            "outputs freed",
+            "tied",
+            "memory offload",
+            "scaled",
+            "two-level-tree, plan file",
+        )
+    ),
     *(("pp4", case) for case in ("plan file", "tied, freed", "recomputed", "per token, scaled")),
     *(("pp2-vpp2", case) for case in ("recomputed", "per token, scaled")),
     ("pp3-vpp2", "sidecar on the host"),
