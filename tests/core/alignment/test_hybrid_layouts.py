@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.lab.verify.matrix import MODELS, SHAPES, Row
 from tests.harness.ranks import run_ranks
-from tests.harness.rows import rows
+from tests.harness.rows import EVERYTHING, rows
 from tests.harness.small_rows import small_rows  # noqa: F401
 from tests.harness.stock_once import stock_once
 
@@ -99,7 +100,10 @@ GATHERED: dict[str, dict[str, Any]] = {
 
 
 def configs_of(layout: Layout) -> dict[str, dict[str, Any]]:
-    return {**CONFIGS, **GATHERED} if layout.cp > 1 else CONFIGS
+    """Without products those of context parallelism alone, with which they are."""
+    if layout.cp == 1:
+        return CONFIGS
+    return {**CONFIGS, **GATHERED} if EVERYTHING in os.environ else GATHERED
 
 
 def _policies(model: str, layout: Layout, recompute: str) -> dict[str, Any]:
