@@ -65,7 +65,7 @@ def test_bundled_rollouts_in_fp64(model: str) -> None:
     assert_aligned(run(short(list(groups)), PrefixConfig(min_gain=0), model=model), 1e-9)
 
 
-@pytest.mark.parametrize("name", rows(SETS, ["rag_hotpot_llm", "math_cot"]))  # below, too
+@pytest.mark.parametrize("name", rows(SETS, SETS[1:4]))  # some of them below
 def test_two_groups_in_fp64(name: str) -> None:
     assert_aligned(run(short(data.groups(name, 2)), PrefixConfig(min_gain=0)), 1e-9)
 

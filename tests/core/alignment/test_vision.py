@@ -180,7 +180,8 @@ def compare(case: Case, layout: Layout) -> None:
 OTHER_KINDS = {name for name in vision.KINDS if name not in (QWEN3, "mbridge, GLM-4V")}
 PRODUCTS = {
     # With sequence parallelism all kinds run, which have more to slice there.
-    "one rank": {*OTHER_KINDS, "recompute", "recurrent layers, text", "text in rows"},
+    "one rank": {*OTHER_KINDS, "recompute", "recurrent layers, text", "text in rows",
+                 "own, overlap", "own, forward only", "own, recompute"},
     "TP2 SP": {"own, frozen tower", "recompute", "text"},
     "PP2": {*OTHER_KINDS, "rows", "text"},
     "TP2 SP PP2": {"packed"},

@@ -50,7 +50,11 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", rows(EXPERTS, ["latents, chunks", "latents, frozen"]))
+# Shared experts go with graphs in test_graphs_ranks.py, a dense layer first with latents.
+PRODUCTS = ("latents, chunks", "latents, frozen", "shared expert", "first layer dense")
+
+
+@pytest.mark.parametrize("case", rows(EXPERTS, PRODUCTS))
 def test_steps_with_experts_and_latents_are_those_without(
     case: str,
     recorded_graphs: type[RecordedGraph],  # noqa: F811

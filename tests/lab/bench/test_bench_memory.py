@@ -78,7 +78,7 @@ def test_the_stock_schedule_is_a_plan_that_shares_nothing(chunks: list[Any]) -> 
 HELP = ["stock", *ON_DEVICE, "recompute", "stock+full", "retain+full"]
 
 
-@pytest.mark.parametrize("way", rows(HELP, HELP[-1:]))
+@pytest.mark.parametrize("way", rows(HELP, HELP[-2:]))
 def test_the_example_of_the_help_is_predicted_within_a_tenth(way: str, one: list[Any]) -> None:
     """As documented, and the stock schedule's scores of attention with it."""
     assert "bench memory --shapes 512:64:4" in bench.EPILOG
