@@ -6,3 +6,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+# Each rank imports the same files: Python keeps what it has compiled, whatever the image says.
+unset PYTHONDONTWRITEBYTECODE

@@ -102,9 +102,11 @@ class PrefixConfig:
         plan_file: a plan to run instead of the planner's (megatron_prefix/plan/planfile.py), with
             what it says that each segment keeps.
         graph_tokens: positions of the longest segment whose layers run on CUDA graphs, but for
-            core attention and experts (layers/graphs), and so take less of the host's time. Such
-            segments are padded to multiples of a 32nd of it, and what they keep stays allocated
-            between steps. 0: none does.
+            core attention, recurrences and experts (layers/graphs), and so take less of the host's
+            time. Such segments are padded to multiples of a 32nd of it, and what they keep stays
+            allocated between steps. 0: none does. "auto", in mode "auto": the longest for which the
+            device was seen to wait for the host, if steps then take less time
+            (plan/graph_choice.py).
     """
 
     mode: str = "on"
@@ -124,7 +126,7 @@ class PrefixConfig:
     min_speedup: float = 1.05
     cost_file: str | None = None
     plan_file: str | None = None
-    graph_tokens: int = 0
+    graph_tokens: int | str = 0
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
@@ -143,8 +145,11 @@ class PrefixConfig:
                 f" {MOST_MEMORY_GB:.0f}"
             )
         for name in ("cache_host_layers", "graph_tokens"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name} is {getattr(self, name)}: give a number from 0")
+            value = getattr(self, name)
+            if isinstance(value, int) and value < 0:
+                raise UserError(f"{name} is {value}: give a number from 0")
+        if isinstance(self.graph_tokens, str) and self.mode != "auto":
+            raise UserError("graph_tokens 'auto' is measured: give a number, or mode 'auto'")
         if not 0 < self.min_speedup < math.inf:
             raise UserError(f"min_speedup is {self.min_speedup}: give a finite number above 0")
 

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import precision
-from megatron_prefix.layers.kind import Graphed, Heads, Kind, Override, Running, Slot, owner
+from megatron_prefix.layers.kind import (
+    Graphed,
+    Heads,
+    Kind,
+    Override,
+    Running,
+    Slot,
+    cut_of,
+    owner,
+)
 from megatron_prefix.layers.quantisers import quantised
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
@@ -277,8 +286,9 @@ def in_segments(
         crossing: Sequence[Tensor] = (), into: Tensor | None = None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         context = running.current
-        if running.graphs is not None and running.graphs.cut is not None:
-            return running.graphs.cut.attention(query, key, value, *shared.crossing())
+        if (cut := cut_of(running)) is not None:
+            shape = len(query), 1, query.shape[2] * value.shape[3]
+            return cut.core(again, [query, key, value], shape, shared.crossing())
         if context is None:
             found: Tensor = stock(query, key, value, *args, **kwargs)
             return found
@@ -295,6 +305,9 @@ def in_segments(
         return segment_attention(
             query, key, value, context, number, scale, kernel, shared, sink, into
         )
+
+    def again(query: Tensor, key: Tensor, value: Tensor, *crossing: Tensor, into: Tensor) -> Tensor:
+        return forward(query, key, value, crossing=crossing, into=into)
 
     return forward
 

@@ -67,7 +67,9 @@ class DSA(MLA):
             values=of.values + width * form.itemsize,
             gradients=of.gradients + width * max(4, form.itemsize),
         )
-        return replace(full, inner=full.inner + more, wave=full.wave + more, payload=row)
+        return replace(
+            full, inner=full.inner + more, wave=full.wave + more, payload=row, apart=None
+        )
 
     def module_of(self, layer: Any) -> Any | None:
         """See Kind."""

@@ -56,6 +56,8 @@ class GatedDeltaNet(Recurrent):
         Its kernels (flash-linear-attention 0.4.2, causal-conv1d 1.5): the convolution its input;
         `L2NormFunction` its output; `ChunkGatedDeltaRuleFunction` queries and keys of every value
         head, values, g, beta, and A, `CHUNK` numbers a head. Norms a number a head, in fp32.
+
+        With CUDA graphs A is elsewhere, and what the convolution makes has a place of its own.
         """
         size, shape = form.itemsize, self.shape(config)
         keys, _, values = shape.convolved
@@ -66,7 +68,10 @@ class GatedDeltaNet(Recurrent):
         gates, scales = 2 * values + 3 * heads, heads + 2 * key_heads
         narrow = kernels + norm + values + heads
         kept = narrow * size - precision.less(values, config, form)
-        return Saved(kept + (gates + scales) * max(4, size), 2 * shape.tail * size)
+        return Saved(
+            kept + (gates + scales) * max(4, size), 2 * shape.tail * size,
+            apart=heads * CHUNK * size, twice=sum(shape.convolved) * size,
+        )  # fmt: skip
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind; on a GPU the rule is tried, once a process."""

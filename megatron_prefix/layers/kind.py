@@ -23,6 +23,7 @@ from megatron_prefix.tree.payload_map import Form
 if TYPE_CHECKING:
     from megatron_prefix.layers.blocks.interface import Kernel
     from megatron_prefix.layers.blocks.rotary import Rotary
+    from megatron_prefix.layers.graphs.cut_layer import Cut
     from megatron_prefix.layers.graphs.layers import LayerGraphs
     from megatron_prefix.layers.mtp import StepAhead
     from megatron_prefix.layers.segment import SegmentContext
@@ -63,7 +64,7 @@ class Graphed(Enum):
     IN_FRONT = "in front"
     """What its layer runs in front of it; it runs as without, as does what is behind it."""
     WHOLE = "whole"
-    """All of it, but for core attention."""
+    """All of it, but for what it gives to `Cut.core`."""
 
 
 class Running(Protocol):
@@ -86,6 +87,11 @@ class Running(Protocol):
     ahead: StepAhead | None
 
 
+def cut_of(running: Running) -> Cut | None:
+    """What a layer tells where its core begins, while it is captured; None at other times."""
+    return None if running.graphs is None else running.graphs.cut
+
+
 class Kind:
     """A kind of layer.
 
@@ -96,7 +102,7 @@ class Kind:
         slot: what it fills.
         form: rows of its payload; None if it leaves nothing.
         has_window: whether its queries see a window of positions, by the config's `window_size`.
-        graphed: what CUDA graphs run of it.
+        graphed: what CUDA graphs run of it, unless a config is in the way; see `graphed_in`.
         cut: positions that its kernels take at once; at multiples of it a shared prompt is bitwise
             the unshared one. None if that is so anywhere.
     """
@@ -130,6 +136,10 @@ class Kind:
             form: how it is computed.
         """
         raise NotImplementedError
+
+    def graphed_in(self, config: Any) -> Graphed:
+        """What CUDA graphs run of it in a model."""
+        return self.graphed
 
     def form_in(self, module: Any) -> Form | None:
         """Rows of a module's payload: `form`, unless they depend on the module."""

@@ -39,13 +39,11 @@ class Mamba2(Recurrent):
         """See Recurrent. The kernel saves its input, and what it multiplies by the gate
         (`MambaSplitConv1dScanCombinedFn` in mamba-ssm 2.2), in rows that begin with the parent's
         tail and are padded; the gated norm (`LayerNormFn` of mamba-ssm) and, Megatron's own, the
-        output projection their inputs."""
+        output projection their inputs. With CUDA graphs the last is where they write."""
         shape = self.shape(config)
-        kernel = shape.rows * form.itemsize
-        whole = (
-            kernel + 2 * shape.values * form.itemsize - precision.less(shape.values, config, form)
-        )
-        return Saved(whole, (CONV_WIDTH - 1) * kernel, kernel)
+        kernel, values = shape.rows * form.itemsize, shape.values * form.itemsize
+        whole = kernel + 2 * values - precision.less(shape.values, config, form)
+        return Saved(whole, (CONV_WIDTH - 1) * kernel, kernel, apart=kernel + values)
 
     def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
         """See Kind."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -60,7 +60,7 @@ class SegmentContext:
     repeats: bool = False
     decoded: Tensor | None = None
     on_decoded: Callable[[Tensor], None] | None = None
-    between: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    between: dict[tuple[str, int], Any] = field(default_factory=dict)
     joined: bool = False
     activates_again: bool = False
     recomputed: bool = False

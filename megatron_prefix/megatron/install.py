@@ -85,6 +85,8 @@ class Hooks:
         self.model = language_model(model)
         features.check(self.model, model)
         self.parts = table.payload_parts(self.model)
+        # Kinds do not know modules whose methods are overridden.
+        self._slots = [*zip(*(table.parts(self.model, slot) for slot in Slot), strict=True)]
         self._forms, self._windows = table.forms(self.parts), _windows(self.parts)
         self._looks_ahead = hasattr(self.model, "mtp")
         self.mask_use = features.mask_use(self.parts)
@@ -124,7 +126,7 @@ class Hooks:
         for one in decoder.layers:
             self._undo.append(one.register_forward_hook(self._layer_done).remove)
         self._override_parts(self.parts)
-        self._override_parts(table.parts(self.model, Slot.MLP))
+        self._override_parts([mlp for _, mlp in self._slots])
         if self.keys_only is not None:
             last = decoder.layers[-1]
             projection = last.self_attention.linear_proj
@@ -148,14 +150,15 @@ class Hooks:
         self._graphed, layers = most, [*self.model.decoder.layers]
         if self.keys_only is not None:
             layers.pop()
-        parts = table.parts(self.model, Slot.MLP)
         for undo in self._ungraph:
             undo()
             self._undo.remove(undo)  # it has the old graphs, with their memory
         self._ungraph, before = [], len(self._undo)
         ranks = self._sequence_ranks * self.model.config.context_parallel_size
         group = self.model.pg_collection.tp
-        both = zip(layers, parts, strict=False)  # inside multi-token prediction there are more
+        both = zip(
+            layers, self._slots, strict=False
+        )  # inside multi-token prediction there are more
         self.graphs = LayerGraphs(both, self, most, ranks, group) if most else None
         for one in self.graphs.overrides() if self.graphs else ():
             self._override(*one)

@@ -296,8 +296,17 @@ def _saved(
     return dict(
         inner=inner, wave=wave, unread=unread, attention=attention, again=again, act=act,
         behind_inner=behind_inner, behind_wave=behind_wave,
-        apart=_mean(layers, "apart"), twice=_mean(layers, "twice"),
+        apart=_apart(layers, waves), twice=_mean(layers, "twice"),
     )  # fmt: skip
+
+
+def _apart(layers: Sequence[Sequence[LayerMemory]], waves: Sequence[float]) -> float:
+    """What a layer saves elsewhere than where CUDA graphs write: all of it, if it has none."""
+    total = 0.0
+    for layer, wave in zip(layers, waves, strict=True):
+        parts = [part.apart for part in layer]
+        total += wave if None in parts else sum(one or 0.0 for one in parts)
+    return total / len(layers)
 
 
 def _ends_early(layers: Sequence[Sequence[LayerMemory]], behind: Sequence[LayerMemory]) -> bool:

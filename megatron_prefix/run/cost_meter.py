@@ -25,6 +25,7 @@ from megatron_prefix.plan.cost_file import read_costs, write_costs
 from megatron_prefix.plan.cost_fit import KEPT, Evidence, StepTime, together
 from megatron_prefix.plan.files import check_writable
 from megatron_prefix.plan.gate import Decision, decide, other_way
+from megatron_prefix.plan.graph_choice import GraphChoice, longest_waiting
 from megatron_prefix.plan.peak_memory import Peaks, Seen, factors
 from megatron_prefix.run.across.agreement import all_say, first_says
 from megatron_prefix.run.rank import Rank
@@ -56,6 +57,7 @@ class CostMeter:
         times: what work takes, by the guess or as measured.
         memory_factors: by what predicted peaks are multiplied, of the stock schedule and of ours;
             the same on all ranks.
+        graphs: which segments' layers run on CUDA graphs; the same on all ranks.
         due: whether the step that runs is measured.
     """
 
@@ -78,6 +80,7 @@ class CostMeter:
         self._doubted: float | None = None
         self._seen = {share: Seen() for share in (False, True)}
         self.memory_factors = 1.0, 1.0
+        self.graphs = GraphChoice.of(config.graph_tokens)
         self.due = False
 
     def _loaded(self) -> Evidence:
@@ -162,7 +165,7 @@ class CostMeter:
         """This rank's peak of memory in a step."""
         after = peaks(self._device)
         # What CUDA graphs hold is there before a step, and in what is predicted of it.
-        graphed = report.decision.share and self._config.graph_tokens > 0
+        graphed = report.decision.share and self.graphs.tokens > 0
         if before is None or after is None or report.retried or graphed:
             return Seen()
         ours = report.memory.within(report.room_bytes).peak if report.memory else 0.0
@@ -171,11 +174,12 @@ class CostMeter:
 
     def _learn(self, report: StepReport, rank: int, seconds: float, seen: Seen) -> None:
         """Fits prices to what all ranks have measured in a step, and keeps peaks that they saw."""
-        mine, share = Evidence(), report.decision.share
+        mine, share, waits = Evidence(), report.decision.share, 0
         if report.stopwatch is not None and share and not report.retried:
             timed = report.stopwatch.seconds()
             work = [action_features(report.plan, action, rank) for action in timed]
             mine = Evidence.of_actions(work, list(timed.values()), self._prior)
+            waits = longest_waiting(report.plan, timed, report.stopwatch.host_seconds())
         if report.prediction is not None and share in self._ran and not report.retried:
             both = report.prediction
             whole = both.prefix_features if share else both.stock_features
@@ -185,18 +189,33 @@ class CostMeter:
         # By schedule: where nothing crosses them, data-parallel ranks may run different ones.
         by_schedule = [seen if share is one else Seen() for one in self._seen]
         for group in self._groups:
-            measured, peaks_seen = zip(*all_say((mine, by_schedule), group), strict=True)
-            mine = together(measured, self.times)
+            said = all_say((mine, by_schedule, waits), group)
+            measured, peaks_seen, waited = zip(*said, strict=True)
+            mine, waits = together(measured, self.times), max(waited)
             by_schedule = [*map(Seen.most, zip(*peaks_seen, strict=True))]
         for one, most in zip(self._seen, by_schedule, strict=True):
             self._seen[one] = self._seen[one].then(most)
         self.memory_factors = factors(self._seen[False], self._seen[True])
         self._measured = self._measured.and_also(mine, KEPT)
         times = self._measured.times(self._prior)
-        mine_next = times, self._doubt(report, times)
-        self.times, self._doubted = first_says(mine_next, self._groups)
+        before, graphs = self.graphs.tokens, self._graphs_after(report, seconds, waits)
+        mine_next = times, self._doubt(report, times), graphs
+        self.times, self._doubted, self.graphs = first_says(mine_next, self._groups)
+        if self.graphs.tokens != before:
+            logger.info("graph_tokens is %d from the next step on", self.graphs.tokens)
         logger.info("measured step %d: %s", self._num_steps, self.times)
         self._save()
+
+    def _graphs_after(self, report: StepReport, seconds: float, waits: int) -> GraphChoice:
+        """The use of graphs from the next step on. While the first steps are measured there are
+        none: a capture is no time of a step."""
+        share, both = report.decision.share, report.prediction
+        if both is None or not share or share not in self._ran or report.retried:
+            return self.graphs
+        predicted = self._prior.of(both.prefix_features)
+        if not predicted > 0:
+            return self.graphs
+        return self.graphs.after(seconds / predicted, waits, may_try=self._num_steps >= FIRST[-1])
 
     def _doubt(self, report: StepReport, times: CostModel) -> float | None:
         """The predicted speedup of a step, by what is known now, if it is so close that the stock

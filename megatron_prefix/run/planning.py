@@ -113,7 +113,7 @@ class Planning:
     def planner(self, rank: Rank) -> StepPlanner:
         """The planner of a rank's pipeline, which remembers its plans."""
         turn = rank.config.microbatch_group_size_per_vp_stage
-        graphed = 0 if rank.forward_only else rank.graphed(self.config.graph_tokens)
+        graphed = 0 if rank.forward_only else rank.graphed
         key = rank.layout, rank.device.type, turn, rank.alignment, rank.whole, rank.joins, graphed
         if key not in self._planners:
             self._planners[key] = StepPlanner(

@@ -149,6 +149,7 @@ class Rank(ModelNumbers):
         may_cross: whether data-parallel ranks decide together if payloads cross in this call.
         crosses: whether they do.
         why_alone: why they cannot.
+        graph_tokens: positions of the longest segment whose layers are to run on CUDA graphs.
         waiting: groups whose ranks wait for one another in the middle of a step.
         parts: ranks that share the work of every layer: tensor and context parallelism.
         layout: tells models, and layouts of one model, apart; the same on every rank.
@@ -156,6 +157,7 @@ class Rank(ModelNumbers):
 
     may_cross = crosses = False
     why_alone = ""
+    graph_tokens = 0
 
     def __init__(
         self,
@@ -213,13 +215,14 @@ class Rank(ModelNumbers):
         in evaluation, too, and does nothing with it."""
         return self.looks_ahead and (not self.forward_only or self.language_models[0].training)
 
-    def graphed(self, tokens: int) -> int:
-        """Positions of the longest segment whose layers run on CUDA graphs: so many, or 0 where
-        they cannot; a warning says once why."""
-        if tokens and self._why_not_graphed():
+    @property
+    def graphed(self) -> int:
+        """Positions of the longest segment whose layers run on CUDA graphs: `graph_tokens`, or 0
+        where they cannot; a warning says once why."""
+        if self.graph_tokens and self._why_not_graphed():
             _warn(f"layers run without CUDA graphs: {self._why_not_graphed()}")
             return 0
-        return tokens
+        return self.graph_tokens
 
     def _why_not_graphed(self) -> str:
         return self.not_graphed or graphs.why_not(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ class Stopwatch:
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group, self._device = group, device
         self._marks: list[tuple[Action, Any, Any]] = []
+        self._host: dict[Action, float] = {}
         dist.barrier(group=group)
         wait_for(device)
         self._zero = now(device)
@@ -48,13 +50,16 @@ class Stopwatch:
     def forget(self) -> None:
         """Drops what has been timed: the step runs again."""
         self._marks.clear()
+        self._host.clear()
 
     @contextlib.contextmanager
     def timing(self, action: Action) -> Iterator[None]:
         """Times what runs inside; an action may be timed in several parts."""
-        begin = now(self._device)
+        begin, called = now(self._device), time.perf_counter()
         yield
+        spent = time.perf_counter() - called
         self._marks.append((action, begin, now(self._device)))
+        self._host[action] = self._host.get(action, 0.0) + spent
 
     def seconds(self) -> dict[Action, float]:
         """What this rank's actions took, parts of an action added up; waits for the device."""
@@ -63,6 +68,10 @@ class Stopwatch:
         for action, begin, end in self._marks:
             spent[action] = spent.get(action, 0.0) + elapsed(begin, end)
         return spent
+
+    def host_seconds(self) -> dict[Action, float]:
+        """What the host took to give the device these actions."""
+        return dict(self._host)
 
     def span(self) -> float:
         """Seconds from the begin of this rank's first action to the end of its last; waits for the

@@ -215,6 +215,7 @@ class PrefixSchedule:
         """
         iterator, meter = arguments["data_iterator"], self.planning.meter(rank)
         meter.begin(rank.forward_only)
+        rank.graph_tokens = meter.graphs.tokens
         if (decision := meter.times_stock) is not None:
             return self._timed(decision, rank, arguments)
         capturing = Capture(

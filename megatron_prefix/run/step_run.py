@@ -248,7 +248,7 @@ class StepRun:
         stages = []
         for chunk, model in enumerate(self._rank.models):
             hooks, number = install(model, self._config.kernel), plan.stage(self._rank.stage, chunk)
-            hooks.graph(self._rank.graphed(self._config.graph_tokens))
+            hooks.graph(self._rank.graphed)
             steps, hooks.ahead = self._capture.steps[chunk], None
             call = steps[0].call if steps else ModelCall(0, {})
             has_labels, is_last = call["labels"] is not None, number == plan.num_stages - 1

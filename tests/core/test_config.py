@@ -45,6 +45,11 @@ def test_defaults_are_valid_and_those_of_the_tree() -> None:
         ({"chunk_tokens": 1.5}, "chunk_tokens is 1.5: give an integer or 'auto'"),
         ({"segment_tokens": True}, "segment_tokens is True: give an integer or 'auto'"),
         ({"segment_tokens": "4k"}, "segment_tokens is '4k': give an integer or 'auto'"),
+        ({"graph_tokens": -1}, "graph_tokens is -1: give a number from 0"),
+        (
+            {"graph_tokens": "auto"},
+            "graph_tokens 'auto' is measured: give a number, or mode 'auto'",
+        ),
         ({"cache_host_layers": 1.5}, "cache_host_layers is 1.5: give an integer"),
         ({"min_gain": "64"}, "min_gain is '64': give an integer"),
         ({"min_gain": -1}, "min_gain is -1: give 0 or more"),

@@ -44,11 +44,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_query_groups": 4, "moe_layer_freq": (False, True, True), **EXPERTS,
         "moe_shared_expert_intermediate_size": 256}),
 }  # fmt: skip
+DELTA = dict(
+    num_query_groups=2, linear_attention_freq=2, linear_num_key_heads=2, linear_num_value_heads=4,
+)  # fmt: skip
+SHARED = dict(EXPERTS, moe_shared_expert_intermediate_size=256)
+HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
+    "gated delta": ("qwen3-next-80b-a3b", {**DELTA, "num_moe_experts": None}),
+    "gated delta, experts": ("qwen3-next-80b-a3b", {**DELTA, **SHARED}),
+    "scan": ("tiny-nemotron-h", {"hybrid_override_pattern": "M*M-M", "mamba_head_dim": 64,
+        "mamba_state_dim": 64, "mamba_num_heads": 16, "mamba_num_groups": 2}),
+}  # fmt: skip
+KERNELS = {"gated delta": "fla", "gated delta, experts": "fla", "scan": "mamba_ssm"}
 
 
 def model(name: str = "dense") -> Any:
-    preset, fields = MODELS[name]
-    spec = resolve(preset, num_layers=3, **WIDTHS, **fields).with_vocab(VOCAB)
+    preset, fields = (MODELS | HYBRID)[name]
+    num_layers = len(fields.get("hybrid_override_pattern", "123"))
+    spec = resolve(preset, num_layers=num_layers, **WIDTHS | fields).with_vocab(VOCAB)
     return build_model(spec, dtype="bfloat16", device="cuda", layer_spec="te")[0]
 
 
@@ -105,6 +117,27 @@ def test_gradients_are_bitwise_those_without(
     same(steps(chunk, **options), without(monkeypatch, name, **options))
     made = graphs(chunk)
     assert not made.refused and made.captures > 0
+
+
+@pytest.mark.usefixtures("_determined")
+@pytest.mark.parametrize("name", HYBRID)
+@pytest.mark.parametrize("options", [{}, {"chunk_tokens": 64}])
+def test_gradients_of_recurrent_layers_are_those_without(
+    options: dict[str, int], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bitwise; every layer has graphs. A shared prompt is cut at multiples of the rule's chunk."""
+    pytest.importorskip(KERNELS[name], reason="the kernels of recurrent layers are not installed")
+    chunk = model(name)
+    same(steps(chunk, **options), without(monkeypatch, name, **options))
+    made = graphs(chunk)
+    assert not made.refused and made.captures > 0
+    assert len(made.layers) == len(unwrap(chunk).decoder.layers) - ends_early(chunk)
+
+
+def ends_early(chunk: Any) -> bool:
+    """Whether the last layer runs on what is read, without graphs."""
+    hooks = installed(chunk)
+    return hooks is not None and hooks.keys_only is not None
 
 
 def test_what_waits_for_the_device_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:

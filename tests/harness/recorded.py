@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_prefix.device import graphs
+from megatron_prefix.lab.models.local import Float64Kept
+from megatron_prefix.layers.graphs.cut_layer import CutLayer
 
 
 class _Recorder(TorchDispatchMode):
@@ -180,3 +182,16 @@ def recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> type[RecordedGraph]:
     for name in ("settle", "recover"):
         monkeypatch.setattr(graphs, name, lambda: None)
     return Counted
+
+
+@pytest.fixture
+def cores_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recurrent layers of models in fp64 compute in it in their forward (lab/models/local.py), and
+    what runs between two graphs is in none."""
+    stock = CutLayer.replayed
+
+    def replayed(*args: Any) -> Any:
+        with Float64Kept():
+            return stock(*args)
+
+    monkeypatch.setattr(CutLayer, "replayed", replayed)

@@ -224,8 +224,9 @@ _TEXTS = {
     "cache_host_layers": "layers whose K/V, or recurrent states, and their gradients are in host"
     " memory while other layers run, for prompts whose K/V do not fit (default {})",
     "graph_tokens": "positions of the longest segment whose layers run on CUDA graphs, but for core"
-    " attention and experts: for narrow ranks and short segments, whose time is the host's; what"
-    " such a segment keeps stays allocated (default {}: none)",
+    " attention, recurrences and experts: for narrow ranks and short segments, whose time is the"
+    " host's; what such a segment keeps stays allocated; auto, in mode auto: the longest for which"
+    " the device waits for the host, if steps then take less time (default {}: none)",
     "cp_reduce": "with --cp: gather K/V and send gK/gV back for every wave, or once per"
     " segment, which sends less, while every rank keeps K/V of all; auto (default): segment if it"
     " fits",

@@ -47,7 +47,7 @@ _HELP = {
     "memory": ("{" + ",".join(MEMORY_POLICIES) + "}", "what inner segments keep"),
     "memory_budget_gb": ("X", "GiB that a step may use, not the stock schedule's; 0: not set"),
     "cache_host_layers": ("N", "layers whose K/V or states, and gradients, are in host memory"),
-    "graph_tokens": ("N", "longest segment whose layers run on CUDA graphs; 0: none"),
+    "graph_tokens": ("N|auto", "longest segment whose layers run on CUDA graphs; 0: none"),
     "cp_reduce": ("{" + ",".join(CP_REDUCE) + "}", "how often context parallelism sends gK/gV"),
     "across_ranks": ("{off,auto,on,node}", "whether a prompt on several ranks (dp) runs once"),
     "run_ahead": ("{1,2}", "forwards that a pipeline stage runs ahead of the next"),

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.layers.blocks.shared import Pull, Shared
+from megatron_prefix.layers.kind import cut_of
 from megatron_prefix.layers.own_backward import with_backward
 from megatron_prefix.sidecar.arena import Both, Payload, wider
 from megatron_prefix.sidecar.cache import SegmentState
@@ -127,9 +128,9 @@ class Latents(Shared):
 
     def _projecting(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The projection's forward: keeps its input for descendants, and lets gradients in."""
-        context, graphs = self._running.current, self._running.graphs
+        context = self._running.current
         self._latents = None  # of a capture that has failed
-        if graphs is not None and graphs.cut is not None:
+        if cut_of(self._running) is not None:
             x, self._latents = _crossing(x)
         elif context is not None and context.inner:
             self._keep(context, x)

@@ -1,43 +1,71 @@
 """One of Megatron's layers, as its graphs cut it.
 
-A layer is cut at its core attention, which sees other keys in every segment.  Experts wait for the
-device, which says how many tokens each of them gets, so a layer of experts is cut once more: where
-`_forward_mlp` begins (TransformerLayer in megatron/core/transformer/transformer_layer.py).  The
-norm in front of them is captured, what is behind that runs as without graphs: Megatron's own
-method, with that norm's output at hand.
+A layer is cut at the cores of its mixer, which see other positions in every segment: core
+attention, or a recurrent layer's convolution and rule.  Its kind says where they are (`Cut.core`).
+Experts wait for the device, which says how many tokens each of them gets, so a layer of experts is
+cut once more: where `_forward_mlp` begins (TransformerLayer in
+megatron/core/transformer/transformer_layer.py).  The norm in front of them is captured, what is
+behind that runs as without graphs: Megatron's own method, with that norm's output at hand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from megatron_prefix.device.modules import modules_of
 from megatron_prefix.layers.graphs.pieces import CannotCaptureError, Piece
-from megatron_prefix.layers.kind import Override
+from megatron_prefix.layers.kind import Graphed, Override, Part
 
 OTHER_LAYER = "a layer is put together differently from Megatron's"
+_NORMS = "input_layernorm", "norm"
+"""What Megatron's layers have in front of their mixers, of TransformerLayer and of MambaLayer."""
+
+Core = Callable[..., Tensor]
+"""(tensors that the graph in front has made, into=where the one behind reads) -> what it makes of
+them, there or elsewhere."""
 
 
 class Sides(NamedTuple):
     """A layer's graphs.
 
     Attributes:
-        before: its core attention.
-        behind: it, up to the end of the layer, or to where its experts begin.
+        pieces: in the order in which they run, to the end of the layer or to where its experts
+            begin.
+        cores: what runs between them.
     """
 
-    before: Piece
-    behind: Piece
+    pieces: Sequence[Piece]
+    cores: Sequence[Core]
 
 
 class Cut(Protocol):
     """What layers call while they are captured."""
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, *crossing: Tensor) -> Tensor:
-        """In the place of core attention, which is given the rest behind a graph."""
+    def core(
+        self,
+        run: Core,
+        made: Sequence[Tensor],
+        shape: Sequence[int],
+        passing: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """In the place of what runs between two graphs.
+
+        Args:
+            run: that, from now on. It uses parameters as they are in their modules then.
+            made: what it is given, as many numbers a position of each in every segment.
+            shape: of what it makes, in the dtype of the first that it is given.
+            passing: what it is given besides, and keeps nothing of: all layers have one place.
+
+        Returns:
+            What it will make.
+        """
+        ...
+
+    def entering(self, hidden: Tensor) -> Tensor:
+        """What a norm in front of a mixer is given, if it is given these hidden states."""
         ...
 
     def experts(self, hidden: Tensor, norm: Callable[[Tensor], Any]) -> Tensor:
@@ -68,27 +96,45 @@ class CutLayer:
     """A layer.
 
     Args:
-        module: Megatron's, with core attention.
-        apart: its MLP, if that runs without graphs.
+        module: Megatron's.
+        number: of it in its model chunk.
+        mixer, mlp: what fills its slots.
         owner: says whether layers are captured.
 
     Attributes:
         stock: its forward.
+        module, number: as given.
+        kinds: what fills its slots.
+        mixes: whether it has a mixer.
+        follows: whether the layer in front of it has graphs, too.
+
+    Raises:
+        CannotCaptureError: a layer of experts has not what it is cut at.
     """
 
-    def __init__(self, module: Any, apart: Any | None, owner: Cuts) -> None:
-        self.stock, self._module, self._owner = module.forward, module, owner
-        self._apart = apart
-        self._core = module.self_attention.core_attention
+    def __init__(self, module: Any, number: int, mixer: Part, mlp: Part, owner: Cuts) -> None:
+        self.stock, self.module, self._owner = module.forward, module, owner
+        self.number, self.kinds = number, (mixer.kind, mlp.kind)
+        self.mixes, self.follows = mixer.kind is not None, False
+        self._apart = None
+        if mlp.kind is not None and mlp.kind.graphed_in(module.config) is Graphed.IN_FRONT:
+            if not can_be_cut(module):
+                raise CannotCaptureError(OTHER_LAYER)
+            self._apart = mlp.module
+        self._alone = False
+        self._arguments: dict[str, Any] = {}
         self._given: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
         self._normed: tuple[Tensor, Tensor] | None = None
-        if apart is not None:
+        self._enters = next((getattr(module, one) for one in _NORMS if hasattr(module, one)), None)
+        if self._enters is not None:
+            self._stock_norm = self._enters.forward
+        if self._apart is not None:
             self._forward_mlp, self._norm = module._forward_mlp, module.pre_mlp_layernorm.forward
 
     def modules(self) -> Iterator[nn.Module]:
         """Those that graphs run, the layer itself among them."""
         others = set(modules_of(self._apart)) if self._apart is not None else ()
-        yield from (one for one in modules_of(self._module) if one not in others)
+        yield from (one for one in modules_of(self.module) if one not in others)
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of these modules."""
@@ -102,24 +148,63 @@ class CutLayer:
 
     def overrides(self) -> Iterator[Override]:
         """What takes the place of methods of its modules, but for its forward."""
+        if self._enters is not None:
+            yield self._enters, "forward", self._entering
         if self._apart is not None:
-            yield self._module, "_forward_mlp", self._of_experts
-            yield self._module.pre_mlp_layernorm, "forward", self._norm_at_hand
+            yield self.module, "_forward_mlp", self._of_experts
+            yield self.module.pre_mlp_layernorm, "forward", self._norm_at_hand
 
-    def replayed(self, sides: Sides, hidden: Tensor) -> Tensor:
-        """What it makes of hidden states."""
-        query, key, value, *crossing, hidden = sides.before(hidden)
-        into = sides.behind.inputs[0].detach()
-        mixed = self._core.forward(query, key, value, crossing=crossing, into=into)
-        y: Tensor = sides.behind(mixed, hidden)
-        return y if self._apart is None else self._with_experts(y)
+    def plain(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Its forward without graphs, which shows what else it is given: in place of a tensor the
+        class."""
+        self._arguments = {
+            name: Tensor if isinstance(one, Tensor) else one for name, one in kwargs.items()
+        }
+        return self.stock(hidden, *args, **kwargs)
 
-    def _with_experts(self, made: Any) -> Tensor:
+    def captured(self, hidden: Tensor, given: Mapping[str, Tensor | None]) -> Tensor:
+        """What its forward makes, with `given` in the places of tensors by their names.
+
+        Raises:
+            CannotCaptureError: it is given, or gives, more.
+        """
+        arguments = dict(self._arguments)
+        for name, value in arguments.items():
+            if value is Tensor and name in given:
+                arguments[name] = given[name]
+            elif not isinstance(value, bool | int | float | str | None):
+                raise CannotCaptureError(f"layers are given {name}")
+        found = self.stock(hidden_states=hidden, **arguments)
+        self._alone = isinstance(found, Tensor)
+        y, *more = (found,) if self._alone else found
+        if not isinstance(y, Tensor):
+            raise CannotCaptureError(OTHER_LAYER)
+        if any(one is not None for one in more):
+            raise CannotCaptureError("a layer gives more than hidden states")
+        return y
+
+    def replayed(self, sides: Sides, hidden: Tensor) -> Any:
+        """What it gives for hidden states."""
+        first, *others = sides.pieces
+        made = first(hidden)
+        if others:
+            *made, hidden = made
+        for piece, core in zip(others, sides.cores, strict=True):
+            mixed = core(*made, into=piece.inputs[0].detach())
+            made = piece(mixed, *([hidden] if piece is others[-1] else ()))
+        y = made[0] if self._apart is None else self._with_experts(*made)
+        return y if self._alone else (y, None)
+
+    def _entering(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The norm in front of its mixer."""
+        cut = self._owner.cut
+        return self._stock_norm(x if cut is None else cut.entering(x), *args, **kwargs)
+
+    def _with_experts(self, hidden: Tensor, normed: Tensor | None = None) -> Tensor:
         """What it makes of what its graphs have made: what experts are added to, and of its norm
         if that is a tensor."""
-        hidden, *normed = made if isinstance(made, tuple) else (made,)
         positional, named = self._given
-        self._normed = (hidden, *normed) if normed else None
+        self._normed = None if normed is None else (hidden, normed)
         try:
             y: Tensor = self._forward_mlp(hidden, *positional, **named)
         finally:
@@ -134,7 +219,7 @@ class CutLayer:
         if any(isinstance(one, Tensor) for one in (*more, *kwargs.values())):
             raise CannotCaptureError(OTHER_LAYER)
         self._given = (*more,), kwargs
-        return self._owner.cut.experts(hidden, self._module.pre_mlp_layernorm)
+        return self._owner.cut.experts(hidden, self.module.pre_mlp_layernorm)
 
     def _norm_at_hand(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The norm in front of its experts; a graph has made its output."""

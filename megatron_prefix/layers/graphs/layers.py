@@ -16,14 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.device import graphs
-from megatron_prefix.layers.graphs.cut_layer import OTHER_LAYER, Cut, CutLayer, can_be_cut
+from megatron_prefix.layers.graphs.cut_layer import Cut, CutLayer
+from megatron_prefix.layers.graphs.pieces import CannotCaptureError
 from megatron_prefix.layers.graphs.segment_graphs import SegmentGraphs
-from megatron_prefix.layers.kind import Graphed, Kind, Override, Part, Running, Slot
+from megatron_prefix.layers.kind import Graphed, Kind, Override, Part, Running
 from megatron_prefix.layers.segment import SegmentContext
 
 IN_THE_WAY = (
-    "recompute_granularity", "fp8", "fp4", "attention_output_gate", "delay_wgrad_compute",
-    "cpu_offloading", "mtp_num_layers",
+    "recompute_granularity", "fp8", "fp4", "delay_wgrad_compute", "cpu_offloading",
+    "mtp_num_layers",
 )  # fmt: skip
 """Options of Megatron with which a layer is not the same launches in every segment of a length."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -33,17 +34,22 @@ SEEN_BEFORE = 1
 logger = logging.getLogger(__name__)
 
 
-def why_not(config: Any, layers: Iterable[Sequence[Kind]]) -> str:
+def without_graphs(config: Any, kinds: Iterable[Kind | None]) -> str:
+    """What keeps graphs from a layer with these kinds; "" if nothing does."""
+    found = (one for one in kinds if one and one.graphed_in(config) is Graphed.NOTHING)
+    return " and ".join(one.name for one in found)
+
+
+def why_not(config: Any, layers: Sequence[Sequence[Kind]]) -> str:
     """Why no layer of a model runs on graphs; "" if nothing is known to be in the way.
 
     Args:
         config: the model's.
         layers: what fills the slots of each.
     """
-    for kinds in layers:
-        found = [one for one in kinds if one.graphed is Graphed.NOTHING]
-        if found or len(kinds) < len(Slot):
-            return "the model has layers of " + " and ".join(one.name for one in found or kinds)
+    without = [one for kinds in layers if (one := without_graphs(config, kinds))]
+    if without and len(without) == len(layers):
+        return "the model has layers of " + " and ".join(dict.fromkeys(without))
     given = (name for name in IN_THE_WAY if getattr(config, name, None))
     return next((f"the model has {name}" for name in given), "")
 
@@ -52,8 +58,8 @@ class LayerGraphs:
     """Graphs of the layers of one model chunk.
 
     Args:
-        layers: Megatron's, in the order in which they run, with core attention, and what fills the
-            MLP's slot of each.
+        layers: Megatron's, in the order in which they run, and what fills the slots of each, the
+            MLP's last.
         running: says which segment runs.
         most: positions of the longest segment that has graphs.
         ranks: that share the positions of hidden states (sequence and context parallelism).
@@ -62,23 +68,19 @@ class LayerGraphs:
 
     Attributes:
         cut: what layers call while they are captured; None at other times.
+        layers: those with graphs.
         refused: why nothing more is captured; "" if something may be.
         captures: how often all layers were captured.
     """
 
     def __init__(
-        self, layers: Iterable[tuple[Any, Part]], running: Running, most: int, ranks: int,
-        group: Any = None,
+        self, layers: Iterable[tuple[Any, Sequence[Part]]], running: Running, most: int,
+        ranks: int, group: Any = None,
     ) -> None:  # fmt: skip
         self.cut: Cut | None = None
         self.refused, self.captures = "", 0
-        self._modules, self._layers = [], list[CutLayer]()
-        for layer, (kind, module) in layers:
-            apart = kind is not None and kind.graphed is Graphed.IN_FRONT
-            if apart and not can_be_cut(layer):
-                apart, self.refused = False, OTHER_LAYER
-            self._modules.append(layer)
-            self._layers.append(CutLayer(layer, module if apart else None, self))
+        self._all = self.layers = self._cut(layers)
+        self._follow()
         self._running, self._group = running, group
         self._most, self._ranks = most, ranks
         self._seen: Counter[int] = Counter()
@@ -86,29 +88,45 @@ class LayerGraphs:
         self._taken: dict[int, SegmentGraphs] = {}
         self._addresses: tuple[int, ...] = ()
         self._is_new, self._watched, self._said = True, False, False
-        if self.refused:
-            logger.warning("layers run without CUDA graphs: %s", self.refused)
+
+    def _cut(self, layers: Iterable[tuple[Any, Sequence[Part]]]) -> list[CutLayer]:
+        """Those that have graphs; a line says why others have none."""
+        found, without = list[CutLayer](), dict[str, None]()
+        for number, (layer, (mixer, mlp)) in enumerate(layers):
+            if names := without_graphs(layer.config, (mixer.kind, mlp.kind)):
+                without[f" of {names} run without CUDA graphs"] = None
+                continue
+            try:
+                found.append(CutLayer(layer, number, mixer, mlp, self))
+            except CannotCaptureError as problem:
+                without[f" run without CUDA graphs: {problem}"] = None
+        for why in without:
+            logger.warning("layers%s", why)
+        return found
+
+    def _follow(self) -> None:
+        numbers = {one.number for one in self.layers}
+        for one in self.layers:
+            one.follows = one.number - 1 in numbers
 
     def overrides(self) -> Iterator[Override]:
         """What takes the place of methods of layers and their modules."""
-        for number, (module, layer) in enumerate(zip(self._modules, self._layers, strict=True)):
-            yield module, "forward", self._forward(number)
+        for layer in self._all:
+            yield layer.module, "forward", self._forward(layer)
             yield from layer.overrides()
 
-    def _forward(self, number: int) -> Callable[..., Any]:
-        layer = self._layers[number]
-        stock = layer.stock
-
+    def _forward(self, layer: CutLayer) -> Callable[..., Any]:
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             context = self._running.current
             if context is None or context.backward or not torch.is_grad_enabled():
-                return stock(hidden_states, *args, **kwargs)
-            if number == 0 and not args:
+                return layer.stock(hidden_states, *args, **kwargs)
+            if self.layers and layer is self.layers[0] and not args:
                 self._take(context, hidden_states, kwargs)
             mine = self._taken.get(context.index)
-            if mine is None:
-                return stock(hidden_states, *args, **kwargs)
-            return layer.replayed(mine.made[len(hidden_states)][number], hidden_states), None
+            sides = mine.made[len(hidden_states)].get(layer.number) if mine else None
+            if sides is None:
+                return layer.plain(hidden_states, *args, **kwargs)
+            return layer.replayed(sides, hidden_states)
 
         return forward
 
@@ -122,7 +140,7 @@ class LayerGraphs:
         """Gives up what reads weights or writes gradients that lie elsewhere now."""
         self._is_new = False
         moved = bool(self._addresses) and self._addresses != self._current_addresses()
-        moved, self._watched = self._on_any_rank(moved, self._is_watched())
+        moved, self._watched = map(bool, self._most_of_ranks(moved, self._is_watched()))
         if moved:
             logger.info("weights or gradients lie elsewhere: CUDA graphs are captured again")
             self._free.clear()
@@ -131,30 +149,31 @@ class LayerGraphs:
             self._said = True
             logger.warning("layers run without CUDA graphs: modules inside them have hooks")
 
-    def _on_any_rank(self, *flags: bool) -> list[bool]:
-        """Whether each is so on any tensor-parallel rank."""
-        if self._group is None or self._group.size() == 1 or not self._layers:
-            return [*flags]
-        device = self._layers[0].parameters()[0].device
-        numbers = torch.tensor(flags, dtype=torch.int32, device=device)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group)
-        return [bool(one) for one in numbers.tolist()]
+    def _most_of_ranks(self, *numbers: int) -> list[int]:
+        """The largest of each on tensor-parallel ranks."""
+        if self._group is None or self._group.size() == 1 or not self.layers:
+            return [*numbers]
+        device = self.layers[0].parameters()[0].device
+        both = torch.tensor(numbers, dtype=torch.int32, device=device)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
+        found: list[int] = both.tolist()
+        return found
 
     def _is_watched(self) -> bool:
         """Whether anything in the layers has hooks, which a replay would leave out: those with
         which Megatron's DDP waits for weights (overlap_param_gather), or somebody's own."""
         inside = (
             vars(one)
-            for layer, module in zip(self._layers, self._modules, strict=True)
+            for layer in self.layers
             for one in layer.modules()
-            if one is not module  # its own are called around its forward
+            if one is not layer.module  # its own are called around its forward
         )
         return any(fields[name] for fields in inside for name in _HOOKS)
 
     def release(self, segment: int) -> None:
         """After a segment's backward."""
         mine = self._taken.pop(segment, None)
-        if mine is not None and not self.refused:
+        if mine is not None and mine.layers is self.layers:
             self._free.append(mine)
 
     @property
@@ -164,13 +183,12 @@ class LayerGraphs:
 
     def end_step(self) -> None:
         """Whatever has happened, no segment is between its forward and its backward."""
-        if not self.refused:
-            self._free += self._taken.values()
+        self._free += (one for one in self._taken.values() if one.layers is self.layers)
         self._taken.clear()
 
     def _current_addresses(self) -> tuple[int, ...]:
-        weights = [one for layer in self._layers for one in layer.parameters()]
-        buffers = (one for layer in self._layers for one in layer.buffers())
+        weights = [one for layer in self.layers for one in layer.parameters()]
+        buffers = (one for layer in self.layers for one in layer.buffers())
         mains = (getattr(one, "main_grad", None) for one in weights)
         places = (one.data_ptr() for one in (*weights, *buffers, *mains) if one is not None)
         trained = (one.requires_grad for one in weights)
@@ -205,21 +223,33 @@ class LayerGraphs:
             self._free.remove(mine)
         if fits:
             return mine
-        return SegmentGraphs(self._layers, length, self, self._running.rotary)
+        return SegmentGraphs(self.layers, length, self, self._running.rotary)
 
     def _captured(self, mine: SegmentGraphs, hidden: Tensor, given: Mapping[str, Any]) -> bool:
-        why = ""
+        why, number = "", 0
         try:
             mine.capture(hidden, given)
         except Exception as problem:  # noqa: BLE001 - whatever it is, layers run without graphs
             graphs.recover()
             why = (str(problem) or type(problem).__name__).splitlines()[0]
-        (failed,) = self._on_any_rank(bool(why))
+            if mine.at is not None and not isinstance(problem, torch.OutOfMemoryError):
+                number = 1 + mine.at.number
+        failed, number = self._most_of_ranks(bool(why), number)
         if failed:
-            self.refused = why or "another tensor-parallel rank could not capture its layers"
-            logger.warning("layers run without CUDA graphs: %s", self.refused)
-            self._free.clear()
+            why = why or "another tensor-parallel rank could not capture its layers"
+            self._give_up(why, number - 1)
             return False
         self._addresses, self.captures = self._current_addresses(), self.captures + 1
-        logger.info("%d layers captured for %d positions", len(self._layers), len(hidden))
+        logger.info("%d layers captured for %d positions", len(self.layers), len(hidden))
         return True
+
+    def _give_up(self, why: str, number: int) -> None:
+        """Nothing more is captured of layers like the one with a number; of none if it is -1."""
+        kinds = next((one.kinds for one in self.layers if one.number == number), None)
+        self.layers = [one for one in self.layers if kinds is not None and one.kinds != kinds]
+        self._free.clear()
+        self._follow()
+        if not self.layers:
+            self.refused = why
+        of = " of " + " and ".join(one.name for one in kinds or () if one) if self.layers else ""
+        logger.warning("layers%s run without CUDA graphs: %s", of, why)

@@ -1,10 +1,13 @@
-"""A piece of a layer that is captured once and replayed: what is before its attention, or behind.
+"""A piece of a layer that is captured once and replayed: what is before its core, or behind.
 
 A piece has a graph of its forward and one of its backward.  They read and write tensors that have
 their places for good; what is given is copied there, unless it is there already.  All else that
 they use is in a pool, in which what is captured later lies where what was captured earlier has
 ended.  So the pieces of a segment are replayed in the order in which they were captured: forwards,
 then backwards, the last first.
+
+What a piece computes and a later one of its layer reads, past the core (the gate on attention's
+output), stays where it is, and so does its gradient on the way back: the later piece borrows it.
 
 Gradients of weights that products add to main gradients themselves
 (`gradient_accumulation_fusion`) are added by a replay as well.
@@ -14,8 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +65,8 @@ class Piece:
         self._of_parameters: tuple[Tensor | None, ...] = ()
         self._added: tuple[nn.Parameter, ...] = ()
         self._own: dict[nn.Parameter, Tensor] = {}
+        self._borrowed: list[tuple[Piece, GradientEdge]] = []
+        self._lent: list[tuple[GradientEdge, Tensor]] = []  # with gradients, once they are there
 
     def end(
         self, inputs: Sequence[Tensor], computed: Sequence[Tensor], places: Sequence[Tensor],
@@ -80,12 +85,19 @@ class Piece:
         self._computed = tuple(map(get_gradient_edge, computed))
         self.inputs, self.outputs = (*inputs,), (*places, *passed)
 
-    def uses(self, leaves: Sequence[nn.Parameter], owners: Mapping[int, nn.Parameter]) -> None:
-        """Says what parameters it uses, by their stand-ins; outside of a capture.
+    def uses(
+        self,
+        leaves: Sequence[nn.Parameter],
+        owners: Mapping[int, nn.Parameter],
+        borrowed: Iterable[tuple[Piece, GradientEdge]] = (),
+    ) -> None:
+        """Says what parameters it uses, by their stand-ins, and what of earlier pieces; outside of
+        a capture.
 
         Raises:
             CannotCaptureError: it uses something trained that is in no module of the layer.
         """
+        self._borrowed = [*borrowed]
         if any(id(one) not in owners for one in leaves):
             raise CannotCaptureError("a layer uses a parameter that no module of it has")
         self._leaves = tuple(leaves)
@@ -101,11 +113,15 @@ class Piece:
             places: where it writes those of its inputs; the first may be where that of what it
                 passes on will be.
         """
-        wanted = [*self.inputs, *self._leaves]
+        wanted: Any = [*self.inputs, *self._leaves, *(edge for _, edge in self._borrowed)]
         with self.backward.captured():
             computed, passed = gradients[: len(self._computed)], gradients[len(self._computed) :]
-            results = torch.autograd.grad(self._computed, wanted, computed, allow_unused=True)
-            of_inputs, of_parameters = results[: len(places)], results[len(places) :]
+            edges: Any = [*self._computed, *(edge for edge, _ in self._lent)]
+            given = [*computed, *(gradient for _, gradient in self._lent)]
+            results = iter(torch.autograd.grad(edges, wanted, given, allow_unused=True))
+            of_inputs = [next(results) for _ in self.inputs]
+            of_parameters = [next(results) for _ in self._leaves]
+            self._give_back(results, (*gradients, *places))
             for place, *several in itertools.zip_longest(places, of_inputs, passed):
                 _put_sum(place, [one for one in several if one is not None])
             self._of_parameters = tuple(map(self._handed_on, self._leaves, of_parameters))
@@ -115,7 +131,17 @@ class Piece:
             if getattr(leaf, _ADDED, False)
         )
         self._computed = self._leaves = ()
+        self._borrowed, self._lent = [], []
         self._gradients, self._input_gradients = (*gradients,), (*places,)
+
+    def _give_back(self, gradients: Iterable[Tensor | None], places: Iterable[Tensor]) -> None:
+        """Hands gradients of what is borrowed to whom it belongs, whose backward is captured
+        later; copies of those that are where others will write."""
+        written = {one.untyped_storage().data_ptr() for one in places}
+        for (lender, edge), gradient in zip(self._borrowed, gradients, strict=True):
+            if gradient is not None:
+                there = gradient.untyped_storage().data_ptr() in written
+                lender._lent.append((edge, gradient.clone() if there else gradient))
 
     def _handed_on(self, leaf: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
         """Where a parameter's gradient is after a replay; of one that the product has added, what
@@ -128,9 +154,10 @@ class Piece:
         _put([self._own[parameter]], [gradient])
         return self._own[parameter]
 
-    def __call__(self, *inputs: Tensor) -> Any:
+    def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
         """Its outputs, from its inputs."""
-        return _Replayed.apply(self, len(inputs), *inputs, *self._parameters)
+        made: Sequence[Tensor] = _Replayed.apply(self, len(inputs), *inputs, *self._parameters)
+        return made
 
     def run_forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Replays its forward."""
@@ -159,8 +186,7 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, piece: Piece, num: int, *tensors: Tensor) -> Any:  # type: ignore[override]
         ctx.piece = piece
-        outputs = piece.run_forward(tensors[:num])
-        return outputs if len(outputs) > 1 else outputs[0]
+        return piece.run_forward(tensors[:num])
 
     @staticmethod
     @once_differentiable
@@ -225,31 +251,68 @@ def stand_ins(modules: Iterable[nn.Module]) -> Iterator[dict[int, nn.Parameter]]
             one._parameters[name] = parameter
 
 
+class Used(NamedTuple):
+    """What tensors are computed from.
+
+    Attributes:
+        parameters: that they depend on.
+        nodes: of autograd's graph, between these and the tensors.
+        borrowed: of earlier pieces, with the piece of each.
+    """
+
+    parameters: list[nn.Parameter]
+    nodes: list[Any]
+    borrowed: list[tuple[Piece, GradientEdge]]
+
+
 def used(
-    computed: Sequence[Tensor], ends: Sequence[Tensor], others: set[Any]
-) -> tuple[list[nn.Parameter], set[Any]]:
-    """Parameters that tensors are computed from, and the nodes of autograd's graph between.
+    computed: Sequence[Tensor], ends: Sequence[Tensor], earlier: Mapping[Any, Piece]
+) -> Used:  # fmt: skip
+    """What tensors are computed from.
 
     Args:
         computed: the tensors.
         ends: leaves that are no parameters.
-        others: nodes of another piece.
+        earlier: nodes of the pieces before, and which of these each is of.
 
     Raises:
-        CannotCaptureError: they depend on something of the other piece.
+        CannotCaptureError: an earlier piece depends on the same: autograd would run it again.
     """
-    inputs, parameters = {id(one) for one in ends}, []
+    inputs = {id(one) for one in ends}
+    found = Used([], [], [])
+    edges: dict[tuple[Any, int], None] = {}
     seen: set[Any] = set()
-    waiting = [one.grad_fn for one in computed]
+    waiting: list[tuple[Any, int]] = [get_gradient_edge(one)[:2] for one in computed]
     while waiting:
-        node = waiting.pop()
+        node, _ = edge = waiting.pop()
         leaf = getattr(node, "variable", None)
         if node is None or node in seen or id(leaf) in inputs:
             continue
-        if node in others:
-            raise CannotCaptureError("what is behind attention depends on what is before it")
+        if leaf is None and node in earlier:
+            edges[edge] = None
+            continue
         seen.add(node)
         if leaf is not None:
-            parameters.append(leaf)
+            found.parameters.append(leaf)
+        waiting += node.next_functions
+    found.nodes.extend(seen)
+    found.borrowed.extend((earlier[node], GradientEdge(node, number)) for node, number in edges)
+    wanted = inputs | {id(one) for one in found.parameters}
+    if _reaches({node for node, _ in edges}, wanted):
+        raise CannotCaptureError("what is behind a layer's core depends on what is before it")
+    return found
+
+
+def _reaches(begin: Set[Any], leaves: Set[int]) -> bool:
+    """Whether nodes lead to one another, or to leaves, by their ids."""
+    seen: set[Any] = set()
+    waiting = [node for one in begin for node, _ in one.next_functions]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node in begin or id(getattr(node, "variable", None)) in leaves:
+            return True
+        seen.add(node)
         waiting += [parent for parent, _ in node.next_functions]
-    return parameters, seen
+    return False

@@ -1,12 +1,14 @@
 """Graphs of one segment at a time, and their capture.
 
-What is before a layer's core attention (norm, projection, rotary embedding) and behind it
+What is before the core of a layer's mixer (norm, projection, rotary embedding) and behind it
 (projection, residual connections, MLP) is the same work for all segments of a length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,18 +16,12 @@ from torch import Tensor, nn
 
 from megatron_prefix.device import graphs
 from megatron_prefix.layers.blocks.rotary import Rotary
-from megatron_prefix.layers.graphs.cut_layer import OTHER_LAYER, CutLayer, Cuts, Sides
-from megatron_prefix.layers.graphs.pieces import (
-    CannotCaptureError,
-    Piece,
-    put_at,
-    stand_ins,
-    used,
-)
+from megatron_prefix.layers.graphs.capture import Capture, Rehearsal
+from megatron_prefix.layers.graphs.cut_layer import CutLayer, Cuts, Sides
+from megatron_prefix.layers.graphs.pieces import Piece, Used, stand_ins
 
 ROTARY = "rotary_pos_emb"
 _IGNORED = "attention_mask"
-_NAMES = ("query", "key", "value")
 _GRADIENT = "gradient of hidden states"
 _OUTPUTS = _GRADIENT, "gradient of normed"
 
@@ -39,20 +35,23 @@ class SegmentGraphs:
         rotary: tables of rotary embeddings that layers ask for.
 
     Attributes:
+        layers: as given.
         pool: of its graphs.
         most: positions of the first segment on this rank; longer ones have no place.
-        made: the graphs of every layer, by positions of a segment on this rank.
+        made: the graphs of every layer by its number, by positions of a segment on this rank.
+        at: the layer whose graphs are captured, or were last; None before the first.
     """
 
     def __init__(self, layers: Sequence[CutLayer], most: int, owner: Cuts, rotary: Rotary) -> None:
-        self._layers, self._owner, self._rotary = layers, owner, rotary
-        self.most = most
+        self.layers, self._owner, self._rotary = layers, owner, rotary
+        self.at: CutLayer | None = None
+        self.most, self._length = most, most
         self.pool = graphs.pool()
         self._places: dict[Any, Tensor] = {}
         self._tables: set[int] = set()
         self._owners: Mapping[int, nn.Parameter] = {}
         self._kept: list[Tensor] = []
-        self.made: dict[int, list[Sides]] = {}
+        self.made: dict[int, dict[int, Sides]] = {}
 
     def begin(self, given: Mapping[str, Any], positions: Tensor) -> None:
         """Takes what a segment's layers are given besides hidden states, and what they ask for, of
@@ -75,35 +74,32 @@ class SegmentGraphs:
             RuntimeError: so says CUDA.
         """
         arguments = self._arguments(given)
+        self._length = len(hidden)
         self._tables.clear()
         graphs.settle()
-        every = range(len(self._layers))
-        inside = (one for layer in self._layers for one in layer.modules())
+        inside = (one for layer in self.layers for one in layer.modules())
         with graphs.apart(), stand_ins(inside) as self._owners:
             try:
                 self._rotary.placed = self._placed
-                for number in every:
-                    self._rehearse(number, hidden, arguments)
+                for layer in self.layers:
+                    self._rehearse(layer, hidden, arguments)
                 graphs.settle()
-                made = [self._forward(number, hidden, arguments) for number in every]
-                for sides in reversed(made):
-                    self._backward(sides)
+                made = [self._forward(layer, hidden, arguments) for layer in self.layers]
+                for layer, sides in reversed([*zip(self.layers, made, strict=True)]):
+                    self._backward(layer, sides)
             finally:
                 self._rotary.placed = self._owner.cut = None
                 self._owners = {}
         self._kept += _shared_buffers()
-        self.made[len(hidden)] = made
+        numbers = (layer.number for layer in self.layers)
+        self.made[len(hidden)] = dict(zip(numbers, made, strict=True))
 
-    def _arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        arguments = dict(given)
-        for name, value in given.items():
-            if name == ROTARY and isinstance(value, Tensor):
-                arguments[name] = self.place(ROTARY, value)
-                arguments[name].copy_(value)
-            elif name == _IGNORED:
-                arguments[name] = None
-            elif not isinstance(value, bool | int | float | str | None):
-                raise CannotCaptureError(f"layers are given {name}")
+    def _arguments(self, given: Mapping[str, Any]) -> dict[str, Tensor | None]:
+        """Tensors that layers are given besides hidden states."""
+        arguments: dict[str, Tensor | None] = {_IGNORED: None}
+        if (turned := given.get(ROTARY)) is not None:
+            place = arguments[ROTARY] = self.place(ROTARY, turned)
+            place.copy_(turned)
         return arguments
 
     def _placed(self, name: int, rows: Tensor) -> Tensor:
@@ -115,15 +111,13 @@ class SegmentGraphs:
         return place
 
     def place(self, name: Any, like: Tensor, *, shape: Sequence[int] | None = None) -> Tensor:
-        """The place of what has a name, as many rows of it as `like` has; the first is the longest.
-
-        Hidden states of sequence-parallel ranks have fewer rows than queries.
-        """
-        key = name, like.dtype
+        """The place of what has a name, with the shape of `like` or another; the first is the
+        longest segment's, and others have the beginning of it."""
+        key, shape = (name, like.dtype), like.shape if shape is None else shape
+        size = math.prod(shape)
         if key not in self._places:
-            rest = like.shape[1:] if shape is None else shape
-            self._places[key] = like.new_empty((len(like), *rest), requires_grad=False)
-        return self._places[key][: len(like)].detach()
+            self._places[key] = like.new_empty(size, requires_grad=False)
+        return self._places[key][:size].view(*shape).detach()
 
     def place_of(self, name: Any, computed: Tensor) -> Tensor:
         """The place of what a piece computes: that itself where there is none yet, so that the
@@ -131,153 +125,61 @@ class SegmentGraphs:
         key, storage = (name, computed.dtype), computed.untyped_storage()
         whole = computed.is_contiguous() and storage.nbytes() == computed.nbytes
         if key not in self._places and whole:
-            self._places[key] = computed.detach()
+            self._places[key] = computed.detach().view(-1)
         return self.place(name, computed)
 
-    def _rehearse(self, number: int, hidden: Tensor, given: Mapping[str, Any]) -> None:
+    def _rehearse(self, layer: CutLayer, hidden: Tensor, given: Mapping[str, Any]) -> None:
         """Runs a layer on the stream of captures: what is loaded or allocated once is then there.
         All gradients are zero, so main gradients do not change."""
-        x, rehearsal = torch.zeros_like(hidden).requires_grad_(), _Rehearsal()
+        x, rehearsal = torch.zeros_like(hidden).requires_grad_(), Rehearsal()
+        self.at = layer
         self._owner.cut = rehearsal
-        outputs = [self._layer(number, x, given), *rehearsal.made]
-        leaves = [one for one in self._layers[number].parameters() if one.requires_grad]
+        outputs = [layer.captured(x, given), *rehearsal.made]
+        leaves = [one for one in layer.parameters() if one.requires_grad]
         zeros = [torch.zeros_like(one) for one in outputs]
         torch.autograd.grad(outputs, [x, *leaves], zeros, allow_unused=True)
 
-    def _layer(self, number: int, x: Tensor, given: Mapping[str, Any]) -> Tensor:
-        outputs = self._layers[number].stock(hidden_states=x, **given)
-        if not isinstance(outputs, tuple) or not isinstance(outputs[0], Tensor):
-            raise CannotCaptureError(OTHER_LAYER)
-        y, *more = outputs
-        if any(one is not None for one in more):
-            raise CannotCaptureError("a layer gives more than hidden states")
-        return y
-
-    def _forward(self, number: int, hidden: Tensor, given: Mapping[str, Any]) -> Sides:
-        """Captures a layer's forward, in two pieces."""
-        x = self.place(("hidden", number), hidden).requires_grad_()
-        capture = _Capture(self, number, x)
-        self._owner.cut = capture
-        capture.before.forward.begin()
+    def _forward(self, layer: CutLayer, hidden: Tensor, given: Mapping[str, Any]) -> Sides:
+        """Captures a layer's forward, in pieces."""
+        x = self.place(("hidden", layer.number), hidden).requires_grad_()
+        capture = Capture(self, layer, x)
+        self.at, self._owner.cut = layer, capture
+        capture.begin()
         try:
-            y = self._layer(number, x, given)
-            capture.end(y)
+            capture.end(layer.captured(x, given))
         except BaseException:
             capture.abandon()
             raise
-        return Sides(capture.before, capture.behind)
+        return Sides(capture.pieces, capture.cores)
 
-    def uses(self, piece: Piece, parameters: Sequence[nn.Parameter]) -> None:
+    def uses(self, piece: Piece, found: Used) -> None:
         """See Piece; while layers are captured."""
-        piece.uses(parameters, self._owners)
+        piece.uses(found.parameters, self._owners, found.borrowed)
 
-    def _backward(self, sides: Sides) -> None:
-        before, behind = sides
-        mixed, x = behind.inputs
+    def _backward(self, layer: CutLayer, sides: Sides) -> None:
+        """Captures a layer's backward."""
+        self.at = layer
+        first, last = sides.pieces[0], sides.pieces[-1]
         # A gradient of hidden states is where the piece that comes next in the backward reads it.
-        hidden = self.place(_GRADIENT, x)
-        behind.capture_backward(
-            [self.place(*both) for both in zip(_OUTPUTS, behind.outputs, strict=False)],
-            [self.place("gradient of mixed", mixed), hidden],
-        )
-        *made, _ = before.outputs
-        gradients = [self.place(("gradient", number), one) for number, one in enumerate(made)]
-        before.capture_backward([*gradients, hidden], [hidden])
+        hidden = self.place(_GRADIENT, first.inputs[0])
+        gradients = [self.place(*both) for both in zip(_OUTPUTS, last.outputs, strict=False)]
+        for before, piece in reversed([*itertools.pairwise(sides.pieces)]):
+            mixed, *passed = piece.inputs
+            of_mixed = self._of("mixed", mixed)
+            piece.capture_backward(gradients, [of_mixed, *(hidden for _ in passed)])
+            made = before.outputs[:-1] if before is first else before.outputs
+            gradients = [self._of(*both) for both in enumerate(made)]
+        if first is not last:
+            gradients.append(hidden)
+        first.capture_backward(gradients, [hidden])
 
+    def _of(self, name: Any, like: Tensor) -> Tensor:
+        """A place of a gradient, which layers share where it has as many numbers a position."""
+        return self.place(("gradient", name, self.a_position(like)), like)
 
-class _Rehearsal:
-    """A cut with nothing captured; see Cut.
-
-    Attributes:
-        made: what the layer has made in front of cuts.
-    """
-
-    def __init__(self) -> None:
-        self.made: list[Tensor] = []
-
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, *crossing: Tensor) -> Tensor:
-        """See Cut."""
-        self.made += (query, key, value, *crossing)
-        return query.new_zeros(_mixed(query, value)).requires_grad_()
-
-    def experts(self, hidden: Tensor, norm: Callable[[Tensor], Any]) -> Tensor:
-        """See Cut."""
-        if isinstance(normed := norm(hidden), Tensor):
-            self.made.append(normed)
-        return hidden
-
-
-class _Capture:
-    """One layer's forward; see Cut.
-
-    Args:
-        graphs: that it is one of.
-        number: of the layer.
-        x: what the layer is given.
-    """
-
-    def __init__(self, graphs: SegmentGraphs, number: int, x: Tensor) -> None:
-        self._graphs, self._number, self._x = graphs, number, x
-        self.before, self.behind = Piece(graphs.pool, is_first=number == 0), Piece(graphs.pool)
-        self._runs: Piece | None = self.before
-        self._nodes: set[Any] = set()
-        self._mixed: Tensor | None = None
-        self._rest: Tensor | None = None
-
-    def attention(self, *computed: Tensor) -> Tensor:
-        """See Cut."""
-        names: list[Any] = [(name, self._number) for name in _NAMES]
-        names += [("crossing", number) for number in range(len(computed) - len(names))]
-        places = [self._graphs.place_of(*both) for both in zip(names, computed, strict=True)]
-        self.before.end([self._x], computed, places, [self._x])
-        self._runs = None
-        parameters, self._nodes = used(computed, [self._x], set())
-        self._graphs.uses(self.before, parameters)
-        query, _, value, *_ = computed
-        shape = _mixed(query, value)[1:]
-        self._mixed = self._graphs.place(("mixed", self._number), query, shape=shape)
-        self._mixed.requires_grad_()
-        self.behind.forward.begin()
-        self._runs = self.behind
-        return self._mixed
-
-    def experts(self, hidden: Tensor, norm: Callable[[Tensor], Any]) -> Tensor:
-        """See Cut. The norm keeps its input, and so does whoever adds it to what experts make: it
-        is put in its place before."""
-        place = self._graphs.place_of(("residual", self._number), hidden)
-        if place.data_ptr() != hidden.data_ptr():
-            hidden = put_at(place, hidden)
-        computed, places = [hidden], [place]
-        if isinstance(normed := norm(hidden), Tensor) and normed is not hidden:
-            computed.append(normed)
-            places.append(self._graphs.place_of(("normed", self._number), normed))
-        self._rest = hidden.detach()
-        self._end(computed, places)
-        return self._rest
-
-    def end(self, y: Tensor) -> None:
-        """Ends with what the layer gives.
-
-        Raises:
-            CannotCaptureError: not all that the layer has run is in its graphs.
-        """
-        if self._rest is None:
-            self._end([y], [self._graphs.place_of(("hidden", self._number + 1), y)])
-        elif y is not self._rest:
-            raise CannotCaptureError(OTHER_LAYER)
-
-    def _end(self, computed: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-        if self._mixed is None:
-            raise CannotCaptureError("a layer does not call its core attention")
-        inputs = [self._mixed, self._x]
-        self.behind.end(inputs, computed, places)
-        self._runs = None
-        self._graphs.uses(self.behind, used(computed, inputs, self._nodes)[0])
-
-    def abandon(self) -> None:
-        """Ends the capture that runs, if one does."""
-        if self._runs is not None:
-            self._runs.forward.abandon()
+    def a_position(self, one: Tensor) -> int:
+        """Numbers of a tensor for one of the hidden states that are captured."""
+        return one.numel() // self._length
 
 
 def _shared_buffers() -> list[Tensor]:
@@ -286,8 +188,3 @@ def _shared_buffers() -> list[Tensor]:
     from megatron.core.parallel_state import get_global_memory_buffer
 
     return [*get_global_memory_buffer().buffer.values()]
-
-
-def _mixed(query: Tensor, value: Tensor) -> tuple[int, int, int]:
-    """The shape of core attention's output: [positions, 1, heads * value_dim]."""
-    return len(query), 1, query.shape[2] * value.shape[3]

@@ -16,13 +16,16 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_prefix.layers.kind import Override, Running
+from megatron_prefix.layers.graphs.pieces import CannotCaptureError
+from megatron_prefix.layers.kind import Override, Running, cut_of
 from megatron_prefix.layers.recurrent.moves import overwritten
 from megatron_prefix.layers.recurrent.rebound import rebound
 from megatron_prefix.layers.recurrent.states import LayerStates, segment_of
 
 if TYPE_CHECKING:
     from megatron_prefix.layers.segment import SegmentContext
+
+_BYPASSED = "GatedDeltaNet has run a segment without the replaced kernels"
 
 
 class DeltaSpans:
@@ -38,17 +41,17 @@ class DeltaSpans:
         self._layer, self._running, self._stock_rule = layer, running, rule
         # Else flash-linear-attention reads the lengths back from the device, and the host waits.
         self._takes_lengths = "cu_seqlens_cpu" in inspect.signature(rule).parameters
-        self._states: LayerStates | None = None
+        self._called = set[str]()
 
     def _run(self, within: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method of the layer whose kernels are replaced, in a segment."""
-        try:
-            found = within(*args, **kwargs)
-            if self._states is None:
-                raise RuntimeError("GatedDeltaNet has run a segment without the replaced kernels")
-            return found
-        finally:
-            self._states = None
+        self._called.clear()
+        found = within(*args, **kwargs)
+        # Where one runs without the other its states are missed; but nothing runs in a capture.
+        needed = {"convolution"} if cut_of(self._running) is None else {"convolution", "rule"}
+        if not needed <= self._called:
+            raise RuntimeError(_BYPASSED)
+        return found
 
     def _convolve(self, x: Tensor, before: int, stock: Callable[[Tensor], Tensor]) -> Tensor:
         """A row's convolution, span by span.
@@ -58,7 +61,10 @@ class DeltaSpans:
             before: positions that the convolution looks back.
             stock: the convolution of [rows, positions, channels].
         """
-        states = self._states = LayerStates(segment_of(self._running), self._layer, x, before)
+        self._called.add("convolution")
+        context = segment_of(self._running)
+        states = LayerStates(context, self._layer, x, before)
+        context.between["states", self._layer] = states
         row, edges = states.edges(x.squeeze(0))
         y = stock(row.unsqueeze(0))
         if edges is None:
@@ -71,9 +77,21 @@ class DeltaSpans:
 
     def _rule(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
         """Instead of `chunk_gated_delta_rule`, [1, positions, heads, dim]."""
-        states = self._states
-        if states is None:
+        if self._running.current is None:
             return self._stock_rule(query, key, value, **given)
+        self._called.add("rule")
+        if (cut := cut_of(self._running)) is not None:
+            made = [query, key, value, given.pop("g"), given.pop("beta")]
+
+            def again(*made: Tensor, **_: Any) -> Tensor:
+                query, key, value, g, beta = made
+                out: Tensor = self._rule(query, key, value, g=g, beta=beta, **given)[0]
+                return out
+
+            return cut.core(again, made, value.shape), None
+        states = segment_of(self._running).between.pop(("states", self._layer), None)
+        if states is None:
+            raise RuntimeError(_BYPASSED)
         given = {
             **given,
             "initial_state": states.state,
@@ -134,6 +152,10 @@ class GatedDeltaLayer(DeltaSpans):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: Any
     ) -> Tensor:
         """Instead of causal-conv1d's `causal_conv1d_fn`, x [1, channels, positions]."""
+        if (
+            found := self._behind(self._convolve_channels, x, weight, bias, activation)
+        ) is not None:
+            return found
         before = weight.shape[1] - 1
 
         def stock(part: Tensor) -> Tensor:
@@ -151,6 +173,12 @@ class GatedDeltaLayer(DeltaSpans):
     ) -> tuple[Tensor, None]:
         """Instead of flash-linear-attention's `causal_conv1d`, x [1, positions, channels]."""
 
+        def alone(*given: Any) -> Tensor:
+            return self._convolve_positions(*given)[0]
+
+        if (found := self._behind(alone, x, weight, bias, activation)) is not None:
+            return found, None
+
         def stock(part: Tensor) -> Tensor:
             y: Tensor = self._by_positions(x=part, weight=weight, bias=bias, activation=activation)[
                 0
@@ -158,3 +186,37 @@ class GatedDeltaLayer(DeltaSpans):
             return y
 
         return self._convolve(x, weight.shape[1] - 1, stock), None
+
+    def _behind(
+        self,
+        convolve: Callable[..., Tensor],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str,
+    ) -> Tensor | None:
+        """While the layer is captured, what a convolution will make of `x` behind a graph, with the
+        weights that its module has then; None at other times.
+
+        Raises:
+            CannotCaptureError: the layer uses others.
+        """
+        if (cut := cut_of(self._running)) is None:
+            return None
+        self._called.add("convolution")
+        module = self._module.conv1d
+        pairs = (weight, module.weight), (bias, module.bias)
+        if any(one is not other and _differ(one, other) for one, other in pairs):
+            raise CannotCaptureError("a convolution has other weights than its module")
+
+        def again(x: Tensor, **_: Any) -> Tensor:
+            return convolve(x, module.weight.squeeze(1), module.bias, activation)
+
+        return cut.core(again, [x], x.shape)
+
+
+def _differ(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors are not all of one memory."""
+    if one is None or other is None:
+        return True
+    return one.data_ptr() != other.data_ptr() or one.numel() != other.numel()

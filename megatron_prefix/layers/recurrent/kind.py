@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import precision
-from megatron_prefix.layers.kind import Kind, Slot
+from megatron_prefix.layers.kind import Graphed, Kind, Slot
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
 from megatron_prefix.refusals.table import DETERMINISTIC
@@ -49,11 +49,13 @@ class Shape(NamedTuple):
 
 class Saved(NamedTuple):
     """Bytes that tensor-parallel ranks save together: a position; `edge`, by context-parallel ranks
-    too, and `batched` of Payload."""
+    too, and `batched` of Payload; `apart` and `twice` of LayerMemory."""
 
     whole: float
     edge: float
     batched: float = 0.0
+    apart: float = 0.0
+    twice: float = 0.0
 
 
 class Recurrent(Kind):
@@ -68,7 +70,7 @@ class Recurrent(Kind):
             has context parallelism.
     """
 
-    slot, form = Slot.MIXER, Form.SPANS
+    slot, form, graphed = Slot.MIXER, Form.SPANS, Graphed.WHOLE
     module: ClassVar[str]
     method: ClassVar[str]
     divides: ClassVar[tuple[str, str]]
@@ -82,6 +84,11 @@ class Recurrent(Kind):
     def saved(self, config: Any, form: Execution) -> Saved:
         """What a layer saves for backward; arguments as of Kind.memory."""
         raise NotImplementedError
+
+    def graphed_in(self, config: Any) -> Graphed:
+        """See Kind; what context-parallel ranks exchange of a segment follows its spans."""
+        ranks = getattr(config, "context_parallel_size", 1)
+        return self.graphed if ranks == 1 else Graphed.NOTHING
 
     def parameters(self, config: Any) -> int:
         """See Kind."""
@@ -97,14 +104,18 @@ class Recurrent(Kind):
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind; context-parallel ranks have all positions of a part of the heads."""
         shape, size, wide = self.shape(config), form.itemsize, max(4, form.itemsize)
-        whole, edge, batched = self.saved(config, form)
-        ranks, whole = form.tp * form.cp, whole / form.tp
+        saved = self.saved(config, form)
+        ranks, whole = form.tp * form.cp, saved.whole / form.tp
         state, tail = shape.state * wide / ranks, shape.tail / ranks
         payload = Payload(
-            Form.SPANS, state + tail * size, state + tail * wide, state, edge / ranks,
-            batched / form.tp,
+            Form.SPANS, state + tail * size, state + tail * wide, state, saved.edge / ranks,
+            saved.batched / form.tp,
         )  # fmt: skip
-        return LayerMemory(whole, whole, payload=payload, given=precision.projected(config, form))
+        graphed = self.graphed_in(config) is not Graphed.NOTHING
+        return LayerMemory(
+            whole, whole, payload=payload, given=precision.projected(config, form),
+            apart=saved.apart / form.tp if graphed else None, twice=saved.twice / form.tp,
+        )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:
         """See Kind."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_prefix.layers.kind import Override, Running
+from megatron_prefix.layers.kind import Override, Running, cut_of
 from megatron_prefix.layers.recurrent.moves import from_batches, permuted, to_batches
 from megatron_prefix.layers.recurrent.rebound import rebound
 from megatron_prefix.layers.recurrent.states import LayerStates, segment_of
@@ -42,7 +42,7 @@ class MambaLayer:
     def overrides(self) -> list[Override]:
         """Methods of instances, and what takes their place."""
         found: list[Override] = [
-            (self._module, "_ssm_training", self._choosing(self._stock, self._within))
+            (self._module, "_ssm_training", self._choosing(self._stock, self._trained))
         ]
         if self._module.cp.cp_size > 1:
             for name in ("pre_conv_ssm", "post_conv_ssm"):
@@ -54,6 +54,20 @@ class MambaLayer:
                 )
                 found.append((self._module.cp, name, self._choosing(stock, within)))
         return found
+
+    def _trained(self, zxbcdt: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """`_ssm_training` of [positions, 1, width] in a segment: also the norm behind the kernel,
+        as what the kernel takes is made of parameters in this method."""
+        if (cut := cut_of(self._running)) is None:
+            return self._within(zxbcdt, *args, **kwargs)
+
+        def again(zxbcdt: Tensor, **_: Any) -> Tensor:
+            # The next layer's is put in the same place.
+            alone = segment_of(self._running).spans.is_one_root
+            return self._within(zxbcdt.clone() if alone else zxbcdt, *args, **kwargs)
+
+        shape = len(zxbcdt), 1, self._module.cp.d_inner_local_tpcp
+        return cut.core(again, [], shape, [zxbcdt])
 
     def _choosing(self, stock: Any, within: Callable[..., Any]) -> Callable[..., Any]:
         def method(*args: Any, **kwargs: Any) -> Any:

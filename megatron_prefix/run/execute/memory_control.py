@@ -172,7 +172,7 @@ class MemoryControl:
         """Bytes per row of the model on a rank, in the step that runs unless `gathers` is given."""
         gathers = self.gathers if gathers is None else gathers
         found = rank.footprint(gathers, self._config.cache_host_layers)
-        graphed = 0 if rank.forward_only else rank.graphed(self._config.graph_tokens)
+        graphed = 0 if rank.forward_only else rank.graphed
         return replace(found, graphed=graphed) if graphed else found
 
     def _least_of(self, groups: Sequence[Any], rank: Rank) -> float:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.verify import align
 from megatron_prefix.layers.dsa import DSA
+from megatron_prefix.layers.gdn import GatedDeltaNet
 from megatron_prefix.layers.graphs import layers, pieces, segment_graphs
 from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.layers.model import layers_of
@@ -150,12 +152,17 @@ def test_models_that_cannot_run_on_graphs_are_named() -> None:
         spec = resolve(name, **fields)
         return layers.why_not(spec, layers_of(spec))
 
-    for name in ("qwen3-8b", "qwen3-30b-a3b", "tiny-gpt-oss", "moonlight-16b-a3b"):
+    for name in (
+        *("qwen3-8b", "qwen3-30b-a3b", "tiny-gpt-oss", "moonlight-16b-a3b"),
+        *("qwen3-next-80b-a3b", "qwen3.5-9b", "tiny-nemotron-h"),
+    ):
         assert not why(name)
-    assert "GatedDeltaNet" in why("qwen3-next-80b-a3b")
-    assert "experts" not in why("qwen3-next-80b-a3b")
-    assert "sparse attention" in layers.why_not(resolve("qwen3-8b"), [(DSA(), MLP())])
-    assert "layers of MLP" in layers.why_not(resolve("qwen3-8b"), [(MLP(),)])
+    sparse = [(DSA(), MLP())]
+    assert "sparse attention" in layers.why_not(resolve("qwen3-8b"), sparse)
+    assert "MLP" not in layers.why_not(resolve("qwen3-8b"), sparse)
+    assert not layers.why_not(resolve("qwen3-8b"), [*sparse, (MLP(),)])
+    ranks = SimpleNamespace(context_parallel_size=2)
+    assert layers.without_graphs(ranks, [GatedDeltaNet(), MLP()]) == "GatedDeltaNet"
     assert "fp8" in why("qwen3-8b", fp8="e4m3", fp8_recipe="blockwise")
 
 

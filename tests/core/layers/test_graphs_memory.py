@@ -15,17 +15,19 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.graphs.pieces import Piece
 from megatron_prefix.layers.graphs.segment_graphs import SegmentGraphs
 from megatron_prefix.layers.model import footprint_of
+from megatron_prefix.megatron.features import pattern_of
 from megatron_prefix.offload.segment import addresses
 from megatron_prefix.plan.footprint import Execution
 from tests.core.layers.test_graphs import config, steps
 from tests.core.layers.test_graphs_experts import MIXED
+from tests.harness.hybrid import GDN, MAMBA, gated_delta, mamba
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.recorded import recorded_graphs  # noqa: F401
 
 LAYERS = 3
 PLAIN = {"qk_layernorm": False}
 """Without torch's norms of queries and keys, whose few numbers a head no prediction has."""
-OWN = {"hidden", "query", "key", "value", "mixed", "residual", "normed"}
+OWN = {"hidden", "made", "mixed", "residual", "normed"}
 """Places that no other layer of a segment writes to."""
 
 
@@ -133,11 +135,35 @@ def test_sets_hold_what_is_predicted(
         assert held == pytest.approx(positions * each, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-gpt-oss", "tiny-moe", "tiny-deepseek"])
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [(GDN, {**gated_delta(3, 4), **PLAIN}), (MAMBA, mamba("MMM")), (MAMBA, mamba("M*M-M-"))],
+)
+@pytest.mark.usefixtures("recorded_graphs")
+def test_sets_of_recurrent_layers_hold_what_is_predicted(
+    name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same, but for numbers that no position has: two a head of a rule, made of weights."""
+    model = small_model(name, spec=fields)
+    own, pattern = unwrap(model).config, pattern_of(unwrap(model))
+    one = footprint_of(own, Execution.of_config(own), 64, pattern)
+    assert not one.ends_early
+    num = fields["num_layers"]
+    last = one.stage_input * (pattern[-1:] != "-")  # what an MLP has saved is in its place
+    each = num * (one.wave - one.apart + one.twice) + last
+    more = 2 * num * own.linear_num_value_heads * 8 if name == GDN else 0
+    for positions, held, *_ in new_sets(model, monkeypatch):
+        assert held == pytest.approx(positions * each + more, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny-qwen3", "tiny-gpt-oss", "tiny-moe", "tiny-deepseek", GDN, MAMBA]
+)
 @pytest.mark.usefixtures("recorded_graphs")
 def test_pieces_save_what_their_layers_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Places are not copies of what they save as well."""
-    model = small_model(name, spec={"num_layers": LAYERS})
+    fields = mamba("M*-") if name == MAMBA else {"num_layers": LAYERS}
+    model = small_model(name, spec=fields)
     for _, _, saved, without in new_sets(model, monkeypatch):
         assert saved == without > 0
 
@@ -175,8 +201,8 @@ def test_pieces_of_the_longest_segment_copy_one_thing(
     def captured(sets: Any, hidden: Tensor, given: Any) -> None:
         is_first = not sets.made
         capture(sets, hidden, given)
-        for before, behind in sets.made[len(hidden)]:
-            launched = [*before.forward.launched, *behind.forward.launched]
+        for pieces, _ in sets.made[len(hidden)].values():
+            launched = [one for piece in pieces for one in piece.forward.launched]
             copies.append((is_first, launched.count("aten.copy_.default")))
 
     monkeypatch.setattr(SegmentGraphs, "capture", captured)

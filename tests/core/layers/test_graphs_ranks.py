@@ -21,8 +21,9 @@ from megatron_prefix.layers.graphs import layers
 from megatron_prefix.layers.graphs.segment_graphs import SegmentGraphs
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.run.schedule import PrefixSchedule
+from tests.harness import hybrid
 from tests.harness.ranks import run_ranks
-from tests.harness.recorded import RecordedGraph, recorded_graphs  # noqa: F401
+from tests.harness.recorded import RecordedGraph, cores_in_fp64, recorded_graphs  # noqa: F401
 from tests.harness.rows import rows
 
 TP2 = Layout(tp=2, sequence_parallel=True)
@@ -42,11 +43,17 @@ WHEN = {"weights move": STEPS - 1, "a hook": 0}
 MIXED = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5,
          "moe_shared_expert_intermediate_size": 32}  # fmt: skip
 MODELS = ("tiny-moe", "tiny-deepseek")
+HYBRID = {
+    hybrid.GDN: resolve(hybrid.GDN, **hybrid.gated_delta(4)).with_vocab(64),
+    hybrid.MAMBA: resolve(hybrid.MAMBA, **hybrid.mamba("M*-M")).with_vocab(64),
+}
 CONFIG = dict(kernel="math", min_gain=4, segment_tokens=24, memory="retain", graph_tokens=64)
 
 
 def spec_of(name: str, layout: Layout) -> ModelSpec:
     """Of three layers, or two a stage or more; the first of experts is dense."""
+    if name in HYBRID:
+        return HYBRID[name]
     layers = 4 if layout.pp > 1 else 3
     fields = {**MIXED, "moe_layer_freq": (False, *(layers - 1) * (True,))} if name else {}
     return resolve(name or "tiny-llama", num_layers=layers, **fields).with_vocab(64)
@@ -122,6 +129,20 @@ def test_steps_of_experts_are_those_without(
     compare(ours, name, model)
 
 
+@pytest.mark.parametrize("name", ["TP2+SP", "PP2"])
+@pytest.mark.parametrize("model", HYBRID)
+def test_steps_of_recurrent_layers_are_those_without(
+    name: str,
+    model: str,
+    recorded_graphs: type[RecordedGraph],  # noqa: F811
+    cores_in_fp64: None,  # noqa: F811
+) -> None:
+    layout, options = LAYOUTS[name][0], {"chunk_tokens": 8}
+    ours = run_ranks(2, steps, layout, options, "", model)
+    assert all(captures > 0 for _, captures in ours)
+    compare(ours, name, model, chunk_tokens=8)
+
+
 @pytest.mark.parametrize("what", WHEN)
 def test_tensor_parallel_ranks_capture_together(
     what: str,
@@ -151,16 +172,21 @@ def test_the_last_stage_may_have_no_layer_with_graphs() -> None:
 
 
 @functools.cache
-def without_graphs(name: str, model: str) -> list[tuple[list[align.Trace], int]]:
+def without_graphs(
+    name: str, model: str, **more: int
+) -> list[tuple[list[align.Trace], int]]:  # fmt: skip
     """The same steps in a layout, where nothing is seen often enough to be captured."""
+    layout, options = (LAYOUTS | EXPERTS)[name]
     with mock.patch.object(layers, "SEEN_BEFORE", 10**9):
-        return run_ranks(2, steps, *(LAYOUTS | EXPERTS)[name], "", model)
+        return run_ranks(2, steps, layout, options | more, "", model)
 
 
-def compare(ours: list[tuple[list[align.Trace], int]], name: str, model: str = "") -> None:
+def compare(
+    ours: list[tuple[list[align.Trace], int]], name: str, model: str = "", **more: int
+) -> None:
     """Compares with the same steps without graphs."""
     limit = tolerance(torch.float64, TOKENS)
-    for (mine, _), (others, none) in zip(ours, without_graphs(name, model), strict=True):
+    for (mine, _), (others, none) in zip(ours, without_graphs(name, model, **more), strict=True):
         assert none == 0
         for one, other in zip(mine, others, strict=True):
             assert all(torch.equal(one.auxiliary[key], of) for key, of in other.auxiliary.items())

@@ -37,7 +37,7 @@ def spans_of(lengths: list[int]) -> Spans:
 
 
 def segment_of(lengths: list[int], inner: bool) -> Any:
-    return mock.Mock(spans=spans_of(lengths), inner=inner, backward=False)
+    return mock.Mock(spans=spans_of(lengths), inner=inner, backward=False, between={})
 
 
 def states_of(lengths: list[int], inner: bool) -> LayerStates:
@@ -170,7 +170,7 @@ def convolution_of(
     cpu.load_recurrent_layers()
     from megatron_prefix.layers.recurrent.delta import GatedDeltaLayer
 
-    running = SimpleNamespace(current=segment_of(lengths, inner))
+    running = SimpleNamespace(current=segment_of(lengths, inner), graphs=None)
     ((_, name, forward),) = GatedDeltaLayer(Mixer(positions_first), 0, running).overrides()
     assert name == "forward"
     return forward

@@ -1,0 +1,85 @@
+"""Which segments' layers run on CUDA graphs where that is left to measurements.  Pure.
+
+Graphs spare the host launches, and cost copies and memory.  So they are for segments for which the
+device was seen to wait for the host, and stay only if steps then take less time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from megatron_prefix.plan.actions import Action, Plan
+
+WAITS = 0.9
+"""The host's part of an action's time from which on the device waits for it: what it has queued
+ends when the host does."""
+LEAST = 0.1
+"""Such forwards' part of all actions' time from which on graphs are tried."""
+PAYS = 0.97
+"""Of a step's time without graphs, what one with them may take at most to keep them: what is
+predicted of it counts their padding as work."""
+ENOUGH = 2
+"""Steps with sharing that were timed before graphs are tried."""
+
+
+@dataclass(frozen=True)
+class GraphChoice:
+    """What is known of graphs' use.
+
+    Attributes:
+        tokens: positions of the longest segment whose layers run on graphs; 0: none.
+        is_open: whether that may still change.
+        without: times of steps without graphs, over what was predicted of them.
+        waits: positions of the longest segment seen to wait for the host.
+    """
+
+    tokens: int
+    is_open: bool = False
+    without: tuple[float, ...] = ()
+    waits: int = 0
+
+    @classmethod
+    def of(cls, setting: int | str) -> GraphChoice:
+        """By the setting `graph_tokens`."""
+        return cls(0, is_open=True) if isinstance(setting, str) else cls(setting)
+
+    def after(self, ratio: float, waits: int, *, may_try: bool) -> GraphChoice:
+        """With one more timed step that shared.
+
+        Args:
+            ratio: its time over what was predicted of it.
+            waits: see `longest_waiting`.
+            may_try: whether graphs may be used from the next step on.
+        """
+        if not self.is_open:
+            return self
+        if self.tokens:
+            pays = ratio <= PAYS * statistics.median(self.without)
+            return replace(self, is_open=False, tokens=self.tokens if pays else 0)
+        seen = replace(self, without=(*self.without, ratio), waits=max(self.waits, waits))
+        if may_try and seen.waits and len(seen.without) >= ENOUGH:
+            return replace(seen, tokens=1 << (seen.waits - 1).bit_length())
+        return seen
+
+
+def longest_waiting(
+    plan: Plan, device: Mapping[Action, float], host: Mapping[Action, float]
+) -> int:
+    """Positions of the longest segment in whose forward the device waited for the host; 0 if such
+    forwards were a small part of the step.
+
+    Args:
+        plan: of the step.
+        device: seconds of its actions on the device, of one rank.
+        host: what the host took for them.
+    """
+    waited = [
+        action
+        for action, seconds in device.items()
+        if action.kind == "F" and host[action] >= WAITS * seconds
+    ]
+    if sum(device[one] for one in waited) < LEAST * sum(device.values()):
+        return 0
+    return max((plan.segments[one.segment].padded_length for one in waited), default=0)

@@ -1,0 +1,66 @@
+"""Whether segments' layers run on CUDA graphs, by what was measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_prefix.plan.actions import Action
+from megatron_prefix.plan.graph_choice import GraphChoice, longest_waiting
+from megatron_prefix.plan.planner import make_plan
+from megatron_prefix.tree import TreeOptions, build
+from tests.harness.trees import flat_rollouts
+
+
+def test_a_number_is_kept() -> None:
+    given = GraphChoice.of(4096)
+    assert given.tokens == 4096
+    assert given.after(1.0, 512, may_try=True) == given
+
+
+def tried(waits: int = 900) -> GraphChoice:
+    """Two steps of 1.0 and 1.2 times what was predicted, without graphs."""
+    choice = GraphChoice.of("auto").after(1.0, waits, may_try=False)
+    assert choice.tokens == 0
+    return choice.after(1.2, 100, may_try=True)
+
+
+def test_graphs_are_tried_where_the_device_waits() -> None:
+    assert tried().tokens == 1024  # the next power of two
+    assert tried(1024).tokens == 1024
+    assert GraphChoice.of("auto").after(1.0, 900, may_try=True).tokens == 0  # one step is too few
+
+
+def test_nothing_is_tried_where_it_does_not() -> None:
+    choice = GraphChoice.of("auto")
+    for _ in range(5):
+        choice = choice.after(1.0, 0, may_try=True)
+    assert choice.tokens == 0 and choice.is_open
+
+
+@pytest.mark.parametrize(("ratio", "tokens"), [(1.0, 1024), (1.066, 1024), (1.068, 0), (2.0, 0)])
+def test_they_stay_if_steps_take_less(ratio: float, tokens: int) -> None:
+    """Of 1.1, the median without them, at most 0.97."""
+    choice = tried().after(ratio, 0, may_try=True)
+    assert choice.tokens == tokens and not choice.is_open
+    assert choice.after(0.1, 4096, may_try=True) == choice
+
+
+def test_the_longest_segment_that_waits() -> None:
+    rollouts, groups = flat_rollouts(400, 100, 4, 1)
+    plan = make_plan(build(rollouts, groups, TreeOptions(segment_tokens=200)))
+    [actions] = plan.programs
+    device = dict.fromkeys(actions, 1.0)
+    lengths = {one: plan.segments[one.segment].padded_length for one in actions}
+    assert len({*lengths.values()}) > 1
+    shortest = min(lengths.values())
+
+    def host(waiting: float, kind: str, most: int) -> dict[Action, float]:
+        short = {one for one in actions if one.kind == kind and lengths[one] <= most}
+        return {one: waiting if one in short else 0.1 for one in actions}
+
+    assert longest_waiting(plan, device, host(0.95, "F", shortest)) == shortest
+    assert longest_waiting(plan, device, host(0.95, "F", 10**6)) == max(lengths.values())
+    assert longest_waiting(plan, device, host(0.8, "F", 10**6)) == 0
+    assert longest_waiting(plan, device, host(0.95, "B", 10**6)) == 0
+    waiting = {one: 0.01 if one.kind == "F" else 1.0 for one in actions}
+    assert longest_waiting(plan, waiting, waiting) == 0  # a small part of the step

@@ -1,0 +1,51 @@
+"""Mode "auto" decides on CUDA graphs by what it measures; here launches are emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab.data.generate import generate
+from megatron_prefix.lab.verify import align
+from megatron_prefix.plan import graph_choice
+from megatron_prefix.run import cost_meter
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.harness.one_rank import one_rank, small_model
+from tests.harness.recorded import RecordedGraph, recorded_graphs  # noqa: F401
+
+CONFIG = PrefixConfig(
+    mode="auto", min_speedup=0.01, kernel="math", min_gain=4, segment_tokens=24, memory="retain",
+    graph_tokens="auto",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+@pytest.mark.parametrize(("pays", "kept"), [(1e9, True), (0.0, False)])
+def test_tried_after_first_steps_and_kept_if_they_pay(
+    pays: float,
+    kept: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    recorded_graphs: type[RecordedGraph],  # noqa: F811
+) -> None:
+    monkeypatch.setattr(cost_meter, "EVERY", 9)
+    monkeypatch.setattr(graph_choice, "PAYS", pays)
+    model, schedule = small_model(spec={"num_layers": 3}), PrefixSchedule(CONFIG)
+    lengths, replayed = [], []
+    for seed in range(11):
+        items = align.microbatches([*generate(2, 24, 9, 4, vocab_size=64, seed=seed)], seed)
+        before = recorded_graphs.replays
+        align.run_step(schedule, [model], items, optimize=False)
+        assert schedule.report is not None and schedule.report.decision.share
+        [meter] = schedule.planning.meters.values()
+        lengths.append(meter.graphs.tokens)
+        replayed.append(recorded_graphs.replays > before)
+    # On the CPU the device waits for the host in all actions; the longest have 24 positions.
+    assert lengths == [0] * 4 + [32] * 4 + [32 if kept else 0] * 3
+    assert not any(replayed[:5]) and replayed[8] and replayed[10] == kept
