@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The whole suite on the CPU, four files at a time: bash launch/test.sh
-# A part of it:                                  bash launch/test.sh ARGUMENTS OF PYTEST
+# The suite on the CPU, four files at a time: bash launch/test.sh
+# And what combines what it shows one by one (marked `products`): bash launch/test.sh --all
+# A part of it:                                bash launch/test.sh ARGUMENTS OF PYTEST
 # Installs what it needs first; environment.sh has the variables that change where and with what.
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -13,5 +14,7 @@ unset PYTHONDONTWRITEBYTECODE
 cd "$root"
 # Many tests wait for processes to start or for time to pass; meanwhile others run.
 # tests/conftest.py keeps two on each of two cores.
-if [[ $# -eq 0 ]]; then set -- --numprocesses 4 --dist loadfile --no-loadscope-reorder; fi
+if [[ $# -eq 0 || $* == --all ]]; then
+    set -- --numprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
+fi
 exec python -m pytest "$@"

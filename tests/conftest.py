@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from tests.harness.cores import keep_to_one_core
+from tests.harness.frames import with_room
 from tests.harness.rewritten import rewrite_my_share
+from tests.harness.rows import EVERYTHING
 
 keep_to_one_core()
 
@@ -55,11 +57,39 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> object:
+    """Tests, their fixtures and the ranks that they fork have room for their frames."""
+    runner = item.config.pluginmanager.get_plugin("runner")
+    return with_room(runner.pytest_runtest_protocol, item, nextitem)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """With `--all` a run of the whole suite leaves nothing out."""
+    parser.addoption("--all", action="store_true", help="run tests marked `products`, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A run of the whole suite leaves something out; who names a file or a test gets all of it."""
+    if config.getoption("--all") or config.args_source is pytest.Config.ArgsSource.ARGS:
+        os.environ[EVERYTHING] = "1"
+
+
+def leave_products_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Unless everything is to be run; see tests/harness/rows.py."""
+    if EVERYTHING in os.environ:
+        return
+    left = [item for item in items if item.get_closest_marker("products")]
+    items[:] = [item for item in items if not item.get_closest_marker("products")]
+    config.hook.pytest_deselected(items=left)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begins with files that have slow tests, and skips GPU tests where there is no GPU.
 
     Workers take file after file: a long one that begins last would leave the others idle.
     """
+    leave_products_out(config, items)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     if torch.cuda.is_available():

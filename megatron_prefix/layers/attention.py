@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_prefix.layers.blocks.shared import Shared
+    from megatron_prefix.layers.segment import SegmentContext
 
 _QUANTISED = "modelopt.torch.quantization.plugins.megatron._QuantTEDotProductAttention"
 CORES = {
@@ -261,12 +262,14 @@ def _norms_hold_projection(config: Any) -> bool:
 
 
 def in_segments(
-    attention: Any,
-    number: int,
-    running: Running,
-    shared: Shared,
+    attention: Any, number: int, running: Running, shared: Shared
 ) -> Callable[..., Tensor]:
-    """The core attention's forward.
+    """The core attention's forward; see `_InSegments`."""
+    return _InSegments(attention, number, running, shared).forward
+
+
+class _InSegments:
+    """A core attention in segments.
 
     Args:
         attention: Megatron's module.
@@ -274,42 +277,56 @@ def in_segments(
         running: says which segment runs.
         shared: what the layer leaves.
     """
-    from megatron_prefix.layers.blocks.core import segment_attention
-    from megatron_prefix.layers.blocks.unread import keys_only
 
-    core = attention.core_attention
-    stock = core.forward
-    held = _norms_hold_projection(attention.config)
+    def __init__(self, attention: Any, number: int, running: Running, shared: Shared) -> None:
+        from megatron_prefix.layers.blocks.core import segment_attention
+        from megatron_prefix.layers.blocks.unread import keys_only
+
+        self._attend, self._keys_only = segment_attention, keys_only
+        self._attention, self._core = attention, attention.core_attention
+        self._number, self._running, self._shared = number, running, shared
+        self._stock = self._core.forward
+        self._held = _norms_hold_projection(attention.config)
 
     def forward(
-        query: Tensor, key: Tensor, value: Tensor, *args: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any,
         crossing: Sequence[Tensor] = (), into: Tensor | None = None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        context = running.current
-        if (cut := cut_of(running)) is not None:
+        """Its forward."""
+        context, shared = self._running.current, self._shared
+        if (cut := cut_of(self._running)) is not None:
             shape = len(query), 1, query.shape[2] * value.shape[3]
-            return cut.core(again, [query, key, value], shape, shared.crossing())
+            return cut.core(self._again, [query, key, value], shape, shared.crossing())
         if context is None:
-            found: Tensor = stock(query, key, value, *args, **kwargs)
+            found: Tensor = self._stock(query, key, value, *args, **kwargs)
             return found
         if crossing:
             value = shared.crossed(context, value, *crossing)
-        query, key, value = quantised(core, query, key, value)
+        query, key, value = quantised(self._core, query, key, value)
+        return self._in_segment(context, query, key, value, into)
+
+    def _again(
+        self, query: Tensor, key: Tensor, value: Tensor, *crossing: Tensor, into: Tensor
+    ) -> Tensor:
+        return self.forward(query, key, value, crossing=crossing, into=into)
+
+    def _in_segment(
+        self,
+        context: SegmentContext,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        into: Tensor | None,
+    ) -> Tensor:
+        number, shared = self._number, self._shared
         if number == context.keys_only:
-            return keys_only(query, key, value, context, number, shared)
-        if not (context.inner or held):
+            return self._keys_only(query, key, value, context, number, shared)
+        if not (context.inner or self._held):
             # A wave saves its values; a view would keep the whole projection in memory.
             value = value.contiguous()
-        scale = _softmax_scale(attention, core)  # it may be changed between steps
-        kernel, sink = running.kernels[shared.window], _sink(core)
-        return segment_attention(
-            query, key, value, context, number, scale, kernel, shared, sink, into
-        )
-
-    def again(query: Tensor, key: Tensor, value: Tensor, *crossing: Tensor, into: Tensor) -> Tensor:
-        return forward(query, key, value, crossing=crossing, into=into)
-
-    return forward
+        scale = _softmax_scale(self._attention, self._core)  # it may be changed between steps
+        kernel, sink = self._running.kernels[shared.window], _sink(self._core)
+        return self._attend(query, key, value, context, number, scale, kernel, shared, sink, into)
 
 
 def _sink(core: Any) -> Tensor | None:

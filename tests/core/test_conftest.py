@@ -5,11 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.conftest import leave_products_out
 from tests.harness.cores import keep_to_one_core
+from tests.harness.frames import SLOTS, with_room
+from tests.harness.fuzzing import rounds
+from tests.harness.rows import EVERYTHING, rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -44,3 +49,41 @@ def test_two_workers_share_a_core(monkeypatch, worker, workers, kept):
     keep_to_one_core()
     assert found == kept
     assert kinds == [os.SCHED_BATCH] * len(kept)
+
+
+def slots() -> int:
+    """Of the frame below that of the caller."""
+    return sys._getframe(2).f_code.co_stacksize
+
+
+def test_tests_have_room_for_frames():
+    assert with_room(lambda one, *, two: (one, two, slots()), 1, two=2) == (1, 2, SLOTS)
+    frame, found = sys._getframe(), set()
+    while frame is not None:
+        found.add(frame.f_code.co_stacksize)
+        frame = frame.f_back
+    assert SLOTS in found
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_products_are_left_out_of_the_suite(monkeypatch, everything):
+    if everything:
+        monkeypatch.setenv(EVERYTHING, "1")
+    else:
+        monkeypatch.delenv(EVERYTHING, raising=False)
+    one, product = (
+        SimpleNamespace(get_closest_marker={"products": mark}.get) for mark in (None, "a mark")
+    )
+    items, told = [one, product], []
+    hook = SimpleNamespace(pytest_deselected=lambda items: told.extend(items))
+    leave_products_out(SimpleNamespace(hook=hook), items)
+    assert (items, told) == (([one, product], []) if everything else ([one], [product]))
+    assert rounds(8, 100, fewest=3) == (8 if everything else 3)
+
+
+def test_rows_are_marked_if_they_are_there():
+    made = rows([(1, "a"), (1, "b"), (2, "a")], [(1, "b")])
+    assert [getattr(one, "marks", ()) != () for one in made] == [False, True, False]
+    assert made[1].values == (1, "b")
+    with pytest.raises(AssertionError):
+        rows(["a"], ["b"])

@@ -18,6 +18,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import BinaryIO
 
+from tests.harness.frames import with_room
+
 IMPORTED = [
     "tests.harness.ranks",
     "megatron_prefix.lab.models.build",
@@ -92,9 +94,9 @@ def _run(
     sys.argv = [str(module), *arguments]
     if isinstance(module, Path):
         sys.path.insert(0, str(module.parent))
-        runpy.run_path(str(module), run_name="__main__")
+        with_room(runpy.run_path, str(module), run_name="__main__")
     else:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        with_room(runpy.run_module, module, run_name="__main__", alter_sys=True)
 
 
 def _stream(number: int, file: BinaryIO) -> None:

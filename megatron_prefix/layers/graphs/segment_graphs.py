@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +16,9 @@ from torch import Tensor, nn
 
 from megatron_prefix.device import graphs
 from megatron_prefix.layers.blocks.rotary import Rotary
-from megatron_prefix.layers.graphs.cut_layer import OTHER_LAYER, Core, CutLayer, Cuts, Sides
-from megatron_prefix.layers.graphs.pieces import (
-    CannotCaptureError,
-    Piece,
-    Used,
-    put_at,
-    stand_ins,
-    used,
-)
+from megatron_prefix.layers.graphs.capture import Capture, Rehearsal
+from megatron_prefix.layers.graphs.cut_layer import CutLayer, Cuts, Sides
+from megatron_prefix.layers.graphs.pieces import Piece, Used, stand_ins
 
 ROTARY = "rotary_pos_emb"
 _IGNORED = "attention_mask"
@@ -137,7 +131,7 @@ class SegmentGraphs:
     def _rehearse(self, layer: CutLayer, hidden: Tensor, given: Mapping[str, Any]) -> None:
         """Runs a layer on the stream of captures: what is loaded or allocated once is then there.
         All gradients are zero, so main gradients do not change."""
-        x, rehearsal = torch.zeros_like(hidden).requires_grad_(), _Rehearsal()
+        x, rehearsal = torch.zeros_like(hidden).requires_grad_(), Rehearsal()
         self.at = layer
         self._owner.cut = rehearsal
         outputs = [layer.captured(x, given), *rehearsal.made]
@@ -148,7 +142,7 @@ class SegmentGraphs:
     def _forward(self, layer: CutLayer, hidden: Tensor, given: Mapping[str, Any]) -> Sides:
         """Captures a layer's forward, in pieces."""
         x = self.place(("hidden", layer.number), hidden).requires_grad_()
-        capture = _Capture(self, layer, x)
+        capture = Capture(self, layer, x)
         self.at, self._owner.cut = layer, capture
         capture.begin()
         try:
@@ -186,146 +180,6 @@ class SegmentGraphs:
     def a_position(self, one: Tensor) -> int:
         """Numbers of a tensor for one of the hidden states that are captured."""
         return one.numel() // self._length
-
-
-class _Rehearsal:
-    """A cut with nothing captured; see Cut.
-
-    Attributes:
-        made: what the layer has made in front of cuts.
-    """
-
-    def __init__(self) -> None:
-        self.made: list[Tensor] = []
-
-    def core(
-        self,
-        _: Core,
-        made: Sequence[Tensor],
-        shape: Sequence[int],
-        passing: Sequence[Tensor] = (),
-    ) -> Tensor:
-        """See Cut."""
-        computed = [*made, *passing]
-        self.made += computed
-        return computed[0].new_zeros(shape).requires_grad_()
-
-    def entering(self, hidden: Tensor) -> Tensor:
-        """See Cut."""
-        return hidden
-
-    def experts(self, hidden: Tensor, norm: Callable[[Tensor], Any]) -> Tensor:
-        """See Cut."""
-        if isinstance(normed := norm(hidden), Tensor):
-            self.made.append(normed)
-        return hidden
-
-
-class _Capture:
-    """One layer's forward; see Cut.
-
-    Args:
-        graphs: that it is one of.
-        layer: the layer.
-        x: what it is given.
-
-    Attributes:
-        pieces, cores: see Sides.
-    """
-
-    def __init__(self, graphs: SegmentGraphs, layer: CutLayer, x: Tensor) -> None:
-        self._graphs, self._layer, self._x = graphs, layer, x
-        self._enters = x
-        self.pieces, self.cores = list[Piece](), list[Core]()
-        self._runs: Piece | None = None
-        self._inputs: list[Tensor] = [self._enters]
-        self._nodes: dict[Any, Piece] = {}
-        self._rest: Tensor | None = None
-
-    def begin(self) -> None:
-        """Begins a piece."""
-        is_first = not (self.pieces or self._layer.follows)
-        self._runs = Piece(self._graphs.pool, is_first)
-        self.pieces.append(self._runs)
-        self._runs.forward.begin()
-
-    def core(
-        self,
-        run: Core,
-        made: Sequence[Tensor],
-        shape: Sequence[int],
-        passing: Sequence[Tensor] = (),
-    ) -> Tensor:
-        """See Cut."""
-        here = self._layer.number, len(self.cores)
-        names: list[Any] = [("made", here, number) for number in range(len(made))]
-        names += [
-            ("passing", number, self._graphs.a_position(one)) for number, one in enumerate(passing)
-        ]
-        computed = [*made, *passing]
-        places = [self._graphs.place_of(*both) for both in zip(names, computed, strict=True)]
-        self._end(computed, places, [] if self.cores else [self._enters])
-        mixed = self._graphs.place(("mixed", here), computed[0], shape=shape).requires_grad_()
-        self.cores.append(run)
-        self._inputs = [mixed]
-        self.begin()
-        return mixed
-
-    def entering(self, hidden: Tensor) -> Tensor:
-        """See Cut."""
-        if hidden is not self._x or not self._layer.mixes:
-            return hidden
-        # A leaf of its own: what is behind the core is differentiated apart from it.
-        self._enters = hidden.detach().requires_grad_()
-        self._inputs = [self._enters]
-        return self._enters
-
-    def experts(self, hidden: Tensor, norm: Callable[[Tensor], Any]) -> Tensor:
-        """See Cut. The norm keeps its input, and so does whoever adds it to what experts make: it
-        is put in its place before."""
-        place = self._graphs.place_of(("residual", self._layer.number), hidden)
-        if place.data_ptr() != hidden.data_ptr():
-            hidden = put_at(place, hidden)
-        computed, places = [hidden], [place]
-        if isinstance(normed := norm(hidden), Tensor) and normed is not hidden:
-            computed.append(normed)
-            places.append(self._graphs.place_of(("normed", self._layer.number), normed))
-        self._rest = hidden.detach()
-        self._end_last(computed, places)
-        return self._rest
-
-    def end(self, y: Tensor) -> None:
-        """Ends with what the layer gives.
-
-        Raises:
-            CannotCaptureError: not all that the layer has run is in its graphs.
-        """
-        if self._rest is None:
-            self._end_last([y], [self._graphs.place_of(("hidden", self._layer.number + 1), y)])
-        elif y is not self._rest:
-            raise CannotCaptureError(OTHER_LAYER)
-
-    def _end_last(self, computed: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-        if self._layer.mixes != bool(self.cores):
-            raise CannotCaptureError("a layer does not call its core")
-        if self.cores:
-            self._inputs.append(self._x)
-        self._end(computed, places)
-
-    def _end(
-        self, computed: Sequence[Tensor], places: Sequence[Tensor], passed: Sequence[Tensor] = ()
-    ) -> None:  # fmt: skip
-        piece = self.pieces[-1]
-        piece.end(self._inputs, computed, places, passed)
-        self._runs = None
-        found = used(computed, self._inputs, self._nodes)
-        self._nodes |= dict.fromkeys(found.nodes, piece)
-        self._graphs.uses(piece, found)
-
-    def abandon(self) -> None:
-        """Ends the capture that runs, if one does."""
-        if self._runs is not None:
-            self._runs.forward.abandon()
 
 
 def _shared_buffers() -> list[Tensor]:

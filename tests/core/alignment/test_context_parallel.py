@@ -37,6 +37,7 @@ from tests.harness import steps
 from tests.harness.context_parallel import DATA, VOCAB, spec
 from tests.harness.data import BUNDLED
 from tests.harness.ranks import run_ranks
+from tests.harness.rows import rows
 from tests.harness.steps import Contract
 from tests.harness.stock_once import stock_once
 
@@ -75,12 +76,12 @@ def cases(layout: Layout, recompute: str) -> list[tuple[str, dict[str, Any]]]:
     return CASES[recompute] + (MEMORY if alone and recompute == "none" else [])
 
 
-def verdicts(layout: Layout, recompute: str, model: str) -> list[align.Alignment]:
-    """One rank's part of all cases of one set of ranks."""
+def verdicts(layout: Layout, recompute: str, model: str, some: Any) -> list[align.Alignment]:
+    """One rank's part of some cases."""
     runtime.initialize(layout)
     chunks = build_model(spec(model), layout=layout, dtype="float64", recompute=recompute)
     found = []
-    for name, options in cases(layout, recompute):
+    for name, options in some:
         mine = DATA[name][align.data_rank() :: layout.dp]
         config = PrefixConfig(min_gain=0, **options)
         verdict = align.align(chunks, mine, config, multiple=layout.alignment)
@@ -88,27 +89,37 @@ def verdicts(layout: Layout, recompute: str, model: str) -> list[align.Alignment
     return found
 
 
-def check(layout: Layout, recompute: str, model: str = "tiny-llama") -> None:
-    results = run_ranks(layout.world_size, stock_once()(verdicts), layout, recompute, model)
+def check(layout: Layout, recompute: str, some: Any, model: str = "tiny-llama") -> None:
+    results = run_ranks(layout.world_size, stock_once()(verdicts), layout, recompute, model, some)
     for found in results:
-        for (name, options), verdict in zip(cases(layout, recompute), found, strict=True):
+        for (name, options), verdict in zip(some, found, strict=True):
             assert verdict.passed, (name, options, verdict.failures)
             assert verdict.executed_tokens < 0.8 * verdict.raw_tokens
             assert verdict.compared_with == align.GATHERED
 
 
+ROWS = [
+    *((layout, "none") for layout in LAYOUTS),
+    # Megatron's recomputation asks for no data-parallel rank, nor how many share a sequence.
+    *((layout, "full") for layout in ("cp2", "tp2 cp2", "pp2 cp2")),
+]
+
+
 @pytest.mark.parametrize(
     ("layout", "recompute"),
-    # Megatron's recomputation asks for no data-parallel rank, nor how many share a sequence.
-    [*((layout, "none") for layout in LAYOUTS),
-     *((layout, "full") for layout in ("cp2", "tp2 cp2", "pp2 cp2"))],
-)  # fmt: skip
+    rows(ROWS, [("dp2 cp2", "none"), ("tp2 cp2", "full"), ("pp2 cp2", "full")]),
+)
 def test_as_the_stock_schedule_in_the_same_layout(layout: str, recompute: str) -> None:
-    check(LAYOUTS[layout], recompute)
+    check(LAYOUTS[layout], recompute, cases(LAYOUTS[layout], recompute))
 
 
-def test_routers_see_the_rows_of_all_ranks() -> None:
-    check(Layout(cp=2, ep=2), "none", "tiny-moe")
+ROUTED = {"gathered by wave": CASES["none"][2:4], "by segment": CASES["none"][4:]}
+ROUTED["all"] = CASES["none"][:2]
+
+
+@pytest.mark.parametrize("name", rows(ROUTED, ["all"]))
+def test_routers_see_the_rows_of_all_ranks(name: str) -> None:
+    check(Layout(cp=2, ep=2), "none", ROUTED[name], "tiny-moe")
 
 
 def test_the_data_has_what_it_is_for() -> None:
@@ -151,7 +162,7 @@ def traces(layout: Layout, whole: Layout) -> tuple[tuple[int, int], list[align.T
     return place, found
 
 
-@pytest.mark.parametrize("name", ["cp2", "cp4", "tp2 cp2", "pp2 cp2"])
+@pytest.mark.parametrize("name", rows(["cp2", "cp4", "tp2 cp2", "pp2 cp2"], ["cp2", "pp2 cp2"]))
 def test_as_one_rank_in_the_place_of_its_group(name: str) -> None:
     """With a mean over tokens the layout does not matter; both schedules, gradients and steps."""
     layout = LAYOUTS[name]

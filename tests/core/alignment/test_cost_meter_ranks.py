@@ -26,6 +26,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
+from tests.harness.rows import rows
 from tests.harness.steps import Contract, Microbatch
 
 EP2 = Layout(dp=2, ep=2)
@@ -89,17 +90,10 @@ def learned(layout: Layout, path: str, unequal: bool = False) -> tuple[Any, Any,
     return guess, meter.times, shares
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(pp=2),
-        Layout(tp=2),
-        Layout(dp=2),
-        Layout(pp=2, vpp=2),
-        Layout(pp=2, dp=2),
-    ],
-    ids=str,
-)
+LAYOUTS = [Layout(pp=2), Layout(tp=2), Layout(dp=2), Layout(pp=2, vpp=2), Layout(pp=2, dp=2)]
+
+
+@pytest.mark.parametrize("layout", rows(LAYOUTS, [LAYOUTS[0], LAYOUTS[4]]), ids=str)
 def test_all_ranks_know_the_same(layout: Layout, tmp_path: Path) -> None:
     path = str(tmp_path / "costs.json")
     first, *others = run_ranks(layout.world_size, learned, layout, path)
@@ -132,17 +126,10 @@ def test_ranks_with_different_schedules_learn_together(tmp_path: Path) -> None:
     assert times == other and never == [False] * 6 and shares[1]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(tp=2, sequence_parallel=True),
-        Layout(cp=2),
-        Layout(dp=2),
-        Layout(pp=2, vpp=2),
-        Layout(pp=2, dp=2),
-    ],
-    ids=str,
-)
+TIMED = [Layout(tp=2, sequence_parallel=True), Layout(cp=2), *LAYOUTS[2:]]
+
+
+@pytest.mark.parametrize("layout", rows(TIMED, TIMED[4:]), ids=str)
 def test_all_ranks_time_stock_without_a_look(layout: Layout, tmp_path: Path) -> None:
     """In the same steps, and each stage learns what the step has computed."""
     found = run_ranks(layout.world_size, timed_stock, layout, str(tmp_path / "costs.json"))

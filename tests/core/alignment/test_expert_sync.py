@@ -73,13 +73,14 @@ def items(sizes: tuple[int, ...], seed: int) -> list[Microbatch]:
 
 
 def gradients(
-    schedule: Any, layout: Layout, data: list[list[Microbatch]], recompute: str
+    schedule: Any, layout: Layout, data: list[list[Microbatch]], case: Case
 ) -> dict[str, torch.Tensor]:
     """This rank's reduced gradients after a step, by their name in the whole model."""
+    layers, recompute = max(2, case.layout.pp * case.layout.vpp), case.recompute
     runtime.initialize(layout)
     from megatron.core import parallel_state
 
-    spec = resolve("tiny-moe", num_layers=4, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.5)
+    spec = resolve("tiny-moe", num_layers=layers, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.5)
     options = {"calculate_per_token_loss": True}
     chunks = build_model(
         spec.with_vocab(64), layout=layout, dtype="float64", recompute=recompute,
@@ -105,10 +106,10 @@ def worst(case: Case) -> float:
     data = [items(sizes, seed) for seed, sizes in enumerate(case.groups)]
     every = [item for mine in data for item in mine]
     stock = PrefixSchedule(PrefixConfig(mode="off"))
-    (expected,) = run_ranks(1, lambda: gradients(stock, Layout(), [every], case.recompute))
+    (expected,) = run_ranks(1, lambda: gradients(stock, Layout(), [every], case))
     ours = PrefixSchedule(case.prefix)
     world = case.layout.world_size
-    ranks = run_ranks(world, lambda: gradients(ours, case.layout, data, case.recompute))
+    ranks = run_ranks(world, lambda: gradients(ours, case.layout, data, case))
     assert {name for rank in ranks for name in rank} == set(expected)
     limit = tolerance(torch.float64, sum(item["tokens"].numel() for item in every))
     return max(

@@ -25,6 +25,7 @@ from tests.harness import steps
 from tests.harness.arenas import Storages, offloaders, watch_arenas
 from tests.harness.failures import CONFIG, PLACES, Countdown, Fault, assert_same, items, raised, run
 from tests.harness.one_rank import one_rank, small_model
+from tests.harness.rows import rows
 from tests.harness.steps import Contract, Microbatch
 
 
@@ -112,25 +113,23 @@ def fresh() -> dict[str, tuple[Any, dict[str, Tensor]]]:
     }
 
 
+KINDS: dict[str, tuple[type[BaseException], str, str]] = {
+    "a fault": (Fault, "none", "retain"),
+    "recomputed": (Fault, "full", "retain"),
+    "interrupted, offloaded": (KeyboardInterrupt, "none", "offload"),
+}
+FAILURES = [(place, kind) for place in PLACES for kind in KINDS]
+# Every place fails in one way; every third one each in the two others.
+MORE = [(place, kind) for number, place in enumerate(PLACES)
+        for kind in [*KINDS][1:] if [*KINDS].index(kind) != number % 3]  # fmt: skip
+
+
 @pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize(
-    ("error", "recompute", "memory"),
-    [
-        (Fault, "none", "retain"),
-        (Fault, "full", "retain"),
-        (KeyboardInterrupt, "none", "offload"),
-    ],
-)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "kind"), rows(FAILURES, MORE))
 def test_a_failed_step_leaves_nothing(
-    place: str,
-    recompute: str,
-    error: type[BaseException],
-    memory: str,
-    watch: Watch,
-    fresh: dict[str, Any],
+    place: str, kind: str, watch: Watch, fresh: dict[str, Any]
 ) -> None:
-    inject, after = PLACES[place]
+    (error, recompute, memory), (inject, after) = KINDS[kind], PLACES[place]
     model = small_model(recompute=recompute)
     schedule = PrefixSchedule(replace(CONFIG, memory=memory))
     with pytest.MonkeyPatch.context() as monkeypatch:

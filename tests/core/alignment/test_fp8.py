@@ -26,6 +26,7 @@ from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import fp8
 from tests.harness.one_rank import change_rank, one_rank, small_model
+from tests.harness.rows import rows
 from tests.harness.small_rows import small_rows  # noqa: F401
 
 ROWS = """
@@ -122,18 +123,20 @@ def _between(one: Trace, other: Trace) -> float:
     return float((one.logprobs - other.logprobs).abs().max())  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("recipe", [fp8.BLOCKWISE, fp8.MX], ids=["blockwise", "mxfp8"])
-@pytest.mark.parametrize(
-    ("advantages", "limit"),
-    [
-        (_zero_sum, policy.ERROR_RATIO),
-        (_any, policy.FP8_RATIO),
-        (_of_one_sign, policy.FP8_RATIO),
-    ],
-)
+LIMITS = {
+    "zero sum": (_zero_sum, policy.ERROR_RATIO),
+    "any": (_any, policy.FP8_RATIO),
+    "of one sign": (_of_one_sign, policy.FP8_RATIO),
+}
+RECIPES = {"blockwise": fp8.BLOCKWISE, "mxfp8": fp8.MX}
+ERRORS = [(kind, name) for kind in LIMITS for name in RECIPES]
+
+
+@pytest.mark.parametrize(("kind", "name"), rows(ERRORS, [ERRORS[1], ERRORS[3], ERRORS[4]]))
 def test_errors_are_within_the_policy(
-    advantages: Advantages, limit: float, recipe: fp8.Recipe, monkeypatch: pytest.MonkeyPatch
+    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (advantages, limit), recipe = LIMITS[kind], RECIPES[name]
     with one_rank():
         change_rank(monkeypatch, whole=recipe.least, rows=recipe.least)
         ran = Ran(advantages, limit, recipe)

@@ -33,6 +33,7 @@ from tests.harness.fuzzing import rounds
 from tests.harness.hybrid import GDN, MAMBA
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import change_rank, one_rank
+from tests.harness.rows import rows
 from tests.harness.steps import Contract
 from tests.harness.trees import rollout_sets, tree_options
 
@@ -78,8 +79,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", [GDN, MAMBA])
+EACH = [(name, options) for name in (GDN, MAMBA) for options in OPTIONS]
+# What is packed together and what is moved are no matter of the family.
+PRODUCTS = [(MAMBA, options) for options in (
+    "packs of chunks", "small packs", "offload", "the last layer on the host", "no parent",
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options"), rows(EACH, PRODUCTS))
 def test_exact(families: dict[str, Family], name: str, options: str) -> None:
     model, _, expected = families[name]
     assert hybrid.worst(model, expected, **OPTIONS[options]) <= EXACT
@@ -470,7 +477,9 @@ def step_inputs(draw: Any) -> list[steps.Microbatch]:
 
 
 # Shrinking takes minutes, and a failing example is small as it is.
-@settings(max_examples=rounds(9, 500), phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(
+    max_examples=rounds(9, 500, fewest=5), phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 @given(
     name=st.sampled_from([GDN, MAMBA]),
     items=step_inputs(),

@@ -25,6 +25,7 @@ from tests.harness.command_line import BUNDLED, forked
 from tests.harness.failures import Countdown, Fault
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank, small_model
+from tests.harness.rows import rows
 from tests.harness.steps import Contract
 
 EXACT = hybrid.limit(176, 3)
@@ -139,19 +140,19 @@ def test_a_failure_in_the_middle_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
         assert hybrid.worst(model, expected_of(), **JOINED) <= EXACT, method
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "--tp 2 --sequence-parallel --pack-tokens 200",
-        "--dp 2",
-        "--model tiny-moe --tp 2",
-        "--model tiny-moe --ep 2 --pack-tokens 200",
-        "--model tiny-deepseek --ep 2 --pack-tokens 200 --segment-tokens 150",
-        "--model tiny-qwen3 --cp 2 --pack-tokens 200 --cp-reduce wave --recompute full",
-        "--model tiny-qwen3 --cp 2 --pack-tokens 200 --cp-reduce segment --segment-tokens 250",
-        "--model tiny-deepseek --cp 2 --ep 2 --pack-tokens 200",
-    ],
-)
+LAYOUTS = [
+    "--tp 2 --sequence-parallel --pack-tokens 200",
+    "--dp 2",
+    "--model tiny-moe --tp 2",
+    "--model tiny-moe --ep 2 --pack-tokens 200",
+    "--model tiny-deepseek --ep 2 --pack-tokens 200 --segment-tokens 150",
+    "--model tiny-qwen3 --cp 2 --pack-tokens 200 --cp-reduce wave --recompute full",
+    "--model tiny-qwen3 --cp 2 --pack-tokens 200 --cp-reduce segment --segment-tokens 250",
+    "--model tiny-deepseek --cp 2 --ep 2 --pack-tokens 200",
+]
+
+
+@pytest.mark.parametrize("layout", rows(LAYOUTS, [LAYOUTS[2], LAYOUTS[7]]))
 def test_layouts(layout: str) -> None:
     options = "--groups 3 --max-tokens 96 --min-gain 4 --dtype float64 --overlap-grad-reduce"
     if "deepseek" not in layout:  # which of its four layers have experts is a list
@@ -191,16 +192,16 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "--tp 2 --sequence-parallel",
-        "--model tiny-moe --ep 2",
-        "--model tiny-deepseek --ep 2",
-        "--model tiny-qwen3 --cp 2 --cp-reduce wave --recompute full",
-        "--model tiny-qwen3 --cp 2 --cp-reduce segment",
-    ],
-)
+WAVES = [
+    "--tp 2 --sequence-parallel",
+    "--model tiny-moe --ep 2",
+    "--model tiny-deepseek --ep 2",
+    "--model tiny-qwen3 --cp 2 --cp-reduce wave --recompute full",
+    "--model tiny-qwen3 --cp 2 --cp-reduce segment",
+]
+
+
+@pytest.mark.parametrize("layout", rows(WAVES, WAVES[1:2]))
 def test_layouts_of_waves_that_join(layout: str, trees: Path) -> None:
     """Prompts apart, and what pairs of rollouts share behind them in their waves."""
     options = "--min-gain 2 --segment-tokens 100 --pack-tokens 200 --dtype float64"

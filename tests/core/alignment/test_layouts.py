@@ -12,6 +12,7 @@ from megatron_prefix.lab.verify.matrix import Row
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.run.execute import executor
 from tests.harness import ranks  # noqa: F401  # ranks are forked from here
+from tests.harness.rows import rows
 from tests.harness.small_rows import small_rows  # noqa: F401
 
 SAMPLE = """
@@ -37,9 +38,17 @@ window/TP2+SP/packed/none
 window/PP2xVPP2/chunked/full
 window-moe/EP2/packed/none
 """.split()
+PRODUCTS = """
+dense/TP2xPP2/tree/full
+moe/PP2xEP2/flat/full
+moe/TP2xEP2xPP2/flat/none
+moe/CP2xEP4/packed/none
+mla-moe/TP2xCP2xEP2xPP2/packed/none
+""".split()
+"""All of them go together in moe/TP2xCP2xEP2xPP2."""
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", rows(SAMPLE, PRODUCTS))
 def test_row(name: str) -> None:
     verdict = align_row(Row(*name.split("/")), timeout_s=120)
     assert verdict.passed, verdict.failures

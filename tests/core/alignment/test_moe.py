@@ -38,6 +38,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import build, trees
 from tests.harness.cases import run_cases
 from tests.harness.ranks import run_ranks
+from tests.harness.rows import rows
 from tests.harness.stock_once import stock_once
 
 VOCAB = 64
@@ -211,6 +212,18 @@ CASES = {
     ),
 }
 
+# Each value of these rows, and each mistake, is in another one.
+PRODUCTS = {
+    "global_aux_loss, full recompute", "in one segment, global_aux_loss",
+    "in one segment, expert bias", "in one segment, per-token loss", "in one segment, DP2",
+    "TP2, global_aux_loss", "EP2, global_aux_loss", "DP2, global_aux_loss, per-token loss",
+    "PP2 DP2, global_aux_loss", "PP2 VPP2", "CP2, per-token loss", "CP2 EP2", "TP2 CP2",
+    "TP2 EP2, full recompute", "across ranks, flat", "across ranks, expert bias",
+    "across ranks, EP2 PP2", "across ranks, global_aux_loss, per-token loss",
+    "across ranks, PP2 VPP2, global_aux_loss", "across ranks, EP2, global_aux_loss",
+    "across ranks, TP2, global_aux_loss", "across ranks, CP2 EP2",
+}  # fmt: skip
+
 
 def groups(flat: bool, seed: int) -> list[Group]:
     """Two groups of four uneven rollouts: flat, or with a turn of the agent that two of them share.
@@ -302,18 +315,20 @@ def compare(case: Case, layout: Layout) -> str:
 
 
 @functools.cache
-def outcome(layout: Layout) -> list[dict[str, str]]:
-    """What every rank says of every case of a layout, and of every mistake in one."""
-    cases = {name: (name, "") for name, case in CASES.items() if case.layout == layout}
+def outcome(layout: Layout, products: bool) -> list[dict[str, str]]:
+    """What every rank says of every case of a layout, and of every mistake in one; of products, or
+    of the others."""
+    names = [name for name in CASES if (name in PRODUCTS) == products]
+    cases = {name: (name, "") for name in names if CASES[name].layout == layout}
     mistakes = {m: (name, m) for m, (name, *_) in MISTAKES.items() if name in cases}
     return run_ranks(
         layout.world_size, stock_once()(run_cases), layout, cases | mistakes, compare_with
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", rows(CASES, PRODUCTS))
 def test_a_step_is_that_of_the_stock_schedule(name):
-    for rank, found in enumerate(outcome(CASES[name].layout)):
+    for rank, found in enumerate(outcome(CASES[name].layout, name in PRODUCTS)):
         assert not found[name], f"rank {rank}: {found[name]}"
 
 
@@ -386,7 +401,7 @@ def compare_with(what: tuple[str, str], layout: Layout) -> str:
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_count_is_seen(mistake):
-    found = outcome(CASES[MISTAKES[mistake][0]].layout)[0][mistake]
+    found = outcome(CASES[MISTAKES[mistake][0]].layout, False)[0][mistake]
     assert found and "Traceback" not in found, found
     failures = found.splitlines()
     biased = any("expert_bias" in line for line in failures)

@@ -32,6 +32,7 @@ from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.ranks import run_ranks
 from tests.harness.reductions import Watch, Watched
+from tests.harness.rows import rows
 
 VOCAB = 96
 CONFIG = PrefixConfig(segment_tokens=64, min_gain=0, chunk_tokens=24)
@@ -168,7 +169,12 @@ JOBS: dict[str, tuple[Job, Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+# Trees in a pipeline with virtual stages, a loss per token with CP2, experts that are reduced with
+# EP2 of DP4 and with global_aux_loss.
+PRODUCTS = ("DP2, trees", "DP2, experts", "PP2 DP2", "EP2")
+
+
+@pytest.mark.parametrize("name", rows(JOBS, PRODUCTS))
 def test_overlapped_steps_are_exact_and_early(name: str) -> None:
     job, data = JOBS[name]
     expected, found = job.runs(data, ("SSSS", False), ("PPSP", True))

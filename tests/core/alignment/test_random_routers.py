@@ -170,7 +170,9 @@ def check(
 
 
 # Shrinking takes minutes, and a failing example is small as it is.
-@settings(max_examples=rounds(12, 500), phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(
+    max_examples=rounds(12, 500, fewest=6), phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 @given(
     name=st.sampled_from(list(MODELS)),
     items=step_inputs(),

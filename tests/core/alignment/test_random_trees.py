@@ -152,7 +152,9 @@ def check(
 
 
 # Shrinking takes minutes, and a failing example is small as it is.
-@settings(max_examples=rounds(24, 500), phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(
+    max_examples=rounds(24, 500, fewest=12), phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     items=step_inputs(),

@@ -34,6 +34,7 @@ from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.ranks import run_ranks
+from tests.harness.rows import rows
 from tests.harness.steps import Contract, Microbatch
 from tests.harness.trees import with_routes
 
@@ -139,13 +140,13 @@ def compare(case: Case) -> tuple[int, int]:
     return run_ranks(case.layout.world_size, on_rank)[0]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", rows(CASES, ["MTP, PP2"]))
 def test_a_step_is_that_of_the_stock_schedule(name) -> None:
     executed, unshared = compare(CASES[name])
     assert 0 < unshared < executed < sum(map(len, rollouts()))
 
 
-@pytest.mark.parametrize("name", ["PP2", "CP2"])
+@pytest.mark.parametrize("name", rows(["PP2", "CP2"], ["CP2"]))
 def test_routes_of_other_rows_are_seen(name, monkeypatch) -> None:
     stock = replay.SegmentRoutes.of
 

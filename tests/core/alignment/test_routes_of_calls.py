@@ -22,6 +22,7 @@ from megatron_prefix.run.read.routes import ToldRoutes
 from tests.core.alignment.test_model_calls import Case, built, compare_with
 from tests.harness.calls import ROWS, Form, Trainer
 from tests.harness.cases import check_cases
+from tests.harness.rows import rows
 
 EXPERTS = 8
 OVERRIDES = {"moe_enable_routing_replay": True}
@@ -101,7 +102,7 @@ def following(kind: type[Routed], chunks: Sequence[Any]) -> type[Routed]:
     return type("Following", (kind,), {"routers": found})
 
 
-@pytest.mark.parametrize("job", list(JOBS))
+@pytest.mark.parametrize("job", rows(JOBS, ["TP2 SP CP2", "CP2 PP2"]))
 def test_routes_are_read_in_the_layout_of_the_calls(job: str) -> None:
     check_cases(*JOBS[job], compare)
 

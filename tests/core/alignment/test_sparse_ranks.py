@@ -17,6 +17,7 @@ from megatron_prefix.lab.verify import align
 from tests.harness import sparse
 from tests.harness.context_parallel import DATA, VOCAB
 from tests.harness.ranks import run_ranks
+from tests.harness.rows import rows
 from tests.harness.stock_once import stock_once
 
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any], dict[str, Any]]] = {
@@ -56,7 +57,7 @@ def verdicts(layout: Layout, more: dict[str, Any], fields: Any) -> list[align.Al
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", rows(LAYOUTS, ["pp2", "dp2"]))
 def test_as_the_stock_schedule_in_the_same_layout(layout: str) -> None:
     where, *more = LAYOUTS[layout]
     for found in run_ranks(where.world_size, stock_once()(verdicts), where, *more):

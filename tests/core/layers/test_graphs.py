@@ -29,6 +29,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import one_group
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.recorded import RecordedGraph, recorded_graphs  # noqa: F401
+from tests.harness.rows import rows
 from tests.harness.steps import Contract, call
 
 TOKENS = 256
@@ -75,18 +76,22 @@ def without(model: Any, given: PrefixConfig) -> list[align.Trace]:
         return steps(model, given, 3, uneven=True)
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-gpt-oss"])
-@pytest.mark.parametrize("options", [{}, {"chunk_tokens": 8}])
+STEPS = [(name, tokens) for name in ("tiny-llama", "tiny-qwen3", "tiny-gpt-oss")
+         for tokens in (0, 8)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "chunk_tokens"), rows(STEPS, STEPS[1:2] + STEPS[3:5]))
 def test_steps_are_those_without(
     name: str,
-    options: dict[str, int],
+    chunk_tokens: int,
     recorded_graphs: type[RecordedGraph],  # noqa: F811
 ) -> None:
     spec = {"num_layers": 3} | ({"num_moe_experts": None} if name == "tiny-gpt-oss" else {})
     plain, graphed = (small_model(name, spec=spec) for _ in range(2))
-    ours = steps(graphed, config(**options), 3, uneven=True)
+    given = config(chunk_tokens=chunk_tokens)
+    ours = steps(graphed, given, 3, uneven=True)
     assert made(graphed).captures > 0 and recorded_graphs.replays > 0
-    for one, other in zip(ours, without(plain, config(**options)), strict=True):
+    for one, other in zip(ours, without(plain, given), strict=True):
         same(one, other)
 
 

@@ -21,6 +21,7 @@ from tests.core.layers.test_graphs import TOKENS, config, made, same, steps, wit
 from tests.harness import steps as one_step
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.recorded import RecordedGraph, recorded_graphs  # noqa: F401
+from tests.harness.rows import rows
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +50,11 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", EXPERTS)
+# Shared experts go with graphs in test_graphs_ranks.py, a dense layer first with latents.
+PRODUCTS = ("latents, chunks", "latents, frozen", "shared expert", "first layer dense")
+
+
+@pytest.mark.parametrize("case", rows(EXPERTS, PRODUCTS))
 def test_steps_with_experts_and_latents_are_those_without(
     case: str,
     recorded_graphs: type[RecordedGraph],  # noqa: F811

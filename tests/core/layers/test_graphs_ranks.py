@@ -13,7 +13,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import build_model, unwrap
-from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
@@ -24,6 +24,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import hybrid
 from tests.harness.ranks import run_ranks
 from tests.harness.recorded import RecordedGraph, cores_in_fp64, recorded_graphs  # noqa: F401
+from tests.harness.rows import rows
 
 TP2 = Layout(tp=2, sequence_parallel=True)
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
@@ -39,10 +40,9 @@ EXPERTS = {
 }
 TOKENS, STEPS = 256, 3
 WHEN = {"weights move": STEPS - 1, "a hook": 0}
-SPEC = resolve("tiny-llama", num_layers=4).with_vocab(64)
-MIXED = {"num_layers": 4, "moe_layer_freq": (False, True, True, True), "moe_aux_loss_coeff": 1.0,
-         "moe_z_loss_coeff": 0.5, "moe_shared_expert_intermediate_size": 32}  # fmt: skip
-SPECS = {name: resolve(name, **MIXED).with_vocab(64) for name in ("tiny-moe", "tiny-deepseek")}
+MIXED = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5,
+         "moe_shared_expert_intermediate_size": 32}  # fmt: skip
+MODELS = ("tiny-moe", "tiny-deepseek")
 HYBRID = {
     hybrid.GDN: resolve(hybrid.GDN, **hybrid.gated_delta(4)).with_vocab(64),
     hybrid.MAMBA: resolve(hybrid.MAMBA, **hybrid.mamba("M*-M")).with_vocab(64),
@@ -50,10 +50,19 @@ HYBRID = {
 CONFIG = dict(kernel="math", min_gain=4, segment_tokens=24, memory="retain", graph_tokens=64)
 
 
+def spec_of(name: str, layout: Layout) -> ModelSpec:
+    """Of three layers, or two a stage or more; the first of experts is dense."""
+    if name in HYBRID:
+        return HYBRID[name]
+    layers = 4 if layout.pp > 1 else 3
+    fields = {**MIXED, "moe_layer_freq": (False, *(layers - 1) * (True,))} if name else {}
+    return resolve(name or "tiny-llama", num_layers=layers, **fields).with_vocab(64)
+
+
 def microbatches(layout: Layout, seed: int) -> list[Any]:
     seed += 100 * (layout.ep > 1) * align.data_rank()
     groups = list(generate(2, 24, 8, 4, vocab_size=64, seed=seed, uneven=layout.ep > 1))
-    items = align.microbatches(groups, seed, align.alignment(SPEC, layout))
+    items = align.microbatches(groups, seed, align.alignment(spec_of("", layout), layout))
     return align.on_this_cp_rank(items)
 
 
@@ -69,7 +78,7 @@ def steps(
     options, build = dict(options), {}
     if "overlap_grad_reduce" in options:
         build["overlap_grad_reduce"] = options.pop("overlap_grad_reduce")
-    chunks = build_model((SPECS | HYBRID).get(name, SPEC), layout=layout, dtype="float64", **build)
+    chunks = build_model(spec_of(name, layout), layout=layout, dtype="float64", **build)
     schedule, found = PrefixSchedule(PrefixConfig(**CONFIG | options)), []
     for seed in range(STEPS):
         if seed == WHEN.get(only_here) and torch.distributed.get_rank() == 0:
@@ -97,14 +106,16 @@ def test_steps_are_those_without(
     compare(ours, name)
 
 
+ROWS = [
+    *(("TP2+SP", model) for model in MODELS),
+    *(("PP2", model) for model in MODELS),
+    ("CP2", "tiny-deepseek"),
+    ("EP2, chunks", "tiny-moe"),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "model"),
-    [
-        *(("TP2+SP", model) for model in SPECS),
-        *(("PP2", model) for model in SPECS),
-        ("CP2", "tiny-deepseek"),
-        ("EP2, chunks", "tiny-moe"),
-    ],
+    ("name", "model"), rows(ROWS, [("TP2+SP", "tiny-deepseek"), ("PP2", "tiny-moe")])
 )
 def test_steps_of_experts_are_those_without(
     name: str,
@@ -195,7 +206,7 @@ def _one_rank_fails(layout: Layout) -> tuple[list[str], int]:
             raise torch.OutOfMemoryError("no memory here")
 
         SegmentGraphs.capture = failing  # type: ignore[method-assign]
-    chunks = build_model(SPEC, layout=layout, dtype="float64")
+    chunks = build_model(spec_of("", layout), layout=layout, dtype="float64")
     schedule = PrefixSchedule(PrefixConfig(**CONFIG))
     found = []
     for seed in range(STEPS):

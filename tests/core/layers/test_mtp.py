@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -22,9 +23,19 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import failures, hybrid, mtp, steps
 from tests.harness.failures import Countdown, Fault
-from tests.harness.mtp import CONTRACTS, ITEMS, MODELS, assert_same, compared, model_of, run
+from tests.harness.mtp import (
+    CONTRACTS,
+    ITEMS,
+    MODELS,
+    SCHEDULES,
+    assert_same,
+    compared,
+    model_of,
+    run,
+)  # fmt: skip
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
+from tests.harness.rows import EVERYTHING, rows
 from tests.harness.steps import Contract, Microbatch
 
 
@@ -34,9 +45,15 @@ def _rank() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("kind", ITEMS)
-def test_steps_are_the_stock_schedules(kind: str) -> None:
-    for schedule in compared("dense", Contract(), kind):
+# All schedules run on a tree; elsewhere it is about what this loss reads.
+SOME = ("trees packed", "packs of chunks", "recompute")
+KINDS = [("tree", tuple(SCHEDULES)), *((kind, SOME) for kind in ITEMS if kind != "tree")]
+MORE = [(kind, tuple(one for one in SCHEDULES if one not in SOME)) for kind, _ in KINDS[1:]]
+
+
+@pytest.mark.parametrize(("kind", "schedules"), rows([*KINDS, *MORE], MORE))
+def test_steps_are_the_stock_schedules(kind: str, schedules: tuple[str, ...]) -> None:
+    for schedule in compared("dense", Contract(), kind, *schedules):
         assert schedule.report is not None and schedule.report.memory is not None
         if not schedule.config.cache_host_layers:
             assert schedule.report.memory.cache_peak == schedule.report.cache_bytes
@@ -44,15 +61,16 @@ def test_steps_are_the_stock_schedules(kind: str) -> None:
         assert schedule.config.min_gain or forest.executed_tokens < forest.raw_tokens
 
 
-@pytest.mark.parametrize("contract", CONTRACTS)
+@pytest.mark.parametrize("contract", rows(CONTRACTS, ["triple"]))  # which is that of all others
 def test_contracts_of_the_loss(contract: str) -> None:
     list(compared("dense", CONTRACTS[contract], "weighed", "packs of chunks", "recompute"))
 
 
+@pytest.mark.parametrize("kind", rows(["tree", "prefixes"], ["prefixes"]))  # dense: both, above
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "dense"])
-def test_models(model: str) -> None:
-    for kind in ("tree", "prefixes"):
-        list(compared(model, Contract(), kind, "packs of chunks", "recompute", "offload"))
+def test_models(model: str, kind: str) -> None:
+    more = ("offload",) if EVERYTHING in os.environ else ()  # moves what any model has
+    list(compared(model, Contract(), kind, "packs of chunks", "recompute", *more))
 
 
 def test_losses_of_experts_in_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:

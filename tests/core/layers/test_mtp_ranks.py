@@ -25,6 +25,7 @@ from tests.harness.calls import Form
 from tests.harness.mtp import cases_across_ranks, compared_across_ranks
 from tests.harness.one_group import schedule_with
 from tests.harness.ranks import run_ranks
+from tests.harness.rows import rows
 from tests.harness.small_rows import small_rows  # noqa: F401
 
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -45,6 +46,9 @@ moe/TP2+SP/packed/none
 moe/PP2xEP2/flat/full
 moe/CP2xEP2/packed/none
 """.split()
+PRODUCTS = ("dense/CP2/chunked/full", "moe/TP2+SP/packed/none", "moe/CP2xEP2/packed/none",
+            "dense/DP2/packed/none")  # fmt: skip
+"""Packs, chunks, experts and recomputation stand in other rows with each of these layouts."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +57,7 @@ def _with_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(matrix.OVERRIDES, model, fields)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", rows(ROWS, PRODUCTS))
 def test_row(name: str) -> None:
     verdict = align_row(Row(*name.split("/")), timeout_s=120)
     assert verdict.passed, verdict.failures
@@ -61,8 +65,10 @@ def test_row(name: str) -> None:
     assert 0 < verdict.executed_tokens < verdict.raw_tokens
 
 
-@pytest.mark.parametrize("pp", [1, 2])
-@pytest.mark.parametrize("tied", [True, False])
+BOTH = [(1, True), (1, False), (2, True), (2, False)]
+
+
+@pytest.mark.parametrize(("pp", "tied"), rows(BOTH, [BOTH[0], BOTH[3]]))
 def test_reductions_during_backwards(pp: int, tied: bool) -> None:
     """Three steps, also of the optimizer; the output layer, which may get a row of this loss or
     none, is waited for."""

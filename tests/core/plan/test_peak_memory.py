@@ -27,6 +27,7 @@ from megatron_prefix.tree import Pairs, TreeOptions, build, trees
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness import lora, saving_kernels, steps
 from tests.harness.one_rank import one_rank, small_model
+from tests.harness.rows import rows
 from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts
 
@@ -41,6 +42,11 @@ SHAPES = [
     (384, 64, 3, 128, 96, 1),
     *PACKED,
 ]
+ALL_MODELS = [
+    (name, how) for name in ("tiny-llama", "tiny-moe") for how in ("none", "full", "selective")
+]
+MODELS = rows(ALL_MODELS, [("tiny-llama", "full"), ("tiny-moe", "none"), ("tiny-moe", "selective")])
+"""And how Megatron recomputes their layers."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,8 +108,7 @@ def counted(
     return count.peak, report.cache_bytes, report.memory
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-moe"])
+@pytest.mark.parametrize(("name", "recompute"), MODELS)
 def test_saved_bytes_are_those_that_were_predicted(name: str, recompute: str) -> None:
     spec = dict(num_layers=3)
     options = dict(vocab=VOCAB, spec=spec, recompute=recompute, dtype=torch.float32)

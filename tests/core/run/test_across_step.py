@@ -34,6 +34,7 @@ from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.one_rank import small_model
 from tests.harness.ranks import run_ranks
+from tests.harness.rows import rows
 from tests.harness.steps import Contract, microbatch
 
 AUTO = PrefixConfig(mode="auto", min_gain=0, min_speedup=0.01, kernel="math")
@@ -209,8 +210,13 @@ def spoilt(layout: Layout) -> list[list[Found]]:
     return run_ranks(layout.world_size, run_each, layout, ways, 2 if layout.world_size == 2 else 1)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, tp=2), Layout(dp=2, pp=2)])
+SPOILT = [(layout, place) for layout in (Layout(dp=2), Layout(dp=2, tp=2), Layout(dp=2, pp=2))
+          for place in PLACES]  # fmt: skip
+PRODUCTS = [one for one in SPOILT if one[0].tp > 1]
+"""Tensor-parallel ranks are told by their first, as stages are."""
+
+
+@pytest.mark.parametrize(("layout", "place"), rows(SPOILT, PRODUCTS))
 def test_one_rank_that_fails_to_decide_leaves_each_alone(place: str, layout: Layout) -> None:
     ranks = [found[[*PLACES].index(place)] for found in spoilt(layout)]
     first = [said for said, *_ in ranks if said[0]]

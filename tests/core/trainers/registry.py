@@ -1,4 +1,8 @@
-"""Packages from the registry in folders beside this environment's others: trainers, and MkDocs."""
+"""Packages from the registry in folders beside this environment's others: trainers, and MkDocs.
+
+Run as a script it installs what the suite wants, with nothing but an environment's own pip: CI does
+so while the other packages are installed.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +14,28 @@ import sys
 import tempfile
 from pathlib import Path
 
-import pytest
-
+HERE = Path(__file__).parent
+SUITE = {"verl": HERE, "modelopt": HERE, "megatron": HERE, "mkdocs": HERE.parents[2] / "docs/site"}
+"""What tests ask for by default, and the folders of its pins."""
 UNREACHABLE = (
     "connection broken", "Failed to establish", "Temporary failure in name resolution",
     "timed out", "Cannot connect to proxy",
 )  # fmt: skip
 
 
-def installed(name: str, beside: Path = Path(__file__).parent) -> Path:
+def _skip(reason: str) -> None:
+    import pytest  # which is not there yet where this is a script
+
+    pytest.skip(reason)
+
+
+def installed(name: str, beside: Path = HERE) -> Path:
     """The folder with what `name`.txt in `beside` pins; made at the first call.
 
     Skips the test where pip reaches no registry, or Python is older than the pins are for.
     """
     if sys.version_info < (3, 11):
-        pytest.skip(f"the pins of {name}.txt are for Python 3.11 and newer")
+        _skip(f"the pins of {name}.txt are for Python 3.11 and newer")
     pins = beside / f"{name}.txt"
     digest = hashlib.sha256(pins.read_bytes()).hexdigest()[:12]
     folder = Path(sys.prefix) / "trainers" / f"{name}-{digest}"
@@ -45,8 +56,13 @@ def _install(name: str, pins: Path, folder: Path) -> None:
             capture_output=True, text=True, timeout=600,
         )  # fmt: skip
         if made.returncode and any(text in made.stderr for text in UNREACHABLE):
-            pytest.skip(f"pip does not reach a registry with {name}: {made.stderr[-300:]}")
+            _skip(f"pip does not reach a registry with {name}: {made.stderr[-300:]}")
         assert not made.returncode, made.stderr
         part.rename(folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    for its_name, its_pins in SUITE.items():
+        installed(its_name, its_pins)

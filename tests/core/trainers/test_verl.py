@@ -15,9 +15,12 @@ from megatron_prefix.run.schedule import WATCHED
 from tests.core.trainers.both import Step
 from tests.core.trainers.registry import installed
 from tests.core.trainers.verl_run import write_plugin
+from tests.harness.rows import rows
 
 ROOT = Path(__file__).parents[3]
 LAYOUTS = ("1", "tp2-sp", "pp2", "tp2-pp2", "cp2", "pp2-fused", "tp2-sp-fused", "cp2-fused")
+PRODUCTS = ("tp2-sp", "pp2", "pp2-fused", "cp2")
+"""Both layouts go together in tp2-pp2, and each with fused kernels."""
 FALLBACK = "too few first positions"
 FORMS = {
     "1-padded-auto": ("", ""), "pp2-r2-auto": ("records routes", ""),
@@ -43,7 +46,12 @@ def run(*layouts: str, **environ: str) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, dict[str, Any]]:
-    return run(*LAYOUTS, *FORMS)
+    return run(*(one for one in LAYOUTS if one not in PRODUCTS), *FORMS)
+
+
+@pytest.fixture(scope="module")
+def products() -> dict[str, dict[str, Any]]:
+    return run(*PRODUCTS)
 
 
 @pytest.fixture
@@ -63,9 +71,9 @@ def check(run: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_verl_gets_the_stock_schedules_results(runs: dict[str, Any], layout: str) -> None:
-    check(runs[layout])
+@pytest.mark.parametrize("layout", rows(LAYOUTS, PRODUCTS))
+def test_verl_gets_the_stock_schedules_results(layout: str, request: pytest.FixtureRequest) -> None:
+    check(request.getfixturevalue("products" if layout in PRODUCTS else "runs")[layout])
 
 
 @pytest.mark.slow

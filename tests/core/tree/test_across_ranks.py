@@ -74,7 +74,7 @@ def test_every_rank_has_its_rollouts_and_a_plan_that_runs(
     num_ranks: int, segment_tokens: int, block: int
 ) -> None:
     options = TreeOptions(segment_tokens=segment_tokens, min_gain=0, share="batch")
-    for seed in range(rounds(10, 100)):
+    for seed in range(rounds(10, 100, fewest=6)):
         ranks = dealt(seed, num_ranks)
         forests, owners = forests_of(ranks, options, block)
         for rank, forest, microbatch_of in zip(ranks, forests, owners, strict=True):

@@ -26,6 +26,7 @@ from megatron_prefix.plan.actions import ON_DEVICE
 from megatron_prefix.plan.footprint import Execution
 from tests.harness.command_line import failure, forked
 from tests.harness.one_rank import one_rank, small_model
+from tests.harness.rows import rows
 
 CONFIG = PrefixConfig(kernel="math")
 
@@ -57,12 +58,12 @@ def test_ways_are_parsed() -> None:
 
 def test_policies_hold_less_one_after_the_other(chunks: list[Any]) -> None:
     ways = ("retain", "recompute_act", "recompute", "offload", "retain+full")
-    rows = {way: measured(chunks, way) for way in ways}
-    counted = {way: row.peak_gib for way, row in rows.items()}
+    found = {way: measured(chunks, way) for way in ways}
+    counted = {way: row.peak_gib for way, row in found.items()}
     assert counted["offload"] < counted["recompute"] < counted["recompute_act"] < counted["retain"]
     assert counted["retain+full"] < counted["retain"]
-    assert rows["offload"].offloaded_gib > 0 == rows["retain"].offloaded_gib
-    for row in rows.values():
+    assert found["offload"].offloaded_gib > 0 == found["retain"].offloaded_gib
+    for row in found.values():
         assert not row.problem and row.ms > 0 and row.predicted_gib >= 0.9 * row.peak_gib
     assert unwrap(chunks[0]).config.recompute_granularity is None
 
@@ -74,7 +75,10 @@ def test_the_stock_schedule_is_a_plan_that_shares_nothing(chunks: list[Any]) -> 
     assert full.peak_gib < row.peak_gib and full.predicted_gib < row.predicted_gib
 
 
-@pytest.mark.parametrize("way", ["stock", *ON_DEVICE, "recompute", "stock+full", "retain+full"])
+HELP = ["stock", *ON_DEVICE, "recompute", "stock+full", "retain+full"]
+
+
+@pytest.mark.parametrize("way", rows(HELP, HELP[-2:]))
 def test_the_example_of_the_help_is_predicted_within_a_tenth(way: str, one: list[Any]) -> None:
     """As documented, and the stock schedule's scores of attention with it."""
     assert "bench memory --shapes 512:64:4" in bench.EPILOG

@@ -254,20 +254,23 @@ def script(
         yield started
 
 
-def test_align_finds_on_two_nodes_what_it_finds_on_one(tmp_path: Path, temporary: Path) -> None:
+def test_align_finds_on_two_nodes_what_it_finds_on_one(
+    tmp_path: Path, temporary: Path, torchrun: Path
+) -> None:
     """By one command, of which nothing stays. Row after row in one world; the second row joins
     where the first has left."""
     networks = set(os.listdir("/sys/class/net"))
     arguments = ["--device", "cpu", "--only", *ROWS, "--json"]
     document = tmp_path / "matrix.md"
-    with script(tmp_path, temporary, "align", *arguments, "--markdown", str(document)) as started:
+    arguments += ["--markdown", str(document)]
+    with script(tmp_path, temporary, "align", *arguments, VENV=str(torchrun)) as started:
         out, err = started.communicate(timeout=240)
     assert started.returncode == 0, err[-3000:]
     told = json.loads(out)
     assert told["counts"] == {"aligned": 2}
     assert all("2 ranks" in row["run"] for row in told["rows"])
     assert [row["row"] for row in told["rows"]] == ROWS
-    assert figures(told) == figures(here("matrix", *arguments))
+    assert figures(told) == figures(here("matrix", *arguments[:-2]))
     assert "2 rows: 2 aligned" in document.read_text(encoding="utf-8")
     assert not os.listdir(temporary)
     assert set(os.listdir("/sys/class/net")) == networks

@@ -25,6 +25,7 @@ from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
+from tests.harness.rows import rows
 from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts
 
@@ -123,13 +124,15 @@ def counted(
     return stock, static, found
 
 
+ROWS = [
+    *itertools.product(("pp2", "ep2"), ("in groups", "shuffled")),
+    ("pp2 vpp2", "shuffled"), ("pp2 ep2", "in groups"), ("ep2", "in turn"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("layout", "order"),
-    [
-        *itertools.product(("pp2", "ep2"), ("in groups", "shuffled")),
-        ("pp2 vpp2", "shuffled"), ("pp2 ep2", "in groups"), ("ep2", "in turn"),
-    ],
-)  # fmt: skip
+    ("layout", "order"), rows(ROWS, [("ep2", "shuffled"), ("pp2", "shuffled")])
+)
 def test_counted_bytes_keep_the_limit(layout: str, order: str) -> None:
     """Of the rank with most, whatever forwards are required; without room the step is stock's."""
     of = LAYOUTS[layout]

@@ -1,0 +1,154 @@
+"""What layers tell while their graphs are made: once to see what they run, then piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from megatron_prefix.layers.graphs.cut_layer import OTHER_LAYER, Core, CutLayer
+from megatron_prefix.layers.graphs.pieces import CannotCaptureError, Piece, put_at, used
+
+if TYPE_CHECKING:
+    from megatron_prefix.layers.graphs.segment_graphs import SegmentGraphs
+
+
+class Rehearsal:
+    """A cut with nothing captured; see Cut.
+
+    Attributes:
+        made: what the layer has made in front of cuts.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[Tensor] = []
+
+    def core(
+        self,
+        _: Core,
+        made: Sequence[Tensor],
+        shape: Sequence[int],
+        passing: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """See Cut."""
+        computed = [*made, *passing]
+        self.made += computed
+        return computed[0].new_zeros(shape).requires_grad_()
+
+    def entering(self, hidden: Tensor) -> Tensor:
+        """See Cut."""
+        return hidden
+
+    def experts(self, hidden: Tensor, norm: Callable[[Tensor], Any]) -> Tensor:
+        """See Cut."""
+        if isinstance(normed := norm(hidden), Tensor):
+            self.made.append(normed)
+        return hidden
+
+
+class Capture:
+    """One layer's forward; see Cut.
+
+    Args:
+        graphs: that it is one of.
+        layer: the layer.
+        x: what it is given.
+
+    Attributes:
+        pieces, cores: see Sides.
+    """
+
+    def __init__(self, graphs: SegmentGraphs, layer: CutLayer, x: Tensor) -> None:
+        self._graphs, self._layer, self._x = graphs, layer, x
+        self._enters = x
+        self.pieces, self.cores = list[Piece](), list[Core]()
+        self._runs: Piece | None = None
+        self._inputs: list[Tensor] = [self._enters]
+        self._nodes: dict[Any, Piece] = {}
+        self._rest: Tensor | None = None
+
+    def begin(self) -> None:
+        """Begins a piece."""
+        is_first = not (self.pieces or self._layer.follows)
+        self._runs = Piece(self._graphs.pool, is_first)
+        self.pieces.append(self._runs)
+        self._runs.forward.begin()
+
+    def core(
+        self,
+        run: Core,
+        made: Sequence[Tensor],
+        shape: Sequence[int],
+        passing: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """See Cut."""
+        here = self._layer.number, len(self.cores)
+        names: list[Any] = [("made", here, number) for number in range(len(made))]
+        names += [
+            ("passing", number, self._graphs.a_position(one)) for number, one in enumerate(passing)
+        ]
+        computed = [*made, *passing]
+        places = [self._graphs.place_of(*both) for both in zip(names, computed, strict=True)]
+        self._end(computed, places, [] if self.cores else [self._enters])
+        mixed = self._graphs.place(("mixed", here), computed[0], shape=shape).requires_grad_()
+        self.cores.append(run)
+        self._inputs = [mixed]
+        self.begin()
+        return mixed
+
+    def entering(self, hidden: Tensor) -> Tensor:
+        """See Cut."""
+        if hidden is not self._x or not self._layer.mixes:
+            return hidden
+        # A leaf of its own: what is behind the core is differentiated apart from it.
+        self._enters = hidden.detach().requires_grad_()
+        self._inputs = [self._enters]
+        return self._enters
+
+    def experts(self, hidden: Tensor, norm: Callable[[Tensor], Any]) -> Tensor:
+        """See Cut. The norm keeps its input, and so does whoever adds it to what experts make: it
+        is put in its place before."""
+        place = self._graphs.place_of(("residual", self._layer.number), hidden)
+        if place.data_ptr() != hidden.data_ptr():
+            hidden = put_at(place, hidden)
+        computed, places = [hidden], [place]
+        if isinstance(normed := norm(hidden), Tensor) and normed is not hidden:
+            computed.append(normed)
+            places.append(self._graphs.place_of(("normed", self._layer.number), normed))
+        self._rest = hidden.detach()
+        self._end_last(computed, places)
+        return self._rest
+
+    def end(self, y: Tensor) -> None:
+        """Ends with what the layer gives.
+
+        Raises:
+            CannotCaptureError: not all that the layer has run is in its graphs.
+        """
+        if self._rest is None:
+            self._end_last([y], [self._graphs.place_of(("hidden", self._layer.number + 1), y)])
+        elif y is not self._rest:
+            raise CannotCaptureError(OTHER_LAYER)
+
+    def _end_last(self, computed: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+        if self._layer.mixes != bool(self.cores):
+            raise CannotCaptureError("a layer does not call its core")
+        if self.cores:
+            self._inputs.append(self._x)
+        self._end(computed, places)
+
+    def _end(
+        self, computed: Sequence[Tensor], places: Sequence[Tensor], passed: Sequence[Tensor] = ()
+    ) -> None:  # fmt: skip
+        piece = self.pieces[-1]
+        piece.end(self._inputs, computed, places, passed)
+        self._runs = None
+        found = used(computed, self._inputs, self._nodes)
+        self._nodes |= dict.fromkeys(found.nodes, piece)
+        self._graphs.uses(piece, found)
+
+    def abandon(self) -> None:
+        """Ends the capture that runs, if one does."""
+        if self._runs is not None:
+            self._runs.forward.abandon()
