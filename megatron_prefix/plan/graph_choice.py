@@ -16,7 +16,7 @@ WAITS = 0.9
 """The host's part of an action's time from which on the device waits for it: what it has queued
 ends when the host does."""
 LEAST = 0.1
-"""Such forwards' part of all actions' time from which on graphs are tried."""
+"""Such actions' part of all actions' time from which on graphs are tried."""
 PAYS = 0.97
 """Of a step's time without graphs, what one with them may take at most to keep them: what is
 predicted of it counts their padding as work."""
@@ -78,21 +78,22 @@ class GraphChoice:
 
 
 def longest_waiting(
-    plan: Plan, device: Mapping[Action, float], host: Mapping[Action, float]
+    plan: Plan, device: Mapping[Action, float], host: Mapping[Action, float], kind: str = "F"
 ) -> int:
-    """Positions of the longest segment in whose forward the device waited for the host; 0 if such
-    forwards were a small part of the step. Of those that may have graphs: not what another rank
+    """Positions of the longest segment in whose actions the device waited for the host; 0 if such
+    actions were a small part of the step. Of those that may have graphs: not what another rank
     computes, nor what is recomputed or offloaded.
 
     Args:
         plan: of the step.
         device: seconds of its actions on the device, of one rank.
         host: what the host took for them.
+        kind: of the actions that are looked at, in which the host waits for nothing itself.
     """
     waited = [
         action
         for action, seconds in device.items()
-        if action.kind == "F" and host[action] >= WAITS * seconds
+        if action.kind == kind and host[action] >= WAITS * seconds
         if plan.segments[action.segment].source < 0 and plan.policy(action.segment) == "retain"
     ]
     if sum(device[one] for one in waited) < LEAST * sum(device.values()):

@@ -103,6 +103,8 @@ class CostMeter:
         self._seen = {share: Seen() for share in (False, True)}
         self.memory_factors = 1.0, 1.0
         self.graphs = GraphChoice.of(config.graph_tokens)
+        # In forwards of experts the host reads from the device how many tokens each gets.
+        self._without_waiting = "B" if rank.has_experts else "F"
         self.due = False
 
     def _loaded(self) -> Evidence:
@@ -201,7 +203,8 @@ class CostMeter:
             timed = report.stopwatch.seconds()
             work = [action_features(report.plan, action, rank) for action in timed]
             mine = Evidence.of_actions(work, list(timed.values()), self._prior)
-            waits = longest_waiting(report.plan, timed, report.stopwatch.host_seconds())
+            host = report.stopwatch.host_seconds()
+            waits = longest_waiting(report.plan, timed, host, self._without_waiting)
         if report.prediction is not None and share in self._ran and not report.retried:
             both = report.prediction
             whole = both.prefix_features if share else both.stock_features

@@ -82,6 +82,7 @@ def test_the_longest_segment_that_waits() -> None:
     assert longest_waiting(plan, device, host(0.95, "F", 10**6)) == max(lengths.values())
     assert longest_waiting(plan, device, host(0.8, "F", 10**6)) == 0
     assert longest_waiting(plan, device, host(0.95, "B", 10**6)) == 0
+    assert longest_waiting(plan, device, host(0.95, "B", shortest), "B") == shortest
     kept = [lengths[Action("F", index)] == shortest for index in range(len(plan.segments))]
     apart = replace(plan, policies=tuple("retain" if one else "recompute" for one in kept))
     assert longest_waiting(apart, device, host(0.95, "F", 10**6)) == shortest
