@@ -20,6 +20,7 @@ from tests.core.layers.test_graphs import config, made, same, steps, without
 from tests.harness.hybrid import GDN, MAMBA, gated_delta, mamba
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.recorded import RecordedGraph, cores_in_fp64, recorded_graphs  # noqa: F401
+from tests.harness.rows import rows
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,7 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", rows(CASES, ["gated delta, MLP", "scan", "scan, recomputed"]))
 @pytest.mark.usefixtures("cores_in_fp64")
 def test_steps_are_those_without(
     case: str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -115,7 +116,8 @@ ROWS = [
 
 
 @pytest.mark.parametrize(
-    ("name", "model"), rows(ROWS, [("TP2+SP", "tiny-deepseek"), ("PP2", "tiny-moe")])
+    ("name", "model"),
+    rows(ROWS, [("TP2+SP", "tiny-deepseek"), *(("PP2", model) for model in MODELS)]),
 )
 def test_steps_of_experts_are_those_without(
     name: str,
@@ -129,8 +131,13 @@ def test_steps_of_experts_are_those_without(
     compare(ours, name, model)
 
 
-@pytest.mark.parametrize("name", ["TP2+SP", "PP2"])
-@pytest.mark.parametrize("model", HYBRID)
+@pytest.mark.parametrize(
+    ("name", "model"),
+    rows(
+        itertools.product(["TP2+SP", "PP2"], HYBRID),
+        [("PP2", hybrid.GDN), ("TP2+SP", hybrid.MAMBA)],
+    ),
+)
 def test_steps_of_recurrent_layers_are_those_without(
     name: str,
     model: str,

@@ -19,6 +19,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.run.test_graphs_auto import CONFIG
 from tests.harness.ranks import run_ranks
 from tests.harness.recorded import RecordedGraph, recorded_graphs  # noqa: F401
+from tests.harness.rows import rows
 
 LAYOUTS = {
     "TP2+SP": Layout(tp=2, sequence_parallel=True), "PP2": Layout(pp=2), "DP2": Layout(dp=2),
@@ -51,7 +52,10 @@ def chosen(layout: Layout, across: str) -> tuple[list[int], list[bool]]:
     return tokens, replayed
 
 
-@pytest.mark.parametrize(("name", "across"), [*((one, "off") for one in LAYOUTS), ("DP2", "auto")])
+@pytest.mark.parametrize(
+    ("name", "across"),
+    rows([*((one, "off") for one in LAYOUTS), ("DP2", "auto")], [("EP2", "off"), ("DP2", "off")]),
+)
 def test_ranks_choose_alike(
     name: str,
     across: str,

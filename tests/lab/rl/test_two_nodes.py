@@ -254,6 +254,7 @@ def script(
         yield started
 
 
+@pytest.mark.products
 def test_align_finds_on_two_nodes_what_it_finds_on_one(
     tmp_path: Path, temporary: Path, torchrun: Path
 ) -> None:
