@@ -158,9 +158,8 @@ class Hooks:
         self._ungraph, before = [], len(self._undo)
         ranks = self._sequence_ranks * self.model.config.context_parallel_size
         group = self.model.pg_collection.tp
-        both = zip(
-            layers, self._slots, strict=False
-        )  # inside multi-token prediction there are more
+        # Layers inside multi-token prediction have slots, too, and come last.
+        both = zip(layers, self._slots, strict=False)
         self.graphs = LayerGraphs(both, self, most, ranks, group) if most else None
         for one in self.graphs.overrides() if self.graphs else ():
             self._override(*one)
