@@ -82,7 +82,7 @@ def longest_waiting(
 ) -> int:
     """Positions of the longest segment in whose actions the device waited for the host; 0 if such
     actions were a small part of the step. Of those that may have graphs: not what another rank
-    computes, nor what is recomputed or offloaded.
+    computes, nor what is offloaded.
 
     Args:
         plan: of the step.
@@ -94,7 +94,7 @@ def longest_waiting(
         action
         for action, seconds in device.items()
         if action.kind == kind and host[action] >= WAITS * seconds
-        if plan.segments[action.segment].source < 0 and plan.policy(action.segment) == "retain"
+        if plan.segments[action.segment].source < 0 and plan.policy(action.segment) != "offload"
     ]
     if sum(device[one] for one in waited) < LEAST * sum(device.values()):
         return 0

@@ -121,7 +121,7 @@ class _MemoryRun:
         for action in self.plan.programs[rank]:
             key = action.chunk, action.segment
             if action.kind == "F":
-                held[key] = self._kept(rank, action) - self._in_graphs(rank, action)
+                held[key] = self._kept(rank, action) - self._kept_in_graphs(rank, action)
                 activations += held[key]
             arenas[action.chunk].begin(action)
             kv = sum(arena.values(arena.here) for arena in arenas)
@@ -152,14 +152,23 @@ class _MemoryRun:
         found = replace(found, staged=max(self._staged(rank), default=0.0), cache_staged=there)
         return replace(found, saved=saved, wave_peak=wave, exchanged=exchanged, cache_peak=kept)
 
-    def _in_graphs(self, rank: int, action: Action) -> float:
+    def _kept_in_graphs(self, rank: int, action: Action) -> float:
         """Of what a segment keeps, bytes that are where its CUDA graphs write; 0 without."""
+        again = self.plan.policy(action.segment) == "recompute"
+        return 0.0 if again else self._in_graphs(rank, action)
+
+    def _in_graphs(self, rank: int, action: Action) -> float:
+        """Of what a segment's layers save, bytes that are where its CUDA graphs write."""
         segment, one = self.plan.segments[action.segment], self.one
-        plain = self.plan.policy(action.segment) == "retain" and segment.source < 0
-        if not plain or segment.padded_length > one.graphed:
+        away = self.plan.policy(action.segment) == "offload" or segment.source >= 0
+        if away or segment.padded_length > one.graphed:
             return 0.0
-        layer = (one.inner if segment.inner else one.wave) - one.apart
+        layer = (one.inner if segment.inner else one.wave) - one.apart - self._dropped(action)
         return self.positions[action.segment] * layer * self._num_graphed(rank, action)
+
+    def _dropped(self, action: Action) -> float:
+        """Of what a layer saves, bytes a position that policy "recompute_act" drops."""
+        return self.one.act * (self.plan.policy(action.segment) == "recompute_act")
 
     def _num_graphed(self, rank: int, action: Action) -> int:
         """Layers with graphs: the last one of the last stage may run on what is read only."""
@@ -167,7 +176,8 @@ class _MemoryRun:
 
     def _of_graphs(self, rank: int) -> float:
         """Bytes where CUDA graphs write: as many times as segments have some at once, what the one
-        of these that keeps most does. They stay; K and V have their places there in any case."""
+        of these that keeps most does. They stay; K and V have their places there in any case. A
+        segment that is recomputed has some while it runs."""
         one = self.one.wave - self.one.apart + self.one.twice  # a position, of a layer
         largest: dict[int, float] = {}
         live: Counter[int] = Counter()
@@ -175,10 +185,11 @@ class _MemoryRun:
         for action in self.plan.programs[rank] if self.one.graphed else ():
             if self._in_graphs(rank, action):
                 chunk, layers = action.chunk, self._num_graphed(rank, action)
-                size = self.positions[action.segment] * layers * one
+                size = self.positions[action.segment] * layers * (one - self._dropped(action))
                 largest[chunk] = max(largest.get(chunk, 0.0), size)
-                live[chunk] += 1 if action.kind == "F" else -1
-                most[chunk] = max(most[chunk], live[chunk])
+                again = self.plan.policy(action.segment) == "recompute"
+                live[chunk] += 0 if again else 1 if action.kind == "F" else -1
+                most[chunk] = max(most[chunk], live[chunk] + again)
         return sum(most[chunk] * size for chunk, size in largest.items())
 
     def _exchanges(self, rank: int, arenas: Sequence[_Arena]) -> list[ExchangeMemory]:
@@ -279,6 +290,7 @@ class _MemoryRun:
             if policy == "recompute":
                 whole = one.kept("retain", segment.inner, read, first, last)
                 again += whole - (0.0 if first else one.stage_input)
+                return positions * again - self._in_graphs(rank, action), temporary
         return positions * again, temporary
 
     def _arriving(self, action: Action, scored: bool) -> float:

@@ -42,6 +42,16 @@ class _Recorder(TorchDispatchMode):
         self.launches.append((func, args, kwargs or {}, _tensors(result)))
         return result
 
+    def of_storage(self, call: Any) -> Any:
+        """A method of storages, whose calls are noted."""
+
+        def noted(*args: Any) -> Any:
+            self.launches.append((call, args, {}, []))
+            with torch.utils._python_dispatch._disable_current_modes():  # it may copy by a tensor
+                return call(*args)
+
+        return noted
+
     def _keep(self, tensor: Tensor) -> None:
         """What is there before the first write, unless it was made in the capture."""
         storage = tensor.untyped_storage()
@@ -93,6 +103,10 @@ def _is_held_by(tensors: list[Tensor]) -> bool:
     return tensors[0].is_floating_point() and uses <= len(tensors) + 1
 
 
+_RESIZE, _COPY = torch.UntypedStorage.resize_, torch.UntypedStorage.copy_
+"""What layers/activation.py calls of storages, which no dispatch mode sees."""
+
+
 class RecordedGraph(graphs.Graph):
     """Takes the place of `Graph`."""
 
@@ -106,6 +120,9 @@ class RecordedGraph(graphs.Graph):
         """See Graph."""
         type(self).captured_in_all += 1
         self._stack.enter_context(self._recorder)
+        patch = self._stack.enter_context(pytest.MonkeyPatch.context())
+        for name, call in (("resize_", _RESIZE), ("copy_", _COPY)):
+            patch.setattr(torch.UntypedStorage, name, self._recorder.of_storage(call))
 
     def end(self) -> None:
         """See Graph."""
@@ -127,9 +144,9 @@ class RecordedGraph(graphs.Graph):
             for func, args, kwargs, written in self._recorder.launches:
                 again = func(*args, **kwargs)
                 _wait(again)
-                for old, new in zip(written, _tensors(again), strict=True):
+                for old, new in zip(written, _tensors(again) if written else (), strict=True):
                     if old.data_ptr() != new.data_ptr():
-                        old.detach().copy_(new)
+                        _there(old).copy_(new)
             for one in self._left:
                 one.fill_(torch.nan)
 
@@ -139,6 +156,14 @@ def _wait(result: Any) -> None:
     for one in tree_leaves(result):
         if isinstance(one, torch.ScriptObject):
             dist.distributed_c10d.Work.unbox(one).wait()
+
+
+def _there(old: Tensor) -> Tensor:
+    """A tensor whose memory may have been given back in the capture: a graph writes there again."""
+    size = old.element_size() * (old.storage_offset() + old.numel())
+    if old.untyped_storage().nbytes() < size:
+        _RESIZE(old.untyped_storage(), size)
+    return old.detach()
 
 
 def _tensors(result: Any) -> list[Tensor]:

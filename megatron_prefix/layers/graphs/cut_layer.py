@@ -183,8 +183,9 @@ class CutLayer:
             raise CannotCaptureError("a layer gives more than hidden states")
         return y
 
-    def replayed(self, sides: Sides, hidden: Tensor) -> Any:
-        """What it gives for hidden states."""
+    def replayed(self, sides: Sides, hidden: Tensor, *, stays: bool = True) -> Any:
+        """What it gives for hidden states; a copy of its own, unless what is in its place `stays`
+        there for as long as it is read."""
         first, *others = sides.pieces
         made = first(hidden)
         if others:
@@ -193,6 +194,7 @@ class CutLayer:
             mixed = core(*made, into=piece.inputs[0].detach())
             made = piece(mixed, *([hidden] if piece is others[-1] else ()))
         y = made[0] if self._apart is None else self._with_experts(*made)
+        y = y if stays else y.clone()
         return y if self._alone else (y, None)
 
     def _entering(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:

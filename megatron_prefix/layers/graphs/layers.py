@@ -1,7 +1,8 @@
 """Which segments run their layers on CUDA graphs.
 
 A set of graphs is a segment's from its forward to its backward: nobody else may write where they
-do.  As many sets are made as segments are between these at once.
+do.  As many sets are made as segments are between these at once.  A segment that is recomputed by
+policy keeps none in between: it has one in its forward, and again when that runs again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from megatron_prefix.device import graphs
 from megatron_prefix.layers.graphs.cut_layer import Cut, CutLayer
 from megatron_prefix.layers.graphs.pieces import CannotCaptureError
-from megatron_prefix.layers.graphs.segment_graphs import ROTARY, SegmentGraphs
+from megatron_prefix.layers.graphs.segment_graphs import ROTARY, Form, SegmentGraphs
 from megatron_prefix.layers.kind import Graphed, Kind, Override, Part, Running
 from megatron_prefix.layers.segment import SegmentContext
 
@@ -118,16 +119,18 @@ class LayerGraphs:
 
     def _forward(self, layer: CutLayer) -> Callable[..., Any]:
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            context = self._running.current
-            if context is None or context.backward or not torch.is_grad_enabled():
+            context, saves = self._running.current, torch.is_grad_enabled()
+            if context is None or context.backward or not (saves or context.recomputed):
                 return layer.stock(hidden_states, *args, **kwargs)
             if self.layers and layer is self.layers[0] and not args:
                 self._take(context, hidden_states)
             mine = self._taken.get(context.index)
-            sides = mine.made[len(hidden_states)].get(layer.number) if mine else None
+            sides = mine.made[_form(context, hidden_states)].get(layer.number) if mine else None
             if sides is None:
                 return layer.plain(hidden_states, *args, **kwargs)
-            return layer.replayed(sides, hidden_states)
+            # A set whose segment runs again is another's before what this one sends has gone.
+            stays = saves or layer is not self._all[-1]
+            return layer.replayed(sides, hidden_states, stays=stays)
 
         return forward
 
@@ -172,7 +175,7 @@ class LayerGraphs:
         return any(fields[name] for fields in inside for name in _HOOKS)
 
     def release(self, segment: int) -> None:
-        """After a segment's backward."""
+        """After a segment's backward, and after the forward of one that runs again before it."""
         mine = self._taken.pop(segment, None)
         if mine is not None and mine.layers is self.layers:
             self._free.append(mine)
@@ -199,7 +202,6 @@ class LayerGraphs:
         """Gives a segment a set of graphs, with some of its length."""
         length = len(hidden)
         plain = context.offload is None and not torch.is_autocast_enabled(hidden.device.type)
-        plain = plain and not (context.activates_again or context.recomputed)
         if not plain or length * self._ranks > self._most or self.refused:
             return
         if self._is_new:
@@ -209,28 +211,32 @@ class LayerGraphs:
         self._seen[length] += 1
         if self._seen[length] <= SEEN_BEFORE:
             return
-        mine = self._fitting(length)
+        form = _form(context, hidden)
+        mine = self._fitting(form)
         given = {ROTARY: self._running.angles}  # Mamba2, which may be the first, is given none
-        if length not in mine.made and not self._captured(mine, hidden, given):
+        if form not in mine.made and not self._captured(mine, form, hidden, given):
             return
         mine.begin(given, context.positions)
         self._taken[context.index] = mine
 
-    def _fitting(self, length: int) -> SegmentGraphs:
-        """A set that nobody has: one with graphs of a length, else one with room for them, else a
-        new one in the place of a smaller one."""
-        fits = [one for one in self._free if length <= one.most]
+    def _fitting(self, form: Form) -> SegmentGraphs:
+        """A set that nobody has: one with graphs of a form, else one with room for them, else a new
+        one in the place of a smaller one."""
+        fits = [one for one in self._free if form.positions <= one.most]
         if fits or self._free:
-            mine = max(fits or self._free, key=lambda one: length in one.made)
+            mine = max(fits or self._free, key=lambda one: form in one.made)
             self._free.remove(mine)
         if fits:
             return mine
-        return SegmentGraphs(self.layers, length, self, self._running.rotary)
+        return SegmentGraphs(self.layers, form.positions, self, self._running.rotary)
 
-    def _captured(self, mine: SegmentGraphs, hidden: Tensor, given: Mapping[str, Any]) -> bool:
+    def _captured(
+        self, mine: SegmentGraphs, form: Form, hidden: Tensor, given: Mapping[str, Any]
+    ) -> bool:
         why, number, self.captured = "", 0, True
         try:
-            mine.capture(hidden, given)
+            with torch.enable_grad():
+                mine.capture(form, hidden, given)
         except Exception as problem:  # noqa: BLE001 - whatever it is, layers run without graphs
             graphs.recover()
             why = (str(problem) or type(problem).__name__).splitlines()[0]
@@ -255,3 +261,7 @@ class LayerGraphs:
             self.refused = why
         of = " of " + " and ".join(one.name for one in kinds or () if one) if self.layers else ""
         logger.warning("layers%s run without CUDA graphs: %s", of, why)
+
+
+def _form(context: SegmentContext, hidden: Tensor) -> Form:
+    return Form(len(hidden), context.activates_again)

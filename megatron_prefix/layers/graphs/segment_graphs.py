@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,18 @@ _GRADIENT = "gradient of hidden states"
 _OUTPUTS = _GRADIENT, "gradient of normed"
 
 
+class Form(NamedTuple):
+    """What segments have in common whose graphs are the same.
+
+    Attributes:
+        positions: on this rank.
+        activates_again: see SegmentContext.
+    """
+
+    positions: int
+    activates_again: bool = False
+
+
 class SegmentGraphs:
     """Graphs of some layers for one segment at a time, of any length up to that of the first.
 
@@ -38,7 +50,7 @@ class SegmentGraphs:
         layers: as given.
         pool: of its graphs.
         most: positions of the first segment on this rank; longer ones have no place.
-        made: the graphs of every layer by its number, by positions of a segment on this rank.
+        made: the graphs of every layer by its number, by a segment's form.
         at: the layer whose graphs are captured, or were last; None before the first.
     """
 
@@ -51,7 +63,7 @@ class SegmentGraphs:
         self._tables: set[int] = set()
         self._owners: Mapping[int, nn.Parameter] = {}
         self._kept: list[Tensor] = []
-        self.made: dict[int, dict[int, Sides]] = {}
+        self.made: dict[Form, dict[int, Sides]] = {}
 
     def begin(self, given: Mapping[str, Any], positions: Tensor) -> None:
         """Takes what a segment's layers are given besides hidden states, and what they ask for, of
@@ -62,10 +74,11 @@ class SegmentGraphs:
             rows = self._rotary.rows(name, positions)
             self.place((ROTARY, name), rows).copy_(rows)
 
-    def capture(self, hidden: Tensor, given: Mapping[str, Any]) -> None:
-        """Makes the graphs of a length.
+    def capture(self, form: Form, hidden: Tensor, given: Mapping[str, Any]) -> None:
+        """Makes the graphs of a form, that of the segment that runs.
 
         Args:
+            form: that.
             hidden: [positions, 1, hidden_size], like the hidden states of a segment.
             given: what else layers are given.
 
@@ -92,7 +105,7 @@ class SegmentGraphs:
                 self._owners = {}
         self._kept += _shared_buffers()
         numbers = (layer.number for layer in self.layers)
-        self.made[len(hidden)] = dict(zip(numbers, made, strict=True))
+        self.made[form] = dict(zip(numbers, made, strict=True))
 
     def _arguments(self, given: Mapping[str, Any]) -> dict[str, Tensor | None]:
         """Tensors that layers are given besides hidden states."""

@@ -213,7 +213,7 @@ class Executor:
             self._inputs.read(index, stage.moves_labels) if scored else None, stage.moves_labels,
             *((None, None) if final is None else final.of(index)), joined=segment.joined >= 0,
             activates_again=self._plan.policy(index) == "recompute_act" and not self._forward_only,
-            recomputed=self._plan.policy(index) == "recompute",
+            recomputed=self._plan.policy(index) == "recompute" and not self._forward_only,
         )  # fmt: skip
 
     def _forward(self, action: Action, stage: Stage) -> None:
@@ -227,6 +227,8 @@ class Executor:
         with self._timing(action):
             with torch.no_grad() if again else contextlib.nullcontext():
                 output = self._call(index, stage, received)
+            if again and stage.hooks.graphs is not None:
+                stage.hooks.graphs.release(index)
             if self._scored(index, stage):
                 rows = self._inputs.rows[index]
                 stage.losses.take(index, output, rows, differentiable=not self._forward_only)  # type: ignore[union-attr]

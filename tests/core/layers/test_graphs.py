@@ -76,19 +76,22 @@ def without(model: Any, given: PrefixConfig) -> list[align.Trace]:
         return steps(model, given, 3, uneven=True)
 
 
-STEPS = [(name, tokens) for name in ("tiny-llama", "tiny-qwen3", "tiny-gpt-oss")
-         for tokens in (0, 8)]  # fmt: skip
+STEPS = [(name, tokens, memory) for name in ("tiny-llama", "tiny-qwen3", "tiny-gpt-oss")
+         for tokens in (0, 8) for memory in ("retain", "recompute", "recompute_act")]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "chunk_tokens"), rows(STEPS, STEPS[1:2] + STEPS[3:5]))
+@pytest.mark.parametrize(
+    ("name", "chunk_tokens", "memory"), rows(STEPS, [*STEPS[3:6], STEPS[9], STEPS[10], STEPS[12]])
+)
 def test_steps_are_those_without(
     name: str,
     chunk_tokens: int,
+    memory: str,
     recorded_graphs: type[RecordedGraph],  # noqa: F811
 ) -> None:
     spec = {"num_layers": 3} | ({"num_moe_experts": None} if name == "tiny-gpt-oss" else {})
     plain, graphed = (small_model(name, spec=spec) for _ in range(2))
-    given = config(chunk_tokens=chunk_tokens)
+    given = config(chunk_tokens=chunk_tokens, memory=memory)
     ours = steps(graphed, given, 3, uneven=True)
     assert made(graphed).captures > 0 and recorded_graphs.replays > 0
     for one, other in zip(ours, without(plain, given), strict=True):
@@ -186,19 +189,37 @@ def test_nccl_must_not_register_memory_that_moves(
     assert graphs.why_not(torch.device("cpu"), collectives=collectives)
 
 
+class Sets:
+    """How many sets of graphs segments have at once.
+
+    Attributes:
+        most: that.
+        inner: of every segment that got one whether others read it.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.most, self.inner = 0, list[bool]()
+        take = layers.LayerGraphs._take
+
+        def taken(graphs_of: layers.LayerGraphs, context: Any, hidden: Any) -> None:
+            take(graphs_of, context, hidden)
+            self.most = max(self.most, len(graphs_of._taken))
+            if context.index in graphs_of._taken:
+                self.inner.append(context.inner)
+
+        patch.setattr(layers.LayerGraphs, "_take", taken)
+
+
 @pytest.mark.usefixtures("recorded_graphs")
-def test_recomputed_segments_run_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when they run again, with gradients: memory that stays is not counted for them."""
-    model, inner = small_model(spec={"num_layers": 3}), []
-    begin = segment_graphs.SegmentGraphs.begin
-
-    def noted(*arguments: Any) -> None:
-        inner.append(installed(model).current.inner)  # type: ignore[union-attr]
-        begin(*arguments)
-
-    monkeypatch.setattr(segment_graphs.SegmentGraphs, "begin", noted)
-    steps(model, config(memory="recompute"), 3, uneven=True)
-    assert inner and not any(inner)
+@pytest.mark.parametrize(("memory", "most"), [("retain", 5), ("recompute", 1)])
+def test_recomputed_segments_have_one_set(
+    memory: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, in their forward and when that runs again; as is predicted."""
+    model, sets = small_model(spec={"num_layers": 3}), Sets(monkeypatch)
+    steps(model, config(memory=memory, chunk_tokens=8), 3, uneven=True)
+    assert sets.most == most and any(sets.inner) and not all(sets.inner)
+    assert len(made(model)._free) == most
 
 
 @pytest.mark.usefixtures("recorded_graphs")
