@@ -74,8 +74,11 @@ class _Recorder(TorchDispatchMode):
             if not isinstance(one, Tensor) or one.untyped_storage()._cdata not in self._made:
                 return one
             if id(one) not in seen:
-                where = one.untyped_storage(), one.storage_offset(), one.size(), one.stride()
-                seen[id(one)] = one, torch.empty(0, dtype=one.dtype).set_(*where)
+                storage = one.untyped_storage()
+                size, where = storage.nbytes(), (one.storage_offset(), one.size(), one.stride())
+                seen[id(one)] = one, torch.empty(0, dtype=one.dtype).set_(storage, *where)
+                if storage.nbytes() != size:  # given back in the capture, and grown by this
+                    _RESIZE(storage, size)
             return seen[id(one)][1]
 
         self.launches = [

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_prefix.device import graphs
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.graphs.pieces import Piece
-from megatron_prefix.layers.graphs.segment_graphs import SegmentGraphs
+from megatron_prefix.layers.graphs.segment_graphs import Form, SegmentGraphs
 from megatron_prefix.layers.model import footprint_of
 from megatron_prefix.megatron.features import pattern_of
 from megatron_prefix.offload.segment import addresses
@@ -94,34 +94,47 @@ def saving(held: Held, where: dict[int, Tensor]) -> contextlib.AbstractContextMa
     )
 
 
-def new_sets(model: Any, patch: pytest.MonkeyPatch) -> list[tuple[int, int, int, int]]:
+def new_sets(
+    model: Any, patch: pytest.MonkeyPatch, memory: str = "retain"
+) -> list[tuple[int, int, int, int]]:
     """Of every new set of some steps its positions, and the bytes that it has for its layers, that
-    its pieces save, and that these layers save without graphs."""
+    its pieces save, and that these layers save without graphs; between forward and backward."""
     found, held, capture = [], Held(unwrap(model)), SegmentGraphs.capture
+    backward, between = SegmentGraphs._backward, list[tuple[int, int, int]]()
 
-    def captured(sets: Any, hidden: Tensor, given: Any) -> None:
+    def captured(sets: Any, form: Form, hidden: Tensor, given: Any) -> None:
         is_first = not sets.made
         held.forget()
+        between.clear()
         with saving(held, held.rehearsed):
-            capture(sets, hidden, given)
+            capture(sets, form, hidden, given)
         if is_first:
-            bytes_of = size(held.saved, held.places), size(held.saved), size(held.rehearsed)
-            found.append((len(hidden), *bytes_of))
+            assert form == (len(hidden), memory == "recompute_act")
+            found.append((len(hidden), *between[0]))
+
+    def capturing_backward(*arguments: Any) -> None:
+        both = size(held.saved, held.places), size(held.saved), size(held.rehearsed)
+        between.append(both)
+        backward(*arguments)
 
     holding(held, patch)
     patch.setattr(SegmentGraphs, "capture", captured)
-    steps(model, config(), 3, uneven=True)
+    patch.setattr(SegmentGraphs, "_backward", capturing_backward)
+    steps(model, config(memory=memory), 3, uneven=True)
     assert found
     return found
 
 
 @pytest.mark.parametrize(
-    ("name", "fields"),
-    [("tiny-llama", {}), ("tiny-moe", PLAIN), ("tiny-moe", {**PLAIN, **MIXED})],
-)
+    ("name", "fields", "memory"),
+    [
+        ("tiny-llama", {}, "retain"), ("tiny-moe", PLAIN, "retain"),
+        ("tiny-moe", {**PLAIN, **MIXED}, "retain"), ("tiny-llama", {}, "recompute_act"),
+    ],
+)  # fmt: skip
 @pytest.mark.usefixtures("recorded_graphs")
 def test_sets_hold_what_is_predicted(
-    name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str, fields: dict[str, Any], memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the byte: what pieces save, and places of what attention and experts save."""
     model = small_model(name, spec={"num_layers": LAYERS, **fields})
@@ -130,8 +143,9 @@ def test_sets_hold_what_is_predicted(
     assert one.ends_early == (name == "tiny-llama")
     # What the last of them gives has a place, too, unless experts give it.
     last = one.ends_early * one.stage_input
-    each = (LAYERS - one.ends_early) * (one.wave - one.apart + one.twice) + last
-    for positions, held, *_ in new_sets(model, monkeypatch):
+    dropped = one.act * (memory == "recompute_act")
+    each = (LAYERS - one.ends_early) * (one.wave - one.apart + one.twice - dropped) + last
+    for positions, held, *_ in new_sets(model, monkeypatch, memory):
         assert held == pytest.approx(positions * each, rel=1e-12)
 
 
@@ -198,10 +212,10 @@ def test_pieces_of_the_longest_segment_copy_one_thing(
     copies: list[tuple[bool, int]] = []
     capture = SegmentGraphs.capture
 
-    def captured(sets: Any, hidden: Tensor, given: Any) -> None:
+    def captured(sets: Any, form: Form, hidden: Tensor, given: Any) -> None:
         is_first = not sets.made
-        capture(sets, hidden, given)
-        for pieces, _ in sets.made[len(hidden)].values():
+        capture(sets, form, hidden, given)
+        for pieces, _ in sets.made[form].values():
             launched = [one for piece in pieces for one in piece.forward.launched]
             copies.append((is_first, launched.count("aten.copy_.default")))
 
