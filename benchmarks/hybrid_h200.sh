@@ -8,8 +8,7 @@
 # row compiles kernels for some minutes; with TRITON_CACHE_DIR they are kept for the next call. Steps are run once
 # before they are timed, by both schedules: some of fla's kernels are tuned anew every 1,024 positions.
 #
-# With CUDA graphs of what is around the recurrences and attention, in the chunks: `--graph-tokens 2048 --memory retain` as
-# ARGUMENTS (segments by policy recompute_act have none); compare with `--memory retain` alone.
+# With CUDA graphs of what is around the recurrences and attention, in the chunks: `--graph-tokens 2048` as ARGUMENTS.
 #
 # Environment variables:
 #   ROWS      which of waves, chunks and steps to run (default: all)

@@ -107,11 +107,15 @@ def _determined() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+CHUNKS = {"chunk_tokens": 64}
+OPTIONS = [{}, CHUNKS, {**CHUNKS, "memory": "recompute"}, {**CHUNKS, "memory": "recompute_act"}]
+
+
 @pytest.mark.usefixtures("_determined")
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("options", [{}, {"chunk_tokens": 64}])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_gradients_are_bitwise_those_without(
-    options: dict[str, int], name: str, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunk = model(name)
     same(steps(chunk, **options), without(monkeypatch, name, **options))
@@ -121,7 +125,7 @@ def test_gradients_are_bitwise_those_without(
 
 @pytest.mark.usefixtures("_determined")
 @pytest.mark.parametrize("name", HYBRID)
-@pytest.mark.parametrize("options", [{}, {"chunk_tokens": 64}])
+@pytest.mark.parametrize("options", [{}, CHUNKS])
 def test_gradients_of_recurrent_layers_are_those_without(
     options: dict[str, int], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -218,8 +218,8 @@ def cores_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
     what runs between two graphs is in none."""
     stock = CutLayer.replayed
 
-    def replayed(*args: Any) -> Any:
+    def replayed(*args: Any, **kwargs: Any) -> Any:
         with Float64Kept():
-            return stock(*args)
+            return stock(*args, **kwargs)
 
     monkeypatch.setattr(CutLayer, "replayed", replayed)

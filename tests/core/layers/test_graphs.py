@@ -27,8 +27,9 @@ from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import one_group
+from tests.harness.hybrid import MAMBA, mamba
 from tests.harness.one_rank import one_rank, small_model
-from tests.harness.recorded import RecordedGraph, recorded_graphs  # noqa: F401
+from tests.harness.recorded import RecordedGraph, cores_in_fp64, recorded_graphs  # noqa: F401
 from tests.harness.rows import rows
 from tests.harness.steps import Contract, call
 
@@ -220,6 +221,26 @@ def test_recomputed_segments_have_one_set(
     steps(model, config(memory=memory, chunk_tokens=8), 3, uneven=True)
     assert sets.most == most and any(sets.inner) and not all(sets.inner)
     assert len(made(model)._free) == most
+
+
+@pytest.mark.usefixtures("recorded_graphs", "cores_in_fp64")
+def test_what_a_recomputed_segment_sends_is_nobodys_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its set is another's while it is on its way."""
+    sent: list[tuple[bool, bool]] = []
+    replayed = layers.CutLayer.replayed
+
+    def noted(layer: Any, sides: Any, *args: Any, **kwargs: Any) -> Any:
+        found = replayed(layer, sides, *args, **kwargs)
+        y, place = found[0], sides.pieces[-1].outputs[0]
+        if not torch.is_grad_enabled():
+            sent.append((layer.number == 2, y.data_ptr() == place.data_ptr()))
+        return found
+
+    monkeypatch.setattr(layers.CutLayer, "replayed", noted)
+    model = small_model(MAMBA, spec=mamba("M*M"))
+    steps(model, config(memory="recompute", chunk_tokens=8), 3, uneven=True)
+    assert {is_last for is_last, _ in sent} == {False, True}
+    assert all(in_place != is_last for is_last, in_place in sent)
 
 
 @pytest.mark.usefixtures("recorded_graphs")

@@ -203,6 +203,27 @@ def test_graphs_have_places_for_keys_of_all_segments() -> None:
     assert found.activations >= 2 * 16384 * layers * footprint.wave
 
 
+def test_segments_that_are_recomputed_have_one_set_of_graphs() -> None:
+    """One after the other; what they save when they run again is nowhere else."""
+    footprint = replace(footprint_of(resolve("llama3-8b")), graphed=4096)
+    plan = plan_of(16384, 64, 2, 1, chunk=4096)
+    assert sum(segment.inner for segment in plan.segments) == 4
+
+    def static(policy: str) -> float:
+        [found] = predict(replace(plan, policies=policies(plan.segments, policy)), footprint)
+        return found.activations - sum(size for _, size in found.held)
+
+    layer = footprint.num_layers - 1
+    one = 4096 * layer * (footprint.wave - footprint.apart + footprint.twice)
+    assert static("recompute") == pytest.approx(one)
+    assert static("retain") == pytest.approx(5 * one)
+    dropped = 4096 * layer * footprint.act
+    assert static("recompute_act") == pytest.approx(5 * (one - dropped))
+    recomputed = replace(plan, policies=policies(plan.segments, "recompute"))
+    [graphed], [plain] = (predict(recomputed, f) for f in (footprint, replace(footprint, graphed=0)))
+    assert graphed.temporary < plain.temporary and graphed.peak >= plain.peak
+
+
 def test_what_is_on_the_host_is_not_released_from_the_device() -> None:
     """Nobody reads a prompt's last layer, which goes first in its backward; offloaded it is not
     there then."""
