@@ -8,7 +8,8 @@
 # Environment variables:
 #   ROWS      which of tp (with sequence parallelism), cp, pp, dp (Qwen3-8B's widths), ep (Qwen3-30B-A3B, 12 layers),
 #             latents-tp, latents-pp (Moonlight's widths), windows-tp (Qwen3-8B's with gpt-oss's windows: Megatron
-#             refuses biases of experts with TP), windows-pp (gpt-oss-20b's, without sinks), fp8-tp, fp8-pp (Llama3-8B's,
+#             refuses biases of experts with TP), windows-pp (gpt-oss-20b's, without sinks; both with flash-attn-4 in the
+#             stock schedule, since transformer-engine's packs with windows need another package), fp8-tp, fp8-pp (Llama3-8B's,
 #             8 layers, blockwise scales), and on four GPUs pp4, tp2-pp2, cp4, ep4 to run (default: tp cp pp dp ep)
 #   LAYERS    of the dense rows and of experts (default: 12; all 36 fit two GPUs of 141 GB)
 #   SETS      rollout files, by name, besides 10240:2048:8: two steps of 100,000 tokens each, in tp, cp, pp and ep
@@ -38,6 +39,7 @@ tp=(--tp 2 --sequence-parallel)
 pp=(--pp 2 --shape-groups 2 --chunk-tokens 4096)
 status=0
 for row in ${ROWS:-tp cp pp dp ep}; do
+    bench=(python3 -X faulthandler -m megatron_prefix bench)
     case $row in
     tp) row_options=("${dense[@]}" "${tp[@]}" "${steps[@]}") ;;
     cp) row_options=("${dense[@]}" --cp 2 --overlap-grad-reduce "${steps[@]}") ;;
@@ -50,6 +52,7 @@ for row in ${ROWS:-tp cp pp dp ep}; do
     ep4) row_options=("${experts[@]}" --ep 4 --overlap-grad-reduce "${steps[@]}") ;;
     latents-tp) row_options=("${latents[@]}" "${tp[@]}") ;;
     latents-pp) row_options=("${latents[@]}" "${pp[@]}") ;;
+    windows-*) bench=(torchrun --nproc-per-node 2 -m benchmarks.stock_fa4) ;;&
     windows-tp) row_options=("${dense[@]}" --set window_size=127,0 --set window_attn_skip_freq=2 "${tp[@]}") ;;
     windows-pp) row_options=("${windows[@]}" "${pp[@]}") ;;
     fp8-tp) row_options=("${fp8[@]}" "${tp[@]}") ;;
@@ -60,7 +63,7 @@ for row in ${ROWS:-tp cp pp dp ep}; do
         ;;
     esac
     echo "== $row: $(date +%T)"
-    timeout --signal=ABRT --kill-after=10 "${TOTAL_S:-280}" python3 -X faulthandler -m megatron_prefix bench \
+    timeout --signal=ABRT --kill-after=10 "${TOTAL_S:-280}" "${bench[@]}" \
         "${row_options[@]}" --dtype bfloat16 --device cuda --align-layers 1 --warm-up-calls 2 --repeats 2 \
         --bench-json "$output/$row.json" --progress "${options[@]}" || status=1
 done

@@ -11,6 +11,7 @@ with `--baseline packed`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -27,21 +28,28 @@ from megatron_prefix.megatron.stock import stock_schedule
 
 
 def attention(
-    query: Any, key: Any, value: Any, *_: Any, packed_seq_params: Any = None, **__: Any
+    window: Any, query: Any, key: Any, value: Any, *_: Any, packed_seq_params: Any = None, **__: Any
 ) -> Any:
     """Megatron's core attention: [s, 1, heads, dim] -> [s, 1, heads * dim], of packs without 1."""
     library = importlib.import_module("flash_attn.cute")
+    seen = {"causal": True, "window_size": window}
     if packed_seq_params is None:
         if query.shape[1] != 1:
             raise SystemExit("benchmarks.stock_fa4 is for microbatches of one rollout and packs")
         rows = (x.transpose(0, 1) for x in (query, key, value))
-        return _alone(library.flash_attn_func(*rows, causal=True)).flatten(2).transpose(0, 1)
+        return _alone(library.flash_attn_func(*rows, **seen)).flatten(2).transpose(0, 1)
     ends, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
     out = library.flash_attn_varlen_func(
         query, key, value, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest,
-        max_seqlen_k=longest, causal=True,
+        max_seqlen_k=longest, **seen,
     )  # fmt: skip
     return _alone(out).flatten(1)
+
+
+def window_of(core: Any) -> tuple[int | None, int | None]:
+    """Positions before and behind its own that a query sees, at most; None: any."""
+    before, behind = getattr(core, "window_size", None) or (-1, 0)
+    return (None, None) if before < 0 else (before, behind)
 
 
 def _alone(out: Any) -> Any:
@@ -57,7 +65,8 @@ def with_fa4(chunks: list[Any]) -> Iterator[None]:
             core = getattr(layer.self_attention, "core_attention", None)
             if core is not None and next(layer.parameters()).dtype == torch.bfloat16:
                 # An attribute of the instance, as the prefix schedule's hook is.
-                stack.enter_context(mock.patch.dict(vars(core), forward=attention))
+                forward = functools.partial(attention, window_of(core))
+                stack.enter_context(mock.patch.dict(vars(core), forward=forward))
         yield
 
 

@@ -77,6 +77,20 @@ class GraphChoice:
         return replace(self, is_open=False, tokens=0) if self.is_open and self.tokens else self
 
 
+def size_of_set(positions: int, most: int) -> int:
+    """How large a set of graphs a segment has: `most` or a half of it, a quarter and so on, as the
+    least power of two by which it can be divided.
+
+    Args:
+        positions: of the segment.
+        most: of the longest segment with graphs.
+
+    Returns:
+        The exponent: 0 for the largest.
+    """
+    return max(0, (most // max(1, positions)).bit_length() - 1)
+
+
 def longest_waiting(
     plan: Plan, device: Mapping[Action, float], host: Mapping[Action, float], kind: str = "F"
 ) -> int:

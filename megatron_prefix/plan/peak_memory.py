@@ -17,6 +17,7 @@ from typing import NamedTuple
 from megatron_prefix.plan.actions import ON_DEVICE, Action, Plan
 from megatron_prefix.plan.exchange_memory import ExchangeMemory
 from megatron_prefix.plan.footprint import Footprint, spread
+from megatron_prefix.plan.graph_choice import size_of_set
 from megatron_prefix.plan.layer_numbers import Payload
 from megatron_prefix.tree import Segment
 from megatron_prefix.tree.payload_map import Level, PayloadMap, batches, payload_map
@@ -175,22 +176,25 @@ class _MemoryRun:
         return self.one.num_layers - (self.one.ends_early and self._ends(rank, action)[1])
 
     def _of_graphs(self, rank: int) -> float:
-        """Bytes where CUDA graphs write: as many times as segments have some at once, what the one
-        of these that keeps most does. They stay; K and V have their places there in any case. A
-        segment that is recomputed has some while it runs."""
+        """Bytes where CUDA graphs write, in sets for segments about as long (`size_of_set`): as
+        many as such segments have some at once, each what the one of them that keeps most does.
+        They stay; K and V have their places there in any case. A segment that is recomputed has a
+        set while it runs."""
         one = self.one.wave - self.one.apart + self.one.twice  # a position, of a layer
-        largest: dict[int, float] = {}
-        live: Counter[int] = Counter()
-        most: Counter[int] = Counter()
+        largest: dict[tuple[int, int], float] = {}
+        live: Counter[tuple[int, int]] = Counter()
+        most: Counter[tuple[int, int]] = Counter()
         for action in self.plan.programs[rank] if self.one.graphed else ():
             if self._in_graphs(rank, action):
-                chunk, layers = action.chunk, self._num_graphed(rank, action)
+                length = self.plan.segments[action.segment].padded_length
+                key = action.chunk, size_of_set(length, int(self.one.graphed))
+                layers = self._num_graphed(rank, action)
                 size = self.positions[action.segment] * layers * (one - self._dropped(action))
-                largest[chunk] = max(largest.get(chunk, 0.0), size)
+                largest[key] = max(largest.get(key, 0.0), size)
                 again = self.plan.policy(action.segment) == "recompute"
-                live[chunk] += 0 if again else 1 if action.kind == "F" else -1
-                most[chunk] = max(most[chunk], live[chunk] + again)
-        return sum(most[chunk] * size for chunk, size in largest.items())
+                live[key] += 0 if again else 1 if action.kind == "F" else -1
+                most[key] = max(most[key], live[key] + again)
+        return sum(most[key] * size for key, size in largest.items())
 
     def _exchanges(self, rank: int, arenas: Sequence[_Arena]) -> list[ExchangeMemory]:
         """Messages between data-parallel ranks, of every model chunk of a rank."""

@@ -22,6 +22,7 @@ from megatron_prefix.layers.graphs.pieces import CannotCaptureError
 from megatron_prefix.layers.graphs.segment_graphs import ROTARY, Form, SegmentGraphs
 from megatron_prefix.layers.kind import Graphed, Kind, Override, Part, Running
 from megatron_prefix.layers.segment import SegmentContext
+from megatron_prefix.plan.graph_choice import size_of_set
 
 IN_THE_WAY = (
     "recompute_granularity", "fp8", "fp4", "delay_wgrad_compute", "cpu_offloading",
@@ -220,15 +221,21 @@ class LayerGraphs:
         self._taken[context.index] = mine
 
     def _fitting(self, form: Form) -> SegmentGraphs:
-        """A set that nobody has: one with graphs of a form, else one with room for them, else a new
-        one in the place of a smaller one."""
-        fits = [one for one in self._free if form.positions <= one.most]
-        if fits or self._free:
-            mine = max(fits or self._free, key=lambda one: form in one.made)
+        """A set that nobody has, for segments about as long: one with graphs of a form, else one
+        with room for them, else a new one in the place of a smaller one."""
+        size = self._size(form.positions)
+        alike = [one for one in self._free if self._size(one.most) == size]
+        fits = [one for one in alike if form.positions <= one.most]
+        if alike:
+            mine = max(fits or alike, key=lambda one: form in one.made)
             self._free.remove(mine)
         if fits:
             return mine
         return SegmentGraphs(self.layers, form.positions, self, self._running.rotary)
+
+    def _size(self, positions: int) -> int:
+        """See `size_of_set`, of positions on this rank."""
+        return size_of_set(positions * self._ranks, self._most)
 
     def _captured(
         self, mine: SegmentGraphs, form: Form, hidden: Tensor, given: Mapping[str, Any]

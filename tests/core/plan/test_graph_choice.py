@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_prefix.plan.actions import Action
-from megatron_prefix.plan.graph_choice import GraphChoice, longest_waiting
+from megatron_prefix.plan.graph_choice import GraphChoice, longest_waiting, size_of_set
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness.trees import flat_rollouts
@@ -65,6 +65,13 @@ def test_they_end_where_there_is_no_room_for_them() -> None:
         assert choice.without_room() == choice
 
 
+def test_sets_of_graphs_are_for_segments_about_as_long() -> None:
+    sizes = {length: size_of_set(length, 64) for length in (64, 33, 32, 17, 16, 2, 1)}
+    assert sizes == {64: 0, 33: 0, 32: 1, 17: 1, 16: 2, 2: 5, 1: 6}
+    assert size_of_set(20, 48) == size_of_set(24, 48) == 1 and size_of_set(25, 48) == 0
+    assert size_of_set(65, 64) == 0
+
+
 def test_the_longest_segment_that_waits() -> None:
     rollouts, groups = flat_rollouts(400, 100, 4, 1)
     plan = make_plan(build(rollouts, groups, TreeOptions(segment_tokens=200)))
@@ -84,7 +91,7 @@ def test_the_longest_segment_that_waits() -> None:
     assert longest_waiting(plan, device, host(0.95, "B", 10**6)) == 0
     assert longest_waiting(plan, device, host(0.95, "B", shortest), "B") == shortest
     kept = [lengths[Action("F", index)] == shortest for index in range(len(plan.segments))]
-    apart = replace(plan, policies=tuple("retain" if one else "recompute" for one in kept))
+    apart = replace(plan, policies=tuple("retain" if one else "offload" for one in kept))
     assert longest_waiting(apart, device, host(0.95, "F", 10**6)) == shortest
     both = zip(plan.segments, kept, strict=True)
     sent = replace(plan, segments=tuple(s if one else s._replace(source=1) for s, one in both))
