@@ -12,8 +12,8 @@ experts of a position belong to its pair.
 
 from __future__ import annotations
 
-import bisect
 import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,7 +22,6 @@ import numpy as np
 from megatron_prefix.errors import UserError
 from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans, tree_of
 from megatron_prefix.tree.forest import (
-    AT_ONCE,
     LEAST_SHARE,
     Forest,
     Pairs,
@@ -36,8 +35,7 @@ from megatron_prefix.tree.joining import joined_segments, most_alive
 from megatron_prefix.tree.nodes import Node, dissolved, equal_bounds, joins_waves, preorder
 from megatron_prefix.tree.packing import MicrobatchRows, Packing
 
-_PAIRS = 1024
-"""Pairs of rollouts that are compared at once, at most."""
+_KEY = operator.itemgetter(0)
 
 
 @dataclass(frozen=True)
@@ -243,12 +241,11 @@ def trie(
         first: positions from which they are shared only by equal rollouts; none where it is empty.
         start: the position at which the codes begin, a multiple of the boundary.
     """
-    same: dict[bytes, list[int]] = {}
-    for m, code in codes.items():  # keys in an order like theirs
-        same.setdefault(code.astype(">u8").tobytes(), []).append(m)
+    # Keys in an order like theirs; to sort them takes less than to hash them.
+    keys = sorted(((code.astype(">u8").tobytes(), m) for m, code in codes.items()), key=_KEY)
+    ordered = [[m for _, m in copies] for _, copies in itertools.groupby(keys, _KEY)]
     # Equal rollouts have one node; with loss_in_leaves the earliest trained position counts.
-    earliest = {copies[0]: min(first[m] for m in copies) for copies in same.values() if first}
-    ordered = [copies for _, copies in sorted(same.items())]
+    earliest = {copies[0]: min(first[m] for m in copies) for copies in ordered if first}
     top = Node(0, 0, [])
     stack = [top]
     for copies, shared in zip(ordered, _shared(codes, ordered, earliest, options), strict=True):
@@ -279,25 +276,15 @@ def _shared(
     first: Mapping[int, int],
     options: TreeOptions,
 ) -> Iterator[int]:
-    """Positions that different rollouts share with the one before them, rounded toward the root;
-    many are compared at once."""
+    """Positions that different rollouts share with the one before them, rounded toward the root."""
     yield from [0] * bool(ordered)
     boundary = options.boundary
-    pairs = [(a[0], b[0]) for a, b in itertools.pairwise(ordered)]
-    while pairs:
-        nums = [min(len(codes[a]), len(codes[b])) for a, b in pairs[:_PAIRS]]
-        num = 1 + bisect.bisect([*itertools.accumulate(nums)], AT_ONCE)
-        some, pairs, nums = pairs[: min(num, _PAIRS)], pairs[min(num, _PAIRS) :], nums[:num]
-        before, behind = (
-            np.concatenate([codes[pair[side]][:of] for pair, of in zip(some, nums, strict=True)])
-            for side in (0, 1)
-        )
-        differ = np.flatnonzero(before != behind) // before.shape[1]
-        starts = np.cumsum([0, *nums[:-1]])
-        differ = np.append(differ, len(before))[np.searchsorted(differ, starts)]
-        for (a, b), shared in zip(some, np.minimum(differ - starts, nums).tolist(), strict=True):
-            most = min(shared, first[a], first[b]) if first else shared
-            yield most // boundary * boundary
+    for (a, *_), (b, *_) in itertools.pairwise(ordered):
+        num = min(len(codes[a]), len(codes[b]))
+        differ = codes[a][:num] != codes[b][:num]
+        place = int(differ.argmax())  # of [positions, columns] as they lie
+        shared = place // differ.shape[1] if differ.size and differ.flat[place] else num
+        yield (min(shared, first[a], first[b]) if first else shared) // boundary * boundary
 
 
 def _worthwhile(
