@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -81,10 +82,17 @@ def uncounted_bytes(pools: Iterable[Any]) -> int:
     )
 
 
+@functools.cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """That of all captures on a device: what one of them has freed in a pool is free for others on
+    the same stream only."""
+    return torch.cuda.Stream(device)
+
+
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
     """A stream for captures, which begins and ends with the current one."""
-    outer, inner = torch.cuda.current_stream(), torch.cuda.Stream()
+    outer, inner = torch.cuda.current_stream(), _stream(torch.cuda.current_device())
     inner.wait_stream(outer)
     with torch.cuda.stream(inner):
         yield

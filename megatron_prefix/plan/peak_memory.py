@@ -177,9 +177,9 @@ class _MemoryRun:
 
     def _of_graphs(self, rank: int) -> float:
         """Bytes where CUDA graphs write, in sets for segments about as long (`size_of_set`): as
-        many as such segments have some at once, each what the one of them that keeps most does.
-        They stay; K and V have their places there in any case. A segment that is recomputed has a
-        set while it runs."""
+        many as such segments have some at once, each what the one of them that keeps most does, and
+        what its layers have for a moment. They stay; K and V have their places there in any case. A
+        segment that is recomputed has a set while it runs."""
         one = self.one.wave - self.one.apart + self.one.twice  # a position, of a layer
         largest: dict[tuple[int, int], float] = {}
         live: Counter[tuple[int, int]] = Counter()
@@ -189,7 +189,8 @@ class _MemoryRun:
                 length = self.plan.segments[action.segment].padded_length
                 key = action.chunk, size_of_set(length, int(self.one.graphed))
                 layers = self._num_graphed(rank, action)
-                size = self.positions[action.segment] * layers * (one - self._dropped(action))
+                size = layers * (one - self._dropped(action)) + self.one.temporary
+                size *= self.positions[action.segment]
                 largest[key] = max(largest.get(key, 0.0), size)
                 again = self.plan.policy(action.segment) == "recompute"
                 live[key] += 0 if again else 1 if action.kind == "F" else -1

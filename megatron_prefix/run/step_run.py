@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_prefix.errors import refused
 from megatron_prefix.layers.mtp import StepAhead
-from megatron_prefix.megatron.install import Hooks, install
+from megatron_prefix.megatron.install import Hooks, install, installed
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import free_bytes
@@ -111,7 +111,7 @@ class StepRun:
         on_gpu, reserved = rank.device.type == "cuda", 0
         if on_gpu:
             reserved = torch.cuda.memory_reserved(rank.device)
-            report.base_bytes = torch.cuda.memory_allocated(rank.device)
+            report.base_bytes = torch.cuda.memory_allocated(rank.device) - _placed(rank)
             report.room_bytes = free_bytes(rank.device, self._config.memory_budget)
         self._memory.settle(report.plan, self._joint, rank)
         with contextlib.ExitStack() as around:
@@ -377,3 +377,9 @@ def _timed(config: Any) -> Iterator[None]:
         yield
     finally:
         timers("forward-backward").stop()
+
+
+def _placed(rank: Rank) -> int:
+    """Bytes of places of CUDA graphs, which stay between steps."""
+    hooks = filter(None, map(installed, rank.models))
+    return sum(one.graphs.placed_bytes for one in hooks if one.graphs is not None)

@@ -7,6 +7,7 @@ policy keeps none in between: it has one in its forward, and again when that run
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -184,7 +185,16 @@ class LayerGraphs:
     @property
     def uncounted_bytes(self) -> int:
         """Bytes that torch's counters of allocated memory leave out; see device/graphs.py."""
-        return graphs.uncounted_bytes(one.pool for one in (*self._free, *self._taken.values()))
+        return graphs.uncounted_bytes(one.pool for one in self._sets)
+
+    @property
+    def placed_bytes(self) -> int:
+        """Bytes of what is allocated between steps, too."""
+        return sum(one.placed_bytes for one in self._sets)
+
+    @property
+    def _sets(self) -> Iterator[SegmentGraphs]:
+        return itertools.chain(self._free, self._taken.values())
 
     def end_step(self) -> None:
         """Whatever has happened, no segment is between its forward and its backward."""

@@ -141,6 +141,12 @@ class SegmentGraphs:
             self._places[key] = computed.detach().view(-1)
         return self.place(name, computed)
 
+    @property
+    def placed_bytes(self) -> int:
+        """Bytes of its places."""
+        storages = [one.untyped_storage() for one in self._places.values()]
+        return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
     def _rehearse(self, layer: CutLayer, hidden: Tensor, given: Mapping[str, Any]) -> None:
         """Runs a layer on the stream of captures: what is loaded or allocated once is then there.
         All gradients are zero, so main gradients do not change."""
