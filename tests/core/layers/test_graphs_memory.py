@@ -18,7 +18,7 @@ from megatron_prefix.layers.model import footprint_of
 from megatron_prefix.megatron.features import pattern_of
 from megatron_prefix.offload.segment import addresses
 from megatron_prefix.plan.footprint import Execution
-from tests.core.layers.test_graphs import config, steps
+from tests.core.layers.test_graphs import config, made, steps
 from tests.core.layers.test_graphs_experts import MIXED
 from tests.harness.hybrid import GDN, MAMBA, gated_delta, mamba
 from tests.harness.one_rank import one_rank, small_model
@@ -223,6 +223,44 @@ def test_pieces_of_the_longest_segment_copy_one_thing(
     steps(small_model(name, spec={"num_layers": LAYERS}), config(), 3, uneven=True)
     assert max(num for is_first, num in copies if is_first) == 1
     assert all(num > 1 for is_first, num in copies if not is_first)
+
+
+def test_captures_have_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's allocator gives what one of them has freed to others on the same stream only."""
+    used: list[Any] = []
+
+    class Stream:
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def wait_stream(self, _: Any) -> None:
+            pass
+
+    def on(stream: Any) -> contextlib.AbstractContextManager[None]:
+        used.append(stream)
+        return contextlib.nullcontext()
+
+    fakes = {"Stream": Stream, "current_stream": Stream, "current_device": lambda: 0, "stream": on}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    graphs._stream.cache_clear()
+    for _ in range(2):
+        with graphs.apart():
+            pass
+    graphs._stream.cache_clear()
+    assert used[0] is used[1]
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_places_are_counted_once() -> None:
+    """Some lie in what others have computed; none of them is of a step without graphs."""
+    model = small_model(spec={"num_layers": LAYERS})
+    steps(model, config(graph_tokens=0), 1, uneven=True)
+    steps(model, config(), 3, uneven=True)
+    sets = made(model)._free
+    tensors = [one for mine in sets for one in mine._places.values()]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
+    assert made(model).placed_bytes == sum(one.nbytes() for one in storages.values()) > 0
 
 
 def test_what_only_graphs_use_is_what_torch_reserves(monkeypatch: pytest.MonkeyPatch) -> None:
