@@ -185,15 +185,16 @@ class LayerGraphs:
     @property
     def uncounted_bytes(self) -> int:
         """Bytes that torch's counters of allocated memory leave out; see device/graphs.py."""
-        return graphs.uncounted_bytes(one.pool for one in self._sets)
+        return graphs.uncounted_bytes(one.pool for one in self.sets)
 
     @property
     def placed_bytes(self) -> int:
         """Bytes of what is allocated between steps, too."""
-        return sum(one.placed_bytes for one in self._sets)
+        return sum(one.placed_bytes for one in self.sets)
 
     @property
-    def _sets(self) -> Iterator[SegmentGraphs]:
+    def sets(self) -> Iterator[SegmentGraphs]:
+        """All that there are."""
         return itertools.chain(self._free, self._taken.values())
 
     def end_step(self) -> None:

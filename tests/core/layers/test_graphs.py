@@ -198,17 +198,23 @@ class Sets:
         inner: of every segment that got one whether others read it.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.most, self.inner = 0, list[bool]()
-        take = layers.LayerGraphs._take
+    def __init__(self, model: Any, patch: pytest.MonkeyPatch) -> None:
+        self.most, self.inner, live = 0, list[bool](), set[int]()
+        begin, release = segment_graphs.SegmentGraphs.begin, layers.LayerGraphs.release
 
-        def taken(graphs_of: layers.LayerGraphs, context: Any, hidden: Any) -> None:
-            take(graphs_of, context, hidden)
-            self.most = max(self.most, len(graphs_of._taken))
-            if context.index in graphs_of._taken:
-                self.inner.append(context.inner)
+        def begun(*arguments: Any) -> None:
+            context = installed(model).current  # type: ignore[union-attr]
+            live.add(context.index)  # type: ignore[union-attr]
+            self.inner.append(context.inner)  # type: ignore[union-attr]
+            self.most = max(self.most, len(live))
+            begin(*arguments)
 
-        patch.setattr(layers.LayerGraphs, "_take", taken)
+        def released(graphs_of: layers.LayerGraphs, segment: int) -> None:
+            live.discard(segment)
+            release(graphs_of, segment)
+
+        patch.setattr(segment_graphs.SegmentGraphs, "begin", begun)
+        patch.setattr(layers.LayerGraphs, "release", released)
 
 
 @pytest.mark.usefixtures("recorded_graphs")
@@ -217,10 +223,11 @@ def test_recomputed_segments_have_one_set(
     memory: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One after the other, in their forward and when that runs again; as is predicted."""
-    model, sets = small_model(spec={"num_layers": 3}), Sets(monkeypatch)
+    model = small_model(spec={"num_layers": 3})
+    sets = Sets(model, monkeypatch)
     steps(model, config(memory=memory, chunk_tokens=8), 3, uneven=True)
     assert sets.most == most and any(sets.inner) and not all(sets.inner)
-    assert len(made(model)._free) >= most  # those of chunks are not those of waves
+    assert len([*made(model).sets]) >= most  # those of chunks are not those of waves
 
 
 @pytest.mark.usefixtures("recorded_graphs", "cores_in_fp64")

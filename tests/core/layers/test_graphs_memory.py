@@ -100,7 +100,7 @@ def new_sets(
     """Of every new set of some steps its positions, and the bytes that it has for its layers, that
     its pieces save, and that these layers save without graphs; between forward and backward."""
     found, held, capture = [], Held(unwrap(model)), SegmentGraphs.capture
-    backward, between = SegmentGraphs._backward, list[tuple[int, int, int]]()
+    backward, between = Piece.capture_backward, list[tuple[int, int, int]]()
 
     def captured(sets: Any, form: Form, hidden: Tensor, given: Any) -> None:
         is_first = not sets.made
@@ -119,7 +119,7 @@ def new_sets(
 
     holding(held, patch)
     patch.setattr(SegmentGraphs, "capture", captured)
-    patch.setattr(SegmentGraphs, "_backward", capturing_backward)
+    patch.setattr(Piece, "capture_backward", capturing_backward)
     steps(model, config(memory=memory), 3, uneven=True)
     assert found
     return found
@@ -240,27 +240,32 @@ def test_captures_have_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         used.append(stream)
         return contextlib.nullcontext()
 
-    fakes = {"Stream": Stream, "current_stream": Stream, "current_device": lambda: 0, "stream": on}
+    fakes = {"Stream": Stream, "current_stream": Stream, "stream": on}
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    graphs._stream.cache_clear()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # none that there is
     for _ in range(2):
         with graphs.apart():
             pass
-    graphs._stream.cache_clear()
     assert used[0] is used[1]
 
 
 @pytest.mark.usefixtures("recorded_graphs")
-def test_places_are_counted_once() -> None:
-    """Some lie in what others have computed; none of them is of a step without graphs."""
+def test_places_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some lie in what others have computed."""
+    place, sizes = SegmentGraphs.place, dict[int, dict[int, int]]()
+
+    def placed(sets: Any, *args: Any, **kwargs: Any) -> Tensor:
+        there: Tensor = place(sets, *args, **kwargs)
+        storage = there.untyped_storage()
+        sizes.setdefault(id(sets), {})[storage.data_ptr()] = storage.nbytes()
+        return there
+
+    monkeypatch.setattr(SegmentGraphs, "place", placed)
     model = small_model(spec={"num_layers": LAYERS})
-    steps(model, config(graph_tokens=0), 1, uneven=True)
-    steps(model, config(), 3, uneven=True)
-    sets = made(model)._free
-    tensors = [one for mine in sets for one in mine._places.values()]
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in tensors}
-    assert made(model).placed_bytes == sum(one.nbytes() for one in storages.values()) > 0
+    steps(model, config(), 3)
+    here = [sizes[id(one)] for one in made(model).sets]
+    assert made(model).placed_bytes == sum(sum(one.values()) for one in here) > 0
 
 
 def test_what_only_graphs_use_is_what_torch_reserves(monkeypatch: pytest.MonkeyPatch) -> None:
