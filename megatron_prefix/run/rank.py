@@ -219,15 +219,13 @@ class Rank(ModelNumbers):
     def graphed(self) -> int:
         """Positions of the longest segment whose layers run on CUDA graphs: `graph_tokens`, or 0
         where they cannot; a warning says once why."""
-        if self.graph_tokens and self._why_not_graphed():
-            _warn(f"layers run without CUDA graphs: {self._why_not_graphed()}")
+        if not self.graph_tokens:
+            return 0
+        collectives = self.config.tensor_model_parallel_size > 1
+        if why := self.not_graphed or graphs.why_not(self.device, collectives=collectives):
+            _warn(f"layers run without CUDA graphs: {why}")
             return 0
         return self.graph_tokens
-
-    def _why_not_graphed(self) -> str:
-        return self.not_graphed or graphs.why_not(
-            self.device, collectives=self.config.tensor_model_parallel_size > 1
-        )
 
     def footprint(self, gathers: bool, host_layers: int) -> Footprint:
         """Bytes per row of the model on this rank.

@@ -125,7 +125,9 @@ class _SegmentAttention(torch.autograd.Function):
             part = kernel.forward(_selected(query, level.queries), *seen, runs, scale)
             above.append(_spread(part, level.queries, len(query)))
         parts = [kernel.forward(query, *(mine or keys.runs()), own, scale), *above]
-        out, lse = with_sink(*merge(parts), sink)
+        out, lse = merge(parts)
+        if sink is not None:
+            out, lse = with_sink(out, lse, sink)
         if call.into is not None:
             out = call.into.view(out.shape).copy_(out)
         context.leave(layer, backward=False)
@@ -171,7 +173,7 @@ class _SegmentAttention(torch.autograd.Function):
             if sent_here is not None:
                 shared.returned(context, sent_here, (key_grad, value_grad))
         context.leave(layer, backward=True)
-        sink_grad = sink_gradient(out_grad, out, lse, sink)
+        sink_grad = None if sink is None else sink_gradient(out_grad, out, lse, sink)
         return query_grad, key_grad, value_grad, sink_grad, None, *sums
 
 

@@ -86,19 +86,15 @@ def formula(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype) -> Merge
     return out.to(dtype).contiguous(), origin + torch.log(total)
 
 
-def with_sink(out: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """out [queries, heads, dim] and lse [heads, queries] with a sink [heads]; None: as they are."""
-    if sink is None:
-        return out, lse
+def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Merged:
+    """out [queries, heads, dim] and lse [heads, queries] with a sink [heads]."""
     total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
     share = torch.exp(lse - total).transpose(0, 1).unsqueeze(-1)
     return (out * share).to(out.dtype), total
 
 
-def sink_gradient(out_grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor | None:
-    """Of a sink, from out and lse with it; summed in lse's dtype. None without a sink."""
-    if sink is None:
-        return None
+def sink_gradient(out_grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Of a sink, from out and lse with it; summed in lse's dtype."""
     weight = torch.exp(sink.to(lse.dtype)[:, None] - lse)
     products = (out_grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(0, 1)
     return -(weight * products).sum(1).to(sink.dtype)

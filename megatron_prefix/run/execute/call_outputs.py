@@ -186,19 +186,15 @@ class CallOutputs:
             if self._exchange is not None:
                 gradient = self._exchange.share(gradient[None], lengths)[0]
             tensors.append(tensor)
-            gradient = self._read(kept.rows, gradient)
+            if kept.rows is not None and self._is_whole(gradient):
+                read = gradient.index_select(0, kept.rows.there)
+                # What is left has reached positions that nobody computed.
+                self._strays.append(largest(gradient.index_fill_(0, kept.rows.there, 0.0)))
+                gradient = read
             if axis.parts > 1:  # what losses on all of the ranks send
                 (gradient,) = self._form.sequence.reduce_scatter(gradient).wait()  # type: ignore[union-attr]
             gradients.append(gradient if axis.dim == FLAT else gradient.unsqueeze(1 - axis.dim))
         return tensors, gradients
-
-    def _read(self, rows: ReadRows | None, gradient: Tensor) -> Tensor:
-        """The gradient of positions whose output was computed; notes what reaches the others."""
-        if rows is None or not self._is_whole(gradient):
-            return gradient
-        read = gradient.index_select(0, rows.there)
-        self._strays.append(largest(gradient.index_fill_(0, rows.there, 0.0)))
-        return read
 
     def strays(self) -> list[Tensor]:
         """Sizes of the gradients that have reached positions which nobody computed."""
