@@ -9,7 +9,7 @@ else. Importing the classes would need transformer-engine.  Pure, until it is ho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -191,7 +191,7 @@ class Attention(Kind):
         """See Kind."""
         from megatron_prefix.layers.blocks.shared import KEYS
 
-        yield module.core_attention, "forward", in_segments(module, number, running, KEYS)
+        yield module.core_attention, "forward", InSegments(module, number, running, KEYS).forward
 
 
 class MaskUse(IntEnum):
@@ -261,14 +261,7 @@ def _norms_hold_projection(config: Any) -> bool:
     return bool(config.qk_layernorm) and not fused
 
 
-def in_segments(
-    attention: Any, number: int, running: Running, shared: Shared
-) -> Callable[..., Tensor]:
-    """The core attention's forward; see `_InSegments`."""
-    return _InSegments(attention, number, running, shared).forward
-
-
-class _InSegments:
+class InSegments:
     """A core attention in segments.
 
     Args:

@@ -175,8 +175,8 @@ class Rank(ModelNumbers):
         self.groups = groups = groups or default_groups()
         self.stage, self.num_stages = groups.pp.rank(), groups.pp.size()
         self.is_first, self.is_last = self.stage == 0, self.stage == self.num_stages - 1
-        self.overlaps = any(map(overlaps, models))
         ddp = [getattr(model, "ddp_config", None) for model in models]
+        self.overlaps = any(getattr(one, "overlap_grad_reduce", False) for one in ddp)
         self.gathers_late = any(getattr(one, "overlap_param_gather", False) for one in ddp)
         # A trainer's own collection of groups need not have `ep` and `dp_cp`.
         experts = getattr(groups, "ep", None)
@@ -307,8 +307,3 @@ def default_groups() -> ProcessGroupCollection:
     )
     groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups
-
-
-def overlaps(model: Any) -> bool:
-    """Whether Megatron's DDP is to reduce a model chunk's gradients during backwards."""
-    return bool(getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False))

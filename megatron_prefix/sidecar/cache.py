@@ -89,6 +89,7 @@ class SidecarCache:
 
     Attributes:
         map, forms, exchange: as given.
+        device_bytes: what the arenas take.
         looks_ahead: whether `prefetch` and `release` do something.
     """
 
@@ -102,17 +103,17 @@ class SidecarCache:
     ) -> None:
         self.map, self.forms, self.exchange = planned, tuple(forms), exchange
         self._host = host
-        self._bytes, self._device = DeviceBytes(), torch.device("cpu")
+        self.device_bytes, self._device = DeviceBytes(), torch.device("cpu")
         self._layers: list[_Layer] = []
         for number, form in enumerate(forms):
             rows = planned.rows(form)
             # All positions are exchanged; of last ones every rank has a copy.
             if transport is not None and form == Form.POSITIONS:
-                arena = transport(rows, self._bytes, planned.lengths)
+                arena = transport(rows, self.device_bytes, planned.lengths)
             elif host is not None and number in host:
-                arena = host.arena(rows, self._bytes)
+                arena = host.arena(rows, self.device_bytes)
             else:
-                arena = Arena(rows, self._bytes)
+                arena = Arena(rows, self.device_bytes)
             self._layers.append(_Layer(arena, rows.seen, rereads=form.name == "positions"))
         self._ahead = {n for n, one in enumerate(self._layers) if one.arena.looks_ahead}
         self.looks_ahead = bool(self._ahead)
@@ -121,16 +122,6 @@ class SidecarCache:
     def state(self, layer: int, index: int) -> SegmentState:
         """State of segment `index` in `layer`."""
         return self._layers[layer].states.get(index, SegmentState.EMPTY)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held on the device now."""
-        return self._bytes.held
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most device memory that the arenas have taken."""
-        return self._bytes.peak
 
     def capture(self, layer: int, index: int, payload: Payload) -> None:
         """Copies a segment's payload into its layer's arena.

@@ -268,9 +268,13 @@ class _Allocator:
             self.head[index] = self.head[parent]
             start = self.placed[parent].stop
         else:
-            start = self._gap(self.line[index])
-            self.reserved[index] = slice(start, start + self.line[index])
-            self.length = max(self.length, start + self.line[index])
+            start, rows = self.zeros, self.line[index]
+            for other in sorted(self.reserved.values(), key=lambda other: other.start):
+                if other.start - start >= rows:
+                    break
+                start = max(start, other.stop)
+            self.reserved[index] = slice(start, start + rows)
+            self.length = max(self.length, start + rows)
             self.head[index], self.used[index] = index, set()
         self.used[self.head[index]].add(index)
         self.placed[index] = slice(start, start + size)
@@ -287,14 +291,6 @@ class _Allocator:
         others = (self.placed[other] for other in self.used[head])
         free = all(rows.stop <= start or rows.start >= start + size for rows in others)
         return free and start + size <= self.reserved[head].stop
-
-    def _gap(self, size: int) -> int:
-        start = self.zeros
-        for rows in sorted(self.reserved.values(), key=lambda rows: rows.start):
-            if rows.start - start >= size:
-                break
-            start = max(start, rows.stop)
-        return start
 
 
 def _line_parent(segments: Sequence[Segment], index: int) -> int | None:
