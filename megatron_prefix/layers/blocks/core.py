@@ -162,7 +162,7 @@ class _SegmentAttention(torch.autograd.Function):
             )  # fmt: skip
             query_grad = _add_selected(query_grad, mine, more)
             sent, of_weights = pull((seen_grads[0], seen_grads[1]))
-            sums = [*map(_sum, sums, of_weights)]
+            sums = [*map(sum_of, sums, of_weights)]
             cache.add(layer, context.index, level, sent)
         if context.joined:  # only now, with what its suffixes have sent
             keys.send((gradients.pop(0), gradients.pop(0)))
@@ -183,7 +183,7 @@ def autocast_now(device_type: str) -> torch.autocast:
     return torch.autocast(device_type, dtype, torch.is_autocast_enabled(device_type), False)
 
 
-def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+def sum_of(total: Tensor | None, more: Tensor | None) -> Tensor | None:
     """Of two gradients, of which each may be none."""
     return total if more is None else more if total is None else total + more
 

@@ -194,9 +194,8 @@ def used_names(function: Any) -> set[str] | None:
             value for place in (_closure(one), _globals(one)) for value in place.read().values()
         ]
         waiting += [value for value in near if isinstance(value, _CODE)]
-        for owner, name in itertools.product(
-            owners.values(), names
-        ):  # statically: a property would run
+        for owner, name in itertools.product(owners.values(), names):
+            # Statically: a property would run.
             method = inspect.getattr_static(type(owner), str(name), None)
             if isinstance(method, types.FunctionType):
                 waiting.append(types.MethodType(method, owner))
