@@ -182,12 +182,12 @@ def payload_map(
         program = [("F", index) for index in range(len(segments))]
     lines = [_line_parent(segments, index) for index in range(len(segments))]
     sizes = [segment.padded_length // shares for segment in segments]
-    positions = _Allocator(segments, sizes, lines).run(program)
+    positions = _Allocator(segments, sizes, lines, program)
     below = _Levels(segments, positions.intervals, parts, shares)
     levels = tuple(below.of(index) for index in range(len(segments)))
     apart: list[int | None] = [None] * len(segments)
     counts = [len(segment.spans) for segment in segments]
-    spans = _Allocator(segments, counts, apart, zeros=1).run(program)
+    spans = _Allocator(segments, counts, apart, program, zeros=1)
     parents = [[span.parent for span in segment.spans] for segment in segments]
     rows = tuple(
         tuple(spans.placed[one.segment].start + one.number if one else 0 for one in places)
@@ -196,7 +196,7 @@ def payload_map(
     tails = {}
     for form in {form for form in forms if form.last is not None}:
         sizes = [sum(form.rows(span.padded) for span in one.spans) for one in segments]
-        last = _Allocator(segments, sizes, apart).run(program)
+        last = _Allocator(segments, sizes, apart, program)
         reads = tuple(tails_of(segments, last.intervals, form.last or 0))
         seen = tuple(read.seen for read in reads)
         tails[form] = RowMap(last.length, last.intervals, seen), reads
@@ -216,17 +216,19 @@ def batches(lengths: Sequence[int]) -> list[list[int]]:
 
 
 class _Allocator:
-    """Rows as they are taken and freed in the order of a program.
+    """Rows as they are taken and freed by a program, from its begin to its end.
 
     Args:
         segments: the step's.
         sizes: rows of each.
         lines: the segment that each continues, behind which it is to lie; None: any place is good.
+        program: ("F" or "B", segment) in order.
         zeros: rows at the front that nobody takes.
 
     Attributes:
-        length: rows needed so far.
-        placed: the interval of every segment that has been taken.
+        length: rows needed.
+        placed: rows of every segment that others read.
+        intervals: rows of every segment; None for a wave.
     """
 
     def __init__(
@@ -234,9 +236,10 @@ class _Allocator:
         segments: Sequence[Segment],
         sizes: Sequence[int],
         lines: Sequence[int | None],
+        program: Iterable[tuple[str, int]],
         zeros: int = 0,
     ) -> None:
-        self.segments, self.sizes, self.above, self.zeros = segments, sizes, lines, zeros
+        self.sizes, self.above, self.zeros = sizes, lines, zeros
         self.line = list(sizes)  # rows of the longest line of segments from this one down
         for index in reversed(range(len(segments))):
             parent = self.above[index]
@@ -248,18 +251,10 @@ class _Allocator:
         self.reserved: dict[int, slice] = {}  # by the first segment of a line
         self.head: dict[int, int] = {}
         self.used: dict[int, set[int]] = {}  # by head, the segments in its reservation
-
-    @property
-    def intervals(self) -> tuple[slice | None, ...]:
-        """Rows of every segment; None for a wave."""
-        return tuple(self.placed.get(index) for index in range(len(self.segments)))
-
-    def run(self, program: Iterable[tuple[str, int]]) -> _Allocator:
-        """Goes through a program."""
         for kind, index in program:
-            if self.segments[index].inner:
+            if segments[index].inner:
                 self.take(index) if kind == "F" else self.free(index)
-        return self
+        self.intervals = tuple(self.placed.get(index) for index in range(len(segments)))
 
     def take(self, index: int) -> None:
         """Places a segment behind its parent if there is room, else at the first gap."""
