@@ -128,6 +128,7 @@ class Rank(ModelNumbers):
         forward_only: as given.
         language_models: the language models inside the wrappers.
         config: Megatron's configuration of the model.
+        ordered: whether losses of the call's microbatches need those of all before them.
         device: where the model is.
         stage: its place in the pipeline, from 0.
         num_stages: ranks of its pipeline.
@@ -170,6 +171,7 @@ class Rank(ModelNumbers):
         self.language_models = [language_model(model) for model in models]
         self.config = config = get_model_config(models[0])
         vars(self).update(vars(_numbers(config, self.language_models)))
+        self.ordered = self.has_global_loss and not forward_only
         self.has_images = any(map(has_images, models, self.language_models))
         self.device = next(models[0].parameters()).device
         self.groups = groups = groups or default_groups()
@@ -203,11 +205,6 @@ class Rank(ModelNumbers):
         many calls without gradients (evaluation, log-probs), so none waits for another there."""
         apart = self.forward_only and not self.may_cross
         return self.same_schedule if apart else self.companions
-
-    @property
-    def ordered(self) -> bool:
-        """Whether the losses of the call's microbatches need those of all before them."""
-        return self.has_global_loss and not self.forward_only
 
     @property
     def predicts_further(self) -> bool:

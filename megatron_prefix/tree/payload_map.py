@@ -184,7 +184,6 @@ def payload_map(
     sizes = [segment.padded_length // shares for segment in segments]
     positions = _Allocator(segments, sizes, lines, program)
     below = _Levels(segments, positions.intervals, parts, shares)
-    levels = tuple(below.of(index) for index in range(len(segments)))
     apart: list[int | None] = [None] * len(segments)
     counts = [len(segment.spans) for segment in segments]
     spans = _Allocator(segments, counts, apart, program, zeros=1)
@@ -200,11 +199,11 @@ def payload_map(
         reads = tuple(tails_of(segments, last.intervals, form.last or 0))
         seen = tuple(read.seen for read in reads)
         tails[form] = RowMap(last.length, last.intervals, seen), reads
+    lengths = tuple(tuple(span.padded for span in one.spans) for one in segments)
     return PayloadMap(
         RowMap(positions.length, positions.intervals, tuple(map(tuple, below.seen))),
         RowMap(spans.length, spans.intervals, tuple(one.parents for one in segments), spans.zeros),
-        levels, rows, tuple(tuple(span.padded for span in segment.spans) for segment in segments),
-        parts, shares, tails,
+        below.levels, rows, lengths, parts, shares, tails,
     )  # fmt: skip
 
 
@@ -296,10 +295,11 @@ def _line_parent(segments: Sequence[Segment], index: int) -> int | None:
 
 
 class _Levels:
-    """Finds what the queries of segments see.
+    """What the queries of segments see.
 
     Attributes:
-        seen: per segment, as far as `of` has been called, the inner segments that it sees.
+        levels: of every segment; see PayloadMap.
+        seen: per segment the inner segments that it sees.
     """
 
     def __init__(
@@ -318,9 +318,10 @@ class _Levels:
         ]
         self.paths: dict[Place, tuple[Place, ...]] = {}
         self.seen: list[list[int]] = []
+        self.levels = tuple([self._of(index) for index in range(len(segments))])
 
-    def of(self, index: int) -> tuple[Level, ...]:
-        """The levels of a segment; call it for all segments, in F-order."""
+    def _of(self, index: int) -> tuple[Level, ...]:
+        """The levels of a segment, behind those of all before it."""
         spans = self.segments[index].spans
         paths, bounds = list[tuple[Place, ...]](), [0]  # of neighbours that continue one span
         for parent, some in itertools.groupby(spans, operator.attrgetter("parent")):
@@ -343,7 +344,7 @@ class _Levels:
         return tuple(levels)
 
     def _path(self, place: Place | None) -> tuple[Place, ...]:
-        """From the root to a span, which is in a segment that `of` was called for, or calls."""
+        """From the root to a span."""
         if place is None:
             return ()
         if place not in self.paths:
