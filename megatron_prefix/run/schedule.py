@@ -158,10 +158,7 @@ class PrefixSchedule:
         except CannotShare as error:  # all ranks have the same model
             self._refused(error)
             return stock_schedule()(**arguments)
-        key = rank.forward_only, code_name(forward_step_func), *map(id, rank.language_models)
-        if key not in self._kinds:
-            self._kinds[key] = StepKind(Pause() if self.config.mode == "auto" else None)
-        kind = self._kinds[key]
+        kind = self._kind(forward_step_func, rank)
         first = self._first(kind, forward_step_func, rank)
         if first is not None and not first.suspended:
             return self._watched(first, kind, arguments)
@@ -175,6 +172,13 @@ class PrefixSchedule:
             kind.watched, kind.refusal = True, first.error
             first.check()  # else what was computed may be wrong
         return store
+
+    def _kind(self, function: Any, rank: Rank) -> StepKind:
+        """What is known of calls like this one."""
+        key = rank.forward_only, code_name(function), *map(id, rank.language_models)
+        if key not in self._kinds:
+            self._kinds[key] = StepKind(Pause() if self.config.mode == "auto" else None)
+        return self._kinds[key]
 
     def _needs_no_look(self, kind: StepKind) -> bool:
         """Whether steps of a kind are the stock schedule's for now, refused or in a pause."""

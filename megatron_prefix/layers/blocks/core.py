@@ -62,9 +62,8 @@ def segment_attention(
         [positions, 1, heads * value_dim], as Megatron's core attention returns it.
     """
     cast = _AS_IT_IS if shared.is_keys else autocast_now(query.device.type)
-    kept, num_levels = context.inner and shared.is_keys, context.num_levels
-    if shared.window is not None:
-        num_levels = 0
+    kept = context.inner and shared.is_keys
+    num_levels = context.num_levels if shared.window is None else 0
     call = _Call(context, layer, scale, kernel, shared, cast, into, kept, num_levels)
     # Where nothing is expanded here, weights have no gradient to get.
     weights = shared.weights if num_levels else ()
