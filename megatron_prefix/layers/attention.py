@@ -9,7 +9,7 @@ else. Importing the classes would need transformer-engine.  Pure, until it is ho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_prefix.layers.blocks.shared import Shared
-    from megatron_prefix.layers.segment import SegmentContext
 
 _QUANTISED = "modelopt.torch.quantization.plugins.megatron._QuantTEDotProductAttention"
 CORES = {
@@ -176,9 +175,10 @@ class Attention(Kind):
     def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
         """See Kind."""
         core = module.core_attention
-        if _has_sinks(core.config) and getattr(core, "softmax_offset", None) is None:
+        has_sinks = _has_sinks(core.config)
+        if has_sinks and getattr(core, "softmax_offset", None) is None:
             yield NO_SINKS.given(core.config.softmax_type)
-        if _has_sinks(core.config) and config.context_parallel_size > 1:
+        if has_sinks and config.context_parallel_size > 1:
             how = exchanged_by(module)
             if how not in (None, "a2a"):
                 yield SINKS_CP.given(core.config.softmax_type, how)
@@ -191,7 +191,7 @@ class Attention(Kind):
         """See Kind."""
         from megatron_prefix.layers.blocks.shared import KEYS
 
-        yield module.core_attention, "forward", in_segments(module, number, running, KEYS)
+        yield module.core_attention, "forward", InSegments(module, number, running, KEYS).forward
 
 
 class MaskUse(IntEnum):
@@ -261,14 +261,7 @@ def _norms_hold_projection(config: Any) -> bool:
     return bool(config.qk_layernorm) and not fused
 
 
-def in_segments(
-    attention: Any, number: int, running: Running, shared: Shared
-) -> Callable[..., Tensor]:
-    """The core attention's forward; see `_InSegments`."""
-    return _InSegments(attention, number, running, shared).forward
-
-
-class _InSegments:
+class InSegments:
     """A core attention in segments.
 
     Args:
@@ -303,41 +296,25 @@ class _InSegments:
         if crossing:
             value = shared.crossed(context, value, *crossing)
         query, key, value = quantised(self._core, query, key, value)
-        return self._in_segment(context, query, key, value, into)
-
-    def _again(
-        self, query: Tensor, key: Tensor, value: Tensor, *crossing: Tensor, into: Tensor
-    ) -> Tensor:
-        return self.forward(query, key, value, crossing=crossing, into=into)
-
-    def _in_segment(
-        self,
-        context: SegmentContext,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        into: Tensor | None,
-    ) -> Tensor:
-        number, shared = self._number, self._shared
+        number = self._number
         if number == context.keys_only:
             return self._keys_only(query, key, value, context, number, shared)
         if not (context.inner or self._held):
             # A wave saves its values; a view would keep the whole projection in memory.
             value = value.contiguous()
         scale = _softmax_scale(self._attention, self._core)  # it may be changed between steps
-        kernel, sink = self._running.kernels[shared.window], _sink(self._core)
+        kernel = self._running.kernels[shared.window]
+        sink = self._core.softmax_offset.flatten() if _has_sinks(self._core.config) else None
         return self._attend(query, key, value, context, number, scale, kernel, shared, sink, into)
 
-
-def _sink(core: Any) -> Tensor | None:
-    """One more score of every head of a core attention, [heads]; None without one."""
-    if not _has_sinks(core.config):
-        return None
-    sink: Tensor = core.softmax_offset.flatten()
-    return sink
+    def _again(
+        self, query: Tensor, key: Tensor, value: Tensor, *crossing: Tensor, into: Tensor
+    ) -> Tensor:
+        return self.forward(query, key, value, crossing=crossing, into=into)
 
 
 def _has_sinks(config: Any) -> bool:
+    """Whether a core attention has one more score of every head, its `softmax_offset`, [heads]."""
     return getattr(config, "softmax_type", "vanilla") != "vanilla"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import precision
-from megatron_prefix.layers.attention import ROTARY, Attention, in_segments, window_of
+from megatron_prefix.layers.attention import ROTARY, Attention, InSegments, window_of
 from megatron_prefix.layers.kind import Heads, Override, Running, owner
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
@@ -124,7 +124,7 @@ class MLA(Attention):
         from megatron_prefix.layers.blocks.latent import Latents
 
         latents = Latents(module, number, running)
-        core = in_segments(module, number, running, latents)
+        core = InSegments(module, number, running, latents).forward
         return [(module.core_attention, "forward", core), *latents.overrides()]
 
 

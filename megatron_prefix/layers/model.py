@@ -85,7 +85,7 @@ def footprint_of(
     )  # fmt: skip
 
 
-def leaves_positions(config: Any, pattern: str | None = None) -> bool:
+def leaves_positions(config: Any, pattern: str | None) -> bool:
     """Whether all that layers leave for the children of a span is a row a position: then these can
     run in its segment. Arguments as of `layers_of`."""
     form = Execution()

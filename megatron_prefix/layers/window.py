@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.layers.attention import Attention, exchanged_by, in_segments, window_of
+from megatron_prefix.layers.attention import Attention, InSegments, exchanged_by, window_of
 from megatron_prefix.layers.kind import Override, Running
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
@@ -85,7 +85,7 @@ class Window(Attention):
         from megatron_prefix.layers.blocks.windowed import Tails
 
         tails = Tails(self.form_in(module))
-        yield module.core_attention, "forward", in_segments(module, number, running, tails)
+        yield module.core_attention, "forward", InSegments(module, number, running, tails).forward
 
     def window(self, module: Any) -> int | None:
         """See Kind."""

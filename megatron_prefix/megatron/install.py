@@ -132,7 +132,8 @@ class Hooks:
         if self.keys_only is not None:
             last = decoder.layers[-1]
             projection = last.self_attention.linear_proj
-            self._override(projection, "forward", self._projecting(projection))
+            projecting = self._skipping(projection, self._sequence_ranks, picks=True)
+            self._override(projection, "forward", projecting)
             self._override(last, "self_attn_bda", self._adding(last.self_attn_bda))
             self._override(last.mlp, "forward", self._skipping(last.mlp, 1))
         if self._looks_ahead:
@@ -338,22 +339,21 @@ class Hooks:
         if self.current is not None and self.current.offload is not None:
             self.current.offload.layer_done()
 
-    def _projecting(self, module: Any) -> Callable[..., Any]:
-        """The last layer's output projection, of the positions that are read."""
-        project = self._skipping(module, self._sequence_ranks)
-
-        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            rows = self._early_rows()
-            return project(x if rows is None else self._picked(x, rows), *args, **kwargs)
-
-        return forward
-
-    def _skipping(self, module: Any, ranks: int) -> Callable[..., Any]:
+    def _skipping(self, module: Any, ranks: int, *, picks: bool = False) -> Callable[..., Any]:
         """A module's forward, [positions, 1, hidden_size] and a bias, that computes neither where
-        nobody reads them; its input has the positions of `ranks` sequence-parallel ranks."""
+        nobody reads them.
+
+        Args:
+            module: of the last layer.
+            ranks: sequence-parallel ranks whose positions its input has.
+            picks: whether it gets all positions, and computes those that are read.
+        """
         stock, width = module.forward, self.model.config.hidden_size
 
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            rows = self._early_rows() if picks else None
+            if rows is not None:
+                x = self._picked(x, rows)
             if self.current is None or self.current.keys_only is None:
                 return stock(x, *args, **kwargs)
             return skipped(x, (x.shape[0] // ranks, x.shape[1], width)), None

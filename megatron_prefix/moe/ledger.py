@@ -252,9 +252,7 @@ class RouterLedger:
         sums = torch.cat([counts, squares.unsqueeze(1)], 1)
         if router.tp_cp_group.size() > 1:
             dist.all_reduce(sums, group=router.tp_cp_group)
-        masses = state.masses[
-            closing.rollout
-        ]  # only this rank's: Megatron logs its part of the loss
+        masses = state.masses[closing.rollout]  # this rank's: Megatron logs its part of the loss
         for kind in LOGGED_AS:
             if coeff := router.get_aux_loss_coeff(kind):
                 seen = sums[:, :-1]

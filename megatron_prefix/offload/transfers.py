@@ -132,9 +132,7 @@ class CudaTransfers(Transfers):
         """See `Transfers.keep_limit`."""
         while self._stored and self.room() < 0:
             self._stored.popleft().synchronize()
-            torch.empty(
-                1, device=self._device
-            )  # an allocation makes the allocator look for ended copies
+            torch.empty(1, device=self._device)  # so that the allocator looks for ended copies
 
     def load(self, host: Tensor, stored: torch.cuda.Event) -> tuple[Tensor, torch.cuda.Event]:
         """See `Transfers.load`."""

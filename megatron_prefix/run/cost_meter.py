@@ -120,23 +120,30 @@ class CostMeter:
             raise UserError(read)
         return read
 
-    def begin(self, forward_only: bool) -> None:
+    def begin(self, forward_only: bool) -> Decision | None:
         """Counts a step; all ranks call this for every step, and measure the same ones (`due`).
+
+        Returns:
+            The decision for a step that times the stock schedule, where all ranks know it before
+            they read the step: an earlier one's prediction has left open which is faster.
 
         Raises:
             UserError: the user's file cannot be read or written; on every rank.
         """
         self.due = False
         if forward_only:
-            return
+            return None
         if not self._num_steps:
             self._measured = self._loaded() if self._config.cost_file else Evidence()
             self.times = first_says(self._measured.times(self._prior), self._groups)
         self._num_steps += 1
         if self._config.mode != "auto":
-            return
+            return None
         first = self._num_steps in FIRST and (self.graphs.is_open or not self._knows_both)
         self.due = first or self._num_steps % EVERY == 0
+        if not self.due or self._doubted is None or self._measured.measured(False):
+            return None
+        return other_way(self._config, decide(self._config, self._doubted))
 
     @property
     def _knows_both(self) -> bool:
@@ -145,14 +152,6 @@ class CostMeter:
     def ran_stock(self) -> None:
         """The stock schedule has run a step with gradients: its next one is no longer its first."""
         self._ran.add(False)
-
-    @property
-    def times_stock(self) -> Decision | None:
-        """The decision for a step that times the stock schedule, where all ranks know it before
-        they read the step: an earlier one's prediction has left open which is faster."""
-        if not self.due or self._doubted is None or self._measured.measured(False):
-            return None
-        return other_way(self._config, decide(self._config, self._doubted))
 
     def chosen(self, decision: Decision) -> Decision:
         """The decision, or the other schedule where that was never timed and could be faster.

@@ -254,7 +254,10 @@ class Planning:
         Raises:
             UserError: ranks that meet would not run the same, or would wait for ever.
         """
-        step, joint = self._met(step, rank)
+        experts = None if step.unshared else rank.experts
+        joint = agreement.meet(step.forest, step.microbatch_of, experts)
+        if joint.mixed:  # where segments are joined there is one stage, which knows the samples
+            step, joint = self._all_apart(step, joint.union.wanted, rank)
         if step.unshared:
             plan = union = Plan((), ((),) * rank.num_stages, len(rank.models))
             report = StepReport(step.forest, unshared(self.config), plan, union)
@@ -279,28 +282,24 @@ class Planning:
                 agreement.check_dispatcher(rank.config, joint)
         return report, joint
 
-    def _met(self, step: Step, rank: Rank) -> tuple[Step, JointForest]:
-        """The step's segments beside those of ranks that share experts, all of them with prompts
-        apart if some of them are; all that meet call this."""
-        experts = None if step.unshared else rank.experts
-        joint = agreement.meet(step.forest, step.microbatch_of, experts)
-        if joint.mixed:  # where segments are joined there is one stage, which knows the samples
-            apart, problem = agreement.tried(lambda: self._apart(step, joint.union.wanted, rank))
-            reason = agreement.agree(problem, rank.same_schedule, rank.device)
-            if reason is not None:
-                raise reason
-            step = apart or step
-            joint = agreement.meet(step.forest, step.microbatch_of, experts)
-        return step, joint
-
-    def _apart(self, step: Step, length: int, rank: Rank) -> Step:
-        """A step with prompts apart, in segments of at most so many positions (0: as many as the
-        user allows); it asks no other rank."""
+    def _all_apart(self, step: Step, length: int, rank: Rank) -> tuple[Step, JointForest]:
+        """A step with prompts apart beside those of ranks that share experts, in segments of at
+        most so many positions (0: as many as the user allows); all that meet call this."""
         planner = self.planner(rank)
         length = length or planner.options.segment_tokens
-        forest = planner.build_at(length, step.samples or (), step.microbatch_of, joins=False)
-        forest = replace(forest, ordered=rank.ordered, wanted=step.forest.wanted)
-        return step.with_forest(forest)
+
+        def apart() -> Step:
+            samples = step.samples or ()
+            forest = planner.build_at(length, samples, step.microbatch_of, joins=False)
+            wanted = step.forest.wanted
+            return step.with_forest(replace(forest, ordered=rank.ordered, wanted=wanted))
+
+        made, problem = agreement.tried(apart)
+        reason = agreement.agree(problem, rank.same_schedule, rank.device)
+        if reason is not None:
+            raise reason
+        step = made or step
+        return step, agreement.meet(step.forest, step.microbatch_of, rank.experts)
 
     def _proposed_together(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:
         """The decision of all data-parallel ranks where payloads cross them, as the slowest sets

@@ -128,6 +128,7 @@ class Rank(ModelNumbers):
         forward_only: as given.
         language_models: the language models inside the wrappers.
         config: Megatron's configuration of the model.
+        ordered: whether losses of the call's microbatches need those of all before them.
         device: where the model is.
         stage: its place in the pipeline, from 0.
         num_stages: ranks of its pipeline.
@@ -170,13 +171,14 @@ class Rank(ModelNumbers):
         self.language_models = [language_model(model) for model in models]
         self.config = config = get_model_config(models[0])
         vars(self).update(vars(_numbers(config, self.language_models)))
+        self.ordered = self.has_global_loss and not forward_only
         self.has_images = any(map(has_images, models, self.language_models))
         self.device = next(models[0].parameters()).device
         self.groups = groups = groups or default_groups()
         self.stage, self.num_stages = groups.pp.rank(), groups.pp.size()
         self.is_first, self.is_last = self.stage == 0, self.stage == self.num_stages - 1
-        self.overlaps = any(map(overlaps, models))
         ddp = [getattr(model, "ddp_config", None) for model in models]
+        self.overlaps = any(getattr(one, "overlap_grad_reduce", False) for one in ddp)
         self.gathers_late = any(getattr(one, "overlap_param_gather", False) for one in ddp)
         # A trainer's own collection of groups need not have `ep` and `dp_cp`.
         experts = getattr(groups, "ep", None)
@@ -205,11 +207,6 @@ class Rank(ModelNumbers):
         return self.same_schedule if apart else self.companions
 
     @property
-    def ordered(self) -> bool:
-        """Whether the losses of the call's microbatches need those of all before them."""
-        return self.has_global_loss and not self.forward_only
-
-    @property
     def predicts_further(self) -> bool:
         """Whether multi-token prediction has anything to do in a call: Megatron computes its loss
         in evaluation, too, and does nothing with it."""
@@ -219,15 +216,13 @@ class Rank(ModelNumbers):
     def graphed(self) -> int:
         """Positions of the longest segment whose layers run on CUDA graphs: `graph_tokens`, or 0
         where they cannot; a warning says once why."""
-        if self.graph_tokens and self._why_not_graphed():
-            _warn(f"layers run without CUDA graphs: {self._why_not_graphed()}")
+        if not self.graph_tokens:
+            return 0
+        collectives = self.config.tensor_model_parallel_size > 1
+        if why := self.not_graphed or graphs.why_not(self.device, collectives=collectives):
+            _warn(f"layers run without CUDA graphs: {why}")
             return 0
         return self.graph_tokens
-
-    def _why_not_graphed(self) -> str:
-        return self.not_graphed or graphs.why_not(
-            self.device, collectives=self.config.tensor_model_parallel_size > 1
-        )
 
     def footprint(self, gathers: bool, host_layers: int) -> Footprint:
         """Bytes per row of the model on this rank.
@@ -309,8 +304,3 @@ def default_groups() -> ProcessGroupCollection:
     )
     groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups
-
-
-def overlaps(model: Any) -> bool:
-    """Whether Megatron's DDP is to reduce a model chunk's gradients during backwards."""
-    return bool(getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False))

@@ -214,18 +214,18 @@ class PrefixSchedule:
             arguments: of the call.
         """
         iterator, meter = arguments["data_iterator"], self.planning.meter(rank)
-        meter.begin(rank.forward_only)
+        decision = meter.begin(rank.forward_only)
         rank.graph_tokens = meter.graphs.tokens
-        if (decision := meter.times_stock) is not None:
+        if decision is not None:
             return self._timed(decision, rank, arguments)
-        capturing = Capture(
+        capture = Capture(
             arguments["forward_step_func"],
             iterator if first is None else first.iterator(iterator), rank,
             arguments["num_microbatches"], self.callbacks.needs_drawn(rank.forward_only),
             None if first is None else first.forward_step,
         )  # fmt: skip
         watching = contextlib.nullcontext() if first is None else first.watching()
-        with capturing as capture, watching, self.memory.step(), contextlib.ExitStack() as idle:
+        with capture.running(), watching, self.memory.step(), contextlib.ExitStack() as idle:
             idle.enter_context(uncollected())
             step = self._read(capture, rank, first, kind.pause)
             joint = None if step is None else self._plan(step, rank, kind)

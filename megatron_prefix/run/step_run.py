@@ -215,7 +215,7 @@ class StepRun:
             for one in behind:
                 one.backward()
         report.crossed = exchanges.crossed if exchanges is not None else None
-        report.cache_bytes = sum(stage.cache.peak_bytes for stage in stages)
+        report.cache_bytes = sum(stage.cache.device_bytes.peak for stage in stages)
         report.captured = any(one.hooks.graphs and one.hooks.graphs.captured for one in stages)
         return embedding
 

@@ -89,6 +89,7 @@ class SidecarCache:
 
     Attributes:
         map, forms, exchange: as given.
+        device_bytes: what the arenas take.
         looks_ahead: whether `prefetch` and `release` do something.
     """
 
@@ -101,9 +102,19 @@ class SidecarCache:
         exchange: Exchange | None = None,
     ) -> None:
         self.map, self.forms, self.exchange = planned, tuple(forms), exchange
-        self._host, self._transport = host, transport
-        self._bytes, self._device = DeviceBytes(), torch.device("cpu")
-        self._layers = [self._layer(*item) for item in enumerate(forms)]
+        self._host = host
+        self.device_bytes, self._device = DeviceBytes(), torch.device("cpu")
+        self._layers: list[_Layer] = []
+        for number, form in enumerate(forms):
+            rows = planned.rows(form)
+            # All positions are exchanged; of last ones every rank has a copy.
+            if transport is not None and form == Form.POSITIONS:
+                arena = transport(rows, self.device_bytes, planned.lengths)
+            elif host is not None and number in host:
+                arena = host.arena(rows, self.device_bytes)
+            else:
+                arena = Arena(rows, self.device_bytes)
+            self._layers.append(_Layer(arena, rows.seen, rereads=form.name == "positions"))
         self._ahead = {n for n, one in enumerate(self._layers) if one.arena.looks_ahead}
         self.looks_ahead = bool(self._ahead)
         self._made: dict[tuple[int, Any], Any] = {}
@@ -111,16 +122,6 @@ class SidecarCache:
     def state(self, layer: int, index: int) -> SegmentState:
         """State of segment `index` in `layer`."""
         return self._layers[layer].states.get(index, SegmentState.EMPTY)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held on the device now."""
-        return self._bytes.held
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most device memory that the arenas have taken."""
-        return self._bytes.peak
 
     def capture(self, layer: int, index: int, payload: Payload) -> None:
         """Copies a segment's payload into its layer's arena.
@@ -148,15 +149,15 @@ class SidecarCache:
 
     def level(self, index: int, number: int) -> LevelReading:
         """A segment's level as a kernel's call needs it; made once a step."""
-
-        def make() -> LevelReading:
+        made: LevelReading | None = self._made.get((index, number))
+        if made is None:
             level, parts = self.map.levels[index][number], self.map.shares
             queries = _rows(self._device, [(run.first, run.stop) for run in level.runs])
             keys = _rows(self._device, [(run.start, run.end) for run in level.runs])
             seen = tuple(num * parts for num in level.keys)
-            return LevelReading(keys, index, level.queries, seen, queries)
-
-        return self.once(index, number, make)
+            made = LevelReading(keys, index, level.queries, seen, queries)
+            self._made[index, number] = made
+        return made
 
     def once(self, index: int, what: Any, make: Callable[[], T]) -> T:
         """What layers need to know of a segment, made in the first that asks, for the whole step.
@@ -294,18 +295,6 @@ class SidecarCache:
         self._made.clear()
         if self._host is not None:
             self._host.clear()
-
-    def _layer(self, number: int, form: Form) -> _Layer:
-        """A layer without payloads. Backward reads positions again; all of them are exchanged, and
-        of last ones every rank has a copy."""
-        rows, rereads = self.map.rows(form), form.name == "positions"
-        if self._transport is not None and form == Form.POSITIONS:
-            arena = self._transport(rows, self._bytes, self.map.lengths)
-        elif self._host is not None and number in self._host:
-            arena = self._host.arena(rows, self._bytes)
-        else:
-            arena = Arena(rows, self._bytes)
-        return _Layer(arena, rows.seen, rereads)
 
     def _closed(self, layer: int, index: int) -> RuntimeError:
         """What is wrong if `index` reads a segment that is not captured, or is consumed."""

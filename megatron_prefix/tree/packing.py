@@ -86,10 +86,10 @@ class Rounds:
         inner = [*inner]
         if rows is None:
             mine: Any = self._rows(node for _, node in inner), self._rows(others)
-            rounds = list(self._rounds(sorted({*owner}), *mine))
+            microbatches: Sequence[int] = sorted({*owner})
         else:
-            mine = rows
-            rounds = list(self._rounds(range(len(rows.leaves)), *rows))
+            mine, microbatches = rows, range(len(rows.leaves))
+        rounds = list(self._rounds(microbatches, *mine))
         self._new = [sum(mine[0][one] for one in some) for some in rounds]
         self._round_of = {one: number for number, some in enumerate(rounds) for one in some}
         self.inner: list[list[tuple[int, Node]]] = [[] for _ in rounds]

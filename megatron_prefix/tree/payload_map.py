@@ -182,12 +182,11 @@ def payload_map(
         program = [("F", index) for index in range(len(segments))]
     lines = [_line_parent(segments, index) for index in range(len(segments))]
     sizes = [segment.padded_length // shares for segment in segments]
-    positions = _Allocator(segments, sizes, lines).run(program)
+    positions = _Allocator(segments, sizes, lines, program)
     below = _Levels(segments, positions.intervals, parts, shares)
-    levels = tuple(below.of(index) for index in range(len(segments)))
     apart: list[int | None] = [None] * len(segments)
     counts = [len(segment.spans) for segment in segments]
-    spans = _Allocator(segments, counts, apart, zeros=1).run(program)
+    spans = _Allocator(segments, counts, apart, program, zeros=1)
     parents = [[span.parent for span in segment.spans] for segment in segments]
     rows = tuple(
         tuple(spans.placed[one.segment].start + one.number if one else 0 for one in places)
@@ -196,15 +195,15 @@ def payload_map(
     tails = {}
     for form in {form for form in forms if form.last is not None}:
         sizes = [sum(form.rows(span.padded) for span in one.spans) for one in segments]
-        last = _Allocator(segments, sizes, apart).run(program)
+        last = _Allocator(segments, sizes, apart, program)
         reads = tuple(tails_of(segments, last.intervals, form.last or 0))
         seen = tuple(read.seen for read in reads)
         tails[form] = RowMap(last.length, last.intervals, seen), reads
+    lengths = tuple(tuple(span.padded for span in one.spans) for one in segments)
     return PayloadMap(
         RowMap(positions.length, positions.intervals, tuple(map(tuple, below.seen))),
         RowMap(spans.length, spans.intervals, tuple(one.parents for one in segments), spans.zeros),
-        levels, rows, tuple(tuple(span.padded for span in segment.spans) for segment in segments),
-        parts, shares, tails,
+        below.levels, rows, lengths, parts, shares, tails,
     )  # fmt: skip
 
 
@@ -216,17 +215,19 @@ def batches(lengths: Sequence[int]) -> list[list[int]]:
 
 
 class _Allocator:
-    """Rows as they are taken and freed in the order of a program.
+    """Rows as they are taken and freed by a program, from its begin to its end.
 
     Args:
         segments: the step's.
         sizes: rows of each.
         lines: the segment that each continues, behind which it is to lie; None: any place is good.
+        program: ("F" or "B", segment) in order.
         zeros: rows at the front that nobody takes.
 
     Attributes:
-        length: rows needed so far.
-        placed: the interval of every segment that has been taken.
+        length: rows needed.
+        placed: rows of every segment that others read.
+        intervals: rows of every segment; None for a wave.
     """
 
     def __init__(
@@ -234,9 +235,10 @@ class _Allocator:
         segments: Sequence[Segment],
         sizes: Sequence[int],
         lines: Sequence[int | None],
+        program: Iterable[tuple[str, int]],
         zeros: int = 0,
     ) -> None:
-        self.segments, self.sizes, self.above, self.zeros = segments, sizes, lines, zeros
+        self.sizes, self.above, self.zeros = sizes, lines, zeros
         self.line = list(sizes)  # rows of the longest line of segments from this one down
         for index in reversed(range(len(segments))):
             parent = self.above[index]
@@ -248,18 +250,10 @@ class _Allocator:
         self.reserved: dict[int, slice] = {}  # by the first segment of a line
         self.head: dict[int, int] = {}
         self.used: dict[int, set[int]] = {}  # by head, the segments in its reservation
-
-    @property
-    def intervals(self) -> tuple[slice | None, ...]:
-        """Rows of every segment; None for a wave."""
-        return tuple(self.placed.get(index) for index in range(len(self.segments)))
-
-    def run(self, program: Iterable[tuple[str, int]]) -> _Allocator:
-        """Goes through a program."""
         for kind, index in program:
-            if self.segments[index].inner:
+            if segments[index].inner:
                 self.take(index) if kind == "F" else self.free(index)
-        return self
+        self.intervals = tuple(self.placed.get(index) for index in range(len(segments)))
 
     def take(self, index: int) -> None:
         """Places a segment behind its parent if there is room, else at the first gap."""
@@ -268,9 +262,13 @@ class _Allocator:
             self.head[index] = self.head[parent]
             start = self.placed[parent].stop
         else:
-            start = self._gap(self.line[index])
-            self.reserved[index] = slice(start, start + self.line[index])
-            self.length = max(self.length, start + self.line[index])
+            start, rows = self.zeros, self.line[index]
+            for other in sorted(self.reserved.values(), key=lambda other: other.start):
+                if other.start - start >= rows:
+                    break
+                start = max(start, other.stop)
+            self.reserved[index] = slice(start, start + rows)
+            self.length = max(self.length, start + rows)
             self.head[index], self.used[index] = index, set()
         self.used[self.head[index]].add(index)
         self.placed[index] = slice(start, start + size)
@@ -288,14 +286,6 @@ class _Allocator:
         free = all(rows.stop <= start or rows.start >= start + size for rows in others)
         return free and start + size <= self.reserved[head].stop
 
-    def _gap(self, size: int) -> int:
-        start = self.zeros
-        for rows in sorted(self.reserved.values(), key=lambda rows: rows.start):
-            if rows.start - start >= size:
-                break
-            start = max(start, rows.stop)
-        return start
-
 
 def _line_parent(segments: Sequence[Segment], index: int) -> int | None:
     """The segment that one of a single span continues, if that one has a single span, too."""
@@ -305,10 +295,11 @@ def _line_parent(segments: Sequence[Segment], index: int) -> int | None:
 
 
 class _Levels:
-    """Finds what the queries of segments see.
+    """What the queries of segments see.
 
     Attributes:
-        seen: per segment, as far as `of` has been called, the inner segments that it sees.
+        levels: of every segment; see PayloadMap.
+        seen: per segment the inner segments that it sees.
     """
 
     def __init__(
@@ -327,9 +318,10 @@ class _Levels:
         ]
         self.paths: dict[Place, tuple[Place, ...]] = {}
         self.seen: list[list[int]] = []
+        self.levels = tuple([self._of(index) for index in range(len(segments))])
 
-    def of(self, index: int) -> tuple[Level, ...]:
-        """The levels of a segment; call it for all segments, in F-order."""
+    def _of(self, index: int) -> tuple[Level, ...]:
+        """The levels of a segment, behind those of all before it."""
         spans = self.segments[index].spans
         paths, bounds = list[tuple[Place, ...]](), [0]  # of neighbours that continue one span
         for parent, some in itertools.groupby(spans, operator.attrgetter("parent")):
@@ -352,7 +344,7 @@ class _Levels:
         return tuple(levels)
 
     def _path(self, place: Place | None) -> tuple[Place, ...]:
-        """From the root to a span, which is in a segment that `of` was called for, or calls."""
+        """From the root to a span."""
         if place is None:
             return ()
         if place not in self.paths:

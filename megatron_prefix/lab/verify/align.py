@@ -38,7 +38,7 @@ from megatron_prefix.megatron.install import install
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.run.across.exchanges import Crossed
 from megatron_prefix.run.calls import Callbacks
-from megatron_prefix.run.rank import overlaps
+from megatron_prefix.run.execute.overlap import overlaps
 from megatron_prefix.run.schedule import PrefixSchedule
 
 LR = 1e-3

@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
-from megatron_prefix.layers.blocks.merge import merge
+from megatron_prefix.layers.blocks.merge import merge, sink_gradient, with_sink
 from megatron_prefix.layers.blocks.shared import KEYS, Shared
-from megatron_prefix.layers.blocks.sinks import sink_gradient, with_sink
 from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.sidecar.arena import Rows
 from megatron_prefix.tree import cp_layout
@@ -63,9 +62,11 @@ def segment_attention(
         [positions, 1, heads * value_dim], as Megatron's core attention returns it.
     """
     cast = _AS_IT_IS if shared.is_keys else autocast_now(query.device.type)
-    call = _Call(context, layer, scale, kernel, shared, cast, into)
+    kept = context.inner and shared.is_keys
+    num_levels = context.num_levels if shared.window is None else 0
+    call = _Call(context, layer, scale, kernel, shared, cast, into, kept, num_levels)
     # Where nothing is expanded here, weights have no gradient to get.
-    weights = shared.weights if call.num_levels else ()
+    weights = shared.weights if num_levels else ()
     out: Tensor = _SegmentAttention.apply(
         query.squeeze(1), key.squeeze(1), value.squeeze(1), sink, call, *weights
     )
@@ -80,7 +81,12 @@ def own_runs(lengths: tuple[int, ...], rank: int, size: int) -> Runs:
 
 
 class _Call(NamedTuple):
-    """What `segment_attention` was called with, but for tensors."""
+    """What `segment_attention` was called with, but for tensors.
+
+    Attributes:
+        kept: whether the sidecar has its K and V.
+        num_levels: calls in which its queries see keys that are not among its own.
+    """
 
     context: SegmentContext
     layer: int
@@ -89,28 +95,8 @@ class _Call(NamedTuple):
     shared: Shared
     autocast: contextlib.AbstractContextManager[Any]
     into: Tensor | None
-
-    def put(self, out: Tensor) -> Tensor:
-        """An output where it is to be."""
-        return out if self.into is None else self.into.view(out.shape).copy_(out)
-
-    @property
-    def kept(self) -> bool:
-        """Whether the sidecar has its K and V."""
-        return self.context.inner and self.shared.is_keys
-
-    @property
-    def num_levels(self) -> int:
-        """Calls in which its queries see keys that are not among its own."""
-        return self.context.num_levels if self.shared.window is None else 0
-
-    def returned(self, key_grad: Tensor, value_grad: Tensor) -> None:
-        """Adds what descendants have sent, unless `OwnKeys` has."""
-        context = self.context
-        if context.inner and not self.kept:
-            sent = context.cache.take(self.layer, context.index)
-            if sent is not None:
-                self.shared.returned(context, sent, (key_grad, value_grad))
+    kept: bool
+    num_levels: int
 
 
 class _SegmentAttention(torch.autograd.Function):
@@ -138,8 +124,11 @@ class _SegmentAttention(torch.autograd.Function):
             part = kernel.forward(_selected(query, level.queries), *seen, runs, scale)
             above.append(_spread(part, level.queries, len(query)))
         parts = [kernel.forward(query, *(mine or keys.runs()), own, scale), *above]
-        out, lse = with_sink(*merge(parts), sink)
-        out = call.put(out)
+        out, lse = merge(parts)
+        if sink is not None:
+            out, lse = with_sink(out, lse, sink)
+        if call.into is not None:
+            out = call.into.view(out.shape).copy_(out)
         context.leave(layer, backward=False)
         ctx.call, ctx.aux, ctx.num_weights = call, [part.aux for part in parts], len(weights)
         ctx.save_for_backward(query, out, lse, sink, *(() if call.kept else (key, value)))
@@ -149,7 +138,7 @@ class _SegmentAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        context, layer, scale, kernel, shared, autocast, _ = call
+        context, layer, scale, kernel, shared, autocast, *_ = call
         cache, (query, out, lse, sink, *saved) = context.cache, ctx.saved_tensors
         key, value = saved or cache.own(layer, context.index)
         keys, own = shared.own(context, layer, (key, value))
@@ -172,15 +161,18 @@ class _SegmentAttention(torch.autograd.Function):
             )  # fmt: skip
             query_grad = _add_selected(query_grad, mine, more)
             sent, of_weights = pull((seen_grads[0], seen_grads[1]))
-            sums = [*map(_sum, sums, of_weights)]
+            sums = [*map(sum_of, sums, of_weights)]
             cache.add(layer, context.index, level, sent)
         if context.joined:  # only now, with what its suffixes have sent
             keys.send((gradients.pop(0), gradients.pop(0)))
         key_grad, value_grad = keys.take()
         key_grad, value_grad = key_grad.to(key.dtype), value_grad.to(value.dtype)
-        call.returned(key_grad, value_grad)
+        if context.inner and not call.kept:  # else what descendants have sent is in them
+            sent_here = cache.take(layer, context.index)
+            if sent_here is not None:
+                shared.returned(context, sent_here, (key_grad, value_grad))
         context.leave(layer, backward=True)
-        sink_grad = sink_gradient(out_grad, out, lse, sink)
+        sink_grad = None if sink is None else sink_gradient(out_grad, out, lse, sink)
         return query_grad, key_grad, value_grad, sink_grad, None, *sums
 
 
@@ -190,7 +182,7 @@ def autocast_now(device_type: str) -> torch.autocast:
     return torch.autocast(device_type, dtype, torch.is_autocast_enabled(device_type), False)
 
 
-def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+def sum_of(total: Tensor | None, more: Tensor | None) -> Tensor | None:
     """Of two gradients, of which each may be none."""
     return total if more is None else more if total is None else total + more
 

@@ -1,4 +1,4 @@
-"""Blocks of attention over disjoint keys, merged by log-sum-exp.
+"""Blocks of attention over disjoint keys, merged by log-sum-exp; and attention sinks.
 
 With S_i the scores of a query and the keys of block i, the block gives
 lse_i = log sum exp S_i and out_i = sum softmax(S_i) v. The softmax over all keys is then
@@ -7,6 +7,15 @@ lse_i = log sum exp S_i and out_i = sum softmax(S_i) v. The softmax over all key
 
 ("FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving", section 2.2).
 The order of the blocks does not matter.
+
+An attention sink is one more term in every head's softmax, which has no value. A kernel that knows
+no sinks gives out and lse of the keys. With a sink s of the head
+
+    lse' = log(exp(lse) + exp(s))          out' = exp(lse - lse') * out
+
+and a block's backward from out' and lse' is that of any merged block (math.py). The sink's own
+gradient is that of a key whose value is zero: -sum over queries of exp(s - lse') * (dO . O').
+("Efficient Streaming Language Models with Attention Sinks", section 3.)
 """
 
 from __future__ import annotations
@@ -75,6 +84,20 @@ def formula(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype) -> Merge
         factor = (weight * share).transpose(0, 1).unsqueeze(-1)  # [s, h, 1]
         out = out + torch.where(factor == 0, 0.0, part.to(out.dtype) * factor)
     return out.to(dtype).contiguous(), origin + torch.log(total)
+
+
+def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Merged:
+    """out [queries, heads, dim] and lse [heads, queries] with a sink [heads]."""
+    total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+    share = torch.exp(lse - total).transpose(0, 1).unsqueeze(-1)
+    return (out * share).to(out.dtype), total
+
+
+def sink_gradient(out_grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Of a sink, from out and lse with it; summed in lse's dtype."""
+    weight = torch.exp(sink.to(lse.dtype)[:, None] - lse)
+    products = (out_grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(0, 1)
+    return -(weight * products).sum(1).to(sink.dtype)
 
 
 def prepare(device: torch.device, dtype: torch.dtype, heads: int, width: int) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_prefix.device.transfer import on
-from megatron_prefix.layers.blocks.core import autocast_now
+from megatron_prefix.layers.blocks.core import autocast_now, sum_of
 from megatron_prefix.layers.blocks.latent import Latents
 from megatron_prefix.layers.blocks.shared import Pull
 from megatron_prefix.layers.blocks.unread import keys_only
@@ -286,7 +286,7 @@ class _SparseAttention(torch.autograd.Function):
             end = begin + len(both[0])
             parts = [one[begin:end].to(like.dtype) for one, like in zip(sums, both, strict=True)]
             sent, more_of = pull((parts[0], parts[1]))
-            of_weights = [*map(_sum, of_weights, more_of)]
+            of_weights = [*map(sum_of, of_weights, more_of)]
             level, begin = context.cache.level(context.index, number), end
             context.cache.add(layer, context.index, level, sent)
         own = sums[0][begin:].to(key.dtype), sums[1][begin:].to(value.dtype)
@@ -352,10 +352,6 @@ def _pool(levels: Sequence[Both], own: Both) -> Both:
     """Keys and values of all levels and a segment's own, one after the other."""
     key, value = (torch.cat(parts) for parts in zip(*levels, own, strict=True))
     return key, value
-
-
-def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
-    return total if more is None else more if total is None else total + more
 
 
 def seen_of(context: SegmentContext, num_heads: int, device: torch.device) -> list[_Seen]:

@@ -152,9 +152,8 @@ class GatedDeltaLayer(DeltaSpans):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: Any
     ) -> Tensor:
         """Instead of causal-conv1d's `causal_conv1d_fn`, x [1, channels, positions]."""
-        if (
-            found := self._behind(self._convolve_channels, x, weight, bias, activation)
-        ) is not None:
+        found = self._behind(self._convolve_channels, x, weight, bias, activation)
+        if found is not None:
             return found
         before = weight.shape[1] - 1
 
@@ -180,9 +179,8 @@ class GatedDeltaLayer(DeltaSpans):
             return found, None
 
         def stock(part: Tensor) -> Tensor:
-            y: Tensor = self._by_positions(x=part, weight=weight, bias=bias, activation=activation)[
-                0
-            ]
+            found = self._by_positions(x=part, weight=weight, bias=bias, activation=activation)
+            y: Tensor = found[0]
             return y
 
         return self._convolve(x, weight.shape[1] - 1, stock), None

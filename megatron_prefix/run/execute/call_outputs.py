@@ -129,7 +129,10 @@ class CallOutputs:
         self._axes: list[Axis | None] = []
         self._plain: list[Any] = []
         self._index: dict[tuple[int, ...], Tensor] = {}
-        self._bounds: dict[int, list[int]] = {}
+        self._bounds = [  # where spans begin in a segment's output, and where the last one ends
+            [*itertools.accumulate((span.padded for span in segment.spans), initial=0)]
+            for segment in step.forest.segments
+        ]
         self.guards: list[Tensor] = []
 
     def take(
@@ -186,19 +189,15 @@ class CallOutputs:
             if self._exchange is not None:
                 gradient = self._exchange.share(gradient[None], lengths)[0]
             tensors.append(tensor)
-            gradient = self._read(kept.rows, gradient)
+            if kept.rows is not None and self._is_whole(gradient):
+                read = gradient.index_select(0, kept.rows.there)
+                # What is left has reached positions that nobody computed.
+                self._strays.append(largest(gradient.index_fill_(0, kept.rows.there, 0.0)))
+                gradient = read
             if axis.parts > 1:  # what losses on all of the ranks send
                 (gradient,) = self._form.sequence.reduce_scatter(gradient).wait()  # type: ignore[union-attr]
             gradients.append(gradient if axis.dim == FLAT else gradient.unsqueeze(1 - axis.dim))
         return tensors, gradients
-
-    def _read(self, rows: ReadRows | None, gradient: Tensor) -> Tensor:
-        """The gradient of positions whose output was computed; notes what reaches the others."""
-        if rows is None or not self._is_whole(gradient):
-            return gradient
-        read = gradient.index_select(0, rows.there)
-        self._strays.append(largest(gradient.index_fill_(0, rows.there, 0.0)))
-        return read
 
     def strays(self) -> list[Tensor]:
         """Sizes of the gradients that have reached positions which nobody computed."""
@@ -272,12 +271,12 @@ class CallOutputs:
         begins, total = dict[int, int](), 0  # of segments whose outputs lie one behind the other
         for segment in used:
             begins[segment] = total
-            total += self._bounds_of(segment)[-1]
+            total += self._bounds[segment][-1]
         index = []
         missing = total  # zeros behind the outputs stand for positions that nobody computed
         for place, length in places:
             if place:
-                start = begins[place.segment] + self._bounds_of(place.segment)[place.number]
+                start = begins[place.segment] + self._bounds[place.segment][place.number]
             else:
                 start, missing = missing, missing + length
             index.append(np.arange(start, start + length))
@@ -295,13 +294,6 @@ class CallOutputs:
             yield place if segment.scored else None, length
         if rest:
             yield None, rest
-
-    def _bounds_of(self, index: int) -> list[int]:
-        """Where the spans of a segment begin in its output, and where the last one ends."""
-        if index not in self._bounds:
-            lengths = (span.padded for span in self._forest.segments[index].spans)
-            self._bounds[index] = [*itertools.accumulate(lengths, initial=0)]
-        return self._bounds[index]
 
     def _assembled(
         self, places: Sequence[tuple[Place | None, int]], number: int, like: Tensor

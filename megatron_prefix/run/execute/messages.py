@@ -186,9 +186,7 @@ class Links:
     def _issue_all(self, messages: Sequence[Message]) -> None:
         for message in messages:
             if message.used_by.kind in self._kinds:
-                # A neighbour that is gone may show here already.
-                with self._named(*self._doing(message)):
-                    self._issue(message)
+                self._issue(message)
 
     def finish(self) -> None:
         """Waits until everything sent has left."""
@@ -197,23 +195,21 @@ class Links:
             with self._named("sending the last message of the step to", receiver):
                 work.wait()
 
-    def _doing(self, message: Message) -> tuple[str, int]:
-        if message.sender == self._channels.rank:
-            return f"sending {message.used_by} to", message.receiver
-        return f"waiting for {message.used_by} of", message.sender
-
     def _issue(self, message: Message) -> None:
-        kind, sends = message.used_by.kind, message.sender == self._channels.rank
-        group = self._channels.groups[kind, colour(message.sender, self._channels.size)]
-        if sends:
-            tensor = self._made.pop(message.made_by)
-            work = dist.isend(tensor, self._channels.ranks[message.receiver], group=group)
-            self._sent.append((work, tensor, message.receiver))  # it lives until it has left
+        """Issues one; a neighbour that is gone may show here already."""
+        action, sender, receiver = message.used_by, message.sender, message.receiver
+        group = self._channels.groups[action.kind, colour(sender, self._channels.size)]
+        if sender == self._channels.rank:
+            with self._named(f"sending {action} to", receiver):
+                tensor = self._made.pop(message.made_by)
+                work = dist.isend(tensor, self._channels.ranks[receiver], group=group)
+            self._sent.append((work, tensor, receiver))  # it lives until it has left
             return
-        shape = self._shape(message.used_by.segment)
-        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
-        work = dist.irecv(tensor, self._channels.ranks[message.sender], group=group)
-        self._coming[message.used_by] = work, message.sender, tensor
+        with self._named(f"waiting for {action} of", sender):
+            shape = self._shape(action.segment)
+            tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+            work = dist.irecv(tensor, self._channels.ranks[sender], group=group)
+        self._coming[action] = work, sender, tensor
 
     def _named(self, doing: str, neighbour: int) -> contextlib.AbstractContextManager[None]:
         """Says in an error what this rank was doing, and with which pipeline rank."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from megatron_prefix.run.rank import Rank, overlaps
+from megatron_prefix.run.rank import Rank
 
 _UNKNOWN = -1  # got no gradient in a backward that could have given it one
 
@@ -184,6 +184,11 @@ class Reductions:
 def _groups(model: Any) -> list[Any]:
     groups: list[Any] = model.bucket_groups + model.expert_parallel_bucket_groups
     return groups
+
+
+def overlaps(model: Any) -> bool:
+    """Whether Megatron's DDP is to reduce a model chunk's gradients during backwards."""
+    return bool(getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False))
 
 
 def _in_order(models: list[Any]) -> list[Any]:

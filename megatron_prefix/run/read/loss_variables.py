@@ -66,24 +66,13 @@ class LossVariables:
 
     def swap(self, state: Any, entering: bool) -> Any:
         """Notes what a step binds up to its model call, and binds it when it goes on."""
-        if not entering:
-            return self._changed(state) if state else []
-        if state is None:  # it starts
+        if entering and state is None:  # it starts
             return [place.read() for place in self._places]
-        self._bind(state)
-        return None
-
-    def end(self) -> None:
-        """Leaves the bindings of the last step, whichever of them went on last."""
-        self._bind(
-            (place, name, value)
-            for (_, name), (place, value) in self._last.items()
-            if self._set.get((id(place), name), _MISSING) is place.read().get(name, _MISSING)
-        )
-
-    def _changed(self, before: list[dict[Any, Any]]) -> Changes:
-        changes = []
-        for place, old in zip(self._places, before, strict=True):
+        if entering:
+            self._bind(state)
+            return None
+        changes: Changes = []
+        for place, old in zip(self._places, state, strict=True) if state else ():
             now = place.read()
             if len(now) == len(old) and all(map(operator.is_, now.values(), old.values())):
                 continue
@@ -92,6 +81,14 @@ class LossVariables:
                     changes.append((place, name, value))
                     self._last[id(place), name] = place, value
         return changes
+
+    def end(self) -> None:
+        """Leaves the bindings of the last step, whichever of them went on last."""
+        self._bind(
+            (place, name, value)
+            for (_, name), (place, value) in self._last.items()
+            if self._set.get((id(place), name), _MISSING) is place.read().get(name, _MISSING)
+        )
 
     def _bind(self, changes: Iterable[tuple[Place, Any, Any]]) -> None:
         for place, name, value in changes:
@@ -197,9 +194,8 @@ def used_names(function: Any) -> set[str] | None:
             value for place in (_closure(one), _globals(one)) for value in place.read().values()
         ]
         waiting += [value for value in near if isinstance(value, _CODE)]
-        for owner, name in itertools.product(
-            owners.values(), names
-        ):  # statically: a property would run
+        for owner, name in itertools.product(owners.values(), names):
+            # Statically: a property would run.
             method = inspect.getattr_static(type(owner), str(name), None)
             if isinstance(method, types.FunctionType):
                 waiting.append(types.MethodType(method, owner))

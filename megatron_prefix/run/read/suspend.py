@@ -25,7 +25,7 @@ import functools
 import inspect
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -194,7 +194,7 @@ class SuspendedStep:
 
 
 class Capture:
-    """The forward steps of one schedule call; use it as a context manager.
+    """The forward steps of one schedule call, which are suspended inside of `running`.
 
     Args:
         forward_step: the trainer's `forward_step_func`.
@@ -231,25 +231,25 @@ class Capture:
         self.steps: list[list[SuspendedStep]] = [[] for _ in rank.models]
         self.given: list[Given | None] = [None] * len(rank.models)
         self.towers: list[TowerOnce] = []
-        self._stack, self._loss_variables = contextlib.ExitStack(), LossVariables(forward_step)
+        self._loss_variables = LossVariables(forward_step)
         self._left = [deque[SuspendedStep]() for _ in rank.models]
 
-    def __enter__(self) -> Capture:
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around the schedule call, after which no forward step is suspended any more."""
         with contextlib.ExitStack() as stack:
             self._forks = stack.enter_context(forward_step_state.watched_forks())
             for model in self._rank.models:
                 stack.enter_context(intercepted(model, self._intercepting))
                 if self._rank.has_images and (tower := vision_tower(model)) is not None:
                     self.towers.append(stack.enter_context(TowerOnce(tower, _number).running()))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._stack:
-            with contextlib.ExitStack() as stack:  # all of them, whatever one of them raises
-                for step in itertools.chain(*self.steps):
-                    stack.callback(step.close)
-            self._loss_variables.end()
+            try:
+                yield
+            finally:
+                with contextlib.ExitStack() as closing:  # all, whatever one of them raises
+                    for step in itertools.chain(*self.steps):
+                        closing.callback(step.close)
+                self._loss_variables.end()
 
     def run(self) -> None:
         """Runs every forward step up to its model call.

@@ -150,7 +150,7 @@ class Watch:
         """Nothing is left, without the help of the garbage collector."""
         assert self.arenas.seen and not self.arenas.num_alive
         for cache in self.caches:
-            assert cache.peak_bytes > cache.num_bytes == 0
+            assert cache.device_bytes.peak > cache.device_bytes.held == 0
             states = {
                 cache.state(layer, index)
                 for layer in range(len(cache.forms))

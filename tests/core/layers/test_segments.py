@@ -118,7 +118,7 @@ def by_segments(
                 outputs[layer, index] = checkpoint(segment_attention, *call, use_reentrant=False)
             else:
                 outputs[layer, index] = segment_attention(*call)
-    assert cache.num_bytes == 0
+    assert cache.device_bytes.held == 0
     places = [(layer, index) for layer in range(NUM_LAYERS) for index in range(num)]
     shape = (-1, heads.query, heads.value_dim)
     found = {"out": [outputs[place].detach().view(shape) for place in places]}

@@ -70,7 +70,11 @@ def test_spans_read_their_parents_rows_and_zeros_without_one() -> None:
     state, tail = cache.read(LAYER, 3, Reading(rows))
     assert state[:, 0, 0].tolist() == [11.0, 12.0, 12.0, 13.0, 21.0, 0.0]
     assert torch.equal(tail, state[:, :1].double())
-    assert cache.num_bytes == cache.peak_bytes == (2 * 3 * 4 + 3 * 8) * cache.map.spans.length
+    assert (
+        cache.device_bytes.held
+        == cache.device_bytes.peak
+        == (2 * 3 * 4 + 3 * 8) * cache.map.spans.length
+    )
 
 
 def test_gradients_are_summed_in_fp32_and_taken_once() -> None:
@@ -114,7 +118,7 @@ def test_a_segment_is_freed_when_all_its_layers_are_consumed() -> None:
     assert cache.read(0, 1, first)[0].tolist() == [[1, 1]]
     assert cache.take(0, 0) is None
     cache.free(0, consumed=True)
-    assert cache.state(0, 0) is SegmentState.FREED and cache.num_bytes == 0
+    assert cache.state(0, 0) is SegmentState.FREED and cache.device_bytes.held == 0
 
 
 def test_indices_of_short_spans() -> None:

@@ -473,13 +473,13 @@ def test_the_sidecar_counts_its_bytes() -> None:
     assert cache.map.positions.length == rows
     key = torch.ones(rows, 2, 4)
     cache.capture(0, 0, (key, key))
-    assert cache.num_bytes == cache.peak_bytes == 2 * key.nbytes
+    assert cache.device_bytes.held == cache.device_bytes.peak == 2 * key.nbytes
     cache.add(0, 1, cache.level(1, 0), (key, key))
     cache.add(0, 1, cache.level(1, 0), (key, key))
-    assert cache.num_bytes == 4 * key.nbytes
+    assert cache.device_bytes.held == 4 * key.nbytes
     cache.take(0, 0)
     cache.free(0, consumed=True)
-    assert cache.num_bytes == 0 and cache.peak_bytes == 4 * key.nbytes
+    assert cache.device_bytes.held == 0 and cache.device_bytes.peak == 4 * key.nbytes
 
 
 def test_prompts_that_follow_one_another_share_an_arena() -> None:

@@ -160,15 +160,15 @@ def test_memory_is_counted_and_given_back() -> None:
     """A layer's arena is taken as a whole, and goes with the last segment in it."""
     cache = captured(0, 1, num_layers=2, dtype=torch.bfloat16)
     rows = ROWS * HEADS * (DIM + VALUE_DIM)
-    assert cache.num_bytes == 2 * rows * 2
+    assert cache.device_bytes.held == 2 * rows * 2
     send(cache, 0, CHUNK, 0, ones(4, 1.0))
-    assert cache.num_bytes == 2 * rows * 2 + rows * 4 == cache.peak_bytes
+    assert cache.device_bytes.held == 2 * rows * 2 + rows * 4 == cache.device_bytes.peak
     for index in (1, 0):
-        assert cache.num_bytes == cache.peak_bytes
+        assert cache.device_bytes.held == cache.device_bytes.peak
         for layer in (1, 0):
             cache.take(layer, index)
         cache.free(index, consumed=True)
-    assert cache.num_bytes == 0 and cache.peak_bytes == 2 * rows * 2 + rows * 4
+    assert cache.device_bytes.held == 0 and cache.device_bytes.peak == 2 * rows * 2 + rows * 4
 
 
 def test_the_life_of_a_segment() -> None:
@@ -191,7 +191,7 @@ def test_forward_only_frees_without_gradients() -> None:
         seen(cache, 0, BELOW_CHAIN, 0)
     assert len(seen(cache, 0, CHUNK, 0)[0]) == 4
     cache.free(0, consumed=False)
-    assert cache.num_bytes == 0
+    assert cache.device_bytes.held == 0
 
 
 def test_clearing_drops_everything_in_any_state() -> None:
@@ -199,7 +199,7 @@ def test_clearing_drops_everything_in_any_state() -> None:
     send(cache, 0, BELOW_BRANCH, 0, ones(9, 1.0))
     cache.take(0, 2)
     cache.clear()
-    assert cache.num_bytes == 0
+    assert cache.device_bytes.held == 0
     cache.capture(0, 0, kv(0))
 
 
@@ -330,7 +330,7 @@ def test_every_segment_gets_what_was_sent_to_its_rows(name: str) -> None:
         if backward and one.inner:
             cache.free(index, consumed=True)
     assert num_taken == sidecar.LAYERS * sum(one.inner for one in made.segments)
-    assert cache.num_bytes == 0
+    assert cache.device_bytes.held == 0
 
 
 def expect_of(

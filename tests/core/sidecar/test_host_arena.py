@@ -64,7 +64,7 @@ def test_the_same_as_on_the_device(num_host: int, recurrent: tuple[int, ...], ma
     found = step(cache, made)
     assert len(found) == len(expected) > 60
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert cache.num_bytes == 0
+    assert cache.device_bytes.held == 0
     cache.clear()
     assert offloader.pool.used_bytes == 0
 
@@ -139,7 +139,7 @@ def test_a_failed_step_leaves_nothing_behind(
     step(cache, TREE, until)
     cache.prefetch(1, 4, backward=True)  # on its way when the step fails
     cache.clear()
-    assert cache.num_bytes == 0 == offloader.pool.used_bytes
+    assert cache.device_bytes.held == 0 == offloader.pool.used_bytes
     assert not cache._host._leaving  # type: ignore[union-attr]
 
 
@@ -163,9 +163,9 @@ def test_only_what_a_layer_uses_is_on_the_device() -> None:
     )  # the third chunk lies where the branch will be
     for layer in range(LAYERS):
         visit(cache, TREE.segments[0], 0, layer, backward=False)
-        assert cache.num_bytes == 0
+        assert cache.device_bytes.held == 0
         cache.prefetch(layer, 1)
-        assert cache.num_bytes == arena
+        assert cache.device_bytes.held == arena
         cache.release(layer)
     assert offloader.pool.used_bytes >= LAYERS * arena
     for index in (1, 2):
@@ -173,10 +173,10 @@ def test_only_what_a_layer_uses_is_on_the_device() -> None:
     key, _ = cache.read(3, 5, cache.level(5, 0))
     assert len(key) == 5 + 4 + 3
     cache.add(3, 5, cache.level(5, 0), (random(12, DIM, 1), random(12, VALUE_DIM, 1)))
-    assert cache.num_bytes == 2 * arena
+    assert cache.device_bytes.held == 2 * arena
     before = offloader.counts.stored
     cache.release(3)
-    assert cache.num_bytes == 0
+    assert cache.device_bytes.held == 0
     assert before == (LAYERS * 5 + 4 + 3) * row and offloader.counts.stored == before + 12 * row
 
 

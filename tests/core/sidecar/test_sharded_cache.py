@@ -48,7 +48,7 @@ def test_a_rank_holds_its_own_rows_or_all(reduce: str) -> None:
 
     def part(rank: PlayedRank) -> None:
         cache = filled(rank, reduce)
-        assert cache.num_bytes == NUM_LAYERS * 2 * rows * ROW_BYTES
+        assert cache.device_bytes.held == NUM_LAYERS * 2 * rows * ROW_BYTES
         wave, other = cache.map.levels[2], cache.map.levels[3]
         assert [level.runs for level in wave] == [(Run(0, 8, 0, 2 * rows),)]
         assert wave == other
@@ -192,7 +192,7 @@ def test_a_failed_step_leaves_nothing_behind(reduce: str) -> None:
         cache.own_keys(0, WAVE, False, (random(8, 2, 3), random(8, 2, 2)))
         cache.add(1, WAVE, cache.level(WAVE, 0), (random(16, 2, 3), random(16, 2, 2)))
         cache.clear()
-        assert cache.num_bytes == 0
+        assert cache.device_bytes.held == 0
         with pytest.raises(RuntimeError, match="segment 2 reads segment 0, which is empty: before"):
             cache.read(0, WAVE, cache.level(WAVE, 0))
         with pytest.raises(RuntimeError, match="after its backward"):
@@ -217,7 +217,7 @@ def test_a_step_that_fails_in_an_exchange_leaves_nothing_behind(
     (coming,) = begun
     assert coming() is not None
     cache.clear()
-    assert coming() is None and cache.num_bytes == 0
+    assert coming() is None and cache.device_bytes.held == 0
 
 
 @both_ways
@@ -289,7 +289,7 @@ def test_segments_are_freed_with_their_sums(reduce: str) -> None:
             for layer in range(NUM_LAYERS):
                 cache.take(layer, index)
             cache.free(index, consumed=True)
-        return cache.num_bytes
+        return cache.device_bytes.held
 
     assert play(2, part) == [0, 0]
 
@@ -403,7 +403,7 @@ def test_a_step_on_two_ranks_takes_what_one_rank_takes(name: str, reduce: str) -
                 found[index] = torch.cat(taken, -1).clone()
                 cache.free(index, consumed=True)
             cache.release(0)
-        assert cache.num_bytes == 0
+        assert cache.device_bytes.held == 0
         return found
 
     wholes = {i: random(s.padded_length, 2, 5, seed=i) for i, s in enumerate(made.segments)}
