@@ -68,7 +68,8 @@ def test_steps_are_those_without(
         same(one, other)
 
 
-TRAINED = [(name, one) for name in (GDN, MAMBA) for one in ("norm", "conv1d", "A_log", "linear_fc2")]
+PARAMETERS = ("norm", "conv1d", "A_log", "linear_fc2")
+TRAINED = [(name, one) for name in (GDN, MAMBA) for one in PARAMETERS]
 
 
 @pytest.mark.parametrize(("name", "trained"), rows(TRAINED, [TRAINED[3], TRAINED[4], TRAINED[6]]))

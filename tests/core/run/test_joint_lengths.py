@@ -159,9 +159,7 @@ def test_all_join_or_none(long: bool) -> None:
 
 def test_ordered_steps_are_cut_with_prompts_apart() -> None:
     """The rounds that all ranks have are made of prompts, and of what follows them."""
-    ordered = functools.partial(
-        cut, overrides=GLOBAL, num_steps=2, min_gain=1, segment_tokens=100
-    )
+    ordered = functools.partial(cut, overrides=GLOBAL, num_steps=2, min_gain=1, segment_tokens=100)
     ranks = run_ranks(2, ordered, Layout(dp=2, ep=2), ((40, 10), (40, 10)))
     for one in itertools.chain(*ranks):
         assert (one.joined, one.places) == (False, 4)
