@@ -32,7 +32,7 @@ def test_both_schedules_agree_and_the_tower_runs_once_an_image(capsys) -> None:
 LAYOUTS = ["--tp 2 --sequence-parallel", "--pp 2 --chunk-tokens 64"]
 
 
-@pytest.mark.parametrize("layout", rows(LAYOUTS, LAYOUTS[1:]))  # stages: test_vision.py
+@pytest.mark.parametrize("layout", rows(LAYOUTS, LAYOUTS[1:]))  # tests of images have stages
 def test_several_ranks_agree(layout: str, tmp_path, capsys) -> None:
     found = tmp_path / "found.json"
     options = f"{TINY} --groups 1 --layers 8 --json {found} {layout}"

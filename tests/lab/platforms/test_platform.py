@@ -81,7 +81,7 @@ def in_a_new_process(code, **environment):
     )
 
 
-def test_platform_comes_only_when_asked_and_may_come_after_megatron():
+def test_platform_comes_only_when_asked_even_after_megatron():
     done = in_a_new_process(
         "import megatron.core.models.gpt.gpt_model, torch; zeros = torch.zeros; "
         "import megatron_prefix.lab.models.build, megatron_prefix.lab.runtime; "

@@ -36,7 +36,7 @@ from tests.harness.training import (
         ({"mode": "on", "ppo_epochs": 2, "num_minibatches": 2, "loss_mean": "rollout"}, 1),
         ({"mode": "on", "distributed_optimizer": True}, 2),
     ],
-    ids=["stock", "prefix", "epochs", "distributed optimizer"],
+    ids=["stock", "prefix", "epochs", "distributed-optimizer"],
 )
 def test_resume_is_exact(tmp_path: Path, fields: dict[str, Any], dp: int) -> None:
     job = settings(**fields)
