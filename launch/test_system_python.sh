@@ -10,7 +10,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 SYSTEM_PYTHON=${SYSTEM_PYTHON:-/usr/bin/python3}
 
 tests=(
-    tests/lab/rl/test_resume.py::test_resume_is_exact
+    "tests/lab/rl/test_resume.py::test_resume_is_exact[distributed-optimizer]"
     tests/lab/rl/test_checkpoint_files.py
     tests/lab/cli/test_cli_frame.py
     tests/core/plan/test_files.py

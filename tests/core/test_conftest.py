@@ -14,7 +14,7 @@ from tests.conftest import leave_products_out
 from tests.harness.cores import keep_to_one_core
 from tests.harness.frames import SLOTS, with_room
 from tests.harness.fuzzing import rounds
-from tests.harness.rows import EVERYTHING, rows
+from tests.harness.rows import EVERYTHING, rows, through
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -79,6 +79,7 @@ def test_products_are_left_out_of_the_suite(monkeypatch, everything):
     leave_products_out(SimpleNamespace(hook=hook), items)
     assert (items, told) == (([one, product], []) if everything else ([one], [product]))
     assert rounds(8, 100, fewest=3) == (8 if everything else 3)
+    assert through("abc", "b") == ([*"abc"] if everything else [*"ac"])
 
 
 def test_rows_are_marked_if_they_are_there():

@@ -230,11 +230,12 @@ def cases() -> Iterator[tuple[str, Contract, str, dict[str, Any]]]:
     yield "dense", Contract(), "tree", {}
     yield from new_cases()
     yield "experts", Contract(), "prefixes", {}
-    yield "full recomputation", Contract(), "masked", {}
 
 
 def old_cases() -> Iterator[tuple[str, Contract, str, dict[str, Any]]]:
-    """More that older releases run, too."""
+    """More that older releases run, too, and products of what they have not."""
+    yield from new_cases(products=True)
+    yield "full recomputation", Contract(), "masked", {}
     for kind in ITEMS:
         if kind != "tree":
             yield "dense", Contract(), kind, {}
@@ -242,15 +243,18 @@ def old_cases() -> Iterator[tuple[str, Contract, str, dict[str, Any]]]:
         yield "dense", contract, "weighed", {}
 
 
-def new_cases() -> Iterator[tuple[str, Contract, str, dict[str, Any]]]:
-    """What older releases have not."""
-    if mtp.without_labels() is not WithoutLabels.FAILS:
-        for kind in ("tree", "masked", "weighed"):
-            yield "dense", Contract(logits=True), kind, {}
+def new_cases(*, products: bool = False) -> Iterator[tuple[str, Contract, str, dict[str, Any]]]:
+    """What older releases have not; or what goes together in it, and stands in other cases."""
+    calls = mtp.without_labels() is not WithoutLabels.FAILS
+    detached = hasattr(TransformerConfig, "mtp_detach_heads")
+    kinds = (("tree", "masked"), ("tree", "weighed")) if products else (("weighed",), ("masked",))
+    for kind in kinds[0] if calls else ():
+        yield "dense", Contract(logits=True), kind, {}
+    for kind in kinds[1] if detached else ():
+        yield "tied", Contract(logits=True, per_token=True), kind, {"mtp_detach_heads": True}
+    if calls and not products:
         yield "experts", Contract(logits=True), "prefixes", {}
-    if hasattr(TransformerConfig, "mtp_detach_heads"):
-        for kind in ("tree", "masked", "weighed"):
-            yield "tied", Contract(logits=True, per_token=True), kind, {"mtp_detach_heads": True}
+    if detached and not products:
         yield "dense", Contract(), "tree", {"mtp_detach_heads": True}
         yield "full recomputation", Contract(), "tree", {"mtp_detach_heads": True}
 

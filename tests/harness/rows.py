@@ -8,6 +8,7 @@ is made on purpose stays. Among rows that show the same, the cheapest stays.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -31,3 +32,14 @@ def rows(every: Iterable[Any], products: Collection[Any]) -> list[Any]:
         else one
         for one in found
     ]
+
+
+def through(every: Iterable[Any], products: Collection[Any]) -> list[Any]:
+    """What a test goes through by itself: all of it, or what is no product.
+
+    Raises:
+        AssertionError: a product is not among them.
+    """
+    found = [*every]
+    assert all(one in found for one in products), products
+    return [one for one in found if EVERYTHING in os.environ or one not in products]

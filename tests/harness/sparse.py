@@ -15,7 +15,7 @@ from tests.harness import hybrid, steps
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import small_model
 
-DENSE: dict[str, Any] = {"num_layers": 3, "num_moe_experts": None}
+DENSE: dict[str, Any] = {"num_layers": 2, "num_moe_experts": None}
 DSA: dict[str, Any] = {
     "experimental_attention_variant": "dsa",
     "dsa_indexer_n_heads": 16,

@@ -30,16 +30,24 @@ Verdicts = dict[str, Verdict]
 
 
 class Job(NamedTuple):
-    """A case and the modes to run it in."""
+    """A case and the modes to run it in; `more`: those to run it in where one of them does not
+    share."""
 
     case: Case
     modes: tuple[str, ...]
+    more: tuple[str, ...] = ()
 
 
-def verdicts(case: Case, modes: Sequence[str]) -> Verdicts:
-    """A case of one rank, in this process, which is in `one_rank`."""
+def verdicts(case: Case, modes: Sequence[str], more: Sequence[str] = ()) -> Verdicts:
+    """Of a job of one rank, in this process, which is in `one_rank`."""
     stock = judge.run(case, "stock")
-    return {mode: judge.judge(case, mode, stock, judge.run(case, mode)) for mode in modes}
+
+    def judged(some: Sequence[str]) -> Verdicts:
+        return {mode: judge.judge(case, mode, stock, judge.run(case, mode)) for mode in some}
+
+    found = judged(modes)
+    shared = all(one.what == judge.EQUAL for one in found.values())
+    return found if shared else {**found, **judged(more)}
 
 
 def run(jobs: Iterable[Job], workers: int = 1) -> Iterator[tuple[Job, Verdicts]]:

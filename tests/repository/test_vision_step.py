@@ -11,6 +11,7 @@ from benchmarks import vision_step
 from benchmarks.vision_model import SIZES, Sizes
 from megatron_prefix.lab.runtime import Layout
 from tests.harness.one_rank import one_rank
+from tests.harness.rows import rows
 
 TINY = "--device cpu --dtype float64 --model tiny-qwen3 --tower tiny --prompt 160 --answer 16"
 TINY += " --image-tokens 12 --rollouts 4 --pack-tokens 400 --warm-up-calls 1 --repeats 1"
@@ -28,7 +29,10 @@ def test_both_schedules_agree_and_the_tower_runs_once_an_image(capsys) -> None:
     assert "aligned: True" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("layout", ["--tp 2 --sequence-parallel", "--pp 2 --chunk-tokens 64"])
+LAYOUTS = ["--tp 2 --sequence-parallel", "--pp 2 --chunk-tokens 64"]
+
+
+@pytest.mark.parametrize("layout", rows(LAYOUTS, LAYOUTS[1:]))  # tests of images have stages
 def test_several_ranks_agree(layout: str, tmp_path, capsys) -> None:
     found = tmp_path / "found.json"
     options = f"{TINY} --groups 1 --layers 8 --json {found} {layout}"

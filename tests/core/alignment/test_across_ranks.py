@@ -24,7 +24,7 @@ LAYOUTS = {
     "rows": "--dp 2 --baseline rollout",
     "by length": "--dp 2 --deal length",
     "short segments": "--dp 2 --segment-tokens 64 --pack-tokens 128",
-    "chunks": "--dp 2 --chunk-tokens 16",
+    "chunks": "--dp 2 --chunk-tokens 32",
     "recomputed": "--dp 2 --memory recompute",
     "overlapped reduction": "--dp 2 --overlap-grad-reduce",
     "sequence parallel": "--dp 2 --tp 2 --sequence-parallel",
@@ -34,7 +34,7 @@ LAYOUTS = {
     "shards of a pipeline": "--dp 2 --tp 2 --pp 2",
     "virtual stages": "--dp 2 --pp 2 --vpp 2 --set num_layers=4",
     "context parallel": "--dp 2 --cp 2 --cp-reduce wave",
-    "context parallel, gathered": "--dp 2 --cp 2 --cp-reduce segment --chunk-tokens 16",
+    "context parallel, gathered": "--dp 2 --cp 2 --cp-reduce segment --chunk-tokens 32",
     "expert parallel": "--dp 2 --ep 2 --model tiny-moe",
     "host layers": "--dp 2 --cache-host-layers 2",
     "windows": "--dp 2 --model tiny-gpt-oss",
@@ -47,8 +47,8 @@ LAYOUTS = {
 }
 
 # Rows stand with GatedDeltaNet, a deal by length below, stages with virtual ones, more than two
-# ranks as three.
-PRODUCTS = ("rows", "by length", "pipeline", "four ranks", "shards of a pipeline",
+# ranks as three, segments that are recomputed in test_moe.py.
+PRODUCTS = ("rows", "by length", "recomputed", "pipeline", "four ranks", "shards of a pipeline",
             "windows, context parallel", "multi-token prediction, context parallel")  # fmt: skip
 
 

@@ -7,6 +7,7 @@ numbers of rollouts.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from megatron_prefix.lab.rl import passes
 from megatron_prefix.lab.runtime import Layout
 from tests.harness.ranks import run_ranks
 from tests.harness.reductions import Watch, Watched
-from tests.harness.rows import rows
+from tests.harness.rows import EVERYTHING, rows
 
 VOCAB = 96
 CONFIG = PrefixConfig(segment_tokens=64, min_gain=0, chunk_tokens=24)
@@ -58,7 +59,7 @@ class Steps(NamedTuple):
 
 def some_groups() -> list[Group]:
     """Unlike groups, so that ranks get different numbers of rollouts."""
-    sizes = ((40, 24, 6), (16, 24, 2), (32, 12, 3))
+    sizes = ((40, 24, 4), (16, 24, 2), (32, 12, 3))
     made = (
         generate(1, prompt, response, num, tree=tree, depth=2, vocab_size=VOCAB, name=f"g{i}")
         for i, (tree, (prompt, response, num)) in enumerate(
@@ -130,9 +131,11 @@ def on_ranks(turns: str, groups: Sequence[Group], layout: Layout, **options: Any
 )
 def test_both_schedules_take_the_same_steps(name: str) -> None:
     groups, build = some_groups(), BUILDS[name]
+    # In turns matters where the steps of one schedule leave something for the next.
+    ours = (OURS, TURNS) if "overlap" in name or EVERYTHING in os.environ else (OURS,)
     stock, *others = (
         on_ranks(turns, groups, Layout(dp=2), build=build, clip_grad=0.3)
-        for turns in (STOCK, OURS, TURNS)
+        for turns in (STOCK, *ours)
     )
     for wanted, *found in zip(stock, *others, strict=True):
         assert all(norm > 0.4 for norm in wanted.norms), "nothing was clipped"

@@ -26,6 +26,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs, build, trees
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
+from tests.harness.rows import rows
 from tests.harness.steps import Contract, Microbatch
 
 EP2 = Layout(dp=2, ep=2)
@@ -133,7 +134,7 @@ def test_some_cases_have_segments_of_several_trees() -> None:
                 assert max(inner) > 1 and together[-1] == len(sizes)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", rows(CASES, ["VPP2"]))
 def test_a_step_is_that_of_one_rank_with_everything(name: str) -> None:
     assert worst(CASES[name]) <= 1.0
 

@@ -129,9 +129,7 @@ CASES = {
     "PP2": Case(layout=Layout(pp=2), prefix=CHUNKED, config=BOTH),
     "PP2 VPP2": Case({**AUX_Z, "num_layers": 4}, layout=Layout(pp=2, vpp=2)),
     "TP2": Case(layout=Layout(tp=2, **SP), config=BIAS),
-    "TP2, per-token loss": Case(
-        layout=Layout(tp=2, **SP), prefix=CHUNKED, config={"calculate_per_token_loss": True, **BOTH}
-    ),
+    "TP2, per-token loss": Case(layout=Layout(tp=2, **SP), config=PER_TOKEN),
     "EP2": Case(layout=Layout(dp=2, ep=2), config=BIAS),
     "EP2, all-gather": Case(
         layout=Layout(dp=2, ep=2),
@@ -172,7 +170,7 @@ CASES = {
         {**AUX_Z, "moe_layer_freq": (False, True)}, layout=Layout(dp=3), prefix=ACROSS
     ),
     "across ranks, TP2": Case(layout=Layout(dp=2, tp=2, **SP), prefix=ACROSS, config=PER_TOKEN),
-    "across ranks, CP2": Case(layout=Layout(dp=2, cp=2), prefix=ACROSS_CHUNKED, config=BOTH),
+    "across ranks, CP2": Case(layout=Layout(dp=2, cp=2), prefix=ACROSS, config=BOTH),
     "across ranks, EP2": Case(
         layout=Layout(dp=2, ep=2), prefix=ACROSS_CHUNKED, config={**PER_TOKEN, **BIAS}
     ),
@@ -221,7 +219,7 @@ PRODUCTS = {
     "TP2 EP2, full recompute", "across ranks, flat", "across ranks, expert bias",
     "across ranks, EP2 PP2", "across ranks, global_aux_loss, per-token loss",
     "across ranks, PP2 VPP2, global_aux_loss", "across ranks, EP2, global_aux_loss",
-    "across ranks, TP2, global_aux_loss", "across ranks, CP2 EP2",
+    "across ranks, TP2, global_aux_loss", "across ranks, CP2 EP2", "across ranks, PP2 VPP2",
 }  # fmt: skip
 
 

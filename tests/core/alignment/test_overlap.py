@@ -121,14 +121,14 @@ class Job(NamedTuple):
 
 def flat(number: int, rank: int, spec: Any, layout: Layout) -> Sequence[Group]:
     """Groups whose last backward is that of a prompt, in chunks: without loss."""
-    return [*generate(2, 40, 16, 3, vocab_size=VOCAB, seed=10 * number + rank)]
+    return [*generate(2, 40, 16, 2, vocab_size=VOCAB, seed=10 * number + rank)]
 
 
 def trees(number: int, rank: int, spec: Any, layout: Layout) -> Sequence[Group]:
     """Groups placed on the ranks, unlike in size where the layout allows."""
     made = [
-        *generate(2, 40, 24, 4, tree="branch", depth=2, vocab_size=VOCAB, seed=number, name="a"),
-        *generate(2, 32, 12, 2, vocab_size=VOCAB, seed=number + 1, name="b"),
+        *generate(2, 40, 24, 3, tree="branch", depth=2, vocab_size=VOCAB, seed=number, name="a"),
+        *generate(1, 32, 12, 2, vocab_size=VOCAB, seed=number + 1, name="b"),
     ]
     return deal(made, spec, layout, CONFIG, stock=True)[rank]
 

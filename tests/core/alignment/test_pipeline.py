@@ -25,7 +25,7 @@ LAYOUTS = {
 }
 FREED = {"deallocate_pipeline_outputs": True}
 WITHOUT_MORE = ("flat-group", "chunked-prefix", "small-groups")
-"""Shapes that `pp4` and `pp2-vpp2` have in no case with options."""
+"""Shapes that `pp4` and `pp2-vpp2` have without options."""
 CASES = {
     "pp2": {
         **{shape: Case(shape) for shape in SHAPES},
@@ -37,7 +37,7 @@ CASES = {
         ),
         "selective": Case("flat-group", recompute="selective"),
         "memory auto": Case(
-            "chunked-prefix", prefix={"memory": "auto", "memory_budget_gb": 1e-4}, overrides=FREED
+            "several-groups", prefix={"memory": "auto", "memory_budget_gb": 1e-4}, overrides=FREED
         ),
         "memory offload": Case("two-level-tree", prefix={"memory": "offload"}, overrides=FREED),
         "memory recompute": Case("uneven-groups", prefix={"memory": "recompute"}, overrides=FREED),
@@ -120,9 +120,10 @@ PRODUCTS = {
         )
     ),
     *(("pp4", case) for case in ("plan file", "tied, freed", "recomputed", "per token, scaled")),
-    *(("pp2-vpp2", case) for case in ("recomputed", "per token, scaled")),
+    *(("pp4", case) for case in ("flat-group", "chunked-prefix")),
+    *(("pp2-vpp2", case) for case in ("flat-group", "recomputed", "per token, scaled")),
     ("pp3-vpp2", "sidecar on the host"),
-    *(("tp2-pp2", case) for case in ("recomputed", "memory offload")),
+    *(("tp2-pp2", case) for case in ("small-groups", "recomputed", "memory offload")),
 }
 """Their options and layouts stand in other rows."""
 

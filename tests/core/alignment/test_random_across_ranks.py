@@ -154,7 +154,7 @@ def run(model: str, layout: Layout, seeds: list[int], timeout_s: float = 240.0) 
 
 
 # Of these the same goes across ranks in test_across_ranks.py and test_moe.py, not at random.
-PRODUCTS = ("chunks", "experts", "global batch", "MTP and experts", "GatedDeltaNet")
+PRODUCTS = ("chunks", "experts", "EP2", "global batch", "MTP", "MTP and experts", "GatedDeltaNet")
 
 
 @pytest.mark.parametrize("model", rows(MODELS, PRODUCTS))

@@ -59,7 +59,7 @@ def assert_aligned(verdict: Alignment, limit: float) -> None:
     assert 0 < verdict.executed_tokens < verdict.raw_tokens
 
 
-@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3"])
+@pytest.mark.parametrize("model", rows(["tiny-llama", "tiny-qwen3"], ["tiny-llama"]))
 def test_bundled_rollouts_in_fp64(model: str) -> None:
     groups = itertools.islice(read_groups(data.BUNDLED), 3)
     assert_aligned(run(short(list(groups)), PrefixConfig(min_gain=0), model=model), 1e-9)

@@ -38,7 +38,7 @@ from tests.harness.rows import rows
 from tests.harness.steps import Contract, Microbatch
 from tests.harness.trees import with_routes
 
-LAYERS, EXPERTS, ROLLOUTS = 2, 4, 6
+LAYERS, EXPERTS, ROLLOUTS = 2, 4, 4
 SIZES = {"num_layers": LAYERS, "num_moe_experts": EXPERTS}
 ROUTED = {"moe_enable_routing_replay": True, "moe_router_enable_expert_bias": True,
           "moe_router_score_function": "sigmoid"}  # fmt: skip

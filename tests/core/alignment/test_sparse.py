@@ -24,9 +24,10 @@ from tests.harness import hybrid, sparse, steps
 from tests.harness.failures import Countdown, Fault
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
+from tests.harness.rows import through
 from tests.harness.sparse import model_of, worst
 
-EXACT = hybrid.limit(128, 3)
+EXACT = hybrid.limit(128, 2)
 MODELS: dict[str, dict[str, Any]] = {
     "six keys": {},
     "two keys": {"config": {"dsa_indexer_topk": 2}},
@@ -48,6 +49,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no parent": {"min_gain": 10**6},
     "in one segment": {"min_gain": 1},
 }
+
+
+OTHERS = ("trees packed", "offload", "all layers on the host")
+"""Beside "recompute", where Megatron recomputes."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,7 +91,7 @@ def test_megatrons_own_recomputation(modules: Any) -> None:
     own = {"recompute_granularity": "selective", "recompute_modules": modules}
     model = built("six keys", recompute="full") if modules == "full" else model_of(own)
     expected = expected_of("six keys")
-    for options in ("trees packed", "recompute", "offload", "all layers on the host"):
+    for options in through(("recompute", *OTHERS), OTHERS[:2]):
         assert worst(model, expected, **OPTIONS[options]) <= EXACT, options
 
 

@@ -126,7 +126,7 @@ JOBS = {
          "positions first": Case(SINGLE, "mcore-bridge, Qwen3-VL"),
          "text": Case(ROWS, images=False)},
     ),
-    "CP2 TP2 SP": (Layout(cp=2, tp=2, sequence_parallel=True), {"rows": Case(SINGLE)}),
+    "CP2 TP2 SP": (Layout(cp=2, tp=2, sequence_parallel=True), {"rows": Case(ROWS)}),
     "CP2 PP2": (Layout(cp=2, pp=2), {"sliced": Case(ROWS, "mbridge, Qwen3-VL"), "cut": Case(ROWS)}),
     "DP2": (
         Layout(dp=2),
@@ -182,11 +182,13 @@ PRODUCTS = {
     # With sequence parallelism all kinds run, which have more to slice there.
     "one rank": {*OTHER_KINDS, "recompute", "recurrent layers, text", "text in rows",
                  "own, overlap", "own, forward only", "own, recompute"},
-    "TP2 SP": {"own, frozen tower", "recompute", "text"},
+    "TP2": {"mbridge, GLM-4V"},
+    "TP2 SP": {"frozen tower", "own, frozen tower", "recompute", "recurrent layers", "text"},
     "PP2": {*OTHER_KINDS, "rows", "text"},
     "TP2 SP PP2": {"packed"},
     "CP2": {"mbridge, by extra_block_kwargs", "mbridge, InternVL3", "recompute", "text",
             "Megatron-Bridge, Qwen2.5-VL"},
+    "CP2 PP2": {"sliced"},
     "DP2": {"overlap", "across, text"},
     "DP2 PP2": {"across"},
 }  # fmt: skip

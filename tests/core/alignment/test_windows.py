@@ -26,6 +26,7 @@ from megatron_prefix.refusals.table import FUSED_YARN
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness import hybrid, steps
 from tests.harness.one_rank import one_rank, small_model
+from tests.harness.rows import rows
 from tests.harness.steps import Contract
 from tests.harness.trees import flat_forest
 
@@ -86,7 +87,7 @@ def expected_of(name: str) -> steps.Reference:
     return steps.plain(model_of(MODELS[name], wrap_ddp=False), Contract(), hybrid.items())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", rows(MODELS, ["window 3", "window 13"]))
 def test_exact(name: str) -> None:
     model, expected = model_of(MODELS[name]), expected_of(name)
     every = name in ("gpt-oss", "windows last")
@@ -113,8 +114,17 @@ def test_megatrons_own_recomputation(recompute: str) -> None:
         assert hybrid.worst(model, expected, **OPTIONS[options]) <= EXACT, options
 
 
-@pytest.mark.parametrize("name", ["window 7", "windows last", "gpt-oss"])
-@pytest.mark.parametrize("options", [name for name in OPTIONS if "host" not in name])
+SIDECARS = [
+    (name, options)
+    for name in ("window 7", "windows last", "gpt-oss")
+    for options in OPTIONS
+    if "host" not in options
+]
+SEVERAL = [(name, one) for name, one in SIDECARS
+           if name != "gpt-oss" and one not in ("trees packed", "chunks of 7")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options"), rows(SIDECARS, SEVERAL))
 def test_the_sidecar_takes_what_was_predicted(name: str, options: str) -> None:
     report = hybrid.report_of(model_of(MODELS[name]), **OPTIONS[options])
     assert report.memory.cache_peak == pytest.approx(report.cache_bytes, rel=1e-9)

@@ -37,13 +37,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gated delta, MLP": (GDN, gated_delta(4), {}),
     "gated delta, MLP, chunks": (GDN, gated_delta(4), {"chunk_tokens": 8}),
     "gated delta, experts": (GDN, {**gated_delta(4), **EXPERTS}, {"chunk_tokens": 8}),
-    "gated delta alone": (GDN, gated_delta(2, 3), {"chunk_tokens": 4}),
+    "gated delta alone": (GDN, gated_delta(2, 3), {"chunk_tokens": 8}),
     "gated delta, recomputed": (
         GDN, gated_delta(4), {"memory": "recompute", "chunk_tokens": 8}),
     "scan": (MAMBA, mamba("M*M-M-"), {}),
     "scan, chunks": (MAMBA, mamba("M*M-M-"), {"chunk_tokens": 8}),
     "scan, then attention that turns": (MAMBA, {**mamba("M*-M"), "rope": True}, {}),
-    "scan alone": (MAMBA, mamba("MMM"), {"chunk_tokens": 4}),
+    "scan alone": (MAMBA, mamba("MM"), {"chunk_tokens": 8}),
     "scan behind an MLP": (MAMBA, mamba("-M*"), {"segment_tokens": 8}),
     "scan, offloaded": (MAMBA, mamba("M*M-"), {"memory": "offload", "chunk_tokens": 8}),
     "scan, recomputed": (MAMBA, mamba("M*M-"), {"memory": "recompute", "chunk_tokens": 8}),
@@ -68,10 +68,14 @@ def test_steps_are_those_without(
         same(one, other)
 
 
-@pytest.mark.parametrize("trained", ["norm", "conv1d", "A_log", "linear_fc2"])
-@pytest.mark.parametrize(("name", "fields"), [(GDN, gated_delta(4)), (MAMBA, mamba("M*M-"))])
+PARAMETERS = ("norm", "conv1d", "A_log", "linear_fc2")
+TRAINED = [(name, one) for name in (GDN, MAMBA) for one in PARAMETERS]
+
+
+@pytest.mark.parametrize(("name", "trained"), rows(TRAINED, [TRAINED[3], TRAINED[4], TRAINED[6]]))
 @pytest.mark.usefixtures("recorded_graphs", "cores_in_fp64")
-def test_most_parameters_may_be_frozen(name: str, fields: dict[str, Any], trained: str) -> None:
+def test_most_parameters_may_be_frozen(name: str, trained: str) -> None:
+    fields = gated_delta(4) if name == GDN else mamba("M*M-")
     plain, graphed = (small_model(name, spec=fields) for _ in range(2))
     for model in (plain, graphed):
         for key, parameter in model.named_parameters():
@@ -112,7 +116,7 @@ def test_layers_of_one_kind_may_have_none(
 def test_a_failure_between_convolution_and_rule_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = small_model(GDN, spec=gated_delta(4))
+    model = small_model(GDN, spec=gated_delta(2))
     before = steps(model, config(chunk_tokens=8), 3, uneven=True)
     with monkeypatch.context() as patch:
         patch.setattr(delta.LayerStates, "leave", lambda *_: 1 / 0)
@@ -165,7 +169,7 @@ def test_what_cannot_be_captured_leaves_others_theirs(
 @pytest.mark.parametrize("name", [GDN, MAMBA])
 def test_the_core_runs_in_every_segment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As often as without graphs, and with its states: what graphs have is only around it."""
-    spec = gated_delta(4) if name == GDN else mamba("M*M-")
+    spec = gated_delta(2) if name == GDN else mamba("M*-")
     counts = []
     for seen in (1, 10**9):
         monkeypatch.setattr(layers, "SEEN_BEFORE", seen)

@@ -46,7 +46,7 @@ def _rank() -> Iterator[None]:
 
 
 # All schedules run on a tree; elsewhere it is about what this loss reads.
-SOME = ("trees packed", "packs of chunks", "recompute")
+SOME = ("packs of chunks", "recompute")
 KINDS = [("tree", tuple(SCHEDULES)), *((kind, SOME) for kind in ITEMS if kind != "tree")]
 MORE = [(kind, tuple(one for one in SCHEDULES if one not in SOME)) for kind, _ in KINDS[1:]]
 
@@ -69,8 +69,8 @@ def test_contracts_of_the_loss(contract: str) -> None:
 @pytest.mark.parametrize("kind", rows(["tree", "prefixes"], ["prefixes"]))  # dense: both, above
 @pytest.mark.parametrize("model", [name for name in MODELS if name != "dense"])
 def test_models(model: str, kind: str) -> None:
-    more = ("offload",) if EVERYTHING in os.environ else ()  # moves what any model has
-    list(compared(model, Contract(), kind, "packs of chunks", "recompute", *more))
+    more = ("recompute", "offload") if EVERYTHING in os.environ else ()  # as of any model
+    list(compared(model, Contract(), kind, "packs of chunks", *more))
 
 
 def test_losses_of_experts_in_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:

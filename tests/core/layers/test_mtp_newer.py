@@ -37,7 +37,7 @@ def told(*arguments: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.products
 def test_what_older_releases_run_is_the_stock_schedules() -> None:
-    """Cases of test_mtp.py and test_mtp_ranks.py, in this release."""
+    """Cases of test_mtp.py and test_mtp_ranks.py, in this release, and products of its own."""
     told("--old")
 
 

@@ -85,9 +85,10 @@ def cut(
     layout: Layout,
     shapes: tuple[tuple[int, int], ...],
     overrides: dict[str, Any] | None = None,
+    num_steps: int = 4,
     **fields: Any,
 ) -> list[Cut]:
-    """A rank's part of four equal steps; `overrides`: options of the model."""
+    """A rank's part of some equal steps; `overrides`: options of the model."""
     runtime.initialize(layout)
     prediction.LEAST_OVER, step_planner.LEAST_SEGMENT = 0.0, 16
     spec = resolve("tiny-moe", num_layers=2).with_vocab(128)
@@ -98,7 +99,7 @@ def cut(
     options: dict[str, Any] = {"min_gain": 0, "segment_tokens": 256, **fields}
     schedule = PrefixSchedule(PrefixConfig(kernel="math", **options))
     made, found = counted_collectives(), []
-    for _ in range(4):
+    for _ in range(num_steps):
         made[0] = 0
         saved, gradients = step(schedule, chunks, items)
         error = float((gradients - wanted).abs().max() / wanted.abs().max()) / allowed
@@ -148,7 +149,7 @@ def test_ranks_that_share_experts_cut_alike(
 def test_all_join_or_none(long: bool) -> None:
     """A rank whose microbatches have no room for their prompts keeps the others from joining."""
     shapes = ((40, 10), (160, 10) if long else (40, 8))
-    joining = functools.partial(cut, min_gain=1, segment_tokens=100)
+    joining = functools.partial(cut, num_steps=2, min_gain=1, segment_tokens=100)
     ranks = run_ranks(2, joining, Layout(dp=2, ep=2), shapes)
     for step_of in zip(*ranks, strict=True):
         assert [one.joined for one in step_of] == [not long] * 2
@@ -158,7 +159,7 @@ def test_all_join_or_none(long: bool) -> None:
 
 def test_ordered_steps_are_cut_with_prompts_apart() -> None:
     """The rounds that all ranks have are made of prompts, and of what follows them."""
-    ordered = functools.partial(cut, overrides=GLOBAL, min_gain=1, segment_tokens=100)
+    ordered = functools.partial(cut, overrides=GLOBAL, num_steps=2, min_gain=1, segment_tokens=100)
     ranks = run_ranks(2, ordered, Layout(dp=2, ep=2), ((40, 10), (40, 10)))
     for one in itertools.chain(*ranks):
         assert (one.joined, one.places) == (False, 4)

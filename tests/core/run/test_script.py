@@ -19,6 +19,7 @@ from megatron_prefix.auto.settings import FIELDS, flag
 from megatron_prefix.lab.cli.script import main
 from megatron_prefix.lab.numerics import tolerance
 from tests.harness.data import REPOSITORY
+from tests.harness.fork_server import forked_module
 from tests.harness.ranks import run_ranks
 
 LOOP = REPOSITORY / "examples" / "existing_megatron_loop.py"
@@ -142,7 +143,8 @@ def numbers(steps: list[tuple[str, ...]]) -> list[float]:
 
 def test_off_is_stock_to_the_last_bit() -> None:
     expected = steps_in(*run_ranks(1, printed, str(LOOP)))
-    done = run("-m", "megatron_prefix.run", str(LOOP), "--prefix-schedule", "off")
+    words = str(LOOP), "--prefix-schedule", "off"
+    done = forked_module("megatron_prefix.run", *words, cwd=REPOSITORY)
     assert said(done) == expected
     assert len(expected) == 3
     assert "mode off" in done.stderr

@@ -28,6 +28,7 @@ FORMS = {
     "dp2-across-r3-auto": ("", ""), "pp2-r3-recompute-fallback-auto": (FALLBACK, FALLBACK),
 }  # fmt: skip
 """Of mode "auto": why log-probs and updates run as stock's do; "" if they share."""
+PLUGIN = ("1-plugin", "tp2-pp2-plugin")
 SETTINGS = {"MODE": "on", "MIN_GAIN": "0", "SEGMENT_TOKENS": "128", "KERNEL": "math"}
 ON = {f"MEGATRON_PREFIX_{name}": text for name, text in SETTINGS.items()}
 """Small segments, so that small steps have many; the kernel without probing."""
@@ -45,20 +46,19 @@ def run(*layouts: str, **environ: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, dict[str, Any]]:
-    return run(*(one for one in LAYOUTS if one not in PRODUCTS), *FORMS)
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """With nothing but the plugin's entry point and variables; all but PLUGIN then put a schedule
+    in the place of the plugin's."""
+    plugin = tmp_path_factory.mktemp("plugin")
+    write_plugin(plugin)
+    # Before the installed package, whose metadata may be of another version.
+    named = {**ON, "PYTHONPATH": os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")])}
+    return run(*(one for one in LAYOUTS if one not in PRODUCTS), *FORMS, *PLUGIN, **named)
 
 
 @pytest.fixture(scope="module")
 def products() -> dict[str, dict[str, Any]]:
     return run(*PRODUCTS)
-
-
-@pytest.fixture
-def plugin(tmp_path: Path) -> Path:
-    """A folder in which this package is installed, as far as entry points tell."""
-    write_plugin(tmp_path)
-    return tmp_path
 
 
 def check(run: dict[str, Any]) -> None:
@@ -90,9 +90,6 @@ def test_in_mode_auto_verl_shares_or_gets_stocks_bits(runs: dict[str, Any], layo
 
 
 @pytest.mark.slow
-def test_verls_plugin_puts_the_schedule_into_its_engine(plugin: Path) -> None:
-    """With nothing but the entry point, configured by variables."""
-    # Before the installed package, whose metadata may be of another version.
-    named = {**ON, "PYTHONPATH": os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")])}
-    for found in run("1-plugin", "tp2-pp2-plugin", **named).values():
-        check(found)
+@pytest.mark.parametrize("layout", PLUGIN)
+def test_verls_plugin_puts_the_schedule_into_its_engine(runs: dict[str, Any], layout: str) -> None:
+    check(runs[layout])

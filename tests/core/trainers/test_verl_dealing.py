@@ -30,21 +30,23 @@ from tests.harness.data import REPOSITORY
 HOOK = "megatron_prefix.auto.whole_groups"
 
 
-def balanced(hook: str) -> list[dict[str, Any]]:
-    """What verl's two trainers did with the batch of verl_batches.py."""
+def balanced() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What verl's two trainers did with the batch of verl_batches.py, by their own method and by
+    the one that is in its place."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.core.trainers.verl_batches", str(installed("verl"))],
-        cwd=REPOSITORY, env={**os.environ, "VERL_USE_EXTERNAL_MODULES": hook},
+        cwd=REPOSITORY, env={**os.environ, "VERL_USE_EXTERNAL_MODULES": HOOK},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"trainer"')]
-    assert len(lines) == 2, done.stderr[-4000:]
-    return list(map(json.loads, lines))
+    assert len(lines) == 4, done.stderr[-4000:]
+    found = list(map(json.loads, lines))
+    return found[:2], found[2:]
 
 
 @pytest.mark.slow
 def test_verls_trainers_deal_whole_groups_with_one_setting() -> None:
-    dealt_by_verl, ours = balanced(""), balanced(HOOK)
+    dealt_by_verl, ours = balanced()
     num = verl_batches.RANKS * verl_batches.MINI_BATCHES
     for stock, found in zip(dealt_by_verl, ours, strict=True):
         assert sum(len(set(part)) for part in stock["parts"]) > verl_batches.GROUPS

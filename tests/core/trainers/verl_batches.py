@@ -1,14 +1,17 @@
 """verl's own `_balance_batch`, of both of its trainers, on a step of whole groups; without Ray.
 
 `python -m tests.core.trainers.verl_batches FOLDER` prints what either trainer did: per
-data-parallel rank and mini-batch the groups of its rollouts, and the metrics. FOLDER has verl;
-what its trainers import besides is replaced by what they use of it here.
+data-parallel rank and mini-batch the groups of its rollouts, and the metrics; where another method
+has taken the place of verl's own, what that did comes first. FOLDER has verl; what its trainers
+import besides is replaced by what they use of it here.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +66,11 @@ def lengths() -> tuple[np.ndarray, np.ndarray]:
     return prompts, rng.integers(1, 3 * PROMPT, GROUPS * SIZE)
 
 
-def balanced_v0(metrics: dict[str, Any]) -> tuple[list[str], list[int]]:
+Method = Callable[[Any], Callable[..., Any]]
+"""Of a trainer's class, what balances a batch: the method that it has, or verl's own."""
+
+
+def balanced_v0(method: Method, metrics: dict[str, Any]) -> tuple[list[str], list[int]]:
     """Groups and lengths in the order in which RayPPOTrainer leaves them."""
     from verl import DataProto
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -75,11 +82,11 @@ def balanced_v0(metrics: dict[str, Any]) -> tuple[list[str], list[int]]:
     tensors = {"attention_mask": mask, "prompts": mask[:, :PROMPT]}
     names = np.array([f"g{row // SIZE}" for row in range(GROUPS * SIZE)], dtype=object)
     batch = DataProto.from_dict(tensors, {"uid": names})
-    assert RayPPOTrainer._balance_batch(trainer(), batch, metrics=metrics) is None
+    assert method(RayPPOTrainer)(trainer(), batch, metrics=metrics) is None
     return batch.non_tensor_batch["uid"].tolist(), batch.batch["attention_mask"].sum(-1).tolist()
 
 
-def balanced_v1(metrics: dict[str, Any]) -> tuple[list[str], list[int]]:
+def balanced_v1(method: Method, metrics: dict[str, Any]) -> tuple[list[str], list[int]]:
     """The same of V1's trainer."""
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
@@ -88,21 +95,26 @@ def balanced_v1(metrics: dict[str, Any]) -> tuple[list[str], list[int]]:
         for prompt, answer in zip(*lengths(), strict=True)
     ]
     keys = [f"g{row // SIZE}_{row % SIZE}_0" for row in range(GROUPS * SIZE)]
-    batch = PPOTrainer._balance_batch(trainer(), KVBatchMeta(keys, tags), metrics=metrics)
+    batch = method(PPOTrainer)(trainer(), KVBatchMeta(keys, tags), metrics=metrics)
     return [key.partition("_")[0] for key in batch.keys], [tag["seq_len"] for tag in batch.tags]
 
 
 def main() -> None:
     sys.path.insert(0, sys.argv[1])
     where_missing(*MISSING)
-    for balanced in (balanced_v0, balanced_v1):
-        metrics: dict[str, Any] = {}
-        groups, tokens = balanced(metrics)
-        size = len(groups) // (RANKS * MINI_BATCHES)
-        parts = [groups[start : start + size] for start in range(0, len(groups), size)]
-        sums = [sum(one) for one in np.array_split(tokens, RANKS)]
-        found = {"parts": parts, "tokens": list(map(int, sums)), "metrics": metrics}
-        print(json.dumps({"trainer": balanced.__name__, **found}))
+
+    def own(trainer: Any) -> Callable[..., Any]:
+        return inspect.unwrap(trainer._balance_batch)
+
+    for method in (own, lambda trainer: trainer._balance_batch):
+        for balanced in (balanced_v0, balanced_v1):
+            metrics: dict[str, Any] = {}
+            groups, tokens = balanced(method, metrics)
+            size = len(groups) // (RANKS * MINI_BATCHES)
+            parts = [groups[start : start + size] for start in range(0, len(groups), size)]
+            sums = [sum(one) for one in np.array_split(tokens, RANKS)]
+            found = {"parts": parts, "tokens": list(map(int, sums)), "metrics": metrics}
+            print(json.dumps({"trainer": balanced.__name__, **found}))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from megatron_prefix.tree.across_ranks import BLOCK, CommonSpan, beginnings_of, 
 from megatron_prefix.tree.build import find_below
 from megatron_prefix.tree.owners import EVEN
 from tests.harness.fuzzing import rounds
+from tests.harness.rows import rows
 from tests.harness.trees import trie_size
 
 
@@ -253,8 +254,10 @@ def loads_of(
     return own, load, owned
 
 
-@pytest.mark.parametrize("num_ranks", [4, 8, 16])
-@pytest.mark.parametrize("chunk_tokens", [0, 64])
+JOBS = [(num_ranks, chunk_tokens) for num_ranks in (4, 8, 16) for chunk_tokens in (0, 64)]
+
+
+@pytest.mark.parametrize(("num_ranks", "chunk_tokens"), rows(JOBS, [JOBS[1], JOBS[2], JOBS[5]]))
 def test_no_rank_has_much_more_but_for_what_is_its_own(num_ranks: int, chunk_tokens: int) -> None:
     options = TreeOptions(share="batch", chunk_tokens=chunk_tokens, min_gain=0)
     moved, rounds = 0, 80 // num_ranks

@@ -74,13 +74,13 @@ AUTO = replace(SETTINGS, prefix=PrefixConfig(mode="auto", min_gain=16, min_speed
 
 
 def test_steps_of_a_pipeline_with_tensor_parallelism() -> None:
-    assert_within(run(Layout(tp=2, pp=2), "tiny-llama", real_groups(), 6, AUTO), 6)
+    assert_within(run(Layout(tp=2, pp=2), "tiny-llama", real_groups(), 4, AUTO), 4)
 
 
 @pytest.mark.parametrize("routes", ["own", "given"])
 def test_steps_with_experts(routes: str) -> None:
     settings = replace(AUTO, routes=routes)
-    assert_within(run(Layout(), "tiny-moe", real_groups(), 6, settings), 6)
+    assert_within(run(Layout(), "tiny-moe", real_groups(), 4, settings), 4)
 
 
 def test_a_schedule_that_loses_a_little_drifts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from megatron_prefix.lab.rl import snapshot
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.rl.job import ModelOptions
 from megatron_prefix.lab.runtime import Layout
+from tests.harness.rows import rows
 from tests.harness.training import SMALL, bundled, metrics_of, settings, train
 
 
@@ -36,8 +37,10 @@ def on_one_rank_and_two(folder: Path, job: Any, groups: list[Group]) -> list[lis
     ]
 
 
-@pytest.mark.parametrize("loss_mean", ["token", "rollout"])
-@pytest.mark.parametrize("mode", ["off", "on"])
+UPDATES = [("token", "off"), ("token", "on"), ("rollout", "off"), ("rollout", "on")]
+
+
+@pytest.mark.parametrize(("loss_mean", "mode"), rows(UPDATES, UPDATES[1:3]))
 def test_data_parallel_ranks_make_the_same_update(
     tmp_path: Path, loss_mean: str, mode: str
 ) -> None:

@@ -43,7 +43,8 @@ STEPS, SAVED, CUT = 4, 2, 3
 """Steps of a run, the one that is saved, and the one behind which the network is cut."""
 TRAIN = shlex.split(
     "--device cpu --model tiny-llama --dtype float32 --tp 2 --sequence-parallel --pp 2 --json"
-    " --recompute none --groups 2 --max-tokens 96 --chunk-tokens 32 --segment-tokens 64 --lr 1e-2"
+    " --recompute none --set num_layers=2 --groups 1 --max-tokens 96 --chunk-tokens 32"
+    " --segment-tokens 64 --lr 1e-2"
     f" --prefix-schedule on --save-every {SAVED}"
     f" --message-timeout-minutes {LIMIT_S / 60}"
 )

@@ -85,9 +85,13 @@ def look(mode: str, together: bool, num_steps: int) -> tuple[list[int], SharingA
 
 
 @pytest.mark.parametrize("mode", ["observe", "auto", "on"])
-def test_ranks_exchange_every_fifty_steps_but_never_if_on(mode: str) -> None:
-    ranks = run_ranks(4, look, mode, False, 51 if mode == "observe" else 2)
-    wanted = {"observe": [0, 50], "auto": [0], "on": []}[mode]
+def test_ranks_exchange_every_fifty_steps_but_never_if_on(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert scattered.EVERY == 50
+    monkeypatch.setattr(scattered, "EVERY", 5)  # counted alike, and in fewer steps
+    ranks = run_ranks(4, look, mode, False, 6 if mode == "observe" else 2)
+    wanted = {"observe": [0, 5], "auto": [0], "on": []}[mode]
     assert [exchanges for exchanges, _ in ranks] == [wanted, wanted, [], []], "first stages"
     if wanted:
         found = ranks[0][1]

@@ -131,7 +131,8 @@ ROWS = [
 
 
 @pytest.mark.parametrize(
-    ("layout", "order"), rows(ROWS, [("ep2", "shuffled"), ("pp2", "shuffled")])
+    ("layout", "order"),
+    rows(ROWS, [("ep2", "in groups"), ("ep2", "shuffled"), ("pp2", "shuffled")]),
 )
 def test_counted_bytes_keep_the_limit(layout: str, order: str) -> None:
     """Of the rank with most, whatever forwards are required; without room the step is stock's."""
