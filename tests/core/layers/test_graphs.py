@@ -25,6 +25,7 @@ from megatron_prefix.layers.graphs import layers, pieces, segment_graphs
 from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import installed
+from megatron_prefix.run.execute.executor import Executor
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import one_group
 from tests.harness.hybrid import MAMBA, mamba
@@ -221,6 +222,26 @@ def test_recomputed_segments_have_one_set(
     steps(model, config(memory=memory, chunk_tokens=8), 3, uneven=True)
     assert sets.most == most and any(sets.inner) and not all(sets.inner)
     assert len(made(model)._free) >= most  # those of chunks are not those of waves
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_a_step_that_runs_again_has_the_memory_of_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its segments that are recomputed share one, and others are not kept beside it."""
+    model, given = small_model(spec={"num_layers": 3}), config(min_gain=0, chunk_tokens=8)
+    before = steps(model, given, 2, uneven=True)
+    first, backward, failures = len(made(model)._free), Executor._backward, [1]
+
+    def failing(*arguments: Any) -> None:
+        if failures:
+            failures.pop()
+            raise torch.OutOfMemoryError("no memory here")
+        backward(*arguments)
+
+    monkeypatch.setattr(Executor, "_backward", failing)
+    [again] = steps(model, given, 1, uneven=True)
+    same(again, before[0])
+    assert not failures
+    assert 0 < len(made(model)._free) < first
 
 
 @pytest.mark.usefixtures("recorded_graphs", "cores_in_fp64")
