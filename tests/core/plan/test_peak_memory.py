@@ -222,7 +222,8 @@ def test_segments_that_are_recomputed_have_one_set_of_graphs() -> None:
     dropped = layer * footprint.act
     assert static("recompute_act") == pytest.approx(4 * one + wave - dropped * (4 * 4096 + 64))
     recomputed = replace(plan, policies=policies(plan.segments, "recompute"))
-    [graphed], [plain] = (predict(recomputed, f) for f in (footprint, replace(footprint, graphed=0)))
+    both = footprint, replace(footprint, graphed=0)
+    [graphed], [plain] = (predict(recomputed, one) for one in both)
     assert graphed.temporary < plain.temporary and graphed.peak >= plain.peak
 
 
