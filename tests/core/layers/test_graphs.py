@@ -25,7 +25,6 @@ from megatron_prefix.layers.graphs import layers, pieces
 from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import installed
-from megatron_prefix.run.execute.executor import Executor
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import one_group
 from tests.harness.hybrid import MAMBA, mamba
@@ -229,19 +228,19 @@ def test_a_step_that_runs_again_has_the_memory_of_sets(monkeypatch: pytest.Monke
     """Its segments that are recomputed share one, and others are not kept beside it."""
     model, given = small_model(spec={"num_layers": 3}), config(min_gain=0, chunk_tokens=8)
     before = steps(model, given, 2, uneven=True)
-    first, backward, failures = len(made(model)._free), Executor._backward, [1]
+    first, release, failures = made(model).placed_bytes, layers.LayerGraphs.release, [1]
 
     def failing(*arguments: Any) -> None:
         if failures:
             failures.pop()
             raise torch.OutOfMemoryError("no memory here")
-        backward(*arguments)
+        release(*arguments)
 
-    monkeypatch.setattr(Executor, "_backward", failing)
+    monkeypatch.setattr(layers.LayerGraphs, "release", failing)
     [again] = steps(model, given, 1, uneven=True)
     same(again, before[0])
     assert not failures
-    assert 0 < len(made(model)._free) < first
+    assert 0 < made(model).placed_bytes < first / 2
 
 
 @pytest.mark.usefixtures("recorded_graphs", "cores_in_fp64")
