@@ -120,8 +120,8 @@ class StepReport:
         memory: predicted of this rank, where the prefix schedule ran with gradients.
         stock_bytes: predicted peak of this rank in the stock schedule, besides weights and
             gradients; 0 where nothing was predicted.
-        base_bytes: allocated on the device when the step began, without places of CUDA graphs, as
-            `memory` has those.
+        base_bytes: allocated on the device when the step began, without places of CUDA graphs,
+            which `memory` counts.
         room_bytes: what the step could still use then; 0 if it is not known.
         cache_bytes: the most that K/V, states and their gradients took on the device at once.
         crossed: what this rank exchanged with other data-parallel ranks; None if nothing could

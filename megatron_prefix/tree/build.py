@@ -282,8 +282,8 @@ def _shared(
     for (a, *_), (b, *_) in itertools.pairwise(ordered):
         num = min(len(codes[a]), len(codes[b]))
         differ = codes[a][:num] != codes[b][:num]
-        place = int(differ.argmax())  # of [positions, columns] as they lie
-        shared = place // differ.shape[1] if differ.size and differ.flat[place] else num
+        place = int(differ.argmax()) if num else 0  # of [positions, columns] as they lie
+        shared = place // differ.shape[1] if num and differ.flat[place] else num
         yield (min(shared, first[a], first[b]) if first else shared) // boundary * boundary
 
 

@@ -197,6 +197,12 @@ class LayerGraphs:
         """All that there are."""
         return itertools.chain(self._free, self._taken.values())
 
+    def give_back(self) -> None:
+        """Drops all sets between two attempts of a step, with their memory: the first ran out of
+        it, and in the second segments that had a set each share one."""
+        self._free.clear()
+        self._addresses = ()
+
     def end_step(self) -> None:
         """Whatever has happened, no segment is between its forward and its backward."""
         self._free += (one for one in self._taken.values() if one.layers is self.layers)

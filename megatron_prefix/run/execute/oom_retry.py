@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_prefix.device.modules import modules_of
 from megatron_prefix.errors import StepOutOfMemory
+from megatron_prefix.megatron.install import installed
 from megatron_prefix.moe import versions
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.memory_policy import leaner
@@ -71,6 +72,7 @@ def run(
         why = "gradients were not zero when the step began"
         raise failure(f"{reason}; not tried again: {why}", plan)
     before.undo()
+    before.give_back()
     logger.warning("%s: the step runs again, every inner segment recomputed", reason)
     try:
         return attempt(lean), lean
@@ -147,6 +149,14 @@ class Rewind:
                 values.copy_(self._losses[name])
             else:
                 values.zero_()
+
+    def give_back(self) -> None:
+        """Frees what CUDA graphs of layers hold: as much as all segments keep that had some at
+        once, while the leaner plan is to hold one of them."""
+        for hooks in filter(None, map(installed, self._models)):
+            if hooks.graphs is not None:
+                hooks.graphs.give_back()
+        free_memory()
 
     def _totals(self) -> list[Tensor]:
         """Buffers in which DDP adds gradients up."""

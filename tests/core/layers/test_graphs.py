@@ -21,7 +21,7 @@ from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.verify import align
 from megatron_prefix.layers.dsa import DSA
 from megatron_prefix.layers.gdn import GatedDeltaNet
-from megatron_prefix.layers.graphs import layers, pieces, segment_graphs
+from megatron_prefix.layers.graphs import layers, pieces
 from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import installed
@@ -228,6 +228,25 @@ def test_recomputed_segments_have_one_set(
     steps(model, config(memory=memory, chunk_tokens=8), 3, uneven=True)
     assert sets.most == most and any(sets.inner) and not all(sets.inner)
     assert len([*made(model).sets]) >= most  # those of chunks are not those of waves
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_a_step_that_runs_again_has_the_memory_of_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its segments that are recomputed share one, and others are not kept beside it."""
+    model, given = small_model(spec={"num_layers": 3}), config(min_gain=0, chunk_tokens=8)
+    before = steps(model, given, 2, uneven=True)
+    release, first = layers.LayerGraphs.release, list[int]()
+
+    def failing(*arguments: Any) -> None:
+        if not first:
+            first.append(made(model).placed_bytes)
+            raise torch.OutOfMemoryError("no memory here")
+        release(*arguments)
+
+    monkeypatch.setattr(layers.LayerGraphs, "release", failing)
+    [again] = steps(model, given, 1, uneven=True)
+    same(again, before[0])
+    assert 0 < made(model).placed_bytes < first[0]
 
 
 @pytest.mark.usefixtures("recorded_graphs", "cores_in_fp64")

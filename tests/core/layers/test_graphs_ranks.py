@@ -28,12 +28,16 @@ from tests.harness.recorded import RecordedGraph, cores_in_fp64, recorded_graphs
 from tests.harness.rows import rows
 
 TP2 = Layout(tp=2, sequence_parallel=True)
+RECOMPUTED = {"chunk_tokens": 8, "memory": "recompute"}
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "TP2+SP": (TP2, {}),
     "CP2": (Layout(cp=2), {}),
     "PP2": (Layout(pp=2), {}),
     "PP2 x VPP2, chunks": (Layout(pp=2, vpp=2), {"chunk_tokens": 8}),
     "DP2, overlapped": (Layout(dp=2), {"overlap_grad_reduce": True}),
+    "TP2+SP, recomputed": (TP2, RECOMPUTED),
+    "PP2, recomputed": (Layout(pp=2), RECOMPUTED),
+    "DP2, overlapped, recomputed": (Layout(dp=2), {**RECOMPUTED, "overlap_grad_reduce": True}),
 }
 EXPERTS = {
     **{name: LAYOUTS[name] for name in ("TP2+SP", "CP2", "PP2")},
@@ -99,7 +103,7 @@ def happen(what: str, module: Any) -> None:
         module.register_forward_hook(lambda *_: None)
 
 
-@pytest.mark.parametrize("name", rows(LAYOUTS, ["PP2"]))
+@pytest.mark.parametrize("name", rows(LAYOUTS, ["PP2", "DP2, overlapped, recomputed"]))
 def test_steps_are_those_without(
     name: str,
     recorded_graphs: type[RecordedGraph],  # noqa: F811
