@@ -21,7 +21,7 @@ from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.verify import align
 from megatron_prefix.layers.dsa import DSA
 from megatron_prefix.layers.gdn import GatedDeltaNet
-from megatron_prefix.layers.graphs import layers, pieces
+from megatron_prefix.layers.graphs import layers, pieces, segment_graphs
 from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import installed
