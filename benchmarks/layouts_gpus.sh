@@ -8,9 +8,10 @@
 # Environment variables:
 #   ROWS      which of tp (with sequence parallelism), cp, pp, dp (Qwen3-8B's widths), ep (Qwen3-30B-A3B, 12 layers),
 #             latents-tp, latents-pp (Moonlight's widths), windows-tp (Qwen3-8B's with gpt-oss's windows: Megatron
-#             refuses biases of experts with TP), windows-pp (gpt-oss-20b's, without sinks; both with flash-attn-4 in the
-#             stock schedule, since transformer-engine's packs with windows need another package), fp8-tp, fp8-pp (Llama3-8B's,
-#             8 layers, blockwise scales), and on four GPUs pp4, tp2-pp2, cp4, ep4 to run (default: tp cp pp dp ep)
+#             refuses biases of experts with TP), windows-pp (gpt-oss-20b's, without sinks; both with flash-attn-4 in
+#             the stock schedule, since transformer-engine's own attention of packs with windows materialises scores),
+#             fp8-tp, fp8-pp (Llama3-8B's, 8 layers, blockwise scales), and on four GPUs pp4, tp2-pp2, cp4, ep4 to run
+#             (default: tp cp pp dp ep)
 #   LAYERS    of the dense rows and of experts (default: 12; all 36 fit two GPUs of 141 GB)
 #   SETS      rollout files, by name, besides 10240:2048:8: two steps of 100,000 tokens each, in tp, cp, pp and ep
 #             (default: none)
@@ -23,6 +24,7 @@ options=("${@:2}")
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 mkdir -p "$output" || exit 2
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0} # multicast hung on machines that share a host's switch
+export PYTHONFAULTHANDLER=1
 files=()
 for name in ${SETS:-}; do files+=("${DATA:-../shared/data}/$name.jsonl.gz"); done
 steps=()
@@ -39,7 +41,7 @@ tp=(--tp 2 --sequence-parallel)
 pp=(--pp 2 --shape-groups 2 --chunk-tokens 4096)
 status=0
 for row in ${ROWS:-tp cp pp dp ep}; do
-    bench=(python3 -X faulthandler -m megatron_prefix bench)
+    bench=(python3 -m megatron_prefix bench)
     case $row in
     tp) row_options=("${dense[@]}" "${tp[@]}" "${steps[@]}") ;;
     cp) row_options=("${dense[@]}" --cp 2 --overlap-grad-reduce "${steps[@]}") ;;

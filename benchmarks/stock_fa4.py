@@ -23,16 +23,18 @@ import torch
 from megatron_prefix.lab.bench import steps
 from megatron_prefix.lab.cli.main import main
 from megatron_prefix.lab.verify import align
+from megatron_prefix.layers.attention import window_of
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.megatron.stock import stock_schedule
 
 
 def attention(
-    window: Any, query: Any, key: Any, value: Any, *_: Any, packed_seq_params: Any = None, **__: Any
-) -> Any:
+    window: tuple[int, int] | None, query: Any, key: Any, value: Any, *_: Any,
+    packed_seq_params: Any = None, **__: Any,
+) -> Any:  # fmt: skip
     """Megatron's core attention: [s, 1, heads, dim] -> [s, 1, heads * dim], of packs without 1."""
     library = importlib.import_module("flash_attn.cute")
-    seen = {"causal": True, "window_size": window}
+    seen = {"causal": True, "window_size": window or (None, None)}
     if packed_seq_params is None:
         if query.shape[1] != 1:
             raise SystemExit("benchmarks.stock_fa4 is for microbatches of one rollout and packs")
@@ -44,12 +46,6 @@ def attention(
         max_seqlen_k=longest, **seen,
     )  # fmt: skip
     return _alone(out).flatten(1)
-
-
-def window_of(core: Any) -> tuple[int | None, int | None]:
-    """Positions before and behind its own that a query sees, at most; None: any."""
-    before, behind = getattr(core, "window_size", None) or (-1, 0)
-    return (None, None) if before < 0 else (before, behind)
 
 
 def _alone(out: Any) -> Any:
@@ -65,7 +61,7 @@ def with_fa4(chunks: list[Any]) -> Iterator[None]:
             core = getattr(layer.self_attention, "core_attention", None)
             if core is not None and next(layer.parameters()).dtype == torch.bfloat16:
                 # An attribute of the instance, as the prefix schedule's hook is.
-                forward = functools.partial(attention, window_of(core))
+                forward = functools.partial(attention, window_of(layer.self_attention))
                 stack.enter_context(mock.patch.dict(vars(core), forward=forward))
         yield
 

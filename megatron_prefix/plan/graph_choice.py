@@ -1,4 +1,5 @@
-"""Which segments' layers run on CUDA graphs where that is left to measurements.  Pure.
+"""Which segments' layers run on CUDA graphs where that is left to measurements, and in sets of what
+size.  Pure.
 
 Graphs spare the host launches, and cost copies and memory.  So they are for segments for which the
 device was seen to wait for the host, and stay only if steps then take less time.
@@ -78,15 +79,12 @@ class GraphChoice:
 
 
 def size_of_set(positions: int, most: int) -> int:
-    """How large a set of graphs a segment has: `most` or a half of it, a quarter and so on, as the
-    least power of two by which it can be divided.
+    """Which size of a set of graphs a segment has: 0 if it is longer than a half of `most`, 1 if it
+    is longer than a quarter, and so on.
 
     Args:
         positions: of the segment.
-        most: of the longest segment with graphs.
-
-    Returns:
-        The exponent: 0 for the largest.
+        most: of the longest segment that has graphs.
     """
     return max(0, (most // max(1, positions)).bit_length() - 1)
 
