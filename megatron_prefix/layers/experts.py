@@ -5,13 +5,13 @@ Their segments run in layers/routing.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import precision
-from megatron_prefix.layers.kind import Graphed, Kind, Override, Running, Slot
+from megatron_prefix.layers.kind import Early, Graphed, Kind, Override, Running, Slot
 from megatron_prefix.layers.mlp import between, matrices, saving
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
@@ -57,13 +57,19 @@ class Experts(Kind):
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind. Every expert gets a copy of the input and weighs its output; routers save
         scores, and count all positions. Megatron's `recompute_modules` has "mlp" for dense ones.
-        What the norm in front gives is in no product alone."""
+        What the norm in front gives is in no product alone. All tokens go through shared ones."""
         width, _ = _widths(config)
         each = config.hidden_size + between(width, config, form) + width
         numbers = config.moe_router_topk * each + 3 * (config.num_moe_experts or 0)
         inputs = config.moe_router_topk * (config.hidden_size + width)
         kept = numbers * form.itemsize - precision.less(inputs, config, form)
-        return replace(saving(kept, numbers, config, form), apart=kept)
+        found = saving(kept, numbers, config, form)
+        shared = _of_shared(config, form)
+        # With shared experts in graphs; they run backward when what the others save has gone.
+        in_graphs = 0.0 if getattr(config, "moe_shared_expert_overlap", False) else shared
+        return replace(
+            found, inner=kept + shared, wave=kept + shared, apart=kept + shared - in_graphs
+        )
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind."""
@@ -76,12 +82,31 @@ class Experts(Kind):
         if not is_known(module.router):
             yield ROUTES_IN_ORDER.given(number)
 
+    def early(self, module: Any) -> Sequence[Early]:
+        """See Kind."""
+        from megatron_prefix.layers.shared_experts import early_parts
+
+        return early_parts(module)
+
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         """See Kind."""
         from megatron_prefix.layers.routing import in_segments
 
         methods = in_segments(module.router, number, running)
         return [(module.router, name, method) for name, method in methods.items()]
+
+
+def _of_shared(config: Any, form: Execution) -> float:
+    """Bytes a position that shared experts save, without their input; a gate saves what it is made
+    of, and what it multiplies."""
+    _, shared = _widths(config)
+    if not shared:
+        return 0.0
+    width = shared / form.tp
+    numbers = between(width, config, form)
+    if getattr(config, "moe_shared_expert_gate", False):
+        numbers += config.hidden_size / form.sequence_ranks + 1
+    return numbers * form.itemsize - precision.less(width, config, form)
 
 
 def _widths(config: Any) -> tuple[int, int]:
