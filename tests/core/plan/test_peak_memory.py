@@ -139,6 +139,18 @@ def test_recomputed_mlps_are_those_that_were_predicted(
     assert 0.9 <= predicted.saved / (saved + cache) <= 1.2
 
 
+@pytest.mark.parametrize("gate", [False, True])
+def test_shared_experts_save_what_was_predicted(gate: bool) -> None:
+    """Wide ones, which would be missed."""
+    spec = dict(
+        num_layers=3, moe_shared_expert_intermediate_size=512, moe_shared_expert_gate=gate
+    )  # fmt: skip
+    model = small_model("tiny-moe", vocab=VOCAB, spec=spec, dtype=torch.float32)
+    for memory in ("retain", "recompute"):
+        saved, cache, predicted = counted(model, SHAPES[0], memory)
+        assert 0.9 <= predicted.saved / (saved + cache) <= 1.1
+
+
 def test_of_adapters_rather_too_much_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frozen linear layers save no input; what adapters save (here at a sixteenth of the width) is
     less."""
