@@ -163,7 +163,7 @@ def test_shared_experts_with_hooks_run_without(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("recorded_graphs")
-def test_shared_experts_that_cannot_be_captured_leave_the_others_graphs(
+def test_shared_experts_that_fail_leave_the_others_graphs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, model = shared_model(), shared_model()
