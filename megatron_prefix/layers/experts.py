@@ -5,13 +5,13 @@ Their segments run in layers/routing.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import precision
-from megatron_prefix.layers.kind import Early, Graphed, Kind, Override, Running, Slot
+from megatron_prefix.layers.kind import Graphed, Kind, Override, Running, Slot
 from megatron_prefix.layers.mlp import between, matrices, saving
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
@@ -64,12 +64,8 @@ class Experts(Kind):
         inputs = config.moe_router_topk * (config.hidden_size + width)
         kept = numbers * form.itemsize - precision.less(inputs, config, form)
         found = saving(kept, numbers, config, form)
-        shared = _of_shared(config, form)
-        # With shared experts in graphs; they run backward when what the others save has gone.
-        in_graphs = 0.0 if getattr(config, "moe_shared_expert_overlap", False) else shared
-        return replace(
-            found, inner=kept + shared, wave=kept + shared, apart=kept + shared - in_graphs
-        )
+        kept += _of_shared(config, form)
+        return replace(found, inner=kept, wave=kept, apart=kept)
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind."""
@@ -81,12 +77,6 @@ class Experts(Kind):
             yield OTHER_ROUTER.given(number, type(module.router).__name__)
         if not is_known(module.router):
             yield ROUTES_IN_ORDER.given(number)
-
-    def early(self, module: Any) -> Sequence[Early]:
-        """See Kind."""
-        from megatron_prefix.layers.shared_experts import early_parts
-
-        return early_parts(module)
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         """See Kind."""

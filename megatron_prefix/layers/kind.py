@@ -11,7 +11,7 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -64,8 +64,7 @@ class Graphed(Enum):
     NOTHING = "nothing"
     """Nor of what else is in its layer."""
     IN_FRONT = "in front"
-    """What its layer runs in front of it, and `Kind.early`; else it runs as without, as does what
-    is behind it."""
+    """What its layer runs in front of it; it runs as without, as does what is behind it."""
     WHOLE = "whole"
     """All of it, but for what it gives to `Cut.core`."""
 
@@ -91,22 +90,6 @@ class Running(Protocol):
     rotary: Rotary
     ahead: StepAhead | None
     angles: Tensor | None
-
-
-class Early(Protocol):
-    """Of a kind that runs behind its layer's graphs, a module that they run in front of it.
-
-    Attributes:
-        module: in the place of whose forward what a graph has made is taken.
-        kept: whether those behind it keep for their backward what it makes.
-    """
-
-    module: Any
-    kept: bool
-
-    def make(self, x: Tensor) -> Tensor:
-        """What its forward makes of its input, and of nothing else: a graph repeats no more."""
-        ...
 
 
 def cut_of(running: Running) -> Cut | None:
@@ -162,10 +145,6 @@ class Kind:
     def graphed_in(self, config: Any) -> Graphed:
         """What CUDA graphs run of it in a model."""
         return self.graphed
-
-    def early(self, module: Any) -> Sequence[Early]:
-        """What CUDA graphs run of a module that is `IN_FRONT`."""
-        return ()
 
     def form_in(self, module: Any) -> Form | None:
         """Rows of a module's payload: `form`, unless they depend on the module."""

@@ -124,25 +124,6 @@ def test_gradients_are_bitwise_those_without(
 
 
 @pytest.mark.usefixtures("_determined")
-@pytest.mark.parametrize("gate", [False, True])
-def test_shared_experts_are_in_graphs(gate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same bits as without; once all lengths have graphs, their Python runs no more."""
-    monkeypatch.setitem(MODELS, "shared", ("qwen3-30b-a3b", {
-        "num_query_groups": 2, **SHARED, "moe_shared_expert_gate": gate}))  # fmt: skip
-    chunk, ran = model("shared"), list[int]()
-    shared = unwrap(chunk).decoder.layers[0].mlp.shared_experts
-    stock = shared.linear_fc1.forward
-    monkeypatch.setattr(shared.linear_fc1, "forward", lambda x: (ran.append(1), stock(x))[1])
-    same(steps(chunk), without(monkeypatch, "shared"))
-    for _ in range(3):
-        ran.clear()
-        steps(chunk)
-    made = graphs(chunk)
-    assert not made.refused and made.early and made.captures > 0
-    assert not ran
-
-
-@pytest.mark.usefixtures("_determined")
 @pytest.mark.parametrize("name", HYBRID)
 @pytest.mark.parametrize("options", [{}, CHUNKS])
 def test_gradients_of_recurrent_layers_are_those_without(

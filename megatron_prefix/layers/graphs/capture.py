@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron_prefix.layers.graphs.cut_layer import OTHER_LAYER, Before, Core, CutLayer
+from megatron_prefix.layers.graphs.cut_layer import OTHER_LAYER, Core, CutLayer
 from megatron_prefix.layers.graphs.pieces import CannotCaptureError, Piece, put_at, used
 
 if TYPE_CHECKING:
@@ -40,11 +40,10 @@ class Rehearsal:
         """See Cut."""
         return hidden
 
-    def experts(self, hidden: Tensor, before: Callable[[Tensor], Before]) -> Tensor:
+    def experts(self, hidden: Tensor, norm: Callable[[Tensor], Any]) -> Tensor:
         """See Cut."""
-        normed, early = before(hidden)
-        several = normed, *(made for _, made in early)
-        self.made += (one for one in several if isinstance(one, Tensor))
+        if isinstance(normed := norm(hidden), Tensor):
+            self.made.append(normed)
         return hidden
 
 
@@ -57,14 +56,13 @@ class Capture:
         x: what it is given.
 
     Attributes:
-        pieces, cores, num_early: see Sides.
+        pieces, cores: see Sides.
     """
 
     def __init__(self, graphs: SegmentGraphs, layer: CutLayer, x: Tensor) -> None:
         self._graphs, self._layer, self._x = graphs, layer, x
         self._enters = x
         self.pieces, self.cores = list[Piece](), list[Core]()
-        self.num_early = 0
         self._runs: Piece | None = None
         self._inputs: list[Tensor] = [self._enters]
         self._nodes: dict[Any, Piece] = {}
@@ -108,23 +106,16 @@ class Capture:
         self._inputs = [self._enters]
         return self._enters
 
-    def experts(self, hidden: Tensor, before: Callable[[Tensor], Before]) -> Tensor:
+    def experts(self, hidden: Tensor, norm: Callable[[Tensor], Any]) -> Tensor:
         """See Cut. The norm keeps its input, and so does whoever adds it to what experts make: it
         is put in its place before."""
         place = self._graphs.place_of(("residual", self._layer.number), hidden)
         if place.data_ptr() != hidden.data_ptr():
             hidden = put_at(place, hidden)
         computed, places = [hidden], [place]
-        normed, early = before(hidden)
-        if isinstance(normed, Tensor) and normed is not hidden:
+        if isinstance(normed := norm(hidden), Tensor) and normed is not hidden:
             computed.append(normed)
             places.append(self._graphs.place_of(("normed", self._layer.number), normed))
-        for number, (kept, made) in enumerate(early):
-            # Of what nobody keeps all layers have one place.
-            name = "early", number, self._layer.number if kept else None
-            computed.append(made)
-            places.append(self._graphs.place_of(name, made))
-        self.num_early = len(early)
         self._rest = hidden.detach()
         self._end_last(computed, places)
         return self._rest

@@ -4,9 +4,8 @@ A layer is cut at the cores of its mixer, which see other positions in every seg
 attention, or a recurrent layer's convolution and rule.  Its kind says where they are (`Cut.core`).
 Experts wait for the device, which says how many tokens each of them gets, so a layer of experts is
 cut once more: where `_forward_mlp` begins (TransformerLayer in
-megatron/core/transformer/transformer_layer.py).  The norm in front of them is captured, and what
-else needs nothing but its output (`Kind.early`: shared experts).  What is behind that runs
-as without graphs: Megatron's own method, with what those have made at hand.
+megatron/core/transformer/transformer_layer.py).  The norm in front of them is captured, what is
+behind that runs as without graphs: Megatron's own method, with that norm's output at hand.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron_prefix.device.modules import modules_of
 from megatron_prefix.layers.graphs.pieces import CannotCaptureError, Piece
-from megatron_prefix.layers.kind import Early, Graphed, Override, Part
+from megatron_prefix.layers.kind import Graphed, Override, Part
 
 OTHER_LAYER = "a layer is put together differently from Megatron's"
 _NORMS = "input_layernorm", "norm"
@@ -36,25 +35,10 @@ class Sides(NamedTuple):
         pieces: in the order in which they run, to the end of the layer or to where its experts
             begin.
         cores: what runs between them.
-        num_early: parts of experts that are captured; what they make is the last of what the last
-            piece makes.
     """
 
     pieces: Sequence[Piece]
     cores: Sequence[Core]
-    num_early: int = 0
-
-
-class Before(NamedTuple):
-    """What is captured in front of experts.
-
-    Attributes:
-        normed: what their norm gives.
-        early: of every part of them that is captured whether what it makes is kept, and that.
-    """
-
-    normed: Any
-    early: Sequence[tuple[bool, Tensor]]
 
 
 class Cut(Protocol):
@@ -84,12 +68,12 @@ class Cut(Protocol):
         """What a norm in front of a mixer is given, if it is given these hidden states."""
         ...
 
-    def experts(self, hidden: Tensor, before: Callable[[Tensor], Before]) -> Tensor:
+    def experts(self, hidden: Tensor, norm: Callable[[Tensor], Any]) -> Tensor:
         """In the place of what runs without graphs.
 
         Args:
             hidden: [positions, 1, hidden_size], what it is given.
-            before: the first that it does with this.
+            norm: the first that it does with this.
 
         Returns:
             What the layer gives.
@@ -98,10 +82,9 @@ class Cut(Protocol):
 
 
 class Cuts(Protocol):
-    """Says whether layers are captured (`cut` is None at other times), and `early` parts, too."""
+    """Says whether layers are captured: `cut` is None at other times."""
 
     cut: Cut | None
-    early: bool
 
 
 def can_be_cut(module: Any) -> bool:
@@ -117,7 +100,6 @@ class CutLayer:
         number: of it in its model chunk.
         mixer, mlp: what fills its slots.
         owner: says whether layers are captured.
-        early: parts of the mlp that may be captured where that itself is not.
 
     Attributes:
         stock: its forward.
@@ -130,10 +112,7 @@ class CutLayer:
         CannotCaptureError: a layer of experts has not what it is cut at.
     """
 
-    def __init__(
-        self, module: Any, number: int, mixer: Part, mlp: Part, owner: Cuts,
-        early: Sequence[Early] = (),
-    ) -> None:  # fmt: skip
+    def __init__(self, module: Any, number: int, mixer: Part, mlp: Part, owner: Cuts) -> None:
         self.stock, self.module, self._owner = module.forward, module, owner
         self.number, self.kinds = number, (mixer.kind, mlp.kind)
         self.mixes, self.follows = mixer.kind is not None, False
@@ -146,32 +125,16 @@ class CutLayer:
         self._arguments: dict[str, Any] = {}
         self._given: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
         self._normed: tuple[Tensor, Tensor] | None = None
-        self._early = [(one, one.module.forward) for one in early]
-        self._made: dict[int, Tensor] = {}
         self._enters = next((getattr(module, one) for one in _NORMS if hasattr(module, one)), None)
         if self._enters is not None:
             self._stock_norm = self._enters.forward
         if self._apart is not None:
             self._forward_mlp, self._norm = module._forward_mlp, module.pre_mlp_layernorm.forward
 
-    def always(self) -> Iterator[nn.Module]:
-        """Those that graphs run in any case, the layer itself among them."""
-        others = set(modules_of(self._apart)) if self._apart is not None else ()
-        yield from (one for one in modules_of(self.module) if one not in others)
-
     def modules(self) -> Iterator[nn.Module]:
         """Those that graphs run, the layer itself among them."""
-        yield from self.always()
-        if self._owner.early:
-            yield from self.early_modules()
-
-    def early_modules(self) -> Iterator[nn.Module]:
-        """Of its experts those that graphs may run."""
-        yield from modules_of(*(one.module for one in self.early()))
-
-    def early(self) -> list[Early]:
-        """Parts of its experts that may be captured."""
-        return [one for one, _ in self._early]
+        others = set(modules_of(self._apart)) if self._apart is not None else ()
+        yield from (one for one in modules_of(self.module) if one not in others)
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of these modules."""
@@ -190,8 +153,6 @@ class CutLayer:
         if self._apart is not None:
             yield self.module, "_forward_mlp", self._of_experts
             yield self.module.pre_mlp_layernorm, "forward", self._norm_at_hand
-        for early, stock in self._early:
-            yield early.module, "forward", self._at_hand(early, stock)
 
     def plain(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Its forward without graphs, which shows what else it is given: in place of a tensor the
@@ -232,7 +193,7 @@ class CutLayer:
         for piece, core in zip(others, sides.cores, strict=True):
             mixed = core(*made, into=piece.inputs[0].detach())
             made = piece(mixed, *([hidden] if piece is others[-1] else ()))
-        y = made[0] if self._apart is None else self._with_experts(made, sides.num_early)
+        y = made[0] if self._apart is None else self._with_experts(*made)
         y = y if stays else y.clone()
         return y if self._alone else (y, None)
 
@@ -241,20 +202,15 @@ class CutLayer:
         cut = self._owner.cut
         return self._stock_norm(x if cut is None else cut.entering(x), *args, **kwargs)
 
-    def _with_experts(self, made: Sequence[Tensor], num_early: int) -> Tensor:
-        """What it makes of what its graphs have made: what experts are added to, of its norm if
-        that is a tensor, and of early parts."""
+    def _with_experts(self, hidden: Tensor, normed: Tensor | None = None) -> Tensor:
+        """What it makes of what its graphs have made: what experts are added to, and of its norm
+        if that is a tensor."""
         positional, named = self._given
-        hidden, *normed = made[: len(made) - num_early]
-        self._normed = (hidden, *normed) if normed else None  # type: ignore[assignment]
-        if num_early:
-            given = zip(self.early(), made[-num_early:], strict=True)
-            self._made = {id(one): of for one, of in given}
+        self._normed = None if normed is None else (hidden, normed)
         try:
             y: Tensor = self._forward_mlp(hidden, *positional, **named)
         finally:
             self._normed = None
-            self._made = {}
         return y
 
     def _of_experts(self, *args: Any, **kwargs: Any) -> Any:
@@ -265,25 +221,7 @@ class CutLayer:
         if any(isinstance(one, Tensor) for one in (*more, *kwargs.values())):
             raise CannotCaptureError(OTHER_LAYER)
         self._given = (*more,), kwargs
-        return self._owner.cut.experts(hidden, self._before_experts)
-
-    def _before_experts(self, hidden: Tensor) -> Before:
-        """What is captured in front of its experts."""
-        normed = self.module.pre_mlp_layernorm(hidden)
-        if not (self._owner.early and isinstance(normed, Tensor) and normed is not hidden):
-            return Before(normed, ())
-        return Before(normed, [(one.kept, one.make(normed)) for one in self.early()])
-
-    def _at_hand(self, early: Early, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of an early part; a graph may have made what it gives."""
-
-        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            made = self._made.get(id(early))
-            more = any(one is not None for one in (*args, *kwargs.values()))
-            at_hand = self._normed is not None and x is self._normed[1]
-            return stock(x, *args, **kwargs) if made is None or not at_hand or more else made
-
-        return forward
+        return self._owner.cut.experts(hidden, self.module.pre_mlp_layernorm)
 
     def _norm_at_hand(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The norm in front of its experts; a graph has made its output."""

@@ -71,7 +71,6 @@ class LayerGraphs:
 
     Attributes:
         cut: what layers call while they are captured; None at other times.
-        early: whether of layers with experts shared ones have graphs.
         layers: those with graphs.
         refused: why nothing more is captured; "" if something may be.
         captures: how often all layers were captured.
@@ -83,11 +82,10 @@ class LayerGraphs:
         ranks: int, group: Any = None,
     ) -> None:  # fmt: skip
         self.cut: Cut | None = None
-        self.early, self._may_be_early = True, True
         self.refused, self.captures, self.captured = "", 0, False
-        self._running, self._group = running, group
         self._all = self.layers = self._cut(layers)
         self._follow()
+        self._running, self._group = running, group
         self._most, self._ranks = most, ranks
         self._seen: Counter[int] = Counter()
         self._free: list[SegmentGraphs] = []
@@ -102,9 +100,8 @@ class LayerGraphs:
             if names := without_graphs(layer.config, (mixer.kind, mlp.kind)):
                 without[f" of {names} run without CUDA graphs"] = None
                 continue
-            early = mlp.kind.early(mlp.module) if mlp.kind else ()
             try:
-                found.append(CutLayer(layer, number, mixer, mlp, self, early))
+                found.append(CutLayer(layer, number, mixer, mlp, self))
             except CannotCaptureError as problem:
                 without[f" run without CUDA graphs: {problem}"] = None
         for why in without:
@@ -149,10 +146,7 @@ class LayerGraphs:
         """Gives up what reads weights or writes gradients that lie elsewhere now."""
         self._is_new = False
         moved = bool(self._addresses) and self._addresses != self._current_addresses()
-        seen = self._is_watched(), self._is_watched(early=True)
-        moved, self._watched, hooked = map(bool, self._most_of_ranks(moved, *seen))
-        early = self._may_be_early and not hooked
-        moved, self.early = moved or (bool(self._addresses) and early != self.early), early
+        moved, self._watched = map(bool, self._most_of_ranks(moved, self._is_watched()))
         if moved:
             logger.info("weights or gradients lie elsewhere: CUDA graphs are captured again")
             self._free.clear()
@@ -171,14 +165,13 @@ class LayerGraphs:
         found: list[int] = both.tolist()
         return found
 
-    def _is_watched(self, *, early: bool = False) -> bool:
+    def _is_watched(self) -> bool:
         """Whether anything in the layers has hooks, which a replay would leave out: those with
-        which Megatron's DDP waits for weights (overlap_param_gather), or somebody's own. `early`:
-        in parts of experts, which then run without graphs, and nowhere else."""
+        which Megatron's DDP waits for weights (overlap_param_gather), or somebody's own."""
         inside = (
             vars(one)
             for layer in self.layers
-            for one in (layer.early_modules() if early else layer.always())
+            for one in layer.modules()
             if one is not layer.module  # its own are called around its forward
         )
         return any(fields[name] for fields in inside for name in _HOOKS)
@@ -283,14 +276,7 @@ class LayerGraphs:
         return True
 
     def _give_up(self, why: str, number: int) -> None:
-        """Nothing more is captured of layers like the one with a number; of none if it is -1. Of a
-        layer with experts first its norm alone is tried instead."""
-        failed = next((one for one in self.layers if one.number == number), None)
-        if failed is not None and self.early and failed.early():
-            self.early = self._may_be_early = False
-            self._free.clear()
-            logger.warning("shared experts run without CUDA graphs: %s", why)
-            return
+        """Nothing more is captured of layers like the one with a number; of none if it is -1."""
         kinds = next((one.kinds for one in self.layers if one.number == number), None)
         self.layers = [one for one in self.layers if kinds is not None and one.kinds != kinds]
         self._free.clear()

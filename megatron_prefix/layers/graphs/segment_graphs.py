@@ -23,6 +23,7 @@ from megatron_prefix.layers.graphs.pieces import Piece, Used, stand_ins
 ROTARY = "rotary_pos_emb"
 _IGNORED = "attention_mask"
 _GRADIENT = "gradient of hidden states"
+_OUTPUTS = _GRADIENT, "gradient of normed"
 
 
 class Form(NamedTuple):
@@ -168,7 +169,7 @@ class SegmentGraphs:
         except BaseException:
             capture.abandon()
             raise
-        return Sides(capture.pieces, capture.cores, capture.num_early)
+        return Sides(capture.pieces, capture.cores)
 
     def uses(self, piece: Piece, found: Used) -> None:
         """See Piece; while layers are captured."""
@@ -180,8 +181,7 @@ class SegmentGraphs:
         first, last = sides.pieces[0], sides.pieces[-1]
         # A gradient of hidden states is where the piece that comes next in the backward reads it.
         hidden = self.place(_GRADIENT, first.inputs[0])
-        _, *others = last.outputs
-        gradients = [hidden, *(self._of(("output", at), one) for at, one in enumerate(others))]
+        gradients = [self.place(*both) for both in zip(_OUTPUTS, last.outputs, strict=False)]
         for before, piece in reversed([*itertools.pairwise(sides.pieces)]):
             mixed, *passed = piece.inputs
             of_mixed = self._of("mixed", mixed)

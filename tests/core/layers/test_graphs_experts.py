@@ -39,15 +39,6 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "first layer dense": ("tiny-moe", {**AUX, **MIXED}, {}),
     "losses by sample": (
         "tiny-moe", {**AUX, "moe_router_load_balancing_type": "seq_aux_loss"}, {"chunk_tokens": 8}),
-    "shared expert with a gate": ("tiny-moe", {
-        **AUX, **MIXED, "moe_shared_expert_intermediate_size": 24,
-        "moe_shared_expert_gate": True}, {}),
-    "shared expert, recomputed": ("tiny-moe", {
-        "moe_z_loss_coeff": 0.5, "moe_shared_expert_intermediate_size": 24},
-        {"chunk_tokens": 8, "memory": "recompute"}),
-    "latents, recomputed": ("tiny-deepseek", {**AUX, **MIXED}, {"memory": "recompute"}),
-    "shared expert, activations recomputed": ("tiny-moe", {
-        **AUX, **MIXED, "moe_shared_expert_intermediate_size": 24}, {"memory": "recompute_act"}),
     "windows, sinks, biases": ("tiny-gpt-oss", {}, {}),
     "latents": ("tiny-deepseek", {**AUX, **MIXED}, {}),
     "latents, chunks": ("tiny-deepseek", {**AUX, **MIXED}, {"chunk_tokens": 8}),
@@ -67,38 +58,17 @@ PRODUCTS = ("latents, chunks", "latents, frozen", "shared expert", "first layer 
 def test_steps_with_experts_and_latents_are_those_without(
     case: str,
     recorded_graphs: type[RecordedGraph],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every layer has graphs: none ends early. Also where routers and norms are not trained.
-    Shared experts are in them."""
+    """Every layer has graphs: none ends early. Also where routers and norms are not trained."""
     name, fields, options = EXPERTS[case]
-    taken = taking(monkeypatch)
     plain, graphed = (small_model(name, spec={"num_layers": 3, **fields}) for _ in range(2))
     for model in (plain, graphed):
         for key, parameter in model.named_parameters():
             parameter.requires_grad_("frozen" not in case or not {"router", "norm"} & parts(key))
     ours = steps(graphed, config(**options), 3, uneven=True)
     assert made(graphed).captures > 0 and recorded_graphs.replays > 0
-    layers_of = unwrap(graphed).decoder.layers
-    experts = [one.mlp for one in layers_of if hasattr(one.mlp, "router")]
-    shared = [one for one in experts if getattr(one, "shared_experts", None) is not None]
-    assert bool(taken) == bool(shared)
-    taken.clear()
     for one, other in zip(ours, without(plain, config(**options)), strict=True):
         same(one, other)
-    assert not taken
-
-
-def taking(patch: pytest.MonkeyPatch) -> list[Any]:
-    """Notes what graphs have made in the place of shared experts."""
-    taken, run = list[Any](), cut_layer.CutLayer.replayed
-
-    def noted(layer: Any, sides: Any, *args: Any, **kwargs: Any) -> Any:
-        taken.extend([layer] * sides.num_early)
-        return run(layer, sides, *args, **kwargs)
-
-    patch.setattr(cut_layer.CutLayer, "replayed", noted)
-    return taken
 
 
 def parts(name: str) -> set[str]:
@@ -124,63 +94,6 @@ def test_experts_run_once_in_a_segment(
     ran.clear()
     steps(model, config(), 3, uneven=True)
     assert with_graphs == len(ran) > 0
-
-
-def shared_model(**fields: Any) -> Any:
-    return small_model("tiny-moe", spec={"moe_shared_expert_intermediate_size": 24, **fields})
-
-
-@pytest.mark.usefixtures("recorded_graphs")
-def test_shared_experts_run_in_graphs_alone() -> None:
-    """Once all sets have graphs of all lengths, nothing of Python runs again."""
-    model, ran = shared_model(), []
-    inside = unwrap(model).decoder.layers[0].mlp.shared_experts.linear_fc1
-    stock = inside.forward
-    inside.forward = lambda *given: (ran.append(1), stock(*given))[1]
-    for _ in range(3):
-        steps(model, config(), 3, uneven=True)
-    assert ran and made(model).captures > 0
-    ran.clear()
-    steps(model, config(), 3, uneven=True)
-    assert not ran
-
-
-@pytest.mark.usefixtures("recorded_graphs")
-def test_shared_experts_with_hooks_run_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest of their layers has graphs, also where the hook comes later."""
-    plain, watched = shared_model(), shared_model()
-    taken, seen = taking(monkeypatch), list[int]()
-    steps(watched, config(), 3, uneven=True)
-    first = made(watched).captures
-    assert taken and first > 0
-    taken.clear()
-    inside = unwrap(watched).decoder.layers[0].mlp.shared_experts.linear_fc1
-    inside.register_forward_hook(lambda *_: seen.append(1))
-    ours = steps(watched, config(), 3, uneven=True)
-    assert made(watched).captures > first and not taken and len(seen) > 3
-    for one, other in zip(ours, without(plain, config()), strict=True):
-        same(one, other)
-
-
-@pytest.mark.usefixtures("recorded_graphs")
-def test_shared_experts_that_fail_leave_the_others_graphs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    plain, model = shared_model(), shared_model()
-    inside = unwrap(model).decoder.layers[0].mlp.shared_experts
-    stock = inside.linear_fc1.forward
-
-    def failing(*given: Any) -> Any:
-        if made(model).cut is not None:
-            raise RuntimeError("no graph here")
-        return stock(*given)
-
-    inside.linear_fc1.forward = failing
-    ours = steps(model, config(), 3, uneven=True)
-    assert "shared experts run without CUDA graphs: no graph here" in caplog.text
-    assert made(model).captures > 0 and not made(model).refused
-    for one, other in zip(ours, without(plain, config()), strict=True):
-        same(one, other)
 
 
 @pytest.mark.usefixtures("recorded_graphs")
