@@ -57,6 +57,8 @@ class GatedDeltaNet(Recurrent):
         `L2NormFunction` its output; `ChunkGatedDeltaRuleFunction` queries and keys of every value
         head, values, g, beta, and A, `CHUNK` numbers a head. Norms a number a head, in fp32.
 
+        Since 0.18 the convolution's input is a part of what is projected, and keeps all of it.
+
         With CUDA graphs A is elsewhere, and what the convolution makes has a place of its own.
         """
         size, shape = form.itemsize, self.shape(config)
@@ -67,6 +69,7 @@ class GatedDeltaNet(Recurrent):
         norm = (2 if form.fused_layers else 3) * values
         gates, scales = 2 * values + 3 * heads, heads + 2 * key_heads
         narrow = kernels + norm + values + heads
+        narrow += (values + 2 * heads) * form.holds_projection
         kept = narrow * size - precision.less(values, config, form)
         return Saved(
             kept + (gates + scales) * max(4, size), 2 * shape.tail * size,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_prefix.plan.layer_numbers import LayerMemory, Payload
@@ -33,6 +33,8 @@ class Execution:
         recompute: "none", "full" or "selective".
         method, num_layers, modules: Megatron's options of recomputation.
         keeps_outputs: see `Footprint`.
+        holds_projection: GatedDeltaNet's convolution saves its input where the projection has left
+            it, so that all of that stays (Megatron-Core since 0.18).
     """
 
     itemsize: int = 2
@@ -50,6 +52,7 @@ class Execution:
     modules: tuple[str, ...] = ("core_attn",)
     keeps_outputs: bool = True
     fused_gradients: bool = True
+    holds_projection: bool = False
 
     @property
     def sequence_ranks(self) -> int:
@@ -115,6 +118,7 @@ class Footprint:
         graphed: positions of the longest segment whose layers run on CUDA graphs; 0: none does.
         apart, twice: see LayerMemory; one layer, on average.
         ends_early: whether the last layer of the last stage runs on what is read only.
+        checkpointed: whether Megatron recomputes every layer.
     """
 
     inner: float
@@ -149,6 +153,7 @@ class Footprint:
     apart: float = 0.0
     twice: float = 0.0
     ends_early: bool = True
+    checkpointed: bool = False
 
     @classmethod
     def of_layers(
@@ -194,6 +199,7 @@ class Footprint:
             host_layers=host_layers, ends_early=_ends_early(layers, behind), payloads=payloads,
             state=hidden_size * form.itemsize,
             state_grad=hidden_size * max(4, form.itemsize),
+            checkpointed=form.recompute == "full",
         )  # fmt: skip
 
     def kept(self, policy: str, inner: bool, read: float, first: bool, last: bool) -> float:
@@ -336,8 +342,6 @@ def _by_stage(
     stages = [[*layers[start:end]] for start, end in itertools.pairwise(ends)]
     stages[-1].append(behind)
     found = [[p.payload for layer in stage for p in layer if p.payload] for stage in stages]
-    if form.recompute == "full":  # the rest is there while one layer's backward runs
-        found = [[replace(p, initial=0.0, edge=0.0, batched=0.0) for p in stage] for stage in found]
     return tuple(map(tuple, found))
 
 

@@ -226,11 +226,13 @@ class _MemoryRun:
             states = segment.padded_length / self.one.parts * self.one.stage_input
             return states * (last and segment.scored)
         one = self.one.kept(policy, segment.inner, self.read[action.segment], first, last)
-        spans = self._of_spans(rank, action) if policy in ON_DEVICE else 0.0
+        kept = policy in ON_DEVICE and not self.one.checkpointed
+        spans = self._of_spans(rank, action) if kept else 0.0
         return self.positions[action.segment] * one + spans
 
     def _of_spans(self, rank: int, action: Action) -> float:
-        """Bytes that a stage's layers save for the spans of a segment."""
+        """Bytes that layers save for the spans of a segment: all of a stage, or where each is
+        recomputed alone the one with most."""
         payloads = self.payloads[self.plan.stage(rank, action.chunk)]
         if not any(of.initial or of.edge or of.batched for of in payloads):
             return 0.0
@@ -238,10 +240,13 @@ class _MemoryRun:
         with_parents, lengths = sum(s.parent is not None for s in spans), [s.padded for s in spans]
         rows = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches(lengths))
         padding = (rows - sum(lengths)) / one.parts
-        return sum(
-            count * (of.initial * with_parents + of.edge * len(spans) + of.batched * padding)
-            for of, count in payloads.items()
-        )
+        layers = {
+            of: of.initial * with_parents + of.edge * len(spans) + of.batched * padding
+            for of in payloads
+        }
+        if one.checkpointed:
+            return max(layers.values())
+        return sum(count * layers[of] for of, count in payloads.items())
 
     def _staged(self, rank: int) -> Iterator[float]:
         """Bytes on the host after every action of an offloaded segment."""
@@ -253,13 +258,14 @@ class _MemoryRun:
                 away = self.one.kept("retain", *ends) - self.one.kept("offload", *ends)
                 sign = 1 if action.kind == "F" else -1
                 away *= self.positions[action.segment]
-                staged += sign * (away + self._of_spans(rank, action))
+                spans = 0.0 if self.one.checkpointed else self._of_spans(rank, action)
+                staged += sign * (away + spans)
                 yield staged
 
     def _moment(self, rank: int, action: Action, arena: _Arena) -> tuple[float, float]:
         """Bytes in use only while an action runs: saved ones, and temporaries."""
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
-        first, last = self._ends(rank, action)
+        _, last = self._ends(rank, action)
         positions, one = self.positions[action.segment], self.one
         if segment.source >= 0:
             return 0.0, self._arriving(action, last and segment.scored)
@@ -283,20 +289,30 @@ class _MemoryRun:
         if last and segment.scored:
             head = positions * read * one.head_temporary + one.head_weight * (action.kind == "B")
         temporary = max(head, temporary)
-        layer = one.inner if segment.inner else one.wave
+        return self._again(rank, action), temporary
+
+    def _again(self, rank: int, action: Action) -> float:
+        """Bytes that layers save while an action runs: of what is computed or loaded once more."""
+        segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
+        first, last = self._ends(rank, action)
+        positions, read, one = self.positions[action.segment], self.read[action.segment], self.one
         again = 0.0
         if policy == "offload":
+            layer = one.inner if segment.inner else one.wave
             again = min(LAYERS_LOADED, one.num_layers) * layer
-        if action.kind == "B":
-            # What follows the last layer has been released when the layers run backward.
-            after = one.released(read) if last else 0.0
-            act = one.act if policy == "recompute_act" else 0.0
-            again += max(0.0, one.again + act - after)
-            if policy == "recompute":
-                whole = one.kept("retain", segment.inner, read, first, last)
-                again += whole - (0.0 if first else one.stage_input)
-                return positions * again - self._in_graphs(rank, action), temporary
-        return positions * again, temporary
+        if action.kind != "B":
+            return positions * again
+        # What follows the last layer has been released when the layers run backward.
+        after = one.released(read) if last else 0.0
+        act = one.act if policy == "recompute_act" else 0.0
+        again += max(0.0, one.again + act - after)
+        recomputed = policy == "recompute"
+        spans = self._of_spans(rank, action) if recomputed or one.checkpointed else 0.0
+        if recomputed:
+            whole = one.kept("retain", segment.inner, read, first, last)
+            again += whole - (0.0 if first else one.stage_input)
+            spans -= self._in_graphs(rank, action)
+        return positions * again + spans
 
     def _arriving(self, action: Action, scored: bool) -> float:
         """Transient bytes of a segment of another rank: what the output layer needs where it is

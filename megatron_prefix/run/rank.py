@@ -9,6 +9,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,6 +29,7 @@ from megatron_prefix.megatron.families import has_images
 from megatron_prefix.megatron.features import pattern_of, recomputes
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.moe.options import counts_tokens, has_global_loss
+from megatron_prefix.moe.versions import is_since
 from megatron_prefix.plan.footprint import Execution, Footprint
 
 logger = logging.getLogger(__name__)
@@ -234,8 +236,9 @@ class Rank(ModelNumbers):
         key = gathers, host_layers
         if key not in self.footprints:
             models, config = self.language_models, self.config
+            form = Execution.of_config(config, recomputes(models[0]))
             self.footprints[key] = footprint_of(
-                table.told(config, models), Execution.of_config(config, recomputes(models[0])),
+                table.told(config, models), replace(form, holds_projection=is_since("0.18")),
                 self.vocab_size, self.pattern, *key,
             )  # fmt: skip
         return self.footprints[key]

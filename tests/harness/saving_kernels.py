@@ -22,14 +22,23 @@ def install(patch: pytest.MonkeyPatch, model: Any) -> None:
     """Puts them instead of the CPU's kernels, before hooks are installed on the model."""
     for module in model.modules():
         if type(module).__name__ == "GatedDeltaNet":
-            names = type(module).forward.__globals__
-            patch.setitem(names, "causal_conv1d_fn", _Convolution.call)
-            patch.setitem(names, "l2norm", Norm.call)
-            patch.setitem(names, "chunk_gated_delta_rule", _Rule.call)
+            _install_delta(patch, module)
         if type(module).__name__ == "MambaMixer":
             names = type(module)._ssm_training.__globals__
             patch.setitem(names, "mamba_split_conv1d_scan_combined", _Scan.call)
     patch.setattr(linear_kernels.RMSNorm, "forward", lambda _, x: saving_input(x))
+
+
+def _install_delta(patch: pytest.MonkeyPatch, module: Any) -> None:
+    """Releases differ in the names that they call, and in the modules that have these."""
+    for one in type(module).__mro__:
+        for method in vars(one).values():
+            names = getattr(method, "__globals__", {})
+            for name, kernel in _DELTA.items():
+                if name in names:
+                    patch.setitem(names, name, kernel)
+    if hasattr(module, "gated_delta_rule"):  # since 0.18
+        patch.setattr(module, "gated_delta_rule", _Rule.call)
 
 
 def saving_input(x: Tensor) -> Any:
@@ -104,6 +113,14 @@ class _Rule(_Saving):
         cu_seqlens: Tensor, **_: Any,
     ) -> Any:  # fmt: skip
         return cls.apply(q, k, v, g, beta, initial_state, len(cu_seqlens) - 1)
+
+
+_DELTA: dict[str, Any] = {
+    "causal_conv1d_fn": _Convolution.call,
+    "causal_conv1d": lambda **given: (_Convolution.call(**given), None),
+    "l2norm": Norm.call,
+    "chunk_gated_delta_rule": _Rule.call,
+}
 
 
 class _Scan(_Saving):
