@@ -57,15 +57,18 @@ class Experts(Kind):
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind. Every expert gets a copy of the input and weighs its output; routers save
         scores, and count all positions. Megatron's `recompute_modules` has "mlp" for dense ones.
-        What the norm in front gives is in no product alone. All tokens go through shared ones."""
+        What the norm in front gives is in no product alone. All tokens go through shared ones,
+        which run first: in a backward what the others save has gone when they run again."""
         width, _ = _widths(config)
         each = config.hidden_size + between(width, config, form) + width
         numbers = config.moe_router_topk * each + 3 * (config.num_moe_experts or 0)
         inputs = config.moe_router_topk * (config.hidden_size + width)
         kept = numbers * form.itemsize - precision.less(inputs, config, form)
         found = saving(kept, numbers, config, form)
-        kept += _of_shared(config, form)
-        return replace(found, inner=kept, wave=kept, apart=kept)
+        shared = _of_shared(config, form)
+        run = kept + shared * (not form.selects("shared_experts"))
+        kept = run * (not form.selects("moe"))
+        return replace(found, inner=kept, wave=kept, again=max(run, shared) - kept, apart=kept)
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind."""
