@@ -57,15 +57,19 @@ class Experts(Kind):
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind. Every expert gets a copy of the input and weighs its output; routers save
         scores, and count all positions. Megatron's `recompute_modules` has "mlp" for dense ones.
-        What the norm in front gives is in no product alone. All tokens go through shared ones."""
-        width, _ = _widths(config)
-        each = config.hidden_size + between(width, config, form) + width
-        numbers = config.moe_router_topk * each + 3 * (config.num_moe_experts or 0)
-        inputs = config.moe_router_topk * (config.hidden_size + width)
-        kept = numbers * form.itemsize - precision.less(inputs, config, form)
-        found = saving(kept, numbers, config, form)
-        kept += _of_shared(config, form)
-        return replace(found, inner=kept, wave=kept, apart=kept)
+        What the norm in front gives is in no product alone. All tokens go through shared ones,
+        which run first: in a backward what the others save has gone when they run again."""
+        width = _widths(config)[0] / form.tp
+        cut = getattr(config, "expert_tensor_parallel_size", None) or form.tp
+        copied, sent = config.hidden_size * cut / form.tp, config.moe_router_topk
+        scores = 3 * (config.num_moe_experts or 0) / form.sequence_ranks
+        numbers = sent * (copied + between(width, config, form) + width) + scores
+        less = precision.less(sent * (copied + width), config, form)
+        found = saving(numbers * form.itemsize - less, numbers, config, form)
+        shared = _of_shared(config, form)
+        run = found.inner + shared * (not form.selects("shared_experts"))
+        kept = run * (not form.selects("moe"))
+        return replace(found, inner=kept, wave=kept, again=max(run, shared) - kept, apart=kept)
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind."""
@@ -87,8 +91,8 @@ class Experts(Kind):
 
 
 def _of_shared(config: Any, form: Execution) -> float:
-    """Bytes a position that shared experts save, without their input; a gate saves what it is made
-    of, and what it multiplies."""
+    """Bytes a position that shared experts save, without their input, unless it is gathered outside
+    of their product; a gate saves what it is made of, and what it multiplies."""
     _, shared = _widths(config)
     if not shared:
         return 0.0
@@ -96,6 +100,8 @@ def _of_shared(config: Any, form: Execution) -> float:
     numbers = between(width, config, form)
     if getattr(config, "moe_shared_expert_gate", False):
         numbers += config.hidden_size / form.sequence_ranks + 1
+    if form.sequence_parallel and getattr(config, "moe_shared_expert_overlap", False):
+        numbers += config.hidden_size
     return numbers * form.itemsize - precision.less(width, config, form)
 
 

@@ -151,6 +151,19 @@ def test_shared_experts_save_what_was_predicted(gate: bool) -> None:
         assert 0.9 <= predicted.saved / (saved + cache) <= 1.1
 
 
+@pytest.mark.parametrize("modules", [["shared_experts"], ["moe"], ["moe", "shared_experts"]])
+def test_recomputed_experts_are_those_predicted(modules: list[str]) -> None:
+    """Shared ones run again alone, when what the others have saved has gone."""
+    model = small_model(
+        "tiny-moe", vocab=VOCAB, dtype=torch.float32, recompute="selective",
+        spec=dict(num_layers=3, moe_shared_expert_intermediate_size=512),
+        config_overrides={"recompute_modules": modules},
+    )  # fmt: skip
+    for memory in ("retain", "recompute"):
+        saved, cache, predicted = counted(model, SHAPES[0], memory)
+        assert 0.9 <= predicted.saved / (saved + cache) <= 1.1
+
+
 def test_of_adapters_rather_too_much_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Frozen linear layers save no input; what adapters save (here at a sixteenth of the width) is
     less."""

@@ -1,0 +1,48 @@
+"""The memory model of experts on tensor-parallel ranks, against bytes that autograd holds there."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.runtime import Layout
+from tests.core.plan.test_peak_memory import SHAPES, VOCAB, counted
+from tests.harness.cases import check_cases
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "many experts": ({"num_moe_experts": 72}, {}),
+    "many copies": ({"hidden_size": 256, "moe_router_topk": 4}, {}),
+    "shared ones": ({"moe_shared_expert_intermediate_size": 512}, {}),
+    "a gathered input of shared ones": (
+        {"moe_shared_expert_intermediate_size": 8, "hidden_size": 256, "moe_router_topk": 1},
+        {"moe_shared_expert_overlap": True, "moe_router_pre_softmax": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_experts_of_ranks(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every expert a rank has all, and gets its own tokens, or a part, and gets all tokens."""
+    torch.use_deterministic_algorithms(False)  # with them Megatron adds up what it has saved
+    start = functools.partial(
+        parallel_state.initialize_model_parallel, expert_tensor_parallel_size=parts
+    )
+    monkeypatch.setattr(parallel_state, "initialize_model_parallel", start)
+
+    def compare(case: tuple[dict[str, Any], dict[str, Any]], layout: Layout) -> str:
+        spec, config = case
+        model = build_model(
+            resolve("tiny-moe", num_layers=3, **spec).with_vocab(VOCAB), layout=layout,
+            config_overrides={**config, "expert_tensor_parallel_size": parts},
+        )[0]  # fmt: skip
+        saved, cache, predicted = counted(model, SHAPES[0], "retain")
+        ratio = predicted.saved / (saved + cache)
+        return "" if 0.9 <= ratio <= 1.1 else f"{ratio:.3f}"
+
+    check_cases(Layout(tp=2, sequence_parallel=True), CASES, compare)
