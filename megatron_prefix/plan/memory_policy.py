@@ -108,11 +108,12 @@ class _Choice:
         self, plan: Plan, footprint: Footprint, cost: CostModel, rates: Rates, may_offload: bool
     ) -> None:
         self.plan, self._footprint, self._may_offload = plan, footprint, may_offload
-        self._rates = rates
+        self._rates, self._begun = rates, plan
         share = 1 / (plan.num_ranks * footprint.parts * rates.flops)
         self._seconds = [cost.segment(segment) * share for segment in plan.segments]
         self._hidden = {rank: self._windows(rank) for rank in range(plan.num_ranks)}
         self._on_link = 0.0  # seconds of all stores chosen so far
+        self._chosen: list[int] = []  # segments in the order in which they were
         self._become(plan)
 
     def fitting(self, free: float) -> tuple[str, ...]:
@@ -130,8 +131,23 @@ class _Choice:
                 worst, memory[worst], memory[worst].peak - free
             ):
                 break
-        kept = _peak(self.plan, self._footprint) <= max(free, least)
-        return self.plan.policies if kept else self._become(lean)
+        if _peak(self.plan, self._footprint) > max(free, least):
+            return self._become(lean)
+        self._spare(free)
+        return self.plan.policies
+
+    def _spare(self, free: float) -> None:
+        """Takes back what was chosen first as long as the rest is enough: the peak may have been
+        another's, whom the search found later."""
+        own = self._begun.policies or ("retain",) * len(self.plan.segments)
+        for index in self._chosen[:-1]:
+            if self.plan.policy(index) == "recompute":
+                chosen = self.plan
+                self._set(index, own[index])
+                if _peak(self.plan, self._footprint) > free:
+                    self.plan = chosen
+                    return
+                self.price -= self._seconds[index]
 
     def _become(self, plan: Plan) -> tuple[str, ...]:
         """Takes a plan's policies, all on the device."""
@@ -142,11 +158,9 @@ class _Choice:
     def give(self, rank: int, memory: RankMemory, excess: float) -> bool:
         """Changes policies of segments that a rank holds at its peak; False where none is left."""
         again = memory.action.segment
-        if memory.action.kind == "B" and self.plan.policy(again) == "recompute":
-            # Its recomputation does not fit; an offloaded segment comes back a few layers at a
-            # time.
-            if not self._may_offload:
-                return False
+        recomputing = memory.action.kind == "B" and self.plan.policy(again) == "recompute"
+        if recomputing and self._may_offload:
+            # That does not fit; an offloaded segment comes back a few layers at a time.
             self._set(again, "offload")
             return True
         offers = sorted(
@@ -157,6 +171,7 @@ class _Choice:
         for price, index, policy in offers:
             size = self._size(index)
             self.price += price * size
+            self._chosen.append(index)
             self._set(index, policy)
             if policy == "offload":
                 self._on_link += size / self._rates.link

@@ -134,6 +134,22 @@ def test_only_as_many_segments_give_way_as_must() -> None:
     assert 0 < counts[0] < counts[1] < counts[2] < 10
 
 
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.1])
+def test_what_another_segment_makes_needless_is_retained(share: float) -> None:
+    """In a pipeline a recomputed prompt's own backward can be the peak, with others still held."""
+    plan = plan_of(16384, 64, 8, num_ranks=4, num_groups=4)
+    footprint = replace(footprint_of(SPEC, Execution(num_stages=4)), act=0.0)
+    most, least = (peak(plan, way, footprint) for way in ((), policies(plan.segments, "recompute")))
+    free = least + share * (most - least)
+    found = chosen(plan, free, may_offload=False, footprint=footprint)
+    assert peak(plan, found, footprint) <= free
+    again = [index for index, one in enumerate(found) if one == "recompute"]
+    assert 0 < len(again) < 4
+    for index in again[:1]:  # what is first is needed
+        less = (*found[:index], "retain", *found[index + 1 :])
+        assert peak(plan, less, footprint) > free
+
+
 def test_a_prefix_too_large_to_recompute_is_offloaded() -> None:
     """Recomputed as a whole it is as large as ever; offloaded a few layers come at a time."""
     plan = plan_of(prompt=40960, response=1024, num=4)
