@@ -7,6 +7,7 @@ which ours must not exceed.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -143,13 +144,25 @@ def heaviest_stock_plan(
         num_ranks: pipeline size.
         num_chunks: model chunks a rank.
     """
+    owners = tuple(map(tuple, microbatches_of))
+    return _heaviest(forest.num_positions, forest.multiple, owners, num_ranks, num_chunks)
+
+
+@functools.lru_cache(maxsize=16)  # the same for all segments that a step is tried in
+def _heaviest(
+    num_positions: Sequence[int],
+    multiple: int,
+    microbatches_of: Sequence[Sequence[int]],
+    num_ranks: int,
+    num_chunks: int,
+) -> Plan:
     held = 2 * num_ranks if num_ranks > 1 else 1
-    multiple, first = forest.multiple, 0
+    first = 0
     heaviest: list[list[int]] = []
     for microbatch_of in microbatches_of:
         lengths = collections.defaultdict(list)
         for rollout, microbatch in enumerate(microbatch_of, first):
-            lengths[microbatch].append(-(-forest.num_positions[rollout] // multiple) * multiple)
+            lengths[microbatch].append(-(-num_positions[rollout] // multiple) * multiple)
         first += len(microbatch_of)
         mine = [lengths[one] for one in sorted(lengths)]
         num = len(mine) if num_chunks > 1 else min(len(mine), held)
