@@ -60,10 +60,10 @@ def preorder(roots: Sequence[Node]) -> Iterator[Node]:
 def joins_waves(node: Node, options: TreeOptions) -> bool:
     """Whether a node that few others read may run in each wave that reads it: the waves then have
     all that is below it, and room for it."""
-    if any(child.children and not child.joins for child in node.children):
+    if not options.joins or any(one.children and not one.joins for one in node.children):
         return False
     rows = sum(one.padded(options.multiple) for one in preorder([node]))
-    return options.joins and 2 * rows <= (options.segment_tokens or 2 * rows)
+    return 2 * rows <= (options.segment_tokens or 2 * rows)
 
 
 def even_parts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
@@ -81,25 +81,30 @@ def even_parts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
     ends = [*itertools.accumulate(lengths)]
     if not budget or ends[-1] <= budget:
         return [(0, len(lengths))]
-    fewest = len(_parts(ends, budget))
-    low, high = min(-(-ends[-1] // fewest), budget), budget
-    while low < high:
+    parts, longest, _ = _parts(ends, budget)
+    low, high = -(-ends[-1] // len(parts)), min(longest, budget)
+    while low < high:  # only sums that occur are tried
         middle = (low + high) // 2
-        if len(_parts(ends, middle)) > fewest:
-            low = middle + 1
+        some, longest, more = _parts(ends, middle)
+        if len(some) > len(parts):
+            low = more
         else:
-            high = middle
-    return _parts(ends, high)
+            parts, high = some, min(longest, middle)
+    return parts
 
 
-def _parts(ends: Sequence[int], budget: int) -> list[tuple[int, int]]:
-    """Parts filled one after the other, of things that end there."""
-    parts, start, before = [], 0, 0
+def _parts(ends: Sequence[int], budget: int) -> tuple[list[tuple[int, int]], int, int]:
+    """Parts filled one after the other, of things that end there, the largest of their sums, and
+    the least budget above this one with which they would be others."""
+    parts, start, before, longest, more = [], 0, 0, 0, ends[-1]
     while start < len(ends):
         stop = max(start + 1, bisect.bisect(ends, before + budget, start))
         parts.append((start, stop))
+        longest = max(longest, ends[stop - 1] - before)
+        if stop < len(ends):
+            more = min(more, ends[stop] - before)
         start, before = stop, ends[stop - 1]
-    return parts
+    return parts, longest, more
 
 
 def equal_bounds(start: int, end: int, longest: int, align: int) -> list[int]:
@@ -118,8 +123,9 @@ def dissolved(roots: list[Node], pays: Callable[[Node], bool]) -> list[Node]:
     for node in preorder([top]):
         if not node.children:
             continue
-        kept: list[Node] = []
-        todo = node.children[::-1]
+        kept, todo = node.children, list[Node]()
+        if not all(not child.children or pays(child) for child in kept):
+            kept, todo = [], kept[::-1]
         while todo:
             child = todo.pop()
             if not child.children or pays(child):
