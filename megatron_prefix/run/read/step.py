@@ -265,8 +265,8 @@ def _samples(
 
 def _whole(
     known: CallTokens, routes: Sequence[Tensor | None], group: Any, device: torch.device
-) -> tuple[Numbers, Numbers | None]:
-    """Of whole samples tokens, labels, flags of loss and perhaps weights, a row each; routes."""
+) -> tuple[list[Numbers], Numbers | None]:
+    """Of whole samples tokens, labels, flags of loss and perhaps weights; routes."""
     lengths, size = known.lengths, group.size()
     num = sum(lengths) // size
     if any(c is not None and len(c) != num for c in (known.labels, known.trained)):
@@ -275,14 +275,14 @@ def _whole(
     trained = np.ones(num, np.int64) if known.trained is None else known.trained
     labels = tokens if known.labels is None else known.labels
     weights = [] if known.weights is None else [known.weights]
-    table = np.stack([tokens, labels, trained, *weights])
+    rows = [tokens, labels, trained, *weights]
     paths = _joined_routes(routes, num) if routes else None
     if size > 1:
         check_cut(lengths, size)
         order = cp_layout.order(lengths, size)
-        table = _of_ranks(table.T, group, device)[order].T
+        rows = [*_of_ranks(np.stack(rows, axis=1), group, device)[order].T]
         paths = None if paths is None else _of_ranks(paths, group, device)[order]
-    return table, paths
+    return rows, paths
 
 
 def _joined_routes(routes: Sequence[Tensor | None], num: int) -> Numbers | None:
