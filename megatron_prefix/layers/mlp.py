@@ -75,7 +75,17 @@ def between(width: float, config: Any, form: Execution) -> float:
     """Numbers a position that an MLP of a width saves, without its input."""
     gated = config.gated_linear_unit
     inputs = 2 if gated else 1
-    return width * (inputs + 1 if form.fused_activation else inputs + (3 if gated else 1))
+    if form.fused_activation:
+        return width * (inputs + 1)
+    clamped = getattr(config, "activation_func_clamp_value", None) is not None
+    return width * (inputs + (3 if gated else 1) + clamped + _is_quick(config))
+
+
+def _is_quick(config: Any) -> bool:
+    """Whether the activation function is Megatron's quick_gelu, which saves a sigmoid, too."""
+    function = getattr(config, "activation_func", None)  # a ModelSpec says so itself
+    quick: bool = getattr(config, "quick_geglu", False)
+    return quick or getattr(function, "__name__", "") == "quick_gelu"
 
 
 def saving(kept: float, numbers: float, config: Any, form: Execution) -> LayerMemory:

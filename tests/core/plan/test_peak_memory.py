@@ -151,6 +151,15 @@ def test_shared_experts_save_what_was_predicted(gate: bool) -> None:
         assert 0.9 <= predicted.saved / (saved + cache) <= 1.1
 
 
+def test_clamped_gates_save_what_was_predicted() -> None:
+    """Where no kernel makes all of an activation at once."""
+    spec = dict(num_layers=3, hidden_size=128, moe_ffn_hidden_size=256)
+    model = small_model("tiny-gpt-oss", vocab=VOCAB, spec=spec, dtype=torch.float32)
+    for memory in ("retain", "recompute"):
+        saved, cache, predicted = counted(model, SHAPES[0], memory)
+        assert 0.9 <= predicted.saved / (saved + cache) <= 1.1
+
+
 @pytest.mark.parametrize("modules", [["shared_experts"], ["moe"], ["moe", "shared_experts"]])
 def test_recomputed_experts_are_those_predicted(modules: list[str]) -> None:
     """Shared ones run again alone, when what the others have saved has gone."""
