@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Generator, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is imported
@@ -14,11 +15,9 @@ import pytest
 import torch
 
 from tests.harness.cores import keep_to_one_core
+from tests.harness.forked_workers import fork_workers
 from tests.harness.frames import with_room
-from tests.harness.rewritten import rewrite_my_share
 from tests.harness.rows import EVERYTHING
-
-keep_to_one_core()
 
 # The same examples in every run; HYPOTHESIS_PROFILE=search looks for new ones.
 hypothesis.settings.register_profile(
@@ -50,8 +49,6 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     """Garbage is not looked for while tests are imported: it takes as long as the imports."""
     gc.disable()
     try:
-        if session.config.args_source is not pytest.Config.ArgsSource.ARGS:
-            rewrite_my_share(session.config)
         return (yield)
     finally:
         gc.enable()
@@ -70,9 +67,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A run of the whole suite leaves something out; who names a file or a test gets all of it."""
-    if config.getoption("--all") or config.args_source is pytest.Config.ArgsSource.ARGS:
+    """A run of the whole suite leaves something out; who names a file or a test gets all of it.
+
+    Workers of the whole suite are forked; those of a part of it have less to import.
+    """
+    keep_to_one_core()
+    whole = config.args_source is not pytest.Config.ArgsSource.ARGS
+    if config.getoption("--all") or not whole:
         os.environ[EVERYTHING] = "1"
+    workers = config.getoption("tx", None)
+    if whole and workers and sys.platform == "linux" and "PYTEST_XDIST_WORKER" not in os.environ:
+        fork_workers(config, len(workers))
 
 
 def leave_products_out(config: pytest.Config, items: list[pytest.Item]) -> None:
