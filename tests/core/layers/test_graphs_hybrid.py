@@ -48,11 +48,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "scan, offloaded": (MAMBA, mamba("M*M-"), {"memory": "offload", "chunk_tokens": 8}),
     "scan, recomputed": (MAMBA, mamba("M*M-"), {"memory": "recompute", "chunk_tokens": 8}),
 }  # fmt: skip
+PRODUCTS = (
+    "gated delta, MLP", "gated delta, MLP, chunks", "scan", "scan, chunks", "scan, recomputed",
+)  # fmt: skip
 STEPS = {"scan, offloaded": 3}
 """It has no graphs before; the others' are captured in the first."""
 
 
-@pytest.mark.parametrize("case", rows(CASES, ["gated delta, MLP", "scan", "scan, recomputed"]))
+@pytest.mark.parametrize("case", rows(CASES, PRODUCTS))
 @pytest.mark.usefixtures("cores_in_fp64")
 def test_steps_are_those_without(
     case: str,
