@@ -69,15 +69,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """A run of the whole suite leaves something out; who names a file or a test gets all of it.
 
-    Workers of the whole suite are forked; those of a part of it have less to import.
+    Several workers are forked, as what they import is the same; GPUs are then out of sight.
     """
     keep_to_one_core()
     whole = config.args_source is not pytest.Config.ArgsSource.ARGS
     if config.getoption("--all") or not whole:
         os.environ[EVERYTHING] = "1"
-    workers = config.getoption("tx", None)
-    if whole and workers and sys.platform == "linux" and "PYTEST_XDIST_WORKER" not in os.environ:
-        fork_workers(config, len(workers))
+    num = len(config.getoption("tx", None) or ())
+    if num < 2 or sys.platform != "linux" or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    if whole:
+        fork_workers(config, num, sorted((config.rootpath / "tests").rglob("test_*.py")))
+    elif not torch.cuda.is_available():
+        fork_workers(config, num, [])
 
 
 def leave_products_out(config: pytest.Config, items: list[pytest.Item]) -> None:

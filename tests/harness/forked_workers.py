@@ -25,13 +25,12 @@ from tests.harness.fork_server import share_server
 from tests.harness.rewritten import rewrite_beside
 
 
-def fork_workers(config: pytest.Config, count: int) -> None:
-    """Forks the next `count` workers that xdist starts here; they have imported all tests.
+def fork_workers(config: pytest.Config, count: int, files: list[Path]) -> None:
+    """Forks the next `count` workers that xdist starts here; they have imported these tests.
 
     One that it starts later, since another has ended in a test, is a new interpreter as ever.
     """
     share_server()
-    files = sorted((config.rootpath / "tests").rglob("test_*.py"))
     with rewrite_beside(files, config):
         import_tests(files, config)
     gc.freeze()  # what is imported stays

@@ -132,7 +132,7 @@ ROWS = [
 
 @pytest.mark.parametrize(
     ("layout", "order"),
-    # test_joint_lengths.py has stages that share experts.
+    # tests/core/run/test_joint_lengths.py has stages that share experts.
     rows(ROWS, [ROWS[5], *(ROWS[number] for number in (1, 2, 3))]),
 )
 def test_counted_bytes_keep_the_limit(layout: str, order: str) -> None:
