@@ -114,7 +114,8 @@ def _serve() -> None:
     """What execnet lets a new interpreter do, and an interpreter at its end."""
     atexit._clear()  # that is for the process that it was forked from
     sys.modules["__main__"] = types.ModuleType("__main__")
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     exec(gateway_io.popen_bootstrapline, {})
     atexit._run_exitfuncs()
     os._exit(0)
