@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Generator, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when it is imported
@@ -14,11 +15,9 @@ import pytest
 import torch
 
 from tests.harness.cores import keep_to_one_core
+from tests.harness.forked_workers import fork_workers
 from tests.harness.frames import with_room
-from tests.harness.rewritten import rewrite_my_share
 from tests.harness.rows import EVERYTHING
-
-keep_to_one_core()
 
 # The same examples in every run; HYPOTHESIS_PROFILE=search looks for new ones.
 hypothesis.settings.register_profile(
@@ -50,8 +49,6 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     """Garbage is not looked for while tests are imported: it takes as long as the imports."""
     gc.disable()
     try:
-        if session.config.args_source is not pytest.Config.ArgsSource.ARGS:
-            rewrite_my_share(session.config)
         return (yield)
     finally:
         gc.enable()
@@ -70,9 +67,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A run of the whole suite leaves something out; who names a file or a test gets all of it."""
-    if config.getoption("--all") or config.args_source is pytest.Config.ArgsSource.ARGS:
+    """A run of the whole suite leaves something out; who names a file or a test gets all of it.
+
+    Several workers are forked, as what they import is the same; GPUs are then out of sight.
+    """
+    keep_to_one_core()
+    whole = config.args_source is not pytest.Config.ArgsSource.ARGS
+    if config.getoption("--all") or not whole:
         os.environ[EVERYTHING] = "1"
+    num = len(config.getoption("tx", None) or ())
+    if num < 2 or sys.platform != "linux" or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    if whole:
+        fork_workers(config, num, sorted((config.rootpath / "tests").rglob("test_*.py")))
+    elif not torch.cuda.is_available():
+        fork_workers(config, num, [])
 
 
 def leave_products_out(config: pytest.Config, items: list[pytest.Item]) -> None:

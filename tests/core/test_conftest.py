@@ -12,6 +12,7 @@ import torch
 
 from tests.conftest import leave_products_out
 from tests.harness.cores import keep_to_one_core
+from tests.harness.forked_workers import import_tests
 from tests.harness.frames import SLOTS, with_room
 from tests.harness.fuzzing import rounds
 from tests.harness.rows import EVERYTHING, rows, through
@@ -49,6 +50,20 @@ def test_two_workers_share_a_core(monkeypatch, worker, workers, kept):
     keep_to_one_core()
     assert found == kept
     assert kinds == [os.SCHED_BATCH] * len(kept)
+
+
+def test_what_cannot_be_imported_is_left_to_workers(pytestconfig, tmp_path):
+    """A worker that found the first half of a file would miss the tests of the second."""
+    lines = {"skipped": "pytest.skip(allow_module_level=True)", "wrong": "1 / 0", "right": ""}
+    files = [tmp_path / f"test_{name}.py" for name in lines]
+    for file, line in zip(files, lines.values(), strict=True):
+        file.write_text(f"import pytest\n{line}\n", "utf-8")
+    before = {*sys.modules}
+    import_tests(files, pytestconfig)
+    new = {*sys.modules} - before
+    assert [name.rpartition(".")[2] for name in new if name.endswith((*lines,))] == ["test_right"]
+    for name in new:
+        del sys.modules[name]
 
 
 def slots() -> int:

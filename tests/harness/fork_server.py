@@ -7,6 +7,9 @@ threads, no process groups and nothing of the tests, and forks the commands.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -14,10 +17,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver, util
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+from unittest import mock
 
+from tests.harness.cores import keep_to_one_core
 from tests.harness.frames import with_room
 
 IMPORTED = [
@@ -68,12 +75,43 @@ def started(
     files: Sequence[str | Path],
 ) -> BaseProcess:
     """As `forked_module`, without waiting for its end; `files` get its stdout and its stderr."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
+    context = _context()
     given = (module, arguments, str(cwd), dict(os.environ if env is None else env), files)
     process = context.Process(target=_run, args=given)
     process.start()
     return process
+
+
+def share_server() -> None:
+    """This process and those that it forks have one server, which is forked from it now."""
+    for module in IMPORTED:
+        importlib.import_module(module)
+    _context()
+    with mock.patch.object(util, "spawnv_passfds", functools.partial(_fork, util.spawnv_passfds)):
+        forkserver.ensure_running()
+    forkserver._forkserver.ensure_running = lambda: None  # only its parent can ask whether it runs
+
+
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
+
+
+def _fork(spawn: Any, path: str, arguments: Sequence[str], files: Sequence[int]) -> int:
+    """A fork that runs what is to be `python -c CODE` and inherits `files`, where `spawn` does."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        util.spawnv_passfds = spawn
+        others = {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *files}
+        for number in others:
+            with contextlib.suppress(OSError):
+                os.close(number)
+        exec(arguments[-1], {})
+    finally:
+        os._exit(1)
 
 
 def _run(
@@ -90,6 +128,7 @@ def _run(
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    keep_to_one_core()
     tempfile.tempdir = None  # is what the environment says
     sys.argv = [str(module), *arguments]
     if isinstance(module, Path):

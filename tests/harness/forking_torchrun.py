@@ -1,6 +1,6 @@
-"""torchrun that forks the ranks of `megatron_prefix`, and has imported for all of them.
+"""torchrun that forks the ranks of one of our packages, and has imported for all of them.
 
-    python -m tests.harness.forking_torchrun ARGUMENTS OF TORCHRUN -m megatron_prefix ARGUMENTS
+    python -m tests.harness.forking_torchrun ARGUMENTS OF TORCHRUN -m PACKAGE ARGUMENTS
 
 Where every rank is a Python of its own, a node takes three seconds of the processor for each.
 """
@@ -32,8 +32,7 @@ def main(arguments: Sequence[str]) -> None:
     from torch.distributed import run
 
     place = arguments.index("-m")
-    assert arguments[place + 1] == "megatron_prefix"
-    script = str(REPOSITORY / "megatron_prefix" / "__main__.py")
+    script = str(REPOSITORY.joinpath(*arguments[place + 1].split("."), "__main__.py"))
     forks = ["--start-method=fork", "--run-path", script]
     run.main([*arguments[:place], *forks, *arguments[place + 2 :]])
 

@@ -1,30 +1,33 @@
-"""pytest's rewriting of asserts, shared by the workers of a run.
-
-pytest keeps what it has made of a test file, but its workers begin together, and where nothing is
-kept yet (CI) each of them would make all: five seconds of the processor a worker.
-"""
+"""pytest's rewriting of asserts, by two processes where nothing is kept yet (CI)."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from _pytest.assertion import rewrite
 
 
-def rewrite_my_share(config: pytest.Config) -> None:
-    """Of a worker among several: keeps its part of the test files as pytest wants them.
+@contextlib.contextmanager
+def rewrite_beside(files: Sequence[Path], config: pytest.Config) -> Iterator[None]:
+    """Another process keeps test files as pytest wants them, from the last to the first.
 
-    A file that another worker has not got to is made by whoever imports it, as without this.
+    A file that it has not got to is made by whoever imports it, as without this.
     """
-    number = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
-    if not number.isdigit() or sys.dont_write_bytecode:
-        return
-    files = sorted((config.rootpath / "tests").rglob("test_*.py"))
-    for file in files[int(number) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]:
-        _keep(file, config)
+    pid = 0 if sys.dont_write_bytecode else os.fork()
+    if pid == 0 and not sys.dont_write_bytecode:
+        try:
+            for file in reversed(files):
+                _keep(file, config)
+        finally:
+            os._exit(0)
+    yield
+    if pid:
+        os.waitpid(pid, 0)
 
 
 def _keep(file: Path, config: pytest.Config) -> None:

@@ -169,9 +169,9 @@ JOBS: dict[str, tuple[Job, Callable[..., Any]]] = {
 }
 
 
-# Trees in a pipeline with virtual stages, a loss per token with CP2, experts that are reduced with
-# EP2 of DP4 and with global_aux_loss.
-PRODUCTS = ("DP2, trees", "DP2, experts", "PP2 DP2", "EP2")
+# DP2 alone is in most rows; trees in a pipeline with virtual stages, a loss per token with CP2,
+# experts that are reduced with EP2 of DP4 and with global_aux_loss.
+PRODUCTS = ("DP2", "DP2, trees", "DP2, experts", "PP2 DP2", "EP2")
 
 
 @pytest.mark.parametrize("name", rows(JOBS, PRODUCTS))

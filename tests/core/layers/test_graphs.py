@@ -43,12 +43,12 @@ def _rank() -> Iterator[None]:
         yield
 
 
-def steps(model: Any, config: PrefixConfig, num: int, **shape: Any) -> list[align.Trace]:
+def steps(model: Any, config: PrefixConfig, num: int = 2) -> list[align.Trace]:
     """Traces of some steps of other tokens, without an optimizer."""
     schedule = PrefixSchedule(config)
     found = []
     for seed in range(num):
-        groups = list(generate(2, 24, 9, 4, vocab_size=64, seed=seed, **shape))
+        groups = list(generate(2, 24, 9, 4, vocab_size=64, seed=seed, uneven=True))
         items = align.microbatches(groups, seed)
         found.append(align.run_step(schedule, [model], items, optimize=False))
     assert schedule.report is not None and schedule.report.decision.share
@@ -71,11 +71,11 @@ def config(**options: Any) -> PrefixConfig:
     return PrefixConfig(**fields | options)
 
 
-def without(model: Any, given: PrefixConfig) -> list[align.Trace]:
+def without(model: Any, given: PrefixConfig, num: int = 2) -> list[align.Trace]:
     """With the same padding, which changes how positions are summed up, and nothing captured."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers, "SEEN_BEFORE", 10**9)
-        return steps(model, given, 3, uneven=True)
+        return steps(model, given, num)
 
 
 MEMORY = ("retain", "recompute", "recompute_act")
@@ -96,7 +96,7 @@ def test_steps_are_those_without(
     spec = {"num_layers": 3} | ({"num_moe_experts": None} if name == "tiny-gpt-oss" else {})
     plain, graphed = (small_model(name, spec=spec) for _ in range(2))
     given = config(chunk_tokens=chunk_tokens, memory=memory)
-    ours = steps(graphed, given, 3, uneven=True)
+    ours = steps(graphed, given)
     assert made(graphed).captures > 0 and recorded_graphs.replays > 0
     for one, other in zip(ours, without(plain, given), strict=True):
         same(one, other)
@@ -114,24 +114,24 @@ def test_nothing_is_captured_where_a_hook_would_be_left_out() -> None:
     seen = []
     inside = unwrap(watched).decoder.layers[0].mlp.linear_fc1
     handle = inside.register_forward_hook(lambda *_: seen.append(1))
-    ours = steps(watched, config(), 3, uneven=True)
+    ours = steps(watched, config())
     assert made(watched).captures == 0 and len(seen) > 3
     for one, other in zip(ours, without(plain, config()), strict=True):
         same(one, other)
     handle.remove()
-    steps(watched, config(), 3, uneven=True)
+    steps(watched, config())
     assert made(watched).captures > 0
 
 
 @pytest.mark.usefixtures("recorded_graphs")
 def test_a_failure_leaves_no_segment_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model(spec={"num_layers": 3})
-    before = steps(model, config(), 3, uneven=True)
+    before = steps(model, config())
     with monkeypatch.context() as patch:
         patch.setattr(layers.LayerGraphs, "release", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            steps(model, config(), 1, uneven=True)
-    for one, other in zip(steps(model, config(), 3, uneven=True), before, strict=True):
+            steps(model, config(), 1)
+    for one, other in zip(steps(model, config()), before, strict=True):
         same(one, other)
 
 
@@ -140,7 +140,7 @@ def test_a_failure_leaves_no_segment_with_graphs(monkeypatch: pytest.MonkeyPatch
 def test_what_changes_between_steps_is_captured_again(what: str) -> None:
     name = "tiny-deepseek" if what == "angles" else "tiny-llama"
     plain, changed = (small_model(name, spec={"num_layers": 3}) for _ in range(2))
-    steps(changed, config(), 3, uneven=True)
+    steps(changed, config())
     first = made(changed).captures
     for model in (plain, changed):
         for layer in unwrap(model).decoder.layers:
@@ -150,7 +150,7 @@ def test_what_changes_between_steps_is_captured_again(what: str) -> None:
                 layer.mlp.linear_fc1.weight.data = 2 * layer.mlp.linear_fc1.weight.data
             else:
                 layer.mlp.linear_fc1.weight.requires_grad_(False)
-    ours = steps(changed, config(), 3, uneven=True)
+    ours = steps(changed, config())
     assert made(changed).captures > first
     for one, other in zip(ours, without(plain, config()), strict=True):
         same(one, other)
@@ -228,7 +228,7 @@ def test_recomputed_segments_have_one_set(
     """One after the other, in their forward and when that runs again; as is predicted."""
     model = small_model(spec={"num_layers": 3})
     sets = Sets(model, monkeypatch)
-    steps(model, config(memory=memory, chunk_tokens=8), 3, uneven=True)
+    steps(model, config(memory=memory, chunk_tokens=8), 3)
     assert sets.most == most and any(sets.inner) and not all(sets.inner)
     assert len([*made(model).sets]) >= most  # those of chunks are not those of waves
 
@@ -237,7 +237,7 @@ def test_recomputed_segments_have_one_set(
 def test_a_step_that_runs_again_has_the_memory_of_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its segments that are recomputed share one, and others are not kept beside it."""
     model, given = small_model(spec={"num_layers": 3}), config(min_gain=0, chunk_tokens=8)
-    before = steps(model, given, 2, uneven=True)
+    before = steps(model, given, 2)
     release, first = layers.LayerGraphs.release, list[int]()
 
     def failing(*arguments: Any) -> None:
@@ -247,7 +247,7 @@ def test_a_step_that_runs_again_has_the_memory_of_sets(monkeypatch: pytest.Monke
         release(*arguments)
 
     monkeypatch.setattr(layers.LayerGraphs, "release", failing)
-    [again] = steps(model, given, 1, uneven=True)
+    [again] = steps(model, given, 1)
     same(again, before[0])
     assert 0 < made(model).placed_bytes < first[0]
 
@@ -267,7 +267,7 @@ def test_what_a_recomputed_segment_sends_is_nobodys_place(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(layers.CutLayer, "replayed", noted)
     model = small_model(MAMBA, spec=mamba("M*M"))
-    steps(model, config(memory="recompute", chunk_tokens=8), 3, uneven=True)
+    steps(model, config(memory="recompute", chunk_tokens=8))
     assert {is_last for is_last, _ in sent} == {False, True}
     assert all(in_place != is_last for is_last, in_place in sent)
 
@@ -278,7 +278,7 @@ def test_a_parameter_that_no_module_has_is_in_the_way(monkeypatch: pytest.Monkey
     inside = unwrap(model).decoder.layers[0].mlp.linear_fc1
     stock, more = inside.forward, torch.zeros((), dtype=torch.float64, requires_grad=True)
     monkeypatch.setattr(inside, "forward", lambda x: (stock(x)[0] + more, None))
-    steps(model, config(), 3, uneven=True)
+    steps(model, config())
     assert made(model).captures == 0 and "no module" in made(model).refused
 
 
@@ -343,7 +343,7 @@ def test_a_piece_holds_what_autograd_saves_only(monkeypatch: pytest.MonkeyPatch)
 def test_passes_without_gradients_leave_them() -> None:
     """Also those of a schedule of their own, which has measured nothing."""
     model = small_model(spec={"num_layers": 3})
-    steps(model, config(), 3, uneven=True)
+    steps(model, config())
     before = made(model)
     other = PrefixSchedule(config(mode="auto", min_speedup=0.01, graph_tokens="auto"))
     call(other, Contract().step, model, one_group.items(), forward_only=True)
@@ -354,8 +354,8 @@ def test_passes_without_gradients_leave_them() -> None:
 @pytest.mark.usefixtures("recorded_graphs")
 def test_graphs_that_were_turned_off_are_not_kept() -> None:
     model = small_model(spec={"num_layers": 3})
-    steps(model, config(), 3, uneven=True)
+    steps(model, config())
     before = weakref.ref(made(model))
-    steps(model, config(graph_tokens=0), 1, uneven=True)
+    steps(model, config(graph_tokens=0), 1)
     gc.collect()
     assert before() is None

@@ -65,7 +65,7 @@ def test_steps_with_experts_and_latents_are_those_without(
     for model in (plain, graphed):
         for key, parameter in model.named_parameters():
             parameter.requires_grad_("frozen" not in case or not {"router", "norm"} & parts(key))
-    ours = steps(graphed, config(**options), 3, uneven=True)
+    ours = steps(graphed, config(**options))
     assert made(graphed).captures > 0 and recorded_graphs.replays > 0
     for one, other in zip(ours, without(plain, config(**options)), strict=True):
         same(one, other)
@@ -87,12 +87,12 @@ def test_experts_run_once_in_a_segment(
     layer.mlp.router.register_forward_hook(lambda *_: ran.append(1))
     norm = layer.pre_mlp_layernorm.forward
     layer.pre_mlp_layernorm.forward = lambda x: (normed.append(1), norm(x))[1]
-    steps(model, config(), 3, uneven=True)
+    steps(model, config(), 3)
     with_graphs, captures = len(ran), made(model).captures
     assert captures > 0 and len(normed) < with_graphs
     monkeypatch.setattr(layers, "SEEN_BEFORE", 10**9)
     ran.clear()
-    steps(model, config(), 3, uneven=True)
+    steps(model, config(), 3)
     assert with_graphs == len(ran) > 0
 
 
@@ -103,7 +103,7 @@ def test_a_layer_without_megatrons_method_has_none(
     """It runs as before, and a line says so."""
     monkeypatch.setattr(cut_layer, "can_be_cut", lambda _: False)
     plain, model = (small_model("tiny-moe", spec={"num_layers": 3, **MIXED}) for _ in range(2))
-    ours = steps(model, config(), 3, uneven=True)
+    ours = steps(model, config())
     assert made(model).captures > 0  # of the dense one
     assert caplog.text.count("a layer is put together differently") == 1
     for one, other in zip(ours, without(plain, config()), strict=True):
@@ -124,19 +124,19 @@ def test_a_capture_that_fails_keeps_nothing(caplog: pytest.LogCaptureFixture) ->
         return stock(x)
 
     inside.forward = failing
-    steps(model, config(), 3, uneven=True)
+    steps(model, config())
     assert "no memory here" in caplog.text
     gc.collect()
     assert [node() for node in left] == [None]
 
 
 def routed(replays: bool) -> dict[str, Any]:
-    """Gradients of the last of three steps of microbatches with routes, with graphs."""
+    """Gradients of the last of two steps of microbatches with routes, with graphs."""
     model = small_model("tiny-moe", spec=SIZES, config_overrides=ROUTED, wrap_ddp=False)
     set_action(RouterReplayAction.REPLAY_FORWARD if replays else None)
     given = one_step.routes_of(items())
     schedule = PrefixSchedule(config(min_gain=0, chunk_tokens=8), given)
-    for _ in range(3):
+    for _ in range(2):
         for router in routers(model).values():
             router.expert_bias.zero_()  # a step moves it
         one_step.zero_gradients(model)

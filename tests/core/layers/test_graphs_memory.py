@@ -120,7 +120,7 @@ def new_sets(
     holding(held, patch)
     patch.setattr(SegmentGraphs, "capture", captured)
     patch.setattr(Piece, "capture_backward", capturing_backward)
-    steps(model, config(memory=memory), 3, uneven=True)
+    steps(model, config(memory=memory))
     assert found
     return found
 
@@ -198,7 +198,7 @@ def test_attention_writes_where_the_next_piece_reads(
         return run(piece, given)
 
     monkeypatch.setattr(Piece, "run_forward", noted)
-    steps(small_model(name, spec={"num_layers": LAYERS}), config(), 3, uneven=True)
+    steps(small_model(name, spec={"num_layers": LAYERS}), config())
     assert there and all(there)
 
 
@@ -220,7 +220,7 @@ def test_pieces_of_the_longest_segment_copy_one_thing(
             copies.append((is_first, launched.count("aten.copy_.default")))
 
     monkeypatch.setattr(SegmentGraphs, "capture", captured)
-    steps(small_model(name, spec={"num_layers": LAYERS}), config(), 3, uneven=True)
+    steps(small_model(name, spec={"num_layers": LAYERS}), config())
     assert max(num for is_first, num in copies if is_first) == 1
     assert all(num > 1 for is_first, num in copies if not is_first)
 

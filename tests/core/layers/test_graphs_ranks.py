@@ -43,7 +43,7 @@ EXPERTS = {
     **{name: LAYOUTS[name] for name in ("TP2+SP", "CP2", "PP2")},
     "EP2, chunks": (Layout(dp=2, ep=2), {"chunk_tokens": 8}),
 }
-TOKENS, STEPS = 256, 3
+TOKENS, STEPS = 256, 2
 WHEN = {"weights move": STEPS - 1, "a hook": 0}
 MIXED = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5,
          "moe_shared_expert_intermediate_size": 32}  # fmt: skip

@@ -251,8 +251,12 @@ def failing(patch: pytest.MonkeyPatch, model: Any, place: str, tick: Callable[[]
     patch.setattr(owner, name, method, raising=False)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("after", [1, 5])
+FAULTS = [("the layer", 1), ("the loss", 5), ("a later layer", 1)]
+"""Where, and at which of its calls; every place with the other call is a product."""
+OTHERS = [(place, 6 - after) for place, after in FAULTS]
+
+
+@pytest.mark.parametrize(("place", "after"), rows(FAULTS + OTHERS, OTHERS))
 def test_a_failure_leaves_nothing_behind(place: str, after: int) -> None:
     items, schedule, model = failures.items(), PrefixSchedule(failures.CONFIG), model_of()
     expected = run(schedule, model, Contract(), items)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -164,13 +165,14 @@ def test_two_ranks_under_torchrun_train_as_stock(tmp_path: Path) -> None:
     text += '        print("ran %d %d;" % ran)\n'  # one write: of ranks' prints only ends may mix
     script = tmp_path / "loop.py"
     script.write_text(text, encoding="utf-8")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    words = "--standalone", "--nproc-per-node", "2", "-m", "megatron_prefix.run", str(script)
     alike = tmp_path / "alike.py"  # ranks that are forked here meet in a file
     met = f'"gloo", init_method="file://{tmp_path}/met", rank=int(os.environ["RANK"]), world_size=2'
     alone = text.replace("import torch\n", "import os\n\nimport torch\n", 1)
     alike.write_text(alone.replace('("gloo")', f"({met})"), encoding="utf-8")
     stock = steps_in("".join(run_ranks(2, printed, str(alike))))
-    done = run(*torchrun, "-m", "megatron_prefix.run", str(script), "--prefix-schedule", "on")
+    torchrun = functools.partial(forked_module, "tests.harness.forking_torchrun", cwd=REPOSITORY)
+    done = torchrun(*words, "--prefix-schedule", "on")
     assert numbers(said(done)) == pytest.approx(
         numbers(stock), rel=tolerance(torch.float32, 2 * 1272)
     )

@@ -15,7 +15,7 @@ from megatron_prefix.run.schedule import WATCHED
 from tests.core.trainers.both import Step
 from tests.core.trainers.registry import installed
 from tests.core.trainers.verl_run import write_plugin
-from tests.harness.rows import rows
+from tests.harness.rows import rows, through
 
 ROOT = Path(__file__).parents[3]
 LAYOUTS = ("1", "tp2-sp", "pp2", "tp2-pp2", "cp2", "pp2-fused", "tp2-sp-fused", "cp2-fused")
@@ -29,6 +29,7 @@ FORMS = {
 }  # fmt: skip
 """Of mode "auto": why log-probs and updates run as stock's do; "" if they share."""
 PLUGIN = ("1-plugin", "tp2-pp2-plugin")
+PLUGIN_PRODUCTS = PLUGIN[1:]
 SETTINGS = {"MODE": "on", "MIN_GAIN": "0", "SEGMENT_TOKENS": "128", "KERNEL": "math"}
 ON = {f"MEGATRON_PREFIX_{name}": text for name, text in SETTINGS.items()}
 """Small segments, so that small steps have many; the kernel without probing."""
@@ -53,7 +54,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     write_plugin(plugin)
     # Before the installed package, whose metadata may be of another version.
     named = {**ON, "PYTHONPATH": os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")])}
-    return run(*(one for one in LAYOUTS if one not in PRODUCTS), *FORMS, *PLUGIN, **named)
+    plain = (one for one in LAYOUTS if one not in PRODUCTS)
+    return run(*plain, *FORMS, *through(PLUGIN, PLUGIN_PRODUCTS), **named)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,6 @@ def test_in_mode_auto_verl_shares_or_gets_stocks_bits(runs: dict[str, Any], layo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", PLUGIN)
+@pytest.mark.parametrize("layout", rows(PLUGIN, PLUGIN_PRODUCTS))
 def test_verls_plugin_puts_the_schedule_into_its_engine(runs: dict[str, Any], layout: str) -> None:
     check(runs[layout])
