@@ -55,15 +55,17 @@ class Experts(Kind):
         return weights
 
     def memory(self, config: Any, form: Execution) -> LayerMemory:
-        """See Kind. Every expert gets a copy of the input and weighs its output; routers save
-        scores, and count all positions. Megatron's `recompute_modules` has "mlp" for dense ones.
+        """See Kind. Every expert gets a copy of the input and weighs what its second product gets,
+        in the kernel of the activation function if there is one; routers save scores, and count all
+        positions. Megatron's `recompute_modules` has "mlp" for dense ones.
         What the norm in front gives is in no product alone. All tokens go through shared ones,
         which run first: in a backward what the others save has gone when they run again."""
         width = _widths(config)[0] / form.tp
         cut = getattr(config, "expert_tensor_parallel_size", None) or form.tp
         copied, sent = config.hidden_size * cut / form.tp, config.moe_router_topk
         scores = 3 * (config.num_moe_experts or 0) / form.sequence_ranks
-        numbers = sent * (copied + between(width, config, form) + width) + scores
+        inside = between(width, config, form) + width * (not form.fused_activation)
+        numbers = sent * (copied + inside) + scores
         less = precision.less(sent * (copied + width), config, form)
         found = saving(numbers * form.itemsize - less, numbers, config, form)
         shared = _of_shared(config, form)

@@ -75,9 +75,9 @@ def between(width: float, config: Any, form: Execution) -> float:
     """Numbers a position that an MLP of a width saves, without its input."""
     gated = config.gated_linear_unit
     inputs = 2 if gated else 1
-    if form.fused_activation:
-        return width * (inputs + 1)
     clamped = getattr(config, "activation_func_clamp_value", None) is not None
+    if form.fused_activation:  # what is clamped is a tensor of its own
+        return width * (inputs * (1 + clamped) + 1)
     return width * (inputs + (3 if gated else 1) + clamped + _is_quick(config))
 
 
