@@ -140,7 +140,7 @@ class _Choice:
         """Takes back what was chosen first as long as the rest is enough: the peak may have been
         another's, whom the search found later."""
         own = self._begun.policies or ("retain",) * len(self.plan.segments)
-        for index in self._chosen[:-1]:
+        for index in self._chosen[:-1][:MOST_TRIES]:
             if self.plan.policy(index) == "recompute":
                 chosen = self.plan
                 self._set(index, own[index])
