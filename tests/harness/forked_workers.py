@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from _pytest.pathlib import import_path
 from execnet import gateway_base, gateway_io
 
@@ -113,6 +114,8 @@ def _fork(before: list[_Forked]) -> _Forked:
 def _serve() -> None:
     """What execnet lets a new interpreter do, and an interpreter at its end."""
     atexit._clear()  # that is for the process that it was forked from
+    # After a fork torch makes its pool anew when asked: of two threads at once one finds none.
+    torch.set_num_threads(torch.get_num_threads())
     sys.modules["__main__"] = types.ModuleType("__main__")
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
