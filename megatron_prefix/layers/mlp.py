@@ -61,7 +61,7 @@ def _activates_again(config: Any) -> bool:
     input in another form, or where both are one operator; nor where the activation function keeps
     what it gives, and not what it gets, which would be kept in its place (ReLU, squared or not)."""
     ways = ("fp8", "fp4", "use_transformer_engine_op_fuser", "cpu_offloading")
-    function = getattr(getattr(config, "activation_func", None), "__name__", "")
+    function = _function(config)
     keeps = config.gated_linear_unit or "gelu" in function or function == "silu"
     return keeps and not any(getattr(config, way, None) for way in ways)
 
@@ -78,14 +78,15 @@ def between(width: float, config: Any, form: Execution) -> float:
     clamped = getattr(config, "activation_func_clamp_value", None) is not None
     if form.fused_activation:  # what is clamped is a tensor of its own
         return width * (inputs * (1 + clamped) + 1)
-    return width * (inputs + (3 if gated else 1) + clamped + _is_quick(config))
+    # Megatron's quick_gelu saves a sigmoid, too; a ModelSpec has no function, but says so.
+    quick = getattr(config, "quick_geglu", False) or _function(config) == "quick_gelu"
+    return width * (inputs + (3 if gated else 1) + clamped + quick)
 
 
-def _is_quick(config: Any) -> bool:
-    """Whether the activation function is Megatron's quick_gelu, which saves a sigmoid, too."""
-    function = getattr(config, "activation_func", None)  # a ModelSpec says so itself
-    quick: bool = getattr(config, "quick_geglu", False)
-    return quick or getattr(function, "__name__", "") == "quick_gelu"
+def _function(config: Any) -> str:
+    """Name of the activation function; "" where a config has none."""
+    name: str = getattr(getattr(config, "activation_func", None), "__name__", "")
+    return name
 
 
 def saving(kept: float, numbers: float, config: Any, form: Execution) -> LayerMemory:

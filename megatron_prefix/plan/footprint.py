@@ -33,8 +33,8 @@ class Execution:
         recompute: "none", "full" or "selective".
         method, num_layers, modules: Megatron's options of recomputation.
         keeps_outputs: see `Footprint`.
-        holds_projection: GatedDeltaNet's convolution saves its input where the projection has left
-            it, so that all of that stays (Megatron-Core since 0.18).
+        holds_projection: whether a recurrent layer's convolution saves its input where the
+            projection has left it, so that all of that stays (Megatron-Core since 0.18).
     """
 
     itemsize: int = 2

@@ -47,9 +47,8 @@ moe/PP2xEP2/flat/full
 moe/CP2xEP2/packed/none
 """.split()
 PRODUCTS = ("dense/CP2/chunked/full", "moe/TP2+SP/packed/none", "moe/CP2xEP2/packed/none",
-            "dense/DP2/packed/none", "moe/PP2xEP2/flat/full")  # fmt: skip
-"""Packs, chunks, experts and recomputation stand in other rows with each of these layouts; a flat
-group is a tree without turns."""
+            "dense/DP2/packed/none")  # fmt: skip
+"""Packs, chunks, experts and recomputation stand in other rows with each of these layouts."""
 
 
 @pytest.fixture(autouse=True)
