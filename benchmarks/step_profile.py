@@ -8,7 +8,8 @@
 Of a rollout file a step has the first groups.  Both schedules make some steps, and torch's profiler
 watches the last.  An idle gap belongs to the action (A, B or C of a segment) in which the host
 launched what ended it.  In a layout of several ranks, e.g. with --cp 2, the first is watched.  On
-the CPU, with `--device cpu`, only the host's time is there.
+the CPU, with `--device cpu`, only the host's time is there.  `--functions N` says in which Python
+functions the host is during N more steps of ours, without the profiler, in all of its threads.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,7 +42,8 @@ from megatron_prefix.run.execute import executor
 from megatron_prefix.run.schedule import PrefixSchedule
 
 BLOCKING = ("Synchronize", "cudaMalloc", "cudaFree", "HostAlloc", "cudaMemcpyAsync")
-GAPS, KERNELS = 12, 14
+GAPS, KERNELS, FUNCTIONS = 12, 14, 60
+SAMPLES, SAMPLE_SECONDS = "all samples", 5e-4
 ACTION = "action "
 
 
@@ -83,6 +87,52 @@ def show(name: str, before: list[float], spent: float, found: Any) -> None:
         print(f"  kernels of {action}: {total / 1e6:.1f} ms")
         for kernel, spent in kernels.most_common(KERNELS):
             print(f"    {spent / 1e6:8.2f} ms  {kernel[:100]}")
+
+
+def sampled(step: Callable[[], Any], num_steps: int) -> None:
+    """Prints the Python functions that the host is in during some steps, in milliseconds a step:
+    by themselves, and with all that they call."""
+    alone, with_callees = collections.Counter[str](), collections.Counter[str]()
+    done, begin = threading.Event(), time.perf_counter()
+    sampler = threading.Thread(target=_sample, args=(done, alone, with_callees))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    sampler.start()
+    for _ in range(num_steps):
+        step()
+    done.set()
+    sampler.join()
+    sys.setswitchinterval(before)
+    spent = 1e3 * (time.perf_counter() - begin) / num_steps
+    samples = max(1, with_callees.pop(SAMPLES, 0))
+    print(f"functions: {spent:.0f} ms a step, {samples / num_steps:.0f} samples")
+    for title, counted in (("by themselves", alone), ("with what they call", with_callees)):
+        print(f"  {title}:")
+        for where, number in counted.most_common(FUNCTIONS):
+            print(f"    {spent * number / samples:8.2f} ms  {where}")
+
+
+def _sample(
+    done: threading.Event, alone: collections.Counter[str], with_callees: collections.Counter[str]
+) -> None:
+    """Counts where other threads are until `done`; a function once a stack."""
+    mine = threading.get_ident()
+    while not done.wait(SAMPLE_SECONDS):
+        with_callees[SAMPLES] += 1
+        for thread, frame in sys._current_frames().items():
+            if thread == mine:
+                continue
+            alone[_named(frame)] += 1
+            stack = set()
+            while frame is not None:
+                stack.add(_named(frame).partition(" ")[2])
+                frame = frame.f_back
+            with_callees.update(stack)
+
+
+def _named(frame: Any) -> str:
+    path = "/".join(frame.f_code.co_filename.rsplit("/", 3)[1:])
+    return f":{frame.f_lineno} {frame.f_code.co_qualname} ({path})"
 
 
 def busiest(events: Any) -> dict[str, collections.Counter[str]]:
@@ -175,6 +225,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("work", help="P:R:n, or a rollout file")
     parser.add_argument("--step-tokens", type=int, default=100_000, help="of a file")
     parser.add_argument("--steps", type=int, default=4, help="before the one that is watched")
+    parser.add_argument("--functions", type=int, default=0, help="more steps to say this of")
     parser.add_argument("--trace", help="write the prefix schedule's step for chrome://tracing")
     arguments.add_baseline(parser)
     add_model(parser, model="tiny-llama", dtype="bfloat16")
@@ -203,6 +254,8 @@ def profile_rank(given: argparse.Namespace, layout: Layout) -> None:
             show(name, before, spent, found)
             if given.trace and name == "prefix":
                 found.export_chrome_trace(given.trace)
+            if given.functions and name == "prefix":
+                sampled(step, given.functions)
 
 
 if __name__ == "__main__":

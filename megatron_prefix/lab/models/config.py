@@ -288,6 +288,7 @@ def _kernels(
         "bias_activation_fusion": has_bias_kernel,
         "apply_rope_fusion": with_te and can_fuse_rope,
         "moe_permute_fusion": False,
+        "moe_router_fusion": with_te and spec.is_moe,
         "moe_grouped_gemm": with_te and spec.is_moe,
         "gradient_accumulation_fusion": with_te and _has("fused_weight_gradient_mlp_cuda"),
     }

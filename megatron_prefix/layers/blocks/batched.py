@@ -42,12 +42,12 @@ class Batch(NamedTuple):
     def view(self, x: Tensor) -> Tensor:
         """[positions, heads, d] -> this batch's [num, length, heads, d], a view."""
         mine = x[self.start : self.start + self.num * self.length]
-        return mine.unflatten(0, (self.num, self.length))
+        return mine.view(self.num, self.length, *x.shape[1:])  # torch's unflatten is in Python
 
     def view_lse(self, lse: Tensor) -> Tensor:
         """[heads, positions] -> this batch's [num, heads, length], a view."""
         columns = lse[:, self.start : self.start + self.num * self.length]
-        return columns.unflatten(1, (self.num, self.length)).transpose(0, 1)
+        return columns.view(len(lse), self.num, self.length).transpose(0, 1)
 
 
 @functools.lru_cache(maxsize=1024)

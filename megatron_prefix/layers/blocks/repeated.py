@@ -33,20 +33,19 @@ class _Launch(NamedTuple):
         kernel: takes `arguments`.
         arguments: those that stay.
         places: of queries, keys, values, output and log-sum-exp in them.
-        out, lse: tensors like those that it writes, without storage.
+        written: shapes and dtypes of output and log-sum-exp, which are contiguous.
         held: tensors of the call's options, whose ids tell calls apart.
     """
 
     kernel: Callable[..., Any]
     arguments: tuple[Any, ...]
     places: tuple[int, ...]
-    out: Tensor
-    lse: Tensor
+    written: tuple[tuple[torch.Size, torch.dtype], ...]
     held: tuple[Tensor, ...]
 
     def __call__(self, *given: Tensor) -> tuple[Tensor, Tensor]:
         device, arguments = given[0].device, [*self.arguments]
-        out, lse = (torch.empty_like(one, device=device) for one in (self.out, self.lse))
+        out, lse = [torch.empty(n, dtype=dtype, device=device) for n, dtype in self.written]
         tensors = *(one.detach() for one in given), out, lse
         for place, one in zip(self.places, tensors, strict=True):
             arguments[place] = one
@@ -149,8 +148,8 @@ def _watched(
     known = [one for one in options.values() if isinstance(one, Tensor)]
     if not all(_stays(one, known) for one in kept):
         return out, lse, None
-    blank = torch.empty_like(out, device="meta"), torch.empty_like(lse, device="meta")
-    return out, lse, _Launch(kernel, (*kept,), (*places,), *blank, (*known,))
+    written = (out.shape, out.dtype), (lse.shape, lse.dtype)
+    return out, lse, _Launch(kernel, (*kept,), (*places,), written, (*known,))
 
 
 def _place(tensor: Tensor, arguments: Sequence[Any]) -> int | None:
