@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The suite on the CPU, four files at a time: bash launch/test.sh
-# And what combines what it shows one by one (marked `products`): bash launch/test.sh --all
+# Of long tests' rows it runs some, by the commit.  All of them: bash launch/test.sh --all
 # A part of it:                                bash launch/test.sh ARGUMENTS OF PYTEST
 # Installs what it needs first; environment.sh has the variables that change where and with what.
 

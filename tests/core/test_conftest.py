@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.conftest import leave_products_out
+from tests.conftest import leave_rows_out
 from tests.harness.cores import keep_to_one_core
 from tests.harness.forked_workers import import_tests
 from tests.harness.frames import SLOTS, with_room
 from tests.harness.fuzzing import rounds
-from tests.harness.rows import EVERYTHING, rows, through
+from tests.harness.rows import EVERYTHING, TURN, TURNS, chosen, rows, taking_turns, through, turn_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -80,19 +80,29 @@ def test_tests_have_room_for_frames():
     assert SLOTS in found
 
 
+def left(names, *marks):
+    """Of rows of a test with these marks, what is run and what is left out."""
+    items = [
+        SimpleNamespace(
+            nodeid=f"file::test[{name}]",
+            get_closest_marker={mark: mark in name or mark == "turns" for mark in marks}.get,
+        )
+        for name in names
+    ]
+    told = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: told.extend(items))
+    leave_rows_out(SimpleNamespace(hook=hook), items)
+    return [[one.nodeid[len("file::test[") : -1] for one in some] for some in (items, told)]
+
+
 @pytest.mark.parametrize("everything", [True, False])
 def test_products_are_left_out_of_the_suite(monkeypatch, everything):
     if everything:
         monkeypatch.setenv(EVERYTHING, "1")
     else:
         monkeypatch.delenv(EVERYTHING, raising=False)
-    one, product = (
-        SimpleNamespace(get_closest_marker={"products": mark}.get) for mark in (None, "a mark")
-    )
-    items, told = [one, product], []
-    hook = SimpleNamespace(pytest_deselected=lambda items: told.extend(items))
-    leave_products_out(SimpleNamespace(hook=hook), items)
-    assert (items, told) == (([one, product], []) if everything else ([one], [product]))
+    names = ["one", "products"]
+    assert left(names, "products") == ([names, []] if everything else [["one"], ["products"]])
     assert rounds(8, 100, fewest=3) == (8 if everything else 3)
     assert through("abc", "b") == ([*"abc"] if everything else [*"ac"])
 
@@ -103,3 +113,31 @@ def test_rows_are_marked_if_they_are_there():
     assert made[1].values == (1, "b")
     with pytest.raises(AssertionError):
         rows(["a"], ["b"])
+
+
+def test_all_rows_have_their_turn(monkeypatch):
+    """The first is always run, and each of the others once; products have no turn."""
+    monkeypatch.delenv(EVERYTHING, raising=False)
+    names, seen = [*"abc", "products", *"defg"], []
+    for turn in range(TURNS):
+        monkeypatch.setenv(TURN, str(turn))
+        run, _ = left(names, "products", "turns")
+        assert run == taking_turns([*"abcdefg"])
+        assert run[0] == "a" and len(run) == 3
+        seen += run[1:]
+    assert sorted(seen) == [*"bcdefg"]
+    monkeypatch.setenv(EVERYTHING, "1")
+    assert left(names, "products", "turns") == [names, []]
+    assert taking_turns("abc") == [*"abc"]
+
+
+def test_a_commit_says_whose_turn_it_is(tmp_path, pytestconfig):
+    assert turn_of(tmp_path) == 0  # outside of a repository
+    assert turn_of(pytestconfig.rootpath) in range(TURNS)
+
+
+@pytest.mark.parametrize("row", ["one", "two"])
+def test_rows_that_are_run_are_known(row, request):
+    known = chosen(request, "row")
+    assert row in known and {*known} <= {"one", "two"}
+    assert chosen(request, "row", "another") == []

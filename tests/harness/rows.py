@@ -4,18 +4,27 @@ Cases here are rows of axes: a layout, a memory policy, a model, a form of call.
 `products` where each of its values stands in a row that is not: what it adds is that they go
 together. Every value of every axis, every pair that code asks for together, and every mistake that
 is made on purpose stays. Among rows that show the same, the cheapest stays.
+
+What is left takes more than a quarter of an hour on two cores. So in files marked `turns`, and in
+jobs of many cases, a run of the whole suite has the first row and every third of the others; which,
+the commit says, and TEST_TURN.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Collection, Iterable
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
 EVERYTHING = "TEST_EVERYTHING"
 """Variable that tests/conftest.py sets where nothing is left out."""
+TURN, TURNS = "TEST_TURN", 3
+"""Variable that says whose turn it is, from 0; and how many there are."""
+T = TypeVar("T")
 
 
 def rows(every: Iterable[Any], products: Collection[Any]) -> list[Any]:
@@ -43,3 +52,41 @@ def through(every: Iterable[Any], products: Collection[Any]) -> list[Any]:
     found = [*every]
     assert all(one in found for one in products), products
     return [one for one in found if EVERYTHING in os.environ or one not in products]
+
+
+def turn_of(repository: Path) -> int:
+    """Whose turn it is by the commit; 0 outside of a repository."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        found = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return 0
+    return int(found.stdout.strip() or "0", 16) % TURNS
+
+
+def takes_its_turn(number: int) -> bool:
+    """Whether a row is run, by its number among those of a test."""
+    if number == 0 or EVERYTHING in os.environ:
+        return True
+    return number % TURNS == int(os.environ.get(TURN, "0"))
+
+
+def taking_turns(every: Iterable[T]) -> list[T]:
+    """What a test goes through by itself: the first, and of the others those whose turn it is."""
+    return [one for number, one in enumerate(every) if takes_its_turn(number)]
+
+
+def chosen(request: pytest.FixtureRequest, *arguments: str) -> list[Any]:
+    """What rows of a file are run: the values of one argument of its tests, or tuples of several.
+
+    Args:
+        request: of a fixture of the file, or of a test.
+        arguments: rows without them are not looked at.
+    """
+    found = []
+    for item in request.session.items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if item.path == request.path and {*arguments} <= {*params}:
+            values = [params[argument] for argument in arguments]
+            found.append(values[0] if len(values) == 1 else (*values,))
+    return found

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.harness.fuzzing import rounds
-from tests.harness.rows import EVERYTHING
+from tests.harness.rows import EVERYTHING, taking_turns
 from tests.oracle import judge, known, pairs, runner
 from tests.oracle.case import AXES, LAYOUTS, Case, alone, draw, settle
 from tests.oracle.judge import ENDED, GOOD, INVALID, MODES, WRONG, Verdict
@@ -55,7 +55,7 @@ def test_every_value_of_every_axis_alone() -> None:
     mode auto beside it is a product."""
     lines = {line.case: line for line in known.KNOWN if line.case.ranks == 1}
     jobs = []
-    for case in dict.fromkeys([*alone(), *lines]):
+    for case in dict.fromkeys([*taking_turns(alone()), *lines]):
         observed = case in lines or any(name in OBSERVED for name in case.changes())
         if observed or EVERYTHING in os.environ:
             jobs.append(runner.Job(case, MODES if observed else ("on", "auto")))

@@ -18,6 +18,8 @@ from tests.harness.data import REPOSITORY
 from tests.harness.rows import rows
 from tests.harness.trees import trie_size
 
+pytestmark = pytest.mark.turns
+
 SMALL = "--groups 2 --max-tokens 96 --set num_layers=2 --min-gain 8 --dtype float64 --json"
 LAYOUTS = {
     "packs": "--dp 2 --groups 3",  # where all that is common carries loss

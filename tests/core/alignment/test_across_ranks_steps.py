@@ -24,6 +24,8 @@ from tests.harness.one_rank import small_model
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract, Microbatch, microbatch
 
+pytestmark = pytest.mark.turns
+
 PROMPT, ANSWER, PROMPTS = 40, 8, 3
 CONFIG = PrefixConfig(min_gain=0, kernel="math", across_ranks="on")
 

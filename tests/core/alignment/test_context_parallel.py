@@ -42,6 +42,8 @@ from tests.harness.rows import EVERYTHING, rows
 from tests.harness.steps import Contract
 from tests.harness.stock_once import stock_once
 
+pytestmark = pytest.mark.turns
+
 LAYOUTS = {
     "cp2": Layout(cp=2),
     "cp4": Layout(cp=4),

@@ -23,6 +23,8 @@ from megatron_prefix.tree.payload_map import payload_map
 from tests.harness.context_parallel import DATA, spec
 from tests.harness.ranks import run_ranks
 
+pytestmark = pytest.mark.turns
+
 
 class Traffic(TorchDispatchMode):
     """Counts what this rank gives to the collectives of one group: by kind and elements."""

@@ -29,6 +29,8 @@ from tests.harness.ranks import run_ranks
 from tests.harness.rows import rows
 from tests.harness.steps import Contract, Microbatch
 
+pytestmark = pytest.mark.turns
+
 EP2 = Layout(dp=2, ep=2)
 
 

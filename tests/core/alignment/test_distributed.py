@@ -28,6 +28,8 @@ from tests.harness.ranks import run_ranks
 from tests.harness.reductions import Watch, Watched
 from tests.harness.rows import EVERYTHING, rows
 
+pytestmark = pytest.mark.turns
+
 VOCAB = 96
 CONFIG = PrefixConfig(segment_tokens=64, min_gain=0, chunk_tokens=24)
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 5000}

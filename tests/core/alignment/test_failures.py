@@ -28,6 +28,8 @@ from tests.harness.one_rank import one_rank, small_model
 from tests.harness.rows import rows
 from tests.harness.steps import Contract, Microbatch
 
+pytestmark = pytest.mark.turns
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _rank() -> Iterator[None]:

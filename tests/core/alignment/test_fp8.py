@@ -29,6 +29,8 @@ from tests.harness.one_rank import change_rank, one_rank, small_model
 from tests.harness.rows import rows
 from tests.harness.small_rows import small_rows  # noqa: F401
 
+pytestmark = pytest.mark.turns
+
 ROWS = """
 dense/TP2+SP/packed/none
 dense/CP2/tree/none

@@ -37,6 +37,8 @@ from tests.harness.rows import rows
 from tests.harness.steps import Contract
 from tests.harness.trees import rollout_sets, tree_options
 
+pytestmark = pytest.mark.turns
+
 RELEASE = Version(megatron.core.__version__)
 EXACT = 1e-9
 KERNELS_OF = {"GatedDeltaNet": "forward", "MambaMixer": "_ssm_training"}

@@ -25,6 +25,8 @@ from tests.harness.rows import EVERYTHING, rows
 from tests.harness.small_rows import small_rows  # noqa: F401
 from tests.harness.stock_once import stock_once
 
+pytestmark = pytest.mark.turns
+
 ROWS = """
 gdn/TP2+SP/tree/none
 mamba/TP2+SP/chunked/full

@@ -29,6 +29,8 @@ from tests.harness.one_rank import one_rank
 from tests.harness.rows import rows
 from tests.harness.steps import Contract
 
+pytestmark = pytest.mark.turns
+
 SPECS = {GDN: hybrid.gated_delta(4, every=4), MAMBA: hybrid.mamba("M-M*M-")}
 FAMILIES = pytest.mark.parametrize("name", [GDN, MAMBA])
 

@@ -28,6 +28,8 @@ from tests.harness.one_rank import one_rank, small_model
 from tests.harness.rows import rows
 from tests.harness.steps import Contract
 
+pytestmark = pytest.mark.turns
+
 EXACT = hybrid.limit(176, 3)
 JOINED: dict[str, Any] = {"min_gain": 1}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -30,6 +30,8 @@ from tests.harness import lora, steps
 from tests.harness.ranks import run_ranks
 from tests.harness.rows import rows
 
+pytestmark = pytest.mark.turns
+
 VOCAB, LAYERS = 64, 2
 CHUNKED = PrefixConfig(min_gain=0, chunk_tokens=16, segment_tokens=48)
 ACROSS = replace(CHUNKED, across_ranks="on")

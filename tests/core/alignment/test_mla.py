@@ -26,6 +26,8 @@ from tests.harness.one_rank import one_rank, small_model
 from tests.harness.rows import rows, through
 from tests.harness.steps import Contract
 
+pytestmark = pytest.mark.turns
+
 EXACT = hybrid.limit(128, 2)
 DENSE: dict[str, Any] = {"num_layers": 2, "num_moe_experts": None}
 MODELS: dict[str, dict[str, Any]] = {

@@ -38,8 +38,10 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import build, trees
 from tests.harness.cases import run_cases
 from tests.harness.ranks import run_ranks
-from tests.harness.rows import rows
+from tests.harness.rows import chosen, rows
 from tests.harness.stock_once import stock_once
+
+pytestmark = pytest.mark.turns
 
 VOCAB = 64
 SP = {"sequence_parallel": True}
@@ -312,21 +314,24 @@ def compare(case: Case, layout: Layout) -> str:
     return "\n".join(verdict.failures)
 
 
-@functools.cache
-def outcome(layout: Layout, products: bool) -> list[dict[str, str]]:
-    """What every rank says of every case of a layout, and of every mistake in one; of products, or
-    of the others."""
-    names = [name for name in CASES if (name in PRODUCTS) == products]
-    cases = {name: (name, "") for name in names if CASES[name].layout == layout}
-    mistakes = {m: (name, m) for m, (name, *_) in MISTAKES.items() if name in cases}
-    return run_ranks(
-        layout.world_size, stock_once()(run_cases), layout, cases | mistakes, compare_with
-    )
+@pytest.fixture(scope="module")
+def outcome(request):
+    """What every rank says of the cases of a layout, and of the mistakes in one."""
+    every = {name: (name, "") for name in chosen(request, "name")}
+    every |= {mistake: (MISTAKES[mistake][0], mistake) for mistake in chosen(request, "mistake")}
+
+    @functools.cache
+    def of(layout: Layout) -> list[dict[str, str]]:
+        cases = {name: what for name, what in every.items() if CASES[what[0]].layout == layout}
+        run = stock_once()(run_cases)
+        return run_ranks(layout.world_size, run, layout, cases, compare_with)
+
+    return of
 
 
 @pytest.mark.parametrize("name", rows(CASES, PRODUCTS))
-def test_a_step_is_that_of_the_stock_schedule(name):
-    for rank, found in enumerate(outcome(CASES[name].layout, name in PRODUCTS)):
+def test_a_step_is_that_of_the_stock_schedule(name, outcome):
+    for rank, found in enumerate(outcome(CASES[name].layout)):
         assert not found[name], f"rank {rank}: {found[name]}"
 
 
@@ -398,8 +403,8 @@ def compare_with(what: tuple[str, str], layout: Layout) -> str:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_wrong_count_is_seen(mistake):
-    found = outcome(CASES[MISTAKES[mistake][0]].layout, False)[0][mistake]
+def test_a_wrong_count_is_seen(mistake, outcome):
+    found = outcome(CASES[MISTAKES[mistake][0]].layout)[0][mistake]
     assert found and "Traceback" not in found, found
     failures = found.splitlines()
     biased = any("expert_bias" in line for line in failures)

@@ -21,6 +21,8 @@ from tests.harness.one_rank import change_rank, one_rank, small_model
 from tests.harness.rows import rows
 from tests.harness.steps import Contract
 
+pytestmark = pytest.mark.turns
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _rank() -> Iterator[None]:

@@ -34,6 +34,8 @@ from tests.harness.ranks import run_ranks
 from tests.harness.reductions import Watch, Watched
 from tests.harness.rows import rows
 
+pytestmark = pytest.mark.turns
+
 VOCAB = 96
 CONFIG = PrefixConfig(segment_tokens=64, min_gain=0, chunk_tokens=24)
 BUCKETS = {"bucket_size": 5000}

@@ -23,6 +23,8 @@ from tests.harness.ranks import run_ranks
 from tests.harness.rows import rows
 from tests.harness.stock_once import stock_once
 
+pytestmark = pytest.mark.turns
+
 TYPES = (LINEAR, LINEAR, FULL)
 
 

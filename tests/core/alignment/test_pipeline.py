@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,9 +13,11 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.tree import build, trees
 from tests.harness.pipelines import SHAPES, Case, rollouts_of, run_cases
 from tests.harness.ranks import run_ranks
-from tests.harness.rows import rows
+from tests.harness.rows import chosen, rows
 from tests.harness.steps import Contract
 from tests.harness.stock_once import stock_once
+
+pytestmark = pytest.mark.turns
 
 LAYOUTS = {
     "pp2": Layout(pp=2),
@@ -128,18 +131,26 @@ PRODUCTS = {
 """Their options and layouts stand in other rows."""
 
 
-@functools.cache
-def outcome(layout: str, products: bool) -> list[dict[str, str]]:
-    """What every rank says of every case of a layout; of products, or of the others."""
-    made, every = LAYOUTS[layout], CASES[layout]
-    cases = {name: every[name] for name in every if ((layout, name) in PRODUCTS) == products}
-    return run_ranks(made.world_size, stock_once()(run_cases), made, cases, timeout_s=900)
+@pytest.fixture(scope="module")
+def outcome(request: pytest.FixtureRequest) -> Callable[[str], list[dict[str, str]]]:
+    """What every rank says of the cases of a layout."""
+    every = chosen(request, "layout", "case")
+
+    @functools.cache
+    def of(layout: str) -> list[dict[str, str]]:
+        made = LAYOUTS[layout]
+        cases = {name: CASES[layout][name] for place, name in every if place == layout}
+        return run_ranks(made.world_size, stock_once()(run_cases), made, cases, timeout_s=900)
+
+    return of
 
 
 @pytest.mark.parametrize(
     ("layout", "case"),
     rows([(layout, case) for layout, cases in CASES.items() for case in cases], PRODUCTS),
 )
-def test_a_step_is_megatrons(layout: str, case: str) -> None:
-    for rank, found in enumerate(outcome(layout, (layout, case) in PRODUCTS)):
+def test_a_step_is_megatrons(
+    layout: str, case: str, outcome: Callable[[str], list[dict[str, str]]]
+) -> None:
+    for rank, found in enumerate(outcome(layout)):
         assert not found[case], f"rank {rank}: {found[case]}"

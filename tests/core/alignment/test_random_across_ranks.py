@@ -29,6 +29,8 @@ from tests.harness.fuzzing import rounds
 from tests.harness.ranks import run_ranks
 from tests.harness.rows import rows
 
+pytestmark = pytest.mark.turns
+
 VOCAB = 64
 MOE = {"num_moe_experts": 4, "moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5}
 GLOBAL = {**MOE, "moe_router_load_balancing_type": "global_aux_loss"}

@@ -25,6 +25,8 @@ from tests.harness.one_rank import change_rank, one_rank, small_model
 from tests.harness.steps import Contract, Microbatch
 from tests.harness.trees import rollout_sets, tree_options
 
+pytestmark = pytest.mark.turns
+
 # By name what Megatron itself recomputes in them.
 MODELS = {
     "tiny-llama": ("tiny-llama", "none"),

@@ -19,6 +19,8 @@ from tests.harness import data
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.rows import rows
 
+pytestmark = pytest.mark.turns
+
 SETS = ("tau_airline", "rag_musique", "rag_hotpot_llm", "math_cot", "gsm8k")
 MAX_TOKENS, MAX_ROLLOUTS = 512, 5
 

@@ -38,6 +38,8 @@ from tests.harness.rows import rows
 from tests.harness.steps import Contract, Microbatch
 from tests.harness.trees import with_routes
 
+pytestmark = pytest.mark.turns
+
 LAYERS, EXPERTS, ROLLOUTS = 2, 4, 4
 SIZES = {"num_layers": LAYERS, "num_moe_experts": EXPERTS}
 ROUTED = {"moe_enable_routing_replay": True, "moe_router_enable_expert_bias": True,

@@ -31,6 +31,8 @@ from tests.harness import steps
 from tests.harness.ranks import run_ranks
 from tests.harness.rows import rows
 
+pytestmark = pytest.mark.turns
+
 MODULE = "miles.utils.replay_base"
 CASES = {
     "one rank": (Layout(), "none"),

@@ -27,6 +27,8 @@ from tests.harness.one_rank import one_rank
 from tests.harness.rows import through
 from tests.harness.sparse import model_of, worst
 
+pytestmark = pytest.mark.turns
+
 EXACT = hybrid.limit(128, 2)
 MODELS: dict[str, dict[str, Any]] = {
     "six keys": {},

@@ -20,6 +20,8 @@ from tests.harness.ranks import run_ranks
 from tests.harness.rows import rows
 from tests.harness.stock_once import stock_once
 
+pytestmark = pytest.mark.turns
+
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any], dict[str, Any]]] = {
     "tp2 sp": (Layout(tp=2, sequence_parallel=True), {}, {}),
     "pp2": (Layout(pp=2), {}, {}),

@@ -30,6 +30,8 @@ from tests.harness.rows import rows
 from tests.harness.steps import Contract
 from tests.harness.trees import flat_forest
 
+pytestmark = pytest.mark.turns
+
 EXACT = hybrid.limit(128, 3)
 
 

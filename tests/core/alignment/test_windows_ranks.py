@@ -35,6 +35,8 @@ from tests.harness.ranks import run_ranks
 from tests.harness.rows import rows, through
 from tests.harness.stock_once import stock_once
 
+pytestmark = pytest.mark.turns
+
 LAYOUTS = {
     "cp2": Layout(cp=2),
     "cp4": Layout(cp=4),

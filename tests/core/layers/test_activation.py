@@ -30,6 +30,8 @@ from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract
 
+pytestmark = pytest.mark.turns
+
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     "swiglu": {},
     "swiglu with biases": dict(add_bias_linear=True),

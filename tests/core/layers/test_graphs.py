@@ -34,6 +34,8 @@ from tests.harness.recorded import RecordedGraph, cores_in_fp64, recorded_graphs
 from tests.harness.rows import rows
 from tests.harness.steps import Contract, call
 
+pytestmark = pytest.mark.turns
+
 TOKENS = 256
 
 

@@ -22,6 +22,8 @@ from tests.harness.one_rank import one_rank, small_model
 from tests.harness.recorded import RecordedGraph, cores_in_fp64, recorded_graphs  # noqa: F401
 from tests.harness.rows import rows
 
+pytestmark = pytest.mark.turns
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _rank() -> Iterator[None]:

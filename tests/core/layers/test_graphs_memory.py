@@ -24,6 +24,8 @@ from tests.harness.hybrid import GDN, MAMBA, gated_delta, mamba
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.recorded import recorded_graphs  # noqa: F401
 
+pytestmark = pytest.mark.turns
+
 LAYERS = 3
 PLAIN = {"qk_layernorm": False}
 """Without torch's norms of queries and keys, whose few numbers a head no prediction has."""

@@ -27,6 +27,8 @@ from tests.harness.ranks import run_ranks
 from tests.harness.recorded import RecordedGraph, cores_in_fp64, recorded_graphs  # noqa: F401
 from tests.harness.rows import rows
 
+pytestmark = pytest.mark.turns
+
 TP2 = Layout(tp=2, sequence_parallel=True)
 RECOMPUTED = {"chunk_tokens": 8, "memory": "recompute"}
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {

@@ -38,6 +38,8 @@ from tests.harness.one_rank import one_rank
 from tests.harness.rows import EVERYTHING, rows
 from tests.harness.steps import Contract, Microbatch
 
+pytestmark = pytest.mark.turns
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _rank() -> Iterator[None]:

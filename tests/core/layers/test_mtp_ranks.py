@@ -28,6 +28,8 @@ from tests.harness.ranks import run_ranks
 from tests.harness.rows import rows
 from tests.harness.small_rows import small_rows  # noqa: F401
 
+pytestmark = pytest.mark.turns
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     "dense": {"mtp_num_layers": 1},
     "moe": {"mtp_num_layers": 1, "moe_aux_loss_coeff": 1e-2},

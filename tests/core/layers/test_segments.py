@@ -28,6 +28,8 @@ from megatron_prefix.tree.payload_map import Form, PayloadMap, payload_map
 from tests.harness.played_ranks import PlayedRank, play, spread
 from tests.harness.trees import rollout_sets, tree_options
 
+pytestmark = pytest.mark.turns
+
 Results = dict[str, list[Tensor]]
 NUM_LAYERS = 2
 

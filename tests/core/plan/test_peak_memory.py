@@ -31,6 +31,8 @@ from tests.harness.rows import rows
 from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts
 
+pytestmark = pytest.mark.turns
+
 VOCAB, GIB = 128, float(1 << 30)
 # prompt, response, rollouts, segment tokens, chunk tokens, groups; five small groups are packed; in
 # shorter segments later prompts take the rows of earlier ones.

@@ -21,6 +21,8 @@ from tests.harness.ranks import run_ranks
 from tests.harness.recorded import RecordedGraph, recorded_graphs  # noqa: F401
 from tests.harness.rows import rows
 
+pytestmark = pytest.mark.turns
+
 LAYOUTS = {
     "TP2+SP": Layout(tp=2, sequence_parallel=True), "PP2": Layout(pp=2), "DP2": Layout(dp=2),
     "EP2": Layout(dp=2, ep=2),

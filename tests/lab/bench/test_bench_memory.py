@@ -28,6 +28,8 @@ from tests.harness.command_line import failure, forked
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.rows import rows
 
+pytestmark = pytest.mark.turns
+
 CONFIG = PrefixConfig(kernel="math")
 
 

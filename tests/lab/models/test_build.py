@@ -26,6 +26,8 @@ from tests.harness.stock import (
     train_one_step,
 )
 
+pytestmark = pytest.mark.turns
+
 TERMS = LENGTH * NUM_MICROBATCHES  # tokens behind one element of a weight gradient
 # Data parallelism changes which tokens the auxiliary loss sees together, in stock Megatron too.
 NO_AUX = {"moe_aux_loss_coeff": 0.0}

@@ -22,6 +22,8 @@ from megatron_prefix.lab.runtime import Layout
 from tests.harness import hf_checkpoints
 from tests.harness.ranks import run_ranks
 
+pytestmark = pytest.mark.turns
+
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
 
 LAYERS = 4

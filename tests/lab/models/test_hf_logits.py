@@ -28,6 +28,8 @@ from tests.harness.hf_checkpoints import FAMILIES, LENGTH, VOCAB
 from tests.harness.ranks import run_ranks
 from tests.harness.rows import rows
 
+pytestmark = pytest.mark.turns
+
 LIMIT = 1e-5
 """In float32, absolute, of logits whose standard deviation is about 1."""
 TP_PP = Layout(tp=2, pp=2)

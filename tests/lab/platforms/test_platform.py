@@ -18,6 +18,8 @@ from megatron_prefix.lab.runtime import Layout
 from tests.harness.ranks import run_ranks
 from tests.harness.stock import VOCAB, forward_backward, microbatches, named_parameters
 
+pytestmark = pytest.mark.turns
+
 
 def test_select_describes_the_cpu():
     platform = platforms.select("cpu")

@@ -27,6 +27,8 @@ from tests.harness.training import (
     whole_state,
 )
 
+pytestmark = pytest.mark.turns
+
 
 @pytest.mark.parametrize(
     ("fields", "dp"),

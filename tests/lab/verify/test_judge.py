@@ -21,6 +21,8 @@ from megatron_prefix.lab.verify import align
 from tests.harness.one_rank import one_rank
 from tests.harness.ranks import run_ranks
 
+pytestmark = pytest.mark.turns
+
 VOCAB, WRONG = 64, 1 + 1e-6
 Wrong = Callable[[Any, list[dict[str, Any]]], None]
 

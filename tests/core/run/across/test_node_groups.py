@@ -21,6 +21,8 @@ from tests.harness.one_rank import small_model
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract
 
+pytestmark = pytest.mark.turns
+
 NODE = PrefixConfig(min_gain=0, kernel="math", across_ranks="node")
 
 

@@ -29,6 +29,8 @@ from tests.harness.rows import rows
 from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts
 
+pytestmark = pytest.mark.turns
+
 LAYOUTS = {
     "pp2": Layout(pp=2),
     "pp2 vpp2": Layout(pp=2, vpp=2),
