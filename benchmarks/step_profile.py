@@ -119,11 +119,11 @@ def _sample(
     mine = threading.get_ident()
     while not done.wait(SAMPLE_SECONDS):
         with_callees[SAMPLES] += 1
-        for thread, frame in sys._current_frames().items():
+        for thread, top in sys._current_frames().items():
             if thread == mine:
                 continue
-            alone[_named(frame)] += 1
-            stack = set()
+            alone[_named(top)] += 1
+            stack, frame = {_named(top).partition(" ")[2]}, top.f_back
             while frame is not None:
                 stack.add(_named(frame).partition(" ")[2])
                 frame = frame.f_back

@@ -4,6 +4,9 @@
 # environment (.venv-VERSION): with the packages of the suite's where both Pythons load the same binary
 # ones (3.11.2 and 3.11.7 do), else with packages of its own, with the same pins. If that Python is the
 # suite's or cannot be used, one line says so.
+#   bash launch/test_system_python.sh --suite  runs the suite so, or with its own Python if the system's
+#                                              cannot be used: distributions build theirs a third faster
+#   bash launch/test_system_python.sh --rest   runs what depends on the interpreter with the suite's own
 #   SYSTEM_PYTHON  the interpreter (default: /usr/bin/python3)
 
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -23,8 +26,10 @@ tests=(
     --deselect tests/repository/test_packaging.py::test_linters_agree
 )
 
+part=${1:-}
 skip() {
     say "Nothing is run with $SYSTEM_PYTHON: $*"
+    [[ $part == --suite ]] && exec bash "$root/launch/test.sh"
     exit 0
 }
 
@@ -39,6 +44,12 @@ share() {
     "$SYSTEM_PYTHON" -m venv --clear --without-pip "$1"
     printf 'import site; site.addsitedir("%s")\n' "$(packages "$VENV/bin/python")" \
         >"$(packages "$1/bin/python")/suite.pth"
+    grep -lsI "^#!$VENV/bin/python" "$VENV"/bin/* | while read -r script; do # torchrun and others
+        sed "1s|.*|#!$1/bin/python|" "$script" >"$1/bin/$(basename "$script")"
+        chmod +x "$1/bin/$(basename "$script")"
+    done || true # none
+    mkdir -p "$VENV/trainers"
+    ln -sfn "$VENV/trainers" "$1/trainers" # packages that tests put there (tests/core/trainers/registry.py)
     recipe test >"$1/installed-test.txt" # nothing is missing in it
 }
 
@@ -66,5 +77,8 @@ else
     has_venv || install_venv
     has_venv || skip "it lacks venv (Debian, Ubuntu: apt-get install python3-venv)"
 fi
+own_python=$PYTHON own_venv=$VENV
 export PYTHON=$SYSTEM_PYTHON VENV=$own
+[[ $part == --suite ]] && exec bash "$root/launch/test.sh"
+[[ $part == --rest ]] && export PYTHON=$own_python VENV=$own_venv
 exec bash "$root/launch/test.sh" --numprocesses 2 --dist loadfile "${tests[@]}"

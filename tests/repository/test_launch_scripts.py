@@ -178,29 +178,30 @@ def test_a_folder_that_is_no_environment_is_left_alone(sandbox):
 CLOSING = "======= 3 passed, 1 skipped in 1.25s ======="
 
 
-def ci(sandbox: Sandbox, suite: int, system: int) -> subprocess.CompletedProcess:
+def ci(sandbox: Sandbox, suite: int, rest: int) -> subprocess.CompletedProcess:
     """.ci/run where both parts end with these codes."""
-    for name, line, status in (
-        ("test.sh", CLOSING, suite),
-        ("test_system_python.sh", CLOSING.replace("3 passed", "2 passed"), system),
+    script = "case $1 in\n"
+    for part, line, status in (
+        ("--suite", CLOSING, suite),
+        ("--rest", CLOSING.replace("3 passed", "2 passed"), rest),
     ):
-        script = f"echo '{line}'; echo 'a late warning' >&2; exit {status}\n"
-        (sandbox.root / "launch" / name).write_text(script, encoding="utf-8")
+        script += f"{part}) echo '{line}'; echo 'a late warning' >&2; exit {status} ;;\n"
+    (sandbox.root / "launch" / "test_system_python.sh").write_text(f"{script}esac\n", "utf-8")
     (sandbox.root / ".triton").mkdir()  # nothing is to be installed
     return sandbox.run("bash", ".ci/run")
 
 
-@pytest.mark.parametrize(
-    ("suite", "system", "status"), [(0, 0, 0), (1, 0, 1), (0, 5, 5), (1, 2, 1)]
-)
-def test_ci_fails_with_either_part_and_ends_with_pytests_line(sandbox, suite, system, status):
-    done = ci(sandbox, suite, system)
+@pytest.mark.parametrize(("suite", "rest", "status"), [(0, 0, 0), (1, 0, 1), (0, 5, 5), (1, 2, 1)])
+def test_ci_fails_with_either_part_and_ends_with_pytests_line(sandbox, suite, rest, status):
+    done = ci(sandbox, suite, rest)
     assert done.returncode == status
     assert done.stdout.splitlines()[-1] == CLOSING
     assert done.stdout.count("a late warning") == 2
 
 
-def with_system_python(sandbox: Sandbox, **environment: str) -> subprocess.CompletedProcess:
+def with_system_python(
+    sandbox: Sandbox, *part: str, **environment: str
+) -> subprocess.CompletedProcess:
     """launch/test_system_python.sh where the system's Python is 3.11.2 and no root may install."""
     suffix = environment.pop("SUFFIX", ".cpython-311.so")
     python = sandbox.folder / "system-python"
@@ -208,12 +209,12 @@ def with_system_python(sandbox: Sandbox, **environment: str) -> subprocess.Compl
     python.write_text(stand_in, encoding="utf-8")
     python.chmod(0o755)
     apt = sandbox.folder / "bin" / "apt-get"
-    apt.parent.mkdir()
+    apt.parent.mkdir(exist_ok=True)
     apt.write_text('#!/bin/sh\necho "apt-get $*" >>"$NOTES"\n', encoding="utf-8")
     apt.chmod(0o755)
     environment = {"SYSTEM_PYTHON": str(python), **environment}
     path = f"{apt.parent}:{os.environ['PATH']}"
-    return sandbox.run("bash", "launch/test_system_python.sh", PATH=path, **environment)
+    return sandbox.run("bash", "launch/test_system_python.sh", *part, PATH=path, **environment)
 
 
 OTHER = {"SUFFIX": ".cpython-310.so"}
@@ -241,6 +242,28 @@ def test_another_python_of_the_system_runs_tests_that_are_there(sandbox, environ
     for test in tests:
         path, _, name = test.partition("::")
         assert f"def {name.partition('[')[0]}" in (REPOSITORY / path).read_text("utf-8")
+
+
+def test_pythons_change_places(sandbox):
+    """The suite runs with the system's, scripts of its packages too, and the rest with its own."""
+    script = sandbox.venv / "bin" / "torchrun"
+    assert with_system_python(sandbox).returncode == 0
+    script.write_text(f"#!{sandbox.venv}/bin/python\nprint(1)\n", "utf-8")
+    assert with_system_python(sandbox, "--suite").returncode == 0
+    whole = sandbox.asked[-1]
+    own = sandbox.root / ".venv-3.11.2"
+    assert whole.startswith("python -m pytest --numprocesses 4") and "tests/" not in whole
+    assert (own / "bin" / "torchrun").read_text("utf-8") == f"#!{own}/bin/python\nprint(1)\n"
+    assert (own / "trainers").resolve() == sandbox.venv / "trainers"
+    assert with_system_python(sandbox, "--rest").returncode == 0
+    rest = sandbox.asked[-1]
+    assert rest.startswith("python -m pytest --numprocesses 2") and "tests/" in rest
+
+
+def test_the_suite_runs_without_another_python(sandbox):
+    done = with_system_python(sandbox, "--suite", SYSTEM_PYTHON="/no/python3")
+    assert done.returncode == 0 and "it is not there" in done.stdout
+    assert sandbox.asked[-1].startswith("python -m pytest --numprocesses 4")
 
 
 @pytest.mark.parametrize(
