@@ -288,13 +288,20 @@ def _kernels(
         "bias_activation_fusion": has_bias_kernel,
         "apply_rope_fusion": with_te and can_fuse_rope,
         "moe_permute_fusion": False,
-        "moe_router_fusion": with_te and spec.is_moe,
+        "moe_router_fusion": with_te and spec.is_moe and _fuses_routers(),
         "moe_grouped_gemm": with_te and spec.is_moe,
         "gradient_accumulation_fusion": with_te and _has("fused_weight_gradient_mlp_cuda"),
     }
     if with_te:
         values.update(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
     return values
+
+
+def _fuses_routers() -> bool:
+    """Whether transformer-engine does (megatron/core/extensions/transformer_engine.py)."""
+    from megatron.core.utils import is_te_min_version
+
+    return bool(is_te_min_version("2.7.0"))
 
 
 def _has(module: str) -> bool:

@@ -29,8 +29,9 @@ Microbatch = dict[str, Any]
 Routes = dict[tuple[str, str], NDArray[np.int16]]
 """By group and uid of a rollout of n tokens: [n-1 and padding, layers, topk]."""
 
-CONFIG = {"moe_enable_routing_replay": True}
-"""Of Megatron's TransformerConfig: routers that can record routes and follow them."""
+CONFIG = {"moe_enable_routing_replay": True, "moe_router_fusion": False}
+"""Of Megatron's TransformerConfig: routers that can record routes and follow them, which fused ones
+do not (transformer/moe/moe_utils.py, `topk_routing_with_score_function`)."""
 
 
 def check(spec: ModelSpec, recompute: str) -> None:
