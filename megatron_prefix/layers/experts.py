@@ -70,7 +70,9 @@ class Experts(Kind):
         found = saving(numbers * form.itemsize - less, numbers, config, form)
         shared = _of_shared(config, form)
         run = found.inner + shared * (not form.selects("shared_experts"))
-        kept = run * (not form.selects("moe"))
+        act = sent * (inside - width * (1 + config.gated_linear_unit)) * form.itemsize
+        act -= precision.less(sent * width, config, form)  # all but what activation functions get
+        kept = (run - act * form.selects("moe_act")) * (not form.selects("moe"))
         return replace(found, inner=kept, wave=kept, again=max(run, shared) - kept, apart=kept)
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
