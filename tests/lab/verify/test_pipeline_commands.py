@@ -96,8 +96,8 @@ def check_measured(events: list[dict[str, Any]], programs: tuple[tuple, ...]) ->
     for (rank, name), (start, _) in at.items():
         source = rank - 1 if name[0] == "F" else rank + 1
         if (source, name) in at:
-            # Zero is a barrier, which the ranks leave a moment apart.
-            assert start >= at[source, name][1] - 5e3, (rank, name)
+            # Zero is a barrier, which the ranks leave a moment apart: on a busy machine 5 ms.
+            assert start >= at[source, name][1] - 2e4, (rank, name)
 
 
 def on_one_rank_of_two(measures: bool) -> int:
