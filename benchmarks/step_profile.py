@@ -89,20 +89,24 @@ def show(name: str, before: list[float], spent: float, found: Any) -> None:
             print(f"    {spent / 1e6:8.2f} ms  {kernel[:100]}")
 
 
-def sampled(step: Callable[[], Any], num_steps: int) -> None:
+def sampled(step: Callable[[], Any], num_steps: int, prints: bool) -> None:
     """Prints the Python functions that the host is in during some steps, in milliseconds a step:
-    by themselves, and with all that they call."""
+    by themselves, and with all that they call; all ranks make the steps."""
     alone, with_callees = collections.Counter[str](), collections.Counter[str]()
     done, begin = threading.Event(), time.perf_counter()
     sampler = threading.Thread(target=_sample, args=(done, alone, with_callees))
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     sampler.start()
-    for _ in range(num_steps):
-        step()
-    done.set()
-    sampler.join()
-    sys.setswitchinterval(before)
+    try:
+        for _ in range(num_steps):
+            step()
+    finally:
+        done.set()
+        sampler.join()
+        sys.setswitchinterval(before)
+    if not prints:
+        return
     spent = 1e3 * (time.perf_counter() - begin) / num_steps
     samples = max(1, with_callees.pop(SAMPLES, 0))
     print(f"functions: {spent:.0f} ms a step, {samples / num_steps:.0f} samples")
@@ -249,13 +253,13 @@ def profile_rank(given: argparse.Namespace, layout: Layout) -> None:
         for name, step in prepared(given, layout).items():
             before = [timed(step) for _ in range(given.steps)]
             spent, found = watched(step, given.device == "cuda")
-            if not runtime.first_rank():
-                continue
-            show(name, before, spent, found)
-            if given.trace and name == "prefix":
+            first, ours = runtime.first_rank(), name == "prefix"
+            if first:
+                show(name, before, spent, found)
+            if first and ours and given.trace:
                 found.export_chrome_trace(given.trace)
-            if given.functions and name == "prefix":
-                sampled(step, given.functions)
+            if ours and given.functions:
+                sampled(step, given.functions, first)
 
 
 if __name__ == "__main__":

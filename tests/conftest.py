@@ -18,7 +18,7 @@ import torch
 from tests.harness.cores import keep_to_one_core
 from tests.harness.forked_workers import fork_workers
 from tests.harness.frames import with_room
-from tests.harness.rows import EVERYTHING, TURN, TURNS, takes_its_turn, turn_of
+from tests.harness.rows import EVERYTHING, TURN, TURNS, check_turn, takes_its_turn, turn_of
 
 # The same examples in every run; HYPOTHESIS_PROFILE=search looks for new ones.
 hypothesis.settings.register_profile(
@@ -77,6 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--all") or not whole:
         os.environ[EVERYTHING] = "1"
     os.environ.setdefault(TURN, str(turn_of(config.rootpath)))
+    check_turn()
     num = len(config.getoption("tx", None) or ())
     if num < 2 or sys.platform != "linux" or "PYTEST_XDIST_WORKER" in os.environ:
         return

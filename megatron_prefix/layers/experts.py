@@ -57,7 +57,8 @@ class Experts(Kind):
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind. Every expert gets a copy of the input and weighs what its second product gets,
         in the kernel of the activation function if there is one; routers save scores, and count all
-        positions. Megatron's `recompute_modules` has "mlp" for dense ones.
+        positions. Megatron's `recompute_modules` has "mlp" for dense ones, and "moe_act" for the
+        activation functions of routed ones.
         What the norm in front gives is in no product alone. All tokens go through shared ones,
         which run first: in a backward what the others save has gone when they run again."""
         width = _widths(config)[0] / form.tp
@@ -70,8 +71,9 @@ class Experts(Kind):
         found = saving(numbers * form.itemsize - less, numbers, config, form)
         shared = _of_shared(config, form)
         run = found.inner + shared * (not form.selects("shared_experts"))
+        # What activation functions save and give, besides what they get.
         act = sent * (inside - width * (1 + config.gated_linear_unit)) * form.itemsize
-        act -= precision.less(sent * width, config, form)  # all but what activation functions get
+        act -= precision.less(sent * width, config, form)
         kept = (run - act * form.selects("moe_act")) * (not form.selects("moe"))
         return replace(found, inner=kept, wave=kept, again=max(run, shared) - kept, apart=kept)
 

@@ -15,7 +15,17 @@ from tests.harness.cores import keep_to_one_core
 from tests.harness.forked_workers import import_tests
 from tests.harness.frames import SLOTS, with_room
 from tests.harness.fuzzing import rounds
-from tests.harness.rows import EVERYTHING, TURN, TURNS, chosen, rows, taking_turns, through, turn_of
+from tests.harness.rows import (
+    EVERYTHING,
+    TURN,
+    TURNS,
+    check_turn,
+    chosen,
+    rows,
+    taking_turns,
+    through,
+    turn_of,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -134,6 +144,13 @@ def test_all_rows_have_their_turn(monkeypatch):
 def test_a_commit_says_whose_turn_it_is(tmp_path, pytestconfig):
     assert turn_of(tmp_path) == 0  # outside of a repository
     assert turn_of(pytestconfig.rootpath) in range(TURNS)
+
+
+@pytest.mark.parametrize("turn", ["3", "-1", "all", ""])
+def test_a_turn_that_there_is_not_is_refused(monkeypatch, turn):
+    monkeypatch.setenv(TURN, turn)
+    with pytest.raises(pytest.UsageError, match="give 0 to 2"):
+        check_turn()
 
 
 @pytest.mark.parametrize("row", ["one", "two"])

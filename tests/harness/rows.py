@@ -64,6 +64,13 @@ def turn_of(repository: Path) -> int:
     return int(found.stdout.strip() or "0", 16) % TURNS
 
 
+def check_turn() -> None:
+    """Refuses a turn that there is not: of the rows that take turns only the first would run."""
+    given = os.environ[TURN]
+    if given not in map(str, range(TURNS)):
+        raise pytest.UsageError(f"{TURN}={given}: give 0 to {TURNS - 1}, or leave it out")
+
+
 def takes_its_turn(number: int) -> bool:
     """Whether a row is run, by its number among those of a test."""
     if number == 0 or EVERYTHING in os.environ:

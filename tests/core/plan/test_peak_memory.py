@@ -19,6 +19,7 @@ from megatron_prefix.lab.models import build as models_build
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.layers import model as layers_model
+from megatron_prefix.moe.versions import forget_logged_losses
 from megatron_prefix.offload.segment import addresses
 from megatron_prefix.plan.actions import Plan, policies
 from megatron_prefix.plan.footprint import Execution, Footprint
@@ -188,9 +189,10 @@ def test_activations_of_experts_that_run_again(
     modules: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megatron has that for grouped products only, which have no kernels on the CPU."""
+    forget_logged_losses()  # of models with fewer layers
     model = small_model(
         "tiny-moe", vocab=VOCAB, dtype=torch.float32, recompute="selective",
-        spec=dict(num_layers=3, moe_ffn_hidden_size=256, moe_shared_expert_intermediate_size=256),
+        spec=dict(num_layers=8, moe_ffn_hidden_size=256, moe_shared_expert_intermediate_size=256),
         config_overrides={"recompute_modules": modules[1:]},
     )  # fmt: skip
     unwrap(model).config.recompute_modules = modules
@@ -210,10 +212,9 @@ def test_activations_of_experts_that_run_again(
         return found
 
     monkeypatch.setattr(megatron_mlp.MLP, "forward", forward)
-    # Of one layer of three all counts when its activation function runs again.
-    for memory, most in (("retain", 1.1), ("recompute", 1.25)):
+    for memory in ("retain", "recompute"):
         saved, cache, predicted = counted(model, SHAPES[0], memory)
-        assert 0.9 <= predicted.saved / (saved + cache) <= most
+        assert 0.9 <= predicted.saved / (saved + cache) <= 1.1
 
 
 def test_of_adapters_rather_too_much_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:

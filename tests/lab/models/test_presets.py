@@ -6,17 +6,11 @@ import math
 import subprocess
 import sys
 
-import megatron.core.utils
 import pytest
-import torch
-from packaging.version import Version
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models import hf
-from megatron_prefix.lab.models.config import transformer_config
 from megatron_prefix.lab.models.presets import PRESETS, ModelSpec, RopeScaling, resolve
-from megatron_prefix.lab.rl import routes
-from megatron_prefix.lab.runtime import Layout
 
 LLAMA3 = {
     "architectures": ["LlamaForCausalLM"],
@@ -544,21 +538,3 @@ def test_first_layers_of_models_whose_layers_differ() -> None:
     expected = {"tiny-llama": 1, "tiny-moe": 1, "tiny-nemotron-h": 4, "tiny-qwen3-next": 4}
     assert {name: resolve(name).num_different for name in expected} == expected
     assert moe.num_different == 2
-
-
-@pytest.mark.parametrize(
-    ("model", "release", "overrides", "fused"),
-    [
-        ("tiny-moe", "2.7.0", {}, True),
-        ("tiny-moe", "2.6.0", {}, False),
-        ("tiny-moe", "2.7.0", routes.CONFIG, False),  # which fused routers do not follow
-        ("tiny-llama", "2.7.0", {}, False),
-    ],
-)
-def test_routers_are_fused_where_they_can_be(monkeypatch, model, release, overrides, fused):
-    monkeypatch.setattr(megatron.core.utils, "get_te_version", lambda: Version(release))
-    config = transformer_config(
-        resolve(model), Layout(), torch.bfloat16, torch.device("cuda"), transformer_engine=True,
-        overrides={"apply_rope_fusion": False, **overrides},
-    )  # fmt: skip
-    assert config.moe_router_fusion == fused
