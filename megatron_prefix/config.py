@@ -107,6 +107,11 @@ class PrefixConfig:
             allocated between steps. 0: none does. "auto", in mode "auto": the longest for which the
             device was seen to wait for the host, if steps then take less time
             (plan/graph_choice.py).
+        verify: the first N steps of each kind that would be shared run with both schedules, on the
+            same microbatches and from the same state. The trainer gets the stock schedule's
+            results, bit for bit, and a line says how far the prefix schedule's were from them, in
+            units of what rounding allows. A kind of step that differs by more is the stock
+            schedule's from then on; mode "on" raises. 0: none.
     """
 
     mode: str = "on"
@@ -127,6 +132,7 @@ class PrefixConfig:
     cost_file: str | None = None
     plan_file: str | None = None
     graph_tokens: int | str = 0
+    verify: int = 0
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
@@ -144,7 +150,7 @@ class PrefixConfig:
                 f"memory_budget_gb is {self.memory_budget_gb}: give a number from 0 to"
                 f" {MOST_MEMORY_GB:.0f}"
             )
-        for name in ("cache_host_layers", "graph_tokens"):
+        for name in ("cache_host_layers", "graph_tokens", "verify"):
             value = getattr(self, name)
             if not isinstance(value, str) and value < 0:
                 raise UserError(f"{name} is {value}: give a number from 0")

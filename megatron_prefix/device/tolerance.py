@@ -12,9 +12,11 @@ instead of n * u). Kernels accumulate bf16 and fp16 in fp32, so the second term 
 there; bf16's would accept anything. fp32 and fp64 are accumulated in themselves.
 
 Between a weight and the loss lie `depth` layers. Each adds up `width` products in the forward and
-again in the backward, and passes its errors on to the next. For a whole step the model is
+again in the backward, stores them, and passes its errors on to the next. Roundings of what is
+stored behave like a random walk, too. For a whole step the model is
 
-    SLACK * (eps(dtype) + eps(accumulator) * (sqrt(tokens) + 2 * depth * sqrt(width)))
+    SLACK * (eps(dtype) * sqrt(1 + 2 * depth)
+             + eps(accumulator) * (sqrt(tokens) + 2 * depth * sqrt(width)))
 """
 
 from __future__ import annotations
@@ -27,6 +29,11 @@ from torch import Tensor
 SLACK = 4.0
 """The policy's one constant: several roundings in a row (logits, weights, output) instead of one,
 and a worst element instead of a typical one. Never change it for one test."""
+
+FLOOR = 1e-2
+"""A gradient below this part of the largest of all parameters is judged as if it were that large.
+All are sums of the same signals. If a sum cancels, its rounding errors do not: the norms of
+queries and keys have no gradient if a query sees one key, and what is left is rounding."""
 
 _ACCUMULATOR = {
     torch.float64: torch.float64,
@@ -58,7 +65,7 @@ def tolerance(dtype: torch.dtype, reduction_length: int, width: int = 0, depth: 
         raise ValueError(f"reduction_length is {reduction_length}: a sum has at least one term")
     terms = math.sqrt(reduction_length) + 2 * depth * math.sqrt(width)
     accumulated = torch.finfo(accumulator_dtype(dtype)).eps * terms
-    return SLACK * (torch.finfo(dtype).eps + accumulated)
+    return SLACK * (torch.finfo(dtype).eps * math.sqrt(1 + 2 * depth) + accumulated)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

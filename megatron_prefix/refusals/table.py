@@ -280,6 +280,7 @@ FLAT_ROWS = Refusal("the model returns [positions] for … rows, whose order in 
 DIFFERENT_OUTPUTS = Refusal("outputs of the model differ from segment to segment in …", "output", NOT_YET, "return what is per position: everything else must be the same for all", ends=True)
 OTHER_SENT = Refusal("the forward step gives the next pipeline stage something else than what the model returns", "output", NOT_YET, "return the model's output on stages without a loss, and compute a reference before the schedule: stages exchange segments of the model")
 CHANGED_OUTPUT = Refusal("the forward step changes what the model returns on a stage that has no loss", "output", NOT_YET, "let it change the last stage's output only", ends=True)
+NOT_VERIFIED = Refusal("the prefix schedule's step differs from the stock schedule's by more than rounding: …", "output", NOT_YET, "keep the stock schedule for this model and loss (mode off) and report it: `verify` ran both on the same microbatches")
 
 # --- routes ---------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from megatron_prefix.plan.simulator import Event, Timeline, simulate
 from megatron_prefix.run.across.agreement import all_say
 from megatron_prefix.run.across.exchanges import Crossed
 from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.verify.both import Verification
 from megatron_prefix.tree import Forest
 
 logger = logging.getLogger(__name__)
@@ -129,6 +130,8 @@ class StepReport:
         why_alone: why nothing crossed where it could have; on the first pipeline stage.
         retried: memory ran out, and the step ran once more.
         captured: whether CUDA graphs were captured in it on this rank.
+        verification: how far the step is from the stock schedule's, where both ran
+            (`PrefixConfig.verify`); the trainer has the stock schedule's results then.
     """
 
     forest: Forest
@@ -148,6 +151,7 @@ class StepReport:
     why_alone: str = ""
     retried: bool = False
     captured: bool = False
+    verification: Verification | None = None
 
     @property
     def predicted_peak(self) -> float | None:

@@ -30,7 +30,12 @@ from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest
-from megatron_prefix.refusals.table import DATA_EXCHANGE, FP8_UNTRIED, HOST_LAYERS_CP
+from megatron_prefix.refusals.table import (
+    DATA_EXCHANGE,
+    FP8_UNTRIED,
+    HOST_LAYERS_CP,
+    NOT_VERIFIED,
+)
 from megatron_prefix.run import across_step
 from megatron_prefix.run.across.agreement import agree, agree_on, tried
 from megatron_prefix.run.across.scattered import Watch
@@ -50,6 +55,7 @@ from megatron_prefix.run.read.step import Step, read_step, told
 from megatron_prefix.run.read.suspend import Capture
 from megatron_prefix.run.report import StepReport, tell_shared
 from megatron_prefix.run.step_run import StepRun
+from megatron_prefix.run.verify.both import run_both, tell_unverified, tell_verified
 from megatron_prefix.tree import Forest
 from megatron_prefix.tree.cp_layout import Slices
 
@@ -76,6 +82,7 @@ class StepKind:
         told: whether the first of them that was shared has been told of.
         refusal: what was in its way; None: nothing.
         ordered: whether losses have to be called in the trainer's order.
+        num_verified: how many of them both schedules have run (`PrefixConfig.verify`).
     """
 
     pause: Pause | None
@@ -83,6 +90,7 @@ class StepKind:
     told: bool = False
     refusal: UserError | None = None
     ordered: bool = False
+    num_verified: int = 0
 
 
 @dataclass
@@ -167,7 +175,11 @@ class PrefixSchedule:
         if kind.ordered:
             rank.may_cross, rank.why_alone = False, LOSSES_EXCHANGE
             across_step.tell_alone(rank.why_alone, rank, self._logged)
-        store = self._captured(first, kind, rank, arguments)
+        run = functools.partial(self._captured, first, kind, rank)
+        if self.config.mode != "observe" and kind.num_verified < self.config.verify:
+            store = self._verified(run, kind, rank, arguments)
+        else:
+            store = run(arguments)
         if first is not None:
             kind.watched, kind.refusal = True, first.error
             first.check()  # else what was computed may be wrong
@@ -236,6 +248,37 @@ class PrefixSchedule:
                 capture.forget_arguments()
                 measures = self.measures or meter.due
                 return StepRun(self, capture, rank, step, joint, arguments, measures, idle).run()
+
+    def _verified(
+        self, run: Callable[..., list[Any]], kind: StepKind, rank: Rank, arguments: dict[str, Any]
+    ) -> list[Any]:
+        """The stock schedule's step, and `run`'s compared with it; a kind that fails is stock's."""
+        outcome = run_both(run, lambda: self.report, rank, arguments)
+        if outcome.problem:
+            kind.num_verified = self.config.verify
+            tell_unverified(outcome.problem, rank)
+        elif outcome.verification is not None:
+            kind.num_verified += 1
+            self.report.verification = outcome.verification  # type: ignore[union-attr]
+            tell_verified(self.report, rank, kind.num_verified, self.config.verify)
+            if outcome.verification.failure:
+                self._disproved(kind, outcome.verification.failure)
+        return outcome.store
+
+    def _disproved(self, kind: StepKind, failure: str) -> None:
+        """Gives a kind to the stock schedule, from whose step another was too far; `report` stays.
+
+        Raises:
+            CannotShare: in mode "on".
+        """
+        kind.refusal = refused(NOT_VERIFIED, failure)
+        if self.config.mode == "on":
+            raise kind.refusal
+        report: StepReport = self.report  # type: ignore[assignment]
+        report.decision = replace(
+            report.decision, share=False, fallback=True, reason=str(kind.refusal)
+        )
+        self._report(report)
 
     def _timed(self, decision: Decision, rank: Rank, arguments: dict[str, Any]) -> list[Any]:
         """The stock schedule's step, timed, and nothing of it read before it has run."""

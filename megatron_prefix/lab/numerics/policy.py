@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from megatron_prefix.device.tolerance import SLACK, tolerance
+from megatron_prefix.device.tolerance import FLOOR, SLACK, tolerance
 
 __all__ = [
     "DRAWS",
@@ -21,11 +21,6 @@ __all__ = [
     "error_ratio",
     "tolerance",
 ]
-
-FLOOR = 1e-2
-"""A gradient below this part of the largest of all parameters is judged as if it were that large.
-All are sums of the same signals. If a sum cancels, its rounding errors do not: the norms of
-queries and keys have no gradient if a query sees one key, and what is left is rounding."""
 
 ERROR_RATIO = 1.1
 """In 16 bit: error against fp32, over that of the stock schedule."""

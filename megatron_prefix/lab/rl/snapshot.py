@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.numerics.compare import Conditions
-from megatron_prefix.layers import table
+from megatron_prefix.layers.model import longest_sums
 
 
 def named_parameters(chunks: list[Any]) -> Iterator[tuple[str, Any]]:
@@ -118,16 +118,6 @@ def conditions(
         trained += float(mask.sum())
     config = unwrap(chunks[0]).config
     return Conditions(
-        config.params_dtype, tokens, *reductions(config), lr, eps, loss, terms / max(trained, 1.0),
-        terms / sent if sent else 1.0, may_vanish,
+        config.params_dtype, tokens, *longest_sums(config), lr, eps, loss,
+        terms / max(trained, 1.0), terms / sent if sent else 1.0, may_vanish,
     )  # fmt: skip
-
-
-def reductions(config: Any) -> tuple[int, int]:
-    """Width and depth of a model by Megatron's config: the longest sum in a layer, and the number
-    of layers, the output layer included; see `numerics.tolerance`."""
-    experts = config.moe_router_topk * (config.moe_ffn_hidden_size or 0)
-    of = table.heads(config)
-    heads = config.num_attention_heads * max(of.width, of.value_width)
-    widths = (config.hidden_size, config.ffn_hidden_size, heads, experts)
-    return max(widths), config.num_layers + 1

@@ -1,0 +1,123 @@
+"""What a training step changes besides the weights, as it was before the step, and put back.
+
+Gradients, buffers of modules (experts' token counts and biases), Megatron's logs of auxiliary and
+multi-token losses, generators of random numbers, and routes that routers replay.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
+
+from megatron_prefix.moe import versions
+from megatron_prefix.moe.told import replays_of
+from megatron_prefix.run.execute.oom_retry import Rewind
+from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.verify.logs import logged_ahead
+
+
+class StepState(Rewind):
+    """A step's beginning. The host waits for the device.
+
+    Args:
+        rank: whose step it is.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank)
+        self._rank = rank
+        self.looked()
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+        self._own_gradients: list[tuple[Any, Tensor, Tensor]] = []
+        if not super().possible():  # the trainer adds several calls up
+            self._gradients = [(total, total.to("cpu", copy=True)) for total in self._totals()]
+            self._own_gradients = [
+                (parameter, parameter.grad, parameter.grad.to("cpu", copy=True))
+                for parameter in self._parameters
+                if parameter.grad is not None
+            ]
+        self._logged_ahead = {name: values.clone() for name, values in logged_ahead().items()}
+        self._random = random_states(rank.device)
+        self._replays = [
+            (holder, {name: copy.copy(value) for name, value in vars(holder).items()})
+            for model in rank.language_models
+            for router in (versions.routers(model).values() if rank.has_experts else ())
+            for holder in (
+                getattr(router, "routing_replay", None),
+                getattr(router, "router_replay", None),
+            )
+            if replays_of(router) is not None and holder is not None
+        ]
+
+    def possible(self) -> bool:
+        """Always: gradients that were not zero are kept."""
+        return True
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts everything back; may be called several times."""
+        self.undo()
+        for total, copied in self._gradients:
+            total.copy_(copied)
+        for parameter, gradient, copied in self._own_gradients:
+            gradient.copy_(copied)
+            parameter.grad = gradient
+        for model in self._rank.models:
+            for group in bucket_groups(model):
+                group.reset()  # as Megatron's zero_grad_buffer does
+        for name, total in logged_ahead().items():
+            total.copy_(self._logged_ahead.get(name, torch.zeros_like(total)))
+        for put_back in self._random:
+            put_back()
+        for holder, attributes in self._replays:
+            vars(holder).update({name: copy.copy(value) for name, value in attributes.items()})
+
+
+def bucket_groups(model: Any) -> list[Any]:
+    """Groups of buckets of Megatron's DDP around a model chunk; none of other wrappers."""
+    if not hasattr(model, "ddp_config"):
+        return []
+    return [
+        *getattr(model, "bucket_groups", ()), *getattr(model, "expert_parallel_bucket_groups", ())
+    ]  # fmt: skip
+
+
+def random_states(device: torch.device) -> list[Callable[[], Any]]:
+    """What sets the generators that a step may draw from back to where they are now."""
+    states: list[Callable[[], Any]] = [
+        functools.partial(torch.set_rng_state, torch.get_rng_state()),
+        functools.partial(random.setstate, random.getstate()),
+        functools.partial(np.random.set_state, np.random.get_state()),
+    ]
+    if device.type == "cuda":
+        now = torch.cuda.get_rng_state(device)
+        states.append(functools.partial(torch.cuda.set_rng_state, now, device))
+    tracker = get_cuda_rng_tracker()
+    if tracker.is_initialized():
+        states.append(functools.partial(_set_tracker, tracker, _copies(tracker.get_states())))
+    return states
+
+
+def _copies(states: dict[str, Any]) -> dict[str, Any]:
+    """Of Megatron's random states: tensors, or generators that CUDA graphs can use."""
+    return {
+        name: state.clone() if isinstance(state, Tensor) else state.clone_state()
+        for name, state in states.items()
+    }
+
+
+def _set_tracker(tracker: Any, states: dict[str, Any]) -> None:
+    for name, state in states.items():
+        held = tracker.states_[name]
+        if isinstance(held, Tensor):
+            tracker.states_[name] = state.clone()
+        else:
+            held.set_state(state.get_state())

@@ -1,0 +1,253 @@
+"""`PrefixConfig.verify`: both schedules on one step; the trainer gets the stock schedule's."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import CannotShare
+from megatron_prefix.megatron.install import language_model
+from megatron_prefix.refusals.table import NOT_VERIFIED
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.harness import steps
+from tests.harness.one_group import assert_bitwise, items, run, schedule_with
+from tests.harness.one_rank import one_rank, small_model
+from tests.harness.steps import Contract
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+def verifying(mode: str = "on", num: int = 1, **fields: Any) -> PrefixSchedule:
+    return schedule_with(mode=mode, verify=num, min_speedup=1e-9, **fields)
+
+
+def stock_run(**options: Any) -> Any:
+    return run(stock_schedule(), small_model(**options))
+
+
+def test_results_are_stocks_and_a_line_says_so(caplog) -> None:
+    schedule, model = verifying(num=2), small_model()
+    expected = stock_run()
+    with caplog.at_level(logging.WARNING):
+        for number in (1, 2):
+            assert_bitwise(run(schedule, model), expected)
+            assert schedule.report.verification.failure == ""
+            assert f"verify, update {number} of 2" in caplog.text
+    worst = schedule.report.verification.worst
+    assert {"losses", "outputs", "gradients"} <= worst.keys()
+    assert 0 < worst["gradients"].units < 1
+    run(schedule, model)
+    assert schedule.report.verification is None
+    assert schedule.report.decision.share
+
+
+class Faulty(PrefixSchedule):
+    """Adds to one gradient what nobody asked for."""
+
+    def _captured(self, *arguments: Any) -> Any:
+        store = super()._captured(*arguments)
+        self.model.decoder.layers[1].mlp.linear_fc2.weight.main_grad[3, 4] += self.error
+        return store
+
+
+def faulty(mode: str, error: float, **fields: Any) -> tuple[Faulty, Any]:
+    schedule = Faulty(PrefixConfig(mode=mode, verify=1, min_gain=0, kernel="math", **fields))
+    model = small_model()
+    schedule.model, schedule.error = language_model(model), error
+    return schedule, model
+
+
+def test_a_wrong_gradient_is_named_and_its_kind_given_to_stock(caplog) -> None:
+    schedule, model = faulty("auto", 1.0, min_speedup=1e-9)
+    expected = stock_run()
+    assert_bitwise(run(schedule, model), expected)
+    assert "decoder.layers.1.mlp.linear_fc2.weight" in schedule.report.verification.failure
+    assert NOT_VERIFIED.fix in caplog.text
+    for _ in range(3):
+        assert_bitwise(run(schedule, model), expected)
+        assert not schedule.report.decision.share
+    assert schedule.report.fallback_count == 4
+
+
+def test_mode_on_raises_it() -> None:
+    schedule, model = faulty("on", 1.0)
+    with pytest.raises(CannotShare, match=r"decoder\.layers\.1\.mlp\.linear_fc2\.weight"):
+        run(schedule, model)
+
+
+def test_nan_fails() -> None:
+    schedule, model = faulty("on", float("nan"))
+    with pytest.raises(CannotShare, match=r"linear_fc2\.weight inf"):
+        run(schedule, model)
+
+
+def test_a_small_error_fails_in_fp64() -> None:
+    schedule, model = faulty("on", 1e-8)
+    with pytest.raises(CannotShare, match="gradients"):
+        run(schedule, model)
+
+
+def test_gradients_that_were_there_before_are_added_to() -> None:
+    """As a trainer's does that calls the schedule several times before it steps."""
+    model, plain = small_model(), small_model()
+    found = []
+    for schedule, one in ((verifying(num=2), model), (stock_schedule(), plain)):
+        steps.zero_gradients(one)
+        for data in (items(), items(4, 9)):
+            steps.call(schedule, Contract().step, one, data)
+        found.append(steps.gradients(one))
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][name], gradient) for name, gradient in found[1].items())
+
+
+def test_random_numbers_of_a_step_are_stocks() -> None:
+    """Losses draw; the step after it draws what it would have drawn without us."""
+
+    def step(data_iterator: Iterator[Any], model: Any) -> Any:
+        output, loss = Contract().step(data_iterator, model)
+
+        def noisy(value: torch.Tensor) -> Any:
+            return loss(value * (1 + torch.rand(()).item() + random.random()))
+
+        return output, noisy
+
+    found = []
+    for schedule in (verifying(), stock_schedule()):
+        torch.manual_seed(3)
+        random.seed(3)
+        model = small_model()
+        torch.manual_seed(3)
+        steps.zero_gradients(model)
+        logs = steps.call(schedule, step, model, items())
+        found.append(((logs, steps.gradients(model)), torch.rand(()).item(), random.random()))
+    assert_bitwise(found[0][0], found[1][0])
+    assert found[0][1:] == found[1][1:]
+
+
+class Batches:
+    """slime's: no iterator, but an object that keeps its place."""
+
+    def __init__(self, data: list[Any]) -> None:
+        self.data, self.place = data, 0
+
+    def get_next(self) -> Any:
+        self.place += 1
+        return self.data[self.place - 1]
+
+
+def own_step(source: Any, model: Any) -> Any:
+    return Contract().step(iter([source.get_next()]), model)
+
+
+def test_an_object_that_keeps_its_place_is_read_once() -> None:
+    model, batches = small_model(), Batches(items())
+    steps.zero_gradients(model)
+    schedule = verifying()
+    arguments = {"model": model, "num_microbatches": 5, "seq_length": 17, "micro_batch_size": 1}
+    logs = schedule(
+        forward_step_func=own_step, data_iterator=batches, forward_only=False, **arguments
+    )
+    assert schedule.report.verification.failure == ""
+    assert batches.place == 5
+    assert_bitwise((logs, steps.gradients(model)), stock_run())
+
+
+def test_batches_that_are_overwritten_reach_stock_as_they_were() -> None:
+    def step(data_iterator: Iterator[Any], model: Any) -> Any:
+        batch = next(data_iterator)
+        output, loss = Contract().step(iter([dict(batch)]), model)
+        batch["weight"].mul_(2)  # twice would be wrong
+        return output, loss
+
+    model, schedule = small_model(), verifying()
+    steps.zero_gradients(model)
+    logs = steps.call(schedule, step, model, items())
+    assert schedule.report.verification.failure == ""
+    plain = small_model()
+    steps.zero_gradients(plain)
+    expected = steps.call(stock_schedule(), step, plain, items())
+    assert_bitwise((logs, steps.gradients(model)), (expected, steps.gradients(plain)))
+
+
+class Stubborn(Iterator[Any]):
+    """Cannot be copied: neither it nor its batches."""
+
+    def __init__(self, data: list[Any]) -> None:
+        self._data = iter(data)
+
+    def __next__(self) -> Any:
+        return {**next(self._data), "lock": (_ for _ in ())}
+
+
+def test_what_cannot_be_drawn_again_is_shared_unverified(caplog) -> None:
+    model, schedule = small_model(), verifying()
+    for _ in range(2):
+        steps.zero_gradients(model)
+        schedule(
+            forward_step_func=Contract().step, data_iterator=Stubborn(items()), model=model,
+            num_microbatches=5, seq_length=17, micro_batch_size=1, forward_only=False,
+        )  # fmt: skip
+        assert schedule.report.decision.share
+        assert schedule.report.verification is None
+    assert caplog.text.count("cannot be compared") == 1
+
+
+def test_a_pass_without_gradients_is_compared_too() -> None:
+    model, plain, schedule = small_model(), small_model(), verifying()
+    with torch.no_grad():
+        logs = steps.call(schedule, Contract().step, model, items(), forward_only=True)
+        expected = steps.call(stock_schedule(), Contract().step, plain, items(), forward_only=True)
+    assert [log["loss"].item() for log in logs] == [log["loss"].item() for log in expected]
+    worst = schedule.report.verification.worst
+    assert schedule.report.verification.failure == ""
+    assert {"losses", "outputs"} == worst.keys()
+
+
+@pytest.mark.parametrize("place", ["host", "sketch"])
+def test_gradients_may_be_kept_elsewhere(monkeypatch, place) -> None:
+    from megatron_prefix.run.verify import gradients
+
+    monkeypatch.setattr(gradients, "_place", lambda rank: place)
+    schedule, model = verifying(), small_model()
+    assert_bitwise(run(schedule, model), stock_run())
+    assert 0 < schedule.report.verification.worst["gradients"].units < 1
+    schedule, model = faulty("on", 1.0)
+    with pytest.raises(CannotShare, match=r"linear_fc2\.weight"):
+        run(schedule, model)
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", "mtp"])
+def test_routers_and_further_tokens_are_stocks(name) -> None:
+    from megatron_prefix.moe import versions
+    from megatron_prefix.run.verify.logs import logged_ahead
+
+    found = []
+    for schedule in (verifying(), stock_schedule()):
+        versions.forget_logged_losses()
+        for values in logged_ahead().values():
+            values.zero_()
+        model = (
+            small_model("tiny-llama", spec={"mtp_num_layers": 1})
+            if name == "mtp"
+            else small_model(name)
+        )
+        result = run(schedule, model)
+        logged = {**versions.logged_losses(), **logged_ahead()}
+        found.append((result, {key: value.clone() for key, value in logged.items()}))
+        if isinstance(schedule, PrefixSchedule):
+            worst = schedule.report.verification.worst
+            assert worst["auxiliary losses"].units < 1
+    assert_bitwise(found[0][0], found[1][0])
+    assert found[0][1].keys() == found[1][1].keys()
+    assert all(torch.equal(found[0][1][key], value) for key, value in found[1][1].items())
