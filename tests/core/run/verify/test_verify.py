@@ -227,8 +227,10 @@ def test_gradients_may_be_kept_elsewhere(monkeypatch, place) -> None:
         run(schedule, model)
 
 
-@pytest.mark.parametrize("name", ["tiny-moe", "mtp"])
-def test_routers_and_further_tokens_are_stocks(name) -> None:
+@pytest.mark.parametrize(
+    ("name", "spec"), [("tiny-moe", {}), ("tiny-llama", {"mtp_num_layers": 1})]
+)
+def test_routers_and_further_tokens_are_stocks(name, spec) -> None:
     from megatron_prefix.moe import versions
     from megatron_prefix.run.verify.logs import logged_ahead
 
@@ -237,11 +239,7 @@ def test_routers_and_further_tokens_are_stocks(name) -> None:
         versions.forget_logged_losses()
         for values in logged_ahead().values():
             values.zero_()
-        model = (
-            small_model("tiny-llama", spec={"mtp_num_layers": 1})
-            if name == "mtp"
-            else small_model(name)
-        )
+        model = small_model(name, spec=spec)
         result = run(schedule, model)
         logged = {**versions.logged_losses(), **logged_ahead()}
         found.append((result, {key: value.clone() for key, value in logged.items()}))

@@ -1,0 +1,108 @@
+"""`verify` on several ranks: what each has is compared, and all take the same way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.harness import steps
+from tests.harness.one_rank import small_model
+from tests.harness.ranks import run_ranks
+from tests.harness.steps import Contract, Microbatch
+
+
+class Faulty(PrefixSchedule):
+    """Adds an error to one gradient on the last rank, before reductions."""
+
+    def _captured(self, first: Any, kind: Any, rank: Any, arguments: Any) -> Any:
+        finalize = rank.config.finalize_model_grads_func
+
+        def wrong(*args: Any, **options: Any) -> None:
+            if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+                layer = rank.language_models[-1].decoder.layers[-1]
+                layer.self_attention.linear_proj.weight.main_grad += 1.0
+            finalize(*args, **options)
+
+        rank.config.finalize_model_grads_func = wrong
+        try:
+            return super()._captured(first, kind, rank, arguments)
+        finally:
+            rank.config.finalize_model_grads_func = finalize
+
+
+def data(seed: int, num: int, *, alike: bool) -> list[Microbatch]:
+    """A group of rollouts; or as many that have nothing in common."""
+    if alike:
+        items = steps.group(seed, num)
+    else:
+        items = [steps.group(100 + seed + number, 1)[0] for number in range(num)]
+    return [{name: _shorter(value) for name, value in item.items()} for item in items]
+
+
+def _shorter(value: Any) -> Any:
+    """Without the last position: 16 are left, which tensor-parallel ranks share."""
+    return value[:, :-1] if isinstance(value, torch.Tensor) else value
+
+
+def train(layout: Layout, model: dict[str, Any], faulty: bool, config: dict[str, Any]) -> Any:
+    """A step of one rank: its gradients with `verify`, with stock, and the report."""
+    world = runtime.initialize(layout)
+    made = [small_model(layout=layout, dtype=torch.float64, **model) for _ in range(2)]
+    schedule = (Faulty if faulty else PrefixSchedule)(
+        PrefixConfig(
+            **{"min_gain": 0, "kernel": "math", "verify": 1, "min_speedup": 1e-9, **config}
+        )
+    )
+    shard = world.rank if layout.dp > 1 or layout.ep > 1 else 0
+    # With experts the second rank shares nothing; it must run both schedules all the same.
+    items = data(shard, 4, alike=shard == 0 or layout.ep == 1)
+    gradients, verifications = [], []
+    for chunk, run in zip(made, (schedule, stock_schedule()), strict=True):
+        steps.zero_gradients(chunk)
+        steps.call(run, Contract().step, chunk, items)
+        gradients.append(
+            [bucket.grad_data.clone() for group in chunk.bucket_groups for bucket in group.buckets]
+        )
+        verifications.append(schedule.report.verification)
+    assert unwrap(made[0]) is not unwrap(made[1])
+    equal = all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    return equal, verifications[0], schedule.report.decision.share
+
+
+DDP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 20_000}
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "config"),
+    [
+        (Layout(dp=2), DDP, {"mode": "on"}),
+        (Layout(dp=2), {}, {"mode": "auto"}),
+        (Layout(pp=2), {}, {"mode": "on"}),
+        (Layout(tp=2, sequence_parallel=True), {}, {"mode": "on"}),
+        (Layout(ep=2, dp=2), {"name": "tiny-moe"}, {"mode": "on"}),
+    ],
+    ids=["dp2, distributed optimizer", "dp2", "pp2", "tp2", "ep2"],
+)
+def test_each_rank_gets_stocks_gradients_and_all_agree(layout, model, config) -> None:
+    for equal, verification, share in run_ranks(2, train, layout, model, False, config):
+        assert equal
+        assert share
+        assert verification.failure == ""
+        assert verification.worst["gradients"].units < 1
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2)], ids=["dp2", "pp2"])
+def test_what_is_wrong_on_one_rank_is_named_on_all(layout) -> None:
+    named = run_ranks(2, train, layout, {}, True, {"mode": "auto"})
+    for equal, verification, share in named:
+        assert equal
+        assert not share
+        assert "self_attention.linear_proj.weight" in verification.failure
