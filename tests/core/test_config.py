@@ -120,7 +120,7 @@ def test_every_option_of_the_command_line_arrives(verb: str) -> None:
     """All fields but those of files, trainers and `min_speedup`; `mode` where the verb has it."""
     wanted = dict(ANSWERS) if verb.startswith("train") else {**ANSWERS, "mode": "on"}
     assert {f.name for f in dataclasses.fields(PrefixConfig)} - wanted.keys() == {
-        "min_speedup", "plan_file", "cost_file", "trainer_masks",
+        "min_speedup", "plan_file", "cost_file", "trainer_masks", "verify",
     }  # fmt: skip
     name, *arguments = verb.split()
     for field, value in wanted.items():

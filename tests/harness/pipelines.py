@@ -21,9 +21,9 @@ from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics.compare import Conditions, Trace, compare
 from megatron_prefix.lab.plans import catalogue
-from megatron_prefix.lab.rl import snapshot
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
+from megatron_prefix.layers.model import longest_sums
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import cases as cases_of_a_job
 from tests.harness import steps
@@ -181,7 +181,7 @@ def difference(expected: Result, found: Result, chunks: list[Any], tokens: int) 
         Trace(torch.tensor([log["loss"].double() for log in result.logs]), result.gradients)
         for result in (expected, found)
     ]
-    width, depth = snapshot.reductions(unwrap(chunks[0]).config)
+    width, depth = longest_sums(unwrap(chunks[0]).config)
     conditions = Conditions(torch.float64, tokens, width, depth)
     return "; ".join(compare(*traces, conditions).failures)
 

@@ -54,6 +54,7 @@ _HELP = {
     "min_speedup": ("X", "with auto, the predicted speedup below which Megatron's schedule runs"),
     "cost_file": ("FILE", "where auto keeps what it has measured"),
     "plan": ("FILE", "run this plan (of `megatron-prefix plan --csv`)"),
+    "verify": ("N", "run the first N steps of each kind with both schedules; compare them"),
 }  # fmt: skip
 
 

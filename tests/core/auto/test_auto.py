@@ -197,6 +197,7 @@ TEXTS = {
     "run_ahead": ("1", 1), "min_speedup": ("2", 2.0),
     "align": ("2", 2), "trainer_masks": ("false", False),
     "cost_file": ("no-such.json", "no-such.json"), "graph_tokens": ("4096", 4096),
+    "verify": ("2", 2),
 }  # fmt: skip
 
 

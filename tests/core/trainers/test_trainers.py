@@ -129,6 +129,7 @@ def test_every_trainer_has_its_page(trainer: Trainer) -> None:
     for version in trainer.tried:
         assert version in text
     assert trainer.tried or "not run" in text
+    assert "Begin with MEGATRON_PREFIX_VERIFY=2" in text
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda one: one.name)
