@@ -108,6 +108,8 @@ def stores(ours: Any, stock: Any, least: float) -> Distance | None:
 def _between(ours: Tensor, stock: Tensor, least: float) -> tuple[float, float]:
     """Of tensors: of one number, or of one per position, of which ours may lack what no loss
     reads."""
+    if ours.is_nested and stock.is_nested:  # verl's, of rollouts; each has a shape of its own
+        ours, stock = ours.values(), stock.values()
     if ours.shape != stock.shape or ours.dtype != stock.dtype:
         return math.inf, 1.0
     a, b = ours.detach().double(), stock.detach().double()

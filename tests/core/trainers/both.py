@@ -48,6 +48,8 @@ class Step:
         scored: positions that went through the output layer.
         reason: why the stock schedule ran; "" where the step was shared.
         unshared: positions that were computed again since routes differ.
+        verified: with `PrefixConfig.verify`, the largest difference that it told, in units of what
+            rounding allows; infinite where it told none.
     """
 
     kind: str
@@ -59,6 +61,7 @@ class Step:
     scored: int = 0
     reason: str = ""
     unshared: int = 0
+    verified: float | None = None
 
     @property
     def problem(self) -> str:
@@ -69,6 +72,13 @@ class Step:
             return (
                 f"{self.kind}: gradients differ by {self.gradient:.1e}, results by"
                 f" {self.results:.1e} in a step of the stock schedule: {self.reason}"
+            )
+        if self.verified is not None and not (
+            self.verified <= 1 and self.gradient == self.results == 0
+        ):
+            return (
+                f"{self.kind}: verify told {self.verified:.2g} of what rounding allows; results"
+                f" differ from the stock schedule's by {max(self.gradient, self.results):.1e}"
             )
         if not (self.gradient <= self.limit and self.results <= self.limit):
             return (
@@ -171,8 +181,16 @@ class Both:
                     sum(segment.num_read for segment in forest.segments),
                     "" if decision.share else decision.reason,
                     forest.unshared_by_routes,
+                    _verified(one.report) if self.config.verify and decision.share else None,
                 )
             )  # fmt: skip
+
+
+def _verified(report: Any) -> float:
+    """The largest difference that `verify` has told of a step; infinite if it has told none."""
+    if report.verification is None:
+        return math.inf
+    return float(max(worst.units for worst in report.verification.worst.values()))
 
 
 @contextlib.contextmanager
@@ -192,8 +210,11 @@ def changed(change: Callable[[Any], Any]) -> Iterator[None]:
 
 def config_of(layout: str) -> PrefixConfig:
     """The configuration for a layout's name: mode "auto" where that is in it; "across": what is
-    common to data-parallel ranks runs once; "fallback": no step is shared."""
+    common to data-parallel ranks runs once; "fallback": no step is shared; "verify": steps that are
+    shared run with both schedules."""
     config = AUTO if "auto" in layout else CONFIG
+    if "verify" in layout:
+        config = dataclasses.replace(config, verify=2)
     if "fallback" in layout:
         config = dataclasses.replace(config, min_speedup=1e9)
     return dataclasses.replace(config, across_ranks="on" if "across" in layout else "off")

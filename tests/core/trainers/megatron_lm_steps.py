@@ -17,7 +17,7 @@ import torch
 
 from megatron_prefix.lab import runtime
 from tests.core.trainers import stand_ins, worker
-from tests.core.trainers.both import Both, Step
+from tests.core.trainers.both import Both, Step, config_of
 
 LENGTH, VOCAB = 64, 127
 ARGUMENTS = f"""--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128
@@ -157,7 +157,7 @@ def steps(name: str) -> list[Step]:
     import pretrain_gpt
 
     runtime.initialize(worker.layout_of(name))
-    both = Both()
+    both = Both(config_of(name))
     train_on_cpu(both)
     begin_alike(packed="thd" in name)
     sys.argv = ["pretrain_gpt.py", *arguments(name)]

@@ -13,7 +13,7 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from tests.core.trainers import worker
-from tests.core.trainers.both import Both, Step
+from tests.core.trainers.both import Both, Step, config_of
 from tests.core.trainers.megatron_lm_steps import run_on_cpu
 from tests.core.trainers.verl_steps import PROMPT, VOCAB, rows
 
@@ -71,7 +71,7 @@ def steps(name: str) -> list[Step]:
     rl_utils.get_nvtx_range = lambda: lambda *a, **k: contextlib.nullcontext()
     context = packing_context()
     rl_utils.get_rl_runtime_state().packing_context = context
-    both, num = Both(), len(context.packed_trajs)
+    both, num = Both(config_of(name)), len(context.packed_trajs)
     both()(
         forward_step_func=train_rl.forward_step,
         data_iterator=iter([[torch.tensor([number])] for number in range(num)]),

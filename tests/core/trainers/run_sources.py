@@ -1,6 +1,6 @@
 """Trainers' own forward steps under both schedules, from sources that are there already.
 
-    python -m tests.core.trainers.run_sources FOLDER [TRAINER[:WORD]...]
+    python -m tests.core.trainers.run_sources [--verify] FOLDER [TRAINER[:WORD]...]
 
 FOLDER holds one folder a trainer: Megatron-LM, slime, miles, RLinf, AReaL, ROLL, RL (NeMo-RL),
 ms-swift, SkyRL, Megatron-Bridge, of which NeMo-RL takes the head of its value model, and verl (an
@@ -11,7 +11,8 @@ process of its own and may take five minutes. Prints a table for docs/results.md
 is in it with the reason, and the exit code is then 1.
 
 With a WORD only layouts that have it in their name: `verl:value`. What else is in a layout's name,
-such as an objective, is said by the module that runs it. A layout with "auto" in its name has a
+such as an objective, is said by the module that runs it. With --verify layouts run with
+`PrefixConfig.verify`, whose largest difference is in the table instead of those measured here. A layout with "auto" in its name has a
 form that mode "auto" shares, or leaves to the stock schedule for the reason in the table, bit for
 bit.
 """
@@ -202,6 +203,9 @@ def told(steps: list[Step]) -> str:
         return f"0 | 0 | 0 | {STOCK}{'; '.join(reasons)}"
     worst = max(steps, key=lambda step: step.gradient)
     results = max(step.results for step in steps)
+    if worst.verified is not None:
+        units = max(step.verified or 0.0 for step in steps)
+        return f"{units:.2g} of the limit | | {worst.limit:.1e} | {worst.executed} of {worst.raw}"
     return (
         f"{worst.gradient:.1e} | {results:.1e} | {worst.limit:.1e} | {worst.executed} of"
         f" {worst.raw}"
@@ -223,8 +227,11 @@ def as_listed(said: str, refusal: Refusal | None) -> str:
 
 def main() -> int:
     """Runs the trainers of the command line, all by default."""
-    sources = Path(sys.argv[1]).resolve()
-    wanted = sys.argv[2:] or list(TRAINERS)
+    suffix, arguments = "", sys.argv[1:]
+    if arguments[0] == "--verify":
+        suffix, arguments = "-verify", arguments[1:]
+    sources = Path(arguments[0]).resolve()
+    wanted = arguments[1:] or list(TRAINERS)
     print("| trainer | commit | layout | gradients | results | allowed | tokens executed |")
     print("|---|---|---|---|---|---|---|", flush=True)
     failed = False
@@ -239,7 +246,8 @@ def main() -> int:
             if missing:
                 said = f"failed: no folder {missing[0]}"
             else:
-                said = as_listed(run(trainer, sources, layout), trainer.stock.get(layout))
+                said = run(trainer, sources, layout + suffix)
+                said = as_listed(said, trainer.stock.get(layout))
             failed |= said.startswith("failed")
             commit = "" if missing else commit_of(sources / trainer.folders[0])
             print(f"| {name} | {commit} | {layout} | {said} |", flush=True)

@@ -16,6 +16,7 @@ from megatron_prefix.errors import CannotShare
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.refusals.table import NOT_VERIFIED
 from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.run.verify import logs
 from tests.harness import steps
 from tests.harness.one_group import assert_bitwise, items, run, schedule_with
 from tests.harness.one_rank import one_rank, small_model
@@ -249,3 +250,29 @@ def test_routers_and_further_tokens_are_stocks(name, spec) -> None:
     assert_bitwise(found[0][0], found[1][0])
     assert found[0][1].keys() == found[1][1].keys()
     assert all(torch.equal(found[0][1][key], value) for key, value in found[1][1].items())
+
+
+def test_nested_results_are_compared_by_their_values() -> None:
+    def nested(scale: float) -> Any:
+        parts = [torch.ones(3) * scale, torch.ones(2)]
+        return [{"values": torch.nested.nested_tensor(parts, layout=torch.jagged)}]
+
+    assert logs.stores(nested(1.0), nested(1.0), 1.0)[0] == 0
+    assert logs.stores(nested(1.5), nested(1.0), 1.0)[0] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("ours", "stock"),
+    [
+        ([{"loss": 1.0}], [{"loss": 1.0}, {"loss": 1.0}]),
+        ([{"loss": 1.0}], [{"lost": 1.0}]),
+        ([{"loss": torch.ones(2)}], [{"loss": torch.ones(3)}]),
+        ([{"loss": torch.ones(2)}], [{"loss": 1.0}]),
+        ([{"num": 3}], [{"num": 4}]),
+        ([{"loss": float("nan")}], [{"loss": 1.0}]),
+        ([{"loss": torch.tensor(float("nan"))}], [{"loss": torch.tensor(1.0)}]),
+    ],
+)
+def test_results_that_differ_in_kind_are_infinitely_far(ours, stock) -> None:
+    error, size, _ = logs.stores(ours, stock, 1.0)
+    assert logs.relative(error, size) == float("inf")
