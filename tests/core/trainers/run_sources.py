@@ -12,9 +12,9 @@ is in it with the reason, and the exit code is then 1.
 
 With a WORD only layouts that have it in their name: `verl:value`. What else is in a layout's name,
 such as an objective, is said by the module that runs it. With --verify layouts run with
-`PrefixConfig.verify`, whose largest difference is in the table instead of those measured here. A layout with "auto" in its name has a
-form that mode "auto" shares, or leaves to the stock schedule for the reason in the table, bit for
-bit.
+`PrefixConfig.verify`, whose largest difference is in the table instead of those measured here.
+A layout with "auto" in its name has a form that mode "auto" shares, or leaves to the stock schedule
+for the reason in the table, bit for bit.
 """
 
 from __future__ import annotations
