@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Iterator
 
 from megatron_prefix.lab.cli.arguments import add_number, add_out
 from megatron_prefix.lab.cli.outputs import write_and_print
 from megatron_prefix.lab.data.importers import FIELDS, KINDS, import_file
+from megatron_prefix.lab.data.rollouts import Group
 
 HELP = f"""\
 Make a rollout file from what a trainer dumped: verl's rollout dump (input, output, score), messages
@@ -34,5 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Imports the file."""
     groups = import_file(args.source, args.kind, args.tokenizer, vocab_size=args.vocab_size)
-    write_and_print(args, groups)
+    counts = {"untrained": 0}
+    write_and_print(args, _counted(groups, counts), counts=counts)
     return 0
+
+
+def _counted(groups: Iterable[Group], counts: dict[str, int]) -> Iterator[Group]:
+    """The groups; adds how many of their rollouts have no trained token."""
+    for group in groups:
+        counts["untrained"] += sum(not rollout.loss for rollout in group.rollouts)
+        yield group
