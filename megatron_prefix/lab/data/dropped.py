@@ -37,7 +37,8 @@ def check_tools(render: Render, messages: Sequence[Message], tools: Any, text: s
 
 
 def check_messages(render: Render, messages: Sequence[Message], first: int, text: str) -> None:
-    """`Fault` if `text`, which is `render(messages)`, lacks what a message from `first` on says."""
+    """`Fault` if `text`, which is `render(messages)`, lacks what a message from `first` on says,
+    or has a null in it."""
     stem = "qz"
     while stem in text:
         stem += "qz"
@@ -58,6 +59,7 @@ def check_messages(render: Render, messages: Sequence[Message], first: int, text
         if (number, place.said) not in kept:
             raise _dropped(number, messages[number], f"drops its {place.said}")
     _check_silent(render, messages, first, text)
+    _check_null(render, messages, first, text)
 
 
 def _check_silent(render: Render, messages: Sequence[Message], first: int, text: str) -> None:
@@ -70,9 +72,26 @@ def _check_silent(render: Render, messages: Sequence[Message], first: int, text:
             raise _dropped(number, message, "adds no text for it")
 
 
+def _check_null(render: Render, messages: Sequence[Message], first: int, text: str) -> None:
+    """Refuse a template that writes "None" for a null, which servers give it as an empty text."""
+    for number in range(first, len(messages)):
+        message = messages[number]
+        if message["content"] is None:
+            empty = {**message, "content": ""}
+            trial = _trial(render, [*messages[:number], empty, *messages[number + 1 :]])
+            if trial is not None and trial.count("None") < text.count("None"):
+                problem = "writes its null content as None; give an empty string"
+                role = _role(message)
+                raise Fault("messages", f"message {number} ({role}): the chat template {problem}")
+
+
 def _dropped(number: int, message: Message, problem: str) -> Fault:
-    role = " ".join(message["role"][:24].split())
-    return Fault("messages", f"message {number} ({role}): the chat template {problem}; {_FIX}")
+    place = f"message {number} ({_role(message)})"
+    return Fault("messages", f"{place}: the chat template {problem}; {_FIX}")
+
+
+def _role(message: Message) -> str:
+    return " ".join(message["role"][:24].split())
 
 
 def _trial(render: Render, messages: Sequence[Message]) -> str | None:

@@ -50,7 +50,7 @@ FIELDS = f"""\
             or {_names(_WHOLE)} with one of
             {_names((*_MASK, "labels"))},
             {_names(_LENGTHS)};
-            [{_names(pads.FIELDS)}],
+            [{"], [".join(pads.FIELDS)}],
             [{_names(_LOGPROBS)}]
   in all    {_names(_REWARD)}, [advantage],
             [{_names(_GROUP)}], [{_names(_UID)}],

@@ -56,12 +56,15 @@ def _message(number: int, message: Any) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         text = f"message {number} has no role ({shown(message)}); give role and content"
         raise Fault("messages", text)
-    result = dict(message)
+    # A table's columns are in all its rows: null is absent, but for what all templates read.
+    result = {name: value for name, value in message.items() if value is not None}
+    result.setdefault("content", None)
     if isinstance(message.get("content"), list):
         result["content"] = "".join(_text(number, part) for part in message["content"])
-    if "tool_calls" in message:
-        result["tool_calls"] = _calls(number, message["tool_calls"])
-    if message.get("content") is None and not result.get("tool_calls"):
+    calls = _calls(number, result.pop("tool_calls", None))
+    if calls:
+        result["tool_calls"] = calls
+    elif result["content"] is None:
         result["content"] = ""  # an answer that was never given
     jsonl.check_characters("messages", result, f"message {number}: ")
     return result

@@ -94,7 +94,7 @@ def test_verl_names_sample_rollout_and_output(source: Path) -> None:
 
 
 def test_verl_counts_a_rollout_once_in_its_group(source: Path) -> None:
-    """Its GRPO takes each rollout's last output for mean and deviation (ppo/v1/utils.py)."""
+    """Its GRPO takes each rollout's last output for mean and deviation."""
     rows = [
         verl_row("s_0_1", 3.0), verl_row("s_0_0", 0.5), verl_row("s_0_10", 1.0),
         verl_row("s_1_0", 0.0), verl_row("s_2_0", 0.5), verl_row("s_3_0", 0.0, advantage=7.0),

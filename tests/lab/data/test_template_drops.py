@@ -200,6 +200,33 @@ def test_no_tool_calls_in_any_spelling(source: Path, nothing: Any) -> None:
     assert text_of(write(source, {"messages": turns, "reward": 1}), WHOLE).endswith("b<end>")
 
 
+def test_a_null_is_absent(source: Path) -> None:
+    """Tables have every column in every row; Llama 3.1's template asks for keys."""
+    template = HEAD + "{% if 'tool_calls' in m %}{{ raise_exception('no call') }}{% endif %}" + (
+        "{% if m.reasoning_content is defined %}[{{ m.reasoning_content }}]{% endif %}"
+        "{{ m.content }}"
+    ) + TAIL  # fmt: skip
+    nulls = {"tool_calls": None, "reasoning_content": None, "name": None}
+    turns = [say("user", "a", **nulls), say("assistant", "b", **nulls)]
+    write(source, {"messages": turns, "reward": 1})
+    assert text_of(source, template) == "<user>a<end><assistant>b<end>"
+
+
+def test_a_null_that_would_be_written(source: Path) -> None:
+    """GLM-4.6's template writes None for what the chat API gives beside a tool call."""
+    row = agent()
+    row["messages"][3]["content"] = None
+    template = HEAD + REASONING + "{{ m.content }}" + CALLS + TAIL
+    write(source, row | {"tools": None})
+    text = refused(source, "messages", Jinja(template))
+    said = "message 3 (assistant): the chat template writes its null content as None; give an empty"
+    assert text.startswith(f"1: messages: {said}")
+    asked = template.replace(
+        "{{ m.content }}", "{% if m.content is not none %}{{ m.content }}{% endif %}"
+    )
+    assert "None" not in text_of(source, asked)
+
+
 @pytest.mark.parametrize(
     ("calls", "said"),
     [
