@@ -176,7 +176,7 @@ def _from_messages(row: Row, tokenizer: Tokenizer) -> Rollout:
     tokens: list[int] = []
     loss: list[tuple[int, int]] = []
     for text, trained in conversation_pieces(row, tokenizer):
-        ids = token_ids(tokenizer, text, "messages")
+        ids = token_ids(tokenizer, text, "messages", continues=bool(tokens))
         if trained and ids:
             loss.append((len(tokens), len(tokens) + len(ids)))
         tokens += ids

@@ -33,7 +33,9 @@ class Tokenizer(Protocol):
         """The conversation as text, special tokens included, by the model's chat template."""
 
 
-def token_ids(tokenizer: Tokenizer, text: str, field: str, *, special: bool = False) -> list[int]:
+def token_ids(
+    tokenizer: Tokenizer, text: str, field: str, *, special: bool = False, continues: bool = False
+) -> list[int]:
     """The ids of what a row's `field` holds; a `Fault` if the tokenizer has none for it.
 
     Args:
@@ -41,8 +43,11 @@ def token_ids(tokenizer: Tokenizer, text: str, field: str, *, special: bool = Fa
         text: from the row.
         field: its name.
         special: whether to add what the tokenizer adds to a whole text, such as BOS and EOS.
+        continues: whether the text goes on where another ended.
     """
     try:
+        if continues and isinstance(tokenizer, _HubTokenizer):
+            return tokenizer.encode_continued(text)
         return tokenizer.encode(text, add_special_tokens=special)
     except UserError:
         raise
@@ -125,6 +130,20 @@ class _HubTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return list(self._auto.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_continued(self, text: str) -> list[int]:
+        """Token ids of a text that follows another: without the space that SentencePiece adds."""
+        if not self._adds_space:
+            return self.encode(text)
+        before, whole = self.encode("\n"), self.encode("\n" + text)
+        if whole[: len(before)] != before:
+            raise ValueError("its first token takes in the end of the line before")
+        return whole[len(before) :]
+
+    @functools.cached_property
+    def _adds_space(self) -> bool:
+        first = self._auto.convert_ids_to_tokens(self.encode("a"))[:1]
+        return str(first[0]).startswith("\u2581") if first else False
 
     def render(
         self,

@@ -308,6 +308,33 @@ def test_a_whole_surrogate_pair_is_text(source: Path) -> None:
 
 
 @HUB
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_no_space_is_put_between_pieces(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """SentencePiece puts one before a text, so a piece of a conversation must not be one."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    package = importlib.import_module("tokenizers")
+    letters = [*map(chr, range(33, 127)), "\u2581", "\n"]
+    model = package.models.BPE({letter: i for i, letter in enumerate(letters)}, merges=[])
+    fast = package.Tokenizer(model)
+    fast.pre_tokenizer = package.pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    fast.save(str(tmp_path / "tokenizer.json"))
+    template = CHAT_TEMPLATE.replace("<|im_end|>", " </s>")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    row = conversation(say("assistant", "one"), say("user", "?"), say("assistant", " two"))
+    ((group),) = import_file(write(source, row), "messages", str(tmp_path))
+    (rollout,) = group.rollouts
+    text = "".join(letters[token] for token in rollout.tokens)
+    start, end = "<|im_start|>", "\u2581</s>"
+    assert text == (
+        f"\u2581{start}user\nhi{end}\n{start}assistant\none{end}\n"
+        f"{start}user\n?{end}\n{start}assistant\n\u2581two{end}"
+    )
+
+
+@HUB
 def test_a_model_folder(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     fast = importlib.import_module("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
