@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 
 from megatron_prefix.errors import UserError
@@ -43,6 +44,27 @@ class Characters:
                 body += repr(call["function"]["arguments"])
             parts.append(f"<{message['role']} {body}{self.end}")
         return "".join(parts) + ("<assistant " if add_generation_prompt else "")
+
+
+class Jinja:
+    """A tokenizer of one id a character with a template in Jinja, as models have it."""
+
+    def __init__(self, template: str) -> None:
+        def refuse(text: str) -> None:
+            raise jinja2.TemplateError(text)
+
+        self.template = jinja2.Environment(trim_blocks=True).from_string(template)
+        self.template.globals["raise_exception"] = refuse
+        self.num_renders = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def render(self, messages: Any, tools: Any, add_generation_prompt: bool) -> str:
+        self.num_renders += 1
+        return self.template.render(
+            messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
+        )
 
 
 @pytest.fixture

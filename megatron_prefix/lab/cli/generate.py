@@ -9,8 +9,8 @@ from megatron_prefix.lab.cli.outputs import write_and_print
 from megatron_prefix.lab.data.generate import TREES, generate
 
 HELP = """\
-Make a rollout file of a given size and tree shape: synthetic tokens, rewards and trained spans,
-the same for the same arguments."""
+Make a synthetic rollout file of a given size and tree shape: random tokens, rewards and trained
+spans. The same arguments give the same file."""
 EPILOG = """\
 examples:
   megatron-prefix generate flat.jsonl.gz --groups 8 --prompt-tokens 10240 --response-tokens 2048
@@ -22,17 +22,22 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
     add_out(parser)
-    parser.add_argument("--tree", choices=TREES, default="flat", help="shape under the prompt")
-    add_switch(parser, "--uneven", "responses of different length")
+    parser.add_argument(
+        "--tree",
+        choices=TREES,
+        default="flat",
+        help="how rollouts branch after the prompt (default flat)",
+    )
+    add_switch(parser, "--uneven", "make responses of different lengths")
     for flag, kind, default, text in (
         ("--groups", whole(), 8, "number of groups"),
-        ("--prompt-tokens", whole(), 1024, "tokens of each prompt"),
-        ("--response-tokens", whole(), 256, "tokens after the prompt"),
-        ("--rollouts", whole(), 8, "rollouts of a group"),
-        ("--depth", whole(), 3, "levels of a branch tree, turns of an agent"),
-        ("--copies", whole(0), 0, "rollouts of a group that copy its first"),
-        ("--vocab-size", whole(), 2048, "token ids are below it"),
-        ("--seed", seed, 0, "equal seeds give equal files"),
+        ("--prompt-tokens", whole(), 1024, "tokens in each prompt"),
+        ("--response-tokens", whole(), 256, "tokens in each response"),
+        ("--rollouts", whole(), 8, "rollouts in each group"),
+        ("--depth", whole(), 3, "levels of a branch tree, or turns of an agent"),
+        ("--copies", whole(0), 0, "how many rollouts in each group are copies of the first"),
+        ("--vocab-size", whole(), 2048, "size of the vocabulary"),
+        ("--seed", seed, 0, "random seed"),
     ):
         add_number(parser, flag, text + " (default {})", default, kind)
 

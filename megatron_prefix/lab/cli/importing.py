@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Iterator
 
 from megatron_prefix.lab.cli.arguments import add_number, add_out
 from megatron_prefix.lab.cli.outputs import write_and_print
 from megatron_prefix.lab.data.importers import FIELDS, KINDS, import_file
+from megatron_prefix.lab.data.rollouts import Group
 
 HELP = f"""\
-Make a rollout file from what a trainer dumped: verl's rollout dump (input, output, score), messages
-in OpenAI's style through a chat template, or token ids.
+Make a rollout file from a trainer's dump: verl's rollouts (input, output, score), OpenAI-style
+messages, rendered with a chat template, or token ids.
 
-IN is JSON lines. The fields of a row, other names for one after a bar, optional ones in brackets:
+IN has one JSON object per line. Its fields (alternative names after a bar, optional fields in
+brackets):
 {FIELDS}"""
 EPILOG = """\
 examples:
@@ -24,15 +27,27 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    parser.add_argument("kind", metavar="KIND", choices=KINDS, help=" | ".join(KINDS))
-    parser.add_argument("source", metavar="IN", help="JSON lines, plain or gzip")
+    parser.add_argument(
+        "kind", metavar="KIND", choices=KINDS, help="what IN holds: " + ", ".join(KINDS)
+    )
+    parser.add_argument("source", metavar="IN", help="file to read: JSON lines, plain or gzip")
     add_out(parser)
-    parser.add_argument("--tokenizer", help="tokenizer.json, or a transformers folder or name")
-    add_number(parser, "--vocab-size", "refuse token ids that are not below it")
+    parser.add_argument(
+        "--tokenizer", help="a tokenizer.json, or a model folder or name for transformers"
+    )
+    add_number(parser, "--vocab-size", "refuse token ids of N or more")
 
 
 def run(args: argparse.Namespace) -> int:
     """Imports the file."""
     groups = import_file(args.source, args.kind, args.tokenizer, vocab_size=args.vocab_size)
-    write_and_print(args, groups)
+    counts = {"untrained": 0}
+    write_and_print(args, _counted(groups, counts), counts=counts)
     return 0
+
+
+def _counted(groups: Iterable[Group], counts: dict[str, int]) -> Iterator[Group]:
+    """The groups; adds how many of their rollouts have no trained token."""
+    for group in groups:
+        counts["untrained"] += sum(not rollout.loss for rollout in group.rollouts)
+        yield group

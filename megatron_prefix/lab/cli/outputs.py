@@ -79,9 +79,18 @@ def save_figure(figure: Any, path: str) -> None:
 
 
 def write_and_print(
-    args: argparse.Namespace, groups: Iterable[Group], total: int | None = None
+    args: argparse.Namespace,
+    groups: Iterable[Group],
+    total: int | None = None,
+    counts: Mapping[str, int] | None = None,
 ) -> None:
     """Writes `groups` to `args.out` as a rollout file, with progress, and prints what it holds.
+
+    Args:
+        args: with `out` and `overwrite`.
+        groups: to write.
+        total: how many there are, if that is known.
+        counts: what else was counted by the time that all are written, to print.
 
     Raises:
         UserError: the file is there already and `args.overwrite` is not given, or it cannot be
@@ -91,6 +100,7 @@ def write_and_print(
     if os.path.isfile(args.out) and not args.overwrite:
         raise UserError(f"{args.out}: is there; add --overwrite to replace it, or name another")
     made = {"path": args.out, **write_rollouts(args.out, watched(args, groups, "groups", total))}
+    made |= counts or {}
     if args.json:
         print_json(made)
     else:

@@ -43,11 +43,14 @@ def user_error(place: str, fault: object) -> UserError:
 
 @contextlib.contextmanager
 def at_row(path: PathLike, number: int) -> Iterator[None]:
-    """Turn a `Fault` raised inside into a `UserError` that names `path` and row `number`."""
+    """Turn a `Fault`, or endless nesting, inside into a `UserError` that names file and row."""
     try:
         yield
     except Fault as fault:
         raise user_error(f"{os.fspath(path)}:{number}", fault) from None
+    except RecursionError:
+        text = "row: nested too deeply (over 900 levels); write it flatter"
+        raise user_error(f"{os.fspath(path)}:{number}", text) from None
 
 
 # Reading ------------------------------------------------------------------------------------------
@@ -117,6 +120,7 @@ def name(row: Row, field: str) -> str:
     value = required(row, field)
     if type(value) not in (str, int) or value == "":
         raise Fault(field, f"not a name ({shown(value)}); give a non-empty string or an integer")
+    check_characters(field, value)
     return str(value)
 
 
@@ -125,7 +129,62 @@ def text(row: Row, field: str) -> str:
     value = required(row, field)
     if not isinstance(value, str):
         raise Fault(field, f"not a string ({shown(value)}); give the text itself")
+    check_characters(field, value)
     return value
+
+
+def check_characters(field: str, value: Any, place: str = "") -> None:
+    """`Fault` for a string, at any depth of a JSON value, that UTF-8 cannot hold.
+
+    JSON has an emoji as a pair of escapes; half of a pair, as truncated texts have it, is nothing.
+    """
+    values = [value]
+    while values:
+        part = values.pop()
+        if isinstance(part, dict):
+            values += [*part, *part.values()]
+        elif isinstance(part, list):
+            values += part
+        elif isinstance(part, str):
+            try:
+                part.encode("utf-8")
+            except UnicodeEncodeError as error:
+                text = f"character {error.start} is half a surrogate pair"
+                letter = shown(part[error.start])
+                fix = "cut texts between characters, or write U+FFFD for it"
+                raise Fault(field, f"{place}{text} ({letter}); {fix}") from None
+
+
+def flag(row: Row, field: str, default: bool) -> bool:
+    """true or false, also as 1 or 0; `default` if it is null or missing."""
+    value = row.get(field)
+    if value is None:
+        return default
+    if not _is_flag(value):
+        raise Fault(field, f"not true or false ({shown(value)}); give one of these")
+    return bool(value)
+
+
+def flags(row: Row, field: str) -> NDArray[np.bool_]:
+    """A list of true and false, also as 1 and 0, or 1.0 and 0.0, as bool [n]."""
+    values = _list(row, field)
+    for index, value in enumerate(values):
+        if not _is_flag(value):
+            text = f"holds values other than 0 and 1 (entry {index} is {shown(value)})"
+            raise Fault(field, f"{text}; give 1 for each token that counts")
+    return np.array(values, dtype=np.float64) != 0
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, int | float) and value in (0, 1)
+
+
+def embedded(value: Any) -> Any:
+    """What JSON in a string holds, or any other value as it is; ValueError if it is no JSON."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def integer(row: Row, field: str) -> int:

@@ -6,12 +6,13 @@ import contextlib
 import functools
 import importlib
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_prefix.errors import UserError
-from megatron_prefix.lab.data.jsonl import user_error
+from megatron_prefix.errors import UserError, shown
+from megatron_prefix.lab.data.jsonl import Fault, user_error
 
 Message = dict[str, Any]
 _OPTION = "--tokenizer"
@@ -21,7 +22,7 @@ class Tokenizer(Protocol):
     """What an importer needs of a tokenizer."""
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`, with special tokens such as BOS if asked for."""
+        """All token ids of `text`; with those that the tokenizer adds to it, if asked for."""
 
     def render(
         self,
@@ -30,6 +31,29 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool,
     ) -> str:
         """The conversation as text, special tokens included, by the model's chat template."""
+
+
+def token_ids(
+    tokenizer: Tokenizer, text: str, field: str, *, special: bool = False, continues: bool = False
+) -> list[int]:
+    """The ids of what a row's `field` holds; a `Fault` if the tokenizer has none for it.
+
+    Args:
+        tokenizer: that encodes it.
+        text: from the row.
+        field: its name.
+        special: whether to add what the tokenizer adds to a whole text, such as BOS and EOS.
+        continues: whether the text goes on where another ended.
+    """
+    try:
+        if continues and isinstance(tokenizer, _HubTokenizer):
+            return tokenizer.encode_continued(text)
+        return tokenizer.encode(text, add_special_tokens=special)
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001  (tokenizers may raise anything)
+        problem = f"the tokenizer cannot encode it ({shown(str(error), 120)})"
+        raise Fault(field, f"{problem}; give the tokenizer of the model that wrote it") from None
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -72,6 +96,8 @@ class _FileTokenizer:
             raise FileNotFoundError("no such file")
         self._path = path
         self._fast = package.Tokenizer.from_file(path)
+        self._fast.no_truncation()  # the file may say how to cut and pad
+        self._fast.no_padding()
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -100,9 +126,24 @@ class _HubTokenizer:
                 self._auto = load(local_files_only=True)
             except Exception:  # noqa: BLE001  (see load_tokenizer)
                 self._auto = load()
+        self._auto.model_max_length = sys.maxsize  # it warns of longer texts, but does not cut them
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return list(self._auto.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_continued(self, text: str) -> list[int]:
+        """Token ids of a text that follows another: without the space that SentencePiece adds."""
+        if not self._adds_space:
+            return self.encode(text)
+        before, whole = self.encode("\n"), self.encode("\n" + text)
+        if whole[: len(before)] != before:
+            raise ValueError("its first token takes in the end of the line before")
+        return whole[len(before) :]
+
+    @functools.cached_property
+    def _adds_space(self) -> bool:
+        first = self._auto.convert_ids_to_tokens(self.encode("a"))[:1]
+        return str(first[0]).startswith("\u2581") if first else False
 
     def render(
         self,

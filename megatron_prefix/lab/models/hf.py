@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models import hf_deepseek, hf_gpt_oss, hf_nemotron
-from megatron_prefix.lab.models.hf_config import Config, common, llama_rope
+from megatron_prefix.lab.models.hf_config import Config, common, key_heads, llama_rope
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.plan.files import read_text
 
@@ -68,8 +68,14 @@ def family(config: Config) -> Callable[[Config], ModelSpec]:
     return _FAMILIES[name]
 
 
-def _dense(config: Config, **family: Any) -> ModelSpec:
-    """The fields that all families have."""
+def _dense(config: Config, *, max_position: int = 32768, **family: Any) -> ModelSpec:
+    """The fields that all families have.
+
+    Args:
+        config: of the model.
+        max_position: the family's `max_position_embeddings`.
+        family: fields that this one reads otherwise.
+    """
     config.only("hidden_act", "silu", "the MLP is SwiGLU")
     config.only("attention_bias", False, "Megatron-Core has no bias on the output projection alone")
     config.only("mlp_bias", False, "the MLP has no bias")
@@ -80,7 +86,7 @@ def _dense(config: Config, **family: Any) -> ModelSpec:
     base, scaling = llama_rope(config)
     heads = config.size("num_attention_heads")
     values: dict[str, Any] = {
-        **common(config),
+        **common(config, max_position=max_position),
         "num_layers": config.size("num_hidden_layers"),
         "num_query_groups": config.size("num_key_value_heads", heads),
         "kv_channels": config.size("head_dim", config.size("hidden_size") // heads),
@@ -91,13 +97,21 @@ def _dense(config: Config, **family: Any) -> ModelSpec:
     return ModelSpec(**{**values, **family})
 
 
+def _llama(config: Config) -> ModelSpec:
+    return _dense(config, max_position=2048)
+
+
 def _qwen2(config: Config) -> ModelSpec:
-    return _dense(config, add_qkv_bias=True)
+    return _dense(config, add_qkv_bias=True, num_query_groups=key_heads(config, 32))
 
 
 def _qwen3(config: Config, **family: Any) -> ModelSpec:
-    family = {"kv_channels": config.size("head_dim", 128), **family}
-    return _dense(config, qk_layernorm=True, **family)
+    values = {
+        "kv_channels": config.size("head_dim", 128),
+        "num_query_groups": key_heads(config, 32),
+        "qk_layernorm": True,
+    }
+    return _dense(config, **{**values, **family})
 
 
 _LINEAR = [
@@ -186,12 +200,16 @@ def _qwen3_moe(config: Config, **family: Any) -> ModelSpec:
         moe_router_topk=config.size("num_experts_per_tok"),
         moe_aux_loss_coeff=float(config.number("router_aux_loss_coef", 0.001)),
         moe_layer_freq=1 if all(flags) else flags,
-        **{"moe_router_pre_softmax": not config.flag("norm_topk_prob"), **family},
+        **{
+            "num_query_groups": key_heads(config, 4),
+            "moe_router_pre_softmax": not config.flag("norm_topk_prob"),
+            **family,
+        },
     )
 
 
 _FAMILIES: dict[Any, Callable[[Config], ModelSpec]] = {
-    "llama": _dense,
+    "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,

@@ -67,18 +67,30 @@ class Config:
             raise self.wrong(field, f"{value!r} is not supported ({why}); use {supported!r}")
 
 
-def common(config: Config) -> dict[str, Any]:
-    """Fields of every family, by their names in ModelSpec; but for the number of layers."""
+def common(config: Config, *, max_position: int, epsilon: float = 1e-6) -> dict[str, Any]:
+    """Fields of every family, by their names in ModelSpec; but for the number of layers.
+
+    Args:
+        config: of the model.
+        max_position, epsilon: the family's `max_position_embeddings` and `rms_norm_eps`.
+    """
     return {
         "name": config.path.parent.name or config.path.stem,
         "hidden_size": config.size("hidden_size"),
         "num_attention_heads": config.size("num_attention_heads"),
         "vocab_size": config.size("vocab_size"),
-        "max_position": config.size("max_position_embeddings", 32768),
+        "max_position": config.size("max_position_embeddings", max_position),
         "tie_embeddings": config.flag("tie_word_embeddings"),
-        "layernorm_epsilon": config.number("rms_norm_eps", 1e-6),
+        "layernorm_epsilon": config.number("rms_norm_eps", epsilon),
         "init_method_std": config.number("initializer_range", 0.02),
     }
+
+
+def key_heads(config: Config, default: int) -> int:
+    """`num_key_value_heads`: `default` if it is absent, the number of heads if it is null."""
+    field = "num_key_value_heads"
+    is_null = field in config.values and config.values[field] is None
+    return config.size("num_attention_heads" if is_null else field, default)
 
 
 class Rope(NamedTuple):

@@ -7,10 +7,28 @@ norms: there it is 1e-06 whatever `rms_norm_eps` says, in Megatron-Core that of 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_prefix.lab.models.hf_config import Config, common, rope
 from megatron_prefix.lab.models.presets import ModelSpec
+
+
+class _Defaults(NamedTuple):
+    """What a family's configuration class has where config.json says nothing."""
+
+    n_group: int
+    topk_group: int
+    num_experts_per_tok: int
+    routed_scaling_factor: float
+    q_lora_rank: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+
+
+_DEEPSEEK_V3 = _Defaults(8, 4, 8, 2.5, 1536, 128, 128, 4096, 1e-6)
+_GLM4_MOE_LITE = _Defaults(1, 1, 4, 1.8, 768, 192, 256, 202752, 1e-5)
 
 
 def deepseek_v3(config: Config) -> ModelSpec:
@@ -20,8 +38,7 @@ def deepseek_v3(config: Config) -> ModelSpec:
     config.only("scoring_func", "sigmoid", "experts are chosen by sigmoid scores")
     config.only("topk_method", "noaux_tc", "experts are chosen by scores with a bias")
     flags = tuple(int(layer >= dense) for layer in range(layers))
-    groups, best = config.size("n_group", 8), config.size("topk_group", 4)
-    return _latent(config, flags, groups, best, experts=8, scaling=2.5)
+    return _latent(config, flags, _DEEPSEEK_V3)
 
 
 def glm4_moe_lite(config: Config) -> ModelSpec:
@@ -34,29 +51,29 @@ def glm4_moe_lite(config: Config) -> ModelSpec:
     config.only("partial_rotary_factor", 1.0, "RoPE turns its whole part of a head")
     rope(config).values.only("partial_rotary_factor", 1.0, "RoPE turns its whole part of a head")
     flags = tuple(int(kind == "sparse") for kind in kinds)
-    groups, best = config.size("n_group", 1), config.size("topk_group", 1)
-    return _latent(config, flags, groups, best, experts=4, scaling=1.8)
+    return _latent(config, flags, _GLM4_MOE_LITE)
 
 
-def _latent(
-    config: Config, flags: tuple[int, ...], groups: int, best: int, experts: int, scaling: float
-) -> ModelSpec:
+def _latent(config: Config, flags: tuple[int, ...], defaults: _Defaults) -> ModelSpec:
     """Args:
     flags: which layers have experts.
-    groups, best: of experts, and how many of them a token's experts are chosen from.
-    experts, scaling: the family's `num_experts_per_tok` and `routed_scaling_factor`.
     """
     config.only("hidden_act", "silu", "the MLP is SwiGLU")
     config.only("attention_bias", False, "Megatron-Core's projections to latents have no bias")
     config.only("rope_interleave", True, "Megatron-Core turns neighbours in the weights' order")
-    rank, heads = config.values.get("q_lora_rank"), config.size("num_attention_heads")
+    heads = config.size("num_attention_heads")
+    rank = config.values.get("q_lora_rank", defaults.q_lora_rank)
     config.only("num_key_value_heads", heads, "every head has its own keys")
-    values_dim = config.size("v_head_dim", 128)
-    given = sigmoid_experts(config, groups, best, experts, scaling) if any(flags) else {}
+    values_dim = config.size("v_head_dim", defaults.v_head_dim)
+    experts = _experts(config, defaults) if any(flags) else {}
     return ModelSpec(
-        **common(config),
+        **common(
+            config,
+            max_position=defaults.max_position_embeddings,
+            epsilon=defaults.rms_norm_eps,
+        ),
         **_rope(config),
-        **given,
+        **experts,
         num_layers=len(flags),
         moe_layer_freq=flags if any(flags) else 1,
         num_query_groups=heads,
@@ -64,12 +81,19 @@ def _latent(
         ffn_hidden_size=config.size("intermediate_size"),
         qk_layernorm=True,
         multi_latent_attention=True,
-        q_lora_rank=None if rank is None else config.size("q_lora_rank"),
+        q_lora_rank=None if rank is None else config.size("q_lora_rank", defaults.q_lora_rank),
         kv_lora_rank=config.size("kv_lora_rank", 512),
-        qk_head_dim=config.size("qk_nope_head_dim", 128),
+        qk_head_dim=config.size("qk_nope_head_dim", defaults.qk_nope_head_dim),
         qk_pos_emb_head_dim=config.size("qk_rope_head_dim", 64),
         v_head_dim=values_dim,
     )
+
+
+def _experts(config: Config, defaults: _Defaults) -> dict[str, Any]:
+    groups = config.size("n_group", defaults.n_group)
+    best = config.size("topk_group", defaults.topk_group)
+    chosen, scaling = defaults.num_experts_per_tok, defaults.routed_scaling_factor
+    return sigmoid_experts(config, groups, best, chosen, scaling)
 
 
 def sigmoid_experts(

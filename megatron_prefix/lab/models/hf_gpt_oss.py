@@ -20,7 +20,7 @@ def gpt_oss(config: Config) -> ModelSpec:
     experts = "num_local_experts" if "num_local_experts" in config.values else "num_experts"
     width, (base, scaling) = config.size("intermediate_size"), _rope(config)
     return ModelSpec(
-        **{**common(config), "layernorm_epsilon": config.number("rms_norm_eps", 1e-5)},
+        **common(config, max_position=131072, epsilon=1e-5),
         num_layers=config.size("num_hidden_layers"),
         num_query_groups=config.size("num_key_value_heads", 8),
         kv_channels=config.size("head_dim", 64),

@@ -109,7 +109,8 @@ def test_an_empty_turn_trains_nothing(source: Path) -> None:
         ({"messages": "hi", "reward": 1}, "messages: not a list"),
         ({"messages": ["hi"], "reward": 1}, "messages: message 0 has no role ('hi')"),
         ({"messages": [{"content": "x"}], "reward": 1}, "messages: message 0 has no role"),
-        (conversation(), "messages: no turn of the assistant (1 messages)"),
+        (conversation(say("model", "x")), "messages: no turn of the assistant (2 messages)"),
+        ({"messages": [], "reward": 1}, "messages: no turn of the assistant (0 messages)"),
         (
             {"messages": [say("assistant", "x")], "reward": 1},
             "messages: nothing before the first turn of the assistant",
@@ -182,10 +183,158 @@ def test_a_tokenizer_file(source: Path, folder: Path) -> None:
     assert "cannot be loaded" in refused(source, "verl", str(file))
 
 
-@pytest.mark.skipif(
+HUB = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("transformers", "jinja2")),
     reason="transformers and jinja2 are not installed",
 )
+FORMS = pytest.mark.parametrize("form", ["tokenizer.json", pytest.param("", marks=HUB)])
+
+
+def change_tokenizer(folder: Path, **changes: Any) -> None:
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | changes), encoding="utf-8")
+
+
+@FORMS
+def test_stored_truncation_and_padding_are_not_applied(
+    source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, form: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    cut = {"direction": "Right", "max_length": 16, "strategy": "LongestFirst", "stride": 0}
+    pad = {
+        "strategy": {"Fixed": 40}, "direction": "Right", "pad_to_multiple_of": None,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>",
+    }  # fmt: skip
+    change_tokenizer(folder, truncation=cut, padding=pad)
+    config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    config["model_max_length"] = 16
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    write(source, {"input": "a" * 51, "output": "b", "score": 1.0})
+    ((group),) = import_file(source, "verl", str(folder / form))
+    (rollout,) = group.rollouts
+    assert (len(rollout), rollout.prompt_len, rollout.loss) == (53, 52, ((52, 53),))  # with BOS
+    assert capfd.readouterr().err == ""
+
+
+@FORMS
+def test_nothing_is_put_between_prompt_and_answer(
+    source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """BOS begins a text, EOS ends it; a prompt that says BOS has it once."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    fast = importlib.import_module("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
+    fast.post_processor = importlib.import_module("tokenizers").processors.TemplateProcessing(
+        single="<s> $A <|im_end|>", special_tokens=[("<s>", 258), ("<|im_end|>", 257)]
+    )
+    fast.save(str(folder / "tokenizer.json"))
+    ids = fast.encode("abcd", add_special_tokens=False).ids
+    rows = [
+        {"input": text, "output": "cd", "score": 1.0} for text in ("ab", "<s>ab", "ab<|im_end|>")
+    ]
+    ((first, second, third)) = [
+        rollout.tokens.tolist()
+        for group in import_file(write(source, *rows), "verl", str(folder / form))
+        for rollout in group.rollouts
+    ]
+    assert first == second == [258, *ids]
+    assert third == [258, *ids[:2], 257, *ids[2:]]
+
+
+def test_a_text_that_a_tokenizer_has_no_ids_for_is_named(source: Path, tmp_path: Path) -> None:
+    package = pytest.importorskip("tokenizers")
+    fast = package.Tokenizer(package.models.WordLevel({"ab": 0}, unk_token="<unk>"))
+    fast.save(str(tmp_path / "words.json"))
+    good = {"input": "ab", "output": "ab", "score": 1.0}
+    write(source, good, good | {"output": "cd"})
+    text = refused(source, "verl", str(tmp_path / "words.json"))
+    assert text.startswith("2: output: the tokenizer cannot encode it (")
+
+
+HALF = "\ud83d"
+"""The first half of an emoji, as a text that was cut has it."""
+
+
+@pytest.mark.parametrize("form", ["file", "characters"])
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("verl", {"input": f"ab{HALF}"}, "input: character 2 is half a surrogate pair ('\\ud83d')"),
+        ("verl", {"output": HALF}, "output: character 0 is half a surrogate pair"),
+        ("verl", {"uid": f"u{HALF}"}, "uid: character 1 is half a surrogate pair"),
+        ("verl", {"group": HALF}, "group: character 0 is half a surrogate pair"),
+        (
+            "messages",
+            conversation(say("assistant", f"a{HALF}")),
+            "messages: message 1: character 1 is half a surrogate pair",
+        ),
+        (
+            "messages",
+            conversation(say("assistant", [{"type": "text", "text": HALF}])),
+            "messages: message 1: character 0 is half a surrogate pair",
+        ),
+        (
+            "messages",
+            conversation(
+                say("assistant", "x", tool_calls=[{"function": {"arguments": '{"a": "\\ud83d"}'}}])
+            ),
+            "messages: message 1: character 0 is half a surrogate pair",
+        ),
+        (
+            "messages",
+            conversation(say("assistant", "a"), tools=[{"name": HALF}]),
+            "tools: character 0 is half a surrogate pair",
+        ),
+    ],
+)
+def test_half_a_surrogate_pair_is_named(
+    source: Path, folder: Path, form: str, kind: str, changes: dict[str, Any], said: str
+) -> None:
+    rows = {
+        "verl": {"input": "ab", "output": "b", "score": 1.0},
+        "messages": conversation(say("assistant", "a")),
+    }
+    write(source, rows[kind], rows[kind] | changes)
+    if kind == "messages" or form == "characters":
+        message = refused(source, kind, Characters())
+    else:
+        message = refused(source, kind, str(folder / "tokenizer.json"))
+    assert message.startswith(f"2: {said}")
+
+
+def test_a_whole_surrogate_pair_is_text(source: Path) -> None:
+    source.write_text('{"input": "\\ud83d\\ude00", "output": "b", "score": 1}', encoding="utf-8")
+    ((group),) = import_file(source, "verl", Characters())
+    assert group.rollouts[0].tokens.tolist()[1:] == [0x1F600, ord("b")]
+
+
+@HUB
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_no_space_is_put_between_pieces(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """SentencePiece puts one before a text, so a piece of a conversation must not be one."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    package = importlib.import_module("tokenizers")
+    letters = [*map(chr, range(33, 127)), "\u2581", "\n"]
+    model = package.models.BPE({letter: i for i, letter in enumerate(letters)}, merges=[])
+    fast = package.Tokenizer(model)
+    fast.pre_tokenizer = package.pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    fast.save(str(tmp_path / "tokenizer.json"))
+    template = CHAT_TEMPLATE.replace("<|im_end|>", " </s>")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    row = conversation(say("assistant", "one"), say("user", "?"), say("assistant", " two"))
+    ((group),) = import_file(write(source, row), "messages", str(tmp_path))
+    (rollout,) = group.rollouts
+    text = "".join(letters[token] for token in rollout.tokens)
+    start, end = "<|im_start|>", "\u2581</s>"
+    assert text == (
+        f"\u2581{start}user\nhi{end}\n{start}assistant\none{end}\n"
+        f"{start}user\n?{end}\n{start}assistant\n\u2581two{end}"
+    )
+
+
+@HUB
 def test_a_model_folder(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     fast = importlib.import_module("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))

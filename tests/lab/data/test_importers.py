@@ -103,7 +103,7 @@ def test_tokens_without_a_mask_train_the_response(source: Path) -> None:
         ({"input_ids": [1, 2, 3]}, "loss_mask: missing (nothing says what is trained)"),
         ({"input_ids": [1, -2, 3], "prompt_len": 1}, "input_ids: token 1 is negative (-2)"),
         ({"input_ids": [1, 2, 3], "prompt_len": 0}, "prompt_len: outside 1..3"),
-        ({"input_ids": [1, 2, 3], "response_length": 4}, "prompt_len: outside 1..3"),
+        ({"input_ids": [1, 2, 3], "response_length": 4}, "response_length: outside 0..2"),
         ({"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]}, "prompt_len: outside 1..3"),
         ({"input_ids": [1, 2, 3], "loss_mask": [0, 1]}, "loss_mask: neither as long as"),
         ({"input_ids": [1, 2, 3], "loss_mask": [0, 2, 1]}, "loss_mask: holds values other than"),
@@ -186,7 +186,8 @@ def test_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     write(source, {"input_ids": [1, 2, 3], "prompt_len": 1, "reward": 1})
     given = ("import", "tokens", str(source))
     summary = result(capsys, *given, str(out), "--vocab-size", "4")
-    assert summary == {"path": str(out), "groups": 1, "rollouts": 1, "tokens": 3}
+    counts = {"groups": 1, "rollouts": 1, "tokens": 3, "untrained": 0}
+    assert summary == {"path": str(out), **counts}
     assert [len(group.rollouts) for group in read_groups(out)] == [1]
     missing = tmp_path / "no.gz"
     assert "vocabulary of 3" in failure(capsys, *given, str(missing), "--vocab-size", "3")

@@ -1,0 +1,298 @@
+"""Chat templates that leave something out: the conversation that they render never was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_prefix.lab.data.importers import import_file
+from tests.harness import importing
+from tests.harness.importing import Jinja, refused, write
+
+source = importing.source  # a fixture
+HEAD = "{% for m in messages %}<{{ m.role }}>"
+TAIL = "<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+REASONING = "{% if m.reasoning_content %}[{{ m.reasoning_content | trim }}]{% endif %}"
+CALLS = (
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}"
+)
+TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
+WHOLE = TOOLS + HEAD + REASONING + "{{ m.content | trim }}" + CALLS + TAIL
+
+
+def say(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+
+
+def agent(**changes: Any) -> dict[str, Any]:
+    """A conversation with everything that templates drop."""
+    messages = [
+        say("system", "be brief"),
+        say("developer", "use tools"),
+        say("user", "what?"),
+        say("assistant", "", reasoning_content="hm ", tool_calls=[call("f", a=1), call("g", b=2)]),
+        say("tool", "42"),
+        say("assistant", "it is 42"),
+    ]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    return {"messages": messages, "tools": tools, "reward": 1.0, **changes}
+
+
+def text_of(path: Path, template: str) -> str:
+    ((group),) = import_file(path, "messages", Jinja(template))
+    return "".join(map(chr, group.rollouts[0].tokens.tolist()))
+
+
+def test_a_template_that_renders_everything(source: Path) -> None:
+    text = text_of(write(source, agent()), WHOLE)
+    assert text == (
+        '[{"function": {"name": "f"}, "type": "function"}]<system>be brief<end>'
+        '<developer>use tools<end><user>what?<end><assistant>[hm]f{"a": 1}g{"b": 2}<end>'
+        "<tool>42<end><assistant>it is 42<end>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (
+            WHOLE.replace(HEAD, "{% for m in messages if m.role != 'developer' %}<{{ m.role }}>"),
+            "messages: message 1 (developer): the chat template drops its content",
+        ),
+        (
+            WHOLE.replace(HEAD, "{% for m in messages if m.role != 'tool' %}<{{ m.role }}>"),
+            "messages: message 4 (tool): the chat template drops its content",
+        ),
+        (
+            WHOLE.replace("{{ m.content | trim }}", "{{ m.content if m.role != 'system' }}"),
+            "messages: message 0 (system): the chat template drops its content",
+        ),
+        (
+            WHOLE.replace(CALLS, ""),
+            "messages: message 3 (assistant): the chat template drops its tool call 0",
+        ),
+        (
+            WHOLE.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
+            "messages: message 3 (assistant): the chat template drops its tool call 1",
+        ),
+        (
+            WHOLE.replace(REASONING, ""),
+            "messages: message 3 (assistant): the chat template drops its reasoning",
+        ),
+        (WHOLE.replace(TOOLS, ""), "tools: the chat template drops them"),
+    ],
+)
+def test_what_a_template_drops_is_named(source: Path, template: str, said: str) -> None:
+    write(source, {"messages": [say("user", "a"), say("assistant", "b")], "reward": 1}, agent())
+    assert refused(source, "messages", Jinja(template)).startswith(f"2: {said}; use the template")
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "said"),
+    [
+        # As DeepSeek-R1's, which keeps only what follows the thought.
+        ("{{ m.content.split('</think>')[-1] }}", {"content": "<think>hm</think>yes"}, "reasoning"),
+        ("{{ m.content[:3] }}", {"content": "yes, of course"}, "content"),
+        ("{{ m.content }}", {"content": "yes", "thinking": "hm"}, "reasoning"),
+        ("{{ m.content }}", {"content": None, "refusal": "I cannot"}, "refusal"),
+        (
+            "{{ m.content }}",
+            {"content": "yes", "function_call": {"name": "f", "arguments": "{}"}},
+            "function call",
+        ),
+    ],
+)
+def test_parts_of_an_answer(
+    source: Path, template: str, message: dict[str, Any], said: str
+) -> None:
+    row = {"messages": [say("user", "a"), {"role": "assistant", **message}], "reward": 1}
+    text = refused(write(source, row), "messages", Jinja(HEAD + template + TAIL))
+    place = "1: messages: message 1 (assistant)"
+    assert text.startswith(f"{place}: the chat template drops its {said}; use")
+
+
+def test_a_message_without_text_of_a_role_that_is_dropped(source: Path) -> None:
+    template = WHOLE.replace(HEAD, "{% for m in messages if m.role != 'tool' %}<{{ m.role }}>")
+    turns = [say("user", "a"), say("assistant", "b"), say("tool", ""), say("assistant", "c")]
+    text = refused(write(source, {"messages": turns, "reward": 1}), "messages", Jinja(template))
+    assert text.startswith("1: messages: message 2 (tool): the chat template adds no text for it")
+    assert text_of(source, WHOLE).endswith("<tool><end><assistant>c<end>")
+
+
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [
+        # What a template rewrites it does not drop.
+        (HEAD + "{{ m.content | upper }}" + TAIL, [say("user", "a"), say("assistant", "b")]),
+        (HEAD + "{{ m.content | length }}" + TAIL, [say("user", "a"), say("assistant", "b")]),
+        # Nor what it refuses to do without.
+        (
+            HEAD
+            + "{% if m.role == 'user' and m.content != 'a' %}{{ raise_exception('no') }}{% endif %}"
+            + "{{ m.content if m.role != 'user' }}" + TAIL,
+            [say("user", "a"), say("assistant", "b")],
+        ),
+        # A marked answer of a tool looks like a question (Qwen3), after which no thought is kept.
+        (
+            "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' and"
+            " not m.content.endswith('</tool>') %}{% set ns.last = loop.index0 %}{% endif %}"
+            "{% endfor %}"
+            + HEAD
+            + "{% if loop.index0 > ns.last %}" + REASONING + "{% endif %}{{ m.content }}" + TAIL,
+            [
+                say("user", "a"), say("assistant", "b", reasoning_content="hm"),
+                say("user", "<tool>1</tool>"), say("assistant", "c", reasoning_content="so"),
+            ],
+        ),
+        (
+            HEAD + REASONING + "{{ m.content }}" + TAIL,
+            [say("user", "a"), say("assistant", "b", reasoning_content="c", reasoning="c")],
+        ),
+        (HEAD + "{{ m.content }}" + TAIL, [say("user", "qz0qz a"), say("assistant", "qzqz b")]),
+    ],
+)  # fmt: skip
+def test_what_a_template_keeps(source: Path, template: str, messages: list[Any]) -> None:
+    write(source, {"messages": messages, "reward": 1})
+    assert text_of(source, template)
+
+
+def test_what_follows_the_last_answer_may_be_dropped(source: Path) -> None:
+    template = WHOLE.replace(HEAD, "{% for m in messages if m.role != 'tool' %}<{{ m.role }}>")
+    turns = [say("user", "a"), say("assistant", "b"), say("tool", "c")]
+    write(source, {"messages": turns, "reward": 1})
+    assert text_of(source, template) == "<user>a<end><assistant>b<end>"
+
+
+def test_a_long_conversation_is_rendered_a_few_times_a_turn(source: Path) -> None:
+    turns = [say(role, f"{n}") for n in range(40) for role in ("user", "assistant")]
+    tokenizer = Jinja(WHOLE)
+    write(source, {"messages": turns, "reward": 1})
+    assert list(import_file(source, "messages", tokenizer))
+    assert tokenizer.num_renders == 3 * 40
+
+
+# Spellings ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [json.dumps, lambda calls: [json.dumps(part) for part in calls], lambda calls: calls],
+    ids=["a string", "strings", "objects"],
+)
+def test_tool_calls_may_be_json_in_a_string(source: Path, spelling: Callable[..., Any]) -> None:
+    row = agent(tools=json.dumps(agent()["tools"]))
+    row["messages"][3]["tool_calls"] = spelling(row["messages"][3]["tool_calls"])
+    assert text_of(write(source, row), WHOLE) == text_of(write(source, agent()), WHOLE)
+
+
+@pytest.mark.parametrize("nothing", ["", "[]", "null", [], None])
+def test_no_tool_calls_in_any_spelling(source: Path, nothing: Any) -> None:
+    turns = [say("user", "a"), say("assistant", "b", tool_calls=nothing)]
+    assert text_of(write(source, {"messages": turns, "reward": 1}), WHOLE).endswith("b<end>")
+
+
+def test_a_null_is_absent(source: Path) -> None:
+    """Tables have every column in every row; Llama 3.1's template asks for keys."""
+    template = HEAD + "{% if 'tool_calls' in m %}{{ raise_exception('no call') }}{% endif %}" + (
+        "{% if m.reasoning_content is defined %}[{{ m.reasoning_content }}]{% endif %}"
+        "{{ m.content }}"
+    ) + TAIL  # fmt: skip
+    nulls = {"tool_calls": None, "reasoning_content": None, "name": None}
+    turns = [say("user", "a", **nulls), say("assistant", "b", **nulls)]
+    write(source, {"messages": turns, "reward": 1})
+    assert text_of(source, template) == "<user>a<end><assistant>b<end>"
+
+
+def test_a_null_that_would_be_written(source: Path) -> None:
+    """GLM-4.6's template writes None for what the chat API gives beside a tool call."""
+    row = agent()
+    row["messages"][3]["content"] = None
+    template = HEAD + REASONING + "{{ m.content }}" + CALLS + TAIL
+    write(source, row | {"tools": None})
+    text = refused(source, "messages", Jinja(template))
+    said = "message 3 (assistant): the chat template writes its null content as None; give an empty"
+    assert text.startswith(f"1: messages: {said}")
+    asked = template.replace(
+        "{{ m.content }}", "{% if m.content is not none %}{{ m.content }}{% endif %}"
+    )
+    assert "None" not in text_of(source, asked)
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ("{broken", "tool_calls is not JSON (Expecting property name"),
+        (["{broken"], "tool_calls is not JSON (Expecting property name"),
+        ("3", "tool_calls holds no object (3)"),
+        (3, "tool_calls holds no object (3)"),
+        ([None], "tool_calls holds no object (None)"),
+    ],
+)
+def test_tool_calls_that_are_none(source: Path, calls: Any, said: str) -> None:
+    turns = [say("user", "a"), say("assistant", "b", tool_calls=calls)]
+    text = refused(write(source, {"messages": turns, "reward": 1}), "messages", Jinja(WHOLE))
+    assert text.startswith(f"1: messages: message 1: {said}")
+
+
+@pytest.mark.parametrize(
+    "flag", [{"loss": False}, {"train": False}, {"step_loss_mask": 0}, {"weight": 0.0}], ids=str
+)
+def test_turns_that_trainers_do_not_train(source: Path, flag: dict[str, Any]) -> None:
+    turns = [
+        say("user", "a", loss=False), say("assistant", "b", **flag),
+        say("user", "c"), say("assistant", "d", loss=True, weight=1, train=None),
+    ]  # fmt: skip
+    ((group),) = import_file(
+        write(source, {"messages": turns, "reward": 1}), "messages", Jinja(WHOLE)
+    )
+    (rollout,) = group.rollouts
+    (span,) = rollout.loss
+    text = "".join(map(chr, rollout.tokens.tolist()))
+    assert text[slice(*span)] == "d<end>"
+    assert text[rollout.prompt_len :] == "d<end>"
+
+
+@pytest.mark.parametrize(("field", "value"), [("weight", 0.5), ("loss", "no"), ("train", [])])
+def test_flags_of_a_turn_are_named(source: Path, field: str, value: Any) -> None:
+    turns = [say("user", "a"), say("assistant", "b", **{field: value})]
+    text = refused(write(source, {"messages": turns, "reward": 1}), "messages", Jinja(WHOLE))
+    assert text.startswith(f"1: messages: message 1: {field}: not true or false ({value!r})")
+
+
+# Empty answers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [say("assistant", None)], [{"role": "assistant"}], [say("assistant", "")],
+        [say("assistant", "", tool_calls=[])], [],
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "template",
+    [
+        WHOLE,
+        HEAD + "{{ '' + m.content }}" + TAIL,  # TypeError for null
+        HEAD + "{{ m.content }}" + TAIL.replace("<assistant>", "<assistant><think>"),  # R1, QwQ
+    ],
+)
+def test_an_empty_answer_is_a_rollout_that_is_not_trained(
+    source: Path, turns: list[dict[str, Any]], template: str
+) -> None:
+    row = {"messages": [say("user", "a"), *turns], "reward": 0.5}
+    ((group),) = import_file(write(source, row), "messages", Jinja(template))
+    (rollout,) = group.rollouts
+    assert (rollout.loss, rollout.reward, rollout.prompt_len) == ((), 0.5, len(rollout))
+    text = "".join(map(chr, rollout.tokens.tolist()))
+    assert text.startswith("<user>a<end><assistant>")
