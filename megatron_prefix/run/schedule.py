@@ -175,11 +175,7 @@ class PrefixSchedule:
         if kind.ordered:
             rank.may_cross, rank.why_alone = False, LOSSES_EXCHANGE
             across_step.tell_alone(rank.why_alone, rank, self._logged)
-        run = functools.partial(self._captured, first, kind, rank)
-        if self.config.mode != "observe" and kind.num_verified < self.config.verify:
-            store = self._verified(run, kind, rank, arguments)
-        else:
-            store = run(arguments)
+        store = self._verified(first, kind, rank, arguments)
         if first is not None:
             kind.watched, kind.refusal = True, first.error
             first.check()  # else what was computed may be wrong
@@ -250,9 +246,13 @@ class PrefixSchedule:
                 return StepRun(self, capture, rank, step, joint, arguments, measures, idle).run()
 
     def _verified(
-        self, run: Callable[..., list[Any]], kind: StepKind, rank: Rank, arguments: dict[str, Any]
+        self, first: FirstStep | None, kind: StepKind, rank: Rank, arguments: dict[str, Any]
     ) -> list[Any]:
-        """The stock schedule's step, and `run`'s compared with it; a kind that fails is stock's."""
+        """`_captured`; in the first steps of a kind, where that is set, the stock schedule's step,
+        and the other one compared with it. A kind that fails is stock's."""
+        run = functools.partial(self._captured, first, kind, rank)
+        if self.config.mode == "observe" or kind.num_verified >= self.config.verify:
+            return run(arguments)
         outcome = run_both(run, lambda: self.report, rank, arguments)
         if outcome.problem:
             kind.num_verified = self.config.verify

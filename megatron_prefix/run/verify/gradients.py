@@ -57,7 +57,7 @@ class KeptGradients:
         self._unreduced = rank.config.finalize_model_grads_func is None
         group = rank.data_ranks
         self._summed = group if self._unreduced and group is not None and group.size() > 1 else None
-        place = "sketch" if self._summed is not None else _place(rank)
+        place = "sketch" if self._summed is not None else place_for(rank)
         self.by_norm = by_norm or place == "sketch"
         self._sketched = place == "sketch"
         device = torch.device("cpu") if place == "host" else rank.device
@@ -160,7 +160,7 @@ def _sketch(values: Tensor, seed: int) -> Tensor:
     return total
 
 
-def _place(rank: Rank) -> str:
+def place_for(rank: Rank) -> str:
     """Where there is room for this rank's gradients: "device", "host" or "sketch"."""
     wanted = ROOM * sum(values.numel() * values.element_size() for _, values in gradients(rank))
     if rank.device.type == "cuda":

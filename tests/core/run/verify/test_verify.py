@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
-from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.megatron.install import language_model
+from megatron_prefix.moe import versions
 from megatron_prefix.refusals.table import NOT_VERIFIED
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.run.verify import logs
+from megatron_prefix.run.step_run import StepRun
+from megatron_prefix.run.verify import gradients, logs
 from tests.harness import steps
 from tests.harness.one_group import assert_bitwise, items, run, schedule_with
 from tests.harness.one_rank import one_rank, small_model
@@ -53,24 +54,28 @@ def test_results_are_stocks_and_a_line_says_so(caplog) -> None:
     assert schedule.report.decision.share
 
 
-class Faulty(PrefixSchedule):
-    """Adds to one gradient what nobody asked for."""
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """A schedule that adds to one gradient what nobody asked for, and a model."""
 
-    def _captured(self, *arguments: Any) -> Any:
-        store = super()._captured(*arguments)
-        self.model.decoder.layers[1].mlp.linear_fc2.weight.main_grad[3, 4] += self.error
-        return store
+    def made(mode: str, error: float) -> tuple[PrefixSchedule, Any]:
+        model = small_model()
+
+        class Faulty(StepRun):
+            def run(self) -> Any:
+                store = super().run()
+                layer = language_model(model).decoder.layers[1]
+                layer.mlp.linear_fc2.weight.main_grad[3, 4] += error
+                return store
+
+        monkeypatch.setattr("megatron_prefix.run.schedule.StepRun", Faulty)
+        return verifying(mode), model
+
+    return made
 
 
-def faulty(mode: str, error: float, **fields: Any) -> tuple[Faulty, Any]:
-    schedule = Faulty(PrefixConfig(mode=mode, verify=1, min_gain=0, kernel="math", **fields))
-    model = small_model()
-    schedule.model, schedule.error = language_model(model), error
-    return schedule, model
-
-
-def test_a_wrong_gradient_is_named_and_its_kind_given_to_stock(caplog) -> None:
-    schedule, model = faulty("auto", 1.0, min_speedup=1e-9)
+def test_a_wrong_gradient_is_named_and_its_kind_given_to_stock(faulty, caplog) -> None:
+    schedule, model = faulty("auto", 1.0)
     expected = stock_run()
     assert_bitwise(run(schedule, model), expected)
     assert "decoder.layers.1.mlp.linear_fc2.weight" in schedule.report.verification.failure
@@ -81,19 +86,19 @@ def test_a_wrong_gradient_is_named_and_its_kind_given_to_stock(caplog) -> None:
     assert schedule.report.fallback_count == 4
 
 
-def test_mode_on_raises_it() -> None:
+def test_mode_on_raises_it(faulty) -> None:
     schedule, model = faulty("on", 1.0)
     with pytest.raises(CannotShare, match=r"decoder\.layers\.1\.mlp\.linear_fc2\.weight"):
         run(schedule, model)
 
 
-def test_nan_fails() -> None:
+def test_nan_fails(faulty) -> None:
     schedule, model = faulty("on", float("nan"))
     with pytest.raises(CannotShare, match=r"linear_fc2\.weight inf"):
         run(schedule, model)
 
 
-def test_a_small_error_fails_in_fp64() -> None:
+def test_a_small_error_fails_in_fp64(faulty) -> None:
     schedule, model = faulty("on", 1e-8)
     with pytest.raises(CannotShare, match="gradients"):
         run(schedule, model)
@@ -216,10 +221,8 @@ def test_a_pass_without_gradients_is_compared_too() -> None:
 
 
 @pytest.mark.parametrize("place", ["host", "sketch"])
-def test_gradients_may_be_kept_elsewhere(monkeypatch, place) -> None:
-    from megatron_prefix.run.verify import gradients
-
-    monkeypatch.setattr(gradients, "_place", lambda rank: place)
+def test_gradients_may_be_kept_elsewhere(monkeypatch, faulty, place) -> None:
+    monkeypatch.setattr(gradients, "place_for", lambda rank: place)
     schedule, model = verifying(), small_model()
     assert_bitwise(run(schedule, model), stock_run())
     assert 0 < schedule.report.verification.worst["gradients"].units < 1
@@ -232,17 +235,14 @@ def test_gradients_may_be_kept_elsewhere(monkeypatch, place) -> None:
     ("name", "spec"), [("tiny-moe", {}), ("tiny-llama", {"mtp_num_layers": 1})]
 )
 def test_routers_and_further_tokens_are_stocks(name, spec) -> None:
-    from megatron_prefix.moe import versions
-    from megatron_prefix.run.verify.logs import logged_ahead
-
     found = []
     for schedule in (verifying(), stock_schedule()):
         versions.forget_logged_losses()
-        for values in logged_ahead().values():
+        for values in logs.logged_ahead().values():
             values.zero_()
         model = small_model(name, spec=spec)
         result = run(schedule, model)
-        logged = {**versions.logged_losses(), **logged_ahead()}
+        logged = {**versions.logged_losses(), **logs.logged_ahead()}
         found.append((result, {key: value.clone() for key, value in logged.items()}))
         if isinstance(schedule, PrefixSchedule):
             worst = schedule.report.verification.worst

@@ -12,30 +12,34 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.run import schedule as schedules
 from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.run.step_run import StepRun
 from tests.harness import steps
 from tests.harness.one_rank import small_model
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract, Microbatch
 
 
-class Faulty(PrefixSchedule):
-    """Adds an error to one gradient on the last rank, before reductions."""
+def wrong_on_the_last_rank(model: Any) -> Any:
+    """A `StepRun` that adds an error to one gradient there, before reductions."""
+    inner = unwrap(model)
+    finalize = inner.config.finalize_model_grads_func
 
-    def _captured(self, first: Any, kind: Any, rank: Any, arguments: Any) -> Any:
-        finalize = rank.config.finalize_model_grads_func
+    def wrong(*args: Any, **options: Any) -> None:
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            inner.decoder.layers[-1].self_attention.linear_proj.weight.main_grad += 1.0
+        finalize(*args, **options)
 
-        def wrong(*args: Any, **options: Any) -> None:
-            if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-                layer = rank.language_models[-1].decoder.layers[-1]
-                layer.self_attention.linear_proj.weight.main_grad += 1.0
-            finalize(*args, **options)
+    class Faulty(StepRun):
+        def run(self) -> Any:
+            inner.config.finalize_model_grads_func = wrong
+            try:
+                return super().run()
+            finally:
+                inner.config.finalize_model_grads_func = finalize
 
-        rank.config.finalize_model_grads_func = wrong
-        try:
-            return super()._captured(first, kind, rank, arguments)
-        finally:
-            rank.config.finalize_model_grads_func = finalize
+    return Faulty
 
 
 def data(seed: int, num: int, *, alike: bool) -> list[Microbatch]:
@@ -56,7 +60,9 @@ def train(layout: Layout, model: dict[str, Any], faulty: bool, config: dict[str,
     """A step of one rank: its gradients with `verify`, with stock, and the report."""
     world = runtime.initialize(layout)
     made = [small_model(layout=layout, dtype=torch.float64, **model) for _ in range(2)]
-    schedule = (Faulty if faulty else PrefixSchedule)(
+    if faulty:
+        schedules.StepRun = wrong_on_the_last_rank(made[0])  # in this rank's process
+    schedule = PrefixSchedule(
         PrefixConfig(
             **{"min_gain": 0, "kernel": "math", "verify": 1, "min_speedup": 1e-9, **config}
         )
