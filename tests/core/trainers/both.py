@@ -168,7 +168,9 @@ class Both:
         for one in seen:
             if one.report is None:
                 continue
-            if self.leaves_alike or forward_only:
+            # With `verify` losses run twice, and leave twice as much.
+            is_single = one.report.verification is None
+            if is_single and (self.leaves_alike or forward_only):
                 assert one.sizes == stock.sizes, f"left {one.sizes}, stock {stock.sizes}"
             forest, decision = one.report.forest, one.report.decision
             self.steps.append(
@@ -177,7 +179,7 @@ class Both:
                     forest.executed_tokens, forest.raw_tokens,
                     tolerance(torch.float32, max(forest.raw_tokens, 1)),
                     0.0 if forward_only else furthest(one.gradients, stock.gradients),
-                    furthest(flat(one.results), flat(stock.results)),
+                    furthest(*(flat(run.results[: 2 if is_single else 1]) for run in (one, stock))),
                     sum(segment.num_read for segment in forest.segments),
                     "" if decision.share else decision.reason,
                     forest.unshared_by_routes,
