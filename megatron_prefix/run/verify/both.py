@@ -100,7 +100,10 @@ def run_both(
     """
     if why := _obstacle(rank):
         return Outcome(run_prefix(arguments), problem=why)
-    draws, state = Draws(arguments["data_iterator"]), StepState(rank)
+    draws, state = (
+        Draws(arguments["data_iterator"]),
+        StepState(rank, arguments["forward_step_func"]),
+    )
     before = logs.buffers(rank)
     ours = _Side(rank)
     ours.run(run_prefix, arguments | {"data_iterator": draws.first()})

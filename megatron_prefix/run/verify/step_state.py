@@ -1,7 +1,8 @@
 """What a training step changes besides the weights, as it was before the step, and put back.
 
 Gradients, buffers of modules (experts' token counts and biases), Megatron's logs of auxiliary and
-multi-token losses, generators of random numbers, and routes that routers replay.
+multi-token losses, generators of random numbers, routes that routers replay, and variables that a
+forward step shares with its loss, with the lists, dicts and sets that these name.
 """
 
 from __future__ import annotations
@@ -21,7 +22,21 @@ from megatron_prefix.moe import versions
 from megatron_prefix.moe.told import replays_of
 from megatron_prefix.run.execute.oom_retry import Rewind
 from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.read.loss_variables import places
 from megatron_prefix.run.verify.logs import logged_ahead
+
+
+def _refill(container: Any, items: Any) -> None:
+    container.clear()
+    container.update(items)
+
+
+_REFILLED: dict[type, Callable[[Any, Any], None]] = {
+    list: lambda container, items: container.__setitem__(slice(None), items),
+    dict: _refill,
+    set: _refill,
+}
+"""How to give a container the items that it had."""
 
 
 class StepState(Rewind):
@@ -29,9 +44,10 @@ class StepState(Rewind):
 
     Args:
         rank: whose step it is.
+        forward_step: the trainer's `forward_step_func`.
     """
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, forward_step: Callable[..., Any]) -> None:
         super().__init__(rank)
         self._rank = rank
         self.looked()
@@ -46,6 +62,13 @@ class StepState(Rewind):
             ]
         self._logged_ahead = {name: values.clone() for name, values in logged_ahead().items()}
         self._random = random_states(rank.device)
+        self._variables = [(place, place.read()) for place in places(forward_step)]
+        self._containers = [
+            (value, copy.copy(value))
+            for _, variables in self._variables
+            for value in variables.values()
+            if type(value) in _REFILLED
+        ]
         self._replays = [
             (holder, {name: copy.copy(value) for name, value in vars(holder).items()})
             for model in rank.language_models
@@ -77,6 +100,13 @@ class StepState(Rewind):
             total.copy_(self._logged_ahead.get(name, torch.zeros_like(total)))
         for put_back in self._random:
             put_back()
+        for place, variables in self._variables:
+            now = place.read()
+            for name, value in variables.items():
+                if now.get(name, value) is not value:
+                    place.write(name, value)
+        for container, items in self._containers:
+            _REFILLED[type(container)](container, items)
         for holder, attributes in self._replays:
             vars(holder).update({name: copy.copy(value) for name, value in attributes.items()})
 

@@ -216,7 +216,7 @@ def config_of(layout: str) -> PrefixConfig:
     shared run with both schedules."""
     config = AUTO if "auto" in layout else CONFIG
     if "verify" in layout:
-        config = dataclasses.replace(config, verify=2)
+        config = dataclasses.replace(config, verify=99)
     if "fallback" in layout:
         config = dataclasses.replace(config, min_speedup=1e9)
     return dataclasses.replace(config, across_ranks="on" if "across" in layout else "off")

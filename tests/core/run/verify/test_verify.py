@@ -186,6 +186,29 @@ def test_batches_that_are_overwritten_reach_stock_as_they_were() -> None:
     assert_bitwise((logs, steps.gradients(model)), (expected, steps.gradients(plain)))
 
 
+def test_what_losses_gather_is_there_once() -> None:
+    """A list of outputs beside the forward step, and a counter: AReaL's and others'."""
+    outputs: list[torch.Tensor] = []
+    num = 0
+
+    def step(data_iterator: Iterator[Any], model: Any) -> Any:
+        output, loss = Contract().step(data_iterator, model)
+
+        def gathering(value: torch.Tensor) -> Any:
+            nonlocal num
+            num += 1
+            outputs.append(value.detach())
+            return loss(value)
+
+        return output, gathering
+
+    schedule, model = verifying(), small_model()
+    steps.zero_gradients(model)
+    steps.call(schedule, step, model, items())
+    assert schedule.report.verification.failure == ""
+    assert (len(outputs), num) == (5, 5)
+
+
 class Stubborn(Iterator[Any]):
     """Cannot be copied: neither it nor its batches."""
 
