@@ -185,6 +185,7 @@ LEARNED_SINKS_CP = Refusal("transformer-engine's learned sinks with context para
 OTHER_ROTARY = Refusal("rotary embedding …", "module", NOT_YET, "use Megatron's RotaryEmbedding or YarnRotaryEmbedding, or the stock schedule")
 ROTARY_TABLES = Refusal("the model gives its layers rotary_pos_emb …, and its rotary_pos_emb makes one table for all", "module", NOT_YET, "use the stock schedule", ends=True)
 DROPOUT = Refusal("dropout of … in …", "module", WRONG, _DROPS)
+MODEL_DRAWS = Refusal("random numbers (…) are drawn inside the model's call", "module", WRONG, "leave out what draws them (noise of a hook, dropout in an adapter): copies of a prompt would draw different values")
 UNMARKED_BIAS = Refusal("the bias of …, whose weight alone is marked for sequence parallelism", "module", WRONG, "mark it, too (bias.sequence_parallel = True), or leave it out: its gradient is of each rank's own positions")
 OTHER_ROUTER = Refusal("layer …'s router …", "module", NOT_YET, "use Megatron's TopKRouter")
 ROUTES_IN_ORDER = Refusal("layer …'s router takes its routes from a queue that is not known", "module", NOT_YET, "use the stock schedule, or a queue as slime's and miles' routing replay has it")
@@ -268,7 +269,8 @@ FP8_INSIDE = Refusal("the forward step calls the model inside transformer-engine
 FP8_UNTRIED = Refusal("fp8_recipe mxfp8 in mode auto", "setting", NOT_YET, "use mode on, after `megatron-prefix align` with this recipe: it has run in an emulation on CPUs, and on no GPU yet")
 TORCH_MODES = Refusal("the forward step calls the model inside a torch function or dispatch mode, inference_mode or saved_tensors_hooks, which cannot be suspended", "setting", NOT_YET, "enter it before the schedule is called")
 DIFFERENT_AUTOCAST = Refusal("model calls of one step run under different autocast settings", "setting", NOT_YET, "give all the same")
-SWITCHED = Refusal("the forward step changes … of the model around its call", "setting", NOT_YET, "set it before the schedule: segments run outside of forward steps (adapters may be off for other calls, without gradients)")
+SWITCHED = Refusal("the forward step changes … of the model around its call", "setting", NOT_YET, "set it before the schedule, or use the stock schedule: a segment serves several microbatches (adapters may be off for other calls, without gradients)")
+STATE_LOST = Refusal("the forward step writes into … of the model between model calls, which it did not in its first steps", "setting", NOT_YET, "write it before the schedule, or use mode off: what earlier microbatches had there is lost", ends=True)
 TRAINING_MODE = Refusal("the forward step calls model.train() or model.eval() around its model call", "setting", NOT_YET, "call it before the schedule")
 HOST_LAYERS_CP = Refusal("cache_host_layers is for whole sequences, and there are context-parallel ranks", "setting", NOT_YET, "set it to 0: they exchange K/V and gK/gV from device memory", ends=True)
 

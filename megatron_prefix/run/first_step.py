@@ -64,6 +64,7 @@ from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.read import heads, traces
 from megatron_prefix.run.read.forward_step_state import fixed, quantises
 from megatron_prefix.run.read.loss_variables import Place, code_of, places, used_names
+from megatron_prefix.run.read.model_state import ModelState, outer_modules
 from megatron_prefix.run.read.samples import WatchedIterator
 from megatron_prefix.run.read.suspend import is_beside, takes_beside
 
@@ -98,8 +99,9 @@ class _Running:
         before: what the microbatch before it reads, as it was when this one began.
         held: lists, dicts and tensors that it may write in place, as they were when it began.
         modes: torch's, and transformer-engine's quantisation, when it began; None in a loss.
-        switches: of the models' modules, when it began; None in a loss.
-        switched: one of them that was changed at a call of the model; "" if none was.
+        state: of the models, when it began; None in a loss, and where it is suspended, which looks
+            itself (read/suspend.py).
+        after: of the models, when one had returned, or at the begin of a loss.
         sent: what the model returned for the next pipeline stage: its place, shape and version.
     """
 
@@ -111,8 +113,8 @@ class _Running:
     before: traces.Values | None = None
     held: traces.Values | None = None
     modes: tuple[Any, bool] | None = None
-    switches: traces.Switches | None = None
-    switched: str = ""
+    state: ModelState | None = None
+    after: ModelState | None = None
     sent: tuple[Any, ...] | None = None
 
 
@@ -215,7 +217,7 @@ class FirstStep:
         step = _Running(
             self._number, self._marks(), before=traces.Values(seen),
             held=traces.Values(itertools.islice(own, HELD)), modes=(fixed(), quantises()),
-            switches=traces.Switches(self.rank.language_models),
+            state=None if self.suspended else self._state(),
         )  # fmt: skip
         self._number += 1
         token = _running.set(step)
@@ -226,8 +228,6 @@ class FirstStep:
             _running.reset(token)
         if step.num_calls > 1:
             self._note(TWO_CALLS.given())
-        elif step.switched:
-            self._note(SWITCHED.given(step.switched))
         self._called_always &= step.num_calls > 0
         if (
             step.sent is not None
@@ -245,7 +245,7 @@ class FirstStep:
         return returned[0], functools.partial(self._loss, returned[1], step.number)
 
     def _loss(self, function: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> Any:
-        loss = _Running(number, resumed=self._marks())
+        loss = _Running(number, resumed=self._marks(), after=self._state())
         token = _running.set(loss)
         try:
             returned = function(*args, **kwargs)
@@ -272,11 +272,14 @@ class FirstStep:
                     self._note(CALL_IN_BACKWARD.given())
                 return stock(*args, **kwargs)
             if self._is_beside(step):
-                if _is_large(output := stock(*args, **kwargs)):
+                with contextlib.nullcontext() if step.state is None else step.state.own():
+                    output = stock(*args, **kwargs)
+                if _is_large(output):
                     self._note(BESIDE_LOGITS.given())
                 return output
             step.num_calls += 1
             self._compare_modes(step)
+            self._compare_state(step, inner=self.rank.has_images)
             self._seen += [("an argument of the model", one) for one in (*args, kwargs)]
             begin, brought = traces.next_number(), dict(_filled(kwargs))
             self._enter()
@@ -307,6 +310,7 @@ class FirstStep:
         if step.start is None:
             return
         before, now, step.start = step.start, self._marks(), None
+        self._compare_state(step)
         if self._modes != [m.training for model in self.rank.models for m in model.modules()]:
             self._note(TRAINING_MODE.given())
         self._random[0].update(_differ(before.random, now.random))
@@ -326,7 +330,7 @@ class FirstStep:
             return
         step.depth -= 1
         if not step.depth and step.resumed is None:
-            step.resumed = self._marks()
+            step.resumed, step.after = self._marks(), self._state()
 
     def _is_beside(self, step: _Running) -> bool:
         """Whether the call of a model that runs now is beside the step's own."""
@@ -407,6 +411,9 @@ class FirstStep:
         """What follows the model call has run, or the loss."""
         if step.resumed is None:
             return
+        if step.after is not None:
+            for change in step.after.changes()[:1]:
+                self._note(SWITCHED.given(step.after.path(change)))
         now = self._marks()
         self._random[1].update(_differ(step.resumed.random, now.random))
         if step.resumed.exchanges != now.exchanges:
@@ -425,16 +432,28 @@ class FirstStep:
 
     def _compare_modes(self, step: _Running) -> None:
         """Notes modes around the model call in which no segment can run."""
-        if step.modes is None or step.switches is None:
+        if step.modes is None:
             return
         before, quantised = step.modes
         if quantises() and not quantised:
             self._note(FP8_INSIDE.given())
         elif fixed() != before:
             self._note(TORCH_MODES.given())
-        step.switched = step.switched or step.switches.changed()
-        if step.switched and self.suspended:
-            self._note(SWITCHED.given(step.switched))
+
+    def _state(self) -> ModelState:
+        models = [*self.rank.language_models, *self.rank.models]
+        outer = outer_modules(self._places, models)
+        return ModelState(models, len(self.rank.models), outer, samples=not self.suspended)
+
+    def _compare_state(self, step: _Running, *, inner: bool = False) -> None:
+        """Notes what a forward step has changed of the models before its call.
+
+        Not of the first, which may set once what stays; what it sets back shows in `_ended`, and
+        what another step sets in that step.
+        """
+        if step.state is not None and step.number:
+            for change in step.state.changes(inner=inner)[:1]:
+                self._note(SWITCHED.given(step.state.path(change)))
 
     def _note(self, reason: Reason) -> None:
         self.reason = self.reason or reason

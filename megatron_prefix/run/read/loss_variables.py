@@ -29,7 +29,7 @@ MOST_NAMES = 1000
 MOST_PLACES = 300
 MOST_LETTERS = 64
 """Of a text in a function that is taken for a key."""
-_LIBRARIES = {"torch", "megatron", *sys.stdlib_module_names}
+LIBRARIES = {"torch", "megatron", *sys.stdlib_module_names}
 _NAMESPACES = {"SimpleNamespace", "Namespace"}
 _CODE = types.FunctionType | types.MethodType | functools.partial
 _MISSING = object()
@@ -56,10 +56,13 @@ class LossVariables:
 
     Args:
         function: the trainer's `forward_step_func`.
+
+    Attributes:
+        places: those that are looked at.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._places = [*places(function)]
+        self.places = [*places(function)]
         self._last: dict[tuple[int, Any], tuple[Place, Any]] = {}
         self._set: dict[tuple[int, Any], Any] = {}
         self._counted: dict[tuple[int, Any], int] = {}
@@ -67,12 +70,12 @@ class LossVariables:
     def swap(self, state: Any, entering: bool) -> Any:
         """Notes what a step binds up to its model call, and binds it when it goes on."""
         if entering and state is None:  # it starts
-            return [place.read() for place in self._places]
+            return [place.read() for place in self.places]
         if entering:
             self._bind(state)
             return None
         changes: Changes = []
-        for place, old in zip(self._places, state, strict=True) if state else ():
+        for place, old in zip(self.places, state, strict=True) if state else ():
             now = place.read()
             if len(now) == len(old) and all(map(operator.is_, now.values(), old.values())):
                 continue
@@ -103,7 +106,7 @@ class LossVariables:
             place.write(name, value)
 
 
-def _closure(function: types.FunctionType) -> Place:
+def closure(function: types.FunctionType) -> Place:
     """Variables of a function's closure, of those that are bound."""
     names = function.__code__.co_freevars
     cells = dict(zip(names, function.__closure__ or (), strict=True))
@@ -120,7 +123,7 @@ def _closure(function: types.FunctionType) -> Place:
     return Place(read, lambda name, value: setattr(cells[name], "cell_contents", value))
 
 
-def _globals(function: types.FunctionType) -> Place:
+def named_globals(function: types.FunctionType) -> Place:
     """Globals that a function names."""
     module = function.__globals__
     names = sorted({name for code in _codes(function.__code__) for name in code.co_names})
@@ -181,7 +184,7 @@ def used_names(function: Any) -> set[str] | None:
             one = inspect.getattr_static(type(one), "__call__", None)
         if not isinstance(one, types.FunctionType) or id(one) in seen:
             continue
-        if _package(one) in _LIBRARIES:
+        if package(one) in LIBRARIES:
             continue
         seen.add(id(one))
         has_code = True
@@ -191,7 +194,7 @@ def used_names(function: Any) -> set[str] | None:
             names |= {*code.co_names, *(text for text in texts if len(text) < MOST_LETTERS)}
         used |= names
         near = [
-            value for place in (_closure(one), _globals(one)) for value in place.read().values()
+            value for place in (closure(one), named_globals(one)) for value in place.read().values()
         ]
         waiting += [value for value in near if isinstance(value, _CODE)]
         for owner, name in itertools.product(owners.values(), names):
@@ -206,21 +209,22 @@ def _places_of(value: Any) -> Iterator[Place]:
     """What a value holds: variables of a function, items of a dict, attributes of an object."""
     kind = type(value)
     if isinstance(value, types.FunctionType):
-        if _package(value) not in _LIBRARIES:
-            yield _closure(value)
-            yield _globals(value)
+        if package(value) not in LIBRARIES:
+            yield closure(value)
+            yield named_globals(value)
         return
     members = value if isinstance(value, dict) else getattr(value, "__dict__", None)
     if not isinstance(members, dict) or len(members) > MOST_NAMES:
         return
     # What derives from torch's is a model, which is not state of a step.
-    is_library = _package(kind) in _LIBRARIES or "torch" in map(_package, kind.__mro__)
+    is_library = package(kind) in LIBRARIES or "torch" in map(package, kind.__mro__)
     is_plain = isinstance(value, dict) or kind.__name__ in _NAMESPACES
     if is_plain or not (is_library or isinstance(value, type | types.ModuleType)):
         yield Place(functools.partial(dict, members), members.__setitem__)
 
 
-def _package(value: Any) -> str:
+def package(value: Any) -> str:
+    """The package that a class or function is of."""
     return (getattr(value, "__module__", None) or "").partition(".")[0]
 
 

@@ -51,6 +51,7 @@ from megatron_prefix.run.read import forward_step_state
 from megatron_prefix.run.read.forward_step_state import Settings, Swap, fixed, quantises
 from megatron_prefix.run.read.given import Given
 from megatron_prefix.run.read.loss_variables import LossVariables
+from megatron_prefix.run.read.model_state import ModelState, StateOfSteps, outer_modules
 from megatron_prefix.run.read.samples import RecordingIterator
 from megatron_prefix.run.read.tower import TowerOnce
 from megatron_prefix.tree import Forest
@@ -233,6 +234,13 @@ class Capture:
         self.towers: list[TowerOnce] = []
         self._loss_variables = LossVariables(forward_step)
         self._left = [deque[SuspendedStep]() for _ in rank.models]
+        models = [*rank.language_models, *rank.models]
+        self._state = StateOfSteps(
+            lambda: ModelState(
+                models, len(rank.models), outer_modules(self._loss_variables.places, models)
+            ),
+            is_inside=rank.has_images,
+        )
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -241,6 +249,8 @@ class Capture:
             self._forks = stack.enter_context(forward_step_state.watched_forks())
             for model in self._rank.models:
                 stack.enter_context(intercepted(model, self._intercepting))
+                if self._rank.has_images:
+                    stack.callback(model.register_forward_pre_hook(self._state.called).remove)
                 if self._rank.has_images and (tower := vision_tower(model)) is not None:
                     self.towers.append(stack.enter_context(TowerOnce(tower, _number).running()))
             try:
@@ -256,8 +266,8 @@ class Capture:
 
         Raises:
             UserError: the data ends early.
-            CannotShare: a forward step does not call the model, or cannot be suspended there; then
-                those after it have not begun.
+            CannotShare: a forward step does not call the model, cannot be suspended there, or has
+                changed the model for its call; then those after it have not begun.
         """
         environment = forward_step_state.environment()
         for chunk, model in enumerate(self._rank.language_models):
@@ -273,6 +283,7 @@ class Capture:
                 routers = {n: one for n, one in every.items() if replays_of(one) is not None}
                 swaps.append(forward_step_state.replayed_routes([*routers.values()]))
                 swaps.append(forward_step_state.stages_of_queues())
+            swaps.append(self._state.swap)  # behind the model's mode, which is put back
             for number in range(self._num):
                 step = SuspendedStep(
                     functools.partial(self._call, chunk), model, tuple(swaps), number, routers
@@ -285,6 +296,7 @@ class Capture:
                     raise DataEnded(
                         f"the data iterator ended after {number} of {self._num} microbatches"
                     ) from None
+                self._state.check(step.kept[-1])
                 if isinstance(iterator := self._iterators[chunk], RecordingIterator):
                     step.call = replace(step.call, drawn=iterator.taken())
 
@@ -354,7 +366,8 @@ class Capture:
             if step is None or step.model is not model or step.goes_on_itself:
                 return stock(*args, **kwargs)
             if self._takes_beside and is_beside(model, called=step.call is not None):
-                return stock(*args, **kwargs)
+                with self._state.own():
+                    return stock(*args, **kwargs)
             if step.call is not None:
                 raise refused(TWO_CALLS)
             call = bound(signature, args, kwargs, step.number)

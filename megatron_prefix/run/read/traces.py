@@ -89,46 +89,6 @@ class Values:
         return [(name, one) for name, one, before in self._held if _digest(one) != before]
 
 
-class Switches:
-    """Which parts of models are on, as attributes of their modules say it (adapters, their names).
-
-    Args:
-        models: whose modules are looked at.
-    """
-
-    def __init__(self, models: Iterable[Any]) -> None:
-        self._before = [
-            (module, {name: _plain(value) for name, value in vars(module).items()})
-            for model in models
-            for module in model.modules()
-        ]
-
-    def changed(self) -> str:
-        """An attribute that says something else by now; "" if there is none."""
-        for module, before in self._before:
-            for name, value in vars(module).items():
-                was, now = before.get(name), _plain(value)
-                if name not in before:  # it was the class's (peft)
-                    was = _plain(getattr(type(module), name, None))
-                if was is not None and now is not None and was != now and name not in _OWN:
-                    return f"{type(module).__name__}.{name}"
-        return ""
-
-
-_OWN = {"training", "is_first_microbatch"}
-"""Attributes that have a check of their own, and that a forward itself changes."""
-
-
-def _plain(value: Any) -> Any:
-    """What a switch is set to; None for what is none: numbers may count, objects hold state."""
-    if isinstance(value, bool | str):
-        return value
-    if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
-        return (*value,)
-    # A method set on the instance, as another way to leave something out.
-    return value if callable(value) and not isinstance(value, torch.nn.Module) else None
-
-
 def _digest(value: Any) -> bytes:
     """Of what a value holds: its elements, or which objects; what cannot be read stays the same."""
     digest = hashlib.blake2b(digest_size=16)
