@@ -46,6 +46,7 @@ from megatron_prefix.refusals.table import (
     FP8_INSIDE,
     LOSS_LEAVES,
     LOSS_READS,
+    MODEL_DRAWS,
     NO_CALL,
     OTHER_OUTPUT,
     OTHER_SENT,
@@ -62,6 +63,7 @@ from megatron_prefix.run.calls import FILLED_BY_MODEL
 from megatron_prefix.run.execute.call_outputs import CHECKED_ROWS, largest
 from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.read import heads, traces
+from megatron_prefix.run.read.draws import Draws
 from megatron_prefix.run.read.forward_step_state import fixed, quantises
 from megatron_prefix.run.read.loss_variables import Place, code_of, places, used_names
 from megatron_prefix.run.read.model_state import ModelState, outer_modules
@@ -166,6 +168,10 @@ class FirstStep:
         self._strays: list[Tensor] = []
         self._modes = [m.training for model in rank.models for m in model.modules()]
         self._number, self._called_always = 0, True
+        held = dict(traces.held_generators(rank.language_models))
+        self._draws = Draws(
+            rank.language_models, *[lambda: traces.random_states(rank.device, held)] * 2
+        )
         self._graphs: dict[int, traces.CallGraph] = {}
 
     @property
@@ -284,7 +290,7 @@ class FirstStep:
             begin, brought = traces.next_number(), dict(_filled(kwargs))
             self._enter()
             try:
-                output = stock(*args, **kwargs)
+                output = self._drawing(lambda: stock(*args, **kwargs))
             finally:
                 self._leave()
             if getattr(model, "post_process", True):
@@ -300,6 +306,16 @@ class FirstStep:
             return output
 
         return forward
+
+    def _drawing(self, call: Callable[[], Any]) -> Any:
+        """Calls a model, and notes random numbers that it draws."""
+        if self.suspended:  # segments answer it (read/draws.py)
+            return call()
+        with self._draws.watching(), self._draws.calling() as names:
+            output = call()
+        if names:
+            self._note(MODEL_DRAWS.given(", ".join(names)))
+        return output
 
     def _enter(self, *_: Any) -> None:
         """The model is called, or a wrapper of it: the first part of the forward step ends."""

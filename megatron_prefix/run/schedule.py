@@ -303,7 +303,7 @@ class PrefixSchedule:
                 | {"data_iterator": first.iterator(arguments["data_iterator"])}
             )
         # A model that cannot run in segments is never captured: its dropout draws in stock's order.
-        refusal, exchange = first.error or _refusal_of(rank), None
+        refusal, exchange = _refusal_of(rank) or first.error, None
         must_cross = rank.may_cross and self.config.across != "auto"
         if first.losses_exchange and (must_cross or rank.experts is not None):
             refusal = refusal or refused(DATA_EXCHANGE)  # ranks meet in segments, too

@@ -52,6 +52,7 @@ from megatron_prefix.run.execute.messages import (
 from megatron_prefix.run.execute.overlap import Reductions
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read import heads
+from megatron_prefix.run.read.draws import SegmentDraws
 from megatron_prefix.run.read.forward_step_state import Settings
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.run.read.suspend import Capture, SuspendedStep
@@ -200,16 +201,17 @@ class StepRun:
         if self._communicator is not None:
             exchanges = self._exchanges(stages, self._communicator)
         behind = [] if rank.forward_only else self._capture.behind()
+        draws = SegmentDraws(rank.language_models, rank.device)
         executor = Executor(
             plan, stages, inputs, links, rank.forward_only,
             self._schedule.watch or (report.stopwatch.timing if report.stopwatch else None),
             # Gradients are reduced after the last exchange, as ranks must not wait for both, and
             # after what goes on behind embeddings that were given.
             offloader, None if exchanges or behind else self._reductions, exchanges, self._idle,
-            None if counts is None else self._summing(counts),
+            None if counts is None else self._summing(counts), draws.checking,
         )  # fmt: skip
         embedding = clear_embedding_activation_buffer(config, rank.models, stages[-1].is_last)
-        with contextlib.nullcontext() if rank.forward_only else _no_sync(rank):
+        with contextlib.nullcontext() if rank.forward_only else _no_sync(rank), draws.watching():
             executor.run(rank.stage)
             self._is_behind = bool(behind)
             for one in behind:

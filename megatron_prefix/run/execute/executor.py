@@ -100,6 +100,7 @@ class Executor:
         exchanges: with other data-parallel ranks; None without.
         idle: ends with the first action.
         acted: called behind every action with its place, and behind what it sends.
+        drawing: around the forward of every segment.
     """
 
     def __init__(
@@ -115,8 +116,9 @@ class Executor:
         exchanges: Exchanges | None,
         idle: contextlib.ExitStack,
         acted: Callable[[int], None] | None = None,
+        drawing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ) -> None:
-        self._acted = acted
+        self._acted, self._drawing = acted, drawing
         self._offloader, self._reductions = offloader, reductions
         self._exchanges, self._idle = exchanges, idle
         self._timing = timing or contextlib.nullcontext
@@ -225,7 +227,7 @@ class Executor:
         if self._plan.policy(index) == "offload" and not self._forward_only:
             stage.offloads[index] = self._offloaded(stage, received)
         with self._timing(action):
-            with torch.no_grad() if again else contextlib.nullcontext():
+            with torch.no_grad() if again else contextlib.nullcontext(), self._drawing():
                 output = self._call(index, stage, received)
             if again and stage.hooks.graphs is not None:
                 stage.hooks.graphs.release(index)

@@ -17,7 +17,7 @@ import hashlib
 import logging
 import random
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,8 @@ from torch.utils import (
     _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
 )
 
+from megatron_prefix.device.modules import modules_of
+
 logger = logging.getLogger(__name__)
 
 SAMPLED = 1 << 16
@@ -39,8 +41,12 @@ NODES = 10_000
 """Nodes of a loss that are looked at; what it computes itself has some tens."""
 
 
-def random_states(device: torch.device) -> dict[str, bytes]:
-    """Digests of the generators that a trainer draws from, by name."""
+def random_states(device: torch.device, held: Mapping[str, Any] = {}) -> dict[str, bytes]:
+    """Digests of the generators that a trainer draws from, by name.
+
+    Args:
+        held: further ones.
+    """
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "Python's random": random.getstate(),
@@ -50,7 +56,25 @@ def random_states(device: torch.device) -> dict[str, bytes]:
         states["torch.cuda"] = torch.cuda.get_rng_state(device)
     for name, state in get_cuda_rng_tracker().get_states().items():
         states[f"Megatron's {name}"] = state.get_state() if hasattr(state, "get_state") else state
+    states |= {name: _state_of(generator) for name, generator in held.items()}
     return {name: _digest(state) for name, state in states.items()}
+
+
+def held_generators(models: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Generators that are attributes of modules, by names for people."""
+    kinds = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+    for number, module in enumerate(modules_of(*models)):
+        for name, value in vars(module).items():
+            if isinstance(value, kinds):
+                yield f"{name} of {type(module).__name__} {number}", value
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return repr(generator.bit_generator.state)
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state()
 
 
 def exchanges(groups: Iterable[Any]) -> list[int]:

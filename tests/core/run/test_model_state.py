@@ -1,8 +1,7 @@
-"""State that a forward step sets on the model for its microbatch: segments serve several of them."""
+"""State that a forward step sets on the model for its microbatch: a segment serves several."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,11 +17,13 @@ from torch import Tensor, nn
 from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.refusals import table
-from tests.core.run.test_first_step import PLAIN, Trainer, call, watching
-from tests.harness import lora, steps
+from tests.core.run.test_first_step import Trainer, call, watching
+from tests.harness import steps
 from tests.harness.one_group import assert_bitwise, items
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Microbatch
+
+pytestmark = pytest.mark.turns
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,7 +87,10 @@ def put_in(model: Any) -> None:
     inner = unwrap(model)
     inner.decoder.scaled = Scaled()
     inner.decoder.layers[0].register_forward_pre_hook(
-        lambda _, args, kwargs: (args, kwargs | {"hidden_states": inner.decoder.scaled(kwargs["hidden_states"])}),
+        lambda _, args, kwargs: (
+            args,
+            kwargs | {"hidden_states": inner.decoder.scaled(kwargs["hidden_states"])},
+        ),
         with_kwargs=True,
     )
 
@@ -139,7 +143,9 @@ STATES: dict[str, tuple[Callable[[Any, int], Any], str]] = {
     "a deque": (lambda m, n: scaled(m).queue.__setitem__(0, 1.0 + n), "scaled.queue"),
     "a set": (lambda m, n: (scaled(m).chosen.clear(), scaled(m).chosen.add(n)), "scaled.chosen"),
     "a tuple": (lambda m, n: setattr(scaled(m), "pair", Pair("x", 1.0 + n)), "scaled.pair"),
-    "an object": (lambda m, n: setattr(scaled(m).object, "factor", 1.0 + n), "scaled.object.factor"),
+    "an object": (
+        lambda m, n: setattr(scaled(m).object, "factor", 1.0 + n), "scaled.object.factor",
+    ),
     "slots": (lambda m, n: setattr(scaled(m).slotted, "factor", 1.0 + n), "scaled.slotted.factor"),
     "nested": (
         lambda m, n: setattr(scaled(m).nested["a"][0]["b"], "factor", 1.0 + n),
@@ -252,3 +258,75 @@ def test_what_begins_in_a_later_step_is_noticed_in_that_step(name: str, late: in
     text = reason(schedule)
     assert text.endswith(table.SWITCHED.fix) and path in text, text
     assert schedule.report is not None and schedule.report.fallback_count == 1
+
+
+def keeps_its_own(trainer: Any, model: Any, n: int) -> None:
+    trainer.slot = n
+    trainer.state = {"number": n}
+
+
+def sets_it_once(trainer: Any, model: Any, n: int) -> None:
+    scaled(model).factor = 1.25
+    scaled(model).row = [1.0, 0.5 + 0.5]
+    scaled(model).pair = Pair("first", 0.5 + 0.75)
+    scaled(model).nested = {"a": [{"b": SimpleNamespace(factor=0.25 + 1)}]}
+    scaled(model).view = scaled(model).bank[2]
+    scaled(model).partial = functools.partial(torch.mul, SCALE)
+    unwrap(model).config.calls = {"at most": 2**20 + 2}
+
+
+SCALE = torch.tensor(1.5, dtype=torch.float64)
+
+
+class Counting(Scaled):
+    """Keeps what it sees: a number, a table by length, a running mean in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls, self.tables = 0, dict[int, Tensor]()
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.mean += x.detach().mean()
+        self.last = x.detach()
+        self.tables.setdefault(len(x), torch.ones(len(x), 1, 1, dtype=torch.float64))
+        return super().forward(x) * self.tables[len(x)]
+
+
+def counts_inside(trainer: Any, model: Any, n: int) -> None:
+    """Nothing outside: `Counting` is the module."""
+
+
+class Innocent(Trainer):
+    """Does something that changes no result of a segment."""
+
+    def __init__(self, act: Callable[[Any, Any, int], None]) -> None:
+        super().__init__()
+        self.act, self.num = act, 0
+
+    def prepare(self, model: Any) -> None:
+        put_in(model)
+        if self.act is counts_inside:
+            unwrap(model).decoder.scaled = Counting()
+
+    def step(self, iterator: Iterator[Microbatch], model: Any) -> Any:
+        batch = self.batch(iterator)
+        self.act(self, model, self.num)
+        self.num += 1
+        return call(batch, model), functools.partial(self.loss, batch)
+
+
+@pytest.mark.parametrize("act", [keeps_its_own, sets_it_once, counts_inside])
+def test_it_is_shared_all_the_same(act: Callable[[Any, Any, int], None]) -> None:
+    schedule = watching()
+    found, wanted = (some_steps(one, Innocent(act)) for one in (schedule, stock_schedule()))
+    assert_bitwise(found[0], wanted[0])
+    assert schedule.report is not None and schedule.report.decision.share, reason(schedule)
+    assert_shared(found[1], wanted[1])
+
+
+def assert_shared(found: Any, wanted: Any) -> None:
+    tokens = sum(one["tokens"].numel() for one in items())
+    sizes = {name: float(one.abs().max()) for name, one in wanted[1].items()}
+    steps.assert_gradients(found[1], steps.Reference(wanted[1], sizes), tokens)
