@@ -62,7 +62,7 @@ from megatron_prefix.refusals.table import (
 from megatron_prefix.run.calls import FILLED_BY_MODEL
 from megatron_prefix.run.execute.call_outputs import CHECKED_ROWS, largest
 from megatron_prefix.run.rank import Rank, default_groups
-from megatron_prefix.run.read import heads, traces
+from megatron_prefix.run.read import draws, heads, traces
 from megatron_prefix.run.read.draws import Draws
 from megatron_prefix.run.read.forward_step_state import fixed, quantises
 from megatron_prefix.run.read.loss_variables import Place, code_of, places, used_names
@@ -170,7 +170,9 @@ class FirstStep:
         self._number, self._called_always = 0, True
         held = dict(traces.held_generators(rank.language_models))
         self._draws = Draws(
-            rank.language_models, *[lambda: traces.random_states(rank.device, held)] * 2
+            rank.language_models,
+            lambda: draws.not_counted(rank.device) | traces.other_states(held),
+            (lambda: draws.taken(rank.device)) if draws.counts_taken(rank.device) else None,
         )
         self._graphs: dict[int, traces.CallGraph] = {}
 

@@ -1,9 +1,10 @@
 """Random numbers that a model draws inside its call: copies of a prompt would draw different ones.
 
 Noise of a hook, or dropout that is a function's, is no module's, so only the generators tell: their
-states move.  They also do in attention: transformer-engine takes a piece of the generator's numbers
-for dropout whether there is any or not (transformer_engine/pytorch/csrc/extensions/attention.cpp),
-so what moves inside of core attention does not count.
+states move.  On a GPU they also do in attention: transformer-engine takes a piece of the numbers
+for dropout whether there is any or not (transformer_engine/pytorch/csrc/extensions/attention.cpp).
+The state of a GPU's generator counts what was taken, so what core attention takes is subtracted; in
+a fork of Megatron's tracker that may be from either, and all are added up.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from megatron_prefix.errors import refused
 from megatron_prefix.refusals.table import MODEL_DRAWS
 
 CPU, CUDA = "torch", "torch.cuda"
-States = dict[str, Any]
-"""By the name of a generator what is equal as long as nothing is drawn from it."""
+_COUNTED = 16
+"""Bytes of the state of a GPU's generator: its seed, and how many numbers were taken."""
 
 
 class Draws:
@@ -30,18 +31,26 @@ class Draws:
 
     Args:
         models: whose attention is left out.
-        read: the states of the generators.
-        inside: those of them that may move inside core attention.
+        states: of the generators, by name, equal as long as nothing is drawn.
+        taken: how many numbers were taken from the device's generators; None: it does not count.
+        taken_here: the same of those that core attention of these models takes from.
     """
 
     def __init__(
-        self, models: Iterable[Any], read: Callable[[], States], inside: Callable[[], States]
+        self,
+        models: Iterable[Any],
+        states: Callable[[], dict[str, Any]],
+        taken: Callable[[], int] | None,
+        taken_here: Callable[[], int] | None = None,
     ) -> None:
-        attention = (module._modules.get("core_attention") for module in modules_of(*models))
+        self._states, self._taken = states, taken or (lambda: 0)
+        self._taken_here = taken_here or self._taken
+        attention = (
+            module._modules.get("core_attention")
+            for module in (() if taken is None else modules_of(*models))
+        )
         self._cores = [module for module in attention if module is not None]
-        self._read, self._inside = read, inside
-        self._last: States = {}
-        self._drawn: set[str] = set()
+        self._inside = self._begin = 0
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -58,34 +67,31 @@ class Draws:
     def calling(self) -> Iterator[list[str]]:
         """Around a call; the names of generators that it has drawn from, when it has ended."""
         names: list[str] = []
-        self._last = self._read()
-        self._drawn.clear()
+        before, taken, self._inside = self._states(), self._taken(), 0
         yield names
-        self._compare(self._read())
-        names += sorted(self._drawn)
-
-    def _compare(self, now: States) -> None:
-        self._drawn |= {name for name, state in now.items() if self._last.get(name) != state}
+        now = self._states()
+        names += sorted(name for name, state in now.items() if before.get(name) != state)
+        if self._taken() - taken != self._inside:
+            names.append(CUDA)
 
     def _enter(self, *_: Any) -> None:
-        if not _is_capturing():  # where no state can be read
-            self._compare(self._inside())
+        if not _is_capturing():  # when no state can be read
+            self._begin = self._taken_here()
 
     def _leave(self, *_: Any) -> None:
         if not _is_capturing():
-            self._last.update(self._inside())
+            self._inside += self._taken_here() - self._begin
 
 
 class SegmentDraws:
     """Refuses a step whose segments draw, with the generators as they were before the first."""
 
     def __init__(self, models: Iterable[Any], device: torch.device) -> None:
-        self._device = device
-        self._before = generators(device)
-        inside = {CUDA: self._offset} if device.type == "cuda" else {}
+        self._device, self._before = device, generators(device)
+        counts = counts_taken(device)
         self._draws = Draws(
-            models if inside else (), self._states,
-            lambda: {name: read() for name, read in inside.items()},
+            models, lambda: not_counted(device),
+            (lambda: taken(device)) if counts else None, self._taken_here,
         )  # fmt: skip
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
@@ -94,7 +100,7 @@ class SegmentDraws:
 
     @contextlib.contextmanager
     def checking(self) -> Iterator[None]:
-        """Around the forward of a segment.
+        """Around the forward of a segment; the host does not wait for the device.
 
         Raises:
             CannotShare: it has drawn.
@@ -105,48 +111,67 @@ class SegmentDraws:
             put_back(self._before, self._device)
             raise refused(MODEL_DRAWS, ", ".join(names))
 
-    def _states(self) -> States:
-        """Without waiting for the device: its generator's state is the host's."""
-        states: States = {CPU: torch.get_rng_state().numpy().tobytes()}
-        if self._device.type == "cuda":
-            states[CUDA] = self._offset()
+    def _taken_here(self) -> int:
+        """A segment's attention (layers/blocks/core.py) enters no fork."""
+        return _count(torch.cuda.get_rng_state(self._device))
+
+
+def counts_taken(device: torch.device) -> bool:
+    """Whether states of a device's generators say how many numbers were taken."""
+    return device.type == "cuda" and torch.cuda.get_rng_state(device).numel() == _COUNTED
+
+
+def taken(device: torch.device) -> int:
+    """How many numbers were taken from a device's generator and from those of the tracker."""
+    states = map(_state, get_cuda_rng_tracker().get_states().values())
+    return _count(torch.cuda.get_rng_state(device)) + sum(map(_count, states))
+
+
+def not_counted(device: torch.device) -> dict[str, bytes]:
+    """States of torch's generators, and of the tracker's, that do not say how many were taken."""
+    states = {CPU: torch.get_rng_state().numpy().tobytes()}
+    if device.type != "cuda":
         for name, state in get_cuda_rng_tracker().get_states().items():
-            states[f"Megatron's {name}"] = _state(state).numpy().tobytes()
-        return states
-
-    def _offset(self) -> bytes:
-        return torch.cuda.get_rng_state(self._device).numpy().tobytes()
+            states[_tracked(name)] = _state(state).numpy().tobytes()
+    return states
 
 
-def generators(device: torch.device) -> States:
-    """States of torch's generators and of Megatron's tracker, to put back."""
-    states: States = {CPU: torch.get_rng_state()}
+def generators(device: torch.device) -> dict[str, Tensor]:
+    """States of torch's generators and of the tracker's, to put back."""
+    states = {CPU: torch.get_rng_state()}
     if device.type == "cuda":
         states[CUDA] = torch.cuda.get_rng_state(device)
-    tracked = get_cuda_rng_tracker().get_states()
-    return states | {f"Megatron's {name}": _state(one).clone() for name, one in tracked.items()}
+    of_tracker = get_cuda_rng_tracker().get_states()
+    return states | {_tracked(name): _state(one).clone() for name, one in of_tracker.items()}
 
 
-def put_back(states: States, device: torch.device) -> None:
+def put_back(states: dict[str, Tensor], device: torch.device) -> None:
     """Makes generators what they were."""
     torch.set_rng_state(states[CPU])
     if CUDA in states:
         torch.cuda.set_rng_state(states[CUDA], device)
     tracker = get_cuda_rng_tracker()
-    tracked = tracker.get_states()
-    for name, state in tracked.items():
-        before = states.get(f"Megatron's {name}")
+    of_tracker = tracker.get_states()
+    for name, state in of_tracker.items():
+        before = states.get(_tracked(name))
         if before is not None and isinstance(state, Tensor):
-            tracked[name] = before
+            of_tracker[name] = before
         elif before is not None:
             state.set_state(before)
-    tracker.set_states(tracked)
+    tracker.set_states(of_tracker)
+
+
+def _tracked(name: str) -> str:
+    return f"Megatron's {name}"
 
 
 def _state(state: Any) -> Tensor:
     """Of the tracker's: a tensor, or a generator where it is safe for CUDA graphs."""
-    found: Tensor = state if isinstance(state, Tensor) else state.get_state()
-    return found
+    return state if isinstance(state, Tensor) else state.get_state()
+
+
+def _count(state: Tensor) -> int:
+    return int.from_bytes(state.numpy()[_COUNTED // 2 :].tobytes(), "little")
 
 
 def _is_capturing() -> bool:

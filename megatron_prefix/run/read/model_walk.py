@@ -9,17 +9,21 @@ objects of torch's and Megatron's, nor what is larger than `MOST_NAMES`.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import enum
 import functools
+import itertools
+import operator
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron_prefix.errors import shown
 from megatron_prefix.run.read.loss_variables import (
     LIBRARIES,
     MOST_NAMES,
@@ -35,21 +39,28 @@ DEPTH = 4
 MOST_HOLDERS = 100_000
 SAMPLED = 1 << 16
 """Elements of an array that are compared."""
+SMALL = 4096
+"""Elements of a tensor that may be kept although nothing but a walk needs it."""
+WHOLE = object()
+"""The key of what has one value and no keys."""
 APART = frozenset({
     "training", "is_first_microbatch", "input_tensor", "router_replay", "routing_replay",
 })  # fmt: skip
 """Attributes that have a check of their own (read/forward_step_state.py), that Megatron sets around
 a call, or that segments set."""
-_UNREAD = APART | {
-    "_non_persistent_buffers_set", "_is_full_backward_hook", "_state_dict_hooks",
-    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-}  # fmt: skip
-_REGISTERED = {"_parameters", "_buffers"}
-OF_MODULE = _REGISTERED | {
+_WEIGHTS = {"_parameters", "_buffers"}
+OF_MODULE = _WEIGHTS | {
     "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
 }  # fmt: skip
 """Attributes of every module that are dicts."""
+KEPT = "_megatron_prefix_walk"
+"""The attribute of a language model that keeps its walk, so that both go together."""
+NOT_OWN = APART | OF_MODULE | {
+    KEPT,
+    "_non_persistent_buffers_set", "_is_full_backward_hook", "_state_dict_hooks",
+    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+}  # fmt: skip
 _LIBRARIES = LIBRARIES | {"megatron_prefix", "transformer_engine", "apex", "triton", "numpy", "fla"}
 _NAMESPACES = {"SimpleNamespace", "Namespace"}
 _ATOMS = frozenset({
@@ -62,18 +73,35 @@ class Holder(NamedTuple):
     """Something that holds values.
 
     Attributes:
-        value: a dict (an object's and a class's, too), a list, deque or set, or a `Place`.
+        value: a dict (an object's and a class's, too), list, deque, set or `Place`; or what cannot
+            be written itself, as a tuple.
         owner: the number of the holder that it is in; -1: none.
-        label: its own part of what code would call it.
-        has_attributes: whether its names are attributes, and not keys.
+        key: its attribute, key or index there; None: code leaves this level out.
+        has_attributes: whether its own keys are attributes.
         kind: the class, of a module, an object or a class; else None.
     """
 
     value: Any
     owner: int
-    label: str
+    key: Any
     has_attributes: bool = True
     kind: type | None = None
+
+
+class Row(NamedTuple):
+    """A module's own attributes, read all at once.
+
+    Attributes:
+        holder: its number.
+        names: of these attributes.
+        get: (members) -> their values.
+        members: all attributes.
+    """
+
+    holder: int
+    names: tuple[str, ...]
+    get: Callable[[dict[str, Any]], tuple[Any, ...]]
+    members: dict[str, Any]
 
 
 class _Entry(NamedTuple):
@@ -81,13 +109,13 @@ class _Entry(NamedTuple):
 
     value: Any
     owner: int
-    label: str
+    key: Any
     depth: int = DEPTH
     names: frozenset[str] | None = None
 
 
 class ModelWalk:
-    """What some models hold.
+    """What some models hold: where, and not which values.
 
     Args:
         models: language models, then what is around them.
@@ -95,40 +123,109 @@ class ModelWalk:
         outer: modules whose submodules are not looked into.
 
     Attributes:
-        holders: all.
+        roots: all of these.
+        holders: all that was met.
         num_inner: those of language models are before this one.
-        registered: parameters and buffers of modules, as dicts that are not empty.
+        rows: of the modules.
+        others: numbers of the holders that are no modules.
+        row_of, other_of: by the number of a holder, its place in one of these.
+        whole: places in `others` of what is compared whole, the `values`.
+        places: by their place in `others`, holders that are a `Place`.
+        weights: parameters and buffers of modules, as dicts that are not empty.
         empty: of modules what is empty of these, hooks and submodules, with number and name.
-        tensors: all whose writes are counted, with number of a holder, and label.
+        tensors: all whose writes are counted, with number and key of their holder.
+        holds_memory: whether it holds large tensors that are neither parameters nor buffers.
     """
 
-    def __init__(self, models: Iterable[Any], num_inner: int, outer: Iterable[Any] = ()) -> None:
-        self._shallow = {*map(id, outer)}
+    def __init__(self, models: Sequence[Any], num_inner: int, outer: Sequence[Any] = ()) -> None:
+        self.roots = [*models, *outer]
         self.holders: list[Holder] = []
-        self.registered: list[dict[str, Any]] = []
+        self.rows: list[Row] = []
+        self.others: list[int] = []
+        self.weights: list[dict[str, Any]] = []
         self.empty: list[tuple[Any, int, str]] = []
-        self.tensors: list[tuple[Tensor, int, str]] = []
+        self.tensors: list[tuple[Tensor, int, Any]] = []
         self.num_inner = 0
+        self._shallow = {*map(id, outer)}
         self._seen: set[int] = set()
         self._opaque: set[type] = set(_ATOMS)
         self._trainers: dict[type, bool] = {}
-        self._alive: list[Any] = []  # what has no holder, so that nothing else gets its id
+        self._alive: list[Any] = []  # so that nothing else gets the id of what was met
         self._names: dict[types.CodeType, frozenset[str] | None] = {}
         self._left: collections.deque[_Entry] = collections.deque()
-        for number, model in enumerate((*models, *outer)):
+        for number, model in enumerate(self.roots):
             self._left.append(_Entry(model, -1, type(model).__name__))
             while self._left and len(self.holders) < MOST_HOLDERS:
                 self._enter(self._left.popleft())
             if number < num_inner:
                 self.num_inner = len(self.holders)
+        self._note()
 
-    def path(self, number: int) -> str:
-        """What code would call a holder."""
-        label = ""
+    # What is there now ----------------------------------------------------------------------------
+
+    def read(self) -> tuple[list[tuple[Any, ...]], list[Any]]:
+        """Values of `rows` and of `others` now; containers are copied."""
+        rows = [row.get(row.members) for row in self.rows]
+        return rows, [copied(self.holders[number].value) for number in self.others]
+
+    def sizes(self) -> list[int]:
+        """How many attributes each module has."""
+        return [len(row.members) for row in self.rows]
+
+    def is_current(self, rows: list[tuple[Any, ...]], others: list[Any]) -> bool:
+        """Whether a new walk would meet the same, where `read` has given this."""
+        values = _flat(rows, others)
+        return (
+            [*map(type, values)] == self._types
+            and [id(values[number]) for number in self._followed] == self._ids
+            and self.sizes() == self._sizes
+            and not any(registry for registry, _, _ in self.empty)
+        )
+
+    def path(self, number: int, key: Any = None) -> str:
+        """What code would call a holder, or one of its keys."""
+        path = self._part(number, key)
         while number >= 0:
-            _, number, part, *_ = self.holders[number]
-            label = part + label
-        return label
+            _, owner, key, *_ = self.holders[number]
+            path = self._part(owner, key) + path
+            number = owner
+        return path
+
+    def _part(self, owner: int, key: Any) -> str:
+        if key is None or key is WHOLE:
+            return ""
+        if owner < 0:
+            return str(key)
+        if self.holders[owner].has_attributes:
+            return f".{key}"
+        # A tensor as a key is not printed: the host would wait for the device.
+        return f"[{type(key).__name__ if isinstance(key, Tensor) else shown(key)}]"
+
+    def _note(self) -> None:
+        """Notes what is made of the holders, and what tells whether a walk is current."""
+        self.row_of = {row.holder: number for number, row in enumerate(self.rows)}
+        self.other_of = {holder: number for number, holder in enumerate(self.others)}
+        held = [self.holders[number].value for number in self.others]
+        self.places = {n: value for n, value in enumerate(held) if isinstance(value, Place)}
+        self.whole = [number for number in range(len(held)) if number not in self.places]
+        self.values = [held[number] for number in self.whole]
+        values = _flat(*self.read())
+        self._types = [*map(type, values)]
+        self._followed = [n for n, value in enumerate(values) if self._is_followed(value)]
+        self._alive += [values[number] for number in self._followed]
+        self._ids = [id(values[number]) for number in self._followed]
+        self._sizes = self.sizes()
+        weights = {id(one) for each in self.weights for one in each.values()}
+        self.holds_memory = any(
+            tensor.numel() > SMALL and id(tensor) not in weights for tensor, _, _ in self.tensors
+        )
+
+    def _is_followed(self, value: Any) -> bool:
+        if isinstance(value, types.FunctionType):  # Megatron's, and ours, made anew every step
+            return package(value) not in _LIBRARIES
+        return type(value) not in self._opaque
+
+    # The walk -------------------------------------------------------------------------------------
 
     def _enter(self, entry: _Entry) -> None:
         value = entry.value
@@ -138,7 +235,8 @@ class ModelWalk:
         if isinstance(value, nn.Module):
             self._module(entry)
         elif isinstance(value, Tensor):
-            self._tensor(entry)
+            if not value.is_inference():
+                self.tensors.append((value, entry.owner, entry.key))
         elif isinstance(value, dict | list | collections.deque | set):
             self._container(entry)
         elif isinstance(value, np.ndarray):
@@ -148,39 +246,44 @@ class ModelWalk:
             self._object(entry)
 
     def _hold(self, entry: _Entry, value: Any, **of: Any) -> int:
-        self.holders.append(Holder(value, entry.owner, entry.label, **of))
-        return len(self.holders) - 1
+        self.holders.append(Holder(value, entry.owner, entry.key, **of))
+        number = len(self.holders) - 1
+        self.others.append(number)
+        return number
 
     def _module(self, entry: _Entry) -> None:
         module, members = entry.value, vars(entry.value)
-        number, left = self._hold(entry, members, kind=type(module)), self._left
-        seen, opaque = self._seen, self._opaque
+        self.holders.append(Holder(members, entry.owner, entry.key, kind=type(module)))
+        number, left, seen = len(self.holders) - 1, self._left, self._seen
+        own = []
         for name, value in members.items():
-            if type(value) in opaque or name in _UNREAD:
-                continue
-            if name not in OF_MODULE:
-                if id(value) not in seen:
-                    left.append(_Entry(value, number, f".{name}"))
-            elif value:
+            if name not in NOT_OWN:
+                own.append(name)
+                if type(value) not in self._opaque and id(value) not in seen:
+                    left.append(_Entry(value, number, name))
+            elif name in OF_MODULE and value:
                 self._registry(number, name, value, id(module) in self._shallow)
-            elif value is not None:
+            elif name in OF_MODULE and value is not None:
                 self.empty.append((value, number, name))
+        # Of two names at least it makes a tuple.
+        get = operator.itemgetter(*own, own[0]) if own else _nothing
+        self.rows.append(Row(number, tuple(own), get, members))
         for kind in type(module).__mro__:
             if id(kind) not in seen and self._is_trainers(kind):
                 self._class(kind)
 
     def _registry(self, owner: int, name: str, registry: dict[Any, Any], shallow: bool) -> None:
         """Parameters, buffers, submodules or hooks of a module."""
-        is_hooks = name not in _REGISTERED | {"_modules"}
-        number = self._hold(_Entry(None, owner, f".{name}" if is_hooks else ""), registry)
-        if name in _REGISTERED:
-            self.registered.append(registry)
+        is_plain = name == "_modules" or name in _WEIGHTS
+        entry = _Entry(None, owner, None if is_plain else name)
+        number = self._hold(entry, registry, has_attributes=is_plain)
+        if name in _WEIGHTS:
+            self.weights.append(registry)
         if shallow and name == "_modules":
             return
         for key, value in registry.items():
             if type(value) not in self._opaque:
-                label = f"[{key!r}]" if is_hooks else f".{key}"
-                self._left.append(_Entry(value, number, label))
+                self._left.append(_Entry(value, number, key))
 
     def _class(self, kind: type) -> None:
         """Attributes of a trainer's class of modules, and globals that its methods name."""
@@ -188,11 +291,7 @@ class ModelWalk:
         number = self._hold(_Entry(None, -1, kind.__name__), vars(kind), kind=kind)
         for name, value in vars(kind).items():
             if type(value) not in self._opaque and not name.startswith("__"):
-                self._left.append(_Entry(value, number, f".{name}"))
-
-    def _tensor(self, entry: _Entry) -> None:
-        if not entry.value.is_inference():
-            self.tensors.append((entry.value, entry.owner, entry.label))
+                self._left.append(_Entry(value, number, name))
 
     def _container(self, entry: _Entry) -> None:
         value = entry.value
@@ -201,15 +300,14 @@ class ModelWalk:
             return
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if type(item) not in self._opaque:
-                left = _Entry(item, number, f"[{key!r}]", entry.depth - 1, entry.names)
-                self._left.append(left)
+                self._left.append(_Entry(item, number, key, entry.depth - 1, entry.names))
 
     def _array(self, entry: _Entry) -> None:
         array = entry.value
 
         def read() -> dict[Any, Any]:
             flat = array.reshape(-1)
-            return {...: flat[:: 1 + flat.size // SAMPLED].tobytes()}
+            return {WHOLE: flat[:: 1 + flat.size // SAMPLED].tobytes()}
 
         def write(_: Any, value: bytes) -> None:
             if array.size < SAMPLED:
@@ -220,29 +318,31 @@ class ModelWalk:
 
     def _object(self, entry: _Entry) -> None:
         """A tuple, partial, function, method, or an object with attributes."""
-        value, owner, label, depth, names = entry
+        value, _, _, depth, names = entry
+        parts: dict[Any, Any] = {}
         if isinstance(value, tuple):
-            for number, item in enumerate(value):
-                self._left.append(_Entry(item, owner, f"{label}[{number}]", depth - 1, names))
+            parts = dict(enumerate(value))
         elif isinstance(value, functools.partial):
-            self._left.append(_Entry(value.func, owner, label, depth, names))
-            self._left.append(_Entry(value.args, owner, f"{label}.args", depth - 1, names))
-            self._left.append(_Entry(value.keywords, owner, f"{label}.keywords", depth - 1, names))
+            parts = {"func": value.func, "args": value.args, "keywords": value.keywords}
         elif isinstance(value, types.MethodType):
             if (used := self._used(value.__func__)) is not None:
-                self._left.append(_Entry(value.__self__, owner, f"{label}.__self__", depth, used))
-                self._left.append(_Entry(value.__func__, owner, label, depth))
+                parts, names = {"__self__": value.__self__, "__func__": value.__func__}, used
         elif isinstance(value, types.FunctionType):
             self._function(entry)
         elif holds_state(value):
             self._attributes(entry)
         else:
             self._opaque.add(type(value))
+        if parts:
+            number = self._hold(entry, value, has_attributes=not isinstance(value, tuple))
+            for key, part in parts.items():
+                if type(part) not in self._opaque:
+                    self._left.append(_Entry(part, number, key, depth - 1, names))
 
     def _function(self, entry: _Entry) -> None:
         """What a trainer's function names."""
         used = self._used(entry.value)
-        if used is None or entry.label.endswith("_func"):  # those of a config: no part of the model
+        if used is None or str(entry.key).endswith("_func"):  # a config's: no part of the model
             return
         for place in (closure(entry.value), named_globals(entry.value)):
             number = self._hold(entry, place)
@@ -250,8 +350,16 @@ class ModelWalk:
                 if type(value) not in self._opaque and not isinstance(
                     value, type | types.FunctionType
                 ):
-                    left = _Entry(value, number, f".{name}", entry.depth - 1, used)
-                    self._left.append(left)
+                    self._left.append(_Entry(value, number, name, entry.depth - 1, used))
+
+    def _attributes(self, entry: _Entry) -> None:
+        members, names = members_of(entry.value), entry.names
+        is_dict = members is getattr(entry.value, "__dict__", None) and names is None
+        value = members if is_dict else _some_attributes(entry.value, names)
+        number = self._hold(entry, value, kind=type(entry.value))
+        for name, item in [*members.items()] if len(members) <= MOST_NAMES else ():
+            if type(item) not in self._opaque and (names is None or name in names):
+                self._left.append(_Entry(item, number, name, entry.depth - 1, names))
 
     def _is_trainers(self, kind: type) -> bool:
         if kind not in self._trainers:
@@ -267,15 +375,51 @@ class ModelWalk:
             self._names[function.__code__] = None if names is None else frozenset(names)
         return self._names[function.__code__]
 
-    def _attributes(self, entry: _Entry) -> None:
-        members, names = members_of(entry.value), entry.names
-        plain = members is getattr(entry.value, "__dict__", None) and names is None
-        value = members if plain else _some_attributes(entry.value, names)
-        number = self._hold(entry, value, kind=type(entry.value))
-        items = members.items() if len(members) <= MOST_NAMES else ()
-        for name, item in list(items):
-            if type(item) not in self._opaque and (names is None or name in names):
-                self._left.append(_Entry(item, number, f".{name}", entry.depth - 1, names))
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of the model that it is an attribute of has none."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def walk_of(
+    models: Sequence[Any], num_inner: int, outer: Sequence[Any] = ()
+) -> tuple[ModelWalk, list[tuple[Any, ...]], list[Any]]:
+    """A walk of models, and what it reads now; that of a step before, if it is current.
+
+    See `ModelWalk`.
+    """
+    kept = vars(models[0]).get(KEPT)
+    if kept is not None and [*map(id, kept.roots)] == [*map(id, (*models, *outer))]:
+        with contextlib.suppress(KeyError):  # an attribute is gone
+            rows, others = kept.read()
+            if kept.is_current(rows, others):
+                return kept, rows, others
+    vars(models[0])[KEPT] = None  # it is an attribute of what is walked
+    walk = ModelWalk(models, num_inner, outer)
+    if not walk.holds_memory:
+        vars(models[0])[KEPT] = walk
+    return walk, *walk.read()
+
+
+def _flat(rows: list[tuple[Any, ...]], others: list[Any]) -> list[Any]:
+    """All values, one behind the other."""
+    each = (one.values() if isinstance(one, dict) else one for one in others)
+    several = (one for one in each if not isinstance(one, functools.partial | types.MethodType))
+    return [*itertools.chain.from_iterable(rows), *itertools.chain.from_iterable(several)]
+
+
+def _nothing(_: Any) -> tuple[Any, ...]:
+    return ()
+
+
+def copied(value: Any) -> Any:
+    """What a holder holds; itself, where it cannot be written."""
+    if isinstance(value, Place):
+        return value.read()
+    if isinstance(value, dict | types.MappingProxyType):
+        return dict(value)
+    return value.copy() if isinstance(value, list | collections.deque | set) else value
 
 
 def _some_attributes(value: Any, names: frozenset[str] | None) -> Place:
@@ -291,20 +435,13 @@ def _some_attributes(value: Any, names: frozenset[str] | None) -> Place:
 def members_of(value: Any) -> dict[str, Any]:
     """Attributes of an object: its own dict where it has no slots."""
     members: dict[str, Any] = getattr(value, "__dict__", {})
-    slots = [*_slots(type(value))]
-    if slots:
-        members = members | {n: getattr(value, n) for n in slots if hasattr(value, n)}
-    return members
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    """Names of slots of a class."""
-    return tuple(
+    slots = [
         name
-        for each in kind.__mro__
+        for each in type(value).__mro__
         for name, member in vars(each).items()
-        if isinstance(member, types.MemberDescriptorType)
-    )
+        if isinstance(member, types.MemberDescriptorType) and hasattr(value, name)
+    ]
+    return members | {name: getattr(value, name) for name in slots} if slots else members
 
 
 def holds_state(value: Any) -> bool:

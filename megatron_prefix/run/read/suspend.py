@@ -299,6 +299,7 @@ class Capture:
                 self._state.check(step.kept[-1])
                 if isinstance(iterator := self._iterators[chunk], RecordingIterator):
                     step.call = replace(step.call, drawn=iterator.taken())
+        self._state.forget()
 
     def calls(self, chunk: int) -> list[ModelCall]:
         """The model calls of a chunk, in the trainer's order."""

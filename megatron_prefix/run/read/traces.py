@@ -41,21 +41,22 @@ NODES = 10_000
 """Nodes of a loss that are looked at; what it computes itself has some tens."""
 
 
-def random_states(device: torch.device, held: Mapping[str, Any] = {}) -> dict[str, bytes]:
-    """Digests of the generators that a trainer draws from, by name.
-
-    Args:
-        held: further ones.
-    """
-    states: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "Python's random": random.getstate(),
-        "NumPy": np.random.get_state(),  # the global one, which trainers use
-    }
+def random_states(device: torch.device) -> dict[str, bytes]:
+    """Digests of the generators that a trainer draws from, by name."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
         states["torch.cuda"] = torch.cuda.get_rng_state(device)
     for name, state in get_cuda_rng_tracker().get_states().items():
         states[f"Megatron's {name}"] = state.get_state() if hasattr(state, "get_state") else state
+    return {name: _digest(state) for name, state in states.items()} | other_states({})
+
+
+def other_states(held: Mapping[str, Any]) -> dict[str, bytes]:
+    """Digests of generators that are not torch's own, and of `held` ones."""
+    states: dict[str, Any] = {
+        "Python's random": random.getstate(),
+        "NumPy": np.random.get_state(),  # the global one, which trainers use
+    }
     states |= {name: _state_of(generator) for name, generator in held.items()}
     return {name: _digest(state) for name, state in states.items()}
 

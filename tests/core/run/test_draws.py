@@ -18,6 +18,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.refusals import table
+from megatron_prefix.run.read.draws import Draws
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.run.test_first_step import Trainer, two_steps, watching
 from tests.harness import steps
@@ -125,27 +126,33 @@ def test_mode_on_refuses_it_with_generators_and_gradients_as_they_were(name: str
     assert all(not one.any() for one in steps.gradients(model).values())
 
 
-class AttentionTakes(Trainer):
-    """Core attention moves a generator and uses none of its numbers, as transformer-engine's."""
+def test_what_attention_takes_from_a_counting_generator_does_not_count() -> None:
+    """As transformer-engine's does; a hook on attention is not attention."""
+    model = unwrap(small_model())
+    core = model.decoder.layers[1].self_attention.core_attention
+    numbers = {"default": 5, "tracker": 7}
+    stock = core.forward
 
-    def prepare(self, model: Any) -> None:
-        for layer in unwrap(model).decoder.layers:
-            core = layer.self_attention.core_attention
-            stock = core.forward
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        numbers["tracker"] += 4
+        return stock(*args, **kwargs)
 
-            def forward(*args: Any, stock: Any = stock, **kwargs: Any) -> Any:
-                from_tracker()
-                torch.rand(())
-                return stock(*args, **kwargs)
+    def noise(*_: Any) -> None:
+        numbers["default"] += 1
 
-            core.forward = forward
+    def names_of_a_call() -> list[str]:
+        draws = Draws([model], dict, lambda: sum(numbers.values()))
+        batch = items()[0]
+        with draws.watching(), draws.calling() as names:
+            model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        return names
 
-
-def test_what_attention_takes_from_a_generator_does_not_count() -> None:
-    schedule = watching()
-    two_steps(schedule, AttentionTakes())
-    assert schedule.report is not None
-    assert "random numbers" not in schedule.report.decision.reason
+    core.forward = forward
+    assert names_of_a_call() == [] and numbers == {"default": 5, "tracker": 11}
+    for hook in (core.register_forward_pre_hook, core.register_forward_hook):
+        handle = hook(noise)
+        assert names_of_a_call() == ["torch.cuda"]
+        handle.remove()
 
 
 class ForksForNothing(Trainer):
