@@ -67,12 +67,15 @@ class Draws:
     def calling(self) -> Iterator[list[str]]:
         """Around a call; the names of generators that it has drawn from, when it has ended."""
         names: list[str] = []
-        before, taken, self._inside = self._states(), self._taken(), 0
+        (before, begin), self._inside = self._read(), 0
         yield names
-        now = self._states()
+        now, end = self._read()
         names += sorted(name for name, state in now.items() if before.get(name) != state)
-        if self._taken() - taken != self._inside:
+        if end - begin != self._inside:
             names.append(CUDA)
+
+    def _read(self) -> tuple[dict[str, Any], int]:
+        return self._states(), self._taken()
 
     def _enter(self, *_: Any) -> None:
         if not _is_capturing():  # when no state can be read

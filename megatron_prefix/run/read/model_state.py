@@ -153,7 +153,7 @@ class ModelState:
     def _is_same(self) -> bool:
         """Whether nothing has changed: comparisons in C, half a millisecond for 1,000 modules."""
         return (
-            [row.get(row.members) for row in self._walk.rows] == self._rows
+            self._walk.read_rows() == self._rows
             and self._walk.sizes() == self._sizes
             and self._walk.values == self._copies
             and all(map(operator.is_, self._weights_now(), self._weights))
@@ -249,8 +249,7 @@ class StateOfSteps:
         self._state: ModelState | None = None
         self._early: list[Change] = []
         self._lost: Change | None = None
-        self._starts = False
-        self._num = 0
+        self._starts = self._others_wait = False
 
     def called(self, *_: Any) -> None:
         """What is around a language model is called."""
@@ -278,16 +277,17 @@ class StateOfSteps:
         self._starts = False
         changes = [*self._early, *self._state.changes(inner=self._is_inside)]
         self._early = []
-        self._num += 1
-        if self._num > 1:  # others are suspended that had called the model as it was
-            self._put_back(changes)
+        if changes and self._others_wait:
+            self._put_back(changes, self._state)
+        self._others_wait = True
         return changes
 
-    def _put_back(self, changes: list[Change]) -> None:
+    def _put_back(self, changes: list[Change], state: ModelState) -> None:
+        """Others are suspended that had called the model as it was."""
         with contextlib.suppress(Exception):  # what cannot be written
-            self._state.put_back(changes)
-        left = [one for one in changes if one.is_lost] or self._state.changes()
-        self._lost = left[0] if left else None
+            state.put_back(changes)
+        left = state.changes(inner=self._is_inside)
+        self._lost = next((one for one in changes if one.is_lost), left[0] if left else None)
 
     def check(self, changes: list[Change] | None) -> None:
         """Raises what is in the way of a step that has changed this.
@@ -296,9 +296,9 @@ class StateOfSteps:
             CannotShare: naming it; the stock schedule can go on.
             UserError: it cannot be put back for the microbatches before.
         """
-        if self._lost is not None:
+        if self._state is not None and self._lost is not None:
             raise refused(STATE_LOST, self._state.path(self._lost))
-        if changes:
+        if self._state is not None and changes:
             raise refused(SWITCHED, self._state.path(changes[0]))
 
     def forget(self) -> None:

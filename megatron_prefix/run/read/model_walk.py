@@ -165,8 +165,11 @@ class ModelWalk:
 
     def read(self) -> tuple[list[tuple[Any, ...]], list[Any]]:
         """Values of `rows` and of `others` now; containers are copied."""
-        rows = [row.get(row.members) for row in self.rows]
-        return rows, [copied(self.holders[number].value) for number in self.others]
+        return self.read_rows(), [copied(self.holders[number].value) for number in self.others]
+
+    def read_rows(self) -> list[tuple[Any, ...]]:
+        """Values of `rows` now."""
+        return [get(members) for get, members in self._getters]
 
     def sizes(self) -> list[int]:
         """How many attributes each module has."""
@@ -175,12 +178,16 @@ class ModelWalk:
     def is_current(self, rows: list[tuple[Any, ...]], others: list[Any]) -> bool:
         """Whether a new walk would meet the same, where `read` has given this."""
         values = _flat(rows, others)
-        return (
-            [*map(type, values)] == self._types
-            and [id(values[number]) for number in self._followed] == self._ids
-            and self.sizes() == self._sizes
-            and not any(registry for registry, _, _ in self.empty)
+        if self.sizes() != self._sizes or any(registry for registry, _, _ in self.empty):
+            return False
+        if len(values) == len(self._last) and all(map(operator.is_, values, self._last)):
+            return True
+        same = [*map(type, values)] == self._types and all(
+            values[number] is self._last[number] for number in self._followed
         )
+        if same:
+            self._last = values
+        return same
 
     def path(self, number: int, key: Any = None) -> str:
         """What code would call a holder, or one of its keys."""
@@ -209,11 +216,10 @@ class ModelWalk:
         self.places = {n: value for n, value in enumerate(held) if isinstance(value, Place)}
         self.whole = [number for number in range(len(held)) if number not in self.places]
         self.values = [held[number] for number in self.whole]
-        values = _flat(*self.read())
+        self._getters = [(row.get, row.members) for row in self.rows]
+        self._last = values = _flat(*self.read())
         self._types = [*map(type, values)]
         self._followed = [n for n, value in enumerate(values) if self._is_followed(value)]
-        self._alive += [values[number] for number in self._followed]
-        self._ids = [id(values[number]) for number in self._followed]
         self._sizes = self.sizes()
         weights = {id(one) for each in self.weights for one in each.values()}
         self.holds_memory = any(
