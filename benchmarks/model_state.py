@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 from megatron_prefix.config import PrefixConfig
@@ -25,7 +25,7 @@ from tests.harness import steps
 from tests.harness.one_group import items
 from tests.harness.one_rank import one_rank
 
-spent: Counter[str] = Counter()
+spent: defaultdict[str, float] = defaultdict(float)
 
 
 def timed(owner: Any, name: str) -> None:

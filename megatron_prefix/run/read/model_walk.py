@@ -153,6 +153,9 @@ class ModelWalk:
         self._alive: list[Any] = []  # so that nothing else gets the id of what was met
         self._names: dict[types.CodeType, frozenset[str] | None] = {}
         self._left: collections.deque[_Entry] = collections.deque()
+        self._last: list[Any] = []  # values that were read last, their types, and which are walked
+        self._types: list[type] = []
+        self._followed: list[int] = []
         for number, model in enumerate(self.roots):
             self._left.append(_Entry(model, -1, type(model).__name__))
             while self._left and len(self.holders) < MOST_HOLDERS:
