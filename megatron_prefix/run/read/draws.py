@@ -94,7 +94,9 @@ class SegmentDraws:
         counts = counts_taken(device)
         self._draws = Draws(
             models, lambda: not_counted(device),
-            (lambda: taken(device)) if counts else None, self._taken_here,
+            (lambda: taken(device)) if counts else None,
+            # A segment's attention (layers/blocks/core.py) enters no fork.
+            lambda: _count(torch.cuda.get_rng_state(device)),
         )  # fmt: skip
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
@@ -113,10 +115,6 @@ class SegmentDraws:
         if names:
             put_back(self._before, self._device)
             raise refused(MODEL_DRAWS, ", ".join(names))
-
-    def _taken_here(self) -> int:
-        """A segment's attention (layers/blocks/core.py) enters no fork."""
-        return _count(torch.cuda.get_rng_state(self._device))
 
 
 def counts_taken(device: torch.device) -> bool:

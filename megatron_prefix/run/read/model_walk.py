@@ -14,6 +14,7 @@ import dataclasses
 import enum
 import functools
 import itertools
+import logging
 import operator
 import types
 from collections.abc import Callable, Sequence
@@ -34,6 +35,8 @@ from megatron_prefix.run.read.loss_variables import (
     used_names,
 )
 
+logger = logging.getLogger(__name__)
+
 DEPTH = 4
 """Of objects and containers in one another, below a module."""
 MOST_HOLDERS = 100_000
@@ -46,7 +49,7 @@ WHOLE = object()
 APART = frozenset({
     "training", "is_first_microbatch", "input_tensor", "router_replay", "routing_replay",
 })  # fmt: skip
-"""Attributes that have a check of their own (read/forward_step_state.py), that Megatron sets around
+"""Attributes that have a check of their own (forward_step_state.py), that Megatron sets around
 a call, or that segments set."""
 _WEIGHTS = {"_parameters", "_buffers"}
 OF_MODULE = _WEIGHTS | {
@@ -153,13 +156,17 @@ class ModelWalk:
         self._alive: list[Any] = []  # so that nothing else gets the id of what was met
         self._names: dict[types.CodeType, frozenset[str] | None] = {}
         self._left: collections.deque[_Entry] = collections.deque()
-        self._last: list[Any] = []  # values that were read last, their types, and which are walked
-        self._types: list[type] = []
+        self._types: list[type] = []  # of all values, which are followed, and their identities
         self._followed: list[int] = []
+        self._ids: list[int] = []
         for number, model in enumerate(self.roots):
             self._left.append(_Entry(model, -1, type(model).__name__))
             while self._left and len(self.holders) < MOST_HOLDERS:
-                self._enter(self._left.popleft())
+                entry = self._left.popleft()
+                try:
+                    self._enter(entry)
+                except Exception:  # odd classes: looking must not end a step
+                    logger.debug("cannot look into %s", type(entry.value), exc_info=True)
             if number < num_inner:
                 self.num_inner = len(self.holders)
         self._note()
@@ -181,16 +188,12 @@ class ModelWalk:
     def is_current(self, rows: list[tuple[Any, ...]], others: list[Any]) -> bool:
         """Whether a new walk would meet the same, where `read` has given this."""
         values = _flat(rows, others)
-        if self.sizes() != self._sizes or any(registry for registry, _, _ in self.empty):
-            return False
-        if len(values) == len(self._last) and all(map(operator.is_, values, self._last)):
-            return True
-        same = [*map(type, values)] == self._types and all(
-            values[number] is self._last[number] for number in self._followed
+        return (
+            [*map(type, values)] == self._types
+            and [id(values[number]) for number in self._followed] == self._ids
+            and self.sizes() == self._sizes
+            and not any(registry for registry, _, _ in self.empty)
         )
-        if same:
-            self._last = values
-        return same
 
     def path(self, number: int, key: Any = None) -> str:
         """What code would call a holder, or one of its keys."""
@@ -220,9 +223,12 @@ class ModelWalk:
         self.whole = [number for number in range(len(held)) if number not in self.places]
         self.values = [held[number] for number in self.whole]
         self._getters = [(row.get, row.members) for row in self.rows]
-        self._last = values = _flat(*self.read())
+        values = _flat(*self.read())
         self._types = [*map(type, values)]
+        # Others are not kept alive: what is in the place of a `forward` holds a whole step.
         self._followed = [n for n, value in enumerate(values) if self._is_followed(value)]
+        self._alive += [values[number] for number in self._followed]
+        self._ids = [id(values[number]) for number in self._followed]
         self._sizes = self.sizes()
         weights = {id(one) for each in self.weights for one in each.values()}
         self.holds_memory = any(
@@ -251,7 +257,8 @@ class ModelWalk:
         elif isinstance(value, np.ndarray):
             self._array(entry)
         elif entry.depth > 0:
-            self._alive.append(value)
+            if self._is_followed(value):
+                self._alive.append(value)
             self._object(entry)
 
     def _hold(self, entry: _Entry, value: Any, **of: Any) -> int:

@@ -110,7 +110,7 @@ def test_a_generator_of_a_module_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("name", NOISE)
-def test_mode_on_refuses_it_with_generators_and_gradients_as_they_were(name: str) -> None:
+def test_mode_on_refuses_it_and_leaves_all_as_it_was(name: str) -> None:
     noise, generator = NOISE[name]
     model, trainer = small_model(), Noisy(noise)
     trainer.prepare(model)
@@ -126,7 +126,7 @@ def test_mode_on_refuses_it_with_generators_and_gradients_as_they_were(name: str
     assert all(not one.any() for one in steps.gradients(model).values())
 
 
-def test_what_attention_takes_from_a_counting_generator_does_not_count() -> None:
+def test_what_attention_takes_does_not_count() -> None:
     """As transformer-engine's does; a hook on attention is not attention."""
     model = unwrap(small_model())
     core = model.decoder.layers[1].self_attention.core_attention

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.refusals import table
+from megatron_prefix.run.read.model_walk import KEPT, ModelWalk
 from tests.core.run.test_first_step import Trainer, call, watching
 from tests.harness import steps
 from tests.harness.one_group import assert_bitwise, items
@@ -330,3 +334,18 @@ def assert_shared(found: Any, wanted: Any) -> None:
     tokens = sum(one["tokens"].numel() for one in items())
     sizes = {name: float(one.abs().max()) for name, one in wanted[1].items()}
     steps.assert_gradients(found[1], steps.Reference(wanted[1], sizes), tokens)
+
+
+def test_a_model_takes_its_walk_with_it() -> None:
+    """What is kept between steps is the model's: no copy has it, and it holds no model."""
+    model, schedule = small_model(), watching("on")
+    steps.call(schedule, Trainer().step, model, items())
+    inner = unwrap(model)
+    assert isinstance(vars(inner)[KEPT], ModelWalk)
+    made, arguments = vars(inner)[KEPT].__reduce__()
+    assert made(*arguments) is None
+    assert copy.deepcopy({"walk": vars(inner)[KEPT]}) == {"walk": None}
+    alive = weakref.ref(vars(inner)[KEPT])
+    del vars(inner)[KEPT]
+    gc.collect()
+    assert alive() is None
