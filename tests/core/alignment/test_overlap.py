@@ -75,11 +75,13 @@ class Job(NamedTuple):
     def runs(self, data: Callable[..., Any], *runs: tuple[str, bool]) -> list[list[Found]]:
         """Several runs of the same ranks, each as `on_ranks`."""
 
-        def on_rank() -> list[Found]:
-            runtime.initialize(self.layout)
-            return [self.take(turns, overlaps, data) for turns, overlaps in runs]
+        ranks = run_ranks(self.layout.world_size, lambda: self.runs_here(runs, data))
+        return [[*found] for found in zip(*ranks, strict=True)]
 
-        return [[*found] for found in zip(*run_ranks(self.layout.world_size, on_rank), strict=True)]
+    def runs_here(self, runs: Sequence[tuple[str, bool]], data: Callable[..., Any]) -> list[Found]:
+        """One rank's part of several runs."""
+        runtime.initialize(self.layout)
+        return [self.take(turns, overlaps, data) for turns, overlaps in runs]
 
     def take(self, turns: str, overlaps: bool, data: Callable[..., Any]) -> Found:
         """One rank's part of a run."""
