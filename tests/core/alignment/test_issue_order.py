@@ -16,7 +16,7 @@ import pytest
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.runtime import Layout
-from tests.core.alignment.test_overlap import NO_AUX, VOCAB, Job, alone, trees
+from tests.core.alignment.test_overlap import NO_AUX, SHARDED, VOCAB, Job, alone, trees
 from tests.harness.issue_order import Issued, recorded, why_not_ending
 from tests.harness.ranks import run_ranks
 
@@ -33,11 +33,15 @@ def unlike(number: int, rank: int, spec: Any, layout: Layout) -> Sequence[Group]
     return [*generate(shape, 32, 16, 2, vocab_size=VOCAB, seed=seed, **tree)]
 
 
+GATHERS = {**SHARDED, "overlap_param_gather": True}
 GLOBAL_AUX = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1.0}
 JOBS: dict[str, tuple[Job, Callable[..., Any], str]] = {
     "EP2, unlike trees": (Job("tiny-moe", Layout(dp=2, ep=2), NO_AUX), unlike, "PPPPPP"),
     "EP2, full recompute": (
         Job("tiny-moe", Layout(dp=2, ep=2), NO_AUX, {"recompute": "full"}), unlike, "PPPP",
+    ),
+    "EP2, weights gathered during forwards": (
+        Job("tiny-moe", Layout(dp=2, ep=2), NO_AUX, GATHERS), unlike, "PPPPPP",
     ),
     "EP2 of DP4": (Job("tiny-moe", Layout(dp=4, ep=2), NO_AUX), unlike, "PPPP"),
     "DP2, global_aux_loss": (Job("tiny-moe", model=GLOBAL_AUX), trees, "PPP"),
