@@ -47,7 +47,7 @@ _BEHIND = {"": ("output_layer", "mtp"), "decoder": ("final_layernorm", "final_no
 """Modules that run behind the last layer, by where they are in a language model."""
 
 
-class _Group(NamedTuple):
+class Group(NamedTuple):
     """A bucket group. place: from which layer of its model chunk on its parameters are."""
 
     chunk: int
@@ -55,9 +55,9 @@ class _Group(NamedTuple):
     buckets: Any
 
 
-_orders: WeakKeyDictionary[Any, tuple[tuple[int, int], ...]] = WeakKeyDictionary()
+orders: WeakKeyDictionary[Any, tuple[tuple[int, int], ...]] = WeakKeyDictionary()
 """By model chunk: number (Megatron's) and place of its bucket groups, in our order."""
-_fits: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+fits: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """By model chunk: whether in its first step no gradient came too late, on any rank."""
 
 
@@ -92,8 +92,8 @@ class Reductions:
             and (rank.is_first or config.grad_sync_func is None)
         )
         self._models = [model for model in rank.models if overlaps(model)]
-        self._watches = may_start and not all(model in _fits for model in self._models)
-        self._early = may_start and all(_fits.get(model, False) for model in self._models)
+        self._watches = may_start and not all(model in fits for model in self._models)
+        self._early = may_start and all(fits.get(model, False) for model in self._models)
         self._num_due = 0
         self._due = set[Any]()
         self._late: Any = None
@@ -155,7 +155,7 @@ class Reductions:
         rank, late = self._rank, self._late is not None
         ranks = several(rank.groups.tp, rank.data_ranks or default_groups().dp_cp)
         (any_late,), _ = agreement.worst([float(late)], None, ranks, rank.device)
-        _fits.update((model, not any_late) for model in self._models)
+        fits.update((model, not any_late) for model in self._models)
         if late:
             logger.warning(
                 "no reduction of gradients starts before the last backward is over: %s is used"
@@ -196,26 +196,26 @@ def overlaps(model: Any) -> bool:
     return bool(getattr(getattr(model, "ddp_config", None), "overlap_grad_reduce", False))
 
 
-def _in_order(rank: Rank) -> list[_Group]:
+def _in_order(rank: Rank) -> list[Group]:
     """Bucket groups of a rank in the order in which they are reduced, on all ranks alike.
 
     Backwards end with the first chunk and there with the first layer.
     """
-    queue: list[_Group] = []
+    queue: list[Group] = []
     for chunk, model in reversed([*enumerate(rank.models)]):
         if not overlaps(model):
             continue
-        if model not in _orders:
-            _orders[model] = _order(model, rank.language_models[chunk])
+        if model not in orders:
+            orders[model] = _order(model, rank.language_models[chunk])
         groups = _groups(model)
-        queue += [_Group(chunk, place, groups[number]) for number, place in _orders[model]]
+        queue += [Group(chunk, place, groups[number]) for number, place in orders[model]]
     return sorted(queue, key=lambda one: one.place == _OUTSIDE)
 
 
 def _order(model: Any, language_model: Any) -> tuple[tuple[int, int], ...]:
     """Numbers and places of a model chunk's bucket groups: the last layer first, and of groups of
     one place those first whose last gradient comes first in a backward."""
-    places = _places(model, language_model)
+    places = places_of(model, language_model)
     turns = {node.variable: turn for turn, node in enumerate(model.grad_accs)}
     keys = [
         (-min(places[one] for one in group.params), -min(turns[one] for one in group.params))
@@ -226,7 +226,7 @@ def _order(model: Any, language_model: Any) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _places(model: nn.Module, language_model: Any) -> dict[nn.Parameter, int]:
+def places_of(model: nn.Module, language_model: Any) -> dict[nn.Parameter, int]:
     """The first layer that uses each parameter; the number of layers for one that only what is
     behind them uses."""
     layers = language_model.decoder.layers

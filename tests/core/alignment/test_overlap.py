@@ -342,10 +342,10 @@ def hurrying(number: int, rank: int, chunks: Sequence[Any]) -> Iterator[None]:
     if number != 2 or rank:
         yield
         return
-    assert {place for _, place in overlap._orders[chunks[0]]} == {-1, 0, 1}
-    orders = {chunks[0]: tuple((n, 1) for n, _ in overlap._orders[chunks[0]])}
+    assert {place for _, place in overlap.orders[chunks[0]]} == {-1, 0, 1}
+    orders = {chunks[0]: tuple((n, 1) for n, _ in overlap.orders[chunks[0]])}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "_orders", orders)
+        patch.setattr(overlap, "orders", orders)
         with pytest.raises(RuntimeError, match=r"layers\.0.*turn overlap_grad_reduce off"):
             yield
     groups = chunks[0].bucket_groups
@@ -498,7 +498,7 @@ def test_groups_start_from_the_last_layer_to_the_first() -> None:
             group.start_grad_sync = lambda group=group, **_: started.extend(
                 names[one] for one in group.params
             )
-        overlap._fits[chunk] = True
+        overlap.fits[chunk] = True
         reductions = overlap.Reductions(Rank([chunk]), False)
         passing = reductions.passing(0)
         assert passing is not None
@@ -526,7 +526,7 @@ def test_hooks_cost_little() -> None:
         spec = resolve("tiny-qwen3", num_layers=33, hidden_size=16).with_vocab(VOCAB)
         (chunk,) = build_model(spec, layout=Layout(dp=2), overlap_grad_reduce=True)
         assert len(chunk.grad_accs) > 250
-        rank, overlap._fits[chunk] = Rank([chunk]), True
+        rank, overlap.fits[chunk] = Rank([chunk]), True
         spent = []
         for _ in range(5):
             for group in chunk.bucket_groups:

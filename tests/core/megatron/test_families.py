@@ -248,7 +248,7 @@ def test_a_model_that_is_its_own_language_model() -> None:
     assert language_model(model) is model and families.has_images(model, model)
     assert vision_tower(model) is families.own_tower(model) is model.vision_model
     assert [*families.around(model, model)] == [model.vision_model]
-    places = overlap._places(model, model)
+    places = overlap.places_of(model, model)
     assert {places[one] for one in model.vision_model.parameters()} == {-1}
 
 

@@ -23,7 +23,7 @@ from megatron_prefix.run.across.exchanges import Exchanges
 from megatron_prefix.run.execute import messages
 from megatron_prefix.run.execute.executor import Executor
 from megatron_prefix.run.execute.messages import Channels, Links
-from megatron_prefix.run.execute.overlap import Reductions, _Group
+from megatron_prefix.run.execute.overlap import Group, Reductions
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness.joint_jobs import Sizes, random_joint_job
 
@@ -111,7 +111,7 @@ def reductions_of(pipeline: Pipeline, steps: list[Told], *, early: bool) -> Redu
     for chunk, layer in (*layers, *((chunk, -1) for chunk in chunks)):
         for _ in range(1 + (bool(pipeline.experts) and layer >= 0)):
             buckets = Buckets(steps, ("gradients", (chunk, layer)))
-            queue.append(_Group(chunk, layer, buckets))
+            queue.append(Group(chunk, layer, buckets))
     overlapping = SimpleNamespace(
         ddp_config=SimpleNamespace(overlap_grad_reduce=True), grad_accs=[]
     )
