@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,15 +140,13 @@ class Executor:
                     stage.final.head_backward = functools.partial(self._head_backward, stage, chunk)
             with gradients:
                 program = self._plan.programs[rank]
-                last = {one.chunk: place for place, one in enumerate(program) if one.kind == "B"}
-                if self._reductions is not None:
-                    self._reduce_in(self._reductions, (program[place] for place in last.values()))
+                last = self._last_backwards(program)
                 for place, action in enumerate(program):
                     stage = self._stages[action.chunk]
                     reducing: contextlib.AbstractContextManager = contextlib.nullcontext()
                     if self._offloader is not None:
                         stage.wanted_next[:] = self._wanted(program, place)
-                    if self._reductions is not None and last.get(action.chunk) == place:
+                    if self._reductions is not None and place in last:
                         reducing = self._reductions.watching(action.chunk)
                     with _annotated(action), reducing:
                         if self._exchanges is None:
@@ -173,10 +171,13 @@ class Executor:
             if self._offloader is not None:
                 self._offloader.end_step()
 
-    def _reduce_in(self, reductions: Reductions, last: Iterable[Action]) -> None:
-        """Lets the last backwards of the model chunks start reductions."""
-        for _, segment, chunk, _ in last:
-            self._stages[chunk].passing = {segment: reductions.passing(chunk)}
+    def _last_backwards(self, program: Sequence[Action]) -> set[int]:
+        """Places of the model chunks' last backwards, which may start reductions from now on."""
+        last = {one.chunk: place for place, one in enumerate(program) if one.kind == "B"}
+        for chunk, place in last.items() if self._reductions is not None else ():
+            passing = self._reductions.passing(chunk)  # type: ignore[union-attr]
+            self._stages[chunk].passing = {program[place].segment: passing}
+        return {*last.values()}
 
     def _crossing(self, action: Action, stage: Stage, exchanges: Exchanges) -> None:
         """An action, and what crosses data-parallel ranks before it."""
