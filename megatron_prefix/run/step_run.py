@@ -205,17 +205,20 @@ class StepRun:
         executor = Executor(
             plan, stages, inputs, links, rank.forward_only,
             self._schedule.watch or (report.stopwatch.timing if report.stopwatch else None),
-            # Gradients are reduced after the last exchange, as ranks must not wait for both, and
-            # after what goes on behind embeddings that were given.
-            offloader, None if exchanges or behind else self._reductions, exchanges, self._idle,
+            offloader, self._reductions, exchanges, self._idle,
             None if counts is None else self._summing(counts), draws.checking,
         )  # fmt: skip
         embedding = clear_embedding_activation_buffer(config, rank.models, stages[-1].is_last)
         with contextlib.nullcontext() if rank.forward_only else _no_sync(rank), draws.watching():
             executor.run(rank.stage)
             self._is_behind = bool(behind)
-            for one in behind:
-                one.backward()
+            if behind:
+                watching = (
+                    self._reductions.watching() if self._reductions else contextlib.nullcontext()
+                )
+                with watching:
+                    for one in behind:
+                        one.backward()
         report.crossed = exchanges.crossed if exchanges is not None else None
         report.cache_bytes = sum(stage.cache.device_bytes.peak for stage in stages)
         report.captured = any(one.hooks.graphs and one.hooks.graphs.captured for one in stages)

@@ -24,6 +24,8 @@ class Sizes:
     Attributes:
         dp, pp, vpp, ep: ranks of each kind; those that share experts are neighbours.
         counts: routers balance the global batch.
+        crosses: whether prompts may cross data-parallel ranks.
+        overlaps: whether gradients are reduced during backwards.
     """
 
     dp: int
@@ -31,6 +33,8 @@ class Sizes:
     vpp: int = 1
     ep: int = 1
     counts: bool = False
+    crosses: bool = True
+    overlaps: bool = True
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ def random_sizes(rng: random.Random) -> Sizes:
     """Two to four data-parallel ranks of up to three stages, each with up to two model chunks."""
     dp, pp = rng.choice((2, 2, 3, 4)), rng.randint(1, 3)
     ep = rng.choice([one for one in (1, 1, 2, 3, 4) if dp % one == 0])
-    return Sizes(dp, pp, rng.randint(1, 2) if pp > 1 else 1, ep, rng.random() < 0.3)
+    vpp = rng.randint(1, 2) if pp > 1 else 1
+    return Sizes(dp, pp, vpp, ep, rng.random() < 0.3, crosses=rng.random() < 0.5)
 
 
 def random_joint_job(rng: random.Random, sizes: Sizes | None = None) -> JointJob:
@@ -59,9 +64,15 @@ def random_joint_job(rng: random.Random, sizes: Sizes | None = None) -> JointJob
     )  # fmt: skip
     size = rng.randint(1, 3)
     owners = [[number // size for number in range(len(rank))] for rank in ranks]
-    forests = forests_of(ranks, owners, options, ordered=sizes.counts)
+    together = [(ranks, owners)]
+    if not sizes.crosses:
+        together = [([rank], [mine]) for rank, mine in zip(ranks, owners, strict=True)]
+    forests = [
+        forest for some in together for forest in forests_of(*some, options, ordered=sizes.counts)
+    ]
     pipelines = [*_pipelines(rng, sizes, forests, owners, ranks)]
-    return JointJob(sizes, pipelines, joint_programs(pipelines, counts=sizes.counts))
+    programs = joint_programs(pipelines, counts=sizes.counts, overlaps=sizes.overlaps)
+    return JointJob(sizes, pipelines, programs)
 
 
 def forests_of(

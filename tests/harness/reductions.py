@@ -17,6 +17,7 @@ class Watched:
 
     Attributes:
         num: bucket groups.
+        outside: of them those with a parameter outside of layers.
         order: those whose reduction has started, in that order.
         gradients: that parameters have got.
         before: of every start how many gradients came before it.
@@ -25,6 +26,7 @@ class Watched:
     """
 
     num: int
+    outside: int
     order: list[int] = field(default_factory=list)
     gradients: int = 0
     before: list[int] = field(default_factory=list)
@@ -49,10 +51,12 @@ class Watch:
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self.steps: list[Watched] = []
-        self._num = 0
+        self._num = self._outside = 0
         for chunk in chunks:
+            embedding = {one for name, one in chunk.named_parameters() if "embedding" in name}
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                 self._watch(self._num, group)
+                self._outside += not embedding.isdisjoint(group.params)
                 self._num += 1
         rest = Reductions.start_rest
 
@@ -64,7 +68,7 @@ class Watch:
 
     def begin(self) -> None:
         """A step begins."""
-        self.steps.append(Watched(self._num))
+        self.steps.append(Watched(self._num, self._outside))
 
     def _watch(self, number: int, group: Any) -> None:
         start = group.start_grad_sync

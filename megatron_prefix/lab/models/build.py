@@ -44,6 +44,7 @@ def build_model(
     wrap_ddp: bool = True,
     use_distributed_optimizer: bool = False,
     overlap_grad_reduce: bool = False,
+    overlap_param_gather: bool = False,
     bucket_size: int | None = None,
     exact_loss: bool | None = None,
     config_overrides: dict[str, Any] | None = None,
@@ -67,6 +68,7 @@ def build_model(
         wrap_ddp: wrap each chunk in Megatron's DistributedDataParallel, which holds `main_grad`.
         overlap_grad_reduce: reduce gradients during the backward pass, in buckets of
             `bucket_size` elements (None: Megatron's default).
+        overlap_param_gather: gather weights of the distributed optimizer during forwards.
         exact_loss: compute the loss by `vocab_parallel_log_probs` instead of Megatron's float32
             cross entropy; None: only for float64.
         config_overrides: fields of TransformerConfig; they win over all other options.
@@ -111,6 +113,7 @@ def build_model(
         options = {
             "use_distributed_optimizer": use_distributed_optimizer,
             "overlap_grad_reduce": overlap_grad_reduce,
+            "overlap_param_gather": overlap_param_gather,
             "bucket_size": bucket_size,
             "grad_reduce_in_fp32": dtype == torch.bfloat16,
         }

@@ -2,7 +2,8 @@
 
 The strictest way to run them: a rank goes on when all that it has issued is done, so a message, a
 batch of messages or a meeting holds up all that follows it, as kernels on a GPU may do whose
-streams share one queue (plan/timetable.py).  Ranks that end so end anyhow.
+streams share one queue (plan/timetable.py).  Ranks that end so end anyhow.  Gradients hold up a
+rank in any case: a host may wait for all that its device has begun.
 
 Reasons why not, in the order in which they are looked for:
 
@@ -294,7 +295,7 @@ class _Play:
         begun, step = self.begun[rank], self.programs[rank][self.at[rank]]
         if not begun.total():
             return False
-        if self.how is not How.ONE_QUEUE or begun["experts"]:
+        if self.how is not How.ONE_QUEUE or begun["experts"] or begun["gradients"]:
             return True
         if not isinstance(step, Action):
             channels = {step.channel} if isinstance(step, Meet) else {_stream(step.ends[0])}

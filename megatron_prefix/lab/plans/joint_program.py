@@ -2,8 +2,10 @@
 
 Data-parallel ranks exchange prompts (run/across/exchanges.py), stages of their pipelines messages
 (run/execute/messages.py), ranks that share experts tokens in every expert layer, and where the
-global batch is balanced all of them sum counts (moe/group_counts.py).  Here all of that is one
-program a rank; joint_judge.py says whether all of them end.
+global batch is balanced all of them sum counts (moe/group_counts.py).  In the last backward of a
+model chunk gradients begin to be reduced between the exchanges of tokens of its layers
+(run/execute/overlap.py).  Here all of that is one program a rank; joint_judge.py says whether all
+of them end.
 """
 
 from __future__ import annotations
@@ -73,6 +75,9 @@ class Meet(NamedTuple):
     ranks: tuple[Rank, ...]
 
 
+LAYERS = 2
+"""Layers of every model chunk, as far as it matters: exchanges of tokens, and gradients."""
+
 Step = Action | Batch | Meet
 Programs = dict[Rank, list[Step]]
 
@@ -102,26 +107,56 @@ class Pipeline:
     ready_after: Sequence[int]
 
 
-def joint_programs(pipelines: Sequence[Pipeline], *, counts: bool = False) -> Programs:
+def joint_programs(
+    pipelines: Sequence[Pipeline], *, counts: bool = False, overlaps: bool = False
+) -> Programs:
     """The programs of all ranks of a job.
 
     Args:
         pipelines: one a data-parallel rank.
         counts: routers balance the global batch.
+        overlaps: gradients are reduced during backwards, unless prompts cross data-parallel ranks.
     """
-    everyone = range(len(pipelines))
+    early = overlaps and not any(one.forest.exchanges for one in pipelines)
     return {
-        Rank(data, stage): [*_Writer(one, Rank(data, stage), everyone if counts else ()).steps()]
+        Rank(data, stage): [
+            *_Writer(one, Rank(data, stage), range(len(pipelines)), counts, early).steps(),
+            *_rest(one, Rank(data, stage), len(pipelines), overlaps, early),
+        ]
         for data, one in enumerate(pipelines)
         for stage in range(one.plan.num_ranks)
     }
 
 
+def _reduced(pipeline: Pipeline, rank: Rank, num: int, chunk: int, layer: int) -> Iterator[Meet]:
+    """Gradients of a layer's weights, layer -1 those outside of layers: of experts on ranks that
+    have the same ones, of all others on all."""
+    everyone = tuple(Rank(data, rank.stage) for data in range(num))
+    yield Meet("gradients", (chunk, layer), everyone)
+    if pipeline.experts and layer >= 0:
+        alike = everyone[rank.data % len(pipeline.experts) :: len(pipeline.experts)]
+        yield Meet("gradients", (chunk, layer), alike)
+
+
+def _rest(pipeline: Pipeline, rank: Rank, num: int, overlaps: bool, early: bool) -> Iterator[Meet]:
+    """Reductions that begin behind a rank's last action."""
+    chunks = [*reversed(range(pipeline.plan.num_chunks))]
+    early = early and len(pipeline.plan.programs[rank.stage]) > 0
+    for chunk in chunks if overlaps and not early else ():
+        for layer in reversed(range(LAYERS)):
+            yield from _reduced(pipeline, rank, num, chunk, layer)
+    for chunk in chunks if overlaps else ():
+        yield from _reduced(pipeline, rank, num, chunk, -1)
+
+
 class _Writer:
     """Writes one rank's program as `Executor.run` goes through its actions."""
 
-    def __init__(self, pipeline: Pipeline, rank: Rank, everyone: Sequence[int]) -> None:
+    def __init__(
+        self, pipeline: Pipeline, rank: Rank, everyone: Sequence[int], counts: bool, early: bool
+    ) -> None:
         self.pipeline, self.rank, self.everyone = pipeline, rank, everyone
+        self.counts, self.early = counts, early
         self.segments = pipeline.plan.segments
         self.level_of = {one.segment: one.level for one in pipeline.forest.exchanges}
         levels = itertools.groupby(pipeline.forest.exchanges, lambda one: one.level)
@@ -136,19 +171,29 @@ class _Writer:
         program = self.pipeline.plan.programs[self.rank.stage]
         sums = iter(sums_behind(self.pipeline.union, self.rank.stage, self.pipeline.owners))
         yield from self._messages(gaps[0].before)
-        begun = 0
+        begun, last = 0, {one.chunk: one for one in program if one.kind == "B"}
         for gap, action, (before, _) in zip(gaps, program, gaps[1:], strict=False):
             yield from self._crossing(action)
             yield from self._messages(gap.after)
             if self.segments[action.segment].source < 0:
                 yield action
-                if self.pipeline.experts:
-                    yield Meet("experts", action, self._beside(self.pipeline.experts))
+                reduces = self.early and last.get(action.chunk) == action
+                yield from self._layers(action, reduces=reduces)
             yield from self._messages(before)
-            number = next(sums) if self.everyone else 0
+            number = next(sums) if self.counts else 0
             for microbatch in range(begun, number):
                 yield Meet("counts", microbatch, self._beside(self.everyone))
             begun = max(begun, number)
+
+    def _layers(self, action: Action, *, reduces: bool) -> Iterator[Meet]:
+        """What ranks exchange inside an action, layer by layer."""
+        layers = range(LAYERS)
+        for layer in layers if action.kind == "F" else reversed(layers):
+            if self.pipeline.experts:
+                yield Meet("experts", (action, layer), self._beside(self.pipeline.experts))
+            if reduces:
+                num = len(self.everyone)
+                yield from _reduced(self.pipeline, self.rank, num, action.chunk, layer)
 
     def _beside(self, datas: Iterable[int]) -> tuple[Rank, ...]:
         """The ranks of other pipelines at this stage."""

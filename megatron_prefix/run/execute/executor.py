@@ -64,6 +64,8 @@ class Stage:
         wanted_next: those of them that the backwards after the one that runs want back.
         live: input and output of segments whose backward is still to come; the output with its
             graph, or None if the forward will run again.
+        passing: by the segment whose backward is the chunk's last, what hears of layers that this
+            has passed; see run/execute/overlap.py.
     """
 
     model: Any
@@ -83,6 +85,7 @@ class Stage:
     offloads: dict[int, OffloadedSegment] = field(default_factory=dict)
     wanted_next: list[OffloadedSegment] = field(default_factory=list)
     live: dict[int, tuple[Tensor | None, Any]] = field(default_factory=dict)
+    passing: dict[int, Callable[[int], None] | None] = field(default_factory=dict)
 
 
 class Executor:
@@ -139,14 +142,14 @@ class Executor:
                     stage.final.head_backward = functools.partial(self._head_backward, stage, chunk)
             with gradients:
                 program = self._plan.programs[rank]
-                last = {one.chunk: place for place, one in enumerate(program) if one.kind == "B"}
+                last = self._last_backwards(program)
                 for place, action in enumerate(program):
                     stage = self._stages[action.chunk]
                     reducing: contextlib.AbstractContextManager = contextlib.nullcontext()
                     if self._offloader is not None:
                         stage.wanted_next[:] = self._wanted(program, place)
-                    if self._reductions is not None and last.get(action.chunk) == place:
-                        reducing = self._reducing(action, stage, self._reductions)
+                    if self._reductions is not None and place in last:
+                        reducing = self._reductions.watching(action.chunk)
                     with _annotated(action), reducing:
                         if self._exchanges is None:
                             self._handlers[action.kind](action, stage)
@@ -169,6 +172,14 @@ class Executor:
                     stage.final.clear()
             if self._offloader is not None:
                 self._offloader.end_step()
+
+    def _last_backwards(self, program: Sequence[Action]) -> set[int]:
+        """Places of the model chunks' last backwards, which may start reductions from now on."""
+        last = {one.chunk: place for place, one in enumerate(program) if one.kind == "B"}
+        for chunk, place in last.items() if self._reductions is not None else ():
+            passing = self._reductions.passing(chunk)  # type: ignore[union-attr]
+            self._stages[chunk].passing = {program[place].segment: passing}
+        return {*last.values()}
 
     def _crossing(self, action: Action, stage: Stage, exchanges: Exchanges) -> None:
         """An action, and what crosses data-parallel ranks before it."""
@@ -216,6 +227,7 @@ class Executor:
             *((None, None) if final is None else final.of(index)), joined=segment.joined >= 0,
             activates_again=self._plan.policy(index) == "recompute_act" and not self._forward_only,
             recomputed=self._plan.policy(index) == "recompute" and not self._forward_only,
+            passing=stage.passing.get(index),
         )  # fmt: skip
 
     def _forward(self, action: Action, stage: Stage) -> None:
@@ -294,19 +306,6 @@ class Executor:
             self._links.send(action, received.grad)  # type: ignore[union-attr]
         stage.offloads.pop(index, None)
         self._release(action, stage)
-
-    def _reducing(
-        self, action: Action, stage: Stage, reductions: Reductions
-    ) -> contextlib.AbstractContextManager:
-        """Starts reductions during the last backward of a model chunk."""
-        segment = self._plan.segments[action.segment]
-        ends_early = stage.is_last and not segment.scored
-        further = stage.hooks.ahead  # it may be all that the output layer is for
-        rows = further is not None and further[action.segment].labels.numel() > 0
-        expands = any(span.parent is not None for span in segment.spans)  # latents of ancestors
-        policy = self._plan.policy(action.segment)
-        kind = segment.inner, segment.scored, rows, expands, policy
-        return reductions.during(action.chunk, kind, stage.hooks.unread if ends_early else tuple)
 
     def _scored(self, index: int, stage: Stage) -> bool:
         return stage.losses is not None and self._plan.segments[index].scored

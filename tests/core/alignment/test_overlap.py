@@ -75,11 +75,13 @@ class Job(NamedTuple):
     def runs(self, data: Callable[..., Any], *runs: tuple[str, bool]) -> list[list[Found]]:
         """Several runs of the same ranks, each as `on_ranks`."""
 
-        def on_rank() -> list[Found]:
-            runtime.initialize(self.layout)
-            return [self.take(turns, overlaps, data) for turns, overlaps in runs]
+        ranks = run_ranks(self.layout.world_size, lambda: self.runs_here(runs, data))
+        return [[*found] for found in zip(*ranks, strict=True)]
 
-        return [[*found] for found in zip(*run_ranks(self.layout.world_size, on_rank), strict=True)]
+    def runs_here(self, runs: Sequence[tuple[str, bool]], data: Callable[..., Any]) -> list[Found]:
+        """One rank's part of several runs."""
+        runtime.initialize(self.layout)
+        return [self.take(turns, overlaps, data) for turns, overlaps in runs]
 
     def take(self, turns: str, overlaps: bool, data: Callable[..., Any]) -> Found:
         """One rank's part of a run."""
@@ -188,8 +190,8 @@ def test_overlapped_steps_are_exact_and_early(name: str) -> None:
             assert step.reduced_once() and not step.late
             if number == 0:
                 assert step.inside == step.early == 0
-            elif number != 2 and "unlike" not in name:
-                assert step.inside == step.num, "some reductions waited for the end"
+            elif number != 2:
+                assert step.inside == step.num - step.outside, "some reductions waited for the end"
     first_stages = found[: len(found) // job.layout.pp]
     for ours in first_stages:
         assert ours.watched[0].num > 3, "one bucket"
@@ -215,11 +217,11 @@ def assert_one_order(found: Sequence[Found], layout: Layout) -> None:
 
 
 def test_unlike_last_backwards_reduce_in_one_order() -> None:
-    """One rank waits for all of its gradients, the other only for those of the prompt."""
+    """One rank's last backward has loss, the other's is that of a prompt."""
     found = Job().on_ranks("PPPPPP", True, alone)
     assert_one_order(found, Layout(dp=2))
     for rank, one in enumerate(found):
-        assert [step.early > 0 for step in one.watched] == [False, False, *[True] * 4], rank
+        assert [step.early > 0 for step in one.watched] == [False, *[True] * 5], rank
 
 
 @contextlib.contextmanager
@@ -266,11 +268,11 @@ def thawing(number: int, _: int, chunks: Sequence[Any]) -> Iterator[None]:
     yield
 
 
-def test_weights_that_got_no_gradient_before_are_waited_for() -> None:
+def test_weights_may_get_no_gradient_at_first() -> None:
     found, plain = Job(around=thawing).runs(flat, ("PPPP", True), ("PPPP", False))
     for one, wanted in zip(found, plain, strict=True):
         waited = [step.num - step.inside for step in one.watched]
-        assert waited[0] == one.watched[0].num > waited[1] == waited[2] > waited[3] == 0
+        assert waited == [one.watched[0].num, *[one.watched[0].outside] * 3]
         assert not any(step.late for step in one.watched)
         for name, value in wanted.parameters.items():
             assert torch.equal(one.parameters[name], value), name
@@ -284,7 +286,7 @@ UNREAD = {
 
 
 @pytest.mark.parametrize("name", UNREAD)
-def test_frozen_weights_are_not_taken_for_unread_ones(name: str) -> None:
+def test_weights_that_some_backwards_leave_out_may_be_thawed(name: str) -> None:
     @contextlib.contextmanager
     def around(number: int, _: int, chunks: Sequence[Any]) -> Iterator[None]:
         UNREAD[name](unwrap(chunks[0])).requires_grad_(number > 1)
@@ -335,26 +337,50 @@ def test_data_parallel_ranks_take_one_schedule() -> None:
 
 
 @contextlib.contextmanager
-def forgetting(number: int, rank: int, chunks: Sequence[Any]) -> Iterator[None]:
-    """In the third step rank 0 believes that backwards give the first layer's weights nothing."""
+def hurrying(number: int, rank: int, chunks: Sequence[Any]) -> Iterator[None]:
+    """In the third step rank 0 believes that all layers are complete with the last one."""
     if number != 2 or rank:
         yield
         return
-    weight = unwrap(chunks[0]).decoder.layers[0].self_attention.linear_qkv.weight
-    place = next(i for i, node in enumerate(chunks[0].grad_accs) if node.variable is weight)
-    for counts in overlap._known[chunks[0]].values():
-        assert counts[place] == 1
-        counts[place] = 0
-    with pytest.raises(RuntimeError, match=r"linear_qkv.weight.*turn overlap_grad_reduce off"):
-        yield
+    assert {place for _, place in overlap.orders[chunks[0]]} == {-1, 0, 1}
+    orders = {chunks[0]: tuple((n, 1) for n, _ in overlap.orders[chunks[0]])}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "orders", orders)
+        with pytest.raises(RuntimeError, match=r"layers\.0.*turn overlap_grad_reduce off"):
+            yield
     groups = chunks[0].bucket_groups
     assert all(group.grad_reduce_handle is None for group in groups), "somebody waits"
 
 
 def test_a_gradient_that_comes_too_late_ends_the_step() -> None:
     """On its rank; no other one waits for it."""
-    found = Job(around=forgetting).on_ranks("PPP", True, flat)
+    found = Job(around=hurrying).on_ranks("PPP", True, flat)
     assert found[0].watched[2].late and not found[1].watched[2].late
+
+
+@contextlib.contextmanager
+def using_twice(_: int, rank: int, chunks: Sequence[Any]) -> Iterator[None]:
+    """On rank 0 a weight of the second layer is used in front of the first one, too."""
+    model = unwrap(chunks[0])
+    weight = model.decoder.layers[1].mlp.linear_fc1.weight
+
+    def more(_: Any, __: Any, output: Tensor) -> Tensor:
+        return output + weight.sum() * 1e-3
+
+    handle = model.embedding.register_forward_hook(more) if rank == 0 else None
+    yield
+    if handle is not None:
+        handle.remove()
+
+
+def test_weights_that_are_used_outside_of_their_layer_wait() -> None:
+    """On all ranks, as all reduce in one order."""
+    found, plain = Job(around=using_twice).runs(flat, ("PPP", True), ("PPP", False))
+    for one, wanted in zip(found, plain, strict=True):
+        assert [step.inside for step in one.watched] == [0, 0, 0]
+        assert not any(step.late for step in one.watched)
+        for name, value in wanted.parameters.items():
+            assert torch.equal(one.parameters[name], value), name
 
 
 class Broken(RuntimeError):
@@ -365,21 +391,21 @@ class Broken(RuntimeError):
 def failing(chunk: Any, error: Exception) -> Iterator[None]:
     """The backward of the model's first layer fails in the step's last backward."""
     weight = unwrap(chunk).decoder.layers[0].self_attention.linear_qkv.weight
-    during = overlap.Reductions.during
+    watching = overlap.Reductions.watching
 
     @contextlib.contextmanager
-    def failing_during(self: Any, *args: Any) -> Iterator[None]:
+    def failing_watching(self: Any, *args: Any) -> Iterator[None]:
         def fail(_: Tensor) -> None:
             raise error
 
         handle = weight.register_hook(fail)
         with contextlib.ExitStack() as stack:
             stack.callback(handle.remove)
-            stack.enter_context(during(self, *args))
+            stack.enter_context(watching(self, *args))
             yield
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap.Reductions, "during", failing_during)
+        patch.setattr(overlap.Reductions, "watching", failing_watching)
         yield
 
 
@@ -425,10 +451,10 @@ def exhausting_at_first(number: int, rank: int, chunks: Sequence[Any]) -> Iterat
     if number or rank:
         yield
         return
-    stock = overlap.Reductions.during
+    stock = overlap.Reductions.watching
     with failing(chunks[0], OUT_OF_MEMORY), pytest.MonkeyPatch.context() as patch:
-        attempts = iter([overlap.Reductions.during, stock])
-        patch.setattr(overlap.Reductions, "during", lambda *args: next(attempts)(*args))
+        attempts = iter([overlap.Reductions.watching, stock])
+        patch.setattr(overlap.Reductions, "watching", lambda *args: next(attempts)(*args))
         yield
         assert not [*attempts], "the step was not made again"
 
@@ -436,7 +462,7 @@ def exhausting_at_first(number: int, rank: int, chunks: Sequence[Any]) -> Iterat
 def test_a_step_is_made_again_before_reductions_begin() -> None:
     found = Job(around=exhausting_at_first).on_ranks("PPP", True, flat)
     for one, wanted in zip(found, Job().on_ranks("PPP", True, flat), strict=True):
-        assert one.watched[2].inside == one.watched[2].num
+        assert one.watched[2].inside == one.watched[2].num - one.watched[2].outside
         for name, value in wanted.parameters.items():
             assert_close(one.parameters[name], value, 3000, what=name)
 
@@ -456,30 +482,40 @@ def test_no_step_is_made_again_after_reductions_have_begun() -> None:
     Job(around=exhausting).on_ranks("PP", True, flat)
 
 
-def test_what_a_backward_does_not_reach_begins_before_it() -> None:
-    """The output layer's bucket, often the largest, is on its way during all of the backward."""
+def test_groups_start_from_the_last_layer_to_the_first() -> None:
+    """With the last layer what is behind it, and the embedding at the end."""
 
-    def begun() -> tuple[list[int], int]:
+    def begun() -> list[list[str]]:
         runtime.initialize(Layout(dp=2))
-        spec = resolve("tiny-llama", num_layers=2).with_vocab(VOCAB)
+        spec = resolve("tiny-llama", num_layers=3).with_vocab(VOCAB)
         (chunk,) = build_model(
             spec, layout=Layout(dp=2), overlap_grad_reduce=True, bucket_size=1000
         )
-        started: list[Any] = []
+        names = {parameter: name for name, parameter in unwrap(chunk).named_parameters()}
+        started: list[str] = []
         for group in chunk.bucket_groups:
-            group.is_last_microbatch = False
-            group.start_grad_sync = lambda group=group, **_: started.append(group)
-        unread = set(unwrap(chunk).output_layer.parameters())
+            group.is_first_batch = False
+            group.start_grad_sync = lambda group=group, **_: started.extend(
+                names[one] for one in group.params
+            )
+        overlap.fits[chunk] = True
+        reductions = overlap.Reductions(Rank([chunk]), False)
+        passing = reductions.passing(0)
+        assert passing is not None
         found = []
-        for _ in range(2):
-            reductions = overlap.Reductions(Rank([chunk]), False)
-            with reductions.during(0, "kind", lambda: unread):
-                found.append(len(started))
-                sum(p.sum() for p in chunk.parameters() if p not in unread).backward()
-        return found, sum({*group.params} <= unread for group in chunk.bucket_groups)
+        for start in (*(functools.partial(passing, n) for n in (2, 1, 0)), reductions.start_rest):
+            start()
+            found.append([*started])
+            started.clear()
+        return found
 
-    for found, alone in run_ranks(2, begun):
-        assert alone and found == [0, alone]
+    for *layers, rest in run_ranks(2, begun):
+        assert any("output_layer" in name for name in layers[0])
+        for number, names in zip((2, 1, 0), layers, strict=True):
+            numbers = {name.split(".")[2] for name in names if "layers." in name}
+            assert str(number) in numbers <= {*map(str, range(number, 3))}
+        assert any("embedding" in name for name in rest)
+        assert not any("layers.1" in name or "layers.2" in name for name in rest)
 
 
 def test_hooks_cost_little() -> None:
@@ -490,10 +526,7 @@ def test_hooks_cost_little() -> None:
         spec = resolve("tiny-qwen3", num_layers=33, hidden_size=16).with_vocab(VOCAB)
         (chunk,) = build_model(spec, layout=Layout(dp=2), overlap_grad_reduce=True)
         assert len(chunk.grad_accs) > 250
-        rank = Rank([chunk])
-        reductions = overlap.Reductions(rank, False)
-        with reductions.during(0, "kind", tuple):
-            sum(p.sum() for p in chunk.parameters()).backward()
+        rank, overlap.fits[chunk] = Rank([chunk]), True
         spent = []
         for _ in range(5):
             for group in chunk.bucket_groups:
@@ -504,7 +537,7 @@ def test_hooks_cost_little() -> None:
             total.backward(retain_graph=True)
             middle = time.process_time()
             reductions = overlap.Reductions(rank, False)
-            with reductions.during(0, "kind", tuple):
+            with reductions.watching(0):
                 total.backward()
             spent.append(time.process_time() - middle - (middle - begin))
         return min(spent)

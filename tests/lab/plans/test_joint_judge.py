@@ -23,6 +23,12 @@ SIZES = (
     Sizes(2, 2), Sizes(2, 2, 2), Sizes(3, 3), Sizes(4, 2), Sizes(2, 2, 1, 2), Sizes(4, 2, 2, 2),
     Sizes(4, 1, 1, 4), Sizes(2, 2, counts=True), Sizes(4, 2, 2, 2, counts=True),
 )  # fmt: skip
+ALONE = (
+    Sizes(2, 1, 1, 2, crosses=False), Sizes(4, 1, 1, 2, crosses=False),
+    Sizes(4, 2, 1, 2, crosses=False), Sizes(4, 2, 2, 2, crosses=False),
+    Sizes(2, 3, 2, crosses=False), Sizes(4, 2, 2, 2, counts=True, crosses=False),
+)  # fmt: skip
+"""Where no prompt crosses data-parallel ranks, so that gradients are reduced during backwards."""
 
 
 def verdicts(job: JointJob, programs: Programs | None = None) -> list[str]:
@@ -45,6 +51,49 @@ def test_random_jobs_end(sizes: Sizes) -> None:
         job = check(seed, sizes)
         crossing += sum(len(one.forest.exchanges) > 0 for one in job.pipelines)
     assert crossing > 5
+
+
+def reductions(program: list[Step]) -> list[int]:
+    return places(program, lambda step: isinstance(step, Meet) and step.channel == "gradients")
+
+
+@pytest.mark.parametrize("sizes", ALONE, ids=str)
+def test_jobs_end_whose_gradients_are_reduced_during_backwards(sizes: Sizes) -> None:
+    inside = 0
+    for seed in range(rounds(25, 200, fewest=8)):
+        for program in check(seed, sizes).programs.values():
+            first, *_, last = reductions(program)
+            assert last == len(program) - 1
+            inside += len(program) - first > len(reductions(program))
+    assert inside > 10
+
+
+@pytest.mark.parametrize("sizes", ALONE[:4], ids=str)
+def test_reductions_at_places_of_their_own_end_in_a_deadlock(sizes: Sizes) -> None:
+    """On one rank as early as its gradients allow, on another at the end: so it was once, where
+    backwards of a kind came for the first time on some ranks."""
+    found = Counter[str]()
+    for seed in range(rounds(15, 100, fewest=8)):
+        job = random_joint_job(random.Random(seed), sizes)
+        for rank in random.Random(seed).sample([*job.programs], len(job.programs) // 2):
+            said, _ = changed(job, rank, postpone)
+            found.update(one.partition(":")[0] for one in said)
+    assert found["deadlock"] > 5 and {*found} <= {"deadlock", ""}, found
+
+
+def test_ranks_that_share_only_reductions_may_start_them_later() -> None:
+    """With virtual stages they may not: another chunk's messages come between."""
+    for seed in range(10):
+        job = random_joint_job(random.Random(seed), Sizes(3, 2, crosses=False))
+        for rank in job.programs:
+            assert not any(changed(job, rank, postpone)[0]), (seed, rank)
+
+
+def postpone(program: list[Step]) -> None:
+    """All reductions behind all else."""
+    wanted = {*reductions(program)}
+    late = [step for place, step in enumerate(program) if place in wanted]
+    program[:] = [step for place, step in enumerate(program) if place not in wanted] + late
 
 
 def test_jobs_of_random_sizes_end() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import random
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_prefix.lab.plans.joint_program import Batch, Pipeline, Rank, Step
+from megatron_prefix.lab.plans.joint_program import LAYERS, Batch, Pipeline, Rank, Step
 from megatron_prefix.plan.actions import Action
 from megatron_prefix.plan.count_sums import sums_behind
 from megatron_prefix.run.across.communicator import Message
@@ -22,6 +23,7 @@ from megatron_prefix.run.across.exchanges import Exchanges
 from megatron_prefix.run.execute import messages
 from megatron_prefix.run.execute.executor import Executor
 from megatron_prefix.run.execute.messages import Channels, Links
+from megatron_prefix.run.execute.overlap import Group, Reductions
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness.joint_jobs import Sizes, random_joint_job
 
@@ -32,6 +34,10 @@ SIZES = (
     Sizes(2), Sizes(3, 2), Sizes(2, 3), Sizes(2, 2, 2), Sizes(4, 2, 1, 2), Sizes(2, 2, 2, 2),
     Sizes(3, 2, counts=True), Sizes(4, 2, 1, 2, counts=True),
 )  # fmt: skip
+ALONE = (
+    Sizes(2, 1, 1, 2, crosses=False), Sizes(4, 2, 2, 2, crosses=False), Sizes(3, 3, crosses=False),
+)  # fmt: skip
+"""Where gradients are reduced during backwards."""
 Told = tuple[Any, ...]
 
 
@@ -46,9 +52,10 @@ class Recording(Executor):
 
 
 def issued(
-    pipeline: Pipeline, rank: Rank, counts: bool, monkeypatch: pytest.MonkeyPatch
+    pipeline: Pipeline, rank: Rank, sizes: Sizes, early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> list[Told]:
-    """What one rank issues: its actions, the ends of its messages, in batches, and sums."""
+    """What one rank issues: its actions, the ends of its messages, in batches, sums, and
+    reductions."""
     plan, steps = pipeline.plan, list[Told]()
     links = links_of(pipeline, rank, steps, monkeypatch) if plan.num_ranks > 1 else None
 
@@ -58,6 +65,9 @@ def issued(
         if stage != before:
             links.receive(action)
         steps.append((action,))
+        if action.kind == "B" and (passing := stages[action.chunk].passing.get(action.segment)):
+            for layer in reversed(range(LAYERS)):
+                passing(layer)
         if stage != after:
             links.send(action, torch.empty(shapes(pipeline)[action.segment]))
 
@@ -68,12 +78,50 @@ def issued(
 
     stages = [stage_of(pipeline, rank, chunk, act) for chunk in range(plan.num_chunks)]
     inputs: Any = SimpleNamespace(max_position=0)
+    reductions = reductions_of(pipeline, steps, early=early)
     executor = Recording(
-        plan, stages, inputs, links, False, None, None, None, exchanges_of(pipeline, rank, steps),
-        contextlib.ExitStack(), acted if counts else None,
+        plan, stages, inputs, links, False, None, None, reductions,
+        exchanges_of(pipeline, rank, steps), contextlib.ExitStack(),
+        acted if sizes.counts else None,
     )  # fmt: skip
     executor.run(rank.stage)
+    reductions.start_rest()
     return steps
+
+
+@dataclass(eq=False)
+class Buckets:
+    """A group of weights, whose reduction is written down."""
+
+    steps: list[Told]
+    told: Told
+    grad_reduce_handle = None
+    is_first_batch = False
+
+    def start_grad_sync(self, **_: Any) -> None:
+        """It starts."""
+        self.steps.append(self.told)
+
+
+def reductions_of(pipeline: Pipeline, steps: list[Told], *, early: bool) -> Reductions:
+    """Of groups of weights, and of experts' weights, layer by layer, and of what is outside."""
+    queue = []
+    chunks = [*reversed(range(pipeline.plan.num_chunks))]
+    layers = [(chunk, layer) for chunk in chunks for layer in reversed(range(LAYERS))]
+    for chunk, layer in (*layers, *((chunk, -1) for chunk in chunks)):
+        for _ in range(1 + (bool(pipeline.experts) and layer >= 0)):
+            buckets = Buckets(steps, ("gradients", (chunk, layer)))
+            queue.append(Group(chunk, layer, buckets))
+    overlapping = SimpleNamespace(
+        ddp_config=SimpleNamespace(overlap_grad_reduce=True), grad_accs=[]
+    )
+    made = Reductions.__new__(Reductions)
+    vars(made).update(
+        _queue=queue, _num_due=0, _due=set(), _early=early, _watches=False,
+        _force_all_reduce=False, _finalizes=True,
+        _rank=SimpleNamespace(models=[overlapping] * len(chunks)),
+    )  # fmt: skip
+    return made
 
 
 def shapes(pipeline: Pipeline) -> list[tuple[int, int, int]]:
@@ -147,7 +195,7 @@ def stage_of(pipeline: Pipeline, rank: Rank, chunk: int, act: Any) -> Any:
     hooks = SimpleNamespace(prepare=lambda _: None, graphs=None, end_step=lambda: None)
     return SimpleNamespace(
         hooks=hooks, cache=cache, final=None, losses=None, live={}, offloads={}, wanted_next=[],
-        act=act,
+        passing={}, act=act,
     )  # fmt: skip
 
 
@@ -161,6 +209,8 @@ def told(pipeline: Pipeline, program: list[Step]) -> list[Told]:
             found.append(tuple(end_told(pipeline, end) for end in step.ends))
         elif step.channel == "counts":
             found.append(("sum", step.what))
+        elif step.channel == "gradients":
+            found.append((step.channel, step.what))
     return found
 
 
@@ -177,14 +227,15 @@ def end_told(pipeline: Pipeline, end: Any) -> Told:
     return end.kind, tuple(end.peer), sum(segment.spans[n].padded for n in spans), end.chunk
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", [*SIZES, *ALONE], ids=str)
 def test_the_executor_does_what_is_judged(sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = 0
     for seed in range(12):
         job = random_joint_job(random.Random(seed), sizes)
+        early = not any(one.forest.exchanges for one in job.pipelines)
         for rank, program in job.programs.items():
             pipeline = job.pipelines[rank.data]
             wanted = told(pipeline, program)
-            assert issued(pipeline, rank, sizes.counts, monkeypatch) == wanted
+            assert issued(pipeline, rank, sizes, early, monkeypatch) == wanted
             batches += sum(len(one) > 1 for one in wanted)
-    assert batches > 10
+    assert batches > 10 or not sizes.crosses
