@@ -1,7 +1,7 @@
 """Importing this module turns the prefix schedule on, as variables and file say.
 
-For trainers that import what they are told to: verl's plugins (the entry point of this package in
-the group `verl.plugins`) and its `VERL_USE_EXTERNAL_MODULES`.
+For trainers that import what they are told to, such as RLinf's `RLINF_EXT_MODULE` and verl's
+`VERL_USE_EXTERNAL_MODULES`. verl's plugin (plugin.py) imports it if a mode is set.
 """
 
 from __future__ import annotations
