@@ -11,6 +11,7 @@ import logging
 import os
 
 from megatron_prefix import __version__
+from megatron_prefix.auto.first_line import first_line
 from megatron_prefix.auto.settings import FILE, PREFIX, names_a_mode, variable
 from megatron_prefix.errors import UserError
 
@@ -26,7 +27,8 @@ def start() -> None:
     try:
         is_asked = names_a_mode()
     except UserError as error:
-        raise SystemExit(f"megatron_prefix: {error}") from None
+        first_line(f"megatron_prefix: {error}")
+        raise SystemExit(2) from None
     if is_asked:
         importlib.import_module("megatron_prefix.auto.on_import")
     elif int(os.environ.get("RANK", 0)) == 0:

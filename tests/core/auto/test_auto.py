@@ -318,7 +318,7 @@ def test_a_bad_variable_ends_a_trainer_that_hides_plugin_errors() -> None:
         [sys.executable, "-c", code], cwd=REPOSITORY, env={"MEGATRON_PREFIX_MODE": "maybe"},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert done.returncode == 1
+    assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("megatron_prefix: MEGATRON_PREFIX_MODE: mode is 'maybe': give one of")
 
@@ -367,4 +367,4 @@ def test_a_mode_turns_the_plugin_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "text"), [("MODE", "maybe"), ("CONFIG", "no-such.toml")])
 def test_a_bad_setting_ends_the_plugins_process(name: str, text: str) -> None:
     code, _, line = plugin({f"MEGATRON_PREFIX_{name}": text})
-    assert code == 1 and line.startswith(f"megatron_prefix: MEGATRON_PREFIX_{name}: ")
+    assert code == 2 and line.startswith(f"megatron_prefix: MEGATRON_PREFIX_{name}: ")
