@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _training(args: argparse.Namespace) -> Training:
     """Finds everything that a user can get wrong, before a rank is started."""
-    from megatron_prefix.lab.rl.run_folder import check_unused
+    from megatron_prefix.lab.rl.run_folder import check_unused, has_checkpoints
 
     schedule = args.prefix_schedule
     if args.plan_svg and schedule == "off":
@@ -107,7 +107,7 @@ def _training(args: argparse.Namespace) -> Training:
             raise UserError(f"{option}: --prefix-schedule {schedule} runs no plan; give auto or on")
     output = args.output or time.strftime("runs/train-%Y%m%d-%H%M%S")
     check_folder_writable(output)
-    if args.resume is None:
+    if args.resume is None or (args.resume == "auto" and not has_checkpoints(Path(output))):
         check_unused(Path(output), overwrite=args.overwrite)
     if args.wandb is not None:
         from megatron_prefix.lab.rl.metrics import check_wandb

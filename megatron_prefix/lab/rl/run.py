@@ -160,8 +160,8 @@ def _resume(trainer: Trainer, options: RunOptions, identity: Identity) -> None:
         logger.info("resumed from %s", folder)
     elif not auto:
         raise UserError(f"--resume {options.resume}: holds no checkpoint; name one that does")
-    elif (options.output / run_folder.METRICS).is_file() and dist.get_rank() == 0:
-        logger.warning("%s holds no checkpoint: metrics begin anew, too", options.output)
+    else:
+        run_folder.check_unused(options.output, overwrite=options.overwrite)
 
 
 def _fill(summary: Summary, steps: list[CompletedStep]) -> None:
