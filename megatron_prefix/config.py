@@ -143,7 +143,7 @@ class PrefixConfig:
                 raise UserError(f"{name} is {value!r}: give one of {', '.join(map(str, known))}")
         for name, field in self.__dataclass_fields__.items():
             check_type(name, kinds_of(field), value := getattr(self, name))
-            if isinstance(value, numbers.Integral) and value > MOST_COUNT:
+            if isinstance(value, numbers.Integral) and int(value) > MOST_COUNT:
                 raise UserError(f"{name} is {shown(value)}: give at most {MOST_COUNT}")
         kernel_parts(self.kernel)
         if self.align < 1:
