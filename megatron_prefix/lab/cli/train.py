@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,13 +147,17 @@ def train_rank(training: Training) -> Summary:
     from megatron_prefix.lab.cli.timelines import draw_plan, write_traces
     from megatron_prefix.lab.rl.checkpoint import Identity
     from megatron_prefix.lab.rl.dataset import RolloutSet
+    from megatron_prefix.lab.rl.like_for_like import like_for_like
     from megatron_prefix.lab.rl.run import run as run_steps
     from megatron_prefix.lab.rl.trainer import Trainer
 
-    job, settings = training.job, training.settings
-    with job.options.joined(job.layout) as world:
+    job, settings, options = training.job, training.settings, training.job.options
+    with options.joined(job.layout) as world:
         rollouts = RolloutSet(job.groups)
-        trainer = Trainer(settings, rollouts, job.options, job.spec, world)
+        if settings.compare:
+            options, prefix = like_for_like(options, job.spec, settings.prefix)
+            settings = replace(settings, prefix=prefix)
+        trainer = Trainer(settings, rollouts, options, job.spec, world)
         identity = Identity(
             model=_identity_of(job),
             dtype=job.options.dtype,
@@ -199,8 +203,10 @@ FACTS = {
     "tokens, executed": "{executed_tokens:n} (-{saved:.1%})",
     "loss, last step": "{loss:+.5f}",
 }
-SPEED = {"update time per step": "{step_s:.3f} s"}
+SPEED = {"update time per step": "{step_s:.3f} s", "attention": "{attention}"}
 COMPARED = {
+    "attention, stock schedule": "{stock_attention}",
+    "attention, prefix schedule": "{prefix_attention}",
     "update time per step": "",
     "  stock schedule": "{stock_step_s:.3f} s",
     "  prefix schedule": "{step_s:.3f} s",
@@ -235,6 +241,7 @@ def _facts(summary: Summary, dropped: int) -> dict[str, str]:
     compared = summary.stock_step_s is not None
     values = {
         **vars(summary),
+        "attention": summary.prefix_attention or summary.stock_attention,
         "saved": 1 - summary.executed_tokens / max(1, summary.raw_tokens),
         "skipped": summary.skipped_updates or None,
         "dropped": dropped or None,
