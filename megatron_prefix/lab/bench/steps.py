@@ -161,11 +161,11 @@ def aligned(
     setting: Setting,
     configs: Sequence[PrefixConfig],
     num_layers: int,
-    advance: Callable[[int], None] = lambda _: None,
+    advance: Callable[..., None] = lambda *_: None,
 ) -> list[align.Alignment]:
     """Aligns the two schedules on small groups with a model of the same kind and few layers, at
     least one per stage and one of every kind, with each of several configurations; all ranks call
-    this. `advance` is called with 1 after every draw."""
+    this. `advance`: as of `align.align`."""
     layout, spec, baseline = setting.layout, setting.spec, setting.baseline
     stages = layout.pp * layout.vpp
     least = -(-max(num_layers, spec.num_different, 1) // stages) * stages
