@@ -45,9 +45,10 @@ def figure(result: Mapping[str, Any]) -> Figure:
     return drawn
 
 
-def _legend(drawn: Figure, axes: Axes, place: str) -> None:
+def _legend(drawn: Figure, axes: Axes, place: Any) -> None:
     """One for a row of panels with the same lines, beside them: inside curves would cross it."""
-    drawn.legend(*axes.get_legend_handles_labels(), loc=place, ncols=3, frameon=False)
+    handles, labels = axes.get_legend_handles_labels()
+    drawn.legend(handles, labels, loc=place, ncols=3, frameon=False)
 
 
 def _distances(axes: Axes, steps: Sequence[Mapping[str, Any]], measure: str, limit: float) -> None:
@@ -72,7 +73,7 @@ def _curves(axes: Axes, steps: Sequence[Mapping[str, Any]], name: str, title: st
 def _finish(axes: Axes, title: str) -> None:
     axes.set_title(title, fontsize="medium")
     axes.set_xlabel("step")
-    numbers = axes.lines[0].get_xdata()
+    numbers: Any = axes.lines[0].get_xdata()
     axes.set_xticks(_ticks(int(numbers[0]), int(numbers[-1])))
     axes.spines[["top", "right"]].set_visible(False)
 

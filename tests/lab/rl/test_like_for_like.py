@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.bench import steps
+from megatron_prefix.lab.bench.timing import Timing
 from megatron_prefix.lab.bench.work import GroupShape, Setting, Work
+from megatron_prefix.lab.cli import bench
+from megatron_prefix.lab.cli.main import Parser
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.rl.job import ModelOptions
@@ -44,6 +49,23 @@ def test_both_schedules_are_timed_with_one_kernel(dtype, overrides, kernel, stoc
     work = Work("a", config, [shape], [shape])
     row = steps.time_work(work, setting, options.build(spec, Layout()), {})
     assert (row.stock_attention, row.prefix_attention) == (stock, prefix)
+
+
+@pytest.mark.parametrize(("device", "peaks"), [("cpu", False), ("cuda", True)])
+def test_tables_name_the_kernels_and_show_no_peak_that_was_not_measured(
+    capsys, device, peaks
+) -> None:
+    """On a CPU they were 0.0."""
+    values = dict.fromkeys((field.name for field in fields(Timing)), 1.0)
+    texts = {"name": "512:64:4", "stock_attention": "flash_cpu", "prefix_attention": "math"}
+    row = SimpleNamespace(**{**values, **texts, "steps": 1})
+    args = Parser()
+    bench.add_arguments(args)
+    given = args.parse_args(["--device", device])
+    bench._print(given, SimpleNamespace(passed=True), [row])
+    said = capsys.readouterr().out
+    assert "attention of all rows: flash_cpu (stock), math (prefix)" in said
+    assert (("peak GiB" in said), ("not measured on a CPU" in said)) == (peaks, not peaks)
 
 
 def test_a_gpu_keeps_what_it_has() -> None:
