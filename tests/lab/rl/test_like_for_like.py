@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -56,9 +57,9 @@ def test_tables_name_the_kernels_and_show_no_peak_that_was_not_measured(
     capsys, device, peaks
 ) -> None:
     """On a CPU they were 0.0."""
-    values = dict.fromkeys((field.name for field in fields(Timing)), 1.0)
-    texts = {"name": "512:64:4", "stock_attention": "flash_cpu", "prefix_attention": "math"}
-    row = SimpleNamespace(**{**values, **texts, "steps": 1})
+    values: dict[str, Any] = dict.fromkeys((field.name for field in fields(Timing)), 1.0)
+    values |= {"name": "512:64:4", "stock_attention": "flash_cpu", "prefix_attention": "math"}
+    row = SimpleNamespace(**values | {"stock_step_ms": [1.0], "prefix_step_ms": [1.0]})
     args = Parser()
     bench.add_arguments(args)
     given = args.parse_args(["--device", device])
