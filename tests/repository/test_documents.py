@@ -223,7 +223,7 @@ def test_the_quick_starts_tokens_are_what_it_counts(tmp_path: Path) -> None:
     """They depend on the rollouts only, so a smaller model counts them."""
     done = forked(
         "train", BUNDLED, "--set", "num_layers=1", "--steps", "4", "--json", "--output",
-        str(tmp_path / "run"),
+        str(tmp_path / "run"), "--chunk-tokens", "512",
     )  # fmt: skip
     found = json.loads(done.stdout)
     raw, executed = found["raw_tokens"], found["executed_tokens"]

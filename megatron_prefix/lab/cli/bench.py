@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
         "rows": rows,
         "failures": failures,
     }
-    deliver(args, result, lambda: _figure(rows), lambda: _print(args, verdict, rows))
+    deliver(args, result, lambda: _figure(rows), lambda: show(args, verdict, rows))
     return 0 if verdict.passed and not failures else 1
 
 
@@ -304,7 +304,8 @@ STEPS = (
 """Of a row with several steps."""
 
 
-def _print(args: argparse.Namespace, verdict: Any, rows: Sequence[Any]) -> None:
+def show(args: argparse.Namespace, verdict: Any, rows: Sequence[Any]) -> None:
+    """Prints the rows for people."""
     if not verdict.passed:
         print("NOT aligned, so nothing was timed:", *verdict.failures, sep="\n  ")
         return

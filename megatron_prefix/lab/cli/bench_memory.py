@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         "frontier": frontiers,
     }
     compared = functools.partial(_is_compared, args)
-    deliver(args, result, lambda: figure(rows, compared), lambda: _print(args, rows, frontiers))
+    deliver(args, result, lambda: figure(rows, compared), lambda: show(args, rows, frontiers))
     return 1 if failures else 0
 
 
@@ -193,7 +193,8 @@ FRONTIER = (
 )
 
 
-def _print(args: argparse.Namespace, rows: Sequence[Any], frontiers: Sequence[Any]) -> None:
+def show(args: argparse.Namespace, rows: Sequence[Any], frontiers: Sequence[Any]) -> None:
+    """Prints the results for people."""
     for name in dict.fromkeys(row.name for row in rows):
         mine = [row for row in rows if row.name == name]
         title = f"{name}, GiB besides weights and gradients: predicted / {_peaks(args)}"

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(report)
     else:
-        _print(report, args.refused, args.probe)
+        show(report, args.refused, args.probe)
     return 0 if report["ok"] else 1
 
 
@@ -279,7 +279,7 @@ def _check_model(spec: ModelSpec, device: torch.device) -> dict[str, Any]:
 # For people ---------------------------------------------------------------------------------------
 
 
-def _print(report: Mapping[str, Any], refused: bool = False, probe: bool = False) -> None:
+def show(report: Mapping[str, Any], refused: bool = False, probe: bool = False) -> None:
     """What decides first, then the rest.
 
     Args:
@@ -318,7 +318,7 @@ def _print(report: Mapping[str, Any], refused: bool = False, probe: bool = False
         rows["refused"] = f"{len(report['refusals'])} features, with what to do: doctor --refused"
     _print_rows("also", rows)
     if refused or probe:
-        _print_kernels(report)
+        show_kernels(report)
     if refused:
         _print_refusals(report)
 
@@ -328,7 +328,8 @@ def _print_rows(title: str, rows: Mapping[str, str]) -> None:
     print_table(title, None, ((name, text) for name, text in rows.items() if text), left=2)
 
 
-def _print_kernels(report: Mapping[str, Any]) -> None:
+def show_kernels(report: Mapping[str, Any]) -> None:
+    """Prints every kernel on the device."""
     dtypes = ["", *report["kernels"]]
     title = f"attention kernels on {report['device']}"
     print_table(title, dtypes, _kernel_rows(report), left=len(dtypes))

@@ -21,7 +21,8 @@ Advance = Callable[..., None]
 """Takes how many more are done, and words on what comes next."""
 LINE_EVERY = 5.0
 """Seconds between lines."""
-_ALIVE_EVERY = 30.0  # seconds without a line after which one says that the job runs
+ALIVE_EVERY = 30.0
+"""Seconds without a line after which one says that the job runs."""
 
 
 @contextlib.contextmanager
@@ -90,13 +91,13 @@ class _Lines:
 
     @contextlib.contextmanager
     def alive(self, text: Callable[[], str]) -> Iterator[None]:
-        """Prints seconds and `text` after every `_ALIVE_EVERY` seconds without a line."""
+        """Prints seconds and `text` after every `ALIVE_EVERY` seconds without a line."""
         ended = threading.Event()
 
         def watch() -> None:
-            while not ended.wait(_ALIVE_EVERY):
+            while not ended.wait(ALIVE_EVERY):
                 now = time.monotonic()
-                if now - max(self.printed, self.begin) >= _ALIVE_EVERY:
+                if now - max(self.printed, self.begin) >= ALIVE_EVERY:
                     self.line(f"{now - self.begin:.0f} s, {text()}")
 
         watcher = threading.Thread(target=watch, daemon=True)

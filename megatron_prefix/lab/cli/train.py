@@ -205,8 +205,9 @@ FACTS = {
 }
 SPEED = {"update time per step": "{step_s:.3f} s", "attention": "{attention}"}
 COMPARED = {
-    "attention, stock schedule": "{stock_attention}",
-    "attention, prefix schedule": "{prefix_attention}",
+    "attention of both schedules": "{one_attention}",
+    "attention, stock schedule": "{stock_kernel}",
+    "attention, prefix schedule": "{prefix_kernel}",
     "update time per step": "",
     "  stock schedule": "{stock_step_s:.3f} s",
     "  prefix schedule": "{step_s:.3f} s",
@@ -239,8 +240,13 @@ def _print(args: argparse.Namespace, summary: Summary, dropped: int) -> None:
 
 def _facts(summary: Summary, dropped: int) -> dict[str, str]:
     compared = summary.stock_step_s is not None
+    kernels = summary.stock_attention, summary.prefix_attention
+    one = kernels[0] if kernels[0] == kernels[1] else None
     values = {
         **vars(summary),
+        "one_attention": one,
+        "stock_kernel": None if one else kernels[0],
+        "prefix_kernel": None if one else kernels[1],
         "attention": summary.prefix_attention or summary.stock_attention,
         "saved": 1 - summary.executed_tokens / max(1, summary.raw_tokens),
         "skipped": summary.skipped_updates or None,

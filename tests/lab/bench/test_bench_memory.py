@@ -195,7 +195,7 @@ def test_what_is_offloaded_is_compared_only_where_it_is_measured(
 ) -> None:
     """On a CPU the table said that the prediction of the example was 187% off."""
     args = SimpleNamespace(device=device, frontier=None)
-    bench_memory._print(args, [row_of("retain"), row_of("offload")], [])
+    bench_memory.show(args, [row_of("retain"), row_of("offload")], [])
     said = capsys.readouterr().out
     assert said.count("166.7%") == 1 + compared
     assert ("off: not of offload" in said) != compared

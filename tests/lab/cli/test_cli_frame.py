@@ -198,7 +198,7 @@ def test_the_first_rank_shows_what_is_aligned(capsys, monkeypatch, rank, said) -
 @pytest.mark.parametrize("given", [{}, {"json": True}, {"json": True, "progress": True}])
 def test_a_long_alignment_says_what_it_does(capsys, monkeypatch, given) -> None:
     """Machines that read the result are told nothing unless they ask."""
-    monkeypatch.setattr(progress, "_ALIVE_EVERY", 0.02)
+    monkeypatch.setattr(progress, "ALIVE_EVERY", 0.02)
     args = SimpleNamespace(**{"json": False, "progress": False, **given})
     with progress.draws_aligned(args, "float64") as advance:
         advance(0, "draw 1, step of the stock schedule")

@@ -105,11 +105,11 @@ def test_what_was_not_tried_is_said(capsys):
     found = {"kernels": {"bfloat16": {"fa4": None}}, "chosen": {"bfloat16": "fa4"}}
     found |= {"recurrent": {"GatedDeltaNet": None}, "untried": ["fa4", "GatedDeltaNet"]}
     found["why"] = {"bfloat16": "fa4, the fastest here"}
-    doctor._print({**EMPTY, "trainers": {}, **found})
+    doctor.show({**EMPTY, "trainers": {}, **found})
     said = capsys.readouterr().out
     assert "fa4, the fastest here; not tried" in said
     assert said.count("--probe tries it") == 2
-    doctor._print_kernels({**EMPTY, **found})
+    doctor.show_kernels({**EMPTY, **found})
     assert "chosen, not tried" in capsys.readouterr().out
 
 
@@ -235,7 +235,7 @@ def test_installed_trainers_are_listed_with_tried_versions(monkeypatch, capsys):
     found = doctor._trainers()
     assert found.keys() == {"verl"}
     assert (found["verl"]["version"], found["verl"]["tried"]) == ("1.0", ["0.9.1"])
-    doctor._print({**EMPTY, "trainers": found})
+    doctor.show({**EMPTY, "trainers": found})
     said = " ".join(capsys.readouterr().out.split())
     assert "verl 1.0 tried: 0.9.1; on by MEGATRON_PREFIX_MODE=auto" in said
 
@@ -248,5 +248,5 @@ EMPTY = {
 
 
 def test_what_is_wrong_with_stock_packs_is_printed_with_the_fix(capsys):
-    doctor._print({**EMPTY, "trainers": {}, "stock_packs": "wrong gradient of keys"})
+    doctor.show({**EMPTY, "trainers": {}, "stock_packs": "wrong gradient of keys"})
     assert "wrong gradient of keys; use another attention" in capsys.readouterr().out

@@ -53,9 +53,7 @@ def test_both_schedules_are_timed_with_one_kernel(dtype, overrides, kernel, stoc
 
 
 @pytest.mark.parametrize(("device", "peaks"), [("cpu", False), ("cuda", True)])
-def test_tables_name_the_kernels_and_show_no_peak_that_was_not_measured(
-    capsys, device, peaks
-) -> None:
+def test_tables_name_kernels_and_no_peak_that_was_not_measured(capsys, device, peaks) -> None:
     """On a CPU they were 0.0."""
     values: dict[str, Any] = dict.fromkeys((field.name for field in fields(Timing)), 1.0)
     values |= {"name": "512:64:4", "stock_attention": "flash_cpu", "prefix_attention": "math"}
@@ -63,7 +61,7 @@ def test_tables_name_the_kernels_and_show_no_peak_that_was_not_measured(
     args = Parser()
     bench.add_arguments(args)
     given = args.parse_args(["--device", device])
-    bench._print(given, SimpleNamespace(passed=True), [row])
+    bench.show(given, SimpleNamespace(passed=True), [row])
     said = capsys.readouterr().out
     assert "attention of all rows: flash_cpu (stock), math (prefix)" in said
     assert (("peak GiB" in said), ("not measured on a CPU" in said)) == (peaks, not peaks)
