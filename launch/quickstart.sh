@@ -22,7 +22,11 @@ if [[ -z ${MODEL:-} ]]; then
         model+=(--set "$field")
     done
 fi
+# Prompts as short as the bundled ones would run in one segment with their suffixes; where spans may be cut
+# they run apart, and the picture has all phases: A and C of prompts, B of suffixes.
+cut=()
+[[ -n ${ROLLOUTS:-} ]] || cut=(--chunk-tokens 512)
 say "Training: Megatron-Core's schedule and the prefix schedule side by side"
 exec megatron-prefix train "${ROLLOUTS:-$root/megatron_prefix/lab/data/bundled/agents.jsonl.gz}" \
-    "${model[@]}" --steps "${STEPS:-4}" --lr 1e-4 --prefix-schedule on --compare \
+    "${model[@]}" "${cut[@]}" --steps "${STEPS:-4}" --lr 1e-4 --prefix-schedule on --compare \
     --output "$output" --overwrite --plan-svg "$output/plan.svg" --progress "$@"

@@ -24,8 +24,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "run_ahead": (1, 2),
 }
 """What a field of PrefixConfig may be, where that is a list."""
-MOST_MEMORY_GB = 1e6
-"""No machine has as much."""
+LEAST_MEMORY_GB, MOST_MEMORY_GB = 1e-6, 1e6
+"""A kilobyte, in which no step runs; no machine has as much as the other."""
+MOST_COUNT = 10**9
+"""The largest number of tokens or layers; no step has as many."""
 TYPES: dict[str, type] = {
     "str": str, "int": numbers.Integral, "float": numbers.Real, "bool": bool, "None": type(None),
 }  # fmt: skip
@@ -140,11 +142,18 @@ class PrefixConfig:
             if value not in known and value != self.__dataclass_fields__[name].default:
                 raise UserError(f"{name} is {value!r}: give one of {', '.join(map(str, known))}")
         for name, field in self.__dataclass_fields__.items():
-            check_type(name, kinds_of(field), getattr(self, name))
+            check_type(name, kinds_of(field), value := getattr(self, name))
+            if isinstance(value, numbers.Integral) and int(value) > MOST_COUNT:
+                raise UserError(f"{name} is {shown(value)}: give at most {MOST_COUNT}")
         kernel_parts(self.kernel)
         if self.align < 1:
             raise UserError(f"align is {self.align!r}: give an integer from 1")
         self.tree_options(1)
+        if 0 < self.memory_budget_gb < LEAST_MEMORY_GB:
+            raise UserError(
+                f"memory_budget_gb is {self.memory_budget_gb}, and no step runs in less than"
+                f" {LEAST_MEMORY_GB:g}: give GiB, or 0 (not set)"
+            )
         if not 0 <= self.memory_budget_gb <= MOST_MEMORY_GB:
             raise UserError(
                 f"memory_budget_gb is {self.memory_budget_gb}: give a number from 0 to"

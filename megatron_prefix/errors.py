@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -86,6 +88,24 @@ def listed(names: Iterable[Any], most: int = 3) -> str:
     names = sorted(names)
     more = len(names) - most
     return ", ".join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")
+
+
+def unexpected(function: Callable[..., Any], name: str, config: type) -> str:
+    """The message of a TypeError for a keyword argument that a function does not have.
+
+    Args:
+        function: names the nearest argument.
+        name: of the argument.
+        config: a dataclass whose fields are not arguments of the function, but are of another one.
+    """
+    arguments = inspect.signature(function).parameters.values()
+    known = [argument.name for argument in arguments if argument.kind is argument.KEYWORD_ONLY]
+    fix = f"known are {', '.join(known)}"
+    if name in config.__dataclass_fields__:  # type: ignore[attr-defined]
+        fix = f"it is a field of {config.__name__}: prefix_config={config.__name__}({name}=...)"
+    elif nearest := difflib.get_close_matches(name, known, 1):
+        fix = f"did you mean {nearest[0]}?"
+    return f"{function.__name__}() got an unexpected keyword argument {name!r}: {fix}"
 
 
 MOST_LETTERS = 1000

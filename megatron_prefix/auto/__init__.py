@@ -2,7 +2,7 @@
 
 `on()` replaces Megatron's `get_forward_backward_func` with it, configured by variables or a TOML
 file (settings.py); `off()` puts Megatron's back. Importing this package does neither; importing
-`megatron_prefix.auto.on_import` turns it on.
+`megatron_prefix.auto.on_import` turns it on. To be installed changes nothing (plugin.py).
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ def decide(config: PrefixConfig, speedup: float) -> Decision:
 
 
 def kept_to_limit(config: PrefixConfig, decision: Decision, peak: float, limit: float) -> Decision:
-    """The decision, unless mode "auto" would share and needs more memory than it may.
+    """The decision, unless mode "auto" would share and needs more memory than it may; mode "on"
+    shares all the same, and says so of a budget.
 
     Args:
         config: of the schedule.
@@ -58,16 +59,17 @@ def kept_to_limit(config: PrefixConfig, decision: Decision, peak: float, limit: 
         peak: predicted bytes of the rank with most, besides weights and gradients.
         limit: the same of the limit.
     """
-    if config.mode != "auto" or not decision.share or peak <= limit:
-        return decision
     budget = config.memory_budget_gb
+    if not decision.share or peak <= limit or (config.mode == "on" and not budget):
+        return decision
     most = (
         f"memory_budget_gb is {budget:g}"
         if budget
         else f"the limit, that of Megatron's schedule, is {limit / 2**30:.3g}"
     )
     reason = f"sharing would take {peak / 2**30:.3g} GiB beside the weights, and {most}"
-    return Decision(False, reason, True, decision.predicted_speedup, over_limit=True)
+    is_on = config.mode == "on"
+    return Decision(is_on, reason, not is_on, decision.predicted_speedup, over_limit=True)
 
 
 def other_way(config: PrefixConfig, decision: Decision) -> Decision:

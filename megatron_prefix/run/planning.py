@@ -108,6 +108,7 @@ class Planning:
         self.config, self._memory = config, memory
         self._planners: dict[Any, StepPlanner] = {}
         self._beside: dict[StepPlanner, Beside] = {}
+        self._warned = False
         self.meters: dict[Any, CostMeter] = {}
 
     def planner(self, rank: Rank) -> StepPlanner:
@@ -332,6 +333,9 @@ class Planning:
         if meter.due and not (forecast.verdict.over or rank.experts or rank.crosses):
             decision = meter.chosen(decision)
         decision = kept_to_limit(self.config, decision, forecast.peak, forecast.limit)
+        if decision.share and decision.over_limit and rank.is_first and not self._warned:
+            self._warned = True
+            logger.warning("mode on shares all the same: %s", decision.reason)
         report = StepReport(
             step.forest, decision, forecast.plan, forecast.union, prediction=forecast.prediction,
             times=meter.times, stock_bytes=0.0 if rank.forward_only else self._memory.stock_bytes,

@@ -154,6 +154,11 @@ class StepReport:
     verification: Verification | None = None
 
     @property
+    def fallback_reason(self) -> str | None:
+        """Why the stock schedule ran although sharing was wanted; None where it did not."""
+        return self.decision.reason if self.decision.fallback else None
+
+    @property
     def predicted_peak(self) -> float | None:
         """Predicted peak of device memory in bytes, with what was there when the step began."""
         if self.memory is None:

@@ -22,11 +22,11 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.errors import CannotShare, UserError, refused
+from megatron_prefix.errors import CannotShare, UserError, refused, unexpected
 from megatron_prefix.layers.precision import is_untried
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import installed
-from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.megatron.stock import stock_arguments, stock_schedule
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest
@@ -513,7 +513,7 @@ def get_forward_backward_func(
     passes_together: bool = False,
     slices: Slices = Slices.ZIGZAG,
     masks_tokens: bool = False,
-    **__: Any,
+    **others: Any,
 ) -> PrefixSchedule:
     """Replaces megatron.core.pipeline_parallel.get_forward_backward_func.
 
@@ -535,7 +535,10 @@ def get_forward_backward_func(
 
     Raises:
         UserError: a PrefixConfig that is not given by name.
+        TypeError: an argument that neither this function nor Megatron's has.
     """
+    if others and (unknown := others.keys() - stock_arguments()):
+        raise TypeError(unexpected(get_forward_backward_func, min(unknown), PrefixConfig))
     if any(isinstance(argument, PrefixConfig) for argument in megatrons):
         raise UserError("give the configuration by name: prefix_config=PrefixConfig(...)")
     callbacks = Callbacks(trained, routes, samples, passes_together, slices, masks_tokens)

@@ -78,7 +78,8 @@ VERL = Trainer(
     module="verl",
     package="verl",
     tried=("0.9.1",),
-    on="the package itself, once it is installed: it is a plugin in the group verl.plugins",
+    on="MEGATRON_PREFIX_MODE=auto, where the package is installed: verl imports its plugin"
+    " (verl.plugins), which does nothing without that",
     loss="all: its mask (response_mask) stays in the loss, so the output layer runs on prompts too,"
     " once each",
     together="VERL_USE_EXTERNAL_MODULES=megatron_prefix.auto.whole_groups, where the trainer runs:"

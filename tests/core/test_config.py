@@ -32,6 +32,13 @@ def test_defaults_are_valid_and_those_of_the_tree() -> None:
             {"memory_budget_gb": 1e300},
             "memory_budget_gb is 1e.300: give a number from 0 to 1000000",
         ),
+        (
+            {"memory_budget_gb": 1e-7},
+            "memory_budget_gb is 1e-07, and no step runs in less than 1e-06: give GiB",
+        ),
+        ({"min_gain": 10**26}, "min_gain is 1000.*000: give at most 1000000000"),
+        ({"chunk_tokens": 10**26}, "chunk_tokens is 1000.*000: give at most 1000000000"),
+        ({"cache_host_layers": 10**10}, "cache_host_layers is 10000000000: give at most"),
         ({"memory_budget_gb": float("nan")}, "memory_budget_gb is nan"),
         ({"min_speedup": float("nan")}, "min_speedup is nan"),
         ({"chunk_tokens": -1}, "chunk_tokens is -1"),

@@ -6,6 +6,7 @@ import argparse
 import ast
 import importlib.util
 import io
+import itertools
 import json
 import re
 import shlex
@@ -220,12 +221,16 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_quick_starts_tokens_are_what_it_counts(tmp_path: Path) -> None:
-    """They depend on the rollouts only, so a smaller model counts them."""
+    """They depend on the rollouts only, so a smaller model counts them. Its picture has prompts
+    apart from their suffixes: phases A, B and C."""
+    picture = tmp_path / "plan.svg"
     done = forked(
         "train", BUNDLED, "--set", "num_layers=1", "--steps", "4", "--json", "--output",
-        str(tmp_path / "run"),
+        str(tmp_path / "run"), "--plan-svg", str(picture), "--chunk-tokens", "512",
     )  # fmt: skip
     found = json.loads(done.stdout)
+    tips = re.findall(r"<title>([FB])\d+: (inner|wave)", picture.read_text(encoding="utf-8"))
+    assert {*tips} == {*itertools.product("FB", ("inner", "wave"))}
     raw, executed = found["raw_tokens"], found["executed_tokens"]
     counted = f"{executed:,} (-{1 - executed / raw:.1%})"
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")

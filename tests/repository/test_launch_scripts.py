@@ -113,6 +113,10 @@ def test_a_broken_install_is_done_again(sandbox):
     assert len(sandbox.installs) == 2
 
 
+QUICK_CUT = "--chunk-tokens 512"
+"""Of the quick start, as tests/repository/test_documents.py runs it."""
+
+
 def test_the_quick_start_shows_both_schedules(sandbox):
     done = sandbox.run("bash", "launch/quickstart.sh", STEPS="2", OUTPUT="elsewhere")
     assert done.returncode == 0, done.stderr
@@ -125,6 +129,7 @@ def test_the_quick_start_shows_both_schedules(sandbox):
         "--steps 2",
         "--output elsewhere",
         "--plan-svg elsewhere/plan.svg",
+        QUICK_CUT,
     ):
         assert option in command
 

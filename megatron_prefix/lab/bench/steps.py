@@ -26,6 +26,7 @@ from megatron_prefix.lab.bench.work import GroupShape, Setting, Work
 from megatron_prefix.lab.models.config import alignment
 from megatron_prefix.lab.rl import loss, packing, passes
 from megatron_prefix.lab.rl.job import ModelOptions
+from megatron_prefix.lab.rl.like_for_like import attention_of
 from megatron_prefix.lab.verify import align
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.megatron.stock import stock_schedule
@@ -62,7 +63,8 @@ def time_work(
     trained = loss.trained if setting.forward_only else None
     callbacks = Callbacks(trained, passes_together=True)
     run = _Run(PrefixSchedule(work.config, callbacks), chunks, setting)
-    return timing(work, setting, stock_times[work.name], run.timed(first, steps, work.repeats))
+    measured = run.timed(first, steps, work.repeats)
+    return timing(work, setting, stock_times[work.name], measured, attention_of(chunks))
 
 
 def microbatches(work: Work, setting: Setting, groups: Sequence[Any], seed: int) -> list[Any]:
@@ -159,11 +161,11 @@ def aligned(
     setting: Setting,
     configs: Sequence[PrefixConfig],
     num_layers: int,
-    advance: Callable[[int], None] = lambda _: None,
+    advance: Callable[..., None] = lambda *_: None,
 ) -> list[align.Alignment]:
     """Aligns the two schedules on small groups with a model of the same kind and few layers, at
     least one per stage and one of every kind, with each of several configurations; all ranks call
-    this. `advance` is called with 1 after every draw."""
+    this. `advance`: as of `align.align`."""
     layout, spec, baseline = setting.layout, setting.spec, setting.baseline
     stages = layout.pp * layout.vpp
     least = -(-max(num_layers, spec.num_different, 1) // stages) * stages

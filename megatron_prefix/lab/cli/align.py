@@ -82,10 +82,11 @@ def align_rank(job: Job, config: Any, baseline: Any, args: argparse.Namespace | 
 
     options, spec, layout, groups = job.options, job.spec, job.layout, job.groups
     with options.joined(layout):
-        chunks = options.build(spec, layout)
-        exact = options.reference(spec, layout, chunks) if options.dtype == "bfloat16" else None
-        mine, least = align.of_this_rank(spec, layout, groups, config, baseline, options.seed)
         with draws_aligned(args, options.dtype) as advance:
+            advance(0, "building the model")
+            chunks = options.build(spec, layout)
+            exact = options.reference(spec, layout, chunks) if options.dtype == "bfloat16" else None
+            mine, least = align.of_this_rank(spec, layout, groups, config, baseline, options.seed)
             verdict = align.align(
                 chunks, mine, config, seed=options.seed, multiple=alignment(spec, layout),
                 reference=exact, baseline=baseline, least=least, advance=advance,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
-from megatron_prefix.config import CHOICES, KERNELS, MOST_MEMORY_GB, PrefixConfig
+from megatron_prefix.config import CHOICES, KERNELS, MOST_COUNT, MOST_MEMORY_GB, PrefixConfig
 from megatron_prefix.errors import shown
 from megatron_prefix.lab.plans.dealing import DEALS
 from megatron_prefix.lab.rl.baseline import BASELINES, Baseline
@@ -28,7 +28,7 @@ _OPTIONS = {
 _MOST = {"memory_budget_gb": MOST_MEMORY_GB}
 
 
-MOST = 10**9
+MOST = MOST_COUNT
 """The largest count or size that a verb takes; --seed may be larger."""
 
 

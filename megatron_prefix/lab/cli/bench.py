@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
         "rows": rows,
         "failures": failures,
     }
-    deliver(args, result, lambda: _figure(rows), lambda: _print(args, verdict, rows))
+    deliver(args, result, lambda: _figure(rows), lambda: show(args, verdict, rows))
     return 0 if verdict.passed and not failures else 1
 
 
@@ -170,9 +170,15 @@ def bench_rank(
     import torch
 
     from megatron_prefix.lab.bench import steps
+    from megatron_prefix.lab.rl.like_for_like import like_for_like
 
     layout = setting.layout
     with options.joined(layout):
+        options, config = like_for_like(options, setting.spec, config)
+        work = [
+            dataclasses.replace(one, config=dataclasses.replace(one.config, kernel=config.kernel))
+            for one in work
+        ]
         with draws_aligned(args, options.dtype) as advance:
             [verdict] = steps.aligned(options, setting, [config], args.align_layers, advance)
         if not verdict.passed:
@@ -185,7 +191,8 @@ def bench_rank(
             try:
                 rows.append(steps.time_work(one, setting, chunks, known))
                 if first:  # long before the table, which comes with the last row
-                    print(filled(LINE, vars(rows[-1])), file=sys.stderr, flush=True)
+                    line = LINE + (LINE_PEAKS if args.device == "cuda" else "")
+                    print(filled(line, vars(rows[-1])), file=sys.stderr, flush=True)
             except (torch.OutOfMemoryError, StepOutOfMemory) as error:
                 if layout.world_size > 1:  # the other ranks wait inside of a step
                     raise
@@ -276,14 +283,18 @@ COLUMNS = [
     ("speedup", "{speedup:.2f}x"),
     ("bound", "{bound:.2f}x"),
     ("of bound", "{of_bound:.3f}"),
-    ("peak GiB", "{stock_gib:.1f}, {prefix_gib:.1f} ({predicted_gib:.1f})"),
 ]
+PEAKS = [("peak GiB", "{stock_gib:.1f}, {prefix_gib:.1f} ({predicted_gib:.1f})")]
+"""On a GPU: on a CPU nothing is measured."""
 WAVE = [("wave", "{segment_tokens}")]
 LINE = (
     "{name}: {stock_ms:.1f} ms, {prefix_ms:.1f} ms, {speedup:.3f}x of {bound:.3f}x, {of_bound:.3f}"
-    " of bound, peaks {stock_gib:.1f} and {prefix_gib:.1f} GiB"
+    " of bound"
 )
-"""A row as soon as it has been timed."""
+LINE_PEAKS = ", peaks {stock_gib:.1f} and {prefix_gib:.1f} GiB"
+"""Of a row as soon as it has been timed; with its peaks on a GPU."""
+ATTENTION = "attention of {names}: {stock_attention} (stock), {prefix_attention} (prefix)"
+NO_PEAKS = "peaks of memory: not measured on a CPU (bench memory counts what is kept)"
 STEPS = (
     "{name}, stock, ms per step: {stock_steps}",
     "{name}, prefix, ms per step: {prefix_steps}",
@@ -293,20 +304,27 @@ STEPS = (
 """Of a row with several steps."""
 
 
-def _print(args: argparse.Namespace, verdict: Any, rows: Sequence[Any]) -> None:
+def show(args: argparse.Namespace, verdict: Any, rows: Sequence[Any]) -> None:
+    """Prints the rows for people."""
     if not verdict.passed:
         print("NOT aligned, so nothing was timed:", *verdict.failures, sep="\n  ")
         return
     baseline = arguments.baseline_of(args)
     packs = f"packs of {number(baseline.pack_tokens)} tokens"
+    on_gpu = args.device == "cuda"
     print_records(
         f"{model_name(args)}, {args.dtype}, {args.device}: a step, both schedules on"
-        f" {packs if baseline.packed else 'one rollout per microbatch'};"
-        " peaks: stock, prefix (predicted)",
-        COLUMNS + (WAVE if len({row.segment_tokens for row in rows}) > 1 else []),
+        f" {packs if baseline.packed else 'one rollout per microbatch'}"
+        f"{'; peaks: stock, prefix (predicted)' if on_gpu else ''}",
+        COLUMNS
+        + (PEAKS if on_gpu else [])
+        + (WAVE if len({row.segment_tokens for row in rows}) > 1 else []),
         ({**vars(row), "short_name": row.name.partition(".")[0]} for row in rows),
         wrap=False,
     )
+    _print_attention(rows)
+    if not on_gpu:
+        print(NO_PEAKS)
     for row in rows:
         times = {
             "stock_steps": ", ".join(f"{one:.1f}" for one in row.stock_step_ms),
@@ -314,6 +332,17 @@ def _print(args: argparse.Namespace, verdict: Any, rows: Sequence[Any]) -> None:
         }
         for line in STEPS if row.steps > 1 else ():
             print(filled(line, {**vars(row), **times}))
+
+
+def _print_attention(rows: Sequence[Any]) -> None:
+    """A line for every pair of kernels; one schedule's may differ by row."""
+    names: dict[tuple[str | None, str | None], list[str]] = {}
+    for row in rows:
+        names.setdefault((row.stock_attention, row.prefix_attention), []).append(row.name)
+    for (stock, prefix), some in names.items():
+        which = "all rows" if len(names) == 1 else ", ".join(some)
+        values = {"stock_attention": stock or "none", "prefix_attention": prefix or "none"}
+        print(filled(ATTENTION, {"names": which, **values}))
 
 
 def _figure(rows: Sequence[Any]) -> Any:

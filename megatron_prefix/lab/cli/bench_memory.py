@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -86,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
         "rows": rows,
         "frontier": frontiers,
     }
-    deliver(args, result, lambda: figure(rows), lambda: _print(args, rows, frontiers))
+    compared = functools.partial(_is_compared, args)
+    deliver(args, result, lambda: figure(rows, compared), lambda: show(args, rows, frontiers))
     return 1 if failures else 0
 
 
@@ -104,6 +107,8 @@ def _measure(
         raise UserError("bench memory is for one rank: leave the layout out")
     options = model_options(args)
     config = config_of(args)
+    if args.device == "cpu" and config.kernel == "auto":
+        config = replace(config, kernel="math")  # as unfused as the stock schedule's attention
     spec = options.spec()
     spec = spec if spec.vocab_size else spec.with_vocab(2048)
     layout = runtime.Layout()
@@ -188,23 +193,27 @@ FRONTIER = (
 )
 
 
-def _print(args: argparse.Namespace, rows: Sequence[Any], frontiers: Sequence[Any]) -> None:
+def show(args: argparse.Namespace, rows: Sequence[Any], frontiers: Sequence[Any]) -> None:
+    """Prints the results for people."""
     for name in dict.fromkeys(row.name for row in rows):
         mine = [row for row in rows if row.name == name]
         title = f"{name}, GiB besides weights and gradients: predicted / {_peaks(args)}"
         stock = next((row for row in mine if row.way == "stock"), None)
-        print_records(title, COLUMNS, (_values(row, stock) for row in mine))
+        values = [_values(row, stock, _is_compared(args, row.way)) for row in mine]
+        print_records(title, COLUMNS, values)
         for row in mine:
             if row.problem:
                 print(f"{row.way}: {row.problem}")
     print(f"predicted: {_counted(args)}")
+    if not all(_is_compared(args, row.way) for row in rows):
+        print("off: not of offload, whose prompt is predicted to be on the device until copied")
     title = f"longest sequence that trains, responses of {args.frontier}"
     print_records(title, FRONTIER, map(vars, frontiers))
 
 
-def _values(row: Any, stock: Any) -> dict[str, Any]:
-    """Of COLUMNS: "off" is the prediction's error, "less" what Phase B saves against the stock
-    schedule, without weights and gradients, and with them."""
+def _values(row: Any, stock: Any, is_compared: bool) -> dict[str, Any]:
+    """Of COLUMNS: "off" is the prediction's error if it is compared, "less" what Phase B saves
+    against the stock schedule, without weights and gradients, and with them."""
     less = of_all = None
     if stock is not None and stock is not row:
         ours, theirs = row.wave_gib, stock.wave_gib
@@ -214,12 +223,17 @@ def _values(row: Any, stock: Any) -> dict[str, Any]:
         of_all = 1 - (ours + row.base_gib) / (theirs + stock.base_gib)
     measured = {"peak": row.peak_gib, "wave": row.wave_gib}
     cells = {name: "-" if gib is None else f"{gib:.3g}" for name, gib in measured.items()}
-    off = row.predicted_gib / row.peak_gib - 1 if row.peak_gib else None
+    off = row.predicted_gib / row.peak_gib - 1 if row.peak_gib and is_compared else None
     return {**vars(row), **cells, "less": less, "of_all": of_all, "off": off}
 
 
-def figure(rows: Sequence[Any]) -> Any:
-    """Draws peaks by policy, as bars, with the prediction as a dash."""
+def _is_compared(args: argparse.Namespace, way: str) -> bool:
+    """Whether a prediction is of what is measured: on a CPU nothing counts what is offloaded."""
+    return args.device == "cuda" or not way.startswith("offload")
+
+
+def figure(rows: Sequence[Any], is_compared: Callable[[str], bool] = lambda _: True) -> Any:
+    """Draws peaks by policy, as bars, with the prediction as a dash where it is compared."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -233,9 +247,10 @@ def figure(rows: Sequence[Any]) -> Any:
         mine = [row for row in rows if row.way == way]
         at = [names.index(row.name) + place * width for row in mine]
         axes.bar(at, [row.peak_gib or 0.0 for row in mine], width, label=way)
-        axes.scatter(at, [row.predicted_gib for row in mine], color="black", marker="_", zorder=2)
+        compared = [row.predicted_gib if is_compared(row.way) else math.nan for row in mine]
+        axes.scatter(at, compared, color="black", marker="_", zorder=2)
     axes.set_xticks([number + 0.4 - width / 2 for number in range(len(names))], names)
-    axes.set_ylabel("GiB besides weights and gradients (dash: predicted)")
+    axes.set_ylabel("GiB besides weights and gradients\n(dash: predicted)")
     axes.set_xlabel("prompt tokens : response tokens : rollouts")
     axes.legend(frameon=False)
     return drawn

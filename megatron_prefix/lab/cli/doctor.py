@@ -7,13 +7,13 @@ import functools
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_prefix import __version__, trainers
 from megatron_prefix.errors import UserError, named
 from megatron_prefix.lab.cli import arguments, packages
-from megatron_prefix.lab.cli.report import print_facts, print_json, print_table
+from megatron_prefix.lab.cli.report import print_json, print_table
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.refusals.table import GROUPS, TABLE
 
@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     import torch
 
 HELP = """\
-Versions, devices, the attention kernels that work here, all that the prefix schedule refuses, and
-optional packages that are missing. Kernels that compile for longer, FlashAttention-4's and those of
-recurrent layers, are only tried with --probe. Exit code 0 if the prefix schedule can run here,
-else 1."""
+Versions, devices, the attention kernels that are used here, and whether the prefix schedule can
+run; --refused lists every kernel and all that the schedule refuses, as --json does. Kernels that
+compile for longer, FlashAttention-4's and those of recurrent layers, are only tried with --probe.
+Exit code 0 if the prefix schedule can run here, else 1."""
 EPILOG = """\
 examples:
   megatron-prefix doctor
   megatron-prefix doctor --model qwen3-8b
+  megatron-prefix doctor --refused
   megatron-prefix doctor --model qwen3-8b --probe
   megatron-prefix doctor --model path/to/config.json --device cpu --json
 """
@@ -57,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_switch(
         parser, "--probe", "try kernels that compile first too, some for minutes; a run finds them"
     )
+    text = "list all kernels, and all that the prefix schedule refuses, with what to do"
+    arguments.add_switch(parser, "--refused", text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(report)
     else:
-        _print(report)
+        show(report, args.refused, args.probe)
     return 0 if report["ok"] else 1
 
 
@@ -276,42 +279,79 @@ def _check_model(spec: ModelSpec, device: torch.device) -> dict[str, Any]:
 # For people ---------------------------------------------------------------------------------------
 
 
-def _print(report: Mapping[str, Any]) -> None:
-    device = report["device"]
-    print_facts("versions", {name: version or "-" for name, version in report["versions"].items()})
-    trainer_rows = (
-        (f"{name} {one['version']}", ", ".join(one["tried"]) or "never", one["on"])
-        for name, one in report["trainers"].items()
-    )
-    print_table("trainers", ["", "tried", "what turns the schedule on"], trainer_rows, left=3)
+def show(report: Mapping[str, Any], refused: bool = False, probe: bool = False) -> None:
+    """What decides first, then the rest.
+
+    Args:
+        report: of `examine`.
+        refused: add every kernel, and the table of refusals.
+        probe: add every kernel.
+    """
+    device, untried = report["device"], report["untried"]
     same = Counter((one["name"], _sizes(one)) for one in report["devices"])
-    print_facts("devices", {f"{n} x {name}": size for (name, size), n in same.items()})
-    dtypes = ["", *report["kernels"]]
-    print_table(f"attention kernels on {device}", dtypes, _kernel_rows(report), left=len(dtypes))
-    print_facts("kernel auto", report["why"])
-    untried = report["untried"]
-    recurrent = {
-        name: why or (UNTRIED if name in untried else "works")
-        for name, why in report["recurrent"].items()
+    rows = {
+        "versions": _listed(version and f"{name} {version}" for name, version in _versions(report)),
+        "not here": _listed(name for name, version in _versions(report) if not version),
+        "devices": _listed(f"{n} x {name} ({size})" for (name, size), n in same.items()),
     }
-    print_facts(f"kernels of recurrent layers on {device}", recurrent)
-    if report["stock_packs"]:
-        fix = "use another attention in stock steps, such as flash-attn"
-        print_facts("packs", {"transformer-engine": f"{report['stock_packs']}; {fix}"})
-    for where, title in GROUPS.items():
-        refused = (x for x in report["refusals"] if x["where"] == where)
-        rows = ((x["name"], x["fix"], x["kind"]) for x in refused)
-        print_table(f"refused: {title} ({where})", ["", "what to do", ""], rows, left=3)
-    print_table(
-        f"missing, and optional: pip install '{packages.DISTRIBUTION}[EXTRA]'",
-        ["extra", "packages"],
-        ((name, ", ".join(extra["missing"])) for name, extra in report["extras"].items()),
-        left=2,
-    )
+    for dtype, why in report["why"].items():
+        is_untried = not set(untried).isdisjoint(report["chosen"][dtype].split())
+        rows[f"kernel, {dtype}"] = f"{why}; {UNTRIED}" if is_untried else why
+    _print_rows("doctor", rows)
     model = f"model {report['model']['name']} " if report["model"] else ""
     print(f"{model}on {device}: {'ready' if report['ok'] else 'not possible'}")
     for line in report["problems"]:
         print(f"  {line}")
+    rows = {
+        f"{name} {one['version']}": f"tried: {_listed(one['tried']) or 'never'}; on by {one['on']}"
+        for name, one in report["trainers"].items()
+    }
+    for name, why in report["recurrent"].items():
+        rows[f"kernel of {name}"] = why or (UNTRIED if name in untried else "works")
+    if report["stock_packs"]:
+        fix = "use another attention in stock steps, such as flash-attn"
+        rows["packs of transformer-engine"] = f"{report['stock_packs']}; {fix}"
+    if report["extras"]:
+        command = f"pip install '{packages.DISTRIBUTION}[EXTRA]'"
+        rows["optional extras"] = f"{_listed(report['extras'])}: {command}"
+    if not refused:
+        rows["refused"] = f"{len(report['refusals'])} features, with what to do: doctor --refused"
+    _print_rows("also", rows)
+    if refused or probe:
+        show_kernels(report)
+    if refused:
+        _print_refusals(report)
+
+
+def _print_rows(title: str, rows: Mapping[str, str]) -> None:
+    """A table of names and texts, without rows that have none."""
+    print_table(title, None, ((name, text) for name, text in rows.items() if text), left=2)
+
+
+def show_kernels(report: Mapping[str, Any]) -> None:
+    """Prints every kernel on the device."""
+    dtypes = ["", *report["kernels"]]
+    title = f"attention kernels on {report['device']}"
+    print_table(title, dtypes, _kernel_rows(report), left=len(dtypes))
+
+
+def _print_refusals(report: Mapping[str, Any]) -> None:
+    """The whole table, and what extras lack."""
+    lacking = {name: _listed(extra["missing"]) for name, extra in report["extras"].items()}
+    print_table("missing, and optional", ["extra", "packages"], lacking.items(), left=2)
+    for where, title in GROUPS.items():
+        refused = (x for x in report["refusals"] if x["where"] == where)
+        rows = ((x["name"], x["fix"], x["kind"]) for x in refused)
+        print_table(f"refused: {title} ({where})", ["", "what to do", ""], rows, left=3)
+
+
+def _versions(report: Mapping[str, Any]) -> Iterable[tuple[str, str | None]]:
+    return report["versions"].items()
+
+
+def _listed(names: Iterable[str | None]) -> str:
+    """Names on one line; None is left out."""
+    return ", ".join(name for name in names if name)
 
 
 def _sizes(device: Mapping[str, Any]) -> str:

@@ -4,8 +4,9 @@ A verb is a module with `HELP` and `EPILOG` (texts of its --help, the latter wit
 `add_arguments(parser)` and `run(args) -> int`.  It is imported only when it is used, so `plan`
 never waits for torch.
 
-Exit codes: 0 success; 1 a failed check; 2 bad usage or bad input, with one line on stderr; 130
-after Ctrl-C; 141 when the reader of a pipe went away.
+Exit codes: 0 success; 1 a failed check; 2 bad usage or bad input, with one line on stderr (under
+torchrun the first rank's, and then a report of torchrun's own); 130 after Ctrl-C; 141 when the
+reader of a pipe went away.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from megatron_prefix import __version__
+from megatron_prefix.auto.first_line import first_line
 from megatron_prefix.errors import UserError, bounded
 from megatron_prefix.lab.cli.arguments import add_output
 from megatron_prefix.lab.runtime.launch import RankError
@@ -62,9 +64,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exits with code 2."""
-        self.exit(
-            2, f"{self.prog}: {bounded(' '.join(message.split()))} (see {self.prog} --help)\n"
-        )
+        first_line(f"{self.prog}: {bounded(' '.join(message.split()))} (see {self.prog} --help)")
+        self.exit(2)
 
 
 def make_parser(verb: str | None) -> argparse.ArgumentParser:
@@ -147,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         # One line, whatever was raised: only `show` prints the grid of an invalid plan.
         line = str(error).partition("\n")[0]
-        print(f"{PROG} {verb}: {line}", file=sys.stderr)
+        first_line(f"{PROG} {verb}: {line}")
         return 2
     except RankError as error:  # its text has the rank's traceback; this process's says nothing
         print(f"{PROG} {verb}: {error}", file=sys.stderr)

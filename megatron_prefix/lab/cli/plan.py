@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_prefix.config import PrefixConfig
+from megatron_prefix.config import LEAST_SEGMENT, SEGMENT_TOKENS, PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.cli import arguments, plan_ranks
 from megatron_prefix.lab.cli.inputs import load_groups
@@ -37,8 +38,10 @@ HELP = """\
 What sharing saves on rollout files: trees, ratios, compression, predicted speedup, and the plan of
 one step with its simulated bubble and memory.  All groups make one step unless --groups limits it.
 Tokens are positions with a label: a rollout of n tokens has n-1.  Makespan and bubble count tokens
-of forward work, a backward twice, communication nothing.  The speedup is of the layout: waiting and
-launches included, over the stock schedule on rollouts packed to at most 16,384 tokens.
+of forward work, a backward twice, communication nothing.  --segment-tokens auto and --chunk-tokens
+auto take the lengths with the shortest predicted step, whatever memory they need; the latter looks
+at segments of a half, a quarter, ... of --segment-tokens, too.  The speedup is of the layout:
+waiting and launches included, over the stock schedule on rollouts packed to at most 16,384 tokens.
 With --dp N the step is dealt to N ranks: a table shows the tokens that each has and executes if it
 shares alone, and what is left if every prompt runs once in the whole job; all else is of the rank
 that executes most.  With --across-ranks the plans of all ranks are made, and without --pp and --ep
@@ -89,6 +92,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_text(parser, "--svg", "draw the simulated timeline")
 
 
+MUCH_BUBBLE = 0.25
+"""Share of the ranks' time from which a hint says what to do."""
+
+
 class _PlannedStep(NamedTuple):
     """The rollouts, options, plan and timeline of the step, of one data-parallel rank."""
 
@@ -107,10 +114,6 @@ class _PlannedStep(NamedTuple):
 def run(args: argparse.Namespace) -> int:
     """Plans, simulates, prints and writes."""
     layout = arguments.layout_of(args)
-    if args.segment_tokens == "auto":
-        raise UserError(
-            "--segment-tokens auto depends on the memory of a running model; give `plan` a number"
-        )
     if args.json and args.csv == "-":
         raise UserError("--csv - and --json both write to stdout; give --csv a file")
     if args.cache_host_layers and layout.cp > 1:
@@ -138,9 +141,19 @@ def run(args: argparse.Namespace) -> int:
     else:
         stderr = args.csv == "-"
         print_facts(_title(args, step), _facts(step, result), stderr=stderr)
+        if result["bubble_fraction"] > MUCH_BUBBLE:
+            print(_hint(args, step), file=sys.stderr if stderr else sys.stdout)
         if step.dealt is not None:
             plan_ranks.show(step.dealt, stderr=stderr)
     return 0
+
+
+def _hint(args: argparse.Namespace, step: _PlannedStep) -> str:
+    """What to do about stages that wait long."""
+    waits = f"stages wait {step.timeline.bubble_fraction:.1%} of the time"
+    if args.chunk_tokens != "auto":
+        return f"{waits}: --chunk-tokens auto finds lengths of chunks and segments that wait less"
+    return f"{waits}: give more groups a step, or fewer stages (--pp)"
 
 
 def _options(args: argparse.Namespace, config: PrefixConfig, layout: Layout) -> TreeOptions:
@@ -148,6 +161,7 @@ def _options(args: argparse.Namespace, config: PrefixConfig, layout: Layout) -> 
 
 
 def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
+    """The step; of lengths that are "auto", with those whose predicted time is the shortest."""
     model = resolve(args.model)
     layout.check_layers(model.name, model.num_layers)
     uncut = 0 if args.chunk_tokens == "auto" else args.chunk_tokens
@@ -158,26 +172,45 @@ def _planned(args: argparse.Namespace, layout: Layout) -> _PlannedStep:
         options = _options(args, config, layout)
         dealt = plan_ranks.dealt(groups, model, layout, config, options, args.deal, args.seed)
         groups = list(dealt.ranks[dealt.tokens.slowest])
-    rollouts, numbers = pairs_of_groups(groups, model.needs_tails)
+    largest = max(int(rollout.tokens.max()) for group in groups for rollout in group.rollouts)
+    # The model only gives costs; an open vocabulary takes its size from the rollouts.
+    model = model if model.vocab_size else model.with_vocab(largest + 1)
+    pairs = pairs_of_groups(groups, model.needs_tails)
+    steps = []
+    for length in _segment_lengths(args):
+        config, forest = _cut(args, layout, model, pairs, replace(config, segment_tokens=length))
+        plan = best_plan(forest, layout.pp, num_chunks=layout.vpp, run_ahead=config.run_ahead)
+        timeline = simulate(plan, ready_after=loss_ready_after(forest))
+        steps.append(_PlannedStep(
+            groups, dropped, config, _options(args, config, layout), forest, plan, timeline, model,
+            layout, dealt,
+        ))  # fmt: skip
+    return min(steps, key=lambda step: _predicted(step).prefix_seconds)
+
+
+def _segment_lengths(args: argparse.Namespace) -> tuple[int, ...]:
+    """Lengths of segments to try: of "auto" all, beside chunks that are "auto" halves, too."""
+    if args.segment_tokens == "auto":
+        return (*reversed(SEGMENT_TOKENS), LEAST_SEGMENT)
+    halves = (args.segment_tokens >> by for by in range(1, args.segment_tokens.bit_length()))
+    shorter = [length for length in halves if length >= LEAST_SEGMENT]
+    return (args.segment_tokens, *(shorter if args.chunk_tokens == "auto" else ()))
+
+
+def _cut(
+    args: argparse.Namespace, layout: Layout, model: ModelSpec, pairs: Any, config: PrefixConfig
+) -> tuple[PrefixConfig, Forest]:
+    """The configuration with the chosen length of chunks, and the segments."""
+    rollouts, numbers = pairs
     chunk_tokens = args.chunk_tokens
     if chunk_tokens == "auto":
-        options = _options(args, config, layout)
         chooser = ChunkChooser(
             layout.pp, num_chunks=layout.vpp, run_ahead=config.run_ahead,
             cost=rank_cost(model, layout).segment,
         )  # fmt: skip
-        chunk_tokens = chooser.choose(rollouts, numbers, options)
-    config = arguments.config_of(args, chunk_tokens=chunk_tokens)
-    options = _options(args, config, layout)
-    forest = build(rollouts, numbers, options)
-    plan = best_plan(forest, layout.pp, num_chunks=layout.vpp, run_ahead=config.run_ahead)
-    timeline = simulate(plan, ready_after=loss_ready_after(forest))
-    largest = max(int(rollout.tokens.max()) for group in groups for rollout in group.rollouts)
-    # The model only gives costs; an open vocabulary takes its size from the rollouts.
-    model = model if model.vocab_size else model.with_vocab(largest + 1)
-    return _PlannedStep(
-        groups, dropped, config, options, forest, plan, timeline, model, layout, dealt
-    )
+        chunk_tokens = chooser.choose(rollouts, numbers, _options(args, config, layout))
+    config = replace(config, chunk_tokens=chunk_tokens)
+    return config, build(rollouts, numbers, _options(args, config, layout))
 
 
 FACTS = {
@@ -186,7 +219,7 @@ FACTS = {
     "tokens executed": "{executed_tokens:n}",
     "compression": "{compression:.2f}x",
     "prompt share, p50 / p95": "{prefix_ratio_p50:.1%} / {prefix_ratio_p95:.1%}",
-    "segments": "{segments:n}, {inner_segments:n} inner{cut}",
+    "segments": "{segments:n}, {inner_segments:n} inner{most}{cut}",
     "spans begin at multiples of": "{align:n}{reasons}",
     "depth of the tree": "{max_depth:n}",
     "predicted speedup, {model}": "{predicted_speedup:.2f}x (FLOPs: {flop_ratio:.2f}x)",
@@ -226,6 +259,7 @@ def _result(step: _PlannedStep) -> dict[str, Any]:
         "align": step.options.boundary,
         "align_reasons": _alignment_reasons(step),
         "chunk_tokens": step.options.chunk_tokens,
+        "segment_tokens": step.options.segment_tokens,
         "num_stages": step.plan.num_stages,
         "num_actions": timeline.num_actions,
         "makespan": timeline.makespan,
@@ -260,6 +294,7 @@ def _facts(step: _PlannedStep, result: dict[str, Any]) -> dict[str, str]:
     values = {
         **result,
         "num_groups": counted(result["groups"], "group"),
+        "most": f", of at most {number(most)}" if (most := result["segment_tokens"]) else "",
         "cut": f", chunks of {number(chunk_tokens)}" if chunk_tokens else "",
         "reasons": f" ({reasons})" if reasons else "",
         "model": step.model.name,

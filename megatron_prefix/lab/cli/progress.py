@@ -17,16 +17,18 @@ from typing import TypeVar
 T = TypeVar("T")
 Show = Callable[[int, str], None]
 """Takes how many are done, and words on the last of them."""
+Advance = Callable[..., None]
+"""Takes how many more are done, and words on what comes next."""
 LINE_EVERY = 5.0
 """Seconds between lines."""
-_ALIVE_EVERY = 30.0  # seconds without a line after which one says that the job runs
+ALIVE_EVERY = 30.0
+"""Seconds without a line after which one says that the job runs."""
 
 
 @contextlib.contextmanager
-def progress(
-    args: argparse.Namespace, what: str, total: int | None = None
-) -> Iterator[Callable[[int], None]]:
-    """Shows how many of something are done; yields the function that takes each advance.
+def progress(args: argparse.Namespace, what: str, total: int | None = None) -> Iterator[Advance]:
+    """Shows how many of something are done; yields the function that takes each advance, and words
+    on what comes next.
 
     Shown if stderr is a terminal, or with `--progress` as a line now and then, so that a log file
     stays readable.
@@ -44,10 +46,10 @@ def progress(
         elif args.progress:
             show = shown.enter_context(_lines(what, total))
 
-        def advance(count: int) -> None:
+        def advance(count: int, words: str = "") -> None:
             nonlocal done
             done += count
-            show(done, "")
+            show(done, words)
 
         yield advance
 
@@ -75,44 +77,57 @@ def _nothing(done: int, words: str) -> None:
     """Shows nothing."""
 
 
+class _Lines:
+    """Lines on stderr; one comes now and then while nothing else does, so that nobody takes it for
+    a job that hangs."""
+
+    def __init__(self) -> None:
+        self.begin, self.printed = time.monotonic(), -math.inf
+
+    def line(self, text: str) -> None:
+        """Prints one."""
+        self.printed = time.monotonic()
+        print(text, file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def alive(self, text: Callable[[], str]) -> Iterator[None]:
+        """Prints seconds and `text` after every `ALIVE_EVERY` seconds without a line."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(ALIVE_EVERY):
+                now = time.monotonic()
+                if now - max(self.printed, self.begin) >= ALIVE_EVERY:
+                    self.line(f"{now - self.begin:.0f} s, {text()}")
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
+
+
 @contextlib.contextmanager
 def _step_lines(every_s: float, total: int) -> Iterator[Show]:
-    """Lines of steps; and one now and then while a step takes long, so that nobody takes it for a
-    job that hangs."""
-    done, printed = 0, -math.inf
-    ended = threading.Event()
-
-    def line(text: str) -> None:
-        nonlocal printed
-        printed = time.monotonic()
-        print(text, file=sys.stderr, flush=True)
+    """Lines of steps."""
+    done, lines = 0, _Lines()
 
     def show(number: int, words: str) -> None:
         nonlocal done
         done = number
-        if number == total or time.monotonic() - printed >= every_s:
-            line(f"step {number} of {total}: {words}")
+        if number == total or time.monotonic() - lines.printed >= every_s:
+            lines.line(f"step {number} of {total}: {words}")
 
-    def watch() -> None:
-        begin = time.monotonic()
-        while not ended.wait(_ALIVE_EVERY):
-            if time.monotonic() - max(printed, begin) >= _ALIVE_EVERY:
-                line(f"{time.monotonic() - begin:.0f} s, {done} of {total} steps done")
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
+    with lines.alive(lambda: f"{done} of {total} steps done"):
         yield show
-    finally:
-        ended.set()
-        watcher.join()
 
 
 @contextlib.contextmanager
-def draws_aligned(
-    args: argparse.Namespace | None, dtype: str, times: int = 1
-) -> Iterator[Callable[[int], None]]:
-    """The progress of an alignment, on a rank of a job; the first rank shows it.
+def draws_aligned(args: argparse.Namespace | None, dtype: str, times: int = 1) -> Iterator[Advance]:
+    """The progress of an alignment, on a rank of a job; the first rank shows it. Without a terminal
+    a line comes while a part of it takes long, unless machines read the result.
 
     Args:
         args: the parsed arguments; None shows nothing.
@@ -125,10 +140,23 @@ def draws_aligned(
 
     several = torch.distributed.is_initialized()
     if args is None or (several and torch.distributed.get_rank()):
-        yield lambda count: None
+        yield lambda count, words="": None
         return
-    with progress(args, "draws aligned", times * num_draws(dtype)) as advance:
-        yield advance
+    what, total = "draws aligned", times * num_draws(dtype)
+    with contextlib.ExitStack() as shown:
+        advance = shown.enter_context(progress(args, what, total))
+        if sys.stderr.isatty() or (not args.progress and args.json):
+            yield advance
+            return
+        show, done = shown.enter_context(_alive_lines(what, total)), 0
+
+        def both(count: int, words: str = "") -> None:
+            nonlocal done
+            done += count
+            advance(count, words)
+            show(done, words)
+
+        yield both
 
 
 @contextlib.contextmanager
@@ -171,6 +199,19 @@ def _lines(what: str, total: int | None) -> Iterator[Show]:
 
     yield show
     line()
+
+
+@contextlib.contextmanager
+def _alive_lines(what: str, total: int) -> Iterator[Show]:
+    """Lines only while one thing takes long: what that is."""
+    state = f"{what}: 0 of {total}"
+
+    def show(count: int, words: str) -> None:
+        nonlocal state
+        state = f"{what}: {count} of {total}{words and '; '}{words}"
+
+    with _Lines().alive(lambda: state):
+        yield show
 
 
 def watched(

@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _training(args: argparse.Namespace) -> Training:
     """Finds everything that a user can get wrong, before a rank is started."""
-    from megatron_prefix.lab.rl.run_folder import check_unused
+    from megatron_prefix.lab.rl.run_folder import check_unused, has_checkpoints
 
     schedule = args.prefix_schedule
     if args.plan_svg and schedule == "off":
@@ -107,7 +107,7 @@ def _training(args: argparse.Namespace) -> Training:
             raise UserError(f"{option}: --prefix-schedule {schedule} runs no plan; give auto or on")
     output = args.output or time.strftime("runs/train-%Y%m%d-%H%M%S")
     check_folder_writable(output)
-    if args.resume is None:
+    if args.resume is None or (args.resume == "auto" and not has_checkpoints(Path(output))):
         check_unused(Path(output), overwrite=args.overwrite)
     if args.wandb is not None:
         from megatron_prefix.lab.rl.metrics import check_wandb
@@ -147,13 +147,17 @@ def train_rank(training: Training) -> Summary:
     from megatron_prefix.lab.cli.timelines import draw_plan, write_traces
     from megatron_prefix.lab.rl.checkpoint import Identity
     from megatron_prefix.lab.rl.dataset import RolloutSet
+    from megatron_prefix.lab.rl.like_for_like import like_for_like
     from megatron_prefix.lab.rl.run import run as run_steps
     from megatron_prefix.lab.rl.trainer import Trainer
 
-    job, settings = training.job, training.settings
-    with job.options.joined(job.layout) as world:
+    job, settings, options = training.job, training.settings, training.job.options
+    with options.joined(job.layout) as world:
         rollouts = RolloutSet(job.groups)
-        trainer = Trainer(settings, rollouts, job.options, job.spec, world)
+        if settings.compare:
+            options, prefix = like_for_like(options, job.spec, settings.prefix)
+            settings = replace(settings, prefix=prefix)
+        trainer = Trainer(settings, rollouts, options, job.spec, world)
         identity = Identity(
             model=_identity_of(job),
             dtype=job.options.dtype,
@@ -199,8 +203,11 @@ FACTS = {
     "tokens, executed": "{executed_tokens:n} (-{saved:.1%})",
     "loss, last step": "{loss:+.5f}",
 }
-SPEED = {"update time per step": "{step_s:.3f} s"}
+SPEED = {"update time per step": "{step_s:.3f} s", "attention": "{attention}"}
 COMPARED = {
+    "attention of both schedules": "{one_attention}",
+    "attention, stock schedule": "{stock_kernel}",
+    "attention, prefix schedule": "{prefix_kernel}",
     "update time per step": "",
     "  stock schedule": "{stock_step_s:.3f} s",
     "  prefix schedule": "{step_s:.3f} s",
@@ -233,8 +240,14 @@ def _print(args: argparse.Namespace, summary: Summary, dropped: int) -> None:
 
 def _facts(summary: Summary, dropped: int) -> dict[str, str]:
     compared = summary.stock_step_s is not None
+    kernels = summary.stock_attention, summary.prefix_attention
+    one = kernels[0] if kernels[0] == kernels[1] else None
     values = {
         **vars(summary),
+        "one_attention": one,
+        "stock_kernel": None if one else kernels[0],
+        "prefix_kernel": None if one else kernels[1],
+        "attention": summary.prefix_attention or summary.stock_attention,
         "saved": 1 - summary.executed_tokens / max(1, summary.raw_tokens),
         "skipped": summary.skipped_updates or None,
         "dropped": dropped or None,

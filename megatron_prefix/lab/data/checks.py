@@ -103,7 +103,3 @@ class GroupOrder:
             text = f"occurs twice in group {shown(group)} ({shown(uid)}); give each rollout its own"
             raise Fault("uid", text)
         self._uids.add(uid)
-
-    def close(self) -> None:
-        """Call it at the end of a file: no group continues in the next."""
-        self._current = None

@@ -86,16 +86,25 @@ def read_rollouts(path: PathLike, *, vocab_size: int | None = None) -> Iterator[
 def read_groups(
     paths: PathLike | Sequence[PathLike], *, vocab_size: int | None = None
 ) -> Iterator[Group]:
-    """Stream the groups of one file or several; a group never spans two files. Errors as above."""
+    """Stream the groups of one file or several. A group never spans two files: one whose name an
+    earlier file has is called FILE:NAME. Errors as above."""
     several = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not several:
         raise UserError("rollouts: no file (0 given); name at least one rollout file")
-    order = GroupOrder()
+    taken: set[str] = set()
     for path in several:
-        rows = _read(path, vocab_size, order)
-        for group, rollouts in itertools.groupby(rows, key=lambda rollout: rollout.group):
-            yield Group(group, tuple(rollouts))
-        order.close()
+        rows, earlier = _read(path, vocab_size, GroupOrder()), frozenset(taken)
+        for name, rollouts in itertools.groupby(rows, key=lambda rollout: rollout.group):
+            other = _unlike(earlier, name, os.fspath(path))
+            taken.add(other)
+            yield Group(other, tuple(replace(rollout, group=other) for rollout in rollouts))
+
+
+def _unlike(earlier: frozenset[str], name: str, path: str) -> str:
+    """A group's name, or another where earlier files have it."""
+    named = (f"{os.path.basename(path)}:{name}", f"{path}:{name}")
+    more = (f"{path}:{name}:{number}" for number in itertools.count(2))
+    return next(each for each in itertools.chain([name], named, more) if each not in earlier)
 
 
 def _read(path: PathLike, vocab_size: int | None, order: GroupOrder) -> Iterator[Rollout]:

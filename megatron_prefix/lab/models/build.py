@@ -11,7 +11,11 @@ import torch
 
 from megatron_prefix.errors import UserError, shown
 from megatron_prefix.lab.models import weights
-from megatron_prefix.lab.models.config import dtype_of, transformer_config
+from megatron_prefix.lab.models.config import (
+    dtype_of,
+    megatrons_refusals,
+    transformer_config,
+)
 from megatron_prefix.lab.models.hf_weights import HFWeights
 from megatron_prefix.lab.models.logprobs import vocab_parallel_log_probs
 from megatron_prefix.lab.models.optimizer import build_optimizer
@@ -108,7 +112,8 @@ def build_model(
     exact = dtype == torch.float64 if exact_loss is None else exact_loss
     source = None if load_hf is None else HFWeights(load_hf, spec)
     recipe = _Recipe(spec, layout, config, device, engine, seed, exact, source, sdpa)
-    chunks = [build_chunk(recipe, stage) for stage in range(layout.vpp)]
+    with megatrons_refusals(spec):
+        chunks = [build_chunk(recipe, stage) for stage in range(layout.vpp)]
     if wrap_ddp:
         options = {
             "use_distributed_optimizer": use_distributed_optimizer,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import math
+import traceback
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -164,16 +167,27 @@ def transformer_config(
         # It warns of two options that are not used here, for every config.
         warnings.filterwarnings("ignore", message="full scope is deprecated")
         warnings.filterwarnings("ignore", message="If you are using transformer_engine")
-        try:
+        with megatrons_refusals(spec):
             latent = values["multi_latent_attention"]
             config = (MLATransformerConfig if latent else TransformerConfig)(**values)
-            return _with_yarn(config, spec)
-        except (AssertionError, NotImplementedError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(
-                f"model {shown(spec.name)}: Megatron-Core refuses this configuration ({reason});"
-                " change the fields it names"
-            ) from None
+    return _with_yarn(config, spec)
+
+
+@contextlib.contextmanager
+def megatrons_refusals(spec: ModelSpec) -> Iterator[None]:
+    """What Megatron's own code asserts or cannot build of a model inside is a UserError."""
+    try:
+        yield
+    except (AssertionError, IndexError, NotImplementedError, ValueError) as error:
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        file = frame.f_code.co_filename
+        if isinstance(error, UserError) or "/megatron/core/" not in file:
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"model {shown(spec.name)}: Megatron-Core refuses this configuration ({reason};"
+            f" {file.rpartition('/megatron/core/')[2]}:{line}); change the fields it names"
+        ) from error
 
 
 def _with_yarn(config: Any, spec: ModelSpec) -> Any:

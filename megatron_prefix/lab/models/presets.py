@@ -309,6 +309,9 @@ class ModelSpec:
         if isinstance(every, tuple | list):
             self._require(len(every) == self.num_layers, f"window_attn_skip_freq has {len(every)}"
                           f" flags for {self.num_layers} layers; give one a layer")  # fmt: skip
+            self._require(not self.mtp_num_layers, "window_attn_skip_freq has no flag for the layer"
+                          " of multi-token prediction, and Megatron asks for one; give a number"
+                          " instead, or mtp_num_layers=none")  # fmt: skip
         elif every is not None:
             self._require_size("window_attn_skip_freq")
 

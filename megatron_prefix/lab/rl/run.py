@@ -16,6 +16,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab.numerics import compare
 from megatron_prefix.lab.rl import checkpoint, run_folder
 from megatron_prefix.lab.rl.checkpoint import Identity
+from megatron_prefix.lab.rl.like_for_like import attention_of
 from megatron_prefix.lab.rl.metrics import Metrics, MetricsWriter
 from megatron_prefix.lab.rl.settings import RunOptions
 from megatron_prefix.lab.rl.trainer import CompletedStep, Trainer
@@ -46,6 +47,8 @@ class Summary:
         failures: what was outside the policy.
         loss, reward_mean, grad_norm: of the last step.
         skipped_updates: updates skipped since the very first step.
+        stock_attention, prefix_attention: the attention kernel of each schedule on the first rank;
+            None where it did not run.
         error: why the run ended early, or None.
         output, metrics, checkpoint: paths.
     """
@@ -71,6 +74,8 @@ class Summary:
     reward_mean: float | None = None
     grad_norm: float | None = None
     skipped_updates: int = 0
+    stock_attention: str | None = None
+    prefix_attention: str | None = None
     error: str | None = None
     checkpoint: str | None = None
 
@@ -113,6 +118,7 @@ def run(
             if writer is not None:
                 writer.close()
     summary.last_step, summary.skipped_updates = trainer.num_steps, trainer.updater.skipped
+    summary.stock_attention, summary.prefix_attention = attention_of(trainer.chunks)
     _fill(summary, steps)
     return summary
 
@@ -160,8 +166,8 @@ def _resume(trainer: Trainer, options: RunOptions, identity: Identity) -> None:
         logger.info("resumed from %s", folder)
     elif not auto:
         raise UserError(f"--resume {options.resume}: holds no checkpoint; name one that does")
-    elif (options.output / run_folder.METRICS).is_file() and dist.get_rank() == 0:
-        logger.warning("%s holds no checkpoint: metrics begin anew, too", options.output)
+    else:
+        run_folder.check_unused(options.output, overwrite=options.overwrite)
 
 
 def _fill(summary: Summary, steps: list[CompletedStep]) -> None:

@@ -113,6 +113,19 @@ def _same(file: BinaryIO, path: Path) -> bool:
 # Its checkpoints ----------------------------------------------------------------------------------
 
 
+def has_checkpoints(output: Path) -> bool:
+    """Whether a run's folder holds a complete checkpoint, or a word of one.
+
+    Raises:
+        UserError: the folder cannot be read.
+    """
+    try:
+        return (output / FOLDER / LATEST).exists() or newest(output / FOLDER) is not None
+    except OSError as error:
+        why = error.strerror or error
+        raise UserError(f"--output {output}: cannot be read ({why})") from None
+
+
 def check_unused(output: Path, *, overwrite: bool) -> None:
     """Refuses the folder of another run.
 
@@ -122,16 +135,16 @@ def check_unused(output: Path, *, overwrite: bool) -> None:
     Raises:
         UserError: saying how to go on with it.
     """
-    folder, metrics = output / FOLDER, output / METRICS
-    if (folder / LATEST).exists() or newest(folder) is not None:
+    metrics = output / METRICS
+    if has_checkpoints(output):
         raise UserError(
             f"--output {output}: holds the checkpoints of a run; add --resume to go "
             "on with it, or name another folder"
         )
     if metrics.is_file() and metrics.stat().st_size and not overwrite:
         raise UserError(
-            f"--output {output}: holds the metrics of a run; add --overwrite to replace them, or"
-            " name another folder"
+            f"--output {output}: holds the metrics of a run and no checkpoint; add --overwrite to"
+            " replace them, or name another folder"
         )
 
 

@@ -194,7 +194,7 @@ def align(
     num_tokens: int | None = None,
     baseline: Baseline = ROLLOUT,
     least: int = 1,
-    advance: Callable[[int], None] = lambda _: None,
+    advance: Callable[..., None] = lambda *_: None,
 ) -> Alignment:
     """Compares the two schedules on one rank's rollouts.
 
@@ -211,7 +211,8 @@ def align(
             this rank's are all.
         baseline: the microbatches of both schedules.
         least: packed microbatches to make at least; see `rl.baseline.num_packs`.
-        advance: called with 1 after every draw, of which there are `num_draws`.
+        advance: called with 1 after every draw, of which there are `num_draws`, and with 0 and
+            words before every part of one.
 
     Raises:
         UserError: the model cannot run them.
@@ -220,10 +221,14 @@ def align(
     for chunk in chunks:
         install(chunk, prefix_config.kernel)  # what cannot run is refused before anything runs
     ours = PrefixSchedule(prefix_config.turned_on(), SAYS)
+    if reference is not None:
+        advance(0, "building the fp32 reference")
     exact = reference() if reference is not None else None
     raw = sum(len(rollout) - 1 for group in groups for rollout in group.rollouts)
     make = functools.partial(made, groups, baseline, multiple, least)
-    drawn = functools.partial(_draw, ours=ours, chunks=chunks, make=make, seed=seed)
+    drawn = functools.partial(
+        _draw, ours=ours, chunks=chunks, make=make, seed=seed, tell=functools.partial(advance, 0)
+    )
     if any(map(overlaps, chunks)):
         drawn(0)  # the first step overlaps nothing
     first = [drawn(0)]
@@ -249,7 +254,7 @@ def _pooled(
     exact: list[Any],
     first: list[Drawn],
     drawn: Callable[[int], Drawn],
-    advance: Callable[[int], None],
+    advance: Callable[..., None],
 ) -> Errors:
     """Errors of both schedules against fp32 chunks, over all draws.
 
@@ -259,6 +264,7 @@ def _pooled(
     errors = Errors()
     for draw in range(DRAWS):
         items, expected, found = drawn(draw) if draw else first.pop()
+        advance(0, f"draw {draw + 1}, step of the stock schedule in fp32")
         errors.add(expected, found, run_step(stock_schedule(), exact, items, optimize=False))
         del expected, found
         advance(1)
@@ -309,7 +315,12 @@ def made(
 
 
 def _draw(
-    draw: int, ours: PrefixSchedule, chunks: list[Any], make: Callable[..., Any], seed: int
+    draw: int,
+    ours: PrefixSchedule,
+    chunks: list[Any],
+    make: Callable[..., Any],
+    seed: int,
+    tell: Callable[[str], None],
 ) -> Drawn:
     """Items, and what stock and prefix schedule make of them; draws after the first have other
     tokens, and neither an AdamW step nor a pass of the prefix schedule without gradients."""
@@ -317,14 +328,21 @@ def _draw(
     # In FP8 the limit of errors is that of groups whose advantages sum to zero, as trainers' do.
     zero_sum = precision.is_fp8(model.config)
     items = make(first, model.vocab_size if draw else None, zero_sum=zero_sum)
+    tell(f"draw {draw + 1}, log-probs of the stock schedule")
     values = passes.logprobs(stock, chunks, items) or []
+    if not draw:
+        tell("draw 1, log-probs of the prefix schedule")
     ours_values = values if draw else passes.logprobs(ours, chunks, items) or []
     items = with_old_logprobs(items, values, first + 1)
-    expected, found = (
-        replace(run_step(schedule, chunks, items, optimize=not draw), forward=_forward(passed))
-        for schedule, passed in ((stock, values), (ours, ours_values))
+    tell(f"draw {draw + 1}, step of the stock schedule")
+    expected = run_step(stock, chunks, items, optimize=not draw)
+    tell(f"draw {draw + 1}, step of the prefix schedule")
+    found = run_step(ours, chunks, items, optimize=not draw)
+    return (
+        items,
+        replace(expected, forward=_forward(values)),
+        replace(found, forward=_forward(ours_values)),
     )
-    return items, expected, found
 
 
 def _relabelled(groups: Sequence[Group], vocab_size: int, seed: int) -> list[Group]:

@@ -22,15 +22,16 @@ from megatron_prefix.tree import Segment, Span, trees
 _WIDTH, _LEFT, _RIGHT = 1200, 72, 142
 _TOP = 118  # of the first row; header and legend stand above
 _GAP = 6  # between rows
-_MOST_LANES, _TREES_HEIGHT = 96, 168
+_LANE = 14  # of a rollout, in which its segment's number fits
+_MOST_LANES, _TREES_HEIGHT = 96, 28 * _LANE
 
 _FAINT, _BUBBLE, _LINE = "#66727f", "#e8ebef", "#c9d0d8"
-# (kind, inner): name, (hue in degrees, lightness, saturation)
+# (kind, inner): phase and name, (hue in degrees, lightness, saturation)
 _PHASES = {
-    ("F", True): ("forward, inner", (212, 0.40, 0.62)),
-    ("F", False): ("forward, wave", (208, 0.74, 0.66)),
-    ("B", False): ("backward, wave", (34, 0.72, 0.88)),
-    ("B", True): ("backward, inner", (18, 0.46, 0.74)),
+    ("F", True): ("A: forward, inner", (212, 0.40, 0.62)),
+    ("F", False): ("B: forward, wave", (208, 0.74, 0.66)),
+    ("B", False): ("B: backward, wave", (34, 0.72, 0.88)),
+    ("B", True): ("C: backward, inner", (18, 0.46, 0.74)),
 }
 _PAYLOAD, _GRADIENTS = ("message: payload", "#2f8f5b"), ("message: gradients", "#8a5fbf")
 _HUE_SHIFTS = (0, -22, 18)  # of a tree against the one before
@@ -150,7 +151,7 @@ def _sizes(timeline: Timeline, peak_of: str) -> Iterator[str]:
 
 def _note(plan: Plan) -> str:
     more = "; bar: model chunk 1 up" if plan.num_chunks > 1 else ""
-    return f"hue: the tree (the first of several){more}"
+    return f"hue: the (first) tree{more}"
 
 
 def _legend(y: float, note: str = "") -> Iterator[str]:
@@ -280,7 +281,7 @@ def _trees(segments: Sequence[Segment], top: float) -> tuple[list[str], float]:
     if not spans:
         return [], 0
     num_lanes = 1 + max(lanes[rollout] for *_, span in spans for rollout in span.rollouts)
-    lane = min(14.0, _TREES_HEIGHT / num_lanes)
+    lane = min(float(_LANE), _TREES_HEIGHT / num_lanes)
     width, length = _WIDTH - _LEFT - _RIGHT, max(span.end for *_, span in spans)
     which = f"first {_counted(len(shown), 'tree')} of {num_trees}"
     if len(shown) == num_trees:

@@ -32,15 +32,23 @@ def figure(result: Mapping[str, Any]) -> Figure:
         limit above the noise floor; and the curves of loss and weighted log-prob of all runs.
     """
     steps = result["steps"]
-    drawn = Figure(figsize=(11.0, 6.0), layout="constrained")
+    drawn = Figure(figsize=(11.0, 6.6), layout="constrained")
     grid = drawn.add_gridspec(2, 6)
     for place, measure in enumerate(MEASURES):
         axes = drawn.add_subplot(grid[0, 2 * place : 2 * place + 2])
         _distances(axes, steps, measure, result["limit"])
+    _legend(drawn, axes, "outside upper center")
     _curves(drawn.add_subplot(grid[1, :3]), steps, "loss", "loss")
-    title = "advantage times log-prob"
-    _curves(drawn.add_subplot(grid[1, 3:]), steps, "weighted_logprob", title)
+    title, axes = "advantage times log-prob", drawn.add_subplot(grid[1, 3:])
+    _curves(axes, steps, "weighted_logprob", title)
+    _legend(drawn, axes, "outside lower center")
     return drawn
+
+
+def _legend(drawn: Figure, axes: Axes, place: Any) -> None:
+    """One for a row of panels with the same lines, beside them: inside curves would cross it."""
+    handles, labels = axes.get_legend_handles_labels()
+    drawn.legend(handles, labels, loc=place, ncols=3, frameon=False)
 
 
 def _distances(axes: Axes, steps: Sequence[Mapping[str, Any]], measure: str, limit: float) -> None:
@@ -65,6 +73,14 @@ def _curves(axes: Axes, steps: Sequence[Mapping[str, Any]], name: str, title: st
 def _finish(axes: Axes, title: str) -> None:
     axes.set_title(title, fontsize="medium")
     axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    numbers: Any = axes.lines[0].get_xdata()
+    axes.set_xticks(_ticks(int(numbers[0]), int(numbers[-1])))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize="small")
+
+
+def _ticks(first: int, last: int) -> list[int]:
+    """The first and the last step, and round ones between them that are not next to these."""
+    places = MaxNLocator(6, integer=True).tick_values(first, last)
+    apart = (last - first) / 12
+    between = (int(place) for place in places if first + apart < place < last - apart)
+    return sorted({first, *between, last})

@@ -68,7 +68,7 @@ def labelled(box: Box, fill: str, label: str, tip: str) -> Iterator[str]:
     """A box with a tooltip, a little space around it, and its label if that fits."""
     drawn = shrunk(box)
     yield rect(drawn, fill, tip if box.width >= _LEAST_TIP else "")
-    size = min(12.0, (drawn.width - 3) / (CHARACTER * len(label)), drawn.height - 1)
+    size = min(12.0, (drawn.width - 2) / (CHARACTER * len(label)), drawn.height - 1)
     if size >= 8:
         colour = _DARK if _luminance(fill) > 0.36 else _LIGHT
         x, y = drawn.x + drawn.width / 2, drawn.y + drawn.height / 2 + size * 0.36

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
+from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
@@ -53,6 +54,32 @@ def test_the_factory_takes_megatrons_arguments() -> None:
     for call in ((1, None), ()):
         made = get_forward_backward_func(*call, schedule_pg_collection=None)
         assert isinstance(made, PrefixSchedule) and made.config.mode == "on"
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("config", r"did you mean prefix_config\?"),
+        ("prefix_confg", r"did you mean prefix_config\?"),
+        ("sample", r"did you mean samples\?"),
+        ("mode", r"a field of PrefixConfig: prefix_config=PrefixConfig\(mode=\.\.\.\)"),
+        ("chunk_tokens", r"prefix_config=PrefixConfig\(chunk_tokens="),
+        ("xyzzy", "known are .*prefix_config, trained"),
+    ],
+)
+def test_the_factory_refuses_what_it_does_not_know(name: str, fix: str) -> None:
+    """It would share in mode "on", whatever was asked for."""
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}': .*{fix}"):
+        get_forward_backward_func(**{name: PrefixConfig(mode="off")})
+
+
+def test_the_factory_takes_what_the_running_megatron_takes(monkeypatch) -> None:
+    """A later release may add an argument, and mode "auto" ends no run for it."""
+
+    def newer(pp_size=None, vp_size=None, *, of_2030=None) -> None: ...
+
+    monkeypatch.setattr(schedules, "get_forward_backward_func", newer)
+    assert isinstance(get_forward_backward_func(of_2030=1), PrefixSchedule)
 
 
 def test_one_schedule_a_process_and_configuration() -> None:

@@ -318,6 +318,53 @@ def test_a_bad_variable_ends_a_trainer_that_hides_plugin_errors() -> None:
         [sys.executable, "-c", code], cwd=REPOSITORY, env={"MEGATRON_PREFIX_MODE": "maybe"},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    assert done.returncode == 1
+    assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("megatron_prefix: MEGATRON_PREFIX_MODE: mode is 'maybe': give one of")
+
+
+# The plugin ---------------------------------------------------------------------------------------
+
+STATE = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+finders = list(sys.meta_path)
+import megatron_prefix.auto.plugin
+print(sys.meta_path != finders, "megatron" in sys.modules)
+"""
+
+
+def plugin(environ: dict[str, str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a process that verl's plugin is imported in."""
+    done = subprocess.run(
+        [sys.executable, "-c", STATE], cwd=REPOSITORY, env=environ,
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    return done.returncode, done.stdout.strip(), done.stderr.strip()
+
+
+def test_to_be_installed_changes_nothing() -> None:
+    code, changed, line = plugin({})
+    assert (code, changed) == (0, "False False")
+    assert line.startswith("INFO megatron_prefix ") and "\n" not in line
+    assert "is installed and off: MEGATRON_PREFIX_MODE=auto turns it on" in line
+    assert plugin({"RANK": "1"}) == (0, "False False", "")
+
+
+def test_settings_without_a_mode_are_a_warning() -> None:
+    code, changed, line = plugin({"MEGATRON_PREFIX_MIN_GAIN": "7"})
+    assert (code, changed) == (0, "False False")
+    assert line.startswith("WARNING ") and "whatever MEGATRON_PREFIX_MIN_GAIN says" in line
+
+
+def test_a_mode_turns_the_plugin_on(tmp_path: Path) -> None:
+    file = tmp_path / "prefix.toml"
+    file.write_text("mode = 'observe'\n", encoding="utf-8")
+    for name, text in (("MODE", "auto"), ("CONFIG", str(file))):
+        assert plugin({f"MEGATRON_PREFIX_{name}": text}) == (0, "True False", "")
+
+
+@pytest.mark.parametrize(("name", "text"), [("MODE", "maybe"), ("CONFIG", "no-such.toml")])
+def test_a_bad_setting_ends_the_plugins_process(name: str, text: str) -> None:
+    code, _, line = plugin({f"MEGATRON_PREFIX_{name}": text})
+    assert code == 2 and line.startswith(f"megatron_prefix: MEGATRON_PREFIX_{name}: ")

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ from megatron_prefix.lab.bench import longest, memory
 from megatron_prefix.lab.bench.memory import Way
 from megatron_prefix.lab.bench.scores import held_by_math, with_saved_scores
 from megatron_prefix.lab.bench.work import GroupShape
-from megatron_prefix.lab.cli import bench
+from megatron_prefix.lab.cli import bench, bench_memory
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers.blocks.math import MAX_SCORES
@@ -182,3 +183,28 @@ def test_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFix
 def test_its_options_are_not_for_times(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     name = option.split()[0]
     assert f"{name} is for `bench memory`: add memory" in failure(capsys, "bench", *option.split())
+
+
+def row_of(way: str) -> memory.Row:
+    return memory.Row("512:64:4", way, 0.0, 0.8, 0.3, 0.4, None, 5.0)
+
+
+@pytest.mark.parametrize(("device", "compared"), [("cpu", False), ("cuda", True)])
+def test_what_is_offloaded_is_compared_only_where_it_is_measured(
+    device: str, compared: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a CPU the table said that the prediction of the example was 187% off."""
+    args = SimpleNamespace(device=device, frontier=None)
+    bench_memory.show(args, [row_of("retain"), row_of("offload")], [])
+    said = capsys.readouterr().out
+    assert said.count("166.7%") == 1 + compared
+    assert ("off: not of offload" in said) != compared
+
+
+def test_labels_of_the_plot_are_within_it() -> None:
+    drawn = bench_memory.figure([row_of("stock"), row_of("offload")], lambda way: way == "stock")
+    drawn.draw_without_rendering()
+    box = drawn.axes[0].yaxis.get_label().get_window_extent()
+    assert drawn.bbox.y0 <= box.y0 and box.y1 <= drawn.bbox.y1
+    dashes = [dots.get_offsets()[0][1] for dots in drawn.axes[0].collections]
+    assert dashes[0] == 0.8 and dashes[1] is np.ma.masked

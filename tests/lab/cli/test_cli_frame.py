@@ -8,6 +8,7 @@ import os
 import resource
 import shlex
 import sys
+import time
 import warnings
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -192,6 +193,21 @@ def test_the_first_rank_shows_what_is_aligned(capsys, monkeypatch, rank, said) -
     with progress.draws_aligned(SimpleNamespace(progress=True), "float64", times=2) as advance:
         advance(2)
     assert capsys.readouterr().err.splitlines() == said
+
+
+@pytest.mark.parametrize("given", [{}, {"json": True}, {"json": True, "progress": True}])
+def test_a_long_alignment_says_what_it_does(capsys, monkeypatch, given) -> None:
+    """Machines that read the result are told nothing unless they ask."""
+    monkeypatch.setattr(progress, "ALIVE_EVERY", 0.02)
+    args = SimpleNamespace(**{"json": False, "progress": False, **given})
+    with progress.draws_aligned(args, "float64") as advance:
+        advance(0, "draw 1, step of the stock schedule")
+        time.sleep(0.3)
+        advance(1)
+    lines = capsys.readouterr().err.splitlines()
+    said = "0 s, draws aligned: 0 of 1; draw 1, step of the stock schedule" in lines
+    assert said == (args.progress or not args.json)
+    assert bool(lines) == said
 
 
 def test_a_terminal_gets_a_bar(capsys, monkeypatch) -> None:

@@ -137,6 +137,51 @@ def test_auto_chunks_wait_no_more_than_whole_prefixes(capsys, tmp_path) -> None:
     assert fixed == auto
 
 
+@pytest.fixture
+def long(capsys, tmp_path) -> str:
+    """Three groups with prompts of 4,096 tokens."""
+    path = str(tmp_path / "long.jsonl.gz")
+    made = ("--prompt-tokens", "4096", "--response-tokens", "900", "--rollouts", "6", "--groups")
+    result(capsys, "generate", path, *made, "3", "--seed", "1")
+    return path
+
+
+def test_auto_looks_for_lengths_of_chunks_and_of_segments(capsys, long) -> None:
+    """Those of chunks alone left stages waiting 42.9 % of the time, 15.8 % with short segments."""
+    options = ("plan", long, "--pp", "4")
+    plain, auto = result(capsys, *options), result(capsys, *options, "--chunk-tokens", "auto")
+    assert plain["bubble_fraction"] > 0.5 and auto["bubble_fraction"] < 0.2
+    assert auto["segment_tokens"] < plain["segment_tokens"] == 16384
+    lengths = (str(auto[name]) for name in ("chunk_tokens", "segment_tokens"))
+    fixed = ("--chunk-tokens", next(lengths), "--segment-tokens", next(lengths))
+    assert result(capsys, *options, *fixed) == auto
+    alone = result(capsys, *options, "--segment-tokens", "auto")
+    assert alone["chunk_tokens"] == 0 and alone["bubble_fraction"] < plain["bubble_fraction"]
+    assert alone["predicted_speedup"] > plain["predicted_speedup"]
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        (["--pp", "4"], "--chunk-tokens auto finds lengths"),
+        (["--pp", "16", "--groups", "1", "--chunk-tokens", "auto"], "give more groups a step"),
+        (["--pp", "4", "--chunk-tokens", "auto"], ""),
+        ([], ""),
+    ],
+)
+def test_a_step_in_which_stages_wait_long_comes_with_a_hint(capsys, long, options, hint) -> None:
+    _, out, _ = run(capsys, "plan", long, *options)
+    assert ("stages wait" in out) == bool(hint)
+    assert hint in out
+
+
+def test_files_of_generate_make_one_step(capsys, long, tmp_path) -> None:
+    """Their groups have the same names."""
+    other = str(tmp_path / "other.jsonl.gz")
+    result(capsys, "generate", other, "--groups", "2", "--seed", "9")
+    assert result(capsys, "plan", long, other)["groups"] == 5
+
+
 def test_max_tokens_shortens_and_counts_what_it_drops(capsys) -> None:
     found = result(capsys, "plan", BUNDLED, "--max-tokens", "200")
     assert found["raw_tokens"] <= 199 * found["rollouts"]

@@ -76,7 +76,7 @@ def test_lines_of_progress_are_few_but_come(capsys, monkeypatch: pytest.MonkeyPa
     assert capsys.readouterr().err.splitlines() == [
         "step 1 of 100: words", "step 100 of 100: words"
     ]  # fmt: skip
-    monkeypatch.setattr(progress, "_ALIVE_EVERY", 0.02)
+    monkeypatch.setattr(progress, "ALIVE_EVERY", 0.02)
     with progress.steps_shown(5.0, 100):
         time.sleep(0.5)
     assert "0 s, 0 of 100 steps done" in capsys.readouterr().err.splitlines()

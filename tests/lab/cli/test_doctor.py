@@ -104,10 +104,13 @@ def test_what_compiles_first_is_only_run_to_probe(monkeypatch, probe):
 def test_what_was_not_tried_is_said(capsys):
     found = {"kernels": {"bfloat16": {"fa4": None}}, "chosen": {"bfloat16": "fa4"}}
     found |= {"recurrent": {"GatedDeltaNet": None}, "untried": ["fa4", "GatedDeltaNet"]}
-    doctor._print({**EMPTY, "trainers": {}, **found})
+    found["why"] = {"bfloat16": "fa4, the fastest here"}
+    doctor.show({**EMPTY, "trainers": {}, **found})
     said = capsys.readouterr().out
-    assert "chosen, not tried" in said
+    assert "fa4, the fastest here; not tried" in said
     assert said.count("--probe tries it") == 2
+    doctor.show_kernels({**EMPTY, **found})
+    assert "chosen, not tried" in capsys.readouterr().out
 
 
 def test_every_refused_feature_is_listed_with_what_to_do(report):
@@ -137,12 +140,19 @@ def test_the_model_is_checked(report):
 def test_for_people():
     done = doctored("--device", "cpu")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.rstrip().endswith("on cpu: ready")
+    first = done.stdout.partition("on cpu: ready\n")[0]
+    for text in ("megatron-core 0.", "1 x CPU (", "flash_cpu, the fastest here"):
+        assert text in first
+    assert len(done.stdout.splitlines()) <= 20
+    assert "features, with what to do: doctor --refused" in done.stdout
+
+
+def test_all_that_is_refused_is_asked_for():
+    done = doctored("--device", "cpu", "--refused")
     words = " ".join(done.stdout.split())
-    for name in ("megatron-core", "flash_cpu, the fastest here", "hidden_dropout"):
-        assert name in words
-    for title in GROUPS.values():
-        assert f"refused: {title}" in words
+    for title in ("attention kernels on cpu", *(f"refused: {title}" for title in GROUPS.values())):
+        assert title in words
+    assert "hidden_dropout" in words
 
 
 def test_a_device_that_is_not_there_is_a_problem():
@@ -225,8 +235,9 @@ def test_installed_trainers_are_listed_with_tried_versions(monkeypatch, capsys):
     found = doctor._trainers()
     assert found.keys() == {"verl"}
     assert (found["verl"]["version"], found["verl"]["tried"]) == ("1.0", ["0.9.1"])
-    doctor._print({**EMPTY, "trainers": found})
-    assert "verl 1.0" in capsys.readouterr().out
+    doctor.show({**EMPTY, "trainers": found})
+    said = " ".join(capsys.readouterr().out.split())
+    assert "verl 1.0 tried: 0.9.1; on by MEGATRON_PREFIX_MODE=auto" in said
 
 
 EMPTY = {
@@ -237,5 +248,5 @@ EMPTY = {
 
 
 def test_what_is_wrong_with_stock_packs_is_printed_with_the_fix(capsys):
-    doctor._print({**EMPTY, "trainers": {}, "stock_packs": "wrong gradient of keys"})
+    doctor.show({**EMPTY, "trainers": {}, "stock_packs": "wrong gradient of keys"})
     assert "wrong gradient of keys; use another attention" in capsys.readouterr().out

@@ -174,7 +174,20 @@ def test_several_files(tmp_path: Path) -> None:
     one.write_bytes(rows(("a", 0), ("a", 1), ("b", 0)))
     two.write_bytes(rows(("c", 0)))
     assert [group.name for group in read_groups([one, two])] == ["a", "b", "c"]
-    two.write_bytes(rows(("b", 5)))
+    two.write_bytes(rows(("b", 0), ("c", 0), ("b", 5)))
     with pytest.raises(UserError, match="mixed group order") as caught:
         list(read_groups([one, two]))
-    assert str(caught.value).startswith(f"{two}:1: group: ")
+    assert str(caught.value).startswith(f"{two}:3: group: ")
+
+
+def test_names_that_come_again_in_another_file_are_that_files(tmp_path: Path) -> None:
+    """`generate` gives the groups of every file the same names."""
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    one.write_bytes(rows(("a", 0), ("b", 0)))
+    two.write_bytes(rows(("b", 0), ("b", 1), ("c", 0)))
+    read = list(read_groups([one, two, two]))
+    assert [group.name for group in read] == [
+        "a", "b", "two.jsonl:b", "c", f"{two}:b", "two.jsonl:c"
+    ]  # fmt: skip
+    assert [len(group.rollouts) for group in read] == [1, 1, 2, 1, 2, 1]
+    assert {rollout.group == group.name for group in read for rollout in group.rollouts} == {True}

@@ -14,6 +14,7 @@ from megatron_prefix.lab.models.config import alignment, transformer_config
 from megatron_prefix.lab.models.presets import PRESETS, ModelSpec, resolve
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.runtime import Layout
+from tests.harness.one_rank import one_rank
 from tests.harness.ranks import run_ranks
 from tests.harness.rows import rows
 from tests.harness.stock import (
@@ -369,6 +370,41 @@ def test_what_megatron_refuses_is_told_in_one_line():
     with pytest.raises(UserError, match=r"tiny-moe.: Megatron-Core refuses .*topk is 1") as caught:
         build_model(spec)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        (
+            "tiny-moe",
+            {"moe_shared_expert_intermediate_size": 64, "add_bias_linear": True},
+            "bias is not supported in the shared experts.*shared_experts.py:",
+        ),
+        (
+            "tiny-llama",
+            {
+                "window_size": (16, 0), "window_attn_skip_freq": (1, 0, 1, 1), "num_layers": 4,
+                "mtp_num_layers": 1,
+            },
+            "window_attn_skip_freq has no flag for the layer of multi-token prediction",
+        ),
+    ],
+)  # fmt: skip
+def test_what_megatrons_modules_refuse_is_told_in_one_line(name, fields, message):
+    """Their assertions were tracebacks."""
+    with one_rank(), pytest.raises(UserError, match=message) as caught:
+        build_model(resolve(name, **fields).with_vocab(VOCAB))
+    assert "\n" not in str(caught.value)
+
+
+def test_mistakes_that_are_not_megatrons_stay(monkeypatch):
+    def fails(*_):
+        raise ValueError("ours")
+
+    monkeypatch.setattr(weights, "fill", fails)
+    with one_rank(), pytest.raises(ValueError, match="ours") as caught:
+        build_model(resolve("tiny-llama").with_vocab(VOCAB))
+    assert not isinstance(caught.value, UserError)
 
 
 def test_an_open_vocabulary_is_refused():

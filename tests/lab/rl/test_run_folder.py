@@ -70,16 +70,17 @@ def test_training_is_refused_in_a_folder_of_another_run(tmp_path: Path, holder) 
 
 
 def test_metrics_of_another_run_are_kept(tmp_path: Path) -> None:
-    """Without a checkpoint, too; --resume and --overwrite say what is wanted."""
+    """With --resume, too, where there is no checkpoint; --overwrite says what is wanted."""
     metrics, part = tmp_path / "run" / "metrics.jsonl", settings(groups_per_step=1)
     train(tmp_path / "run", 1, part)
     before, there = metrics.read_bytes(), sorted(tmp_path.rglob("*"))
-    with pytest.raises(UserError, match="holds the metrics of a run; add --overwrite"):
-        train(tmp_path / "run", 2, part)
+    for resume in (None, "auto"):
+        with pytest.raises(UserError, match="metrics of a run and no checkpoint; add --overwrite"):
+            train(tmp_path / "run", 2, part, resume=resume)
     assert metrics.read_bytes() == before and sorted(tmp_path.rglob("*")) == there
     train(tmp_path / "run", 2, part, overwrite=True)
     assert len(metrics.read_bytes().splitlines()) == 2
-    train(tmp_path / "run", 1, part, resume="auto")
+    train(tmp_path / "run", 1, part, resume="auto", overwrite=True)
     assert len(metrics.read_bytes().splitlines()) == 1
 
 

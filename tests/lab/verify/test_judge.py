@@ -104,6 +104,17 @@ def aligned(chunks: list[Any]) -> align.Alignment:
     return align.align(chunks, groups(), PrefixConfig(min_gain=0, kernel="math"))
 
 
+def test_every_part_of_an_alignment_is_said(chunks: list[Any]) -> None:
+    said: list[str] = []
+    align.align(chunks, groups(), PrefixConfig(), advance=lambda _, words="": said.append(words))
+    parts = [
+        f"{what} of the {which} schedule"
+        for what in ("log-probs", "step")
+        for which in ("stock", "prefix")
+    ]
+    assert said == [*(f"draw 1, {part}" for part in parts), ""]
+
+
 def test_a_right_schedule_passes(chunks: list[Any]) -> None:
     verdict = aligned(chunks)
     assert verdict.passed is True and verdict.executed_tokens < verdict.raw_tokens

@@ -330,3 +330,17 @@ def test_timelines_are_compared_on_one_scale() -> None:
     facts = " ".join(texts(picture))
     for name in names:
         assert f"bubble {100 * simulate(PLANS[name]).bubble_fraction:.1f}%" in facts
+
+
+def test_every_box_of_a_small_step_has_the_number_of_its_segment() -> None:
+    """Phases A, B and C with names, and a lane of a rollout is high enough for a number."""
+    plan = ruled_plan(forest_of(prefix=400, suffix=100, num=7, num_groups=4, chunk_tokens=400), 1)
+    picture = drawn(plan)
+    for phase in ("A: forward, inner", "B: forward, wave", "B: backward, wave"):
+        assert phase in texts(picture)
+    assert "C: backward, inner" in texts(picture)
+    numbers = Counter(text for text in texts(picture) if text.isdigit())
+    spans = Counter(
+        str(index) for index, segment in enumerate(plan.segments) for _ in segment.spans
+    )
+    assert not spans - numbers

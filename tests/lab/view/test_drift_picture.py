@@ -114,6 +114,33 @@ def test_the_picture_has_every_step() -> None:
     assert len(loss.lines) == len(logprob.lines) == 3
 
 
+@pytest.mark.parametrize(("first", "last"), [(1, 100), (1, 2), (1, 1), (51, 90), (1, 7)])
+def test_ticks_reach_the_last_step(first: int, last: int) -> None:
+    """Of a hundred steps they stopped at 90."""
+    pytest.importorskip("matplotlib")
+    from megatron_prefix.lab.view.drift import figure
+
+    drawn = figure(asdict(judged([step(number) for number in range(first, last + 1)])))
+    for axes in drawn.axes:
+        ticks = axes.get_xticks()
+        assert (ticks[0], ticks[-1]) == (first, last) and len(ticks) <= 8
+
+
+def test_legends_lie_beside_the_curves() -> None:
+    pytest.importorskip("matplotlib")
+    from megatron_prefix.lab.view.drift import figure
+
+    drawn = figure(asdict(judged([step(number) for number in range(1, 9)])))
+    drawn.draw_without_rendering()
+    assert [axes.get_legend() for axes in drawn.axes] == [None] * 5
+    assert len(drawn.legends) == 2
+    for legend in drawn.legends:
+        box = legend.get_window_extent()
+        assert not any(box.overlaps(axes.get_tightbbox()) for axes in drawn.axes)
+        assert drawn.bbox.x0 <= box.x0 and box.x1 <= drawn.bbox.x1
+        assert drawn.bbox.y0 <= box.y0 and box.y1 <= drawn.bbox.y1
+
+
 # The verb -----------------------------------------------------------------------------------------
 
 

@@ -96,7 +96,7 @@ def test_counted_bytes_keep_the_limit(order: str, model: Any) -> None:
 def test_a_step_that_cannot_keep_it_is_stocks(
     memory: str, budget: float, why: str, model: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In mode auto; mode on shares all the same."""
+    """In mode auto; mode on shares all the same, and warns once of a budget."""
     items = batches("shuffled")
     options: dict[str, Any] = dict(segment_tokens=192, min_gain=0, memory=memory, min_speedup=0.01)
     options["memory_budget_gb"] = budget
@@ -104,9 +104,12 @@ def test_a_step_that_cannot_keep_it_is_stocks(
     saved(schedule, model, items)
     decision = schedule.report.decision
     assert decision.fallback and why in decision.reason and decision.reason in caplog.text
+    caplog.clear()
     schedule = PrefixSchedule(PrefixConfig(mode="on", **options))
-    saved(schedule, model, items)
-    assert schedule.report.decision.share
+    for _ in range(2):
+        saved(schedule, model, items)
+        assert schedule.report.decision.share and not schedule.report.decision.fallback
+    assert caplog.text.count("mode on shares all the same: sharing would take") == (budget > 0)
 
 
 def test_padding_of_rows_counts_for_both_schedules(model: Any) -> None:
