@@ -15,6 +15,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ def time_work(
     callbacks = Callbacks(trained, passes_together=True)
     run = _Run(PrefixSchedule(work.config, callbacks), chunks, setting)
     measured = run.timed(first, steps, work.repeats)
-    return timing(work, setting, stock_times[work.name], measured, attention_of(chunks))
+    row, attention = timing(work, setting, stock_times[work.name], measured), attention_of(chunks)
+    return replace(row, stock_attention=attention.stock, prefix_attention=attention.prefix)
 
 
 def microbatches(work: Work, setting: Setting, groups: Sequence[Any], seed: int) -> list[Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.cli import arguments
 from megatron_prefix.lab.cli.modelling import Job, add_model, job_of
-from megatron_prefix.lab.cli.progress import draws_aligned
+from megatron_prefix.lab.cli.progress import Advance, draws_aligned
 from megatron_prefix.lab.cli.report import differences, facts, number, print_facts, print_json
 
 HELP = """\
@@ -85,7 +86,9 @@ def align_rank(job: Job, config: Any, baseline: Any, args: argparse.Namespace | 
         with draws_aligned(args, options.dtype) as advance:
             advance(0, "building the model")
             chunks = options.build(spec, layout)
-            exact = options.reference(spec, layout, chunks) if options.dtype == "bfloat16" else None
+            exact = None
+            if options.dtype == "bfloat16":
+                exact = _said(options.reference(spec, layout, chunks), advance)
             mine, least = align.of_this_rank(spec, layout, groups, config, baseline, options.seed)
             verdict = align.align(
                 chunks, mine, config, seed=options.seed, multiple=alignment(spec, layout),
@@ -93,6 +96,16 @@ def align_rank(job: Job, config: Any, baseline: Any, args: argparse.Namespace | 
                 num_tokens=sum(len(rollout) - 1 for group in groups for rollout in group.rollouts),
             )  # fmt: skip
         return align.over_ranks(verdict)
+
+
+def _said(build: Callable[[], Any], advance: Advance) -> Callable[[], Any]:
+    """`build`, of the reference, which says what it does."""
+
+    def built() -> Any:
+        advance(0, "building the fp32 reference")
+        return build()
+
+    return built
 
 
 def _print(args: argparse.Namespace, result: Any, dropped: int) -> None:

@@ -221,14 +221,10 @@ def align(
     for chunk in chunks:
         install(chunk, prefix_config.kernel)  # what cannot run is refused before anything runs
     ours = PrefixSchedule(prefix_config.turned_on(), SAYS)
-    if reference is not None:
-        advance(0, "building the fp32 reference")
     exact = reference() if reference is not None else None
     raw = sum(len(rollout) - 1 for group in groups for rollout in group.rollouts)
     make = functools.partial(made, groups, baseline, multiple, least)
-    drawn = functools.partial(
-        _draw, ours=ours, chunks=chunks, make=make, seed=seed, tell=functools.partial(advance, 0)
-    )
+    drawn = functools.partial(_draw, ours=ours, chunks=chunks, make=make, seed=seed, tell=advance)
     if any(map(overlaps, chunks)):
         drawn(0)  # the first step overlaps nothing
     first = [drawn(0)]
@@ -320,7 +316,7 @@ def _draw(
     chunks: list[Any],
     make: Callable[..., Any],
     seed: int,
-    tell: Callable[[str], None],
+    tell: Callable[..., None],
 ) -> Drawn:
     """Items, and what stock and prefix schedule make of them; draws after the first have other
     tokens, and neither an AdamW step nor a pass of the prefix schedule without gradients."""
@@ -328,15 +324,15 @@ def _draw(
     # In FP8 the limit of errors is that of groups whose advantages sum to zero, as trainers' do.
     zero_sum = precision.is_fp8(model.config)
     items = make(first, model.vocab_size if draw else None, zero_sum=zero_sum)
-    tell(f"draw {draw + 1}, log-probs of the stock schedule")
+    tell(0, f"draw {draw + 1}, log-probs of the stock schedule")
     values = passes.logprobs(stock, chunks, items) or []
     if not draw:
-        tell("draw 1, log-probs of the prefix schedule")
+        tell(0, "draw 1, log-probs of the prefix schedule")
     ours_values = values if draw else passes.logprobs(ours, chunks, items) or []
     items = with_old_logprobs(items, values, first + 1)
-    tell(f"draw {draw + 1}, step of the stock schedule")
+    tell(0, f"draw {draw + 1}, step of the stock schedule")
     expected = run_step(stock, chunks, items, optimize=not draw)
-    tell(f"draw {draw + 1}, step of the prefix schedule")
+    tell(0, f"draw {draw + 1}, step of the prefix schedule")
     found = run_step(ours, chunks, items, optimize=not draw)
     return (
         items,
