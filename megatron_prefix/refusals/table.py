@@ -293,7 +293,6 @@ UNKNOWN_ROUTES = Refusal("RouterReplay's action is …, and the step's routes ar
 # --- ranks ----------------------------------------------------------------------------------------
 
 DIFFERENT_PROGRAMS = Refusal("the ranks of an expert-parallel group have programs of … actions that differ", "ranks", NOT_YET, "give the stock schedule equally many microbatches on each, and no plan file", ends=True)
-ALLGATHERED_TOKENS = Refusal("moe_token_dispatcher_type allgather, and segments of several lengths on the ranks that share experts", "ranks", NOT_YET, "use alltoall", ends=True)
 ACROSS_NO_GROUP = Refusal("across_ranks, and process groups without dp_cp", "ranks", NOT_YET, "add it to the trainer's groups, or set across_ranks to off")
 ACROSS_EXPERTS = Refusal("across_ranks with expert parallelism and moe_token_dispatcher_type allgather", "ranks", NOT_YET, "use alltoall: the all-gather wants equally many tokens on every rank, and only one of them runs a prompt; or set across_ranks to auto: every rank then shares what it has")
 ACROSS_PLAN = Refusal("across_ranks with a plan file", "ranks", NOT_YET, "leave it out, or set across_ranks to off")

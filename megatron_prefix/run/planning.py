@@ -255,7 +255,8 @@ class Planning:
             UserError: ranks that meet would not run the same, or would wait for ever.
         """
         experts = None if step.unshared else rank.experts
-        joint = agreement.meet(step.forest, step.microbatch_of, experts)
+        even = rank.gathers_tokens
+        joint = agreement.meet(step.forest, step.microbatch_of, experts, even=even)
         if joint.mixed:  # where segments are joined there is one stage, which knows the samples
             step, joint = self._all_apart(step, joint.union.wanted, rank)
         if step.unshared:
@@ -278,8 +279,6 @@ class Planning:
             elif self.config.plan_file:
                 alone = report.plan.programs[rank.stage]
             agreement.check_programs(alone, rank.experts)
-            if report.decision.share:
-                agreement.check_dispatcher(rank.config, joint)
         return report, joint
 
     def _all_apart(self, step: Step, length: int, rank: Rank) -> tuple[Step, JointForest]:
@@ -299,7 +298,8 @@ class Planning:
         if reason is not None:
             raise reason
         step = made or step
-        return step, agreement.meet(step.forest, step.microbatch_of, rank.experts)
+        even = rank.gathers_tokens
+        return step, agreement.meet(step.forest, step.microbatch_of, rank.experts, even=even)
 
     def _proposed_together(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:
         """The decision of all data-parallel ranks where payloads cross them, as the slowest sets
