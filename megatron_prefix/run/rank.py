@@ -141,6 +141,8 @@ class Rank(ModelNumbers):
         overlaps: whether Megatron's DDP is to reduce gradients during backwards.
         gathers_late: whether forwards gather the weights that they are about to need
             (overlap_param_gather).
+        reduces: whether the gradients of its models are summed over data-parallel ranks: Megatron's
+            DDP does, or the trainer says so.
         experts: ranks that share experts and so meet in every action; None if this one shares none.
         data_ranks: data- and context-parallel ranks (`dp_cp`); None if the trainer's groups lack
             them.
@@ -182,6 +184,7 @@ class Rank(ModelNumbers):
         ddp = [getattr(model, "ddp_config", None) for model in models]
         self.overlaps = any(getattr(one, "overlap_grad_reduce", False) for one in ddp)
         self.gathers_late = any(getattr(one, "overlap_param_gather", False) for one in ddp)
+        self.reduces = all(map(_reduces, models))
         # A trainer's own collection of groups need not have `ep` and `dp_cp`.
         experts = getattr(groups, "ep", None)
         experts = experts or parallel_state.get_expert_model_parallel_group(check_initialized=False)
@@ -277,6 +280,13 @@ class Rank(ModelNumbers):
 def _warn(text: str) -> None:
     """Once for each text."""
     logger.warning(text)
+
+
+def _reduces(model: Any) -> bool:
+    """Whether a wrapper of a model chunk sums its gradients over data-parallel ranks."""
+    while model is not None and not hasattr(model, "finish_grad_sync"):
+        model = getattr(model, "module", None)
+    return model is not None
 
 
 def several(*groups: Any) -> list[Any]:

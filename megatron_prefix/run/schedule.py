@@ -328,6 +328,7 @@ class PrefixSchedule:
         if self.config.mode == "auto" and is_untried(rank.config):
             raise refused(FP8_UNTRIED)
         if rank.siblings is None or rank.siblings.size() > 1:
+            rank.reduces |= self.callbacks.sums_gradients
             together = self.callbacks.passes_together or not rank.forward_only
             alone = across_step.why_alone(self.config, rank, together=together)
             if alone is None and self.config.across == "auto" and self._rest.next():
@@ -513,6 +514,7 @@ def get_forward_backward_func(
     passes_together: bool = False,
     slices: Slices = Slices.ZIGZAG,
     masks_tokens: bool = False,
+    sums_gradients: bool = False,
     **__: Any,
 ) -> PrefixSchedule:
     """Replaces megatron.core.pipeline_parallel.get_forward_backward_func.
@@ -529,6 +531,7 @@ def get_forward_backward_func(
         passes_together: data-parallel ranks make equally many calls without gradients.
         slices: how model calls are cut for context-parallel ranks.
         masks_tokens: the loss_mask of a model call is over tokens, and so is ignored.
+        sums_gradients: the trainer itself sums gradients over data-parallel ranks; see `Callbacks`.
 
     Megatron's own arguments (pp_size, vp_size, and schedule_pg_collection from 0.19) are taken and
     not needed.
@@ -538,5 +541,7 @@ def get_forward_backward_func(
     """
     if any(isinstance(argument, PrefixConfig) for argument in megatrons):
         raise UserError("give the configuration by name: prefix_config=PrefixConfig(...)")
-    callbacks = Callbacks(trained, routes, samples, passes_together, slices, masks_tokens)
+    callbacks = Callbacks(
+        trained, routes, samples, passes_together, slices, masks_tokens, sums_gradients
+    )
     return _schedule(prefix_config or PrefixConfig(), callbacks)
