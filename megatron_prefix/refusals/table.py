@@ -210,6 +210,7 @@ QUANTISER_OTHER = Refusal("quantiser … with …", "module", NOT_YET, "use stat
 # --- wrappers -------------------------------------------------------------------------------------
 
 FULLY_SHARDED = Refusal("parameters sharded by …", "wrapper", NOT_YET, "use DistributedDataParallel without FSDP, which reduces at every backward")
+TORCH_DDP = Refusal("a model in torch's own DistributedDataParallel", "wrapper", NOT_YET, "use Megatron's: torch's reduces in the backward of its own forward, which segments go around")
 DDP_DELAYED_WGRAD = Refusal("delay_wgrad_compute of DDP", "wrapper", NOT_YET, _OWN_PLAN)
 OFFLOAD_FP8 = Refusal("memory policy offload with fp8", "wrapper", NOT_YET, "use retain or recompute: the quantised weights of every segment would go to the host", ends=True)
 OFFLOAD_OVERLAP = Refusal("memory policy offload with gradient_accumulation_fusion and overlap_grad_reduce", "wrapper", NOT_YET, "turn overlap_grad_reduce off, or use recompute", ends=True)
@@ -270,6 +271,7 @@ TORCH_MODES = Refusal("the forward step calls the model inside a torch function 
 DIFFERENT_AUTOCAST = Refusal("model calls of one step run under different autocast settings", "setting", NOT_YET, "give all the same")
 SWITCHED = Refusal("the forward step changes … of the model around its call", "setting", NOT_YET, "set it before the schedule: segments run outside of forward steps (adapters may be off for other calls, without gradients)")
 TRAINING_MODE = Refusal("the forward step calls model.train() or model.eval() around its model call", "setting", NOT_YET, "call it before the schedule")
+FORWARD_COUNTS = Refusal("a call with forward_only and gradients enabled, in which routers count tokens", "setting", NOT_YET, "call the schedule under torch.no_grad(): else Megatron adds such a pass to expert biases and to the log of auxiliary losses")
 HOST_LAYERS_CP = Refusal("cache_host_layers is for whole sequences, and there are context-parallel ranks", "setting", NOT_YET, "set it to 0: they exchange K/V and gK/gV from device memory", ends=True)
 
 # --- outputs --------------------------------------------------------------------------------------
@@ -281,6 +283,8 @@ DIFFERENT_OUTPUTS = Refusal("outputs of the model differ from segment to segment
 OTHER_SENT = Refusal("the forward step gives the next pipeline stage something else than what the model returns", "output", NOT_YET, "return the model's output on stages without a loss, and compute a reference before the schedule: stages exchange segments of the model")
 CHANGED_OUTPUT = Refusal("the forward step changes what the model returns on a stage that has no loss", "output", NOT_YET, "let it change the last stage's output only", ends=True)
 NOT_VERIFIED = Refusal("the prefix schedule's step differs from the stock schedule's by more than rounding: …", "output", NOT_YET, "keep the stock schedule for this model and loss (mode off) and report it: `verify` ran both on the same microbatches")
+
+FORWARD_GRAPH = Refusal("results of a call with forward_only need gradients", "output", NOT_YET, "detach them, call the schedule under torch.no_grad(), or without forward_only: segments run without gradients there")
 
 # --- routes ---------------------------------------------------------------------------------------
 

@@ -218,6 +218,14 @@ class Rank(ModelNumbers):
         return self.looks_ahead and (not self.forward_only or self.language_models[0].training)
 
     @property
+    def counts_without_backward(self) -> bool:
+        """Whether routers count tokens in a call with forward_only, if gradients are enabled."""
+        if not (self.forward_only and self.counts_tokens):
+            return False
+        bias = getattr(self.config, "moe_router_enable_expert_bias", False)
+        return bool(bias) or self.language_models[0].training
+
+    @property
     def graphed(self) -> int:
         """Positions of the longest segment whose layers run on CUDA graphs: `graph_tokens`, or 0
         where they cannot; a warning says once why."""

@@ -20,6 +20,9 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.utils import (
+    _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
+)
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError, refused
@@ -32,6 +35,7 @@ from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import (
     DATA_EXCHANGE,
+    FORWARD_GRAPH,
     FP8_UNTRIED,
     HOST_LAYERS_CP,
     NOT_VERIFIED,
@@ -309,6 +313,8 @@ class PrefixSchedule:
             refusal = refusal or refused(DATA_EXCHANGE)  # ranks meet in segments, too
         elif first.losses_exchange:
             exchange = refused(DATA_EXCHANGE)
+        if rank.forward_only and any(map(_has_graph, pytree.tree_leaves(store))):
+            refusal = refusal or refused(FORWARD_GRAPH)
         # Ranks that later look at steps together remember the same.
         kind.refusal = agree(refusal, rank.agreeing, rank.device)
         kind.ordered = agree(exchange, rank.agreeing, rank.device) is not None
@@ -476,6 +482,10 @@ def _problem(step: Step, rank: Rank, capture: Capture) -> UserError | None:
     except UserError as error:
         return error
     return None
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 @functools.lru_cache(maxsize=8)  # a new callback every step must not fill the memory

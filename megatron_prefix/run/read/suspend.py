@@ -38,6 +38,7 @@ from megatron_prefix.moe import versions
 from megatron_prefix.moe.told import Told, may_replay, replays_of, told
 from megatron_prefix.refusals.table import (
     DIFFERENT_AUTOCAST,
+    FORWARD_COUNTS,
     FP8_AROUND,
     FP8_INSIDE,
     NO_CALL,
@@ -296,8 +297,8 @@ class Capture:
         """Refuses calls under settings that segments, which stand for several, cannot have.
 
         Raises:
-            CannotShare: autocast differs from call to call, or is one to fp8; or the model is in
-                another mode.
+            CannotShare: autocast differs from call to call, or is one to fp8; the model is in
+                another mode; or routers count in a call with forward_only.
         """
         if quantises():
             raise refused(FP8_AROUND)
@@ -306,6 +307,8 @@ class Capture:
             raise refused(DIFFERENT_AUTOCAST)
         if any(step.kept and step.kept[0] is not None for step in steps):
             raise refused(TRAINING_MODE)
+        if self._rank.counts_without_backward and any(step.called.grad for step in steps):
+            raise refused(FORWARD_COUNTS)
 
     def begin(self, forest: Forest) -> None:
         """Begins to run segments, or begins again, with what is given instead of tokens."""
