@@ -272,6 +272,8 @@ DIFFERENT_AUTOCAST = Refusal("model calls of one step run under different autoca
 SWITCHED = Refusal("the forward step changes … of the model around its call", "setting", NOT_YET, "set it before the schedule: segments run outside of forward steps (adapters may be off for other calls, without gradients)")
 TRAINING_MODE = Refusal("the forward step calls model.train() or model.eval() around its model call", "setting", NOT_YET, "call it before the schedule")
 FORWARD_COUNTS = Refusal("a call with forward_only and gradients enabled, in which routers count tokens", "setting", NOT_YET, "call the schedule under torch.no_grad(): else Megatron adds such a pass to expert biases and to the log of auxiliary losses")
+SCALES_INTERLEAVED = Refusal("a function of the trainer's own scales auxiliary losses (grad_scale_func, moe_grad_scale_func, mtp_grad_scale_func), and there are virtual pipeline stages", "setting", NOT_YET, "use the optimizer's scale_loss: with virtual stages Megatron scales a microbatch's losses of routers by what the function says of a later one")
+SCALES_ORDER = Refusal("a function of the trainer's own scales losses (grad_scale_func, moe_grad_scale_func, mtp_grad_scale_func), and segments would call it in another order than microbatches", "setting", NOT_YET, "use the optimizer's scale_loss, as another function may count its calls; or put rollouts of one prompt into neighbouring microbatches")
 HOST_LAYERS_CP = Refusal("cache_host_layers is for whole sequences, and there are context-parallel ranks", "setting", NOT_YET, "set it to 0: they exchange K/V and gK/gV from device memory", ends=True)
 
 # --- outputs --------------------------------------------------------------------------------------
@@ -302,6 +304,7 @@ ACROSS_EXPERTS = Refusal("across_ranks with expert parallelism and moe_token_dis
 ACROSS_PLAN = Refusal("across_ranks with a plan file", "ranks", NOT_YET, "leave it out, or set across_ranks to off")
 ACROSS_GATHERS = Refusal("across_ranks with overlap_param_gather", "ranks", NOT_YET, "turn that off, as weights would be gathered in another order on every rank; or set across_ranks to off")
 ACROSS_UNREDUCED = Refusal("across_ranks with a model that is not in Megatron's DistributedDataParallel", "ranks", NOT_YET, "wrap it, say sums_gradients=True to get_forward_backward_func if the trainer itself sums gradients over data-parallel ranks, or set across_ranks to off: until they are summed, a rank's own gradients are not the stock schedule's")
+ACROSS_SCALES = Refusal("across_ranks with multi-token prediction and a function of the trainer's own that scales its loss (grad_scale_func, mtp_grad_scale_func)", "ranks", NOT_YET, "use the optimizer's scale_loss, or set across_ranks to off: owners hear of weights before the function says what they are multiplied by")
 UNEVEN_MICROBATCHES = Refusal("global_aux_loss, and data-parallel ranks with … to … microbatches", "ranks", WRONG, "give all equally many, or use aux_loss", ends=True)
 UNEVEN_SAMPLES = Refusal("seq_aux_loss with samples of several lengths in one microbatch", "ranks", NOT_YET, "pad them to one length, or use aux_loss", ends=True)
 

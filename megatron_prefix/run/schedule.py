@@ -39,6 +39,7 @@ from megatron_prefix.refusals.table import (
     FP8_UNTRIED,
     HOST_LAYERS_CP,
     NOT_VERIFIED,
+    SCALES_INTERLEAVED,
 )
 from megatron_prefix.run import across_step
 from megatron_prefix.run.across.agreement import agree, agree_on, tried
@@ -333,6 +334,8 @@ class PrefixSchedule:
             raise rank.other_steps.error()
         if self.config.mode == "auto" and is_untried(rank.config):
             raise refused(FP8_UNTRIED)
+        if rank.scales_auxiliary_losses and len(rank.models) > 1:
+            raise refused(SCALES_INTERLEAVED)
         if rank.siblings is None or rank.siblings.size() > 1:
             rank.reduces |= self.callbacks.sums_gradients
             together = self.callbacks.passes_together or not rank.forward_only

@@ -28,6 +28,7 @@ from megatron_prefix.layers.own_backward import with_backward
 from megatron_prefix.refusals.table import FORWARD_GRAPH, STRAY_GRADIENT
 from megatron_prefix.run.execute.call_outputs import AnswerForm, CallOutputs
 from megatron_prefix.run.execute.inputs import ReadRows
+from megatron_prefix.run.execute.scales import AuxiliaryScales
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.run.read.suspend import SuspendedStep
 from megatron_prefix.tree import Forest
@@ -41,16 +42,18 @@ class LossContract:
         config: the model's configuration.
         cp_size: context parallel size.
         collect_non_loss_data: see Megatron's schedules.
+        scales: keeps what the trainer's functions say of each microbatch; None if there are none.
     """
 
     config: Any
     cp_size: int
     collect_non_loss_data: bool
+    scales: AuxiliaryScales | None = None
 
 
 def set_auxiliary_scales(contract: LossContract, model: Any, num_microbatches: int) -> None:
     """Tells Megatron how to weigh the losses of routers and of multi-token prediction, as a stage
-    without losses does in its schedule.
+    without losses does in its schedule for each microbatch.
 
     The scales are read when a backward runs, on every stage, and only the last has `Losses`.
     """
@@ -210,6 +213,8 @@ class Losses:
                 getattr(self._model, "vp_stage", None), contract.collect_non_loss_data,
                 len(self._steps), self._stores[microbatch], contract.cp_size, True,
             )  # fmt: skip
+        if contract.scales is not None:
+            contract.scales.note(microbatch)
         self.num_tokens = self.num_tokens + num_tokens
         if self._differentiable and isinstance(loss, Tensor) and loss.requires_grad:
             scale = contract.config.grad_scale_func

@@ -232,7 +232,7 @@ class Capture:
         self.steps: list[list[SuspendedStep]] = [[] for _ in rank.models]
         self.given: list[Given | None] = [None] * len(rank.models)
         self.towers: list[TowerOnce] = []
-        self._loss_variables = LossVariables(forward_step)
+        self._loss_variables = LossVariables(forward_step, *rank.scale_functions)
         self._left = [deque[SuspendedStep]() for _ in rank.models]
 
     @contextlib.contextmanager

@@ -158,7 +158,7 @@ def unwrapped(config: PrefixConfig, says: Callbacks) -> tuple[int, bool, str]:
     return crossed, max(largest.values()) <= limit, report.why_alone
 
 
-def test_without_a_wrapper_nothing_crosses_unless_the_trainer_sums_gradients() -> None:
+def test_without_a_wrapper_prompts_cross_only_if_told() -> None:
     auto = replace(CONFIG, mode="on", across_ranks="auto")
     for crossed, is_stocks, why in run_ranks(2, unwrapped, auto, Callbacks()):
         assert (crossed, is_stocks) == (0, True)
