@@ -123,6 +123,21 @@ def test_a_number_that_is_written_in_place_is_seen() -> None:
     assert "is overwritten by a later forward step" in reason
 
 
+def test_both_schedules_call_functions_alike_when_they_are_compared() -> None:
+    held = {"calls": 0}
+
+    def scale(loss: Tensor) -> Tensor:
+        held["calls"] += 1
+        return loss * (0.5 + held["calls"] % 5)
+
+    schedule, items = schedule_with(verify=1), Items(held.get)
+    expected = scaled_step(stock_schedule(), scale, items)
+    held["calls"] = 0
+    found = scaled_step(schedule, scale, items)
+    assert schedule.report.verification.failure == ""  # type: ignore[union-attr]
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
 def test_calls_in_another_order_are_the_stock_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "are_in_order", lambda *_: False)
     items, trainer = hybrid.items(), Varying(way="calls")

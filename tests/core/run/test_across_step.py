@@ -257,7 +257,10 @@ def test_failing_to_plan_what_crosses_ends_the_step_of_all() -> None:
 # Who asks -----------------------------------------------------------------------------------------
 
 GROUP = SimpleNamespace(size=lambda: 2)
-FREE = {"experts": None, "gathers_late": False, "forward_only": False, "reduces": True}
+FREE = {
+    "experts": None, "gathers_late": False, "looks_ahead": False, "forward_only": False,
+    "reduces": True,
+}  # fmt: skip
 
 
 def asked(mode: str, across: str | None, together: bool = True, **has: Any) -> str | None:
