@@ -123,7 +123,7 @@ def test_a_number_that_is_written_in_place_is_seen() -> None:
     assert "is overwritten by a later forward step" in reason
 
 
-def test_both_schedules_call_functions_alike_when_they_are_compared() -> None:
+def test_schedules_that_are_compared_call_functions_alike() -> None:
     held = {"calls": 0}
 
     def scale(loss: Tensor) -> Tensor:
