@@ -119,6 +119,14 @@ def _is(module: Any, method: str, known: str) -> bool:
     return isinstance(ours, LooksAhead) or owner(module, method, patches=()) == known
 
 
+class _Shares(NamedTuple):
+    """What rows of logits weigh in the loss of single microbatches, [shares] each."""
+
+    microbatch: Tensor
+    row: Tensor
+    weight: Tensor
+
+
 class _Segment(NamedTuple):
     """What one segment reads, on the model's device.
 
@@ -129,6 +137,7 @@ class _Segment(NamedTuple):
         repeats: per row of logits which of them it is of; likewise.
         labels: int64 [1, rows], of all ranks of sequence parallelism.
         weights: see `tree.ahead.Rows`, float64 [3, rows].
+        shares: of the first of these; None where microbatches are not told apart.
     """
 
     following: Tensor
@@ -136,6 +145,7 @@ class _Segment(NamedTuple):
     repeats: Tensor
     labels: Tensor
     weights: Tensor
+    shares: _Shares | None
 
 
 class StepAhead:
@@ -146,20 +156,60 @@ class StepAhead:
         device: where the model is.
         ranks, rank: sequence-parallel ranks, and this one's place among them.
         num_layers: of multi-token prediction in Megatron's log; 0 if it does not log this step.
+        scales: by which the loss of each microbatch is multiplied, [microbatches], where they may
+            differ: filled in before a backward reads them. None: what Megatron's schedule has set.
     """
 
     def __init__(
-        self, tables: AheadTables, device: Any, ranks: int, rank: int, num_layers: int
+        self,
+        tables: AheadTables,
+        device: Any,
+        ranks: int,
+        rank: int,
+        num_layers: int,
+        scales: Tensor | None = None,
     ) -> None:
         import torch
 
         self._num_layers, self._undefined = num_layers, tables.undefined
         self._segments = _on_device(tables, device, ranks, rank)
+        self._scales = scales
         self._means: dict[int, tuple[Tensor, ...]] = {}
         self._nothing = torch.zeros((), device=device, dtype=torch.float64)
 
     def __getitem__(self, index: int) -> _Segment:
         return self._segments[index]
+
+    def attached(self, index: int, hidden: Tensor, losses: Tensor, factor: float) -> Tensor:
+        """The decoder's output; a backward from it goes to the losses of a segment's rows, too.
+
+        Args:
+            index: the segment.
+            hidden: the decoder's output.
+            losses: [1, rows].
+            factor: of this loss in the model's.
+        """
+        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+        from megatron_prefix.layers.own_backward import with_backward
+
+        segment, scales = self._segments[index], self._scales
+        if segment.shares is None or scales is None:
+            found: Tensor = MTPLossAutoScaler.apply(
+                hidden, factor * losses * segment.weights[0].to(losses.dtype)
+            )
+            return found
+        microbatch, row, weight = segment.shares
+        shape, dtype = losses.shape, losses.dtype
+
+        def pull(gradient: Tensor) -> tuple[Tensor, Tensor]:
+            weights = weight.new_zeros(shape[-1])
+            weights.index_add_(0, row, weight * scales[microbatch])
+            return gradient, (factor * weights).to(dtype).expand(shape)
+
+        return with_backward(  # type: ignore[no-any-return]
+            lambda hidden, _: hidden.view_as(hidden), pull, hidden, losses
+        )
 
     def note(self, index: int, *sums: Tensor) -> None:
         """Keeps what a segment adds to Megatron's log; a second forward of it changes nothing.
@@ -257,8 +307,6 @@ class LooksAhead:
     def _with_loss(self, hidden: Tensor, current: SegmentContext, named: Any) -> Tensor:
         """The decoder's output [positions, 1, hidden_size]; backward from it begins with the
         layer's own loss, too."""
-        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
-
         from megatron_prefix.layers.blocks.unread import reaching
 
         predicted, segment = self._predicted(hidden, current, named), self._step[current.index]
@@ -270,8 +318,7 @@ class LooksAhead:
         sums = [(losses * weights[1]).sum(), *self._guesses(logits, segment, named)]
         self._step.note(current.index, *sums)
         factor = self._model.config.mtp_loss_scaling_factor
-        found: Tensor = MTPLossAutoScaler.apply(hidden, factor * losses * weights[0])
-        return found
+        return self._step.attached(current.index, hidden, losses, factor)
 
     def _predicted(self, hidden: Tensor, current: SegmentContext, named: Any) -> Tensor:
         """The layer's output, like the decoder's."""
@@ -349,7 +396,8 @@ def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[
         for parts in ([one.labels for one in rows], *zip(*mine, strict=True))
     )
     distinct, repeats = several or (labels, labels)
-    weights = on(device, np.concatenate([np.zeros((3, 0)), *(one.weights for one in rows)], 1))
+    parts = [np.zeros((3, 0)), *(one.weights[:3] for one in rows)]
+    weights = on(device, np.concatenate(parts, 1))
     return [
         _Segment(*each)
         for each in zip(
@@ -358,9 +406,24 @@ def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[
             repeats.split([len(numbers) for _, numbers in mine]),
             labels[None].split(nums, 1),
             weights.split(nums, 1),
+            _shares(rows, device),
             strict=True,
         )
     ]
+
+
+def _shares(rows: Sequence[Rows], device: Any) -> Iterable[_Shares | None]:
+    """Of all segments, on the model's device; None where microbatches are not told apart."""
+    from megatron_prefix.device.transfer import on
+
+    if all(len(one.weights) == 3 for one in rows):
+        return [None] * len(rows)
+    places = [np.stack(np.nonzero(one.weights[3:])) for one in rows]
+    weights = [one.weights[3:][tuple(place)] for one, place in zip(rows, places, strict=True)]
+    sizes = [len(each) for each in weights]
+    microbatch, row = on(device, np.concatenate(places, axis=1))
+    columns = microbatch, row, on(device, np.concatenate(weights))
+    return [*map(_Shares, *(column.split(sizes) for column in columns))]
 
 
 def _padded(rows: Rows, ranks: int) -> Rows:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import megatron.core
+import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from packaging.version import Version
@@ -39,6 +40,7 @@ from megatron_prefix.refusals.table import (
     OVERLAPPED_EXPERTS,
     PARTIAL_CHECKPOINTS,
     SPLIT_IMAGES,
+    TORCH_DDP,
     UNMARKED_BIAS,
 )
 
@@ -97,6 +99,8 @@ def _wrapper_refusals(model: Any) -> Iterator[Reason]:
         kind = type(model).__name__
         if "FullySharded" in kind or "FSDP" in kind or getattr(ddp, "use_megatron_fsdp", False):
             yield FULLY_SHARDED.given(kind)
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            yield TORCH_DDP.given()
         if getattr(ddp, "delay_wgrad_compute", False):
             yield DDP_DELAYED_WGRAD.given()
         model = model.module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,11 @@ from megatron_prefix.errors import refused
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.moe.span_sums import SpanSums
 from megatron_prefix.moe.tokens import Closing, LogicalTokens, SegmentTokens
-from megatron_prefix.moe.versions import global_loss_is_whole, sample_losses_weigh_batch
+from megatron_prefix.moe.versions import (
+    global_loss_is_whole,
+    sample_losses_weigh_batch,
+    unscaled,
+)
 from megatron_prefix.refusals.table import UNEVEN_SAMPLES
 
 LOGGED_AS = {
@@ -62,6 +67,8 @@ class RouterLedger:
         routers: Megatron's routers by layer of the model chunk.
         group_counts: of the step, the same for all model chunks of the rank.
         crossing: segments that cross data-parallel ranks.
+        scales: by which each microbatch's losses are multiplied, [microbatches], where they may
+            differ: filled in before a backward reads them. None: what Megatron's schedule has set.
 
     Raises:
         UserError: seq_aux_loss with samples of different lengths in a microbatch.
@@ -73,8 +80,9 @@ class RouterLedger:
         routers: Mapping[int, Any],
         group_counts: GroupCounts | None = None,
         crossing: Collection[int] = (),
+        scales: Tensor | None = None,
     ) -> None:
-        self._tokens, self._routers = tokens, routers
+        self._tokens, self._routers, self._scales = tokens, routers, scales
         num_experts = max((router.num_experts for router in routers.values()), default=0)
         self._spans = SpanSums(crossing, routers, num_experts)
         self._sent_back = SpanSums(crossing, routers, num_experts)
@@ -253,16 +261,25 @@ class RouterLedger:
         if router.tp_cp_group.size() > 1:
             dist.all_reduce(sums, group=router.tp_cp_group)
         masses = state.masses[closing.rollout]  # this rank's: Megatron logs its part of the loss
-        for kind in LOGGED_AS:
-            if coeff := router.get_aux_loss_coeff(kind):
-                seen = sums[:, :-1]
-                if kind == "global_aux_loss":
-                    seen = self._averages(layer, microbatches)[closing.place].to(sums.dtype)
-                vectors = _balance(router, kind, coeff, seen, masses, closing)
-                state.scores_gradient[closing.rollout] += vectors.to(sums.dtype)
-        if router.config.moe_z_loss_coeff is not None:
-            weights = _shrink(router, sums[:, -1], closing)
-            state.squares_gradient[closing.rollout] = weights.to(sums.dtype)
+        with contextlib.nullcontext() if self._scales is None else unscaled():
+            for kind in LOGGED_AS:
+                if coeff := router.get_aux_loss_coeff(kind):
+                    seen = sums[:, :-1]
+                    if kind == "global_aux_loss":
+                        seen = self._averages(layer, microbatches)[closing.place].to(sums.dtype)
+                    vectors = _balance(router, kind, coeff, seen, masses, closing)
+                    vectors = self._scaled(vectors, closing).to(sums.dtype)
+                    state.scores_gradient[closing.rollout] += vectors
+            if router.config.moe_z_loss_coeff is not None:
+                weights = self._scaled(_shrink(router, sums[:, -1], closing), closing)
+                state.squares_gradient[closing.rollout] = weights.to(sums.dtype)
+
+    def _scaled(self, gradients: Tensor, closing: Closing) -> Tensor:
+        """Gradients of rollouts, [n, ...], each multiplied by the scale of its microbatch."""
+        if self._scales is None:
+            return gradients
+        scales = self._scales[closing.microbatch]
+        return gradients * scales.view(-1, *(1 for _ in gradients.shape[1:]))
 
     def _averages(self, layer: int, microbatches: tuple[int, ...]) -> Tensor:
         """The counts that Megatron uses in these microbatches, [microbatches, experts].

@@ -38,12 +38,14 @@ class Closing(NamedTuple):
 
     Attributes:
         rollout: int64 [n].
-        place: number of each one's microbatch among these microbatches, int64 [n].
+        microbatch: each one's, int64 [n].
+        place: its number among these microbatches, int64 [n].
         samples: how many samples Megatron takes its microbatch for, int64 [n]: rows, or one pack.
         tokens: tokens of its microbatch, int64 [n].
     """
 
     rollout: Tensor
+    microbatch: Tensor
     place: Tensor
     samples: Tensor
     tokens: Tensor
@@ -115,7 +117,7 @@ class LogicalTokens:
         if closing is None:
             members = [self._members[m] for m in microbatches]
             columns = [
-                (rollout, place, 1 if self._packed[m] else len(rollouts), self.num_tokens[m])
+                (rollout, m, place, 1 if self._packed[m] else len(rollouts), self.num_tokens[m])
                 for place, (m, rollouts) in enumerate(zip(microbatches, members, strict=True))
                 for rollout in rollouts
             ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import megatron.core
@@ -52,6 +54,18 @@ def logged_losses() -> dict[str, Tensor]:
 def forget_logged_losses() -> None:
     """Empties the log; it belongs to the layers and process groups of one model."""
     _log_of_losses().clear()
+
+
+@contextlib.contextmanager
+def unscaled() -> Iterator[None]:
+    """Auxiliary losses are multiplied by one inside, whatever Megatron's schedule has set."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler as Scaler
+
+    before, Scaler.main_loss_backward_scale = Scaler.main_loss_backward_scale, None
+    try:
+        yield
+    finally:
+        Scaler.main_loss_backward_scale = before
 
 
 def global_loss_is_whole(router: Any) -> dict[str, bool]:

@@ -5,7 +5,8 @@ ranks whose tokens came in the forward. So segments that run forward together mu
 together, on every stage. The F-orders of these ranks are laid side by side, those that others wait
 for beside one another, and so waves and joined segments. The union is one forest, in which a
 segment has the parents that it has on any rank, and its plan is a plan for all ranks. Where a rank
-has no segment, it gets a filler, which is only padding.
+has no segment, it gets a filler, which is only padding. Ranks that all-gather their tokens need
+equally many, so there all segments at one place are padded to the longest.
 
 What crosses data-parallel ranks comes first, level by level of its trees: the segments that ranks
 compute side by side, then those that they receive, where nothing runs on any rank. Level by level,
@@ -72,14 +73,13 @@ class JointForest:
         """Pipelines that run together."""
         return len(self.microbatches_of)
 
-    @property
-    def even(self) -> bool:
-        """Whether segments that run together are equally long on all ranks."""
-        return all(len(set(lengths)) == 1 for lengths in self.lengths)
-
 
 def joint_forest(
-    forests: Sequence[Forest], microbatches_of: Sequence[Sequence[int]], place: int = 0
+    forests: Sequence[Forest],
+    microbatches_of: Sequence[Sequence[int]],
+    place: int = 0,
+    *,
+    even: bool = False,
 ) -> JointForest:
     """Merges forests.
 
@@ -87,11 +87,14 @@ def joint_forest(
         forests: one a pipeline.
         microbatches_of: per forest the trainer's microbatch of every rollout.
         place: number of the rank's own pipeline.
+        even: pad segments that run together to the length of the longest of them.
     """
     levels, crossing = _crossing(forests)
     nodes = crossing + _side_by_side(forests)
     sources = [_source(forests, node) for node in nodes]
     filled = [_filled(one, nodes, sources, levels, number) for number, one in enumerate(forests)]
+    if even:
+        filled = _evened(filled)
     ordered = any(forest.ordered for forest in forests)
     return JointForest(
         filled[place],
@@ -213,6 +216,22 @@ def _filled(
             exchanges.append(Exchange(number, (), level))
     exchanges.sort(key=lambda one: one.level)  # in a level in the order that all ranks have
     return replace(forest, segments=tuple(segments), exchanges=tuple(exchanges), rounds=())
+
+
+def _evened(forests: Sequence[Forest]) -> list[Forest]:
+    """Forests of equally many segments, each padded to the longest at its place."""
+    places = [*zip(*(forest.segments for forest in forests), strict=True)]
+    longest = [max(segment.padded_length for segment in place) for place in places]
+    return [
+        replace(forest, segments=tuple(map(_lengthened, forest.segments, longest)))
+        for forest in forests
+    ]
+
+
+def _lengthened(segment: Segment, length: int) -> Segment:
+    missing = length - segment.padded_length
+    padding = (Span(0, 0, missing, ()),) if missing else ()
+    return segment._replace(spans=segment.spans + padding)
 
 
 def _moved(segment: Segment, new: Mapping[int, int]) -> Segment:

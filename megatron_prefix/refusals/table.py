@@ -211,6 +211,7 @@ QUANTISER_OTHER = Refusal("quantiser … with …", "module", NOT_YET, "use stat
 # --- wrappers -------------------------------------------------------------------------------------
 
 FULLY_SHARDED = Refusal("parameters sharded by …", "wrapper", NOT_YET, "use DistributedDataParallel without FSDP, which reduces at every backward")
+TORCH_DDP = Refusal("a model in torch's own DistributedDataParallel", "wrapper", NOT_YET, "use Megatron's: torch's reduces in the backward of its own forward, which segments go around")
 DDP_DELAYED_WGRAD = Refusal("delay_wgrad_compute of DDP", "wrapper", NOT_YET, _OWN_PLAN)
 OFFLOAD_FP8 = Refusal("memory policy offload with fp8", "wrapper", NOT_YET, "use retain or recompute: the quantised weights of every segment would go to the host", ends=True)
 OFFLOAD_OVERLAP = Refusal("memory policy offload with gradient_accumulation_fusion and overlap_grad_reduce", "wrapper", NOT_YET, "turn overlap_grad_reduce off, or use recompute", ends=True)
@@ -272,6 +273,9 @@ DIFFERENT_AUTOCAST = Refusal("model calls of one step run under different autoca
 SWITCHED = Refusal("the forward step changes … of the model around its call", "setting", NOT_YET, "set it before the schedule, or use the stock schedule: a segment serves several microbatches (adapters may be off for other calls, without gradients)")
 STATE_LOST = Refusal("the forward step writes into … of the model between model calls, which it did not in its first steps", "setting", NOT_YET, "write it before the schedule, or use mode off: what earlier microbatches had there is lost", ends=True)
 TRAINING_MODE = Refusal("the forward step calls model.train() or model.eval() around its model call", "setting", NOT_YET, "call it before the schedule")
+FORWARD_COUNTS = Refusal("a call with forward_only and gradients enabled, in which routers count tokens", "setting", NOT_YET, "call the schedule under torch.no_grad(): else Megatron adds such a pass to expert biases and to the log of auxiliary losses")
+SCALES_INTERLEAVED = Refusal("a function of the trainer's own scales auxiliary losses (grad_scale_func, moe_grad_scale_func, mtp_grad_scale_func), and there are virtual pipeline stages", "setting", NOT_YET, "use the optimizer's scale_loss: with virtual stages Megatron scales a microbatch's losses of routers by what the function says of a later one")
+SCALES_ORDER = Refusal("a function of the trainer's own scales losses (grad_scale_func, moe_grad_scale_func, mtp_grad_scale_func), and segments would call it in another order than microbatches", "setting", NOT_YET, "use the optimizer's scale_loss, as another function may count its calls; or put rollouts of one prompt into neighbouring microbatches")
 HOST_LAYERS_CP = Refusal("cache_host_layers is for whole sequences, and there are context-parallel ranks", "setting", NOT_YET, "set it to 0: they exchange K/V and gK/gV from device memory", ends=True)
 
 # --- outputs --------------------------------------------------------------------------------------
@@ -284,6 +288,8 @@ OTHER_SENT = Refusal("the forward step gives the next pipeline stage something e
 CHANGED_OUTPUT = Refusal("the forward step changes what the model returns on a stage that has no loss", "output", NOT_YET, "let it change the last stage's output only", ends=True)
 NOT_VERIFIED = Refusal("the prefix schedule's step differs from the stock schedule's by more than rounding: …", "output", NOT_YET, "keep the stock schedule for this model and loss (mode off) and report it: `verify` ran both on the same microbatches")
 
+FORWARD_GRAPH = Refusal("results of a call with forward_only need gradients", "output", NOT_YET, "detach them, call the schedule under torch.no_grad(), or without forward_only: segments run without gradients there")
+
 # --- routes ---------------------------------------------------------------------------------------
 
 SOME_ROUTES = Refusal("some microbatches have routes and some have none", "routes", NOT_YET, "give all or none")
@@ -295,11 +301,12 @@ UNKNOWN_ROUTES = Refusal("RouterReplay's action is …, and the step's routes ar
 # --- ranks ----------------------------------------------------------------------------------------
 
 DIFFERENT_PROGRAMS = Refusal("the ranks of an expert-parallel group have programs of … actions that differ", "ranks", NOT_YET, "give the stock schedule equally many microbatches on each, and no plan file", ends=True)
-ALLGATHERED_TOKENS = Refusal("moe_token_dispatcher_type allgather, and segments of several lengths on the ranks that share experts", "ranks", NOT_YET, "use alltoall", ends=True)
 ACROSS_NO_GROUP = Refusal("across_ranks, and process groups without dp_cp", "ranks", NOT_YET, "add it to the trainer's groups, or set across_ranks to off")
 ACROSS_EXPERTS = Refusal("across_ranks with expert parallelism and moe_token_dispatcher_type allgather", "ranks", NOT_YET, "use alltoall: the all-gather wants equally many tokens on every rank, and only one of them runs a prompt; or set across_ranks to auto: every rank then shares what it has")
 ACROSS_PLAN = Refusal("across_ranks with a plan file", "ranks", NOT_YET, "leave it out, or set across_ranks to off")
 ACROSS_GATHERS = Refusal("across_ranks with overlap_param_gather", "ranks", NOT_YET, "turn that off, as weights would be gathered in another order on every rank; or set across_ranks to off")
+ACROSS_UNREDUCED = Refusal("across_ranks with a model that is not in Megatron's DistributedDataParallel", "ranks", NOT_YET, "wrap it, say sums_gradients=True to get_forward_backward_func if the trainer itself sums gradients over data-parallel ranks, or set across_ranks to off: until they are summed, a rank's own gradients are not the stock schedule's")
+ACROSS_SCALES = Refusal("across_ranks with multi-token prediction and a function of the trainer's own that scales its loss (grad_scale_func, mtp_grad_scale_func)", "ranks", NOT_YET, "use the optimizer's scale_loss, or set across_ranks to off: owners hear of weights before the function says what they are multiplied by")
 UNEVEN_MICROBATCHES = Refusal("global_aux_loss, and data-parallel ranks with … to … microbatches", "ranks", WRONG, "give all equally many, or use aux_loss", ends=True)
 UNEVEN_SAMPLES = Refusal("seq_aux_loss with samples of several lengths in one microbatch", "ranks", NOT_YET, "pad them to one length, or use aux_loss", ends=True)
 

@@ -26,6 +26,8 @@ from megatron_prefix.refusals.table import (
     ACROSS_GATHERS,
     ACROSS_NO_GROUP,
     ACROSS_PLAN,
+    ACROSS_SCALES,
+    ACROSS_UNREDUCED,
 )
 from megatron_prefix.run.across import agreement
 from megatron_prefix.run.across.agreement import all_say, tried, worst
@@ -121,6 +123,10 @@ def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
         return ACROSS_GATHERS
     if config.plan_file:
         return ACROSS_PLAN
+    if rank.looks_ahead and rank.scales_auxiliary_losses:
+        return ACROSS_SCALES
+    if not (rank.forward_only or rank.reduces):
+        return ACROSS_UNREDUCED
     return None
 
 

@@ -146,6 +146,8 @@ class Callbacks:
             gradients whose calls have no loss_mask, where `trained` is None.
         passes_together: data-parallel ranks make equally many calls without gradients, so that what
             is shared may cross them there, too (`PrefixConfig.across_ranks`).
+        sums_gradients: the trainer sums gradients over data-parallel ranks after the schedule, of a
+            model without Megatron's DDP, so that prompts may cross ranks.
         slices: how calls are cut for context-parallel ranks.
         masks_tokens: the loss_mask of a call is over tokens, not over the positions that predict
             them, and its losses have masks of their own: as if calls had none.
@@ -157,6 +159,7 @@ class Callbacks:
     passes_together: bool = False
     slices: Slices = Slices.ZIGZAG
     masks_tokens: bool = False
+    sums_gradients: bool = False
 
     def needs_drawn(self, forward_only: bool) -> bool:
         """Whether model calls must keep what was drawn for them: `ModelCall.drawn`."""

@@ -153,7 +153,7 @@ class FirstStep:
         self._takes_beside = takes_beside(rank)
         self.reason: Reason | None = None
         self.losses_exchange = False
-        self._places = [*places(function)]
+        self._places = [*places(function, *rank.scale_functions)]
         self._restored = {id(_dict_of(place)) for place in self._places}
         groups = rank.groups
         ranks_of = dist.get_process_group_ranks
@@ -243,6 +243,8 @@ class FirstStep:
             and _passed_on(returned[0]) != step.sent
         ):
             self._note(OTHER_SENT.given())
+        for function in self.rank.scale_functions:
+            self._seen += itertools.islice(_read_by(function, self._restored), HELD)
         if not (isinstance(returned, tuple) and len(returned) == 2 and callable(returned[1])):
             return returned
         read = [*itertools.islice(_read_by(returned[1], self._restored), HELD)]

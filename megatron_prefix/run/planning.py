@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.errors import StepFailed
+from megatron_prefix.errors import StepFailed, refused
 from megatron_prefix.plan import count_sums
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.gate import (
@@ -29,8 +29,10 @@ from megatron_prefix.plan.gate import (
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.prediction import Prediction, predict
 from megatron_prefix.plan.step_planner import Common, Judge, StepPlanner, Verdict, fitting
+from megatron_prefix.refusals.table import SCALES_ORDER
 from megatron_prefix.run.across import agreement
 from megatron_prefix.run.cost_meter import CostMeter, guessed
+from megatron_prefix.run.execute.losses import are_in_order
 from megatron_prefix.run.execute.memory_control import MemoryControl, longest_segments
 from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.read.step import Step
@@ -256,7 +258,8 @@ class Planning:
             UserError: ranks that meet would not run the same, or would wait for ever.
         """
         experts = None if step.unshared else rank.experts
-        joint = agreement.meet(step.forest, step.microbatch_of, experts)
+        even = rank.gathers_tokens
+        joint = agreement.meet(step.forest, step.microbatch_of, experts, even=even)
         if joint.mixed:  # where segments are joined there is one stage, which knows the samples
             step, joint = self._all_apart(step, joint.union.wanted, rank)
         if step.unshared:
@@ -269,6 +272,9 @@ class Planning:
         if joint.union.wanted:
             self._beside[self.planner(rank)] = Beside(joint.union.wanted, self._memory.limit)
         report.decision = self._together(report.decision, step, rank)
+        if rank.scale_functions and not rank.forward_only and report.decision.share:
+            beside = replace(step, forest=joint.forest)
+            report.decision = self._in_order(report, beside, rank)
         if rank.ordered and not step.unshared:
             count_sums.prove(report.joint, rank.stage, joint.union_microbatch_of)
         if rank.experts is not None:
@@ -279,9 +285,25 @@ class Planning:
             elif self.config.plan_file:
                 alone = report.plan.programs[rank.stage]
             agreement.check_programs(alone, rank.experts)
-            if report.decision.share:
-                agreement.check_dispatcher(rank.config, joint)
         return report, joint
+
+    def _in_order(self, report: StepReport, step: Step, rank: Rank) -> Decision:
+        """The decision where functions of the trainer's own scale losses, and may count their
+        calls; all ranks that meet call this.
+
+        Raises:
+            CannotShare: losses are in another order, in mode "on".
+        """
+        last = report.plan.actions_of(rank.num_stages - 1, len(rank.models) - 1)
+        problem = None if are_in_order(step, last) else refused(SCALES_ORDER)
+        meeting = rank.same_schedule if rank.experts is not None else ()
+        groups = rank.companions if rank.crosses else meeting
+        reason = agreement.agree(problem, groups, rank.device)
+        if reason is None:
+            return report.decision
+        if self.config.mode == "on":
+            raise reason
+        return replace(report.decision, share=False, fallback=True, reason=str(reason))
 
     def _all_apart(self, step: Step, length: int, rank: Rank) -> tuple[Step, JointForest]:
         """A step with prompts apart beside those of ranks that share experts, in segments of at
@@ -300,7 +322,8 @@ class Planning:
         if reason is not None:
             raise reason
         step = made or step
-        return step, agreement.meet(step.forest, step.microbatch_of, rank.experts)
+        even = rank.gathers_tokens
+        return step, agreement.meet(step.forest, step.microbatch_of, rank.experts, even=even)
 
     def _proposed_together(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:
         """The decision of all data-parallel ranks where payloads cross them, as the slowest sets

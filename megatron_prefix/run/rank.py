@@ -28,6 +28,7 @@ from megatron_prefix.megatron import features
 from megatron_prefix.megatron.families import has_images
 from megatron_prefix.megatron.features import pattern_of, recomputes
 from megatron_prefix.megatron.install import language_model
+from megatron_prefix.megatron.scale_functions import own_scale_functions
 from megatron_prefix.moe.options import counts_tokens, has_global_loss
 from megatron_prefix.moe.versions import is_since
 from megatron_prefix.plan.footprint import Execution, Footprint
@@ -141,6 +142,9 @@ class Rank(ModelNumbers):
         overlaps: whether Megatron's DDP is to reduce gradients during backwards.
         gathers_late: whether forwards gather the weights that they are about to need
             (overlap_param_gather).
+        reduces: whether the gradients of its models are summed over data-parallel ranks: Megatron's
+            DDP does, or the trainer says so.
+        scale_functions: of the trainer's own, by which losses are scaled.
         experts: ranks that share experts and so meet in every action; None if this one shares none.
         data_ranks: data- and context-parallel ranks (`dp_cp`); None if the trainer's groups lack
             them.
@@ -182,6 +186,8 @@ class Rank(ModelNumbers):
         ddp = [getattr(model, "ddp_config", None) for model in models]
         self.overlaps = any(getattr(one, "overlap_grad_reduce", False) for one in ddp)
         self.gathers_late = any(getattr(one, "overlap_param_gather", False) for one in ddp)
+        self.scale_functions = own_scale_functions(config)
+        self.reduces = all(map(_reduces, models))
         # A trainer's own collection of groups need not have `ep` and `dp_cp`.
         experts = getattr(groups, "ep", None)
         experts = experts or parallel_state.get_expert_model_parallel_group(check_initialized=False)
@@ -213,6 +219,21 @@ class Rank(ModelNumbers):
         """Whether multi-token prediction has anything to do in a call: Megatron computes its loss
         in evaluation, too, and does nothing with it."""
         return self.looks_ahead and (not self.forward_only or self.language_models[0].training)
+
+    @property
+    def scales_auxiliary_losses(self) -> bool:
+        """Whether functions of the trainer's own scale losses of routers, or of multi-token
+        prediction, in a call with gradients."""
+        has_losses = self.has_experts or self.looks_ahead
+        return bool(self.scale_functions) and has_losses and not self.forward_only
+
+    @property
+    def counts_without_backward(self) -> bool:
+        """Whether routers count tokens in a call with forward_only, if gradients are enabled."""
+        if not (self.forward_only and self.counts_tokens):
+            return False
+        bias = getattr(self.config, "moe_router_enable_expert_bias", False)
+        return bool(bias) or self.language_models[0].training
 
     @property
     def graphed(self) -> int:
@@ -277,6 +298,13 @@ class Rank(ModelNumbers):
 def _warn(text: str) -> None:
     """Once for each text."""
     logger.warning(text)
+
+
+def _reduces(model: Any) -> bool:
+    """Whether a wrapper of a model chunk sums its gradients over data-parallel ranks."""
+    while model is not None and not hasattr(model, "finish_grad_sync"):
+        model = getattr(model, "module", None)
+    return model is not None
 
 
 def several(*groups: Any) -> list[Any]:

@@ -20,6 +20,9 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.utils import (
+    _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
+)
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError, refused, unexpected
@@ -32,9 +35,11 @@ from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import (
     DATA_EXCHANGE,
+    FORWARD_GRAPH,
     FP8_UNTRIED,
     HOST_LAYERS_CP,
     NOT_VERIFIED,
+    SCALES_INTERLEAVED,
 )
 from megatron_prefix.run import across_step
 from megatron_prefix.run.across.agreement import agree, agree_on, tried
@@ -309,6 +314,8 @@ class PrefixSchedule:
             refusal = refusal or refused(DATA_EXCHANGE)  # ranks meet in segments, too
         elif first.losses_exchange:
             exchange = refused(DATA_EXCHANGE)
+        if rank.forward_only and any(map(_has_graph, pytree.tree_leaves(store))):
+            refusal = refusal or refused(FORWARD_GRAPH)
         # Ranks that later look at steps together remember the same.
         kind.refusal = agree(refusal, rank.agreeing, rank.device)
         kind.ordered = agree(exchange, rank.agreeing, rank.device) is not None
@@ -327,7 +334,10 @@ class PrefixSchedule:
             raise rank.other_steps.error()
         if self.config.mode == "auto" and is_untried(rank.config):
             raise refused(FP8_UNTRIED)
+        if rank.scales_auxiliary_losses and len(rank.models) > 1:
+            raise refused(SCALES_INTERLEAVED)
         if rank.siblings is None or rank.siblings.size() > 1:
+            rank.reduces |= self.callbacks.sums_gradients
             together = self.callbacks.passes_together or not rank.forward_only
             alone = across_step.why_alone(self.config, rank, together=together)
             if alone is None and self.config.across == "auto" and self._rest.next():
@@ -477,6 +487,10 @@ def _problem(step: Step, rank: Rank, capture: Capture) -> UserError | None:
     return None
 
 
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
 @functools.lru_cache(maxsize=8)  # a new callback every step must not fill the memory
 def _schedule(config: PrefixConfig, callbacks: Callbacks) -> PrefixSchedule:
     """One schedule per process and configuration: plans, kernels, pools and reports stay."""
@@ -513,6 +527,7 @@ def get_forward_backward_func(
     passes_together: bool = False,
     slices: Slices = Slices.ZIGZAG,
     masks_tokens: bool = False,
+    sums_gradients: bool = False,
     **others: Any,
 ) -> PrefixSchedule:
     """Replaces megatron.core.pipeline_parallel.get_forward_backward_func.
@@ -529,6 +544,7 @@ def get_forward_backward_func(
         passes_together: data-parallel ranks make equally many calls without gradients.
         slices: how model calls are cut for context-parallel ranks.
         masks_tokens: the loss_mask of a model call is over tokens, and so is ignored.
+        sums_gradients: the trainer itself sums gradients over data-parallel ranks; see `Callbacks`.
 
     Megatron's own arguments (pp_size, vp_size, and schedule_pg_collection from 0.19) are taken and
     not needed.
@@ -541,5 +557,7 @@ def get_forward_backward_func(
         raise TypeError(unexpected(get_forward_backward_func, min(unknown), PrefixConfig))
     if any(isinstance(argument, PrefixConfig) for argument in megatrons):
         raise UserError("give the configuration by name: prefix_config=PrefixConfig(...)")
-    callbacks = Callbacks(trained, routes, samples, passes_together, slices, masks_tokens)
+    callbacks = Callbacks(
+        trained, routes, samples, passes_together, slices, masks_tokens, sums_gradients
+    )
     return _schedule(prefix_config or PrefixConfig(), callbacks)

@@ -41,7 +41,7 @@ from megatron_prefix.run.execute import ahead, routers
 from megatron_prefix.run.execute.call_outputs import AnswerForm
 from megatron_prefix.run.execute.executor import Executor, Stage
 from megatron_prefix.run.execute.inputs import SegmentInputs
-from megatron_prefix.run.execute.losses import LossContract, Losses
+from megatron_prefix.run.execute.losses import LossContract, Losses, set_auxiliary_scales
 from megatron_prefix.run.execute.messages import (
     Links,
     channels_of,
@@ -50,6 +50,7 @@ from megatron_prefix.run.execute.messages import (
     message_shape,
 )
 from megatron_prefix.run.execute.overlap import Reductions
+from megatron_prefix.run.execute.scales import AuxiliaryScales
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read import heads
 from megatron_prefix.run.read.draws import SegmentDraws
@@ -94,7 +95,10 @@ class StepRun:
         self._schedule, self._capture, self._rank, self._joint = schedule, capture, rank, joint
         self._force_all_reduce = arguments["force_all_reduce"]
         collects = arguments["collect_non_loss_data"]
-        self._contract = LossContract(rank.config, rank.groups.cp.size(), collects)
+        scales = None
+        if rank.scales_auxiliary_losses:
+            scales = AuxiliaryScales(step.num_microbatches, rank)
+        self._contract = LossContract(rank.config, rank.groups.cp.size(), collects, scales)
         # With the segments that run side by side with those of other pipelines.
         self._step = dataclasses.replace(step, forest=joint.forest)
         self._config, self._memory = schedule.config, schedule.memory
@@ -167,6 +171,10 @@ class StepRun:
                 output, _ = suspended.resume(functools.partial(_same, hidden))
                 if output is not hidden or hidden._version:
                     raise refused(CHANGED_OUTPUT)
+                if self._rank.has_experts or self._rank.looks_ahead:
+                    set_auxiliary_scales(self._contract, self._rank.models[chunk], len(steps))
+                if self._contract.scales is not None:
+                    self._contract.scales.note(microbatch)
 
     def _zeros(self, config: Any, microbatch: int) -> Tensor:
         """Hidden states of one of the trainer's microbatches on this rank, all zero."""

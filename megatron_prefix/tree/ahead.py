@@ -35,7 +35,8 @@ class Rows(NamedTuple):
         places: position in the segment, on this rank, int64 [rows], ascending.
         labels: int64 [rows].
         weights: of each label in the loss, in the logged means of microbatches, and how many
-            rollouts give it one, float64 [3, rows].
+            rollouts give it one, float64 [3, rows]; behind them, where microbatches are told
+            apart, what of the first is of each of these.
     """
 
     places: Numbers
@@ -93,6 +94,7 @@ class AheadTables:
         division: Megatron's.
         rank: place in the context-parallel group.
         size: of that group.
+        apart: tells apart what a label counts in each microbatch.
 
     Attributes:
         undefined: whether Megatron divides by zero in the mean of a microbatch on this rank.
@@ -106,8 +108,13 @@ class AheadTables:
         division: Division,
         rank: int = 0,
         size: int = 1,
+        *,
+        apart: bool = False,
     ) -> None:
         self._forest, self._samples, self._place = forest, samples, (rank, size)
+        self._microbatch_of = microbatch_of
+        self._apart = max(microbatch_of, default=-1) + 1 if apart else 0
+        self._nothing = np.zeros((5 + self._apart, 0))
         self._heard: dict[int, list[Floats]] = collections.defaultdict(list)
         left, whole = sums(samples, microbatch_of, size)
         self.undefined = not division.clamps and bool((left[:, rank] == 0).any())
@@ -158,10 +165,10 @@ class AheadTables:
         """Of every segment, those labels that have a weight; none of what another rank computes."""
         for index, segment in enumerate(self._forest.segments):
             here = segment.source < 0
-            yield self._rows(segment, self._heard[index]) if here else Rows(*_split(_NOTHING))
+            yield self._rows(segment, self._heard[index]) if here else Rows(*_split(self._nothing))
 
     def _rows(self, segment: Segment, heard: Sequence[Floats]) -> Rows:
-        columns = [_NOTHING, *heard]
+        columns = [self._nothing, *heard]
         start = 0
         for span in segment.spans:
             part = self._of_span(span)
@@ -179,27 +186,33 @@ class AheadTables:
         return Rows(*_split(table[:, np.argsort(table[0], kind="stable")]))
 
     def _of_span(self, span: Span) -> Floats:
-        """Place in a span, label and weights of its rows, [5, rows]."""
+        """Place in a span, label and weights of its rows, [5 and more, rows]."""
         if not span.rollouts:  # a filler
-            return _NOTHING.copy()
-        inside = np.zeros((3, span.length - 1))
+            return self._nothing.copy()
+        inside = np.zeros((3 + self._apart, span.length - 1))
         ends: dict[int, Floats] = {}
         for rollout in span.rollouts:
-            sample, counted = self._samples[rollout], self._counted[rollout]
-            inside += counted[:, span.start : span.end - 1]
+            sample, counted = self._samples[rollout], self._counts(rollout, span)
+            inside += counted[:, :-1]
             if span.end < len(sample):
                 label = int(sample.labels[span.end])
-                ends[label] = ends.get(label, np.zeros(3)) + counted[:, span.end - 1]
+                ends[label] = ends.get(label, np.zeros(len(inside))) + counted[:, -1]
         labels = self._samples[span.rollouts[0]].labels[span.start + 1 : span.end]
         places = np.arange(span.length - 1)
         last = [
-            np.array([span.length - 1, label, *weights]).reshape(5, 1)
+            np.array([span.length - 1, label, *weights]).reshape(-1, 1)
             for label, weights in ends.items()
         ]
         return np.concatenate([np.concatenate([places[None], labels[None], inside]), *last], axis=1)
 
-
-_NOTHING = np.zeros((5, 0))
+    def _counts(self, rollout: int, span: Span) -> Floats:
+        """What the labels after a span's positions count in a rollout, [3 and more, positions]."""
+        counted = self._counted[rollout][:, span.start : span.end]
+        if not self._apart:
+            return counted
+        apart = np.zeros((self._apart, span.length))
+        apart[self._microbatch_of[rollout]] = counted[0]
+        return np.concatenate([counted, apart])
 
 
 def _weighed(table: Floats) -> Floats:

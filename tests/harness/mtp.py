@@ -37,6 +37,7 @@ from tests.harness import hybrid, steps
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.ranks import run_ranks
+from tests.harness.scales import Varying
 from tests.harness.steps import Contract, Microbatch
 
 FACTOR = 3.0
@@ -254,6 +255,8 @@ def new_cases(*, products: bool = False) -> Iterator[tuple[str, Contract, str, d
         yield "tied", Contract(logits=True, per_token=True), kind, {"mtp_detach_heads": True}
     if calls and not products:
         yield "experts", Contract(logits=True), "prefixes", {}
+        yield "experts", Varying(logits=True, way="calls"), "prefixes", {}
+        yield "experts", Varying(way="before"), "tree", {}
     if detached and not products:
         yield "dense", Contract(), "tree", {"mtp_detach_heads": True}
         yield "full recomputation", Contract(), "tree", {"mtp_detach_heads": True}

@@ -10,10 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_prefix.lab import numerics
@@ -81,7 +83,9 @@ class Contract:
         """Sets on the model's config what the trainer would."""
         config = unwrap(model).config
         config.calculate_per_token_loss = self.per_token
-        config.grad_scale_func = None if self.scale is None else lambda loss: loss * self.scale
+        scaler = SimpleNamespace(get_loss_scale=lambda: self.scale)
+        scale_loss = MethodType(MegatronOptimizer.scale_loss, scaler)
+        config.grad_scale_func = None if self.scale is None else scale_loss
 
 
 def _nll(logits: Tensor, labels: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from megatron_prefix.errors import CannotShare, StepFailed, refused
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest, joint_forest
 from megatron_prefix.refusals.table import (
-    ALLGATHERED_TOKENS,
     DIFFERENT_PROGRAMS,
     UNEVEN_MICROBATCHES,
 )
@@ -161,20 +160,24 @@ def _first_reason(problem: BaseException | None, groups: Sequence[Any]) -> Canno
     return mine
 
 
-def meet(forest: Forest, microbatch_of: Sequence[int], group: Any) -> JointForest:
+def meet(
+    forest: Forest, microbatch_of: Sequence[int], group: Any, *, even: bool = False
+) -> JointForest:
     """A rank's segments beside those of ranks that share experts; all of these call this.
 
     Args:
         forest: this rank's segments.
         microbatch_of: the trainer's microbatch of each of its rollouts.
         group: the process group whose ranks meet in every action; None: there is no other rank.
+        even: see `joint_forest`.
     """
     if group is None:
         return JointForest.alone(forest, microbatch_of)
     numbers = all_say((tuple(microbatch_of), forest.to_ints()), group)
     forests = [Forest.from_ints(ints) for _, ints in numbers]
     forests[group.rank()] = forest
-    return joint_forest(forests, [owners for owners, _ in numbers], group.rank())
+    owners = [owners for owners, _ in numbers]
+    return joint_forest(forests, owners, group.rank(), even=even)
 
 
 def check_counts(num_microbatches: int, group: Any, device: torch.device) -> None:
@@ -212,13 +215,3 @@ def check_programs(unplanned: Sequence[Any] | None, group: Any) -> None:
     if any(program != programs[0] for program in programs):
         sizes = ", ".join(str(len(program)) for program in programs)
         raise refused(DIFFERENT_PROGRAMS, sizes)
-
-
-def check_dispatcher(config: Any, joint: JointForest) -> None:
-    """Refuses what would hang: the all-gather of tokens wants equally many on every rank.
-
-    Raises:
-        UserError: segments side by side differ in length; on every rank that has one of them.
-    """
-    if config.moe_token_dispatcher_type == "allgather" and not joint.even:
-        raise refused(ALLGATHERED_TOKENS)

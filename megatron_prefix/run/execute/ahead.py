@@ -62,15 +62,19 @@ def begin(
     cp, tp, ranks = rank.groups.cp, rank.groups.tp, rank.sequence_ranks
     tables = AheadTables(
         step.forest, samples, step.microbatch_of, mtp.division(rank.config), cp.rank(),
-        cp.size(),
+        cp.size(), apart=contract.scales is not None,
     )  # fmt: skip
     if communicator is not None:
-        set_auxiliary_scales(contract, rank.models[-1], step.num_microbatches)
-        _tell_owners(tables, step.forest, communicator, mtp.loss_scale())
+        scale = 1.0
+        if not rank.forward_only:
+            set_auxiliary_scales(contract, rank.models[-1], step.num_microbatches)
+            scale = mtp.loss_scale()
+        _tell_owners(tables, step.forest, communicator, scale)
     place = tp.rank() if ranks > 1 else 0
     return mtp.StepAhead(
-        tables, rank.device, ranks, place, rank.config.mtp_num_layers if logs else 0
-    )
+        tables, rank.device, ranks, place, rank.config.mtp_num_layers if logs else 0,
+        None if contract.scales is None else contract.scales.further,
+    )  # fmt: skip
 
 
 def _tell_owners(

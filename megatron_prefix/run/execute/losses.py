@@ -24,9 +24,11 @@ from torch.utils import (
 )
 
 from megatron_prefix.errors import refused
-from megatron_prefix.refusals.table import STRAY_GRADIENT
+from megatron_prefix.layers.own_backward import with_backward
+from megatron_prefix.refusals.table import FORWARD_GRAPH, STRAY_GRADIENT
 from megatron_prefix.run.execute.call_outputs import AnswerForm, CallOutputs
 from megatron_prefix.run.execute.inputs import ReadRows
+from megatron_prefix.run.execute.scales import AuxiliaryScales
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.run.read.suspend import SuspendedStep
 from megatron_prefix.tree import Forest
@@ -40,16 +42,18 @@ class LossContract:
         config: the model's configuration.
         cp_size: context parallel size.
         collect_non_loss_data: see Megatron's schedules.
+        scales: keeps what the trainer's functions say of each microbatch; None if there are none.
     """
 
     config: Any
     cp_size: int
     collect_non_loss_data: bool
+    scales: AuxiliaryScales | None = None
 
 
 def set_auxiliary_scales(contract: LossContract, model: Any, num_microbatches: int) -> None:
     """Tells Megatron how to weigh the losses of routers and of multi-token prediction, as a stage
-    without losses does in its schedule.
+    without losses does in its schedule for each microbatch.
 
     The scales are read when a backward runs, on every stage, and only the last has `Losses`.
     """
@@ -94,7 +98,10 @@ class Losses:
         self.outputs = self._new_outputs()
         self._strays: list[Tensor] = []
         self.num_tokens: int | Tensor = 0
+        self._differentiable = True
         self._small, self._inside = True, False
+        # A call with forward_only runs segments without gradients, and losses as it was called.
+        self._gradients = torch.is_grad_enabled()
         self._sent: dict[int, list[Tensor | None]] = {}
         self._again: dict[int, list[Tensor | None]] = {}
         self._stores: list[list[Any]] = [[] for _ in steps]
@@ -115,6 +122,7 @@ class Losses:
         self, index: int, output: Any, rows: ReadRows | None = None, *, differentiable: bool
     ) -> None:
         """Takes a segment's output, see CallOutputs; scores the microbatches whose turn it is."""
+        self._differentiable = differentiable
         if self._forest.segments[index].scored:
             self.outputs.take(index, output, rows, differentiable=differentiable)
         # What another rank has computed comes late, and still before the leaves below it.
@@ -165,6 +173,8 @@ class Losses:
         answer = self.outputs.answer(microbatch, self._rollouts[microbatch])
         if self._form.filled is not None:
             self._form.filled.give(self._steps[microbatch].call)
+        if not self._differentiable and torch.is_grad_enabled() and _trains(self._model):
+            return pytree.tree_map(_without_backward, answer)
         tensors = _with_graph(answer)
         # Logits are large; what a loss sends to weights that it was handed cannot be sent again.
         if self._form.filled is not None or any(tensor.dim() > 2 for tensor in tensors):
@@ -195,15 +205,18 @@ class Losses:
         self._left.discard(microbatch)
         timers = contract.config.timers
         self._inside = True  # what fails from here on cannot be repeated
-        with contextlib.nullcontext() if timers is None else _timer_of_forward(timers):
+        timing = contextlib.nullcontext() if timers is None else _timer_of_forward(timers)
+        with timing, torch.set_grad_enabled(self._gradients):
             output, loss_func = step.resume(functools.partial(self._answer, microbatch))
             loss, num_tokens = forward_step_calc_loss(
                 self._model, output, loss_func, contract.config,
                 getattr(self._model, "vp_stage", None), contract.collect_non_loss_data,
                 len(self._steps), self._stores[microbatch], contract.cp_size, True,
             )  # fmt: skip
+        if contract.scales is not None:
+            contract.scales.note(microbatch)
         self.num_tokens = self.num_tokens + num_tokens
-        if torch.is_grad_enabled() and isinstance(loss, Tensor) and loss.requires_grad:
+        if self._differentiable and isinstance(loss, Tensor) and loss.requires_grad:
             scale = contract.config.grad_scale_func
             torch.autograd.backward(loss if scale is None else scale(loss))
         self._inside = False
@@ -247,6 +260,24 @@ def _turns(
         for microbatch in some:
             ready_after[microbatch] = index
     return ready_after, through
+
+
+def _trains(model: Any) -> bool:
+    return any(weight.requires_grad for weight in model.parameters())
+
+
+def _without_backward(leaf: Any) -> Any:
+    """An answer's tensor as if it had a graph: a backward through it is refused by name."""
+    if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
+        return leaf
+    found: Tensor = with_backward(
+        lambda x: x.view_as(x), _refuse_backward, leaf.detach().requires_grad_()
+    )
+    return found
+
+
+def _refuse_backward(_: Tensor) -> Tensor:
+    raise refused(FORWARD_GRAPH)
 
 
 def _with_graph(answer: Any) -> list[Tensor]:

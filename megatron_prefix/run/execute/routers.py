@@ -12,7 +12,7 @@ from megatron_prefix.moe.tokens import LogicalTokens
 from megatron_prefix.moe.told import RECORD, replays_of
 from megatron_prefix.refusals.table import AHEAD_ROUTES, RECORDS_ROUTES, UNKNOWN_ROUTES
 from megatron_prefix.run.execute.executor import Stage
-from megatron_prefix.run.execute.losses import LossContract, set_auxiliary_scales
+from megatron_prefix.run.execute.losses import LossContract
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read.routes import told_of
 from megatron_prefix.run.read.step import Step
@@ -42,7 +42,7 @@ def begin(
     rank: Rank,
     capture: Capture,
 ) -> GroupCounts | None:
-    """Gives the stages their routes and ledgers, and Megatron the scale of auxiliary losses.
+    """Gives the stages their routes and ledgers.
 
     Returns:
         What sums counts over data-parallel ranks, if the loss of a router needs that.
@@ -59,7 +59,6 @@ def begin(
     """
     _set_routes(stages, step, rank, capture)
     if not rank.forward_only and any(stage.hooks.routers for stage in stages):
-        set_auxiliary_scales(contract, stages[-1].model, step.num_microbatches)
         cp = rank.groups.cp
         tokens = LogicalTokens(
             step.forest, step.microbatch_of, rank.device, cp.rank(), cp.size(),
@@ -67,8 +66,9 @@ def begin(
         )  # fmt: skip
         group_counts = GroupCounts()
         crossing = [one.segment for one in step.forest.exchanges]
+        scales = None if contract.scales is None else contract.scales.routers
         for stage in stages:
-            stage.ledger = RouterLedger(tokens, stage.hooks.routers, group_counts, crossing)
+            stage.ledger = RouterLedger(tokens, stage.hooks.routers, group_counts, crossing, scales)
         return group_counts if rank.ordered else None
     return None
 

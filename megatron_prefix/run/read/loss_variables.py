@@ -55,14 +55,14 @@ class LossVariables:
     """The bindings of a schedule call's forward steps; `swap` is one for `SuspendedStep`.
 
     Args:
-        function: the trainer's `forward_step_func`.
+        functions: the trainer's `forward_step_func`, and others that it calls for a microbatch.
 
     Attributes:
         places: those that are looked at.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.places = [*places(function)]
+    def __init__(self, *functions: Callable[..., Any]) -> None:
+        self.places = [*places(*functions)]
         self._last: dict[tuple[int, Any], tuple[Place, Any]] = {}
         self._set: dict[tuple[int, Any], Any] = {}
         self._counted: dict[tuple[int, Any], int] = {}
@@ -130,10 +130,12 @@ def named_globals(function: types.FunctionType) -> Place:
     return Place(lambda: {n: module[n] for n in names if n in module}, module.__setitem__)
 
 
-def places(function: Callable[..., Any]) -> Iterator[Place]:
-    """Places whose values a function may change, each once, the nearest first."""
-    called = inspect.getattr_static(type(function), "__call__", None)  # of an object that is called
-    waiting = deque([(function, 0), (called, 0)])
+def places(*functions: Callable[..., Any]) -> Iterator[Place]:
+    """Places whose values functions may change, each once, the nearest first."""
+    waiting: deque[tuple[Any, int]] = deque()
+    for function in functions:
+        called = inspect.getattr_static(type(function), "__call__", None)  # of an object
+        waiting += [(function, 0), (called, 0)]
     seen: set[int] = set()
     num = 0
     while waiting and num < MOST_PLACES:

@@ -38,6 +38,7 @@ from megatron_prefix.moe import versions
 from megatron_prefix.moe.told import Told, may_replay, replays_of, told
 from megatron_prefix.refusals.table import (
     DIFFERENT_AUTOCAST,
+    FORWARD_COUNTS,
     FP8_AROUND,
     FP8_INSIDE,
     NO_CALL,
@@ -232,7 +233,7 @@ class Capture:
         self.steps: list[list[SuspendedStep]] = [[] for _ in rank.models]
         self.given: list[Given | None] = [None] * len(rank.models)
         self.towers: list[TowerOnce] = []
-        self._loss_variables = LossVariables(forward_step)
+        self._loss_variables = LossVariables(forward_step, *rank.scale_functions)
         self._left = [deque[SuspendedStep]() for _ in rank.models]
         models = [*rank.language_models, *rank.models]
         self._state = StateOfSteps(
@@ -309,8 +310,8 @@ class Capture:
         """Refuses calls under settings that segments, which stand for several, cannot have.
 
         Raises:
-            CannotShare: autocast differs from call to call, or is one to fp8; or the model is in
-                another mode.
+            CannotShare: autocast differs from call to call, or is one to fp8; the model is in
+                another mode; or routers count in a call with forward_only.
         """
         if quantises():
             raise refused(FP8_AROUND)
@@ -319,6 +320,8 @@ class Capture:
             raise refused(DIFFERENT_AUTOCAST)
         if any(step.kept and step.kept[0] is not None for step in steps):
             raise refused(TRAINING_MODE)
+        if self._rank.counts_without_backward and any(step.called.grad for step in steps):
+            raise refused(FORWARD_COUNTS)
 
     def begin(self, forest: Forest) -> None:
         """Begins to run segments, or begins again, with what is given instead of tokens."""

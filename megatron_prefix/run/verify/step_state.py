@@ -62,7 +62,8 @@ class StepState(Rewind):
             ]
         self._logged_ahead = {name: values.clone() for name, values in logged_ahead().items()}
         self._random = random_states(rank.device)
-        self._variables = [(place, place.read()) for place in places(forward_step)]
+        shared = places(forward_step, *rank.scale_functions)
+        self._variables = [(place, place.read()) for place in shared]
         self._containers = [
             (value, copy.copy(value))
             for _, variables in self._variables

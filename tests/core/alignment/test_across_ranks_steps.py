@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from megatron_prefix.lab import numerics, runtime
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.refusals.table import ACROSS_UNREDUCED
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
@@ -130,6 +132,40 @@ def test_several_updates_and_passes_without_gradients() -> None:
 def test_several_updates_in_mode_auto() -> None:
     config = PrefixConfig(mode="auto", min_gain=0, kernel="math", min_speedup=0.01)
     run_ranks(2, sequence, config, Layout(dp=2), evenly, {})
+
+
+def unwrapped(config: PrefixConfig, says: Callbacks) -> tuple[int, bool, str]:
+    """A rank's step with a model in no wrapper: positions that crossed, whether its
+    own gradients are the stock schedule's, and why nothing crossed. Their sums always are."""
+    runtime.initialize(Layout(dp=2))
+    items, contract, found = evenly(0, dist.get_rank()), Contract(per_token=True), []
+    ours = PrefixSchedule(config, says)
+    for schedule in (stock_schedule(), ours):
+        model = small_model(dtype=torch.float64, wrap_ddp=False)
+        contract.configure(model)
+        steps.call(schedule, contract.step, model, items)
+        found.append(steps.gradients(model))
+    stock, gradients = found
+    terms = {name: float(one.abs().max()) for name, one in stock.items()}
+    largest = {name: float((gradients[name] - one).abs().max()) for name, one in stock.items()}
+    limit = numerics.tolerance(torch.float64, 1000, 64, 8) * max(terms.values())
+    for gradient in itertools.chain(stock.values(), gradients.values()):
+        dist.all_reduce(gradient)
+    num = PROMPTS * 2 * (PROMPT + ANSWER)
+    steps.assert_gradients(gradients, steps.Reference(stock, terms), num)
+    report: Any = ours.report
+    crossed = report.crossed.received_tokens if report.crossed else 0
+    return crossed, max(largest.values()) <= limit, report.why_alone
+
+
+def test_without_a_wrapper_prompts_cross_only_if_told() -> None:
+    auto = replace(CONFIG, mode="on", across_ranks="auto")
+    for crossed, is_stocks, why in run_ranks(2, unwrapped, auto, Callbacks()):
+        assert (crossed, is_stocks) == (0, True)
+        assert why == f"{ACROSS_UNREDUCED.name} is not supported yet"
+    ranks = run_ranks(2, unwrapped, CONFIG, Callbacks(sums_gradients=True))
+    assert sum(crossed for crossed, *_ in ranks) > 0
+    assert not any(is_stocks for _, is_stocks, _ in ranks)
 
 
 IDLE = {

@@ -46,6 +46,7 @@ class Case:
     layout: Layout = EP2
     prefix: PrefixConfig = PrefixConfig(min_gain=0, segment_tokens=24)  # noqa: RUF009  # frozen
     recompute: str = "none"
+    all_gather: bool = False  # of tokens: then all ranks need equally many
 
 
 CASES = {
@@ -56,6 +57,11 @@ CASES = {
     "VPP2": Case(((4, 1), (2,)), replace(PP2_EP2, vpp=2), CHUNKED),
     "segments recomputed": Case(((2, 2), (4,)), EP2, replace(CHUNKED, memory="recompute")),
     "full recompute": Case(((1, 1, 1), (4,)), EP2, CHUNKED, "full"),
+    "all-gather": Case(((4,), (1, 2)), EP2, CHUNKED, all_gather=True),
+    "all-gather, recomputed, joined": Case(
+        ((3, 2), (1,)), EP2, PrefixConfig(min_gain=1, memory="recompute"), all_gather=True
+    ),
+    "all-gather, a rank without any, PP2": Case(((3, 2), ()), PP2_EP2, PACKED, all_gather=True),
     "several trees a segment": Case(((2, 3, 1), (1, 2)), EP2, PACKED),
     "several trees a segment beside none": Case(((3, 3), ()), EP2, PACKED),
     "several trees a segment, VPP2": Case(((2, 2, 2), (3, 2)), replace(PP2_EP2, vpp=2), PACKED),
@@ -84,7 +90,9 @@ def gradients(
     from megatron.core import parallel_state
 
     spec = resolve("tiny-moe", num_layers=layers, moe_aux_loss_coeff=1.0, moe_z_loss_coeff=0.5)
-    options = {"calculate_per_token_loss": True}
+    options: dict[str, Any] = {"calculate_per_token_loss": True}
+    if case.all_gather and layout.ep > 1:
+        options |= {"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False}
     chunks = build_model(
         spec.with_vocab(64), layout=layout, dtype="float64", recompute=recompute,
         config_overrides=options,
@@ -139,22 +147,6 @@ def test_some_cases_have_segments_of_several_trees() -> None:
 @pytest.mark.parametrize("name", rows(CASES, ["VPP2"]))
 def test_a_step_is_that_of_one_rank_with_everything(name: str) -> None:
     assert worst(CASES[name]) <= 1.0
-
-
-def test_token_all_gather_is_refused_with_unequal_segments() -> None:
-    data = [items(sizes, seed) for seed, sizes in enumerate(((4,), (1, 2)))]
-
-    def on_rank() -> None:
-        rank = runtime.initialize(EP2).rank
-        options = {"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False}
-        (model,) = build_model(
-            resolve("tiny-moe", num_layers=2).with_vocab(64), layout=EP2, dtype="float64",
-            config_overrides=options,
-        )  # fmt: skip
-        with pytest.raises(UserError, match=r"allgather.*use alltoall"):
-            steps.call(PrefixSchedule(CHUNKED), CONTRACT.step, model, data[rank])
-
-    run_ranks(2, on_rank)
 
 
 def test_the_stock_schedule_with_unequal_numbers_is_refused() -> None:

@@ -163,7 +163,8 @@ def check(
     sizes = [2 * num_positions, len(items)] * (len(found.averaged) // 2)
     assert [int(x.sum()) for x in found.averaged] == sizes
 
-    steps.call(schedule, contract.step, model, items, forward_only=True)
+    with torch.no_grad():
+        steps.call(schedule, contract.step, model, items, forward_only=True)
     after = taken(model)
     assert not any(torch.any(x != 0) for name, x in after.logged.items() if "loss" in name)
     assert not any(torch.any(x != 0) for x in [*after.counts, *after.averaged])

@@ -125,7 +125,8 @@ def compare(case: Case) -> tuple[int, int]:
             set_action(RouterReplayAction.REPLAY_FORWARD, routers)
             for router in versions.routers(unwrap(model)).values():
                 router.expert_bias.zero_()  # a step moves it
-            logs = steps.call(schedule, step, model, items(), forward_only=True)
+            with torch.no_grad():
+                logs = steps.call(schedule, step, model, items(), forward_only=True)
             steps.zero_gradients(model)
             logs += steps.call(schedule, step, model, items())
             found.append((steps.gradients(model), [log["sum"] for log in logs]))

@@ -352,6 +352,11 @@ class TorchFullyShardedDataParallel(nn.Module):
         self.module = module
 
 
+def test_torchs_own_ddp_is_refused(model: Any) -> None:
+    with pytest.raises(CannotShare, match="torch's own DistributedDataParallel: use Megatron's"):
+        install(nn.parallel.DistributedDataParallel(unwrap(model)))
+
+
 def test_fully_sharded_parameters_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="by TorchFullyShardedDataParallel: use Distributed"):
         install(TorchFullyShardedDataParallel(unwrap(model)))

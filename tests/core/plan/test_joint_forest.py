@@ -144,8 +144,21 @@ def test_what_losses_read_adds_up_over_the_forests() -> None:
 def test_the_union_of_like_forests_has_no_fillers() -> None:
     forests = [build(*flat_rollouts(64, length, 4, 2)) for length in (4092, 4096)]
     found = joint_forest(forests, [range(8)] * 2)
-    assert found.forest == forests[0] and not found.even
-    assert joint_forest(forests[:1] * 2, [range(8)] * 2).even
+    assert found.forest == forests[0]
+    assert any(len({*lengths}) > 1 for lengths in found.lengths)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_ranks_that_gather_tokens_have_segments_of_one_length(place: int) -> None:
+    """Padding belongs to no rollout, and is behind what is computed."""
+    forests = [build(*flat_rollouts(64, length, 4, 2)) for length in (4092, 4096)]
+    found = joint_forest(forests, [range(8)] * 2, place, even=True)
+    assert all(len({*lengths}) == 1 for lengths in found.lengths)
+    for padded, segment in zip(found.forest.segments, forests[place].segments, strict=True):
+        spans = len(segment.spans)
+        assert padded.spans[:spans] == segment.spans
+        assert all(not one.length and not one.rollouts for one in padded.spans[spans:])
+    assert found.forest.executed_tokens == forests[place].executed_tokens
 
 
 def test_joined_segments_run_beside_joined_ones() -> None:
@@ -158,7 +171,7 @@ def test_joined_segments_run_beside_joined_ones() -> None:
     )
     assert [segment.joined for segment in joined.segments] == [0, 1]
     found = joint_forest([joined, joined], [owners] * 2)
-    assert found.forest == joined and found.even and not found.mixed
+    assert found.forest == joined and not found.mixed
     assert [segment.joined for segment in found.union.segments] == [0, 1]
     assert [s.joined for s in longest_segments(found)] == [0, 1]
     assert not joint_forest([apart, apart], [owners] * 2).mixed

@@ -24,7 +24,7 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan import cost
-from megatron_prefix.refusals.table import ACROSS_EXPERTS, ACROSS_GATHERS
+from megatron_prefix.refusals.table import ACROSS_EXPERTS, ACROSS_GATHERS, ACROSS_UNREDUCED
 from megatron_prefix.run import across_step, planning
 from megatron_prefix.run.across.communicator import Communicator
 from megatron_prefix.run.across_step import APART, NOTHING, RESTS, SLOWER, tell_alone, why_alone
@@ -257,7 +257,10 @@ def test_failing_to_plan_what_crosses_ends_the_step_of_all() -> None:
 # Who asks -----------------------------------------------------------------------------------------
 
 GROUP = SimpleNamespace(size=lambda: 2)
-FREE = {"experts": None, "gathers_late": False}
+FREE = {
+    "experts": None, "gathers_late": False, "looks_ahead": False, "forward_only": False,
+    "reduces": True,
+}  # fmt: skip
 
 
 def asked(mode: str, across: str | None, together: bool = True, **has: Any) -> str | None:
@@ -281,6 +284,9 @@ def test_what_is_in_the_way_is_said() -> None:
         asked("auto", "on", gathers_late=True)
     with pytest.raises(CannotShare, match=ACROSS_EXPERTS.name):
         asked("on", "on", experts=GROUP, gathers_tokens=True)
+    with pytest.raises(CannotShare, match=ACROSS_UNREDUCED.name):
+        asked("on", "node", reduces=False)
+    assert asked("on", "on", reduces=False, forward_only=True) is None
 
 
 def test_why_ranks_are_alone_is_logged_once_for_every_reason(caplog: Any) -> None:

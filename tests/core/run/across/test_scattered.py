@@ -183,7 +183,8 @@ def test_what_carries_loss_crosses_ranks_too() -> None:
     ],
 )
 def test_the_setting_or_what_is_in_its_way_is_named(changes, told) -> None:
-    has = {"crosses": False, "experts": None, "gathers_late": False} | changes
+    free = {"experts": None, "gathers_late": False, "looks_ahead": False, "forward_only": True}
+    has = {"crosses": False} | free | changes
     rank = SimpleNamespace(data_ranks=object(), siblings=object(), **has)
     config = PrefixConfig(mode=changes.get("mode", "auto"))
     assert across_step.setting(config, rank, changes.get("why", "")) == told  # type: ignore[arg-type]

@@ -80,7 +80,7 @@ class Job:
         generator = torch.Generator().manual_seed(0)
         self.table = torch.randn(64, generator=generator, dtype=torch.float64, requires_grad=True)
         self.shape = fields.pop("shape", lambda output: output)
-        model: Any = SimpleNamespace()
+        model: Any = SimpleNamespace(parameters=lambda: iter(()))
         contract = LossContract(config(**fields), 1, False)
         paused: Any = [Paused(self, item, loss) for item in self.items]
         self.losses = Losses(self.step, contract, model, paused)

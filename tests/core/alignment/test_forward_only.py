@@ -1,0 +1,118 @@
+"""Calls with forward_only in which gradients are enabled: Megatron's schedule disables none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
+from torch import Tensor
+
+from megatron_prefix.errors import CannotShare
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.moe import versions
+from megatron_prefix.refusals.table import FORWARD_COUNTS, FORWARD_GRAPH
+from tests.harness import steps
+from tests.harness.one_group import items, schedule_with
+from tests.harness.one_rank import one_rank, small_model
+from tests.harness.steps import Contract, Microbatch
+
+BIAS: dict[str, Any] = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+}
+AUX: dict[str, Any] = {"moe_aux_loss_coeff": 1.0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+def auto() -> Any:
+    schedule = schedule_with(mode="auto", min_speedup=0.01)
+    schedule.looks_first = True
+    return schedule
+
+
+def counted(
+    schedule: Any, fields: dict[str, Any], around: Callable[[], Any], *, trains: bool
+) -> list[Tensor]:
+    """What routers have counted, and Megatron has logged of them, after two calls."""
+    versions.forget_logged_losses()
+    spec = {key: value for key, value in fields.items() if key in AUX}
+    over = {key: value for key, value in fields.items() if key not in AUX}
+    model = small_model("tiny-moe", spec=spec, config_overrides=over).train(trains)
+    for _ in range(2):
+        with around():
+            steps.call(schedule, Contract().step, model, items(), forward_only=True)
+    counts = [one.clone() for name, one in unwrap(model).named_buffers() if "tokens" in name]
+    return counts + [one.clone() for one in versions.logged_losses().values()]
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, torch.no_grad])
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("fields", [BIAS, AUX], ids=["bias", "aux_loss"])
+def test_routers_count_what_the_stock_schedule_counts(
+    fields: dict[str, Any], trains: bool, around: Callable[[], Any]
+) -> None:
+    schedule = auto()
+    expected = counted(stock_schedule(), fields, around, trains=trains)
+    found = counted(schedule, fields, around, trains=trains)
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+    counts = around is contextlib.nullcontext and (trains or fields is BIAS)
+    assert any(one.any() for one in expected) == counts
+    assert schedule.report.decision.share is not counts
+    if counts:
+        with pytest.raises(CannotShare, match=FORWARD_COUNTS.name):
+            counted(schedule_with(), fields, around, trains=trains)
+
+
+class Attached(Contract):
+    """A trainer that keeps losses with their graph, and notes whether gradients are enabled."""
+
+    def loss_func(self, batch: Microbatch) -> Callable[..., Any]:
+        stock = super().loss_func(batch)
+
+        def loss_func(output: Tensor, non_loss_data: bool = False) -> Any:
+            loss, num_tokens, logs = stock(output, non_loss_data)
+            return loss, num_tokens, logs | {"graph": loss, "enabled": torch.is_grad_enabled()}
+
+        return loss_func
+
+
+def results(schedule: Any, model: Any) -> list[Any]:
+    return steps.call(schedule, Attached().step, model, items(), forward_only=True)
+
+
+def test_results_that_keep_their_graph_are_the_stock_schedules() -> None:
+    schedule, model, twin = auto(), small_model(wrap_ddp=False), small_model(wrap_ddp=False)
+    for one, chunk in ((schedule, model), (stock_schedule(), twin)):
+        for _ in range(2):
+            chunk.zero_grad(set_to_none=True)
+            torch.stack([log["graph"] for log in results(one, chunk)]).sum().backward()
+    assert schedule.report.decision.reason.startswith(FORWARD_GRAPH.name)
+    expected = steps.gradients(twin)
+    assert all(torch.equal(one, expected[name]) for name, one in steps.gradients(model).items())
+
+
+def test_their_backward_is_refused_where_they_are_shared() -> None:
+    model = small_model(wrap_ddp=False)
+    logs = results(schedule_with(), model)
+    assert all(log["enabled"] and log["graph"].requires_grad for log in logs)
+    with pytest.raises(CannotShare, match=FORWARD_GRAPH.name):
+        logs[0]["graph"].backward()
+    with torch.no_grad():
+        logs = results(schedule_with(), model)
+    assert not any(log["enabled"] or log["graph"].requires_grad for log in logs)
+
+
+def test_results_of_frozen_weights_have_no_graph() -> None:
+    model = small_model(wrap_ddp=False).requires_grad_(False)
+    for schedule in (stock_schedule(), schedule_with()):
+        assert not any(log["graph"].requires_grad for log in results(schedule, model))
