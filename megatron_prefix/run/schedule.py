@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import functools
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -177,21 +179,21 @@ class PrefixSchedule:
             across_step.tell_alone(rank.why_alone, rank, self._logged)
         store = self._verified(first, kind, rank, arguments)
         if first is not None:
-            kind.watched, kind.refusal = True, first.error
+            kind.watched, kind.refusal = True, copy.copy(first.error)
             first.check()  # else what was computed may be wrong
         return store
 
     def _kind(self, function: Any, rank: Rank) -> StepKind:
         """What is known of calls like this one."""
-        key = rank.forward_only, code_name(function), *map(id, rank.language_models)
-        if key not in self._kinds:
+        key = rank.forward_only, code_name(function), *map(weakref.ref, rank.language_models)
+        if key not in self._kinds:  # a reference to a model that has gone equals no other
             self._kinds[key] = StepKind(Pause() if self.config.mode == "auto" else None)
         return self._kinds[key]
 
     def _needs_no_look(self, kind: StepKind) -> bool:
         """Whether steps of a kind are the stock schedule's for now, refused or in a pause."""
         if kind.refusal is not None:
-            self._refused(kind.refusal)
+            self._refused(copy.copy(kind.refusal))
             return True
         decision = None if kind.pause is None else kind.pause.next()
         if decision is not None:
@@ -310,7 +312,7 @@ class PrefixSchedule:
         elif first.losses_exchange:
             exchange = refused(DATA_EXCHANGE)
         # Ranks that later look at steps together remember the same.
-        kind.refusal = agree(refusal, rank.agreeing, rank.device)
+        kind.refusal = copy.copy(agree(refusal, rank.agreeing, rank.device))  # no traceback: models
         kind.ordered = agree(exchange, rank.agreeing, rank.device) is not None
         kind.watched = True
         if kind.refusal is None:
