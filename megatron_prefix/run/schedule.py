@@ -58,6 +58,7 @@ from megatron_prefix.run.read.suspend import Capture
 from megatron_prefix.run.report import StepReport, tell_shared
 from megatron_prefix.run.step_run import StepRun
 from megatron_prefix.run.verify.both import run_both, tell_unverified, tell_verified
+from megatron_prefix.run.watchdog import Watchdog, watched
 from megatron_prefix.tree import Forest
 from megatron_prefix.tree.cp_layout import Slices
 
@@ -110,6 +111,7 @@ class PrefixSchedule:
         across_ranks: what groups on several data-parallel ranks could share, and do.
         memory: device memory of its steps.
         planning: plans that it knows, and times that it has measured.
+        watchdog: says where a step stands that takes far too long.
     """
 
     config: PrefixConfig = field(default_factory=PrefixConfig)
@@ -121,6 +123,7 @@ class PrefixSchedule:
     across_ranks: Watch = field(default_factory=Watch, init=False)
     memory: MemoryControl = field(init=False, repr=False)
     planning: Planning = field(init=False, repr=False)
+    watchdog: Watchdog = field(init=False, repr=False)
     _rest: Rest = field(default_factory=Rest, init=False, repr=False)
     _logged: set[str] = field(default_factory=set, init=False, repr=False)
     _kinds: dict[Any, StepKind] = field(default_factory=dict, init=False, repr=False)
@@ -128,7 +131,10 @@ class PrefixSchedule:
     def __post_init__(self) -> None:
         self.memory = MemoryControl(self.config)
         self.planning = Planning(self.config, self.memory)
+        minutes = 0.0 if self.config.mode == "off" else self.config.watchdog_minutes
+        self.watchdog = Watchdog(60 * minutes)
 
+    @watched
     def __call__(
         self,
         *,

@@ -43,6 +43,10 @@ ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a job in order; SIGINT does so as KeyboardInterrupt."""
 
 
+STANDING = "megatron_prefix.run.watchdog"
+"""The logger that says where a step stands (not imported: it needs torch)."""
+
+
 class RankError(RuntimeError):
     """A rank failed; the message holds its number and its traceback, or how it died."""
 
@@ -279,6 +283,10 @@ def _end_with(launcher: int) -> None:
 
 
 def _redirect_output(log: Path) -> None:
+    """What a rank writes goes to its log, but for where it stands in a step that takes too long:
+    that is worth something only next to the other ranks'."""
+    stderr = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+    logging.getLogger(STANDING).addHandler(logging.StreamHandler(stderr))
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
