@@ -60,6 +60,7 @@ PHASES = (
     Mark("megatron_prefix.run.schedule", "_plan", "planning"),
     Mark("megatron_prefix.run.step_run", "run", "in the prefix schedule"),
     Mark("megatron.core.pipeline_parallel.schedules", "forward_backward", "in the stock schedule"),
+    Mark("megatron_prefix.run.verify", "run_both", "verifying"),
 )
 WAITS = (
     Mark("megatron_prefix.run.execute.messages", "", "a message between pipeline stages"),
@@ -172,8 +173,8 @@ def place(ident: int) -> str:
         own += _stack(step.below)
     stacks.pop(threading.get_ident(), None)
     others = [stack for stack in stacks.values() if any(map(_is_ours, stack))]
-    phases = [mark.text for frame in own for mark in PHASES if mark.fits(frame)]
-    parts = [phases[0] if phases else "around its schedule", *_action(own)]
+    phases = dict.fromkeys(mark.text for frame in own for mark in PHASES if mark.fits(frame))
+    parts = [*(phases or ["around its schedule"]), *_action(own)]
     for stack in (*others, own):
         if waits := _waits(stack):
             parts.append(f"at {waits}")

@@ -80,6 +80,14 @@ def test_a_step_says_where_it_stands(
     assert "\n" not in line and not threads()
 
 
+def test_a_step_that_is_verified_says_so(
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(SegmentInputs, "call", standing(SegmentInputs.call))
+    steps.call(PrefixSchedule(replace(WATCHED, verify=1)), Contract().step, model, items())
+    assert "in the prefix schedule, verifying, action 1 of" in lines(caplog)[0]
+
+
 def test_the_stock_schedules_steps_are_watched(
     model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
