@@ -114,6 +114,8 @@ class PrefixConfig:
             results, bit for bit, and a line says how far the prefix schedule's were from them, in
             units of what rounding allows. A kind of step that differs by more is the stock
             schedule's from then on; mode "on" raises. 0: none.
+        watchdog_minutes: after so many every rank says in its log where a step stands that has also
+            taken ten times its usual and its predicted time (run/watchdog.py). 0: none does.
     """
 
     mode: str = "on"
@@ -135,6 +137,7 @@ class PrefixConfig:
     plan_file: str | None = None
     graph_tokens: int | str = 0
     verify: int = 0
+    watchdog_minutes: float = 5.0
 
     def __post_init__(self) -> None:
         for name, known in CHOICES.items():
@@ -163,6 +166,8 @@ class PrefixConfig:
             value = getattr(self, name)
             if not isinstance(value, str) and value < 0:
                 raise UserError(f"{name} is {value}: give a number from 0")
+        if not 0 <= self.watchdog_minutes < math.inf:
+            raise UserError(f"watchdog_minutes is {self.watchdog_minutes}: give a number from 0")
         if isinstance(self.graph_tokens, str) and self.mode == "on":
             raise UserError("graph_tokens 'auto' is measured: give a number, or mode 'auto'")
         if not 0 < self.min_speedup < math.inf:

@@ -264,6 +264,7 @@ class Hooks:
     def end_step(self) -> None:
         """Whatever has happened, nothing of a step is left."""
         self.replay = self.ahead = None
+        versions.forget_graphs(self.model)
         if self.graphs is not None:
             self.graphs.end_step()
 

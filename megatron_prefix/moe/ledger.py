@@ -97,6 +97,12 @@ class RouterLedger:
         if by_sample and not tokens.has_even_samples:
             raise refused(UNEVEN_SAMPLES)
 
+    def clear(self) -> None:
+        """Ends the step. A module that keeps a tensor of a segment keeps its graph, and with that
+        this ledger: it must not hold the model, as no collector sees cycles through a graph."""
+        self._routers = {}
+        self._layers.clear()
+
     def spans(self, layer: int, index: int, num_tokens: int) -> Tensor:
         """Spans of those tokens of a segment that this rank's router sees, int64 [num_tokens]."""
         span_of = self._tokens[index].span_of

@@ -32,6 +32,21 @@ def routers(model: Any) -> dict[int, Any]:
     return {i: mlp.router for i, mlp in enumerate(mlps) if hasattr(mlp, "router")}
 
 
+def forget_graphs(model: Any) -> None:
+    """Lets experts keep no graph of the last segment.
+
+    Their dispatchers keep the probabilities of the last call, and so their graph. Gradient hooks of
+    DDP behind that hold the model, which then is never freed.
+    """
+    for layer in transformer_layers(model):
+        mlp = getattr(layer, "mlp", None)
+        dispatcher = getattr(mlp, "token_dispatcher", None)
+        for part in (mlp, dispatcher, getattr(dispatcher, "_comm_manager", None)):
+            for name, value in [*getattr(part, "__dict__", {}).items()] if dispatcher else ():
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    setattr(part, name, value.detach())
+
+
 def _log_of_losses() -> dict[str, Any]:
     """Megatron's log of auxiliary losses, by name."""
     try:  # since 0.18

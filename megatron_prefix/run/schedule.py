@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import functools
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -61,6 +63,7 @@ from megatron_prefix.run.read.suspend import Capture
 from megatron_prefix.run.report import StepReport, tell_shared
 from megatron_prefix.run.step_run import StepRun
 from megatron_prefix.run.verify.both import run_both, tell_unverified, tell_verified
+from megatron_prefix.run.watchdog import Watchdog, watched
 from megatron_prefix.tree import Forest
 from megatron_prefix.tree.cp_layout import Slices
 
@@ -113,6 +116,7 @@ class PrefixSchedule:
         across_ranks: what groups on several data-parallel ranks could share, and do.
         memory: device memory of its steps.
         planning: plans that it knows, and times that it has measured.
+        watchdog: says where a step stands that takes far too long.
     """
 
     config: PrefixConfig = field(default_factory=PrefixConfig)
@@ -124,6 +128,7 @@ class PrefixSchedule:
     across_ranks: Watch = field(default_factory=Watch, init=False)
     memory: MemoryControl = field(init=False, repr=False)
     planning: Planning = field(init=False, repr=False)
+    watchdog: Watchdog = field(init=False, repr=False)
     _rest: Rest = field(default_factory=Rest, init=False, repr=False)
     _logged: set[str] = field(default_factory=set, init=False, repr=False)
     _kinds: dict[Any, StepKind] = field(default_factory=dict, init=False, repr=False)
@@ -131,7 +136,10 @@ class PrefixSchedule:
     def __post_init__(self) -> None:
         self.memory = MemoryControl(self.config)
         self.planning = Planning(self.config, self.memory)
+        minutes = 0.0 if self.config.mode == "off" else self.config.watchdog_minutes
+        self.watchdog = Watchdog(60 * minutes)
 
+    @watched
     def __call__(
         self,
         *,
@@ -182,21 +190,21 @@ class PrefixSchedule:
             across_step.tell_alone(rank.why_alone, rank, self._logged)
         store = self._verified(first, kind, rank, arguments)
         if first is not None:
-            kind.watched, kind.refusal = True, first.error
+            kind.watched, kind.refusal = True, copy.copy(first.error)
             first.check()  # else what was computed may be wrong
         return store
 
     def _kind(self, function: Any, rank: Rank) -> StepKind:
         """What is known of calls like this one."""
-        key = rank.forward_only, code_name(function), *map(id, rank.language_models)
-        if key not in self._kinds:
+        key = rank.forward_only, code_name(function), *map(weakref.ref, rank.language_models)
+        if key not in self._kinds:  # a reference to a model that has gone equals no other
             self._kinds[key] = StepKind(Pause() if self.config.mode == "auto" else None)
         return self._kinds[key]
 
     def _needs_no_look(self, kind: StepKind) -> bool:
         """Whether steps of a kind are the stock schedule's for now, refused or in a pause."""
         if kind.refusal is not None:
-            self._refused(kind.refusal)
+            self._refused(copy.copy(kind.refusal))
             return True
         decision = None if kind.pause is None else kind.pause.next()
         if decision is not None:
@@ -317,7 +325,7 @@ class PrefixSchedule:
         if rank.forward_only and any(map(_has_graph, pytree.tree_leaves(store))):
             refusal = refusal or refused(FORWARD_GRAPH)
         # Ranks that later look at steps together remember the same.
-        kind.refusal = agree(refusal, rank.agreeing, rank.device)
+        kind.refusal = copy.copy(agree(refusal, rank.agreeing, rank.device))  # no traceback: models
         kind.ordered = agree(exchange, rank.agreeing, rank.device) is not None
         kind.watched = True
         if kind.refusal is None:

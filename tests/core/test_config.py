@@ -118,7 +118,7 @@ ANSWERS = {
     "mode": "auto", "chunk_tokens": 512, "segment_tokens": 99, "min_gain": 7, "align": 64,
     "loss_in_leaves": True, "kernel": "math", "memory": "offload",
     "memory_budget_gb": 3.0, "cache_host_layers": 2, "cp_reduce": "segment", "run_ahead": 1,
-    "across_ranks": "on", "graph_tokens": 4096,
+    "across_ranks": "on", "graph_tokens": 4096, "watchdog_minutes": 0.5,
 }  # fmt: skip
 
 

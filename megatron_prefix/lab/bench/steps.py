@@ -59,11 +59,12 @@ def time_work(
     ]
     first, steps = all_steps[: len(work.warm_up)], all_steps[len(work.warm_up) :]
     if work.name not in stock_times:
-        run = _Run(stock_schedule(), chunks, setting)
+        run = _Run(stock_schedule(), chunks, setting, work.config.watchdog_minutes)
         stock_times[work.name] = run.timed(first, steps, work.repeats)
     trained = loss.trained if setting.forward_only else None
     callbacks = Callbacks(trained, passes_together=True)
-    run = _Run(PrefixSchedule(work.config, callbacks), chunks, setting)
+    schedule, minutes = PrefixSchedule(work.config, callbacks), work.config.watchdog_minutes
+    run = _Run(schedule, chunks, setting, minutes)
     measured = run.timed(first, steps, work.repeats)
     row, attention = timing(work, setting, stock_times[work.name], measured), attention_of(chunks)
     return replace(row, stock_attention=attention.stock, prefix_attention=attention.prefix)
@@ -79,8 +80,11 @@ def microbatches(work: Work, setting: Setting, groups: Sequence[Any], seed: int)
 class _Run:
     """Calls of one schedule."""
 
-    def __init__(self, schedule: align.Schedule, chunks: list[Any], setting: Setting) -> None:
+    def __init__(
+        self, schedule: align.Schedule, chunks: list[Any], setting: Setting, minutes: float
+    ) -> None:
         self._schedule, self._chunks, self._setting = schedule, chunks, setting
+        self._minutes = minutes
         parameter = next(chunks[0].parameters())
         self._device, self._on_gpu = parameter.device, parameter.is_cuda
 
@@ -131,6 +135,10 @@ class _Run:
 
     def _call(self, items: Sequence[Any]) -> float:
         """Milliseconds of one call, those of the slowest rank."""
+        with passes.watching(self._schedule, self._minutes):
+            return self._timed(items)
+
+    def _timed(self, items: Sequence[Any]) -> float:
         wait: Callable[[], None] = torch.cuda.synchronize if self._on_gpu else (lambda: None)
         for chunk in self._chunks:
             chunk.zero_grad_buffer()

@@ -173,14 +173,16 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     add_fields(parser.add_argument_group("parallel layout"), Layout, _LAYOUT, dp=None)
 
 
-def add_messages(parser: argparse.ArgumentParser) -> None:
-    """`--message-timeout-minutes`."""
+def add_messages(parser: argparse.ArgumentParser, *, watchdog: bool = True) -> None:
+    """`--message-timeout-minutes`, and of `config_of` `--watchdog-minutes`."""
     text = (
         "a rank that waits longer for another gives up; give more than the longest step takes"
         " (default {})"
     )
     group, kind = parser.add_argument_group("ranks"), real(0.01, 10_000)
     add_number(group, "--message-timeout-minutes", text, MESSAGE_TIMEOUT_MINUTES, kind, "X")
+    if watchdog:
+        add_config(group, "watchdog_minutes")
 
 
 def layout_of(args: argparse.Namespace, world_size: int | None = None) -> Layout:
@@ -212,6 +214,8 @@ _TEXTS = {
     " less (default {})",
     "plan_file": "run this plan (a file of `plan --csv`) instead of the planner's; it must fit the"
     " rollouts, the lengths and the layout",
+    "watchdog_minutes": "after X minutes every rank says where a step stands that has also taken"
+    " ten times its usual and its predicted time (default {}); 0: never",
     "cost_file": "keep what mode auto measures of this model, layout and device, for the next run",
     "memory": "what an inner segment keeps until its backward. retain: its saved tensors;"
     " recompute_act: without what MLPs' activation functions give, which is computed again, waves"

@@ -6,7 +6,7 @@ never waits for torch.
 
 Exit codes: 0 success; 1 a failed check; 2 bad usage or bad input, with one line on stderr (under
 torchrun the first rank's, and then a report of torchrun's own); 130 after Ctrl-C; 141 when the
-reader of a pipe went away.
+reader of a pipe went away; 143 after TERM (128 and the signal's number).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import io
 import logging
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -27,6 +28,7 @@ from megatron_prefix import __version__
 from megatron_prefix.auto.first_line import first_line
 from megatron_prefix.errors import UserError, bounded
 from megatron_prefix.lab.cli.arguments import add_output
+from megatron_prefix.lab.runtime import groups
 from megatron_prefix.lab.runtime.launch import RankError
 
 PROG = "megatron-prefix"
@@ -128,7 +130,8 @@ def _without_other_warnings() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Runs the command line; where process groups are left that no rank answers any more (under
+    torchrun), the process ends here, with the exit code.
 
     Args:
         argv: arguments after the program's name (default: the process's own).
@@ -136,6 +139,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code; bad usage found by argparse raises SystemExit(2) instead.
     """
+    try:
+        code = _run(argv)
+    except Exception:
+        if not groups.ends_with_groups():
+            raise
+        traceback.print_exc()
+        code = 1
+    if groups.ends_with_groups():
+        groups.end(code)
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     verb = next((word for word in argv if not word.startswith("-")), None)
     _print_any_text()

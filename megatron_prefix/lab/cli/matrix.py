@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds per row (default 120)",
     )
     add_text(group, "--markdown", "write the table as Markdown, and make its folder")
-    add_messages(parser)
+    add_messages(parser, watchdog=False)
 
 
 def run(args: argparse.Namespace) -> int:

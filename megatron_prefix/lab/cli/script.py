@@ -53,6 +53,7 @@ _HELP = {
     "run_ahead": ("{1,2}", "forwards that a pipeline stage runs ahead of the next"),
     "min_speedup": ("X", "with auto, the predicted speedup below which Megatron's schedule runs"),
     "cost_file": ("FILE", "where auto keeps what it has measured"),
+    "watchdog_minutes": ("X", "when a step that stands is told of on every rank; 0: never"),
     "plan": ("FILE", "run this plan (of `megatron-prefix plan --csv`)"),
     "verify": ("N", "run the first N steps of each kind with both schedules; compare them"),
 }  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,12 +13,37 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.rl import routes
 from megatron_prefix.lab.rl.batches import trained_logprobs
 from megatron_prefix.lab.rl.loss import ForwardStep, logprob_step
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.run.watchdog import Watchdog, predicted_seconds
 
 Microbatch = dict[str, Any]
 Schedule = Callable[..., list[Any]]
+
+
+def watching(
+    schedule: Schedule, minutes: float = PrefixConfig.watchdog_minutes
+) -> contextlib.AbstractContextManager[None]:
+    """Says where a step stands that takes far too long, Megatron's own too; around more than the
+    schedule's call it covers what waits for the device.
+
+    Args:
+        schedule: of the step.
+        minutes: see PrefixConfig; a prefix schedule has its own.
+    """
+    if isinstance(schedule, PrefixSchedule):
+        minutes = schedule.config.watchdog_minutes
+        if schedule.config.mode != "off":
+            return schedule.watchdog.step(lambda: predicted_seconds(schedule.report))
+    return _stock_watchdog(minutes).step(lambda: 0.0)
+
+
+@functools.cache
+def _stock_watchdog(minutes: float) -> Watchdog:
+    return Watchdog(60 * minutes)
 
 
 def run(
@@ -33,7 +60,7 @@ def run(
         The logs of every microbatch, in order; an empty list on ranks without the last stage.
     """
     several = len(chunks) > 1
-    with routes.followed(chunks, items):
+    with watching(schedule), routes.followed(chunks, items):
         return schedule(
             forward_step_func=step,
             data_iterator=[iter(items) for _ in chunks] if several else iter(items),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import socket
+import sys
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron_prefix.errors import UserError, shown
 from megatron_prefix.lab import platforms
@@ -29,6 +32,15 @@ JOINING_MINUTES = 10.0
 
 RENDEZVOUS = "MEGATRON_PREFIX_RENDEZVOUS"
 """Environment variable: the file through which ranks that `launch` started find one another."""
+
+LEAVING_S = 15.0
+"""Seconds in which process groups are destroyed."""
+STAYING = (
+    "process groups were not left in %.0f s: another rank has not answered their last message; this"
+    " rank's work is done, and it ends without them"
+)
+_stays = False  # groups that this process could not leave
+_leaving: list[threading.Thread] = []  # what still tries to
 
 _JOINED = itertools.count()  # how often this process has joined a job under torchrun
 
@@ -170,7 +182,9 @@ def _join(backend: str, rank: int, world_size: int, timeout: timedelta) -> None:
 def shutdown(failed: bool = False) -> None:
     """Leave the job: destroy Megatron's groups and the default one, if there are any.
 
-    Ranks do not wait for one another, so a rank may leave after a failure.
+    Ranks do not wait for one another, so a rank may leave after a failure. What no other rank will
+    ever answer may keep a group from being destroyed; after LEAVING_S it is left to the process's
+    end, see `ends_with_groups`.
 
     Args:
         failed: an exception ends this rank. NCCL's groups then stay until the process ends: their
@@ -179,9 +193,11 @@ def shutdown(failed: bool = False) -> None:
     """
     import torch
 
-    if not torch.distributed.is_initialized():
+    global _stays
+    if not torch.distributed.is_initialized() or _leaving:
         return
-    if failed and torch.distributed.get_backend() == "nccl":
+    _stays = failed and torch.distributed.get_backend() == "nccl"
+    if _stays:
         return
     from megatron.core import parallel_state
 
@@ -194,4 +210,46 @@ def shutdown(failed: bool = False) -> None:
     for name, value in list(vars(parallel_state).items()):
         if isinstance(value, torch.distributed.ProcessGroup):
             setattr(parallel_state, name, None)
-    torch.distributed.destroy_process_group()
+    _destroy()
+
+
+def _destroy() -> None:
+    """Destroys all process groups, on a thread that nobody waits for longer than LEAVING_S."""
+    import torch
+
+    global _stays
+    errors: list[BaseException] = []
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def destroy() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # each thread has its own
+            torch.distributed.destroy_process_group()
+        except BaseException as error:  # noqa: BLE001  # raised below
+            errors.append(error)
+
+    thread = threading.Thread(target=destroy, name="leaving", daemon=True)
+    thread.start()
+    thread.join(LEAVING_S)
+    if thread.is_alive():
+        _stays = True
+        _leaving.append(thread)
+        logger.warning(STAYING, LEAVING_S)
+    elif errors:
+        raise errors[0]
+
+
+def ends_with_groups() -> bool:
+    """Whether this process has groups that it could not leave: an interpreter that ends in order
+    would wait for them, see `end`."""
+    return _stays
+
+
+def end(code: int) -> NoReturn:
+    """Ends this process at once, when all that it had to say has been written."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

@@ -23,7 +23,13 @@ from typing import Any, NamedTuple, TypeVar
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab import platforms
 from megatron_prefix.lab.runtime import folders
-from megatron_prefix.lab.runtime.groups import RENDEZVOUS, env_world_size, shutdown
+from megatron_prefix.lab.runtime.groups import (
+    RENDEZVOUS,
+    end,
+    ends_with_groups,
+    env_world_size,
+    shutdown,
+)
 from megatron_prefix.run.across import hosts
 
 logger = logging.getLogger(__name__)
@@ -40,7 +46,11 @@ ranks have to write their stacks."""
 MOST_RANKS = 256
 """Ranks that are started on one machine."""
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that end a job in order; SIGINT does so as KeyboardInterrupt."""
+"""Signals that end a job in order, besides SIGINT."""
+
+
+STANDING = "megatron_prefix.run.watchdog"
+"""The logger that says where a step stands (not imported: it needs torch)."""
 
 
 class RankError(RuntimeError):
@@ -101,6 +111,8 @@ def launch(fn: Callable[..., T], world_size: int, *args: Any, device: str = "cpu
 
 def _as_this_rank(fn: Callable[..., T], args: Sequence[Any]) -> T:
     """Run `fn` in this process; an error in communication says where the other ranks are."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun ends its ranks, unless it is killed
+        _end_with(os.getppid())
     try:
         return fn(*args)
     except RuntimeError as error:
@@ -134,17 +146,19 @@ def run_ranks(
         UserError, RankError: as `launch`.
     """
     _refuse_inherited_group()
-    with _terminable(), folders.new_folder() as folder:
+    with _terminable() as signals, folders.new_folder() as folder:
         ranks: list[_Rank] = []
         try:
-            with kept_from_collection():
+            with kept_from_collection(), signals.held():
                 for rank in range(world_size):
                     ranks.append(_start(fn, args, rank, world_size, folder, start_method, threads))
             results = _collect(ranks, timeout_s)
         except BaseException:
-            _end(ranks, at_once=True)
+            with signals.held():
+                _end(ranks, at_once=True)
             raise
-        _end(ranks, at_once=False)
+        with signals.held():
+            _end(ranks, at_once=False)
         return results
 
 
@@ -167,23 +181,52 @@ def kept_from_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
+class _Signals:
+    """Turns signals into SystemExit, or KeyboardInterrupt, but not while ranks start or end: a rank
+    that nobody knows yet, or that nobody ends any more, would stay."""
+
+    def __init__(self) -> None:
+        self._holds, self._came, self._process = False, 0, os.getpid()
+
+    def came(self, number: int, frame: Any = None) -> None:
+        """Handles a signal."""
+        if os.getpid() != self._process:  # a rank that has just been forked
+            os._exit(128 + number)
+        if self._holds:
+            self._came = self._came or number
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            raise SystemExit(128 + number)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Signals that come inside are handled behind it."""
+        self._holds = True
+        try:
+            yield
+        finally:
+            self._holds = False
+            if self._came:
+                number, self._came = self._came, 0
+                self.came(number)
+
+
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Turn signals into SystemExit, so that this process ends its ranks first."""
+def _terminable() -> Iterator[_Signals]:
+    """Lets this process end its ranks first when a signal ends it."""
+    signals = _Signals()
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield signals
         return
-
-    def leave(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    handlers = {number: signal.getsignal(number) for number in ENDING}
-    # nohup ignores SIGHUP, and then so do we.
-    before = {n: handler for n, handler in handlers.items() if handler is not signal.SIG_IGN}
+    handlers = {number: signal.getsignal(number) for number in (*ENDING, signal.SIGINT)}
+    # nohup ignores SIGHUP, and a shell's background job SIGINT; then so do we.
+    left = (signal.SIG_IGN, None)  # None: not Python's, which could not be put back
+    before = {n: handler for n, handler in handlers.items() if handler not in left}
     for number in before:
-        signal.signal(number, leave)
+        signal.signal(number, signals.came)
     try:
-        yield
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -254,6 +297,8 @@ def _rank_main(
     results.close()
     if kind == "done":
         shutdown()
+    if ends_with_groups():
+        end(0)
     sys.stdout.flush()
     sys.stderr.flush()
 
@@ -279,6 +324,10 @@ def _end_with(launcher: int) -> None:
 
 
 def _redirect_output(log: Path) -> None:
+    """What a rank writes goes to its log, but for where it stands in a step that takes too long:
+    that is worth something only next to the other ranks'."""
+    stderr = os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+    logging.getLogger(STANDING).addHandler(logging.StreamHandler(stderr))
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -414,7 +463,10 @@ def _end(ranks: list[_Rank], *, at_once: bool) -> None:
             rank.process.terminate()
     deadline = time.monotonic() + GRACE_S
     for rank in ranks:
-        rank.process.join(max(0.0, deadline - time.monotonic()))
+        while rank.process.is_alive() and (left := deadline - time.monotonic()) > 0:
+            rank.process.join(min(left, NOTICE_S / 4))
+            if at_once:  # again: a process that is just being forked loses signals
+                rank.process.terminate()
         if rank.process.is_alive():
             rank.process.kill()
             rank.process.join()

@@ -166,10 +166,10 @@ class Executor:
         finally:
             for stage in self._stages:
                 stage.hooks.end_step()
-                for kept in (stage.live, stage.offloads, stage.wanted_next, stage.cache):
-                    kept.clear()
-                if stage.final is not None:
-                    stage.final.clear()
+                parts = stage.live, stage.offloads, stage.wanted_next, stage.cache
+                for kept in (*parts, stage.final, stage.ledger):
+                    if kept is not None:
+                        kept.clear()
             if self._offloader is not None:
                 self._offloader.end_step()
 

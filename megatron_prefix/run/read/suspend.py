@@ -27,6 +27,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import greenlet
@@ -111,6 +112,11 @@ class SuspendedStep:
         self._settings: Settings | None = None
         self._greenlet = greenlet.greenlet(function)
         self._greenlet.gr_context = contextvars.copy_context()
+
+    @property
+    def below(self) -> FrameType | None:
+        """The stack that waits while the step's own one runs."""
+        return self._greenlet.parent.gr_frame  # type: ignore[no-any-return]
 
     def start(self) -> None:
         """Runs the forward step up to its model call.

@@ -198,6 +198,7 @@ TEXTS = {
     "align": ("2", 2), "trainer_masks": ("false", False),
     "cost_file": ("no-such.json", "no-such.json"), "graph_tokens": ("4096", 4096),
     "verify": ("2", 2),
+    "watchdog_minutes": ("0.5", 0.5),
 }  # fmt: skip
 
 

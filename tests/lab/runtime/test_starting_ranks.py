@@ -326,3 +326,17 @@ def test_only_folders_of_dead_jobs_are_swept(tmp_path, monkeypatch):
     kept = {"other_owner", "megatron_prefix_x", "megatron_prefix_link", "elsewhere"}
     assert left == kept | {folder.name}
     assert not folder.exists()
+
+
+def stand(seconds):
+    """A step that stands on every rank."""
+    from megatron_prefix.run.watchdog import Watchdog
+
+    runtime.initialize(Layout(dp=2))
+    with Watchdog(seconds / 3).step(lambda: 0.0):
+        time.sleep(seconds)
+
+
+def test_ranks_that_are_not_heard_say_where_they_stand(capfd):
+    run_ranks(2, stand, 0.6)
+    assert "rank 1: a step has taken" in capfd.readouterr().err

@@ -1,0 +1,184 @@
+"""A step that stands says where, on every rank; others say nothing, and none leaves a thread."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.rl import passes
+from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.run import planning
+from megatron_prefix.run.execute.inputs import SegmentInputs
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.run.watchdog import Watchdog
+from tests.harness import steps
+from tests.harness.failures import CONFIG, Fault, items, raised
+from tests.harness.one_rank import one_rank, small_model
+from tests.harness.steps import Contract
+
+SOON_S = 0.4
+SOON = SOON_S / 60
+WATCHED = replace(CONFIG, watchdog_minutes=SOON)
+LOGGER = "megatron_prefix.run.watchdog"
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Any]:
+    with one_rank():
+        yield small_model()
+
+
+def threads() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name == "watchdog"]
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == LOGGER]
+
+
+def standing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose first call stands until a line must have been written."""
+    calls = iter([True])
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        if next(calls, False):
+            time.sleep(1.6 * SOON_S)
+        return function(*args, **kwargs)
+
+    return slow
+
+
+PLACES = {
+    "reading": (Contract, "step", "reading the microbatches"),
+    "planning": (planning.Planning, "decided", "planning"),
+    "a segment": (SegmentInputs, "call", "in the prefix schedule, action 1 of"),
+    "a loss": (Contract, "loss_func", "in the prefix schedule, action"),
+}
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_step_says_where_it_stands(
+    where: str, model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner, name, says = PLACES[where]
+    monkeypatch.setattr(owner, name, standing(getattr(owner, name)))
+    steps.call(PrefixSchedule(WATCHED), Contract().step, model, items())
+    line, *_ = lines(caplog)
+    assert line.startswith("rank 0: a step has taken ")
+    assert says in line and "it stands in test_watchdog.slow:" in line
+    assert re.search(r"action 1 of \d+: F0 \(segment 0, chunk 0\)", line) or where != "a segment"
+    assert "\n" not in line and not threads()
+
+
+def test_a_step_that_is_verified_says_so(
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(SegmentInputs, "call", standing(SegmentInputs.call))
+    steps.call(PrefixSchedule(replace(WATCHED, verify=1)), Contract().step, model, items())
+    assert "in the prefix schedule, verifying, action 1 of" in lines(caplog)[0]
+
+
+def test_the_stock_schedules_steps_are_watched(
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of mode auto, and of verbs, which call it themselves."""
+    layer = unwrap(model).decoder.layers[1]
+    config = replace(WATCHED, mode="auto", min_speedup=1e9)
+    schedule = PrefixSchedule(config, looks_first=True)
+    monkeypatch.setattr(layer, "forward", standing(layer.forward))
+    steps.call(schedule, Contract().step, model, items())
+    first, *_ = lines(caplog)
+    caplog.clear()
+    monkeypatch.setattr(layer, "forward", standing(layer.forward))
+    with passes.watching(stock_schedule(), SOON):
+        steps.call(stock_schedule(), Contract().step, model, items())
+    for line in (first, lines(caplog)[0]):
+        assert "in the stock schedule, it stands in test_watchdog.slow:" in line
+        assert "(layer 2)" in line  # as Megatron counts
+
+
+def test_a_step_that_fails_leaves_no_thread(
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        assert threads() == ["watchdog"]
+        raise Fault
+
+    schedule = PrefixSchedule(CONFIG)
+    monkeypatch.setattr(SegmentInputs, "call", fail)
+    raised(Fault, steps.call, schedule, Contract().step, model, items())
+    assert not threads()
+    monkeypatch.undo()
+    steps.call(schedule, Contract().step, model, items())
+    assert not threads() and not lines(caplog)
+
+
+@pytest.mark.parametrize(
+    "config", [replace(WATCHED, watchdog_minutes=0), replace(WATCHED, mode="off")]
+)
+def test_nothing_is_watched_where_nobody_wants_it(
+    config: PrefixConfig, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = unwrap(model).decoder.layers[1]
+    seen: list[str] = []
+    handle = layer.register_forward_hook(lambda *_: seen.extend(threads()))
+    steps.call(PrefixSchedule(config), Contract().step, model, items())
+    handle.remove()
+    assert not seen
+
+
+@pytest.mark.parametrize("minutes", [-1.0, float("inf"), float("nan")])
+def test_other_times_are_refused(minutes: float) -> None:
+    with pytest.raises(UserError, match=r"watchdog_minutes is .*: give a number from 0"):
+        PrefixConfig(watchdog_minutes=minutes)
+
+
+def test_lines_come_at_growing_intervals(caplog: pytest.LogCaptureFixture) -> None:
+    with Watchdog(0.1).step(lambda: 0.0):
+        time.sleep(1.5)
+    assert 2 <= len(lines(caplog)) <= 4  # after 0.1, 0.2, 0.4 and 0.8 s
+
+
+def test_usual_and_predicted_times_are_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    dog = Watchdog(0.05)
+    for predicted, usual in ((9.0, 0.0), (0.0, 0.2)):
+        with dog.step(lambda predicted=predicted: predicted):  # type: ignore[misc]
+            time.sleep(0.2)
+        assert not lines(caplog) or usual
+    with dog.step(lambda: 0.0):  # ten times the step before is two seconds
+        time.sleep(0.5)
+    assert not lines(caplog)
+
+
+def test_a_step_within_a_watched_one_is_part_of_it() -> None:
+    with Watchdog(9.0).step(lambda: 0.0), Watchdog(9.0).step(lambda: 0.0):
+        assert threads() == ["watchdog"]
+    assert not threads()
+
+
+def test_a_process_that_is_forked_in_a_step_ends() -> None:
+    """It has no thread, and waits for none."""
+    with Watchdog(9.0).step(lambda: 0.0):
+        child = os.fork()
+        if not child:
+            os._exit(len(threads()))
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_it_takes_little_of_a_step() -> None:
+    """A step of a hundredth of a second is a short one."""
+    dog, begin = Watchdog(9.0), time.perf_counter()
+    for _ in range(50):
+        with dog.step(lambda: 0.0):
+            pass
+    assert (time.perf_counter() - begin) / 50 < 5e-3

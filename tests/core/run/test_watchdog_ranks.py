@@ -1,0 +1,89 @@
+"""Every rank of a step that stands says where, and what it waits for."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.run import watchdog
+from megatron_prefix.run.execute.inputs import SegmentInputs
+from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.run.watchdog import Watchdog
+from tests.harness.pipelines import Case, build_chunks, microbatches, rollouts_of, run_step
+from tests.harness.ranks import run_ranks
+from tests.harness.steps import Contract
+
+SOON_S, SLEEP_S = 0.5, 3.0
+
+
+class Kept(logging.Handler):
+    """Keeps lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def step_with_a_slow_rank(layout: Layout, prefix: dict[str, Any], late: int) -> list[str]:
+    """A rank's part: one of them sleeps in its first segment, and what each says."""
+    runtime.initialize(layout)
+    kept = Kept()
+    watchdog.logger.addHandler(kept)
+    case = Case("several-groups", prefix={"watchdog_minutes": SOON_S / 60, **prefix})
+    groups, vocab = rollouts_of(case.shape)
+    if layout.dp > 1:
+        rank, size = dist.get_rank(), layout.dp
+        groups = [replace(group, rollouts=group.rollouts[rank::size]) for group in groups]
+    chunks, batches = build_chunks(case, layout, vocab), microbatches(groups)
+    schedule, stock = PrefixSchedule(case.config(layout)), SegmentInputs.call
+    sleeps = [SLEEP_S] if dist.get_rank() == late else []
+
+    def slow(*args: Any, **options: Any) -> Any:
+        if sleeps:
+            time.sleep(sleeps.pop())
+        return stock(*args, **options)
+
+    SegmentInputs.call = slow  # type: ignore[method-assign]
+    run_step(schedule, Contract(), chunks, batches)
+    return kept.lines
+
+
+def test_every_rank_of_a_pipeline_says_what_it_waits_for() -> None:
+    waiting, late = run_ranks(2, step_with_a_slow_rank, Layout(pp=2), {}, 1)
+    assert any(
+        "F0 (segment 0, chunk 0), it stands in test_watchdog_ranks.slow" in one for one in late
+    )
+    pattern = r"rank 0: .*action \d+ of \d+: B.*at a message between pipeline stages, sender 1"
+    assert any(re.match(pattern, one) for one in waiting), waiting
+
+
+def test_every_rank_says_what_crosses() -> None:
+    said = run_ranks(2, step_with_a_slow_rank, Layout(dp=2), {"across_ranks": "on"}, 1)
+    assert any("at an exchange of prompts across data-parallel ranks" in one for one in said[0])
+
+
+def test_a_collective_is_named_with_its_ranks() -> None:
+    def stand() -> list[str]:
+        runtime.initialize(Layout(dp=2))
+        kept = Kept()
+        watchdog.logger.addHandler(kept)
+        with Watchdog(SOON_S).step(lambda: 0.0):
+            if dist.get_rank():
+                time.sleep(3 * SOON_S)
+            dist.all_reduce(torch.zeros(1))
+        return kept.lines
+
+    waiting, late = run_ranks(2, stand)
+    assert "all_reduce of ranks 0, 1" in waiting[0]
+    assert "around its schedule" in late[0] and "all_reduce" not in late[0]
