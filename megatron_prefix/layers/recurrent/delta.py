@@ -79,8 +79,8 @@ class DeltaSpans:
         return overwritten(y, ends.places, again)
 
     def _rule(self, *args: Any, **options: Any) -> Any:
-        """Instead of `chunk_gated_delta_rule`, [1, positions, heads, dim]; releases of Megatron give
-        inputs by position or by name."""
+        """Instead of `chunk_gated_delta_rule`, [1, positions, heads, dim]; Megatron gives inputs
+        by position, or since 0.20 by name."""
         if self._running.current is None:
             return self._stock_rule(*args, **options)
         self._called.add("rule")
