@@ -152,7 +152,9 @@ class StepRun:
             problem = self._agreed(problem)
             has_run = problem is None
             if has_run:
-                problem = self._ran() or self._agreed(self._found())
+                problem = self._ran()
+                self._begin_reductions()
+                problem = problem or self._agreed(self._found())
                 self._complete(problem)
         if problem is not None:
             self._undo()
@@ -214,16 +216,28 @@ class StepRun:
             problem = as_refusal(problem)
         return agreement.agree(problem, self._rank.together, self._rank.device)
 
+    def _begin_reductions(self) -> None:
+        """Ranks may have begun some: all begin the rest in their one order, before they ask one
+        another, unless nothing here ends them."""
+        if self._reductions is not None and self._finalizes:
+            self._reductions.start_rest()
+
+    @property
+    def _finalizes(self) -> bool:
+        return self._rank.config.finalize_model_grads_func is not None
+
     def _complete(self, problem: Exception | None) -> None:
         """What follows the plan's last action; with a problem only what ends the reductions that
         some ranks may have begun."""
         report, rank = self._report, self._rank
         if problem is None and rank.has_experts:
             routers.leave(len(self._capture.steps[0]), rank, self._capture)
-        begun = rank.overlaps and rank.config.finalize_model_grads_func is not None
+        begun = rank.overlaps and self._finalizes
         if not rank.forward_only and (problem is None or begun):
             num_tokens = self._losses.num_tokens if self._losses is not None else 0
-            _finish(rank, num_tokens, self._force_all_reduce, self._reductions)
+            if self._reductions is not None and not self._finalizes:
+                self._reductions.start_rest()
+            _finalize(rank, num_tokens, self._force_all_reduce)
             if problem is None and self._reductions is not None:
                 self._reductions.check()
         if problem is None:
@@ -447,23 +461,15 @@ def _no_sync(rank: Rank) -> Iterator[None]:
         yield
 
 
-def _finish(
-    rank: Rank,
-    num_tokens: int | Tensor,
-    force_all_reduce: bool | None,
-    reductions: Reductions | None,
-) -> None:
-    """Starts the reductions that no backward has started, then Megatron's finalize.
+def _finalize(rank: Rank, num_tokens: int | Tensor, force_all_reduce: bool | None) -> None:
+    """Megatron's finalize, which ends the reductions.
 
     Args:
         rank: whose gradients they are.
         num_tokens: trained tokens of the step on this rank (last stage; 0 elsewhere).
         force_all_reduce: see Megatron's schedules.
-        reductions: of the step, where backwards start some.
     """
     config = rank.config
-    if reductions is not None:
-        reductions.start_rest()
     if config.finalize_model_grads_func is not None:
         total = torch.zeros([], dtype=torch.int, device=rank.device) + num_tokens
         config.finalize_model_grads_func(

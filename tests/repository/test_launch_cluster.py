@@ -335,7 +335,7 @@ def test_one_release_after_the_other(tmp_path):
     assert [line.split()[1] for line in told] == ["0.17.1:", "0.19.2:"]
 
 
-def test_main_is_fetched_by_its_commit_and_goes_before_the_environment(tmp_path):
+def test_main_is_fetched_by_its_commit(tmp_path):
     sandbox = Sandbox(tmp_path)
     git = commands_in(tmp_path / "bin") / "git"
     git.write_text('#!/bin/sh\necho "git $*" >>"$NOTES"\n', encoding="utf-8")
