@@ -3,12 +3,17 @@
 #   PYTHON=python3.12 bash launch/test_versions.sh [VERSION...]
 # Prints one line per release; pytest's output is in VENV/megatron-core-VERSION.log. A release that this
 # Python cannot install is reported and skipped (from 0.17 on they need 3.12). The exit code is 0 if at
-# least one release ran and all that ran have passed.
+# least one release ran and all that ran have passed. The version `main` is the commit of Megatron-LM's main
+# branch below (0.20.0): its source is fetched and put in front of the environment's packages.
 #
 # Environment variables, besides those of environment.sh:
 #   VENV   folder of the environment, in which releases take turns (default: .venv-versions)
 #   TESTS  what pytest runs (default: platform, models, both schedules in several layouts, routers,
 #          hybrid models)
+#   MEGATRON_LM  where `main` is fetched from: a git URL or a repository on disk (default: NVIDIA's)
+
+MEGATRON_LM=${MEGATRON_LM:-https://github.com/NVIDIA/Megatron-LM.git}
+main=d98e8a64ddf34856e74b24714e3bedb2f5a39553
 
 VENV=${VENV:-$(dirname "${BASH_SOURCE[0]}")/../.venv-versions}
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -22,19 +27,33 @@ tests="tests/lab/platforms/test_platform.py tests/lab/models/test_build.py tests
     tests/core/alignment/test_mla.py tests/core/alignment/test_windows.py"
 read -r -d '' -a tests <<<"${TESTS:-$tests}" || true
 versions=("$@")
-[[ $# -gt 0 ]] || versions=(0.16.1 0.17.1 0.18.1 0.19.2)
+[[ $# -gt 0 ]] || versions=(0.16.1 0.17.1 0.18.1 0.19.2 main)
 
 # Since 0.18 Megatron-Core imports triton, which CPU builds of torch do not include.
+checkout=$VENV/megatron-lm
 triton=$(grep -E '^triton==' "$pins")
 
-# run VERSION: prints its line; the status is pytest's, or 100 if the release cannot be installed here.
+# get VERSION: installs a release, or fetches the source of main into a folder.
+get() {
+    if [[ $1 != main ]]; then
+        python -m pip install --quiet --no-deps "megatron-core==$1" "$triton"
+        return
+    fi
+    git init --quiet "$checkout" &&
+        git -C "$checkout" fetch --quiet --depth 1 "$MEGATRON_LM" "$main" &&
+        git -C "$checkout" checkout --quiet --force FETCH_HEAD &&
+        python -m pip install --quiet --no-deps "$triton"
+}
+
+# run VERSION: prints its line; the status is pytest's, or 100 if it cannot be had here.
 run() {
-    local log=$VENV/megatron-core-$1.log
-    if ! python -m pip install --quiet --no-deps "megatron-core==$1" "$triton" &>"$log"; then
+    local log=$VENV/megatron-core-$1.log first=
+    if ! get "$1" &>"$log"; then
         printf 'megatron-core %s: not for %s here (%s)\n' "$1" "$(python --version)" "$(tail -n 1 "$log")"
         return 100
     fi
-    python -m pytest -q "${tests[@]}" &>"$log" && status=0 || status=$?
+    [[ $1 != main ]] || first=$checkout:
+    PYTHONPATH=$first${PYTHONPATH:-} python -m pytest -q "${tests[@]}" &>"$log" && status=0 || status=$?
     printf 'megatron-core %s: %s\n' "$1" "$(tail -n 1 "$log")"
     return "$status"
 }

@@ -132,9 +132,11 @@ class UserError(ValueError):
 
     Attributes:
         refusal: what the prefix schedule cannot run; None if the message is about something else.
+        lasts: whether it is in the way of all later steps of its kind, too.
     """
 
     refusal: Refusal | None = None
+    lasts = False
 
     def __init__(self, message: str = "") -> None:
         super().__init__(bounded(message))

@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.layers import precision
+from megatron_prefix.layers import fused_yarn, precision
 from megatron_prefix.layers.kind import (
     Graphed,
     Heads,
@@ -96,6 +96,10 @@ class Attention(Kind):
     def fills(self, config: Any, layer: int) -> bool:
         """See Kind."""
         return True
+
+    def graphed_in(self, config: Any) -> Graphed:
+        """See Kind; a graph turns queries as when it was captured."""
+        return Graphed.NOTHING if fused_yarn.differs(config) else self.graphed
 
     def work(self, config: Any) -> LayerWork:
         """See Kind."""
@@ -184,14 +188,15 @@ class Attention(Kind):
                 yield SINKS_CP.given(core.config.softmax_type, how)
             elif how and core.config.softmax_type == "learnable":
                 yield LEARNED_SINKS_CP.given()
-        if config.apply_rope_fusion and _is_scaled_by_yarn(config):
-            yield FUSED_YARN.given()
+        if fused_yarn.differs(config) and not fused_yarn.is_known(module):
+            yield FUSED_YARN.given(type(module).__name__)
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         """See Kind."""
         from megatron_prefix.layers.blocks.shared import KEYS
 
         yield module.core_attention, "forward", InSegments(module, number, running, KEYS).forward
+        yield from fused_yarn.overrides(module, running)
 
 
 class MaskUse(IntEnum):
@@ -238,14 +243,6 @@ def exchanged_by(attention: Any) -> str | None:
     another one."""
     found: str | None = getattr(attention.core_attention, "cp_comm_type", None)
     return found
-
-
-def _is_scaled_by_yarn(config: Any) -> bool:
-    """Whether YaRN makes rotated queries and keys longer, as megatron-core's
-    `_yarn_get_concentration_factor_from_config` says. Latents have other fields and kernels."""
-    one, other = (getattr(config, f"yarn_mscale{of}", None) for of in ("", "_all_dim"))
-    longer = (getattr(config, "yarn_rotary_scaling_factor", None) or 1.0) > 1.0
-    return longer and (one is None or other is None or one != other)
 
 
 def _is_gated(config: Any) -> bool:

@@ -79,12 +79,14 @@ class Running(Protocol):
         rotary: tables of rotary embeddings; it is told of every module that it is asked for.
         ahead: what multi-token prediction reads in this step; None if it does not run.
         graphs: of its layers; None without.
+        packed: whether the step's calls are packs.
         angles: what its layers may be given of rotary embeddings, [positions, 1, 1, width] if they
             are; while a segment runs.
     """
 
     current: SegmentContext | None
     graphs: LayerGraphs | None
+    packed: bool
     kernels: dict[int | None, Kernel]
     replay: Replay | None
     rotary: Rotary

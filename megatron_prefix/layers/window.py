@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_prefix.errors import Reason
+from megatron_prefix.layers import fused_yarn
 from megatron_prefix.layers.attention import Attention, InSegments, exchanged_by, window_of
 from megatron_prefix.layers.kind import Override, Running
 from megatron_prefix.plan.footprint import Execution
@@ -86,6 +87,7 @@ class Window(Attention):
 
         tails = Tails(self.form_in(module))
         yield module.core_attention, "forward", InSegments(module, number, running, tails).forward
+        yield from fused_yarn.overrides(module, running)
 
     def window(self, module: Any) -> int | None:
         """See Kind."""

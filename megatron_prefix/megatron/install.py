@@ -80,6 +80,7 @@ class Hooks:
         rotary: tables of its rotary embeddings.
         ahead: what multi-token prediction reads in this step; None if it does not run.
         graphs: of its layers; None without.
+        packed: whether the step's calls are packs.
         angles: what its decoder is given of rotary embeddings, while a segment runs.
     """
 
@@ -103,6 +104,7 @@ class Hooks:
         self.use(kernel)
         self.current: SegmentContext | None = None
         self.replay: Replay | None = None
+        self.packed = False
         self.rotary = Rotary()
         self._rope = getattr(self.model, "rotary_pos_emb", None)
         self._is_multimodal = families.is_multimodal(self.model)

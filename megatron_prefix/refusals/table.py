@@ -24,6 +24,7 @@ GROUPS = {
     "output": "what the model returns, and losses",
     "routes": "routers that follow given routes",
     "ranks": "ranks that have to do the same side by side",
+    "package": "mistakes of this package, and steps that it could not undo",
     **dict.fromkeys(
         (
             "Megatron-LM",
@@ -126,7 +127,7 @@ FP8_ATTENTION = _option("fp8_dot_product_attention", WRONG, f"turn it off: {_SCA
 FP8_HEADS = _option("fp8_multi_head_attention", WRONG, f"turn it off: {_SCALES}")
 FP8_ROUTES = _option("moe_router_padding_for_quantization", NOT_YET, "turn it off, experts pad what they get: it sends tokens to experts that depend on the others", _with_experts)
 FP8_HEAD = _option("fp8_output_proj", NOT_YET, "turn it off: the output layer runs on the positions with loss")
-FP4 = _option("fp4", WRONG, f"train in bf16: {_SCALES}")
+FP4 = _option("fp4", NOT_YET, "train in bf16 or in FP8: it was not tried; scales of a token depend on no other one, but those of a whole tensor and stochastic rounding have to be off")
 QUANT_RECIPE = _option("quant_recipe", WRONG, f"leave it out: {_SCALES}")
 MTP = _option("mtp_num_layers above 1", NOT_YET, "use one layer of multi-token prediction: the second one's last prompt inputs are response tokens", partial(_above, most=1), "mtp_num_layers")
 MTP_ALONE = _option("mtp_standalone", NOT_YET, "put multi-token prediction on the last stage, with the loss")
@@ -177,13 +178,13 @@ DSA_INDEX_SHARED = Refusal("dsa_indexer_topk_freq above 1", "module", NOT_YET, "
 DSA_RECOMPUTED = Refusal("DSA with core_attn in recompute_modules", "module", WRONG, "leave core_attn out: Megatron's own checkpoint does not give core attention the indexer's input")
 WINDOW_AHEAD = Refusal("window_size …", "module", NOT_YET, "give (positions before, 0), with at least one before")
 WINDOW_FUSED = Refusal("window_size with masked_softmax_fusion in 16 bit", "module", WRONG, "turn masked_softmax_fusion off: Megatron's fused kernel ignores the window for some lengths")
-FUSED_YARN = Refusal("apply_rope_fusion with YaRN's scale of queries and keys", "module", WRONG, "turn apply_rope_fusion off: Megatron's fused kernel leaves that scale out of packs, and only of packs")
+FUSED_YARN = Refusal("apply_rope_fusion with YaRN's scale of queries and keys in …", "module", NOT_YET, "turn apply_rope_fusion off: this Megatron-Core's fused kernel leaves that scale out of packs and not of rows, and which it is is not known here")
 NO_SINKS = Refusal("softmax_type …, and core attention without softmax_offset", "module", NOT_YET, "use Megatron's DotProductAttention or TEDotProductAttention, which have it")
 WINDOW_CP = Refusal("a sliding window with context parallelism and cp_comm_type …", "module", NOT_YET, "set cp_comm_type to a2a or all_gather: transformer-engine itself has windows with these only")
 SINKS_CP = Refusal("softmax_type … with context parallelism and cp_comm_type …", "module", NOT_YET, "set cp_comm_type to a2a: transformer-engine itself has sinks with it only")
 LEARNED_SINKS_CP = Refusal("transformer-engine's learned sinks with context parallelism", "module", NOT_YET, "use tensor parallelism instead: by its code (not run), every rank has the gradient of all ranks' queries, so that Megatron's sum over ranks counts it several times")
 OTHER_ROTARY = Refusal("rotary embedding …", "module", NOT_YET, "use Megatron's RotaryEmbedding or YarnRotaryEmbedding, or the stock schedule")
-ROTARY_TABLES = Refusal("the model gives its layers rotary_pos_emb …, and its rotary_pos_emb makes one table for all", "module", NOT_YET, "use the stock schedule", ends=True)
+ROTARY_TABLES = Refusal("the model gives its layers rotary_pos_emb …, and its rotary_pos_emb makes one table for all", "module", NOT_YET, "use the stock schedule")
 DROPOUT = Refusal("dropout of … in …", "module", WRONG, _DROPS)
 MODEL_DRAWS = Refusal("random numbers (…) are drawn inside the model's call", "module", WRONG, "leave out what draws them (noise of a hook, dropout in an adapter): copies of a prompt would draw different values")
 UNMARKED_BIAS = Refusal("the bias of …, whose weight alone is marked for sequence parallelism", "module", WRONG, "mark it, too (bias.sequence_parallel = True), or leave it out: its gradient is of each rank's own positions")
@@ -282,10 +283,10 @@ HOST_LAYERS_CP = Refusal("cache_host_layers is for whole sequences, and there ar
 
 OTHER_OUTPUT = Refusal("the model returns a …, in which the prefix schedule finds no tensors", "output", NOT_YET, "return a tensor, a dict, a tuple, or register it with torch.utils.pytree")
 OTHER_SHAPE = Refusal("the model returns a tensor of shape … for … positions", "output", NOT_YET, "return what is per position: [batch, positions, ...], [positions, batch, ...] or [positions]")
-FLAT_ROWS = Refusal("the model returns [positions] for … rows, whose order in it is not known", "output", NOT_YET, "return [batch, positions], or pack the samples", ends=True)
-DIFFERENT_OUTPUTS = Refusal("outputs of the model differ from segment to segment in …", "output", NOT_YET, "return what is per position: everything else must be the same for all", ends=True)
+FLAT_ROWS = Refusal("the model returns [positions] for … rows, whose order in it is not known", "output", NOT_YET, "return [batch, positions], or pack the samples")
+DIFFERENT_OUTPUTS = Refusal("outputs of the model differ from segment to segment in …", "output", NOT_YET, "return what is per position: everything else must be the same for all")
 OTHER_SENT = Refusal("the forward step gives the next pipeline stage something else than what the model returns", "output", NOT_YET, "return the model's output on stages without a loss, and compute a reference before the schedule: stages exchange segments of the model")
-CHANGED_OUTPUT = Refusal("the forward step changes what the model returns on a stage that has no loss", "output", NOT_YET, "let it change the last stage's output only", ends=True)
+CHANGED_OUTPUT = Refusal("the forward step changes what the model returns on a stage that has no loss", "output", NOT_YET, "let it change the last stage's output only")
 NOT_VERIFIED = Refusal("the prefix schedule's step differs from the stock schedule's by more than rounding: …", "output", NOT_YET, "keep the stock schedule for this model and loss (mode off) and report it: `verify` ran both on the same microbatches")
 
 FORWARD_GRAPH = Refusal("results of a call with forward_only need gradients", "output", NOT_YET, "detach them, call the schedule under torch.no_grad(), or without forward_only: segments run without gradients there")
@@ -308,7 +309,14 @@ ACROSS_GATHERS = Refusal("across_ranks with overlap_param_gather", "ranks", NOT_
 ACROSS_UNREDUCED = Refusal("across_ranks with a model that is not in Megatron's DistributedDataParallel", "ranks", NOT_YET, "wrap it, say sums_gradients=True to get_forward_backward_func if the trainer itself sums gradients over data-parallel ranks, or set across_ranks to off: until they are summed, a rank's own gradients are not the stock schedule's")
 ACROSS_SCALES = Refusal("across_ranks with multi-token prediction and a function of the trainer's own that scales its loss (grad_scale_func, mtp_grad_scale_func)", "ranks", NOT_YET, "use the optimizer's scale_loss, or set across_ranks to off: owners hear of weights before the function says what they are multiplied by")
 UNEVEN_MICROBATCHES = Refusal("global_aux_loss, and data-parallel ranks with … to … microbatches", "ranks", WRONG, "give all equally many, or use aux_loss", ends=True)
-UNEVEN_SAMPLES = Refusal("seq_aux_loss with samples of several lengths in one microbatch", "ranks", NOT_YET, "pad them to one length, or use aux_loss", ends=True)
+UNEVEN_SAMPLES = Refusal("seq_aux_loss with samples of several lengths in one microbatch", "ranks", NOT_YET, "pad them to one length, or use aux_loss")
+
+# --- this package ---------------------------------------------------------------------------------
+
+OWN_ERROR = Refusal("an error of the prefix schedule's own, in … (…)", "package", NOT_YET, "report it with the traceback in the log, and leave mode auto on, or use mode off: the stock schedule runs such steps")
+NO_MEMORY = Refusal("a step with segments does not fit in device memory (…)", "package", NOT_YET, "give fewer segment_tokens or chunk_tokens, or memory recompute: its kind is the stock schedule's from then on")
+NO_COPY = Refusal("gradients are not zero when a call begins, and the host has no room for a copy (…)", "package", NOT_YET, "give one call all microbatches of an update, or free host memory: mode auto shares what it can undo")
+OTHER_DRAWS = Refusal("a step that could not be shared has to run again, and its forward steps …", "package", NOT_YET, "give the schedule a data iterator that they draw all of a microbatch from, and do not write into that; or use mode off", ends=True)
 
 # --- trainers -------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from megatron_prefix.plan.gate import (
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.prediction import Prediction, predict
 from megatron_prefix.plan.step_planner import Common, Judge, StepPlanner, Verdict, fitting
+from megatron_prefix.refusals.own_errors import as_refusal
 from megatron_prefix.refusals.table import SCALES_ORDER
 from megatron_prefix.run.across import agreement
 from megatron_prefix.run.cost_meter import CostMeter, guessed
@@ -136,8 +137,12 @@ class Planning:
         of a first stage that share experts ask, and all of their steps must be such."""
         unit = rank.cost.forward
         head = unit.scored / (unit.positions + unit.scored)
-        mine = samples is not None and without_sharing(self.config, samples, rank.alignment, head)
-        return agreement.all_agree(mine, rank.experts, rank.device)
+        mine, _ = agreement.tried(  # what fails here fails again in `build`
+            lambda: (
+                samples is not None and without_sharing(self.config, samples, rank.alignment, head)
+            )
+        )
+        return agreement.all_agree(bool(mine), rank.experts, rank.device)
 
     def build(
         self,
@@ -265,10 +270,8 @@ class Planning:
         if step.unshared:
             plan = union = Plan((), ((),) * rank.num_stages, len(rank.models))
             report = StepReport(step.forest, unshared(self.config), plan, union)
-        elif rank.crosses:
-            report = self._proposed_together(step, joint, rank)
         else:
-            report, _ = self.proposed(step, joint, rank)
+            report = self._agreed_proposal(step, joint, rank)
         if joint.union.wanted:
             self._beside[self.planner(rank)] = Beside(joint.union.wanted, self._memory.limit)
         report.decision = self._together(report.decision, step, rank)
@@ -304,6 +307,20 @@ class Planning:
         if self.config.mode == "on":
             raise reason
         return replace(report.decision, share=False, fallback=True, reason=str(reason))
+
+    def _agreed_proposal(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:
+        """What this rank would decide, if none fails of those that must decide alike."""
+        propose = self._proposed_together if rank.crosses else self._proposed_alone
+        report, problem = agreement.tried(lambda: propose(step, joint, rank))
+        if problem is not None and self.config.mode != "on":
+            problem = as_refusal(problem)
+        reason = agreement.agree(problem, rank.together, rank.device)
+        if reason is not None or report is None:
+            raise reason or RuntimeError("no rank says why there is no plan")
+        return report
+
+    def _proposed_alone(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:
+        return self.proposed(step, joint, rank)[0]
 
     def _all_apart(self, step: Step, length: int, rank: Rank) -> tuple[Step, JointForest]:
         """A step with prompts apart beside those of ranks that share experts, in segments of at

@@ -215,6 +215,14 @@ class Rank(ModelNumbers):
         return self.same_schedule if apart else self.companions
 
     @property
+    def together(self) -> list[Any]:
+        """Groups whose ranks all run segments in a step, or none does, and end it together."""
+        groups = list(self.waiting)
+        if self.overlaps and not self.forward_only:  # see Planning: they take one schedule
+            groups += several(self.data_ranks or default_groups().dp_cp)
+        return [*{id(group): group for group in groups}.values()]
+
+    @property
     def predicts_further(self) -> bool:
         """Whether multi-token prediction has anything to do in a call: Megatron computes its loss
         in evaluation, too, and does nothing with it."""
@@ -258,8 +266,10 @@ class Rank(ModelNumbers):
         if key not in self.footprints:
             models, config = self.language_models, self.config
             form = Execution.of_config(config, recomputes(models[0]))
+            stages = self.num_stages * len(models)  # a trainer's config may say another number
             self.footprints[key] = footprint_of(
-                table.told(config, models), replace(form, holds_projection=is_since("0.18")),
+                table.told(config, models),
+                replace(form, num_stages=stages, holds_projection=is_since("0.18")),
                 self.vocab_size, self.pattern, *key,
             )  # fmt: skip
         return self.footprints[key]
@@ -310,6 +320,15 @@ def _reduces(model: Any) -> bool:
 def several(*groups: Any) -> list[Any]:
     """Process groups of several ranks."""
     return [group for group in groups if group is not None and group.size() > 1]
+
+
+def meeting(groups: Any, *, forward_only: bool) -> list[Any]:
+    """Groups whose ranks make a call together, of a rank whose `Rank` may not be had: as `agreeing`
+    where no payload crosses data-parallel ranks."""
+    groups = groups or default_groups()
+    experts = getattr(groups, "ep", None) if forward_only else None
+    data = None if forward_only else getattr(groups, "dp_cp", None)
+    return several(groups.tp, groups.pp, data or groups.cp, experts)
 
 
 def gathered(mine: torch.Tensor, group: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ import copy
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,8 +26,10 @@ from torch.utils import (
     _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
 )
 
+from megatron_prefix import trainers
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError, refused, unexpected
+from megatron_prefix.layers import fused_yarn
 from megatron_prefix.layers.precision import is_untried
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import installed
@@ -35,12 +37,15 @@ from megatron_prefix.megatron.stock import stock_arguments, stock_schedule
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest
+from megatron_prefix.refusals.own_errors import as_refusal, is_own
 from megatron_prefix.refusals.table import (
     DATA_EXCHANGE,
     FORWARD_GRAPH,
     FP8_UNTRIED,
+    FUSED_YARN,
     HOST_LAYERS_CP,
     NOT_VERIFIED,
+    OWN_ERROR,
     SCALES_INTERLEAVED,
 )
 from megatron_prefix.run import across_step
@@ -54,14 +59,15 @@ from megatron_prefix.run.execute.messages import channels_of
 from megatron_prefix.run.first_step import FirstStep
 from megatron_prefix.run.pause import Pause, Rest
 from megatron_prefix.run.planning import Planning, uncollected
-from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.rank import Rank, meeting
+from megatron_prefix.run.read.kept_draws import KeptDraws, same_calls
 from megatron_prefix.run.read.loss_variables import code_name
 from megatron_prefix.run.read.outlines import Outlines
 from megatron_prefix.run.read.read_calls import ReadCalls, read_calls
 from megatron_prefix.run.read.step import Step, read_step, told
 from megatron_prefix.run.read.suspend import Capture
 from megatron_prefix.run.report import StepReport, tell_shared
-from megatron_prefix.run.step_run import StepRun
+from megatron_prefix.run.step_run import StepRun, StepUndone
 from megatron_prefix.run.verify.both import run_both, tell_unverified, tell_verified
 from megatron_prefix.run.watchdog import Watchdog, watched
 from megatron_prefix.tree import Forest
@@ -89,6 +95,7 @@ class StepKind:
         watched: whether the first of them has been watched, if that is wanted.
         told: whether the first of them that was shared has been told of.
         refusal: what was in its way; None: nothing.
+        problem: what this rank has met while segments ran: the refusal, once all ranks have heard.
         ordered: whether losses have to be called in the trainer's order.
         num_verified: how many of them both schedules have run (`PrefixConfig.verify`).
     """
@@ -97,6 +104,7 @@ class StepKind:
     watched: bool = False
     told: bool = False
     refusal: UserError | None = None
+    problem: UserError | None = None
     ordered: bool = False
     num_verified: int = 0
 
@@ -131,6 +139,7 @@ class PrefixSchedule:
     watchdog: Watchdog = field(init=False, repr=False)
     _rest: Rest = field(default_factory=Rest, init=False, repr=False)
     _logged: set[str] = field(default_factory=set, init=False, repr=False)
+    _known_calls: dict[Any, UserError | None] = field(default_factory=dict, init=False, repr=False)
     _kinds: dict[Any, StepKind] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -174,10 +183,8 @@ class PrefixSchedule:
         models = model if isinstance(model, list) else [model]
         if self.config.mode == "off":
             return stock_schedule()(**arguments)
-        try:
-            rank = self._rank(Rank(models, pg_collection, forward_only=forward_only))
-        except CannotShare as error:  # all ranks have the same model
-            self._refused(error)
+        rank = self._made_rank(models, pg_collection, forward_only=forward_only)
+        if rank is None:
             return stock_schedule()(**arguments)
         kind = self._kind(forward_step_func, rank)
         first = self._first(kind, forward_step_func, rank)
@@ -193,6 +200,39 @@ class PrefixSchedule:
             kind.watched, kind.refusal = True, copy.copy(first.error)
             first.check()  # else what was computed may be wrong
         return store
+
+    def _made_rank(self, models: Sequence[Any], groups: Any, *, forward_only: bool) -> Rank | None:
+        """What this rank is in a call; None, with `report` set, if steps cannot be shared.
+
+        All ranks have the same options in every call, and so the same answer; but in the first call
+        on a model they ask one another, and an error of one of them is remembered by all.
+        """
+        key = forward_only, *map(weakref.ref, models)
+        if (known := self._known_calls.get(key)) is not None:
+            self._refused(known)
+            return None
+        made, error = tried(lambda: self._rank(Rank(models, groups, forward_only=forward_only)))
+        problem = self._softened(error)
+        if key not in self._known_calls:
+            device = next(models[0].parameters()).device
+            problem = agree(problem, meeting(groups, forward_only=forward_only), device)
+            own = problem is not None and problem.refusal == OWN_ERROR
+            self._known_calls[key] = problem if own else None
+        if problem is not None and not isinstance(problem, CannotShare):
+            raise problem
+        if problem is not None or made is None:
+            self._refused(problem)  # type: ignore[arg-type]
+            return None
+        if self.config.mode != "observe" and made.num_stages > 1:
+            # By all ranks of the job, whichever schedule each of them takes.
+            channels_of(made.groups.pp, made.device)
+        return made
+
+    def _softened(self, problem: BaseException | None) -> BaseException | None:
+        """An error of this package as a refusal; in mode "on" as it is."""
+        if self.config.mode == "on" or not isinstance(problem, Exception):
+            return problem
+        return as_refusal(problem)
 
     def _kind(self, function: Any, rank: Rank) -> StepKind:
         """What is known of calls like this one."""
@@ -239,24 +279,64 @@ class PrefixSchedule:
         rank.graph_tokens = meter.graphs.tokens
         if decision is not None:
             return self._timed(decision, rank, arguments)
+        draws = None if self.config.mode == "on" else KeptDraws(iterator, rank.device)
+        iterator = iterator if draws is None else draws.iterator
+        iterator = iterator if first is None else first.iterator(iterator)
         capture = Capture(
-            arguments["forward_step_func"],
-            iterator if first is None else first.iterator(iterator), rank,
+            arguments["forward_step_func"], iterator, rank,
             arguments["num_microbatches"], self.callbacks.needs_drawn(rank.forward_only),
             None if first is None else first.forward_step,
         )  # fmt: skip
-        watching = contextlib.nullcontext() if first is None else first.watching()
-        with capture.running(), watching, self.memory.step(), contextlib.ExitStack() as idle:
+        with contextlib.ExitStack() as around, contextlib.ExitStack() as idle:
+            around.enter_context(capture.running())
+            around.enter_context(contextlib.nullcontext() if first is None else first.watching())
+            around.enter_context(self.memory.step())
             idle.enter_context(uncollected())
-            step = self._read(capture, rank, first, kind.pause)
+            step = self._read(capture, rank, first, kind)
             joint = None if step is None else self._plan(step, rank, kind)
             with meter.step(self.report, rank.stage):  # type: ignore[arg-type]
-                if step is None or joint is None:
+                if step is not None and joint is not None:
+                    capture.forget_arguments()
+                    measures = self.measures or meter.due
+                    try:
+                        return StepRun(
+                            self, capture, rank, step, joint, arguments, measures, idle
+                        ).run()
+                    except StepUndone as undone:
+                        self._undone(undone, kind)
+                    # The frames of the attempt, and all tensors in them, are gone by now.
+                    step = joint = None
+                elif not capture.is_broken:
                     idle.close()
                     return stock_schedule()(**arguments | {"forward_step_func": capture.stock_step})
-                capture.forget_arguments()
-                measures = self.measures or meter.due
-                return StepRun(self, capture, rank, step, joint, arguments, measures, idle).run()
+                idle.close()
+                around.close()
+                return self._again(draws, capture, rank, arguments)
+
+    def _undone(self, undone: StepUndone, kind: StepKind) -> None:
+        """Gives a step that was undone to the stock schedule, and its kind where segments had run;
+        mode "on" raises."""
+        if self.config.mode == "on":
+            raise undone.reason
+        reason = as_refusal(undone.reason)
+        if undone.has_run:
+            kind.problem, reason.lasts = reason, True
+        if self.report is not None:
+            self.report.retried = True  # its times say nothing
+        self._refused(reason)
+
+    def _again(
+        self, draws: KeptDraws | None, capture: Capture, rank: Rank, arguments: dict[str, Any]
+    ) -> list[Any]:
+        """The stock schedule's step, from its begin."""
+        if draws is None:
+            raise RuntimeError("mode on has not raised what is in the way of a step")
+        draws.rewind()
+        calls: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if rank.is_first and capture.tokens:
+            calls = same_calls(rank.models[0], capture.tokens)
+        with calls:
+            return stock_schedule()(**arguments | {"data_iterator": draws.iterator})
 
     def _verified(
         self, first: FirstStep | None, kind: StepKind, rank: Rank, arguments: dict[str, Any]
@@ -316,7 +396,8 @@ class PrefixSchedule:
                 | {"data_iterator": first.iterator(arguments["data_iterator"])}
             )
         # A model that cannot run in segments is never captured: its dropout draws in stock's order.
-        refusal, exchange = _refusal_of(rank) or first.error, None
+        refusal: BaseException | None = self._softened(tried(lambda: _check(rank))[1])
+        refusal, exchange = refusal or first.error, None
         must_cross = rank.may_cross and self.config.across != "auto"
         if first.losses_exchange and (must_cross or rank.experts is not None):
             refusal = refusal or refused(DATA_EXCHANGE)  # ranks meet in segments, too
@@ -344,6 +425,9 @@ class PrefixSchedule:
             raise refused(FP8_UNTRIED)
         if rank.scales_auxiliary_losses and len(rank.models) > 1:
             raise refused(SCALES_INTERLEAVED)
+        trainer = trainers.running() if rank.has_images else None
+        if trainer is not None and trainer.images is not None:
+            raise refused(trainer.images)
         if rank.siblings is None or rank.siblings.size() > 1:
             rank.reduces |= self.callbacks.sums_gradients
             together = self.callbacks.passes_together or not rank.forward_only
@@ -354,22 +438,23 @@ class PrefixSchedule:
             across_step.tell_alone(rank.why_alone, rank, self._logged)
         if self.config.cache_host_layers and rank.groups.cp.size() > 1:
             raise refused(HOST_LAYERS_CP)
-        if self.config.mode != "observe" and rank.num_stages > 1:
-            # By all ranks of the job, whichever schedule each of them takes.
-            channels_of(rank.groups.pp, rank.device)
         return rank
 
     def _read(
-        self, capture: Capture, rank: Rank, first: FirstStep | None, pause: Pause | None
+        self, capture: Capture, rank: Rank, first: FirstStep | None, kind: StepKind
     ) -> Step | None:
         """The step; None, with `report` set, if its calls cannot be answered from segments.
 
         All ranks end together where one cannot read its microbatches, and fall back together.
         """
-        calls, problem = self._read_calls(capture, rank, first)
+        pause, calls = kind.pause, None
+        problem: BaseException | None = kind.problem
+        if problem is None:
+            calls, problem = self._read_calls(capture, rank, first)
         wish = pause is not None and pause.wanted(rank)
         reason, paused = agree_on(problem, wish, rank.agreeing, rank.device)
         if reason is not None:
+            kind.refusal = reason if reason.lasts else None  # all ranks have heard
             self._refused(reason)
             return None
         if paused and pause is not None:
@@ -377,7 +462,8 @@ class PrefixSchedule:
             self._logged.add(self.report.decision.reason)  # type: ignore[union-attr]  # told once
             return None
         planning = self.planning
-        build = functools.partial(planning.build, rank=rank, judge=planning.judge(rank))
+        judge, unjudged = tried(lambda: planning.judge(rank))
+        build = functools.partial(planning.build, rank=rank, judge=judge)
         alone = build
         if rank.experts is not None and rank.ordered and not self.config.plan_file:
             alone = functools.partial(planning.build_together, **build.keywords)
@@ -387,8 +473,9 @@ class PrefixSchedule:
             calls, rank.groups, None if later else build, rank.device,  # type: ignore[arg-type]
             functools.partial(planning.shares_nothing, rank=rank) if filters else None,
         )  # fmt: skip
-        if step is not None and (rank.has_experts or rank.looks_ahead):
-            problem = _problem(step, rank, capture)
+        if step is not None:
+            _, problem = tried(functools.partial(_check_step, step, rank, capture))
+        problem = self._softened(problem or unjudged)
         if (reason := agree(problem, rank.agreeing, rank.device)) is not None:
             self._refused(reason)
             return None
@@ -407,9 +494,10 @@ class PrefixSchedule:
                 return across_step.across(step, rank, self.planning, build, alone)
             return step.with_forest(alone(step.samples or (), step.microbatch_of))
 
-        made, problem = tried(make) if rank.is_first else (None, None)
+        made, error = tried(make) if rank.is_first else (None, None)
         if rank.num_stages > 1:
             made = told(made, step.samples, rank.groups.pp, rank.device)
+        problem = self._softened(error)
         if (reason := agree(problem, rank.agreeing, rank.device)) is not None:
             self._refused(reason)
             return None
@@ -428,18 +516,34 @@ class PrefixSchedule:
         """What this rank's model calls say, or what is wrong with them."""
         try:
             capture.run()
+        except BaseException as error:  # noqa: BLE001  # the other ranks wait to hear of it
+            own = isinstance(error, Exception) and not isinstance(error, UserError)
+            capture.is_broken = own and is_own(error)  # type: ignore[arg-type]
+            return None, self._softened(error) if capture.is_broken else error
+        try:
             if first is not None:
                 first.check()
             calls = read_calls(capture, rank, self.callbacks)
             if self.config.mode != "observe":
                 self.memory.begin(rank)
-        except BaseException as error:  # the other ranks wait to hear of it
+        except BaseException as error:  # likewise
             logger.debug("this rank's microbatches cannot be read", exc_info=True)
-            return None, error
+            return None, self._softened(error)
         return calls, None
 
     def _plan(self, step: Step, rank: Rank, kind: StepKind) -> JointForest | None:
-        """Sets `report` with the plan; None if the stock schedule is the better one."""
+        """Sets `report` with the plan; None if the stock schedule is the better one, or no plan can
+        be made on a rank."""
+        joint, error = tried(lambda: self._planned(step, rank, kind))
+        problem = self._softened(error)
+        if problem is None:
+            return joint
+        if not isinstance(problem, CannotShare):
+            raise problem
+        self._refused(problem)
+        return None
+
+    def _planned(self, step: Step, rank: Rank, kind: StepKind) -> JointForest | None:
         why = step.why_alone or rank.why_alone
         if self.config.mode != "on":
             setting = across_step.setting(self.config, rank, why)
@@ -483,16 +587,14 @@ class PrefixSchedule:
             logger.warning("stock schedule for this step: %s", report.decision.reason)
 
 
-def _problem(step: Step, rank: Rank, capture: Capture) -> UserError | None:
-    """What is in the way of a step that was read."""
-    try:
-        if rank.has_experts:
-            routers.check(step, rank, capture)
-        if rank.looks_ahead:
-            ahead.check(step, rank)
-    except UserError as error:
-        return error
-    return None
+def _check_step(step: Step, rank: Rank, capture: Capture) -> None:
+    """Raises what is in the way of a step that was read."""
+    if len({*step.packed}) > 1 and fused_yarn.differs(rank.config):
+        raise refused(FUSED_YARN, "packs and rows of one step")
+    if rank.has_experts:
+        routers.check(step, rank, capture)
+    if rank.looks_ahead:
+        ahead.check(step, rank)
 
 
 def _has_graph(value: Any) -> bool:
@@ -515,15 +617,11 @@ def _schedule(config: PrefixConfig, callbacks: Callbacks) -> PrefixSchedule:
     return PrefixSchedule(config, callbacks, looks_first=True)
 
 
-def _refusal_of(rank: Rank) -> UserError | None:
-    """Why the model cannot run in segments; None if nothing is in the way."""
-    try:
-        for inner, model in zip(rank.language_models, rank.models, strict=True):
-            if installed(model) is None:
-                features.check(inner, model)
-    except CannotShare as error:
-        return error
-    return None
+def _check(rank: Rank) -> None:
+    """Raises CannotShare if the model cannot run in segments."""
+    for inner, model in zip(rank.language_models, rank.models, strict=True):
+        if installed(model) is None:
+            features.check(inner, model)
 
 
 def get_forward_backward_func(

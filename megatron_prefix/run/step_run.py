@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from torch import Tensor
 
-from megatron_prefix.errors import refused
+from megatron_prefix.errors import named, refused
 from megatron_prefix.layers.mtp import StepAhead
 from megatron_prefix.megatron.install import Hooks, install, installed
 from megatron_prefix.moe.group_counts import GroupCounts
@@ -31,7 +32,9 @@ from megatron_prefix.offload.transfers import free_bytes
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.count_sums import sums_behind
 from megatron_prefix.plan.joint_forest import JointForest
-from megatron_prefix.refusals.table import CHANGED_OUTPUT
+from megatron_prefix.refusals.own_errors import as_refusal
+from megatron_prefix.refusals.table import CHANGED_OUTPUT, NO_COPY
+from megatron_prefix.run.across import agreement
 from megatron_prefix.run.across.carried import Carried
 from megatron_prefix.run.across.communicator import Communicator, communicator_of
 from megatron_prefix.run.across.exchanges import Exchanges
@@ -50,6 +53,7 @@ from megatron_prefix.run.execute.messages import (
     message_shape,
 )
 from megatron_prefix.run.execute.overlap import Reductions
+from megatron_prefix.run.execute.rewind import Rewind
 from megatron_prefix.run.execute.scales import AuxiliaryScales
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read import heads
@@ -65,9 +69,27 @@ from megatron_prefix.sidecar.host_arena import HostLayers
 from megatron_prefix.sidecar.sharded import ShardedArena
 from megatron_prefix.tree.payload_map import payload_map
 
+logger = logging.getLogger(__name__)
+
+
+class StepUndone(Exception):
+    """A step that has begun, and that is as if it had not.
+
+    Attributes:
+        reason: what was in the way; of another rank's error what that says.
+        has_run: whether segments have.
+    """
+
+    def __init__(self, reason: Exception, *, has_run: bool) -> None:
+        super().__init__(str(reason))
+        self.reason, self.has_run = reason, has_run
+
 
 class StepRun:
     """Runs the segments of a step, and lets the trainer's forward steps go on.
+
+    What shows meanwhile that the step cannot be shared is a `_problem`. Other ranks may wait for
+    this one in any segment, so all of them run to the plan's end, and ask one another there.
 
     Args:
         schedule: whose step it is; its `report` has the plan and is completed here.
@@ -107,10 +129,17 @@ class StepRun:
         self._reductions: Reductions | None = None
         self._communicator: Communicator | None = None
         self._ahead: StepAhead | None = None
+        self._first: Executor | None = None
+        self._draws: SegmentDraws | None = None
+        self._problem: Exception | None = None
         self._is_behind = False  # behind the model, in what has made its inputs
 
     def run(self) -> list[Any]:
-        """Runs the step; returns Megatron's `forward_data_store`."""
+        """Runs the step; returns Megatron's `forward_data_store`.
+
+        Raises:
+            StepUndone: it cannot be shared, and is undone: of all ranks that run it together.
+        """
         report, rank = self._report, self._rank
         report.stopwatch = Stopwatch(rank.groups.pp, rank.device) if self._measures else None
         on_gpu, reserved = rank.device.type == "cuda", 0
@@ -118,33 +147,112 @@ class StepRun:
             reserved = torch.cuda.memory_reserved(rank.device)
             report.base_bytes = torch.cuda.memory_allocated(rank.device) - _placed(rank)
             report.room_bytes = free_bytes(rank.device, self._config.memory_budget)
-        self._memory.settle(report.plan, self._joint, rank)
         with contextlib.ExitStack() as around:
-            if rank.config.timers is not None:
-                around.enter_context(_timed(rank.config))
-            if rank.num_stages > 1:
-                around.enter_context(closing_on_failure(rank.groups.pp))
-            if rank.crosses:
-                crossing = communicator_of(rank.siblings, rank.device)
-                self._communicator = around.enter_context(crossing)
-            if report.plan.num_stages > 1:
-                self._resume_other_stages()
-            embedding, plan = self._memory.run(self._attempt, report.plan, rank, self._why_final)
-            report.retried, report.plan = plan is not report.plan, plan
-            if rank.has_experts:
-                routers.leave(len(self._capture.steps[0]), rank, self._capture)
-            if not rank.forward_only:
-                report.memory = self._memory.predicted(plan, rank)
-                finish_embedding_wgrad_compute(rank.config, embedding, rank.is_last, rank.groups.tp)
-                num_tokens = self._losses.num_tokens if self._losses is not None else 0
-                _finish(rank, num_tokens, self._force_all_reduce, self._reductions)
-            if self._ahead is not None:
-                self._ahead.log()
-            if self._losses is not None:
-                self._losses.check()  # waits for the device, so after what others wait for
+            _, problem = agreement.tried(functools.partial(self._ready, around))
+            problem = self._agreed(problem)
+            has_run = problem is None
+            if has_run:
+                problem = self._ran()
+                self._begin_reductions()
+                problem = problem or self._agreed(self._found())
+                self._complete(problem)
+        if problem is not None:
+            self._undo()
+            raise StepUndone(problem, has_run=has_run)
         if on_gpu and not rank.forward_only:
             self._memory.give_back(report.base_bytes, reserved, rank.device)
         return self._losses.forward_data_store if self._losses is not None else []
+
+    def _ready(self, around: contextlib.ExitStack) -> None:
+        """Makes what runs the plan, and enters all that is around it; nothing has run."""
+        report, rank = self._report, self._rank
+        self._memory.settle(report.plan, self._joint, rank)
+        if self._config.mode == "auto" and self._memory.before is not None:
+            self._keep(self._memory.before)
+        if rank.config.timers is not None:
+            around.enter_context(_timed(rank.config))
+        if rank.num_stages > 1:
+            around.enter_context(closing_on_failure(rank.groups.pp))
+        if rank.crosses:
+            crossing = communicator_of(rank.siblings, rank.device)
+            self._communicator = around.enter_context(crossing)
+        if report.plan.num_stages > 1:
+            self._resume_other_stages()
+        self._first = self._executor(report.plan)
+
+    def _keep(self, before: Rewind) -> None:
+        try:
+            before.keep()
+        except (RuntimeError, MemoryError) as error:
+            raise refused(NO_COPY, named(error)) from None
+
+    def _ran(self) -> Exception | None:
+        """Runs the plan, or a leaner one if memory runs out; what fails on a rank that no other
+        waits for, and is not the trainer's, is returned."""
+        report, rank = self._report, self._rank
+        try:
+            embedding, plan = self._memory.run(self._attempt, report.plan, rank, self._why_final)
+        except Exception as error:
+            inside = self._losses is not None and self._losses.is_inside
+            if self._config.mode == "on" or rank.together or inside:
+                raise
+            return as_refusal(error)
+        report.retried, report.plan = plan is not report.plan, plan
+        if not rank.forward_only:
+            finish_embedding_wgrad_compute(rank.config, embedding, rank.is_last, rank.groups.tp)
+        return None
+
+    def _found(self) -> Exception | None:
+        """What this rank has met; the host may wait for the device."""
+        # In mode "on" a late gradient ends the run when all reductions are over.
+        late = self._reductions is not None and self._config.mode != "on" and self._reductions.error
+        of_losses = self._losses.problem() if self._losses is not None else None
+        of_model = self._draws.problem if self._draws is not None else None
+        return self._problem or late or of_model or of_losses or None
+
+    def _agreed(self, problem: Exception | None) -> Exception | None:
+        """What any rank has met of those that run the step together; all of these call this."""
+        if problem is not None and self._config.mode != "on":
+            problem = as_refusal(problem)
+        return agreement.agree(problem, self._rank.together, self._rank.device)
+
+    def _begin_reductions(self) -> None:
+        """Ranks may have begun some: all begin the rest in their one order, before they ask one
+        another, unless nothing here ends them."""
+        if self._reductions is not None and self._finalizes:
+            self._reductions.start_rest()
+
+    @property
+    def _finalizes(self) -> bool:
+        return self._rank.config.finalize_model_grads_func is not None
+
+    def _complete(self, problem: Exception | None) -> None:
+        """What follows the plan's last action; with a problem only what ends the reductions that
+        some ranks may have begun."""
+        report, rank = self._report, self._rank
+        if problem is None and rank.has_experts:
+            routers.leave(len(self._capture.steps[0]), rank, self._capture)
+        begun = rank.overlaps and self._finalizes
+        if not rank.forward_only and (problem is None or begun):
+            num_tokens = self._losses.num_tokens if self._losses is not None else 0
+            if self._reductions is not None and not self._finalizes:
+                self._reductions.start_rest()
+            _finalize(rank, num_tokens, self._force_all_reduce)
+            if problem is None and self._reductions is not None:
+                self._reductions.check()
+        if problem is None:
+            report.memory = self._memory.predicted(report.plan, rank)
+            if self._ahead is not None:
+                self._ahead.log()
+
+    def _undo(self) -> None:
+        if self._first is not None:  # it has not run
+            self._first.end()
+        before = self._memory.before
+        if before is not None and before.possible():
+            before.undo()
+        elif before is not None:
+            logger.error("gradients were not zero when the step began: they are not undone")
 
     def _why_final(self) -> str:
         """Why an attempt that has failed cannot be repeated; empty if it can."""
@@ -169,8 +277,9 @@ class StepRun:
             for microbatch, suspended in enumerate(steps):
                 hidden = self._zeros(config, microbatch)
                 output, _ = suspended.resume(functools.partial(_same, hidden))
-                if output is not hidden or hidden._version:
-                    raise refused(CHANGED_OUTPUT)
+                self._problem = self._problem or suspended.twice
+                if self._problem is None and (output is not hidden or hidden._version):
+                    self._problem = refused(CHANGED_OUTPUT)
                 if self._rank.has_experts or self._rank.looks_ahead:
                     set_auxiliary_scales(self._contract, self._rank.models[chunk], len(steps))
                 if self._contract.scales is not None:
@@ -189,10 +298,10 @@ class StepRun:
         shape = num // parts, batch, config.hidden_size
         return torch.zeros(shape, dtype=message_dtype(config), device=self._rank.device)
 
-    def _attempt(self, plan: Plan) -> Any:
-        """Runs a plan on this rank, but for what follows its last backward."""
+    def _executor(self, plan: Plan) -> Executor:
+        """What runs a plan on this rank."""
         rank, report, offloader = self._rank, self._report, self._memory.offloader(plan, self._rank)
-        config, cp = rank.config, rank.groups.cp
+        cp = rank.groups.cp
         inputs = SegmentInputs(
             self._step.forest, self._step.samples, rank.device, cp.rank(), cp.size(), rank.rows
         )
@@ -202,32 +311,38 @@ class StepRun:
             counts = routers.begin(stages, self._step, self._contract, rank, self._capture)
         if report.stopwatch is not None:
             report.stopwatch.forget()
-        links = self._links(plan) if rank.num_stages > 1 else None
         if rank.overlaps and not rank.forward_only:
             self._reductions = Reductions(rank, self._force_all_reduce)
         exchanges = None
         if self._communicator is not None:
             exchanges = self._exchanges(stages, self._communicator)
-        behind = [] if rank.forward_only else self._capture.behind()
-        draws = SegmentDraws(rank.language_models, rank.device)
-        executor = Executor(
-            plan, stages, inputs, links, rank.forward_only,
+        self._draws = SegmentDraws(rank.language_models, rank.device)
+        return Executor(
+            plan, stages, inputs, rank.forward_only,
             self._schedule.watch or (report.stopwatch.timing if report.stopwatch else None),
             offloader, self._reductions, exchanges, self._idle,
-            None if counts is None else self._summing(counts), draws.checking,
+            None if counts is None else self._summing(counts), self._draws.checking,
         )  # fmt: skip
-        embedding = clear_embedding_activation_buffer(config, rank.models, stages[-1].is_last)
-        with contextlib.nullcontext() if rank.forward_only else _no_sync(rank), draws.watching():
-            executor.run(rank.stage)
+
+    def _attempt(self, plan: Plan) -> Any:
+        """Runs a plan on this rank, but for what follows its last backward."""
+        executor, self._first = self._first or self._executor(plan), None
+        rank, report, stages = self._rank, self._report, executor.stages
+        watching = self._draws.watching() if self._draws is not None else contextlib.nullcontext()
+        embedding = clear_embedding_activation_buffer(rank.config, rank.models, stages[-1].is_last)
+        with contextlib.nullcontext() if rank.forward_only else _no_sync(rank), watching:
+            executor.run(rank.stage, self._links(plan) if rank.num_stages > 1 else None)
+            behind = [] if rank.forward_only else self._capture.behind()
             self._is_behind = bool(behind)
             if behind:
-                watching = (
+                reducing = (
                     self._reductions.watching() if self._reductions else contextlib.nullcontext()
                 )
-                with watching:
+                with reducing:
                     for one in behind:
                         one.backward()
-        report.crossed = exchanges.crossed if exchanges is not None else None
+        crossed = executor.exchanges
+        report.crossed = crossed.crossed if crossed is not None else None
         report.cache_bytes = sum(stage.cache.device_bytes.peak for stage in stages)
         report.captured = any(one.hooks.graphs and one.hooks.graphs.captured for one in stages)
         return embedding
@@ -265,6 +380,7 @@ class StepRun:
             if not self._rank.forward_only:  # which use none, and may be another schedule's
                 hooks.graph(self._rank.graphed)
             steps, hooks.ahead = self._capture.steps[chunk], None
+            hooks.packed = all(self._step.packed)
             call = steps[0].call if steps else ModelCall(0, {})
             has_labels, is_last = call["labels"] is not None, number == plan.num_stages - 1
             if is_last and self._rank.predicts_further:  # it leaves a payload, too
@@ -345,26 +461,15 @@ def _no_sync(rank: Rank) -> Iterator[None]:
         yield
 
 
-def _finish(
-    rank: Rank,
-    num_tokens: int | Tensor,
-    force_all_reduce: bool | None,
-    reductions: Reductions | None,
-) -> None:
-    """Starts the reductions that no backward has started, then Megatron's finalize.
+def _finalize(rank: Rank, num_tokens: int | Tensor, force_all_reduce: bool | None) -> None:
+    """Megatron's finalize, which ends the reductions.
 
     Args:
         rank: whose gradients they are.
         num_tokens: trained tokens of the step on this rank (last stage; 0 elsewhere).
         force_all_reduce: see Megatron's schedules.
-        reductions: of the step, where backwards start some.
-
-    Raises:
-        RuntimeError: a gradient came too late for its reduction.
     """
     config = rank.config
-    if reductions is not None:
-        reductions.start_rest()
     if config.finalize_model_grads_func is not None:
         total = torch.zeros([], dtype=torch.int, device=rank.device) + num_tokens
         config.finalize_model_grads_func(
@@ -373,8 +478,6 @@ def _finish(
             pg_collection=rank.groups,
             force_all_reduce=force_all_reduce,
         )
-    if reductions is not None:
-        reductions.check()
 
 
 def _same(value: Tensor) -> Tensor:

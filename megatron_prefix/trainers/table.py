@@ -130,6 +130,7 @@ NEMO_RL = Trainer(
     " of the two deals out by length",
     refused=(MULTIMODAL, NEMO_MTP),
     samples=_nemo_samples,
+    images=MULTIMODAL,
 )
 
 MS_SWIFT = Trainer(

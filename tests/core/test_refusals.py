@@ -29,7 +29,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
     """Files of the core that may refuse, without those that say how."""
     for path in sorted(CORE.rglob("*.py")):
         name = str(path.relative_to(CORE))
-        if not name.startswith(("lab/", "refusals/")) and name != "errors.py":
+        if not name.startswith(("lab/", "refusals/table")) and name != "errors.py":
             yield name, ast.parse(path.read_text(encoding="utf-8"))
 
 
@@ -112,8 +112,8 @@ def test_values_are_put_in_and_the_error_has_its_refusal() -> None:
     found = refused(table.COLUMN_LENGTH, "labels", 2, 3)
     assert str(found).startswith("labels of a model call has 2 of 3 positions: give one")
     assert type(found) is CannotShare and found.refusal is table.COLUMN_LENGTH
-    ended = refused(table.FLAT_ROWS, 2)
-    assert type(ended) is UserError and ended.refusal is table.FLAT_ROWS
+    ended = refused(table.UNEVEN_MICROBATCHES, 2, 3)
+    assert type(ended) is UserError and ended.refusal is table.UNEVEN_MICROBATCHES
     assert UserError("x").refusal is None
     with pytest.raises(ValueError, match="zip"):
         refused(table.COLUMN_LENGTH, "labels", 2)

@@ -119,6 +119,20 @@ class OwnNet(nn.Module):
         return self.out_proj(self.norm(out, gate).flatten(2))
 
 
+class NamedNet(OwnNet):
+    """It calls the rule by keywords alone."""
+
+    def forward(self, hidden_states: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """[1, positions, hidden_size]"""
+        mixed, _ = self.conv1d(x=self.in_proj_qkv(hidden_states), cu_seqlens=cu_seqlens)
+        query, key, value = self.heads(mixed)
+        out, _ = self.chunk_gated_delta_rule(
+            q=query, k=key, v=value, **self.gates(hidden_states), use_qk_l2norm_in_kernel=True,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        return self.close(out, hidden_states)
+
+
 class OlderNet(OwnNet):
     """As Qwen3NextGatedDeltaNet before slime's backends: the rule is a global name."""
 
@@ -182,6 +196,8 @@ class Attention(HuggingfaceAttention):
 
 
 NETS = {"attribute": OwnNet, "global": OlderNet}
+NAMED = "keywords"
+_NETS = {**NETS, NAMED: NamedNet}
 
 
 @contextlib.contextmanager
@@ -195,7 +211,7 @@ def own_layers(
     def with_own(config: Any, block: Any, vp_stage: int | None = None, **options: Any) -> Any:
         hf_config = Namespace(hidden_size=config.hidden_size, layer_types=[*types], **SIZES)
         args = Namespace(
-            sequence_parallel=sequence_parallel, hf_config=hf_config, net=NETS[net], **given
+            sequence_parallel=sequence_parallel, hf_config=hf_config, net=_NETS[net], **given
         )
         block.layer_specs = [copy.deepcopy(layer) for layer in block.layer_specs]
         start = get_transformer_layer_offset(config, vp_stage=vp_stage)

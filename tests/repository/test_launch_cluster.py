@@ -335,6 +335,20 @@ def test_one_release_after_the_other(tmp_path):
     assert [line.split()[1] for line in told] == ["0.17.1:", "0.19.2:"]
 
 
+def test_main_is_fetched_by_its_commit(tmp_path):
+    sandbox = Sandbox(tmp_path)
+    git = commands_in(tmp_path / "bin") / "git"
+    git.write_text('#!/bin/sh\necho "git $*" >>"$NOTES"\n', encoding="utf-8")
+    git.chmod(0o755)
+    given = {"TESTS": "a", "MEGATRON_LM": "there", "PATH": f"{git.parent}:{os.environ['PATH']}"}
+    done = sandbox.run("bash", "launch/test_versions.sh", "main", **given)
+    assert done.returncode == 0, done.stderr
+    (fetched,) = [line for line in sandbox.asked if " fetch " in line]
+    assert re.fullmatch(r"git -C \S+/megatron-lm fetch .*--depth 1 there [0-9a-f]{40}", fetched)
+    assert "python -m pytest -q a" in sandbox.asked
+    assert "megatron-core main:" in done.stdout
+
+
 # How they are written -----------------------------------------------------------------------------
 
 

@@ -25,6 +25,8 @@ from megatron_prefix.layers.recurrent.states import LayerStates, segment_of
 if TYPE_CHECKING:
     from megatron_prefix.layers.segment import SegmentContext
 
+NUM_INPUTS = 5
+"""Queries, keys, values, decays and beta: the first parameters of a gated delta rule."""
 _BYPASSED = "GatedDeltaNet has run a segment without the replaced kernels"
 
 
@@ -39,8 +41,9 @@ class DeltaSpans:
 
     def __init__(self, layer: int, running: Running, rule: Callable[..., Any]) -> None:
         self._layer, self._running, self._stock_rule = layer, running, rule
+        self._names = parameters_of(rule)
         # Else flash-linear-attention reads the lengths back from the device, and the host waits.
-        self._takes_lengths = "cu_seqlens_cpu" in inspect.signature(rule).parameters
+        self._takes_lengths = "cu_seqlens_cpu" in self._names
         self._called = set[str]()
 
     def _run(self, within: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -75,32 +78,33 @@ class DeltaSpans:
             again = again.index_select(0, ends.kept)
         return overwritten(y, ends.places, again)
 
-    def _rule(self, query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
-        """Instead of `chunk_gated_delta_rule`, [1, positions, heads, dim]."""
+    def _rule(self, *args: Any, **options: Any) -> Any:
+        """Instead of `chunk_gated_delta_rule`, [1, positions, heads, dim]; Megatron gives inputs
+        by position, or since 0.20 by name."""
         if self._running.current is None:
-            return self._stock_rule(query, key, value, **given)
+            return self._stock_rule(*args, **options)
         self._called.add("rule")
+        options |= zip(self._names, args, strict=False)
+        names = self._names[:NUM_INPUTS]
+        inputs = [options.pop(name) for name in names]
         if (cut := cut_of(self._running)) is not None:
-            made = [query, key, value, given.pop("g"), given.pop("beta")]
 
-            def again(*made: Tensor, **_: Any) -> Tensor:
-                query, key, value, g, beta = made
-                out: Tensor = self._rule(query, key, value, g=g, beta=beta, **given)[0]
+            def again(*inputs: Tensor, **_: Any) -> Tensor:
+                out: Tensor = self._rule(*inputs, **options)[0]
                 return out
 
-            return cut.core(again, made, value.shape), None
+            return cut.core(again, inputs, inputs[2].shape), None
         states = segment_of(self._running).between.pop(("states", self._layer), None)
         if states is None:
             raise RuntimeError(_BYPASSED)
-        given = {
-            **given,
+        options |= {
             "initial_state": states.state,
             "output_final_state": states.inner,
             "cu_seqlens": states.spans.cu_seqlens,
         }
         if self._takes_lengths:
-            given["cu_seqlens_cpu"] = states.spans.cu_seqlens_cpu
-        out, final = self._stock_rule(query, key, value, **given)
+            options["cu_seqlens_cpu"] = states.spans.cu_seqlens_cpu
+        out, final = self._stock_rule(**dict(zip(names, inputs, strict=True)), **options)
         return states.leave(out, final), None
 
     @staticmethod
@@ -211,6 +215,13 @@ class GatedDeltaLayer(DeltaSpans):
             return convolve(x, module.weight.squeeze(1), module.bias, activation)
 
         return cut.core(again, [x], x.shape)
+
+
+def parameters_of(rule: Callable[..., Any]) -> list[str]:
+    """Names of a gated delta rule's parameters, its inputs first; flash-linear-attention's for a
+    wrapper that hides them."""
+    names = [*inspect.signature(rule).parameters]
+    return names if len(names) >= NUM_INPUTS else ["q", "k", "v", "g", "beta", *names]
 
 
 def _differ(one: Tensor | None, other: Tensor | None) -> bool:

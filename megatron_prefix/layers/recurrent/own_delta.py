@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_prefix.device import tolerance
 from megatron_prefix.layers.kind import Override, Running
-from megatron_prefix.layers.recurrent.delta import DeltaSpans
+from megatron_prefix.layers.recurrent.delta import DeltaSpans, parameters_of
 from megatron_prefix.layers.recurrent.rebound import rebound
 
 _RULE = "chunk_gated_delta_rule"
@@ -82,7 +82,11 @@ def mixes_elsewhere(inside: Any) -> bool:
     draw = torch.Generator().manual_seed(7)
     x = torch.randn(1, 12, inputs.in_features, generator=draw).to(inputs.weight)
 
-    def apart(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Any:
+    names = parameters_of(rule_of(inside))
+
+    def apart(*args: Any, **options: Any) -> Any:
+        inputs = dict(zip(names, args, strict=False)) | options
+        query, key, value = (inputs[name] for name in names[:3])
         return value + query.sum(-1, keepdim=True) * key.mean(-1, keepdim=True), None
 
     def run(part: Tensor) -> Tensor:

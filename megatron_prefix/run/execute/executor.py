@@ -95,7 +95,6 @@ class Executor:
         plan: the step's plan.
         stages: the rank's model chunks.
         inputs: tokens, labels and positions of the segments.
-        links: messages to and from the neighbours; None if there are none.
         forward_only: run without gradients; a backward then only releases its segment.
         timing: what times the computation of an action, if anything does.
         offloader: takes what segments with policy "offload" save.
@@ -104,6 +103,9 @@ class Executor:
         idle: ends with the first action.
         acted: called behind every action with its place, and behind what it sends.
         drawing: around the forward of every segment.
+
+    Attributes:
+        stages, exchanges: as given.
     """
 
     def __init__(
@@ -111,7 +113,6 @@ class Executor:
         plan: Plan,
         stages: Sequence[Stage],
         inputs: SegmentInputs,
-        links: Links | None,
         forward_only: bool,
         timing: Callable[[Action], contextlib.AbstractContextManager] | None,
         offloader: Offloader | None,
@@ -123,20 +124,27 @@ class Executor:
     ) -> None:
         self._acted, self._drawing = acted, drawing
         self._offloader, self._reductions = offloader, reductions
-        self._exchanges, self._idle = exchanges, idle
+        self.exchanges, self._idle = exchanges, idle
         self._timing = timing or contextlib.nullcontext
-        self._plan, self._stages, self._inputs, self._links = plan, stages, inputs, links
+        self._plan, self.stages, self._inputs = plan, stages, inputs
+        self._links: Links | None = None
         self._forward_only = forward_only
         self._handlers: dict[str, Callable[[Action, Stage], None]] = {
             "F": self._forward,
             "B": self._release if forward_only else self._backward,
         }
 
-    def run(self, rank: int) -> None:
-        """Runs the rank's program; whatever happens, nothing of the step is left behind."""
+    def run(self, rank: int, links: Links | None) -> None:
+        """Runs the rank's program; whatever happens, nothing of the step is left behind.
+
+        Args:
+            rank: place in the pipeline.
+            links: messages to and from the neighbours; None if there are none.
+        """
+        self._links = links
         gradients = torch.no_grad() if self._forward_only else contextlib.nullcontext()
         try:
-            for chunk, stage in enumerate(self._stages):
+            for chunk, stage in enumerate(self.stages):
                 stage.hooks.prepare(self._inputs.max_position)
                 if stage.final is not None:
                     stage.final.head_backward = functools.partial(self._head_backward, stage, chunk)
@@ -144,41 +152,45 @@ class Executor:
                 program = self._plan.programs[rank]
                 last = self._last_backwards(program)
                 for place, action in enumerate(program):
-                    stage = self._stages[action.chunk]
+                    stage = self.stages[action.chunk]
                     reducing: contextlib.AbstractContextManager = contextlib.nullcontext()
                     if self._offloader is not None:
                         stage.wanted_next[:] = self._wanted(program, place)
                     if self._reductions is not None and place in last:
                         reducing = self._reductions.watching(action.chunk)
                     with _annotated(action), reducing:
-                        if self._exchanges is None:
+                        if self.exchanges is None:
                             self._handlers[action.kind](action, stage)
                         else:
-                            self._crossing(action, stage, self._exchanges)
+                            self._crossing(action, stage, self.exchanges)
                     self._idle.close()
                     if self._links is not None:
                         self._links.advance()
                     if self._acted is not None:
                         self._acted(place)
-            for messages in (self._links, self._exchanges):
+            for messages in (self._links, self.exchanges):
                 if messages is not None:
                     messages.finish()
         finally:
-            for stage in self._stages:
-                stage.hooks.end_step()
-                parts = stage.live, stage.offloads, stage.wanted_next, stage.cache
-                for kept in (*parts, stage.final, stage.ledger):
-                    if kept is not None:
-                        kept.clear()
-            if self._offloader is not None:
-                self._offloader.end_step()
+            self.end()
+
+    def end(self) -> None:
+        """Nothing of the step is left."""
+        for stage in self.stages:
+            stage.hooks.end_step()
+            parts = stage.live, stage.offloads, stage.wanted_next, stage.cache
+            for kept in (*parts, stage.final, stage.ledger):
+                if kept is not None:
+                    kept.clear()
+        if self._offloader is not None:
+            self._offloader.end_step()
 
     def _last_backwards(self, program: Sequence[Action]) -> set[int]:
         """Places of the model chunks' last backwards, which may start reductions from now on."""
         last = {one.chunk: place for place, one in enumerate(program) if one.kind == "B"}
         for chunk, place in last.items() if self._reductions is not None else ():
             passing = self._reductions.passing(chunk)  # type: ignore[union-attr]
-            self._stages[chunk].passing = {program[place].segment: passing}
+            self.stages[chunk].passing = {program[place].segment: passing}
         return {*last.values()}
 
     def _crossing(self, action: Action, stage: Stage, exchanges: Exchanges) -> None:
@@ -212,7 +224,7 @@ class Executor:
         with self._timing(Action("B", index, chunk)):
             output = self._call(index, stage, stage.final.received[index])  # type: ignore[union-attr]
             with stage.hooks.running(self._context(index, stage, backward=True)):
-                torch.autograd.backward(*stage.losses.outputs.gradients(index, output))  # type: ignore[union-attr]
+                torch.autograd.backward(*stage.losses.gradients(index, output))  # type: ignore[union-attr]
 
     def _context(self, index: int, stage: Stage, backward: bool = False) -> SegmentContext:
         segment, final = self._plan.segments[index], stage.final
@@ -288,7 +300,7 @@ class Executor:
                 stage.losses.complete(index)  # type: ignore[union-attr]
             with stage.hooks.running(context, scored=scored):
                 if scored:
-                    tensors, gradients = stage.losses.outputs.gradients(index, output)  # type: ignore[union-attr]
+                    tensors, gradients = stage.losses.gradients(index, output)  # type: ignore[union-attr]
                     if stage.final is not None:
                         states, sent = stage.final.gradients(index)
                         tensors, gradients = tensors + states, gradients + sent
@@ -320,7 +332,7 @@ class Executor:
         """What the backwards right after the action there, a backward too, want back."""
         near = program[place : place + 1 + BACKWARDS_AHEAD]
         backwards = itertools.takewhile(lambda action: action.kind == "B", near)
-        stages = ((index, self._stages[chunk]) for _, index, chunk, _ in [*backwards][1:])
+        stages = ((index, self.stages[chunk]) for _, index, chunk, _ in [*backwards][1:])
         return [stage.offloads[index] for index, stage in stages if index in stage.offloads]
 
     def _release(self, action: Action, stage: Stage) -> None:

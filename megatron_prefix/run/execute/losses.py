@@ -23,8 +23,9 @@ from torch.utils import (
     _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
 )
 
-from megatron_prefix.errors import refused
+from megatron_prefix.errors import UserError, refused
 from megatron_prefix.layers.own_backward import with_backward
+from megatron_prefix.refusals.own_errors import is_own
 from megatron_prefix.refusals.table import FORWARD_GRAPH, STRAY_GRADIENT
 from megatron_prefix.run.execute.call_outputs import AnswerForm, CallOutputs
 from megatron_prefix.run.execute.inputs import ReadRows
@@ -82,6 +83,11 @@ class Losses:
         model: the model chunk as the trainer knows it.
         steps: its suspended forward steps.
         form: how its calls are answered.
+
+    Attributes:
+        outputs: of segments.
+        num_tokens: trained tokens of the step, as its losses say.
+        is_inside: whether the trainer's code runs, or its loss's backward.
     """
 
     def __init__(
@@ -99,9 +105,11 @@ class Losses:
         self._strays: list[Tensor] = []
         self.num_tokens: int | Tensor = 0
         self._differentiable = True
-        self._small, self._inside = True, False
         # A call with forward_only runs segments without gradients, and losses as it was called.
         self._gradients = torch.is_grad_enabled()
+        self._small, self.is_inside = True, False
+        self._problem: Exception | None = None
+        self._has_outputs = True
         self._sent: dict[int, list[Tensor | None]] = {}
         self._again: dict[int, list[Tensor | None]] = {}
         self._stores: list[list[Any]] = [[] for _ in steps]
@@ -123,8 +131,12 @@ class Losses:
     ) -> None:
         """Takes a segment's output, see CallOutputs; scores the microbatches whose turn it is."""
         self._differentiable = differentiable
-        if self._forest.segments[index].scored:
-            self.outputs.take(index, output, rows, differentiable=differentiable)
+        if self._forest.segments[index].scored and self._has_outputs:
+            try:
+                self.outputs.take(index, output, rows, differentiable=differentiable)
+            except UserError as error:
+                self._note(error)
+                self._has_outputs = False
         # What another rank has computed comes late, and still before the leaves below it.
         self._taken = max(self._taken, index)
         while self._left and self._ready_after[first := min(self._left)] <= index:
@@ -138,6 +150,13 @@ class Losses:
             if microbatch in self._again:
                 self._send_again(microbatch, self._again.pop(microbatch))
 
+    def gradients(self, index: int, output: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """See CallOutputs; zeros where outputs could not be taken."""
+        if self._has_outputs:
+            return self.outputs.gradients(index, output)
+        tensors = _with_graph(output)
+        return tensors, [torch.zeros_like(tensor) for tensor in tensors]
+
     def begin_again(self) -> None:
         """Forgets all segments, which will run again; losses that were called stay as they are."""
         self._again = dict(self._sent)
@@ -148,19 +167,19 @@ class Losses:
     @property
     def repeatable(self) -> bool:
         """Whether `begin_again` is possible."""
-        return self._small and not self._inside
+        return self._small and not self.is_inside
 
-    def check(self) -> None:
-        """Refuses a step in which a gradient has reached a position that nobody computed.
+    def problem(self) -> Exception | None:
+        """Why the step's gradients and losses must not be used; None if they may.
 
-        The host waits for the device where such positions are.
-
-        Raises:
-            UserError: with the fix.
+        The host waits for the device where positions are that nobody computed: a gradient that
+        reaches one is a problem.
         """
+        if self._problem is not None:
+            return self._problem
         sizes = [*self._strays, *self.outputs.strays()]
-        if sizes and bool(torch.stack(sizes).amax() != 0):
-            raise refused(STRAY_GRADIENT)
+        has_strays = bool(sizes) and bool(torch.stack(sizes).amax() != 0)
+        return refused(STRAY_GRADIENT) if has_strays else None
 
     def _send_again(self, microbatch: int, gradients: list[Tensor | None]) -> None:
         """Sends the gradients of a loss that was called in an attempt before."""
@@ -199,12 +218,30 @@ class Losses:
     def _score(self, microbatch: int) -> None:
         """Lets the trainer's forward step go on, calls the loss function that it returns, and runs
         the loss back to the answer: no other microbatch's logits are there at the same time."""
-        contract, step = self._contract, self._steps[microbatch]
         if self._ready_after[microbatch] > self._taken:
             raise RuntimeError(f"microbatch {microbatch} is asked for before its last segment")
         self._left.discard(microbatch)
+        if self._has_outputs:
+            try:
+                self._call(microbatch)
+            except Exception as error:
+                if self._steps[microbatch].twice is None and not _is_of_this_package(error):
+                    raise
+                self._note(self._steps[microbatch].twice or error)
+            self._note(self._steps[microbatch].twice)
+        self.is_inside = False
+        self._drop()
+
+    def _note(self, problem: Exception | None) -> None:
+        """Keeps the first problem; of what a message says in full no frame."""
+        if isinstance(problem, UserError):
+            problem = problem.with_traceback(None)
+        self._problem = self._problem or problem
+
+    def _call(self, microbatch: int) -> None:
+        contract, step = self._contract, self._steps[microbatch]
         timers = contract.config.timers
-        self._inside = True  # what fails from here on cannot be repeated
+        self.is_inside = True  # what fails from here on cannot be repeated
         timing = contextlib.nullcontext() if timers is None else _timer_of_forward(timers)
         with timing, torch.set_grad_enabled(self._gradients):
             output, loss_func = step.resume(functools.partial(self._answer, microbatch))
@@ -219,8 +256,13 @@ class Losses:
         if self._differentiable and isinstance(loss, Tensor) and loss.requires_grad:
             scale = contract.config.grad_scale_func
             torch.autograd.backward(loss if scale is None else scale(loss))
-        self._inside = False
-        self._drop()
+
+
+def _is_of_this_package(error: Exception) -> bool:
+    """Whether an error is neither the trainer's nor of memory, which may do the next time."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return (isinstance(error, UserError) and error.refusal is not None) or is_own(error)
 
 
 def are_in_order(step: Step, actions: Sequence[tuple[str, int]]) -> bool:

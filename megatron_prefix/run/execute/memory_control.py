@@ -25,7 +25,8 @@ from megatron_prefix.plan.memory_policy import Rates, automatic
 from megatron_prefix.plan.peak_memory import RankMemory, predict, table
 from megatron_prefix.plan.prediction import heaviest_stock_plan, limit_of
 from megatron_prefix.run.execute import oom_retry
-from megatron_prefix.run.execute.oom_retry import Result, Rewind
+from megatron_prefix.run.execute.oom_retry import Result
+from megatron_prefix.run.execute.rewind import Rewind
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.tree import Place, Segment, Span
 
@@ -44,6 +45,7 @@ class MemoryControl:
 
     Attributes:
         gathers: whether every context-parallel rank keeps K/V of all, in the step that runs.
+        before: how the step that runs has begun; None outside of steps.
         limit: bytes besides weights and gradients that the last planned step may take on a rank.
         stock_bytes: what it is predicted to take on this one with the stock schedule, likewise.
     """
@@ -57,14 +59,13 @@ class MemoryControl:
         self._known: dict[Any, tuple[float, Rates]] = {}
         self._static, self._rates = 0.0, Rates(1.0, 1.0)
         self.limit, self.stock_bytes = math.inf, 0.0
-        self._before: Rewind | None = None
+        self.before: Rewind | None = None
         self._resting = 0
 
     def begin(self, rank: Rank) -> None:
-        """Notes how a step begins, if it could run again; before the host plans, so that the device
-        looks at the gradients in the meantime."""
-        leaner_left = not rank.forward_only and self._config.memory != "recompute"
-        self._before = Rewind(rank) if leaner_left and not rank.waiting else None
+        """Notes how a step begins; before the host plans, so that the device looks at the gradients
+        in the meantime."""
+        self.before = Rewind(rank)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -72,7 +73,7 @@ class MemoryControl:
         try:
             yield
         finally:
-            self._before = None
+            self.before = None
 
     def settle(self, plan: Plan, joint: JointForest, rank: Rank) -> None:
         """Decides where K/V are with context parallelism, alike on all ranks that make this step
@@ -234,7 +235,10 @@ class MemoryControl:
         why_final: Callable[[], str] = str,
     ) -> tuple[Result, Plan]:
         """Runs a step, and again if memory runs out and it can be undone; see `oom_retry.run`."""
-        before, self._before = None if rank.waiting else self._before, None
+        if self.before is not None:
+            self.before.looked()
+        leaner_left = not rank.forward_only and self._config.memory != "recompute"
+        before = self.before if leaner_left and not rank.waiting else None
         return oom_retry.run(
             attempt, plan, before, is_alone=not rank.waiting, why_final=why_final,
             failure=lambda reason, tried: self._failure(reason, tried, rank),

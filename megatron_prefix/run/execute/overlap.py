@@ -144,12 +144,19 @@ class Reductions:
         """
         if self._watches:
             self._agree()
-        elif self._late is not None:
-            raise RuntimeError(
-                f"{self._name()} got a gradient after its reduction had begun: the gradients of"
-                " this step are wrong, on all data-parallel ranks; turn overlap_grad_reduce off and"
-                " begin again from a checkpoint"
-            )
+        elif self.error is not None:
+            raise self.error
+
+    @property
+    def error(self) -> RuntimeError | None:
+        """What makes the step's gradients wrong, known when its backwards are over."""
+        if self._watches or self._late is None:
+            return None
+        return RuntimeError(
+            f"{self._name()} got a gradient after its reduction had begun: the gradients of"
+            " this step are wrong, on all data-parallel ranks; turn overlap_grad_reduce off and"
+            " begin again from a checkpoint"
+        )
 
     def _agree(self) -> None:
         rank, late = self._rank, self._late is not None

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from megatron_prefix.device.modules import modules_of
-from megatron_prefix.errors import refused
+from megatron_prefix.errors import UserError, refused
 from megatron_prefix.refusals.table import MODEL_DRAWS
 
 CPU, CUDA = "torch", "torch.cuda"
@@ -87,10 +87,14 @@ class Draws:
 
 
 class SegmentDraws:
-    """Refuses a step whose segments draw, with the generators as they were before the first."""
+    """Notices segments that draw.
+
+    Attributes:
+        problem: what is in the way of the step then; None if none has drawn.
+    """
 
     def __init__(self, models: Iterable[Any], device: torch.device) -> None:
-        self._device, self._before = device, generators(device)
+        self.problem: UserError | None = None
         counts = counts_taken(device)
         self._draws = Draws(
             models, lambda: not_counted(device),
@@ -105,16 +109,11 @@ class SegmentDraws:
 
     @contextlib.contextmanager
     def checking(self) -> Iterator[None]:
-        """Around the forward of a segment; the host does not wait for the device.
-
-        Raises:
-            CannotShare: it has drawn.
-        """
+        """Around the forward of a segment; the host does not wait for the device."""
         with self._draws.calling() as names:
             yield
-        if names:
-            put_back(self._before, self._device)
-            raise refused(MODEL_DRAWS, ", ".join(names))
+        if names and self.problem is None:
+            self.problem = refused(MODEL_DRAWS, ", ".join(names))
 
 
 def counts_taken(device: torch.device) -> bool:
@@ -135,31 +134,6 @@ def not_counted(device: torch.device) -> dict[str, bytes]:
         for name, state in get_cuda_rng_tracker().get_states().items():
             states[_tracked(name)] = _state(state).numpy().tobytes()
     return states
-
-
-def generators(device: torch.device) -> dict[str, Tensor]:
-    """States of torch's generators and of the tracker's, to put back."""
-    states = {CPU: torch.get_rng_state()}
-    if device.type == "cuda":
-        states[CUDA] = torch.cuda.get_rng_state(device)
-    of_tracker = get_cuda_rng_tracker().get_states()
-    return states | {_tracked(name): _state(one).clone() for name, one in of_tracker.items()}
-
-
-def put_back(states: dict[str, Tensor], device: torch.device) -> None:
-    """Makes generators what they were."""
-    torch.set_rng_state(states[CPU])
-    if CUDA in states:
-        torch.cuda.set_rng_state(states[CUDA], device)
-    tracker = get_cuda_rng_tracker()
-    of_tracker = tracker.get_states()
-    for name, state in of_tracker.items():
-        before = states.get(_tracked(name))
-        if before is not None and isinstance(state, Tensor):
-            of_tracker[name] = before
-        elif before is not None:
-            state.set_state(before)
-    tracker.set_states(of_tracker)
 
 
 def _tracked(name: str) -> str:

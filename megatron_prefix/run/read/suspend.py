@@ -89,6 +89,8 @@ class SuspendedStep:
         called: the settings that it was called with; not there before.
         kept: what of each of `states` is the step's own while it is suspended; None: nothing. The
             first one is the model's mode, train() or eval().
+        twice: what is in the way once it has called the model again, with gradients; the second
+            call was answered as the first, and what comes of it must not be used.
         goes_on_itself: whether it was resumed with the model itself, which it may call again.
     """
 
@@ -106,6 +108,8 @@ class SuspendedStep:
         self.called: Settings
         self._stock: Any = None
         self._problem: UserError | None = None
+        self.twice: UserError | None = None
+        self._answer: Callable[[], Any] | None = None
         self._result: Any = None
         self.goes_on_itself = False
         self._states, self.kept = states, [None] * len(states)
@@ -161,7 +165,19 @@ class SuspendedStep:
         Returns:
             What the forward step returns.
         """
-        return self._switch(lambda: self._greenlet.switch(answer))
+        self._answer = answer
+        try:
+            return self._switch(lambda: self._greenlet.switch(answer))
+        finally:
+            self._answer = None
+
+    def answer_again(self) -> Any:
+        """A second call of the model is answered as the first: the trainer's code goes on to what
+        other ranks wait for in it, and the step is undone when all of it has run."""
+        self.twice = refused(TWO_CALLS)
+        if self._answer is None:
+            raise self.twice
+        return self._answer()
 
     def run_model(self) -> Any:
         """Goes on with the model itself, as if the call had never been caught; see `resume`."""
@@ -215,8 +231,10 @@ class Capture:
 
     Attributes:
         steps: per model chunk the suspended forward steps in the trainer's order.
+        is_broken: whether they cannot go on, since suspending them has failed.
         given: per model chunk what their calls give instead of tokens, once they are read.
         towers: vision towers, each of which runs once an image.
+        tokens: input_ids of the first chunk's calls, from `forget_arguments` on.
     """
 
     def __init__(
@@ -237,6 +255,8 @@ class Capture:
             given = [RecordingIterator(one) if hasattr(one, "__next__") else one for one in given]
         self._iterators = given if many else given * len(rank.models)
         self.steps: list[list[SuspendedStep]] = [[] for _ in rank.models]
+        self.is_broken = False
+        self.tokens: list[Any] = []
         self.given: list[Given | None] = [None] * len(rank.models)
         self.towers: list[TowerOnce] = []
         self._loss_variables = LossVariables(forward_step, *rank.scale_functions)
@@ -342,7 +362,8 @@ class Capture:
         return [*trained, *self.towers] if trained else []
 
     def forget_arguments(self) -> None:
-        """Drops the tensors of all calls, once they are read."""
+        """Drops the tensors of all calls, once they are read, but for the tokens."""
+        self.tokens = [step.call["input_ids"] for step in self.steps[0]]
         for step in itertools.chain(*self.steps):
             step.call = step.call.without_tensors()
             for layer, one in step.told.items():
@@ -379,7 +400,7 @@ class Capture:
                 with self._state.own():
                     return stock(*args, **kwargs)
             if step.call is not None:
-                raise refused(TWO_CALLS)
+                return step.answer_again()
             call = bound(signature, args, kwargs, step.number)
             return step.pause(call, lambda: stock(*args, **kwargs))
 

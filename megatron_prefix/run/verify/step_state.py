@@ -8,20 +8,16 @@ forward step shares with its loss, with the lists, dicts and sets that these nam
 from __future__ import annotations
 
 import copy
-import functools
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from torch import Tensor
 
 from megatron_prefix.moe import versions
 from megatron_prefix.moe.told import replays_of
-from megatron_prefix.run.execute.oom_retry import Rewind
+from megatron_prefix.run.execute.rewind import Rewind
 from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.read.kept_draws import random_states
 from megatron_prefix.run.read.loss_variables import places
 from megatron_prefix.run.verify.logs import logged_ahead
 
@@ -51,15 +47,7 @@ class StepState(Rewind):
         super().__init__(rank)
         self._rank = rank
         self.looked()
-        self._gradients: list[tuple[Tensor, Tensor]] = []
-        self._own_gradients: list[tuple[Any, Tensor, Tensor]] = []
-        if not super().possible():  # the trainer adds several calls up
-            self._gradients = [(total, total.to("cpu", copy=True)) for total in self._totals()]
-            self._own_gradients = [
-                (parameter, parameter.grad, parameter.grad.to("cpu", copy=True))
-                for parameter in self._parameters
-                if parameter.grad is not None
-            ]
+        self.keep()
         self._logged_ahead = {name: values.clone() for name, values in logged_ahead().items()}
         self._random = random_states(rank.device)
         shared = places(forward_step, *rank.scale_functions)
@@ -81,19 +69,10 @@ class StepState(Rewind):
             if replays_of(router) is not None and holder is not None
         ]
 
-    def possible(self) -> bool:
-        """Always: gradients that were not zero are kept."""
-        return True
-
     @torch.no_grad()
     def restore(self) -> None:
         """Puts everything back; may be called several times."""
         self.undo()
-        for total, copied in self._gradients:
-            total.copy_(copied)
-        for parameter, gradient, copied in self._own_gradients:
-            gradient.copy_(copied)
-            parameter.grad = gradient
         for model in self._rank.models:
             for group in bucket_groups(model):
                 group.reset()  # as Megatron's zero_grad_buffer does
@@ -119,36 +98,3 @@ def bucket_groups(model: Any) -> list[Any]:
     return [
         *getattr(model, "bucket_groups", ()), *getattr(model, "expert_parallel_bucket_groups", ())
     ]  # fmt: skip
-
-
-def random_states(device: torch.device) -> list[Callable[[], Any]]:
-    """What sets the generators that a step may draw from back to where they are now."""
-    states: list[Callable[[], Any]] = [
-        functools.partial(torch.set_rng_state, torch.get_rng_state()),
-        functools.partial(random.setstate, random.getstate()),
-        functools.partial(np.random.set_state, np.random.get_state()),
-    ]
-    if device.type == "cuda":
-        now = torch.cuda.get_rng_state(device)
-        states.append(functools.partial(torch.cuda.set_rng_state, now, device))
-    tracker = get_cuda_rng_tracker()
-    if tracker.is_initialized():
-        states.append(functools.partial(_set_tracker, tracker, _copies(tracker.get_states())))
-    return states
-
-
-def _copies(states: dict[str, Any]) -> dict[str, Any]:
-    """Of Megatron's random states: tensors, or generators that CUDA graphs can use."""
-    return {
-        name: state.clone() if isinstance(state, Tensor) else state.clone_state()
-        for name, state in states.items()
-    }
-
-
-def _set_tracker(tracker: Any, states: dict[str, Any]) -> None:
-    for name, state in states.items():
-        held = tracker.states_[name]
-        if isinstance(held, Tensor):
-            tracker.states_[name] = state.clone()
-        else:
-            held.set_state(state.get_state())

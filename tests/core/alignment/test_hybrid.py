@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -92,6 +95,21 @@ PRODUCTS = [(MAMBA, options) for options in (
 def test_exact(families: dict[str, Family], name: str, options: str) -> None:
     model, _, expected = families[name]
     assert hybrid.worst(model, expected, **OPTIONS[options]) <= EXACT
+
+
+def test_a_rule_that_is_called_by_keywords(
+    families: dict[str, Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As GatedDeltaNet of Megatron-Core 0.20 does; releases before it give inputs by position."""
+    kind = next(type(m) for m in families[GDN].model.modules() if type(m).__name__ in KERNELS_OF)
+    source = textwrap.dedent(inspect.getsource(kind.forward))
+    inputs = r"(gated_delta_rule\(\s*)query,(\s*)key,(\s*)value,"
+    source, num = re.subn(inputs, r"\1q=query,\2k=key,\3v=value,", source)
+    assert num or Version("0.20") <= RELEASE
+    made: dict[str, Any] = {}
+    exec(compile(source, "<by keywords>", "exec"), kind.forward.__globals__, made)
+    monkeypatch.setattr(kind, "forward", made["forward"])
+    assert hybrid.worst(hybrid.model_of(GDN), families[GDN].expected) <= EXACT
 
 
 @pytest.mark.parametrize("name", [GDN, MAMBA])

@@ -14,6 +14,7 @@ import torch
 from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.moe import versions
+from megatron_prefix.run.across import agreement
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.failures import CONFIG, PLACES, Countdown, assert_same, items, raised, run
@@ -159,6 +160,7 @@ def test_a_rank_that_others_wait_for_does_not_go_back_alone(
     schedule = PrefixSchedule(CONFIG)
     run(schedule, model)
     change_rank(monkeypatch, waiting=[SimpleNamespace(size=lambda: 2)])
+    monkeypatch.setattr(agreement, "agree", lambda problem, *_: problem)
     out_of_memory(monkeypatch, model, "a dense block", 11)
     assert "not tried again: other ranks wait in this step" in raised(
         StepOutOfMemory, run, schedule, model

@@ -21,7 +21,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import hybrid, mistakes, own_delta, steps
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
-from tests.harness.own_delta import FULL, LINEAR, NETS, Packed, own_model
+from tests.harness.own_delta import FULL, LINEAR, NAMED, NETS, Packed, own_model
 
 pytestmark = pytest.mark.turns
 
@@ -93,6 +93,11 @@ def test_exact(cases: dict[str, Case], net: str, options: str) -> None:
         assert report.memory.cache_peak == pytest.approx(report.cache_bytes, rel=1e-6)
     executed, raw = report.forest.executed_tokens, report.forest.raw_tokens
     assert (executed < raw) == ("min_gain" not in OPTIONS[options])
+
+
+def test_a_rule_that_is_called_by_keywords(cases: dict[str, Case]) -> None:
+    model = own_model(net=NAMED)
+    assert worst(model, cases["attribute"].expected, schedule_with()) <= EXACT
 
 
 def test_the_cases_have_what_their_names_say(cases: dict[str, Case]) -> None:

@@ -15,14 +15,12 @@ import torch
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.layers import table
 from megatron_prefix.layers.blocks import core, windowed
 from megatron_prefix.layers.blocks.windowed import Tails, WindowKeys
 from megatron_prefix.layers.model import footprint_of
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.peak_memory import predict
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.refusals.table import FUSED_YARN
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness import hybrid, steps
 from tests.harness.one_rank import one_rank, small_model
@@ -181,26 +179,6 @@ def test_copies_of_common_rows_count() -> None:
         one = dataclasses.replace(footprint_of(spec, Execution()), tail=tail)
         peaks.append(max(rank.peak for rank in predict(make_plan(forest), one)))
     assert peaks[1] >= 1000.0 * reads[wave].repeated
-
-
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [({}, [FUSED_YARN]), ({"apply_rope_fusion": False}, []),
-     ({"yarn_mscale": 1.0, "yarn_mscale_all_dim": 1.0}, []),
-     ({"yarn_rotary_scaling_factor": 1.0}, [])],
-)  # fmt: skip
-def test_a_fused_rotation_without_the_scale_of_yarn(
-    changes: dict[str, Any], found: list[Any]
-) -> None:
-    """Megatron's kernel for packs has no mscale, and its other paths have one."""
-    model = unwrap(model_of(window(4, None)))
-    part = table.payload_parts(model)[0]
-    config = dataclasses.replace(model.config)
-    yarn = {"apply_rope_fusion": True, "yarn_rotary_scaling_factor": 32.0}
-    for name, value in {**yarn, **changes}.items():
-        setattr(config, name, value)
-    assert part.kind is not None
-    assert [one.refusal for one in part.kind.option_refusals(part.module, config)] == found
 
 
 BROKEN: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {

@@ -10,12 +10,13 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 from torch import nn
 
+from megatron_prefix import trainers
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.megatron.install import language_model, uninstall
 from megatron_prefix.refusals import table
 from tests.harness import steps
 from tests.harness.one_group import assert_bitwise, items, run, schedule_with
-from tests.harness.one_rank import one_rank, small_model
+from tests.harness.one_rank import change_rank, one_rank, small_model
 from tests.harness.steps import Contract
 
 
@@ -157,3 +158,20 @@ def test_an_empty_argument_does_not_get_lost() -> None:
     model.forward = forward
     with pytest.raises(CannotShare, match="packed, which is empty"):
         run(schedule_with(), model, Filled())
+
+
+@pytest.mark.parametrize("name", ["NeMo-RL", "verl"])
+def test_a_trainers_vision_language_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NeMo-RL's are refused by name, as none was tried in it; its other models are not."""
+    trainer = next(one for one in trainers.TRAINERS if one.name == name)
+    monkeypatch.setattr(trainers, "running", lambda: trainer)
+    model, shares = small_model(), []
+    for has_images in (False, True):
+        change_rank(monkeypatch, has_images=has_images)
+        ours = schedule_with(mode="auto", min_speedup=0.01)
+        run(ours, model)
+        assert ours.report is not None
+        shares.append(ours.report.decision.share)
+    refused = trainer.images is not None
+    assert shares == [True, not refused] and refused == (name == "NeMo-RL")
+    assert (ours.report.fallback_reason or "").endswith(table.MULTIMODAL.fix) == refused

@@ -1,0 +1,57 @@
+"""[pure] Errors of this package, which are no reason to end a run in mode "auto"."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import traceback
+from types import TracebackType
+
+from megatron_prefix.errors import StepOutOfMemory, UserError, named, refused
+from megatron_prefix.refusals.table import NO_MEMORY, OWN_ERROR
+
+logger = logging.getLogger(__name__)
+_PACKAGE = __name__.partition(".")[0]
+_LIBRARIES = {"torch", "numpy", "greenlet", *sys.stdlib_module_names}
+
+
+def as_refusal(error: Exception) -> UserError:
+    """An error as what stands in the way of a step: itself if it says so, else by type and place;
+    then its traceback is logged once. It holds no frame of the step."""
+    if isinstance(error, StepOutOfMemory):
+        return refused(NO_MEMORY, str(error).partition("; ")[0].partition("\n")[0])
+    if isinstance(error, UserError):
+        return error.with_traceback(None)
+    _log("".join(traceback.format_exception(error)))
+    return refused(OWN_ERROR, _place(error), named(error))
+
+
+def is_own(error: Exception) -> bool:
+    """Whether an error that has come out of a forward step was raised by this package, and not by
+    the trainer or the model."""
+    packages = [name.partition(".")[0] for name, _ in _frames(error.__traceback__)]
+    raising = [package for package in packages if package not in _LIBRARIES]
+    return bool(raising) and raising[-1] == _PACKAGE
+
+
+def _place(error: Exception) -> str:
+    """The last line of this package that an error has passed."""
+    lines = [line for name, line in _frames(error.__traceback__) if name.startswith(_PACKAGE + ".")]
+    return lines[-1] if lines else "an unknown place"
+
+
+def _frames(trace: TracebackType | None) -> list[tuple[str, str]]:
+    """Module and line of every frame; the lab's frames are a trainer's."""
+    found = []
+    while trace is not None:
+        name = trace.tb_frame.f_globals.get("__name__", "")
+        name = "lab" if name.startswith(f"{_PACKAGE}.lab.") else name
+        found.append((name, f"{name}:{trace.tb_lineno}"))
+        trace = trace.tb_next
+    return found
+
+
+@functools.lru_cache(maxsize=64)  # once for each text
+def _log(text: str) -> None:
+    logger.warning("an error of the prefix schedule's own:\n%s", text)

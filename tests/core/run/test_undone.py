@@ -1,0 +1,374 @@
+"""A step that turns out not to be one that can be shared, once its segments have run: the stock
+schedule's, bit for bit, and so are all of its kind from then on."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
+from megatron.core.timers import Timers
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.moe import versions
+from megatron_prefix.refusals import table
+from megatron_prefix.run.execute.call_outputs import CallOutputs
+from megatron_prefix.run.execute.inputs import SegmentInputs
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.harness import steps
+from tests.harness.one_group import items
+from tests.harness.one_rank import one_rank, small_model
+from tests.harness.steps import Contract, Microbatch
+
+LATER = 2
+"""The first step, counted from 0, in which a trainer does something else."""
+NUM_STEPS = 4
+MOE = dict(
+    moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid",
+    moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+@dataclass
+class Trainer:
+    """A trainer whose losses draw random numbers."""
+
+    number: int = 0
+    calls: list[int] = field(default_factory=list)
+
+    @property
+    def is_later(self) -> bool:
+        return self.number >= LATER
+
+    def batch(self, iterator: Any) -> Microbatch:
+        return next(iterator)
+
+    def call(self, batch: Microbatch, model: Any) -> Any:
+        return model(
+            batch["tokens"], batch["position_ids"], None, labels=batch["labels"],
+            loss_mask=batch["loss_mask"],
+        )  # fmt: skip
+
+    def step(self, iterator: Any, model: Any) -> Any:
+        batch = self.batch(iterator)
+        self.calls.append(self.number)
+        return self.call(batch, model), partial(self.loss, batch)
+
+    def loss(self, batch: Microbatch, output: Any) -> Any:
+        noise = torch.rand(()) + random.random() + np.random.rand()
+        return Contract().loss_func({**batch, "weight": batch["weight"] * noise})(output)
+
+
+class Twice(Trainer):
+    def call(self, batch: Microbatch, model: Any) -> Any:
+        output = super().call(batch, model)
+        if self.is_later:
+            output = output + 0.5 * super().call(batch, model)
+        return output
+
+
+class TwiceInThePlace(Trainer):
+    """It writes into what the first call returns."""
+
+    def call(self, batch: Microbatch, model: Any) -> Any:
+        output = super().call(batch, model).mul_(2.0)
+        return output + super().call(batch, model) if self.is_later else output
+
+
+class Unmasked(Trainer):
+    def loss(self, batch: Microbatch, output: Any) -> Any:
+        mask = torch.ones_like(batch["loss_mask"]) if self.is_later else batch["loss_mask"]
+        return super().loss({**batch, "loss_mask": mask}, output)
+
+
+class Emptied(Unmasked):
+    """It takes what it draws apart."""
+
+    def batch(self, iterator: Any) -> Microbatch:
+        drawn = super().batch(iterator)
+        return {name: drawn.pop(name) for name in list(drawn)}
+
+
+class Counted:
+    """An iterator as slime's."""
+
+    def __init__(self, data: list[Microbatch]) -> None:
+        self.data, self.offset = data, 0
+
+    def get_next(self) -> Microbatch:
+        self.offset += 1
+        return self.data[self.offset - 1]
+
+
+class Numbered(Twice):
+    def batch(self, iterator: Any) -> Microbatch:
+        found: Microbatch = iterator.get_next()
+        return found
+
+
+def schedule_of(mode: str = "auto") -> PrefixSchedule:
+    config = PrefixConfig(min_gain=0, kernel="math", mode=mode, min_speedup=0.01)  # type: ignore[arg-type]
+    return PrefixSchedule(config, looks_first=True)
+
+
+@dataclass
+class Seen:
+    """What a step leaves, as far as a trainer sees it."""
+
+    logs: list[Any]
+    gradients: dict[str, torch.Tensor]
+    others: dict[str, Any]
+
+
+def run(
+    schedule: Any, trainer: Trainer, model: Any, iterator: Callable[..., Any] = iter,
+    zeroes: bool = True, num: int = NUM_STEPS,
+) -> list[Seen]:  # fmt: skip
+    """Some steps, from the same random states each."""
+    found = []
+    for number in range(num):
+        trainer.number = number
+        if zeroes or not number:
+            steps.zero_gradients(model)
+        versions.forget_logged_losses()
+        torch.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number)
+        data = [dict(one) for one in items()]
+        logs = schedule(
+            forward_step_func=trainer.step, data_iterator=iterator(data), model=model,
+            num_microbatches=len(data), seq_length=data[0]["tokens"].shape[1], micro_batch_size=1,
+            forward_only=False,
+        )  # fmt: skip
+        others = {name: value.clone() for name, value in model.named_buffers()}
+        others |= {name: value.clone() for name, value in versions.logged_losses().items()}
+        others["random"] = torch.get_rng_state(), random.random(), np.random.rand()
+        found.append(Seen(logs, {n: g.clone() for n, g in steps.gradients(model).items()}, others))
+    return found
+
+
+def assert_same(found: Seen, wanted: Seen) -> None:
+    assert [x["loss"].item() for x in found.logs] == [x["loss"].item() for x in wanted.logs]
+    assert found.gradients.keys() == wanted.gradients.keys()
+    assert all(torch.equal(found.gradients[n], one) for n, one in wanted.gradients.items())
+    assert found.others.keys() == wanted.others.keys()
+    for name, value in wanted.others.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found.others[name], value), name
+    assert torch.equal(found.others["random"][0], wanted.others["random"][0])
+    assert found.others["random"][1:] == wanted.others["random"][1:]
+
+
+TRAINERS: dict[type[Trainer], tuple[Any, Any]] = {
+    Twice: (table.TWO_CALLS, iter),
+    TwiceInThePlace: (table.TWO_CALLS, iter),
+    Numbered: (table.TWO_CALLS, Counted),
+    Unmasked: (table.STRAY_GRADIENT, iter),
+    Emptied: (table.STRAY_GRADIENT, iter),
+}
+
+
+def assert_given_to_stock(
+    schedule: PrefixSchedule, trainer: type[Trainer], iterator: Any = iter, **options: Any
+) -> None:
+    """And the first step that was shared was."""
+    shared: list[bool] = []
+
+    def ours(**arguments: Any) -> Any:
+        logs = schedule(**arguments)
+        assert schedule.report is not None
+        shared.append(schedule.report.decision.share)
+        return logs
+
+    zeroes = options.pop("zeroes", True)
+    found = run(ours, trainer(), small_model(**options), iterator, zeroes)
+    wanted = run(stock_schedule(), trainer(), small_model(**options), iterator, zeroes)
+    assert shared == [False, True, False, False]
+    for number, (mine, its) in enumerate(zip(found, wanted, strict=True)):
+        if number != 1 and zeroes:
+            assert_same(mine, its)
+    for name, gradient in wanted[-1].gradients.items():  # with what was added up before
+        assert torch.allclose(found[-1].gradients[name], gradient, rtol=1e-9, atol=1e-12)
+    assert schedule.report is not None and schedule.report.fallback_count == 2
+
+
+@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda one: one.__name__)
+def test_a_later_step_and_its_kind_are_the_stock_schedules(
+    trainer: type[Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    refusal, iterator = TRAINERS[trainer]
+    schedule = schedule_of()
+    assert_given_to_stock(schedule, trainer, iterator)
+    assert schedule.report is not None
+    assert schedule.report.decision.reason.endswith(refusal.fix)
+    told = [one for one in caplog.messages if "stock schedule for this step" in one]
+    assert len(told) == 1 and refusal.fix in told[0]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options"),
+    [
+        (Twice, dict(name="tiny-moe", config_overrides=MOE)),
+        (Unmasked, dict(name="tiny-moe", config_overrides=MOE)),
+        (Unmasked, dict(wrap_ddp=False)),
+    ],
+    ids=["moe, twice", "moe, unmasked", "without ddp"],
+)
+def test_what_else_a_step_changes_is_undone(trainer: type[Trainer], options: Any) -> None:
+    """The experts' token counts and bias, Megatron's log of losses; gradients without DDP."""
+    assert_given_to_stock(schedule_of(), trainer, **options)
+
+
+@pytest.mark.parametrize("wrap_ddp", [True, False])
+def test_gradients_that_were_there_before_stay(wrap_ddp: bool) -> None:
+    assert_given_to_stock(schedule_of(), Unmasked, zeroes=False, wrap_ddp=wrap_ddp)
+
+
+def test_only_the_forward_steps_of_the_undone_step_run_twice() -> None:
+    trainer = Twice()
+    run(schedule_of(), trainer, small_model())
+    num = len(items())
+    assert [trainer.calls.count(n) for n in range(NUM_STEPS)] == [num, num, 2 * num, num]
+
+
+def test_a_pass_without_gradients_is_given_to_stock_too() -> None:
+    schedule, model, trainer = schedule_of(), small_model(), Twice()
+    wanted = None
+    for number in (0, 1, LATER):
+        trainer.number = number
+        found = steps.call(schedule, trainer.step, model, items(), forward_only=True)
+        torch.manual_seed(0)
+        wanted = steps.call(stock_schedule(), trainer.step, model, items(), forward_only=True)
+    assert schedule.report is not None
+    assert schedule.report.decision.reason.endswith(table.TWO_CALLS.fix)
+    assert wanted is not None and len(found) == len(wanted)
+
+
+def test_megatrons_timers_can_go_on() -> None:
+    model, schedule = small_model(), schedule_of()
+    timers = unwrap(model).config.timers = Timers(2, "minmax")
+    run(schedule, Twice(), model)
+    for name in ("forward-backward", "forward-compute"):
+        timers(name).start()  # which raises where it runs
+
+
+@pytest.mark.parametrize("trainer", [Twice, Unmasked])
+def test_mode_on_raises_and_leaves_gradients_as_they_were(trainer: type[Trainer]) -> None:
+    model, schedule = small_model(), schedule_of("on")
+    with pytest.raises(UserError) as caught:
+        run(schedule, trainer(), model)
+    assert caught.value.refusal is TRAINERS[trainer][0]
+    assert all(not gradient.any() for gradient in steps.gradients(model).values())
+
+
+# --- errors of the package's own ------------------------------------------------------------------
+
+
+PLACES = {"a segment": (SegmentInputs, "call"), "an answer": (CallOutputs, "_places")}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_while_segments_run(
+    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the package's own, and from inside the trainer's forward step."""
+    owner, name = PLACES[place]
+    stock, trainer, num = getattr(owner, name), Trainer(), [0]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        num[0] += trainer.is_later
+        return [][1] if num[0] > 1 else stock(*args, **kwargs)
+
+    named = {**globals(), "__name__": "megatron_prefix.run.stand_in"}  # as if it were ours
+    fails = FunctionType(call.__code__, named, "call", None, call.__closure__)
+    monkeypatch.setattr(owner, name, fails)
+    schedule = schedule_of()
+    found, wanted = (
+        run(schedule, trainer, small_model()),
+        run(stock_schedule(), Trainer(), small_model()),
+    )
+    for number in range(LATER, NUM_STEPS):
+        assert_same(found[number], wanted[number])
+    assert schedule.report is not None
+    reason = schedule.report.decision.reason
+    assert "(IndexError: list index out of range)" in reason
+    assert reason.endswith(table.OWN_ERROR.fix)
+    (logged,) = [one for one in caplog.records if "Traceback" in one.getMessage()]
+    assert logged.levelno == logging.WARNING
+
+
+class Fails(Trainer):
+    def loss(self, batch: Microbatch, output: Any) -> Any:
+        if self.is_later:
+            raise KeyError("the trainer's")
+        return super().loss(batch, output)
+
+
+def test_an_error_of_the_trainers_is_raised() -> None:
+    schedule, trainer = schedule_of(), Fails()
+    with pytest.raises(KeyError, match="the trainer's"):
+        run(schedule, trainer, small_model())
+    assert schedule.report is not None and schedule.report.fallback_count == 0
+    assert trainer.calls.count(LATER) == len(items())
+
+
+def test_memory_that_runs_out_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, schedule = SegmentInputs.call, schedule_of()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if trainer.is_later:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        return stock(*args, **kwargs)
+
+    trainer = Trainer()
+    monkeypatch.setattr(SegmentInputs, "call", call)
+    found, wanted = (
+        run(schedule, trainer, small_model()),
+        run(stock_schedule(), Trainer(), small_model()),
+    )
+    for number in range(LATER, NUM_STEPS):
+        assert_same(found[number], wanted[number])
+    assert schedule.report is not None
+    assert schedule.report.decision.reason.endswith(table.NO_MEMORY.fix)
+
+
+# --- data that cannot be drawn again --------------------------------------------------------------
+
+
+class Elsewhere(Twice):
+    """Its batches are its own."""
+
+    def batch(self, iterator: Any) -> Microbatch:
+        found = items()[len(self.calls) % len(items())]
+        return {**found, "tokens": (found["tokens"] + len(self.calls)) % 60}
+
+
+class Writes(Twice):
+    def batch(self, iterator: Any) -> Microbatch:
+        found = super().batch(iterator)
+        found["weight"].mul_(2.0)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("trainer", "why"), [(Elsewhere, "draw something else then"), (Writes, "write into tensors")]
+)
+def test_other_data_are_no_silent_change(trainer: type[Trainer], why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        run(schedule_of(), trainer(), small_model())
