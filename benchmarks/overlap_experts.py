@@ -48,6 +48,7 @@ NUMBERS = (
     ("steps", 2, "of every seed"),
     ("step-tokens", 80_000, "of a step, or a few more"),
     ("max-tokens", None, "shorten rollouts"),
+    ("verify", 0, "steps that `verify` compares with the stock schedule's"),
     ("seed-s", 120.0, "seconds after which a seed has hung; the first one has five times as many"),
 )
 """Options for numbers: name, default, help."""
@@ -135,7 +136,7 @@ def noting_overlap() -> Iterator[list[bool]]:
 def run_rank(given: argparse.Namespace, layout: Any, spec: Any, groups: Sequence[Group]) -> int:
     """One rank's part; the first prints. Returns how many seeds have ended."""
     options, baseline = model_options(given), arguments.baseline_of(given)
-    config = arguments.config_of(given, mode="on", across_ranks="off")
+    config = arguments.config_of(given, mode="on", across_ranks="off", verify=given.verify)
     with contextlib.ExitStack() as leaving, noting_overlap() as begun, options.joined(layout):
         watchdog = Watchdog(Path(given.output), dist.get_rank())
         chunks = options.build(spec, layout)
