@@ -21,6 +21,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -41,16 +42,20 @@ KILLED, SURVIVED, TIMEOUT = "killed", "survived", "timeout"
 STALE = "stale"
 """The table's text is not in the file, or not once."""
 BROKEN = "broken"
-"""No test ran: the mutant cannot be imported, or the command is wrong."""
-_NO_TESTS = (2, 3, 4, 5)
+"""The tests fail without the mutant, or cannot be collected with it."""
+NOT_RUN = "not run"
+"""The tests are skipped here, with or without it."""
+_NOT_COLLECTED = (2, 3, 4, 5)
 """pytest's exit codes for that."""
+_LINKED = (".triton",)
+"""What git ignores and tests use, if it is there."""
 
 
 class Outcome(NamedTuple):
     """Of one command.
 
     Attributes:
-        what: KILLED, SURVIVED, TIMEOUT or BROKEN.
+        what: KILLED, SURVIVED, TIMEOUT, BROKEN or NOT_RUN.
         seconds: that it took.
         line: the last line that it printed, or the first failure.
     """
@@ -86,6 +91,9 @@ class Copy:
             if source.is_file():
                 place.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, place)
+        for name in _LINKED:
+            if (REPOSITORY / name).exists():
+                (self.root / name).symlink_to(REPOSITORY / name)
 
     @contextlib.contextmanager
     def mutated(self, mutant: Mutant) -> Iterator[None]:
@@ -121,14 +129,18 @@ class Copy:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
         command += ["--tb=line", *shlex.split(tests)]
         data = os.environ.get("MEGATRON_PREFIX_DATA", str(REPOSITORY.parent / "shared" / "data"))
-        variables = {"PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
+        paths = [str(self.root), *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         environment = {**os.environ, **variables, "MEGATRON_PREFIX_DATA": data}
         begin = time.perf_counter()
         code, text = _finished(command, self.root, environment, self.timeout_s)
         seconds = time.perf_counter() - begin
         if code is None:
             return Outcome(TIMEOUT, seconds, f"no end within {self.timeout_s:.0f} s")
-        what = {0: SURVIVED}.get(code, BROKEN if code in _NO_TESTS else KILLED)
+        if code == 0:
+            what = SURVIVED if re.search(r"\b[1-9]\d* passed", text) else NOT_RUN
+        else:
+            what = BROKEN if code in _NOT_COLLECTED else KILLED
         return Outcome(what, seconds, _telling_line(text))
 
 
@@ -170,7 +182,8 @@ def judged(copy: Copy, mutant: Mutant) -> Outcome:
     for tests in mutant.tests:
         before = copy.baseline(tests)
         if before.what != SURVIVED:
-            return Outcome(BROKEN, before.seconds, f"without the mutant: {before.line}")
+            what = NOT_RUN if before.what == NOT_RUN else BROKEN
+            return Outcome(what, before.seconds, f"without the mutant: {before.line}")
     seconds = 0.0
     with copy.mutated(mutant):
         for tests in mutant.tests:
@@ -193,11 +206,13 @@ def _is_current(mutant: Mutant, row: dict[str, Any]) -> bool:
 
 def is_good(row: dict[str, Any]) -> bool:
     """Whether a row is as it should be: noticed, or explained."""
-    return row["what"] in (KILLED, TIMEOUT) or (row["what"] == SURVIVED and bool(row["why"]))
+    return row["what"] in (KILLED, TIMEOUT) or (
+        row["what"] in (SURVIVED, NOT_RUN) and bool(row["why"])
+    )
 
 
 def _shown(row: dict[str, Any]) -> str:
-    why = f" (explained: {row['why']})" if row["what"] == SURVIVED and row["why"] else ""
+    why = f" (explained: {row['why']})" if row["what"] in (SURVIVED, NOT_RUN) and row["why"] else ""
     return f"{row['what']:8} {row['seconds']:6.1f} s  {row['name']}{why}"
 
 

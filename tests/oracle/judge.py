@@ -30,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {},
     "recompute": {"segment_tokens": 32, "memory": "recompute"},
     "light": {"segment_tokens": 32, "memory": "recompute_act"},
+    "across_ranks": {"segment_tokens": 24, "chunk_tokens": 8, "across_ranks": "on"},
 }
 
 

@@ -255,6 +255,19 @@ def test_segments_that_save_too_little_are_not_common() -> None:
         assert [one.scored for one in found] == [False, True][: len(ends)]
 
 
+def test_spans_with_loss_are_in_segments_of_their_own() -> None:
+    """Final states of the others need not cross."""
+    options = TreeOptions(min_gain=0, share="batch")
+    kinds = set()
+    for seed in range(30):
+        told = [beginnings_of(rank, options, block=1)[0] for rank in dealt(seed, 3)]
+        common = common_spans(told, 0, options)
+        for segment in common.segments:
+            [scored] = {common.spans[number].scored for number in segment.spans}
+            kinds.add(scored)
+    assert kinds == {False, True}
+
+
 def loads_of(
     ranks: list[list[Pairs]], options: TreeOptions
 ) -> tuple[list[int], list[int], list[tuple[int, int, CommonSpan]]]:
