@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -237,6 +238,20 @@ def _subclass(module: Any, where: str, **kernels: Any) -> Any:
     forward.__module__ = where
     module.__class__ = type("GatedDeltaNet", (type(module),), {"forward": forward})
     return module
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({"full_attention_interval": 3}, {0, 1, 3, 4, 6}),
+        ({}, {0, 1, 2, 4, 5, 6}),
+        ({"layer_types": ["full_attention", "linear_attention"]}, {1}),
+    ],
+)
+def test_layers_that_have_one(fields: dict[str, Any], layers: set[int]) -> None:
+    """Every so many layers the last is attention; or the config names them."""
+    config = SimpleNamespace(num_hidden_layers=7, **fields)
+    assert own_gdn._layers(config) == layers
 
 
 def test_subclasses_of_megatrons(cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,8 @@ def test_a_second_attempt_begins_with_nothing() -> None:
 
 
 def test_the_first_row_of_positions_where_ranks_have_their_own() -> None:
-    made = Given([call(0), call(1)], rank(), 0)
+    ids = torch.arange(6) + 10 * torch.arange(3)[:, None, None]
+    made = Given([call(0, position_ids=ids), call(1)], rank(), 0)
     found = made.first_row(12)
     assert found is not None and found.tolist() == [*range(6), *range(6)]
     assert made.first_row(6) is None  # they have whole ones
