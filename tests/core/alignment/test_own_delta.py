@@ -12,9 +12,11 @@ import torch
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.platforms.linear_kernels import causal_conv1d
 from megatron_prefix.lab.rl import packing
 from megatron_prefix.layers import own_gdn
+from megatron_prefix.layers.gdn import GatedDeltaNet
 from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule
 from megatron_prefix.layers.recurrent.spans import Spans
 from megatron_prefix.megatron.install import install, installed
@@ -238,6 +240,15 @@ def _subclass(module: Any, where: str, **kernels: Any) -> Any:
     forward.__module__ = where
     module.__class__ = type("GatedDeltaNet", (type(module),), {"forward": forward})
     return module
+
+
+def test_every_tensor_parallel_rank_does_the_whole_work() -> None:
+    """Where costs are divided by the ranks, one of them still has all of it."""
+    fields = vars(resolve("tiny-qwen3-next"))
+    one, two = (SimpleNamespace(**fields, tensor_model_parallel_size=size) for size in (1, 2))
+    kind = own_gdn.OwnGatedDeltaNet()
+    assert kind.work(one).products == GatedDeltaNet().work(one).products
+    assert kind.work(two).products == 2 * kind.work(one).products
 
 
 @pytest.mark.parametrize(
