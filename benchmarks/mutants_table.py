@@ -177,8 +177,7 @@ _GRAPHS = (
         "        if place.data_ptr() != hidden.data_ptr():\n            hidden = put_at",
         "        if False:\n            hidden = put_at",
         f"{_G_MEMORY}\n{_G_EXPERTS}",
-        why="a copy is made all the same behind the norm, which then keeps more memory than its"
-        " place; the bytes are seen on a GPU",
+        why="numbers are the same: it is copied behind the norm, which holds more memory then",
     ),
     _graphs(
         "rotary-of-the-capture",
@@ -625,6 +624,8 @@ _OWN_GDN = (
         "layers/own_gdn.py",
         "narrow = 2 * keys + values + rule + 3 * values",
         "narrow = 2 * keys + values + rule + 2 * values",
+        why="read from flash-linear-attention's source; the CPU runs another rule, and nothing"
+        " counts what its kernels save",
     ),
     _own(
         "modules-that-read-more",
@@ -680,6 +681,7 @@ _DSA = (
         "layers/blocks/sparse.py",
         "torch.zeros_like(one, dtype=wider(one.dtype))",
         "torch.zeros_like(one)",
+        why="models of the tests compute in fp64, where both are the same",
     ),
     _sparse(
         "scores-in-half-precision",

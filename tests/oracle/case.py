@@ -124,7 +124,7 @@ AXES: dict[str, Axis] = {
             "z_loss_coeff",
         ),
     ),
-    "scale": Axis(("none",), ("constant", "by_microbatch")),
+    "scale": Axis(("none",), ("constant", "by_microbatch", "by_list_item")),
     # What a trainer does from its fourth step on.
     "late": Axis(("nothing",), ("second_call", "outside_mask")),
     # Ours.
@@ -394,7 +394,7 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     yield case.sets != "nothing" and not (one or together), {"sets": "nothing"}
     yield case.sets == "z_loss_coeff" and case.model != "z_loss", {"sets": "nothing"}
     # A pipeline's backwards come when other forwards have been.
-    yield case.scale == "by_microbatch" and case.layout == "pp2", {"scale": "none"}
+    yield case.scale.startswith("by_") and case.layout == "pp2", {"scale": "none"}
     ends = case.raises != "none" or case.around == "autocast"  # before there is a late step
     yield case.late != "nothing" and ends, {"late": "nothing"}
     yield case.late != "nothing" and case.session != "train_long", {"session": "train_long"}

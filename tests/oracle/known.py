@@ -40,6 +40,7 @@ class Permitted(NamedTuple):
 
 
 _STATIC = {"lengths": "equal"}
+_SCALED = "losses are scaled by a number of the microbatch"
 _NOISE = "noise that a hook draws inside the model"
 KNOWN: tuple[Known, ...] = (
     Known({"wrapper": "instance_forward"}, SHARED, "a forward of the instance derives positions"),
@@ -51,7 +52,11 @@ KNOWN: tuple[Known, ...] = (
         for value in ("slot", "number", "tensor", "buffer", "dict", "list", "object")
     ),
     Known({"sets": "z_loss_coeff"}, MODES, "... on the model's config", {"model": "z_loss"}),
-    Known({"scale": "by_microbatch"}, MODES, "losses are scaled by a number of the microbatch"),
+    Known({"scale": "by_microbatch", "model": "aux_loss"}, ("on",), _SCALED),
+    Known(
+        {"scale": "by_microbatch", "model": "mtp"}, ("on",), _SCALED, {"positions": "given"}
+    ),
+    Known({"scale": "by_list_item"}, MODES, _SCALED),
     *(
         Known(
             {"session": "evaluate_with_gradients", "model": model}, SHARED,

@@ -378,20 +378,22 @@ _SCALE = [1.0]
 """Of the microbatch whose forward step ran last; no loss reads it, but Megatron does."""
 
 
-def set_scales(config: Any, *, constant: bool) -> None:
+def scale_of_list_item(loss: Tensor) -> Tensor:
+    """For the axis `scale`."""
+    return loss * _SCALE[0]
+
+
+def set_scales(config: Any, function: Any) -> None:
     """Gives Megatron the functions by which it scales losses; two are of later releases."""
-
-    def scaled(loss: Tensor) -> Tensor:
-        return loss * (3.0 if constant else _SCALE[0])
-
     for name in ("grad_scale_func", "moe_grad_scale_func", "mtp_grad_scale_func"):
         if hasattr(config, name):
-            setattr(config, name, scaled)
+            setattr(config, name, function)
 
 
 def set_microbatch(model: Any, case: Case, number: int) -> None:
     """Sets what a case sets for microbatch `number`, before its model call."""
-    _SCALE[0] = 1 + number / 2
+    if case.scale == "by_list_item":
+        _SCALE[0] = 1 + number / 2
     if case.sets == "nothing":
         return
     for module in model.modules():

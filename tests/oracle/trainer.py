@@ -36,6 +36,7 @@ from tests.oracle.model import (
     by_place,
     entropy,
     log_probs,
+    scale_of_list_item,
     set_microbatch,
     set_scales,
 )
@@ -125,7 +126,10 @@ class Trainer:
         self.found: list[dict[str, Any]] = []
         self.part = 0
         if case.scale != "none":
-            set_scales(parts.language.config, constant=case.scale == "constant")
+            self.scale = 3.0
+            listed = case.scale == "by_list_item"
+            function = scale_of_list_item if listed else lambda loss: loss * self.scale
+            set_scales(parts.language.config, function)
 
     # Calls ---------------------------------------------------------------------------------------
 
@@ -266,6 +270,8 @@ class Trainer:
         if case.session == "mode_in_step":
             model.eval() if number else model.train()
         set_microbatch(model, case, number)
+        if case.scale == "by_microbatch":
+            self.scale = 1 + number / 2
         before = self._reference(item, model, "before")
         output, more = self._called(item, model, number)
         if case.raises == "after_call" and number == last:

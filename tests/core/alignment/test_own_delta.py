@@ -156,6 +156,14 @@ def _another_around(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(own_delta.Attention, "hf_forward", lambda *given: stock(*given).roll(1))
 
 
+def _reads_more(model: Any, patch: pytest.MonkeyPatch) -> None:
+    def hf_forward(self: Any, hidden_states: Any, packed: Any) -> Any:
+        hidden_states = self.input_layernorm(hidden_states) * hidden_states.mean()
+        return self.linear_attn(hidden_states=hidden_states, cu_seqlens=packed.cu_seqlens_q)
+
+    patch.setattr(own_delta.Attention, "hf_forward", hf_forward)
+
+
 def _another_convolution(model: Any, patch: pytest.MonkeyPatch) -> None:
     _inside(model).conv1d.__class__ = type("Conv1d", (own_delta.ShortConvolution,), {})
 
@@ -197,6 +205,7 @@ REFUSED: dict[Callable[[Any, pytest.MonkeyPatch], None], str] = {
     _context_parallel: "a trainer's own GatedDeltaNet with context parallelism: use tensor",
     _another_class: "layer 0's mixer Attention: use Megatron's own",
     _another_around: "layer 0's mixer Attention: use Megatron's own",
+    _reads_more: "layer 0's mixer Attention: use Megatron's own",
     _another_convolution: "layer 0's mixer Attention: use Megatron's own",
     _own_forward: "layer 0's mixer Attention: use Megatron's own",
     _own_convolution: "layer 0's mixer Attention: use Megatron's own",

@@ -15,7 +15,7 @@ from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers import table
 from megatron_prefix.layers.blocks import sparse as blocks
-from megatron_prefix.layers.blocks.sparse import Sparse
+from megatron_prefix.layers.blocks.sparse import Index, Sparse, choose
 from megatron_prefix.layers.dsa import DSA
 from megatron_prefix.layers.mla import MLA
 from megatron_prefix.megatron.install import install, installed, language_model
@@ -102,6 +102,17 @@ def test_some_queries_at_a_time(most: int, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(blocks, "MAX_SCORES", most)
     for options in ({}, {"chunk_tokens": 7}, {"memory": "offload"}):
         assert worst(model_of({}), expected_of("six keys"), **options) <= EXACT
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keys_are_chosen_by_scores_in_fp32(dtype: torch.dtype) -> None:
+    """Of keys in half precision: rounded once more, many scores are equal."""
+    draw = torch.Generator().manual_seed(3)
+    shapes = (40, 4, 32), (200, 32), (40, 4)
+    index = Index(*(torch.randn(shape, generator=draw).to(dtype) for shape in shapes))
+    chosen, tied = choose(index, 20)
+    expected, _ = choose(Index(*(one.float() for one in index)), 20)
+    assert torch.equal(chosen.sort().values, expected.sort().values) and not tied.any()
 
 
 def test_with_multi_token_prediction() -> None:
