@@ -162,6 +162,14 @@ def test_a_frozen_indexer_has_no_gradient() -> None:
             assert largest <= EXACT * expected.terms[name], name
 
 
+def test_an_indexer_that_is_trained_gets_zeros() -> None:
+    """Not nothing: whoever reduces gradients when they come waits for each of them."""
+    model = model_of({}, wrap_ddp=False)
+    steps.call(schedule_with(chunk_tokens=7), steps.Contract().step, model, hybrid.items())
+    own = {name: one.grad for name, one in model.named_parameters() if ".indexer." in name}
+    assert own and all(one is not None and not one.any() for one in own.values())
+
+
 def test_without_gradients() -> None:
     """Nothing is trained then, so the indexer's loss is no matter to the stock module."""
     model = model_of({})
