@@ -793,6 +793,7 @@ _REPLAY = "tests/core/alignment/test_replay.py"
 _QUEUES = "tests/core/alignment/test_replay_queues.py"
 _CALLS = "tests/core/alignment/test_routes_of_calls.py"
 _TOLD = "tests/core/moe/test_told.py"
+_TABLE = "tests/core/moe/test_segment_routes.py"
 _replay = _area("replay", f"{_TOLD}\n{_REPLAY}")
 _ROUTES = (
     _replay(
@@ -800,7 +801,7 @@ _ROUTES = (
         "moe/replay.py",
         "            offset += span.padded",
         "            offset += span.length",
-        _REPLAY,
+        _TABLE,
     ),
     _replay(
         "routes-of-the-layer-before",
