@@ -793,6 +793,7 @@ _REPLAY = "tests/core/alignment/test_replay.py"
 _QUEUES = "tests/core/alignment/test_replay_queues.py"
 _CALLS = "tests/core/alignment/test_routes_of_calls.py"
 _TOLD = "tests/core/moe/test_told.py"
+_READ = "tests/core/run/read/test_routes.py"
 _TABLE = "tests/core/moe/test_segment_routes.py"
 _replay = _area("replay", f"{_TOLD}\n{_REPLAY}")
 _ROUTES = (
@@ -889,7 +890,6 @@ _ROUTES = (
         "moe/told.py",
         "                entries.clear()",
         "                pass",
-        f"{_REPLAY}\n{_TOLD}",
     ),
     _replay(
         "stage-not-put-back",
@@ -917,35 +917,35 @@ _ROUTES = (
         "run/read/routes.py",
         "table[:, torch.tensor(layers, device=whole.device)] = whole",
         "table[:, : len(layers)] = whole",
-        f"{_REPLAY}\n{_CALLS}",
+        _READ,
     ),
     _replay(
         "stages-with-their-padding",
         "run/read/routes.py",
         "by_stage = [part[:, :count] for",
         "by_stage = [part for",
-        f"{_REPLAY}\n{_CALLS}",
+        _READ,
     ),
     _replay(
         "routes-of-the-last-step",
         "run/read/routes.py",
         "    if len(known) < len(told):",
         "    if not known:",
-        _REPLAY,
+        _READ,
     ),
     _replay(
         "recording-is-not-refused",
         "run/read/routes.py",
         "    if any(one.action == RECORD for one in told):",
-        "    if all(one.action == RECORD for one in told[1:]) and not told:",
-        _REPLAY,
+        "    if not told:",
+        _READ,
     ),
     _replay(
         "some-calls-without-routes",
         "run/read/routes.py",
         "        if 0 < len(known) < len(each):",
         "        if not each:",
-        _REPLAY,
+        _READ,
     ),
     _replay(
         "routers-of-the-next-layer",

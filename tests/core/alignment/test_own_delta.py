@@ -192,6 +192,17 @@ def _mixes(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(own_delta.OwnNet, "close", lambda self, out, x: stock(self, out, x.roll(1, 1)))
 
 
+def _fails_on_pieces(model: Any, patch: pytest.MonkeyPatch) -> None:
+    stock = own_delta.OwnNet.close
+
+    def close(self: Any, out: Any, x: Any) -> Any:
+        if x.shape[1] == 5:
+            raise RuntimeError("not five")
+        return stock(self, out, x)
+
+    patch.setattr(own_delta.OwnNet, "close", close)
+
+
 def _other_layers(model: Any, patch: pytest.MonkeyPatch) -> None:
     config = model.decoder.layers[0].self_attention.hf_config
     patch.setattr(config, "layer_types", [FULL, LINEAR])
@@ -212,6 +223,7 @@ REFUSED: dict[Callable[[Any, pytest.MonkeyPatch], None], str] = {
     _no_rule: "layer 0's mixer Attention: use Megatron's own",
     _wrong_rule: r"GatedDeltaNet's kernel does not work here \(RuntimeError",
     _mixes: "layer 0's OwnNet, whose positions are not apart outside",
+    _fails_on_pieces: "layer 0's OwnNet, whose positions are not apart outside",
     _other_layers: "layer 0's mixer OwnNet: use Megatron's own",
     _stage_without: "GatedDeltaNet, and a pipeline stage without any: use fewer stages",
 }
