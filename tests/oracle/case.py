@@ -29,10 +29,14 @@ AXES: dict[str, Axis] = {
     # The model.
     "model": Axis(
         ("gqa", "dense", "qk_norm", "mla", "windows"),
-        ("aux_loss", "seq_aux_loss", "z_loss", "record", "replay_forward", "gated_delta_net"),
+        (
+            *("aux_loss", "seq_aux_loss", "z_loss", "record", "replay_forward", "gated_delta_net"),
+            *("expert_bias", "mtp"),
+        ),
     ),
     "dtype": Axis(("float64", "float32")),
-    "ddp": Axis(("none", "wrapped")),
+    # "bare": ranks without a wrapper that reduces, each of which looks at its own gradients.
+    "ddp": Axis(("none", "wrapped"), ("bare", "overlapped")),
     "recompute": Axis(("none", "full")),
     "dropout": Axis(("none",), ("hidden", "attention")),
     # How the model is wrapped, and what it returns.
@@ -49,7 +53,7 @@ AXES: dict[str, Axis] = {
     # Batches.
     "form": Axis(("rows", "one", "thd", "thd_padded")),
     "lengths": Axis(("varied", "equal")),
-    "tree": Axis(("groups", "shuffled", "turns", "copies"), ("unshared",)),
+    "tree": Axis(("groups", "shuffled", "turns", "copies"), ("unshared", "on_all_ranks")),
     "batch": Axis(
         ("fresh",),
         (
@@ -99,18 +103,39 @@ AXES: dict[str, Axis] = {
             *("function_mode", "grad_switch"),
         ),
     ),
-    "hook": Axis(("none",), ("clip", "regulariser", "activation_read", "output_scale")),
+    "hook": Axis(
+        ("none",),
+        ("clip", "regulariser", "activation_read", "output_scale", "noise", "functional_dropout"),
+    ),
     "session": Axis(
         ("train", "evaluate", "evaluate_then_train", "train_thrice"),
-        ("scale_changed", "inv_freq_changed", "train_eval_mixed", "mode_in_step", "uneven"),
+        (
+            *("scale_changed", "inv_freq_changed", "train_eval_mixed", "mode_in_step", "uneven"),
+            *("evaluate_with_gradients", "train_long"),
+        ),
     ),
     "exchange": Axis(("none",), ("in_loss", "in_step")),
     "raises": Axis(("none",), ("before_call", "after_call", "in_loss", "data_ends")),
+    # What a forward step sets on the model for its microbatch, and what its loss is scaled by.
+    "sets": Axis(
+        ("nothing",),
+        (
+            *("slot", "number", "flag", "tensor", "buffer", "dict", "list", "object"),
+            "z_loss_coeff",
+        ),
+    ),
+    "scale": Axis(("none",), ("constant", "by_microbatch", "by_list_item")),
+    # What a trainer does from its fourth step on.
+    "late": Axis(("nothing",), ("second_call", "outside_mask")),
     # Ours.
-    "options": Axis(("small", "whole", "recompute", "light")),
+    "options": Axis(("small", "whole", "recompute", "light"), ("across_ranks",)),
 }
 LAYOUTS = {1: ("one",), 2: ("tp2", "tp2_sp", "pp2", "cp2", "dp2", "ep2")}
 """By number of ranks."""
+EXPERTS = (
+    *("aux_loss", "seq_aux_loss", "z_loss", "record", "replay_forward", "expert_bias"),
+)  # fmt: skip
+"""Models with experts."""
 _LAST = {name: axis.plain[0] for name, axis in AXES.items()}
 
 
@@ -151,6 +176,9 @@ class Case:
     session: str = "train"
     exchange: str = "none"
     raises: str = "none"
+    sets: str = "nothing"
+    scale: str = "none"
+    late: str = "nothing"
     options: str = "small"
 
     def __str__(self) -> str:
@@ -196,6 +224,10 @@ def draw(seed: int, ranks: int = 1, odd: int | None = None, **fixed: str) -> Cas
         values["batch"] = rng.choice(("static_copy", "static_data", "static_numpy"))
     if values["loss"] == "last":  # which nothing but a head for rewards has
         values |= {"head": "value", "loss_mask": "absent"}
+    if values["sets"] == "z_loss_coeff":
+        values["model"] = "z_loss"
+    if values["tree"] == "on_all_ranks" or values["ddp"] == "bare":  # seen only where prompts cross
+        values |= {"tree": "on_all_ranks", "options": "across_ranks"}
     if values["static"] == "masks" and values["mask"] == "none":
         values["mask"] = "future_one"  # which is not the same in every microbatch
     return settle(Case(seed, **{"layout": layout, **values, **fixed}))
@@ -228,6 +260,18 @@ _HELP: dict[tuple[str, str], tuple[dict[str, str], ...]] = {
         {"form": "thd", "lengths": "equal"},
     ),
     ("model", "aux_loss"): ({"form": "rows"}, {"form": "thd"}),
+    ("model", "expert_bias"): ({"ddp": "wrapped"},),
+    ("sets", "z_loss_coeff"): ({"model": "z_loss"},),
+    ("scale", ""): ({}, {"model": "aux_loss"}, {"model": "mtp"}),
+    ("session", "evaluate_with_gradients"): (
+        {},
+        {"model": "expert_bias", "ddp": "wrapped"},
+        {"model": "aux_loss"},
+    ),
+    ("ddp", "bare"): ({"tree": "on_all_ranks", "options": "across_ranks"},),
+    ("ddp", "overlapped"): ({"model": "aux_loss"},),
+    ("tree", "on_all_ranks"): ({"options": "across_ranks", "ddp": "wrapped"},),
+    ("options", "across_ranks"): ({"tree": "on_all_ranks", "ddp": "wrapped"},),
 }
 """What a value needs beside it."""
 
@@ -236,7 +280,7 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     """(whether two things do not go together, what is taken back), the first that holds counts."""
     # long: a table of rules
     one = case.layout == "one"
-    moe = case.model in ("aux_loss", "seq_aux_loss", "z_loss", "record", "replay_forward")
+    moe = case.model in EXPERTS
     static = case.batch.startswith("static")
     value = case.head == "value"  # another output layer, and no class around the model
     head = case.head != "none" and not value
@@ -248,6 +292,11 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     # Stock is wrong here; and what is refused here is tested elsewhere.
     yield case.model == "mla" and case.layout == "tp2", {"model": "gqa"}
     yield not one and case.ddp == "none", {"ddp": "wrapped"}
+    yield case.ddp == "bare" and case.layout != "dp2", {"ddp": "none" if one else "wrapped"}
+    yield case.ddp == "overlapped" and one, {"ddp": "wrapped"}
+    together = case.layout in ("dp2", "ep2")
+    yield case.tree == "on_all_ranks" and not together, {"tree": "groups"}
+    yield case.options == "across_ranks" and not together, {"options": "small"}
     # Near ties between experts, and float32 recurrences, have no place in a comparison.
     yield (moe or case.model == "gated_delta_net") and case.dtype != "float64", {"dtype": "float64"}
     exact = moe or case.model == "gated_delta_net"
@@ -261,6 +310,12 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     yield static and case.lengths != "equal", {"lengths": "equal"}
     yield case.static == "packing" and not case.packed, {"static": "all"}
     yield case.static == "masks" and case.mask == "none", {"static": "all"}
+    # Multi-token prediction reads labels, positions and its own layers.
+    ahead = case.model == "mtp"
+    yield ahead and not one, {"model": "gqa"}
+    yield ahead and (case.labels == "absent" or wrapped or value), {"model": "gqa"}
+    yield ahead and case.positions == "none", {"positions": "given"}
+    yield ahead and case.mask != "none", {"mask": "none"}
     # Masks of rows.
     yield case.packed and case.mask not in ("none", "padding_mask"), {"mask": "none"}
     yield not one and case.mask != "none", {"mask": "none"}
@@ -336,6 +391,21 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
         {"session": "train"},
     )
     yield case.tree == "unshared" and case.static == "packing", {"tree": "groups"}
+    yield case.sets != "nothing" and not (one or together), {"sets": "nothing"}
+    yield case.sets == "z_loss_coeff" and case.model != "z_loss", {"sets": "nothing"}
+    # A pipeline's backwards come when other forwards have been.
+    yield case.scale.startswith("by_") and case.layout == "pp2", {"scale": "none"}
+    ends = case.raises != "none" or case.around == "autocast"  # before there is a late step
+    yield case.late != "nothing" and ends, {"late": "nothing"}
+    yield case.late != "nothing" and case.session != "train_long", {"session": "train_long"}
+    again = case.late == "second_call"
+    yield again and case.calls != "once", {"late": "nothing"}
+    yield again and (case.layout == "pp2" or case.head == "scalar"), {"late": "nothing"}
+    yield again and case.around == "reentrant", {"late": "nothing"}
+    yield again and case.model in ("record", "replay_forward"), {"late": "nothing"}
+    outside = case.late == "outside_mask"
+    yield outside and (head or case.loss_mask == "absent"), {"late": "nothing"}
+    yield outside and case.reads != "masked", {"reads": "masked"}
     # Static packs are of one length, which a shuffle would undo.
     yield static and case.packed and case.tree == "shuffled", {"tree": "groups"}
 

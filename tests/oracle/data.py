@@ -45,6 +45,9 @@ def rollouts(case: Case, part: int) -> list[list[Sample]]:
     equal = case.lengths == "equal"
     rng = random.Random(f"{case.seed} {case.tree} {part} of this rank")
     prompts = [draw.integers(0, VOCAB, 12 if equal else rng.randint(6, 20)) for _ in range(2)]
+    if case.tree == "on_all_ranks":
+        both = np.random.default_rng([case.seed, part // RANKS, RANKS])
+        prompts = [both.integers(0, VOCAB, 14) for _ in range(2)]
     turns = [draw.integers(0, VOCAB, 4) for _ in range(2)]
     answers = [draw.integers(0, VOCAB, 6) for _ in range(2)]
     found = []

@@ -30,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {},
     "recompute": {"segment_tokens": 32, "memory": "recompute"},
     "light": {"segment_tokens": 32, "memory": "recompute_act"},
+    "across_ranks": {"segment_tokens": 24, "chunk_tokens": 8, "across_ranks": "on"},
 }
 
 
@@ -83,8 +84,11 @@ def judge(case: Case, mode: str, stock: Sequence[Call], ours: Sequence[Call]) ->
         if expected.raised is not None:
             return Verdict(EQUAL)
         bits = () if found.shared and mode != "observe" else ALL
-        if mode != "observe" and any(call.shared for call in ours[:index]):
+        before = [] if mode == "observe" else [call for call in ours[:index] if call.shared]
+        if before:
             bits = tuple(name for name in bits if name != "kept")  # it holds what these left
+        if any(call.kind == "train" for call in before):
+            bits = ()  # the weights are what these have made of them
         differences = list(_differences(case, expected, found, bits))
         if differences:
             kinds = tuple(dict.fromkeys(kind for kind, _ in differences))

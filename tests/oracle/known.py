@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tests.oracle.case import Case, settle
-from tests.oracle.judge import ENDED, HUNG, WRONG, Verdict
+from tests.oracle.judge import ENDED, HUNG, MODES, WRONG, Verdict
 
 SHARED = ("on", "auto")
 
@@ -40,9 +40,39 @@ class Permitted(NamedTuple):
 
 
 _STATIC = {"lengths": "equal"}
+_SCALED = "losses are scaled by a number of the microbatch"
+_NOISE = "noise that a hook draws inside the model"
 KNOWN: tuple[Known, ...] = (
     Known({"wrapper": "instance_forward"}, SHARED, "a forward of the instance derives positions"),
     Known({"hook": "regulariser"}, SHARED, "activation regularisers inside a layer"),
+    Known({"hook": "noise"}, SHARED, _NOISE),
+    Known({"hook": "functional_dropout"}, SHARED, _NOISE),
+    *(
+        Known({"sets": value}, MODES, "a forward step sets state of its microbatch on the model")
+        for value in ("slot", "number", "tensor", "buffer", "dict", "list", "object")
+    ),
+    Known({"sets": "z_loss_coeff"}, MODES, "... on the model's config", {"model": "z_loss"}),
+    Known({"scale": "by_microbatch", "model": "aux_loss"}, ("on",), _SCALED),
+    Known(
+        {"scale": "by_microbatch", "model": "mtp"}, ("on",), _SCALED, {"positions": "given"}
+    ),
+    Known({"scale": "by_list_item"}, MODES, _SCALED),
+    *(
+        Known(
+            {"session": "evaluate_with_gradients", "model": model}, SHARED,
+            "forward-only passes with gradients count no tokens and log no losses",
+            {"ddp": "wrapped", **beside},
+        )
+        for model, beside in {
+            "aux_loss": {}, "z_loss": {}, "expert_bias": {}, "seq_aux_loss": {"lengths": "equal"},
+        }.items()
+    ),
+    Known({"late": "second_call"}, ("auto",), "what is met after the watched first step"),
+    Known({"late": "outside_mask"}, ("auto",), "what is met after the watched first step"),
+    Known(
+        {"ddp": "bare", "tree": "on_all_ranks"}, SHARED, "across ranks without a wrapper",
+        {"layout": "dp2", "options": "across_ranks"},
+    ),
 )  # fmt: skip
 _WRITTEN = (
     "Not noticed: what a forward step's helper functions (not its own code) read of what a loss has"

@@ -16,7 +16,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor, nn
+from torch.nn import functional
 
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
@@ -34,6 +36,8 @@ LAYOUTS = {
     "dp2": Layout(dp=2),
     "ep2": Layout(ep=2, dp=2),
 }
+BUCKET = 4000
+"""Parameters of a bucket of overlapped reductions: a model has several."""
 _ROUTERS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0}
 _EXPERTS: dict[str, dict[str, Any]] = {
     "aux_loss": {"moe_aux_loss_coeff": 0.05},
@@ -41,7 +45,12 @@ _EXPERTS: dict[str, dict[str, Any]] = {
     "z_loss": {"moe_z_loss_coeff": 0.01},
     "record": {"moe_enable_routing_replay": True},
     "replay_forward": {"moe_enable_routing_replay": True},
-}
+    "expert_bias": {
+        "moe_router_load_balancing_type": "none", "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05,
+    },
+}  # fmt: skip
+"""Of models with experts (EXPERTS in case.py)."""
 
 
 @dataclass
@@ -58,17 +67,27 @@ def build(case: Case) -> Parts:
     """The same weights every time for the same case."""
     RouterReplay.clear_global_router_replay_instances()
     moe_utils.get_moe_layer_wise_logging_tracker().clear()  # names stay in it from run to run
+    MTPLossLoggingHelper.tracker.clear()
     language = _language(case, seed=case.seed + 1)
     if case.model in ("record", "replay_forward"):
         action = getattr(RouterReplayAction, case.model.upper())
         RouterReplay.set_global_router_replay_action(action)
     reads: list[Tensor] = []
     hooked(case, language, reads)
+    if case.sets not in ("nothing", "z_loss_coeff"):
+        attention_of_last = language.decoder.layers[-1].self_attention
+        attention_of_last.linear_proj = Slotted(attention_of_last.linear_proj)
     model = _wrapped(case, _headed(case, language))
-    if case.ddp == "wrapped":
-        config = DistributedDataParallelConfig(grad_reduce_in_fp32=False)
+    if case.ddp in ("wrapped", "overlapped"):
+        overlaps = case.ddp == "overlapped"
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=False, overlap_grad_reduce=overlaps,
+            bucket_size=BUCKET if overlaps else None,
+        )  # fmt: skip
         model = DistributedDataParallel(language.config, config, model)
         language.config.finalize_model_grads_func = finalize_model_grads
+        if overlaps:
+            language.config.no_sync_func = model.no_sync
     model.train()
     other = _language(case, seed=case.seed + 2) if case.calls.startswith("other") else None
     return Parts(model, language, reads, other)
@@ -89,6 +108,8 @@ def _language(case: Case, seed: int) -> Any:
         }  # fmt: skip
     elif case.model == "gated_delta_net":
         preset, spec = "tiny-qwen3-next", {"linear_attention_freq": 2}
+    elif case.model == "mtp":
+        spec = {"mtp_num_layers": 1}
     elif case.model in _EXPERTS:
         preset = "tiny-moe"
         overrides |= _ROUTERS | _EXPERTS[case.model]
@@ -104,6 +125,54 @@ def _language(case: Case, seed: int) -> Any:
     if case.head == "value" and model.post_process:
         model.output_layer = ValueHead(model.config)
     return model
+
+
+class Slotted(nn.Module):
+    """A linear layer with two adapters beside it, of which the forward step says which one is for
+    its microbatch, and how much of it: by `set`."""
+
+    def __init__(self, to_wrap: Any) -> None:
+        super().__init__()
+        self.to_wrap = to_wrap
+        shape, draw = (2, *to_wrap.weight.shape), torch.Generator().manual_seed(11)
+        weights = torch.randn(shape, generator=draw).to(to_wrap.weight.dtype) * 0.1
+        self.adapters = nn.Parameter(weights)
+        self.register_buffer("factor", torch.ones((), dtype=to_wrap.weight.dtype))
+        self.slot, self.scale, self.doubled = 0, 1.0, False
+        self.options, self.many, self.box = {"scale": 1.0}, [1.0], types.SimpleNamespace(scale=1.0)
+
+    def set(self, kind: str, number: int) -> None:
+        """What a forward step sets for microbatch `number`, by the value of the axis `sets`."""
+        scale = 1 + number / 4
+        if kind == "slot":
+            self.slot = number % 2
+        elif kind == "number":
+            self.scale = scale
+        elif kind == "flag":
+            self.doubled = bool(number % 2)
+        elif kind == "tensor":
+            self.scale = torch.tensor(scale, dtype=self.adapters.dtype)
+        elif kind == "buffer":
+            self.factor.fill_(scale)
+        elif kind == "dict":
+            self.options["scale"] = scale
+        elif kind == "list":
+            self.many[0] = scale
+        elif kind == "object":
+            self.box.scale = scale
+        else:
+            raise ValueError(f"a forward step sets {kind}")
+
+    def left(self) -> tuple[float, ...]:
+        """What is set now."""
+        more = self.options["scale"], self.many[0], self.box.scale
+        return tuple(map(float, (self.slot, self.scale, self.doubled, self.factor, *more)))
+
+    def forward(self, x: Tensor) -> Any:
+        output, bias = self.to_wrap(x)
+        gain = self.scale * self.factor * self.options["scale"] * self.many[0] * self.box.scale
+        narrow = functional.linear(x, self.adapters[self.slot])
+        return output + gain * (2 if self.doubled else 1) * narrow, bias
 
 
 class ValueHead(nn.Linear):
@@ -303,6 +372,37 @@ def _wrapped(case: Case, model: Any) -> Any:
     return _OWNERS[case.wrapper](model) if case.wrapper in _OWNERS else model
 
 
+# What forward steps set for their microbatch -----------------------------------------------------
+
+_SCALE = [1.0]
+"""Of the microbatch whose forward step ran last; no loss reads it, but Megatron does."""
+
+
+def scale_of_list_item(loss: Tensor) -> Tensor:
+    """For the axis `scale`."""
+    return loss * _SCALE[0]
+
+
+def set_scales(config: Any, function: Any) -> None:
+    """Gives Megatron the functions by which it scales losses; two are of later releases."""
+    for name in ("grad_scale_func", "moe_grad_scale_func", "mtp_grad_scale_func"):
+        if hasattr(config, name):
+            setattr(config, name, function)
+
+
+def set_microbatch(model: Any, case: Case, number: int) -> None:
+    """Sets what a case sets for microbatch `number`, before its model call."""
+    if case.scale == "by_list_item":
+        _SCALE[0] = 1 + number / 2
+    if case.sets == "nothing":
+        return
+    for module in model.modules():
+        if isinstance(module, Slotted):
+            module.set(case.sets, number)
+        elif case.sets == "z_loss_coeff" and isinstance(module, GPTModel):
+            module.config.moe_z_loss_coeff = 0.01 * (1 + number)
+
+
 # Hooks --------------------------------------------------------------------------------------------
 
 
@@ -319,6 +419,10 @@ class _Regulariser(torch.autograd.Function):
         return gradient + 1e-3 * ctx.saved_tensors[0]
 
 
+def _noise(hidden: Tensor) -> Tensor:
+    return 0.2 * torch.rand_like(hidden)
+
+
 def hooked(case: Case, language: Any, reads: list[Tensor]) -> None:
     """Hooks that a trainer sets on its model."""
     layer = language.decoder.layers[0]
@@ -329,5 +433,11 @@ def hooked(case: Case, language: Any, reads: list[Tensor]) -> None:
         layer.register_forward_hook(lambda m, a, out: (_Regulariser.apply(out[0]), *out[1:]))
     elif case.hook == "activation_read":
         layer.register_forward_hook(lambda m, a, out: reads.append(out[0].pow(2).mean()))
+    elif case.hook == "noise":
+        layer.register_forward_hook(lambda m, a, out: (out[0] + _noise(out[0]), *out[1:]))
+    elif case.hook == "functional_dropout":
+        layer.register_forward_hook(
+            lambda m, a, out: (functional.dropout(out[0], 0.2, m.training), *out[1:])
+        )
     elif case.hook == "output_scale":  # per position: allowed
         layer.register_forward_hook(lambda m, a, out: (out[0] * 1.01, *out[1:]))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import multiprocessing
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import NamedTuple
@@ -19,7 +21,7 @@ from tests.harness.one_rank import one_rank
 from tests.harness.ranks import forked, run_ranks
 from tests.oracle import judge, model
 from tests.oracle.case import Case
-from tests.oracle.judge import ENDED, HUNG, INVALID, REFUSED, Verdict
+from tests.oracle.judge import ENDED, EQUAL, FALLBACK, HUNG, INVALID, REFUSED, Verdict
 
 TIME_S = 240.0
 """Seconds after which a case counts as hung."""
@@ -51,11 +53,24 @@ def verdicts(case: Case, modes: Sequence[str], more: Sequence[str] = ()) -> Verd
 
 
 def run(jobs: Iterable[Job], workers: int = 1) -> Iterator[tuple[Job, Verdicts]]:
-    """Verdicts of cases, as they come; those on several ranks one by one."""
+    """Verdicts of cases, as they come; those on several ranks one by one.
+
+    Raises:
+        RuntimeError: a job has no verdict, which says nothing about its case.
+    """
     jobs = list(jobs)
+    left = Counter(jobs)
+    for job, found in _answers(jobs, workers):
+        left[job] -= 1
+        yield job, found
+    if missing := [str(job.case) for job in left.elements()]:
+        raise RuntimeError(f"{len(missing)} cases have no verdict: {'; '.join(missing)}")
+
+
+def _answers(jobs: list[Job], workers: int) -> Iterator[tuple[Job, Verdicts]]:
     for job in jobs:
         if job.case.ranks > 1:
-            yield job, {mode: _on_ranks(job.case, mode) for mode in job.modes}
+            yield job, _on_ranks(job.case, job.modes)
     yield from _in_workers([job for job in jobs if job.case.ranks == 1], workers)
 
 
@@ -104,7 +119,7 @@ class _Process:
 def _in_workers(jobs: list[Job], workers: int) -> Iterator[tuple[Job, Verdicts]]:
     left, busy = iter(jobs), []
     try:
-        for job in (one for one, _ in zip(left, range(workers), strict=False)):
+        for job in itertools.islice(left, workers):
             busy.append(_Process())
             busy[-1].give(job)
         while busy:
@@ -143,22 +158,37 @@ def _answer(one: _Process, *, late: bool) -> Verdicts:
 # Several ranks ------------------------------------------------------------------------------------
 
 
-def _on_ranks(case: Case, mode: str) -> Verdict:
-    """The worst verdict of the ranks; refused if one says why it stops."""
+def _on_ranks(case: Case, modes: Sequence[str]) -> Verdicts:
+    """Of a case on several ranks: modes after one another in the same processes, which start once;
+    each in its own where one of them may leave ranks at different places. Mode on, which may stop
+    anywhere, is the last."""
+    modes = sorted(modes, key=lambda mode: mode == "on")
 
-    def on_rank() -> Verdict:
+    def on_rank() -> list[Verdict]:
         _quiet()
         torch.use_deterministic_algorithms(True, warn_only=True)
         runtime.initialize(model.LAYOUTS[case.layout], message_timeout_minutes=TIME_S / 60)
         stock = judge.run(case, "stock")
-        return judge.judge(case, mode, stock, judge.run(case, mode))
+        found = []
+        for mode in modes:
+            found.append(judge.judge(case, mode, stock, judge.run(case, mode)))
+            if mode != modes[-1] and found[-1].what not in (EQUAL, FALLBACK):
+                raise RuntimeError(f"mode {mode}: {found[-1].what}")
+        return found
 
     try:
-        found = run_ranks(case.ranks, on_rank, timeout_s=TIME_S)
+        by_rank = run_ranks(case.ranks, on_rank, timeout_s=TIME_S)
     except (runtime.RankError, UserError) as error:
+        if len(modes) > 1:
+            return {mode: _on_ranks(case, (mode,))[mode] for mode in modes}
         late = "did not finish" in str(error) or "imed out" in str(error)
         last = str(error).strip().splitlines()[-1][:200]
-        return Verdict(HUNG if late else ENDED, (), last)
+        return {mode: Verdict(HUNG if late else ENDED, (), last) for mode in modes}
+    return {mode: _worst(found) for mode, *found in zip(modes, *by_rank, strict=True)}
+
+
+def _worst(found: Sequence[Verdict]) -> Verdict:
+    """The worst verdict of the ranks; refused if one says why it stops."""
     # One rank that refuses ends the job: the others stop with the next message, if not before.
     refused = [one for one in found if one.what == REFUSED]
     for bad in (INVALID, *([] if refused else [judge.WRONG, ENDED])):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,17 @@ import torch
 
 from tests.harness.fuzzing import rounds
 from tests.harness.rows import EVERYTHING, taking_turns
+from tests.oracle import __main__ as oracle
 from tests.oracle import judge, known, pairs, runner
 from tests.oracle.case import AXES, LAYOUTS, Case, alone, draw, settle
 from tests.oracle.judge import ENDED, GOOD, INVALID, MODES, WRONG, Verdict
 from tests.oracle.trainer import Call
 
 LIMITS = Path("docs/operations.md")
-OBSERVED = ("batch", "static", "writes", "leaves", "draws", "calls", "around", "session", "raises")
+OBSERVED = (
+    *("batch", "static", "writes", "leaves", "draws", "calls", "around", "session", "raises"),
+    *("sets", "scale", "late"),
+)  # fmt: skip
 """Axes by which mode observe may fail: it runs the model as it is; and mode auto otherwise than
 mode on, in the steps that it watches."""
 TWO_RANKS = (
@@ -29,7 +34,8 @@ TWO_RANKS = (
     Case(0, "pp2", returns="three", tree="turns"),
     Case(0, "cp2", form="thd_padded", session="evaluate_then_train"),
     Case(0, "dp2", form="one", tree="shuffled", writes="self_attribute"),
-    Case(0, "ep2", "aux_loss", returns="per_token"),
+    Case(0, "dp2", tree="on_all_ranks", options="across_ranks"),
+    Case(0, "ep2", "aux_loss", ddp="overlapped", returns="per_token"),
 )
 
 
@@ -87,6 +93,44 @@ def test_two_ranks(case: Case) -> None:
 
 
 # The oracle itself --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_job_has_a_verdict(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose process dies, and those behind it."""
+
+    def told(case: Case, *_: object) -> runner.Verdicts:
+        if case.seed == 2:
+            os._exit(3)
+        return {"auto": Verdict(judge.EQUAL, (), str(case.seed))}
+
+    monkeypatch.setattr(runner, "verdicts", told)
+    monkeypatch.setattr(runner, "CASES", 3)
+    jobs = [runner.Job(Case(seed), ("auto",)) for seed in range(7)]
+    found = {job.case.seed: verdicts["auto"] for job, verdicts in runner.run(jobs, workers)}
+    assert found.pop(2).what == ENDED
+    assert {seed: verdict.why for seed, verdict in found.items()} == {
+        seed: str(seed) for seed in (0, 1, 3, 4, 5, 6)
+    }
+
+
+def test_a_job_without_a_verdict_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [runner.Job(Case(seed), ("auto",)) for seed in (7, 8, 9)]
+    monkeypatch.setattr(runner, "_in_workers", lambda jobs, _: ((job, {}) for job in jobs[::2]))
+    with pytest.raises(RuntimeError, match="1 cases have no verdict: seed 8"):
+        [*runner.run(jobs)]
+
+
+def test_a_run_that_goes_on_has_a_line_for_every_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "verdicts", lambda *_: {"auto": Verdict(judge.EQUAL)})
+    out = tmp_path / "out.jsonl"
+    for count in ("3", "5", "5"):
+        options = ["--seed", "40", "--count", count, "--workers", "2", "--out", str(out)]
+        assert oracle.main(options) == 0
+    seeds = [json.loads(line)["case"]["seed"] for line in out.read_text().splitlines()]
+    assert sorted(seeds) == [40, 41, 42, 43, 44]
 
 
 def test_a_seed_is_a_case_for_ever() -> None:

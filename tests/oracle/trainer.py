@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -28,7 +29,17 @@ from torch.utils.checkpoint import checkpoint
 from tests.oracle import data
 from tests.oracle.case import Case
 from tests.oracle.data import get
-from tests.oracle.model import Output, Parts, by_place, entropy, log_probs
+from tests.oracle.model import (
+    Output,
+    Parts,
+    Slotted,
+    by_place,
+    entropy,
+    log_probs,
+    scale_of_list_item,
+    set_microbatch,
+    set_scales,
+)
 
 NOISE = 1.0
 """What a forward step leaves for a loss is a factor from 1 to 1 + this."""
@@ -45,7 +56,11 @@ SESSIONS = {
     "train_eval_mixed": ("train", "eval_mode", "train", "eval_mode", "train"),
     "mode_in_step": ("train", "train"),
     "uneven": ("evaluate", "uneven", "evaluate", "train", "train"),
+    "evaluate_with_gradients": ("evaluate_grad", "train", "evaluate_grad", "train"),
+    "train_long": ("train",) * 6,
 }
+LATE = 4
+"""The step from which on the axis `late` counts: those before are as every other trainer's."""
 
 
 class Boom(Exception):
@@ -110,6 +125,11 @@ class Trainer:
         self.losses: list[int] = []
         self.found: list[dict[str, Any]] = []
         self.part = 0
+        if case.scale != "none":
+            self.scale = 3.0
+            listed = case.scale == "by_list_item"
+            function = scale_of_list_item if listed else lambda loss: loss * self.scale
+            set_scales(parts.language.config, function)
 
     # Calls ---------------------------------------------------------------------------------------
 
@@ -150,7 +170,7 @@ class Trainer:
         model.train(kind != "eval_mode")
         longest = max(batch["tokens"].shape[1] for batch in self.found)
         try:
-            with torch.enable_grad() if training else torch.no_grad():
+            with torch.set_grad_enabled(training or kind == "evaluate_grad"):
                 call.returned = schedule(
                     forward_step_func=self.forward_step(),
                     data_iterator=data.iterator(self.case, self.found, call.reads),
@@ -175,6 +195,8 @@ class Trainer:
             model.zero_grad_buffer()
         model.zero_grad(set_to_none=True)
         moe_utils.clear_aux_losses_tracker()
+        if "values" in MTPLossLoggingHelper.tracker:
+            MTPLossLoggingHelper.clean_loss_in_tracker()
 
     def _look(self, call: Call, training: bool) -> None:
         if training:
@@ -184,6 +206,8 @@ class Trainer:
             }
         for name, logged in moe_utils.get_moe_layer_wise_logging_tracker().items():
             call.auxiliary[name] = logged["values"].detach().clone()
+        if "values" in MTPLossLoggingHelper.tracker:
+            call.auxiliary["mtp"] = MTPLossLoggingHelper.tracker["values"].detach().clone()
         call.losses = list(self.losses)
         call.kept = copied({
             **self.kept, "sums": self.sums, "carried": self.carried, "ema": self.ema,
@@ -197,6 +221,7 @@ class Trainer:
             "training": [name for name, module in modules if not module.training],
             "buffers": {n: b.clone() for n, b in self.parts.language.named_buffers()},
             "grad_enabled": torch.is_grad_enabled(),
+            "set": [m.left() for m in self.parts.language.modules() if isinstance(m, Slotted)],
         }
 
     def _update(self, call: Call) -> None:
@@ -244,6 +269,9 @@ class Trainer:
             read_back = _held
         if case.session == "mode_in_step":
             model.eval() if number else model.train()
+        set_microbatch(model, case, number)
+        if case.scale == "by_microbatch":
+            self.scale = 1 + number / 2
         before = self._reference(item, model, "before")
         output, more = self._called(item, model, number)
         if case.raises == "after_call" and number == last:
@@ -272,7 +300,7 @@ class Trainer:
                 else context[0] if isinstance(context, list) and context
                 else getattr(context, "scale", 100.0)
             )  # fmt: skip
-        if case.calls == "twice":
+        if case.calls == "twice" or self._is_late("second_call"):
             more["other"] = self._model_call(model, item, None, tokens="other")
         return output, more
 
@@ -391,6 +419,10 @@ class Trainer:
             return one + np.random.random()
         return one
 
+    def _is_late(self, what: str) -> bool:
+        """Whether this trainer does something that it has not done in its first steps."""
+        return self.case.late == what and self.part >= LATE
+
     def _exchanged(self, value: Tensor) -> Tensor:
         value = value.detach().clone()
         dist.all_reduce(value, group=parallel_state.get_data_parallel_group())
@@ -428,7 +460,7 @@ class Trainer:
             return output.detach().double().clone(), loss * more.get("scale", 1.0)
         values = self._values(output, item)
         seen = (values * mask if case.reads == "masked" else values * get(item, "real")).detach()
-        if case.reads == "all":
+        if case.reads == "all" or self._is_late("outside_mask"):
             mask = get(item, "real").to(mask.dtype)
         weight = self._cut(get(item, "weight")) * factor * more.get("scale", 1.0)
         terms = values * mask * weight.to(values.dtype)

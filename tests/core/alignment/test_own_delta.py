@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.platforms.linear_kernels import causal_conv1d
 from megatron_prefix.lab.rl import packing
 from megatron_prefix.layers import own_gdn
+from megatron_prefix.layers.gdn import GatedDeltaNet
 from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule
 from megatron_prefix.layers.recurrent.spans import Spans
 from megatron_prefix.megatron.install import install, installed
@@ -153,6 +156,14 @@ def _another_around(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(own_delta.Attention, "hf_forward", lambda *given: stock(*given).roll(1))
 
 
+def _reads_more(model: Any, patch: pytest.MonkeyPatch) -> None:
+    def hf_forward(self: Any, hidden_states: Any, packed: Any) -> Any:
+        hidden_states = self.input_layernorm(hidden_states) * hidden_states.mean()
+        return self.linear_attn(hidden_states=hidden_states, cu_seqlens=packed.cu_seqlens_q)
+
+    patch.setattr(own_delta.Attention, "hf_forward", hf_forward)
+
+
 def _another_convolution(model: Any, patch: pytest.MonkeyPatch) -> None:
     _inside(model).conv1d.__class__ = type("Conv1d", (own_delta.ShortConvolution,), {})
 
@@ -181,6 +192,17 @@ def _mixes(model: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(own_delta.OwnNet, "close", lambda self, out, x: stock(self, out, x.roll(1, 1)))
 
 
+def _fails_on_pieces(model: Any, patch: pytest.MonkeyPatch) -> None:
+    stock = own_delta.OwnNet.close
+
+    def close(self: Any, out: Any, x: Any) -> Any:
+        if x.shape[1] == 5:
+            raise RuntimeError("not five")
+        return stock(self, out, x)
+
+    patch.setattr(own_delta.OwnNet, "close", close)
+
+
 def _other_layers(model: Any, patch: pytest.MonkeyPatch) -> None:
     config = model.decoder.layers[0].self_attention.hf_config
     patch.setattr(config, "layer_types", [FULL, LINEAR])
@@ -194,12 +216,14 @@ REFUSED: dict[Callable[[Any, pytest.MonkeyPatch], None], str] = {
     _context_parallel: "a trainer's own GatedDeltaNet with context parallelism: use tensor",
     _another_class: "layer 0's mixer Attention: use Megatron's own",
     _another_around: "layer 0's mixer Attention: use Megatron's own",
+    _reads_more: "layer 0's mixer Attention: use Megatron's own",
     _another_convolution: "layer 0's mixer Attention: use Megatron's own",
     _own_forward: "layer 0's mixer Attention: use Megatron's own",
     _own_convolution: "layer 0's mixer Attention: use Megatron's own",
     _no_rule: "layer 0's mixer Attention: use Megatron's own",
     _wrong_rule: r"GatedDeltaNet's kernel does not work here \(RuntimeError",
     _mixes: "layer 0's OwnNet, whose positions are not apart outside",
+    _fails_on_pieces: "layer 0's OwnNet, whose positions are not apart outside",
     _other_layers: "layer 0's mixer OwnNet: use Megatron's own",
     _stage_without: "GatedDeltaNet, and a pipeline stage without any: use fewer stages",
 }
@@ -237,6 +261,29 @@ def _subclass(module: Any, where: str, **kernels: Any) -> Any:
     forward.__module__ = where
     module.__class__ = type("GatedDeltaNet", (type(module),), {"forward": forward})
     return module
+
+
+def test_every_tensor_parallel_rank_does_the_whole_work() -> None:
+    """Where costs are divided by the ranks, one of them still has all of it."""
+    fields = vars(resolve("tiny-qwen3-next"))
+    one, two = (SimpleNamespace(**fields, tensor_model_parallel_size=size) for size in (1, 2))
+    kind = own_gdn.OwnGatedDeltaNet()
+    assert kind.work(one).products == GatedDeltaNet().work(one).products
+    assert kind.work(two).products == 2 * kind.work(one).products
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({"full_attention_interval": 3}, {0, 1, 3, 4, 6}),
+        ({}, {0, 1, 2, 4, 5, 6}),
+        ({"layer_types": ["full_attention", "linear_attention"]}, {1}),
+    ],
+)
+def test_layers_that_have_one(fields: dict[str, Any], layers: set[int]) -> None:
+    """Every so many layers the last is attention; or the config names them."""
+    config = SimpleNamespace(num_hidden_layers=7, **fields)
+    assert own_gdn._layers(config) == layers
 
 
 def test_subclasses_of_megatrons(cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch) -> None:

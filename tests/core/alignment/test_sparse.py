@@ -15,7 +15,7 @@ from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers import table
 from megatron_prefix.layers.blocks import sparse as blocks
-from megatron_prefix.layers.blocks.sparse import Sparse
+from megatron_prefix.layers.blocks.sparse import Index, Sparse, choose
 from megatron_prefix.layers.dsa import DSA
 from megatron_prefix.layers.mla import MLA
 from megatron_prefix.megatron.install import install, installed, language_model
@@ -104,6 +104,17 @@ def test_some_queries_at_a_time(most: int, monkeypatch: pytest.MonkeyPatch) -> N
         assert worst(model_of({}), expected_of("six keys"), **options) <= EXACT
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keys_are_chosen_by_scores_in_fp32(dtype: torch.dtype) -> None:
+    """Of keys in half precision: rounded once more, many scores are equal."""
+    draw = torch.Generator().manual_seed(3)
+    shapes = (40, 4, 32), (200, 32), (40, 4)
+    index = Index(*(torch.randn(shape, generator=draw).to(dtype) for shape in shapes))
+    chosen, tied = choose(index, 20)
+    expected, _ = choose(Index(*(one.float() for one in index)), 20)
+    assert torch.equal(chosen.sort().values, expected.sort().values) and not tied.any()
+
+
 def test_with_multi_token_prediction() -> None:
     """Its layer has such attention, too. The schedule scales its loss, so stock is the judge."""
     model, found = model_of({}, spec={"mtp_num_layers": 1}), []
@@ -149,6 +160,14 @@ def test_a_frozen_indexer_has_no_gradient() -> None:
         else:
             largest = (found[name] - expected.gradients[name]).abs().max()
             assert largest <= EXACT * expected.terms[name], name
+
+
+def test_an_indexer_that_is_trained_gets_zeros() -> None:
+    """Not nothing: whoever reduces gradients when they come waits for each of them."""
+    model = model_of({}, wrap_ddp=False)
+    steps.call(schedule_with(chunk_tokens=7), steps.Contract().step, model, hybrid.items())
+    own = {name: one.grad for name, one in model.named_parameters() if ".indexer." in name}
+    assert own and all(one is not None and not one.any() for one in own.values())
 
 
 def test_without_gradients() -> None:

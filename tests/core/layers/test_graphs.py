@@ -138,10 +138,12 @@ def test_a_failure_leaves_no_segment_with_graphs(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("recorded_graphs")
-@pytest.mark.parametrize("what", ["weights", "which are trained", "angles"])
+@pytest.mark.parametrize("what", ["weights", "which are trained", "trained again", "angles"])
 def test_what_changes_between_steps_is_captured_again(what: str) -> None:
     name = "tiny-deepseek" if what == "angles" else "tiny-llama"
     plain, changed = (small_model(name, spec={"num_layers": 3}) for _ in range(2))
+    for layer in unwrap(changed).decoder.layers if what == "trained again" else ():
+        layer.mlp.linear_fc1.weight.requires_grad_(False)
     steps(changed, config())
     first = made(changed).captures
     for model in (plain, changed):
@@ -151,7 +153,7 @@ def test_what_changes_between_steps_is_captured_again(what: str) -> None:
             elif what == "weights":
                 layer.mlp.linear_fc1.weight.data = 2 * layer.mlp.linear_fc1.weight.data
             else:
-                layer.mlp.linear_fc1.weight.requires_grad_(False)
+                layer.mlp.linear_fc1.weight.requires_grad_(what == "trained again")
     ours = steps(changed, config())
     assert made(changed).captures > first
     for one, other in zip(ours, without(plain, config()), strict=True):
@@ -308,7 +310,7 @@ class Nothing(graphs.Graph):
     end = abandon = replay = begin
 
 
-@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("is_first", [True, False])  # the first runs whoever's turn it is
 def test_what_leaves_the_pieces_is_nobodys_place(
     is_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,6 +326,82 @@ def test_what_leaves_the_pieces_is_nobodys_place(
     [gradient] = piece.run_backward([torch.ones(3), passed])
     assert gradient is not None and torch.equal(gradient, passed)
     assert (gradient.data_ptr() == passed.data_ptr()) != is_first
+
+
+def test_a_gradient_of_what_is_borrowed_is_its_lenders_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where it came to the borrower, the gradient of a sum, others write before the lender runs."""
+    monkeypatch.setattr(graphs, "Graph", Nothing)
+    lender, borrower = pieces.Piece(None), pieces.Piece(None)
+    x, mixed = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    made, gate = 2 * x, 3 * x
+    lender.end([x], [made], [torch.zeros(3)])
+    lender.uses([], {})
+    borrower.end([mixed], [mixed + gate], [torch.zeros(3)])
+    borrower.uses([], {}, [(lender, torch.autograd.graph.get_gradient_edge(gate))])
+    place, of_mixed, of_x = torch.full((3,), 5.0), torch.zeros(3), torch.zeros(3)
+    borrower.capture_backward([place], [of_mixed])
+    for written in (place, of_mixed):
+        written.fill_(torch.nan)
+    lender.capture_backward([torch.ones(3)], [of_x])
+    assert torch.equal(of_x, torch.full((3,), 2.0 + 3 * 5))
+
+
+def test_a_place_without_a_gradient_is_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "Graph", Nothing)
+    piece = pieces.Piece(None)
+    x, unused = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    piece.end([x, unused], [2 * x], [torch.zeros(3)])
+    piece.uses([], {})
+    places = [torch.full((3,), torch.nan) for _ in range(2)]
+    piece.capture_backward([torch.ones(3)], places)
+    assert places[0].tolist() == [2, 2, 2] and places[1].tolist() == [0, 0, 0]
+
+
+class Adding(torch.autograd.Function):
+    """A product that adds its weight's gradient to `main_grad`, as Megatron's fused ones do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: Any) -> torch.Tensor:
+        """x * weight."""
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What stands for the weight's gradient holds nothing."""
+        x, weight = ctx.saved_tensors
+        ctx.weight.main_grad += gradient * x
+        ctx.weight.grad_added_to_main_grad = True
+        return gradient * weight, torch.zeros_like(weight)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_parameter_says_whether_its_gradient_was_added(
+    fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By this backward: another one of the step may have added another product's."""
+    monkeypatch.setattr(graphs, "Graph", Nothing)
+    module = torch.nn.Module()
+    module.weight = weight = torch.nn.Parameter(torch.full((3,), 4.0))
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(3), True
+    piece, x = pieces.Piece(None, is_first=True), torch.ones(3, requires_grad=True)
+    with pieces.stand_ins([module]) as owners:
+        product = Adding.apply if fused else torch.mul
+        y = product(x, module.weight)
+        piece.end([x], [y], [torch.zeros(3)])
+        piece.uses([module.weight], owners)
+        piece.capture_backward([torch.full((3,), 2.0)], [torch.zeros(3)])
+    weight.grad_added_to_main_grad = False
+    _, of_weight = piece.run_backward([torch.full((3,), 2.0)])
+    assert weight.grad_added_to_main_grad is fused
+    assert weight.main_grad.tolist() == [2 * fused] * 3
+    if not fused:
+        assert of_weight.tolist() == [2, 2, 2]
+        place = of_weight.data_ptr()
+        assert [*piece.run_backward([torch.full((3,), 2.0)])][1].data_ptr() != place
 
 
 def test_a_piece_holds_what_autograd_saves_only(monkeypatch: pytest.MonkeyPatch) -> None:

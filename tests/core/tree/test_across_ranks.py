@@ -172,6 +172,23 @@ def test_ranks_send_no_tokens_and_little() -> None:
     assert same[: 2000 // BLOCK].all() and not same[2000 // BLOCK :].any()
 
 
+@pytest.mark.parametrize("first", [(20, 8), (8, 20)])
+def test_copies_of_a_rollout_may_be_trained_from_two_places(first: tuple[int, int]) -> None:
+    """A span carries loss from the first of them on, whichever copy comes last: ranks that think
+    otherwise of it wait for each other's final states for ever."""
+    options = TreeOptions(min_gain=0, share="batch")
+    tokens = np.arange(31)
+    rollouts = [Pairs(tokens[:-1], tokens[1:], np.arange(30) >= begin) for begin in first]
+    ranks = [rollouts, [replace(rollouts[0], trained=np.arange(30) >= 20)]]
+    told = [beginnings_of(rank, options, block=1) for rank in ranks]
+    assert told[0][1] == [0, 0] and told[0][0].first_trained.tolist() == [8]
+    spans = common_spans([mine for mine, _ in told], 0, options).spans
+    assert [(one.end, one.scored) for one in spans] == [(8, False), (29, True)]
+    forests, owners = forests_of(ranks, options)
+    assert any(one.scored for one in forests[1].segments)
+    judged(forests, owners)
+
+
 def test_routes_are_part_of_a_beginning() -> None:
     options = TreeOptions(min_gain=0, share="batch")
     tokens, trained = np.arange(11), np.arange(10) >= 8
@@ -236,6 +253,19 @@ def test_segments_that_save_too_little_are_not_common() -> None:
         found = common_spans(told, 0, options).spans
         assert [one.end for one in found] == ends
         assert [one.scored for one in found] == [False, True][: len(ends)]
+
+
+def test_spans_with_loss_are_in_segments_of_their_own() -> None:
+    """Final states of the others need not cross."""
+    options = TreeOptions(min_gain=0, share="batch")
+    kinds = set()
+    for seed in range(30):
+        told = [beginnings_of(rank, options, block=1)[0] for rank in dealt(seed, 3)]
+        common = common_spans(told, 0, options)
+        for segment in common.segments:
+            [scored] = {common.spans[number].scored for number in segment.spans}
+            kinds.add(scored)
+    assert kinds == {False, True}
 
 
 def loads_of(

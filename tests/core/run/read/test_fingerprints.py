@@ -19,6 +19,12 @@ def test_equal_rows_have_equal_numbers_and_others_do_not(dtype: torch.dtype) -> 
     assert torch.equal(found[5:9], fingerprints(rows[5:9]))  # whatever they are looked at with
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_fractions_and_signs_count(dtype: torch.dtype) -> None:
+    rows = torch.tensor([0.0, -0.0, 0.125, 0.25, -0.125, 1.25]).to(dtype)[:, None]
+    assert len(fingerprints(rows).unique()) == len(rows)
+
+
 def test_one_bit_is_enough() -> None:
     row = torch.zeros(1, 8, dtype=torch.int64)
     others = torch.cat([torch.eye(8, dtype=torch.int64) << bit for bit in range(63)])

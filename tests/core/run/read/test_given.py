@@ -177,6 +177,20 @@ def test_gradients_go_to_the_copies_that_rows_were_taken_from() -> None:
     assert calls[0][DEEPSTACK][0].grad.abs().sum() == 0
 
 
+def test_gradients_of_several_segments_come_together() -> None:
+    calls, spans = [call(0)], [[(0, 0, 4, 4)], [(0, 4, 2, 2)]]
+    made = Given(calls, rank(), 0)
+    made.codes([6], None)
+    both = [forest(one, [6]).segments[0] for one in spans]
+    made.prepare(SimpleNamespace(num_positions=[6], segments=both))  # type: ignore[arg-type]
+    for index in range(2):
+        found = made.arguments(index)
+        (found[EMBEDDINGS].sum() * (2 + index)).backward()
+        made.collect(index)
+    made.backward()
+    assert calls[0][EMBEDDINGS].grad[:, 0, 0].tolist() == [2, 2, 2, 2, 3, 3]
+
+
 def test_a_second_attempt_begins_with_nothing() -> None:
     calls, spans = [call(0)], [(0, 0, 6, 6)]
     made, found = segment_of(calls, spans)
@@ -188,7 +202,8 @@ def test_a_second_attempt_begins_with_nothing() -> None:
 
 
 def test_the_first_row_of_positions_where_ranks_have_their_own() -> None:
-    made = Given([call(0), call(1)], rank(), 0)
+    ids = torch.arange(6) + 10 * torch.arange(3)[:, None, None]
+    made = Given([call(0, position_ids=ids), call(1)], rank(), 0)
     found = made.first_row(12)
     assert found is not None and found.tolist() == [*range(6), *range(6)]
     assert made.first_row(6) is None  # they have whole ones

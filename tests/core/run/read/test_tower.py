@@ -209,6 +209,61 @@ class Twice(torch.nn.Module):
         return self.first(patches), None, self.second(patches)
 
 
+class ByHeight(torch.nn.Module):
+    """A tower whose rows depend on an image's height."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(2, 2)
+
+    def forward(self, patches: Tensor, grid_thw: Tensor) -> tuple[Tensor]:
+        heights = grid_thw[:, 1].repeat_interleave(grid_thw.prod(-1))
+        return (self.first(patches) * heights[:, None],)
+
+
+def test_the_same_patches_may_be_images_of_two_shapes() -> None:
+    tower, patches = ByHeight(), torch.randn(4, 2)
+    high, wide = torch.tensor([[1, 4, 1]]), torch.tensor([[1, 1, 4]])
+    [expected], [other] = tower(patches, grid_thw=high), tower(patches, grid_thw=wide)
+    with TowerOnce(tower, lambda: 0).running(), torch.no_grad():
+        [found], [last] = tower(patches, grid_thw=high), tower(patches, grid_thw=wide)
+    assert torch.equal(found, expected) and torch.equal(last, other)
+
+
+def test_a_second_attempt_adds_nothing_of_the_first() -> None:
+    """Gradients of some images have come when a step runs out of memory."""
+    tower, patches = ByHeight(), torch.randn(4, 2)
+    with TowerOnce(tower, lambda: 0).running() as once:
+        [rows] = tower(patches, grid_thw=torch.tensor([[1, 2, 2]]))
+        for _ in range(2):
+            once.begin()
+            (3 * rows.sum()).backward(retain_graph=True)
+        once.backward()
+    assert tower.first.bias.grad is not None
+    assert tower.first.bias.grad.tolist() == [3 * 2 * 4] * 2
+
+
+def test_the_tower_runs_again_under_its_own_autocast() -> None:
+    tower, grid = ByHeight(), torch.tensor([[1, 4, 8]])
+    patches, draw = torch.randn(32, 2), torch.randn(32, 2)
+
+    def gradient(around: Callable[[], Any]) -> Tensor:
+        tower.zero_grad()
+        with around() as once:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                [rows] = tower(patches, grid_thw=grid)
+            if once is not None:
+                once.begin()
+            (rows.float() * draw).sum().backward()
+            if once is not None:
+                once.backward()
+        assert rows.dtype == torch.bfloat16 and tower.first.weight.grad is not None
+        return tower.first.weight.grad.clone()
+
+    expected = gradient(contextlib.nullcontext)
+    assert torch.equal(gradient(lambda: TowerOnce(tower, lambda: 0).running()), expected)
+
+
 def test_outputs_that_get_one_gradient() -> None:
     """Autograd hands the gradient of a sum to both of its terms, as one tensor."""
     tower, gradients = Twice(), []

@@ -1,0 +1,959 @@
+"""Mistakes that tests should notice, as data for benchmarks/mutants.py.
+
+Each changes what a step gives, what it takes, or what is refused. A text that is not exactly once
+in its file makes the line stale: mend it with the code, or take the line out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_PACKAGE = "megatron_prefix"
+
+
+class Mutant(NamedTuple):
+    """One mistake.
+
+    Attributes:
+        name: area/what is wrong.
+        file: that has it.
+        old: its text there, exactly once.
+        new: what takes its place.
+        tests: arguments of pytest, of one command after another: what should notice it.
+        why: it may survive; what would notice it, or why nothing does.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    why: str = ""
+
+    @property
+    def area(self) -> str:
+        """The first part of its name."""
+        return self.name.partition("/")[0]
+
+
+def _area(name: str, tests: str) -> _Area:
+    return _Area(name, tests)
+
+
+class _Area(NamedTuple):
+    name: str
+    tests: str
+
+    def __call__(
+        self, name: str, file: str, old: str, new: str, tests: str = "", why: str = ""
+    ) -> Mutant:
+        """A mutant of the area; `tests`: others than the area's, one command a line."""
+        commands = tuple((tests or self.tests).splitlines())
+        return Mutant(f"{self.name}/{name}", f"{_PACKAGE}/{file}", old, new, commands, why)
+
+
+# Prompts across ranks ------------------------------------------------------------------------
+
+_TREE = "tests/core/tree/test_across_ranks.py"
+_FINAL = "tests/core/run/across/test_final_states.py"
+_across = _area("across", _TREE)
+_ACROSS = (
+    _across(
+        "first-loss-of-the-last-copy",
+        "tree/across_ranks.py",
+        "trained_at[number] = min(trained_at[number], trained)",
+        "trained_at[number] = trained",
+    ),
+    _across(
+        "digests-of-blocks-apart",
+        "tree/across_ranks.py",
+        "        digest.update(codes[start : start + block].data)",
+        "        digest = hashlib.blake2b(codes[start : start + block].data, digest_size=_BYTES)",
+    ),
+    _across(
+        "spans-with-loss-among-others",
+        "tree/across_ranks.py",
+        "together[span.level, owners[number], span.scored].append(number)",
+        "together[span.level, owners[number], False].append(number)",
+    ),
+    _across(
+        "final-states-of-all-spans",
+        "run/across/final_states.py",
+        "        if len(spans) == len(self._cache.map.lengths[index]):",
+        "        if spans:",
+        _FINAL,
+    ),
+    _across(
+        "gradient-of-one-rank-only",
+        "run/across/final_states.py",
+        "            self._sent_back[index][begin:end] += part",
+        "            self._sent_back[index][begin:end] = part",
+        _FINAL,
+    ),
+    _across(
+        "states-of-another-segment",
+        "run/across/final_states.py",
+        "if self._gathered is None or self._gathered[0] != index:",
+        "if self._gathered is None:",
+        _FINAL,
+    ),
+    _across(
+        "received-states-not-cloned",
+        "run/across/final_states.py",
+        "whole.chunk(self._parts)[self._group.rank()].clone()",
+        "whole.chunk(self._parts)[self._group.rank()]",
+        _FINAL,
+    ),
+)
+
+# Graphs --------------------------------------------------------------------------------------
+
+_G = "tests/core/layers/test_graphs.py"
+_G_EXPERTS = "tests/core/layers/test_graphs_experts.py"
+_G_HYBRID = "tests/core/layers/test_graphs_hybrid.py"
+_G_MEMORY = "tests/core/layers/test_graphs_memory.py"
+_G_RANKS = "tests/core/layers/test_graphs_ranks.py"
+_CHOICE = "tests/core/plan/test_graph_choice.py"
+_graphs = _area("graphs", _G)
+_GRAPHS = (
+    _graphs(
+        "input-gradient-not-cloned",
+        "layers/graphs/pieces.py",
+        "            yield of_input.clone() if self._is_first else of_input.detach()",
+        "            yield of_input.detach()",
+    ),
+    _graphs(
+        "parameter-gradient-not-cloned",
+        "layers/graphs/pieces.py",
+        "                yield gradient.clone()  # it may stay the parameter's gradient",
+        "                yield gradient.detach()",
+    ),
+    _graphs(
+        "sum-of-gradients-is-the-first",
+        "layers/graphs/pieces.py",
+        "        torch.add(*given, out=place)",
+        "        _put([place], given[:1])",
+    ),
+    _graphs(
+        "borrowed-gradient-not-cloned",
+        "layers/graphs/pieces.py",
+        "lender._lent.append((edge, gradient.clone() if there else gradient))",
+        "lender._lent.append((edge, gradient))",
+    ),
+    _graphs(
+        "inputs-of-the-capture",
+        "layers/graphs/pieces.py",
+        "        _put(self.inputs, inputs)\n",
+        "",
+    ),
+    _graphs(
+        "place-without-gradient-not-zeroed",
+        "layers/graphs/pieces.py",
+        "        place.zero_()",
+        "        pass",
+    ),
+    _graphs(
+        "added-by-another-backward",
+        "layers/graphs/pieces.py",
+        "                    setattr(other, _ADDED, False)",
+        "                    pass",
+    ),
+    _graphs(
+        "added-not-told",
+        "layers/graphs/pieces.py",
+        "            setattr(one, _ADDED, True)",
+        "            setattr(one, _ADDED, False)",
+    ),
+    _graphs(
+        "nodes-of-pieces-forgotten",
+        "layers/graphs/capture.py",
+        "        self._nodes |= dict.fromkeys(found.nodes, piece)\n",
+        "",
+        _G_HYBRID,
+    ),
+    _graphs(
+        "residual-elsewhere",
+        "layers/graphs/capture.py",
+        "        if place.data_ptr() != hidden.data_ptr():\n            hidden = put_at",
+        "        if False:\n            hidden = put_at",
+        f"{_G_MEMORY}\n{_G_EXPERTS}",
+        why="numbers are the same: it is copied behind the norm, which holds more memory then",
+    ),
+    _graphs(
+        "rotary-of-the-capture",
+        "layers/graphs/segment_graphs.py",
+        "            self.place(ROTARY, turned).copy_(turned)\n        for name in self._tables:",
+        "            pass\n        for name in self._tables:",
+    ),
+    _graphs(
+        "rotary-tables-of-the-capture",
+        "layers/graphs/segment_graphs.py",
+        "            self.place((ROTARY, name), rows).copy_(rows)",
+        "            pass",
+        _G_EXPERTS,
+    ),
+    _graphs(
+        "gathered-buffers-not-held",
+        "layers/graphs/segment_graphs.py",
+        "        self._kept += _shared_buffers()",
+        "        _shared_buffers()",
+        _G_RANKS,
+        why="the graphs of the tests, noted launches, hold what they read; CUDA's do not",
+    ),
+    _graphs(
+        "moved-weights-not-seen",
+        "layers/graphs/layers.py",
+        "        moved = bool(self._addresses) and self._addresses != self._current_addresses()",
+        "        moved = False",
+    ),
+    _graphs(
+        "frozen-weights-not-seen",
+        "layers/graphs/layers.py",
+        "        trained = (one.requires_grad for one in weights)",
+        "        trained = ()",
+    ),
+    _graphs(
+        "sets-of-moved-weights-stay",
+        "layers/graphs/layers.py",
+        "            self._free.clear()\n            self._addresses = ()\n"
+        "        if self._watched",
+        "            self._addresses = ()\n        if self._watched",
+    ),
+    _graphs(
+        "hooks-not-seen",
+        "layers/graphs/layers.py",
+        "        return any(fields[name] for fields in inside for name in _HOOKS)",
+        "        return False and any(fields[name] for fields in inside for name in _HOOKS)",
+    ),
+    _graphs(
+        "one-set-of-two-segments",
+        "layers/graphs/layers.py",
+        "            self._free.remove(mine)\n",
+        "            pass\n",
+    ),
+    _graphs(
+        "form-without-its-policy",
+        "layers/graphs/layers.py",
+        "    return Form(len(hidden), context.activates_again)",
+        "    return Form(len(hidden), False)",
+        f"{_G}\n{_G_MEMORY}",
+    ),
+    _graphs(
+        "sent-states-stay-in-their-place",
+        "layers/graphs/layers.py",
+        "            stays = saves or layer is not self._all[-1]",
+        "            stays = True",
+    ),
+    _graphs(
+        "longer-than-its-set",
+        "layers/graphs/layers.py",
+        "        fits = [one for one in alike if form.positions <= one.most]",
+        "        fits = alike",
+    ),
+    _graphs(
+        "streams-do-not-meet",
+        "device/graphs.py",
+        "    outer.wait_stream(inner)",
+        "    pass",
+        _G_MEMORY,
+    ),
+    _graphs(
+        "bytes-counted-twice",
+        "device/graphs.py",
+        'one["total_size"] - one["allocated_size"]',
+        'one["total_size"]',
+        _G_MEMORY,
+    ),
+    _graphs(
+        "kept-if-they-do-not-pay",
+        "plan/graph_choice.py",
+        "pays = ratio <= PAYS * statistics.median(self.without)",
+        "pays = ratio >= PAYS * statistics.median(self.without)",
+        _CHOICE,
+    ),
+    _graphs(
+        "half-of-the-longest",
+        "plan/graph_choice.py",
+        "tokens=1 << (seen.waits - 1).bit_length()",
+        "tokens=1 << seen.waits.bit_length() - 1",
+        _CHOICE,
+    ),
+    _graphs(
+        "where-the-host-waits",
+        "plan/graph_choice.py",
+        "host[action] >= WAITS * seconds",
+        "host[action] <= WAITS * seconds",
+        _CHOICE,
+    ),
+    _graphs(
+        "sets-of-the-next-size",
+        "plan/graph_choice.py",
+        "(most // max(1, positions)).bit_length() - 1)",
+        "(most // max(1, positions)).bit_length())",
+        _CHOICE,
+    ),
+    _graphs(
+        "the-last-step-that-waits",
+        "plan/graph_choice.py",
+        "waits=max(self.waits, waits)",
+        "waits=waits",
+        _CHOICE,
+    ),
+    _graphs(
+        "late-for-ever",
+        "plan/graph_choice.py",
+        "            if captured and not (pays or self.is_late):",
+        "            if captured and not pays:",
+        _CHOICE,
+    ),
+)
+
+# Vision --------------------------------------------------------------------------------------
+
+_GIVEN = "tests/core/run/read/test_given.py"
+_TOWER = "tests/core/run/read/test_tower.py"
+_PRINTS = "tests/core/run/read/test_fingerprints.py"
+_TRITON = "tests/core/device/test_triton_kernels.py"
+_STEPS = "tests/core/alignment/test_vision.py"
+_vision = _area("vision", _GIVEN)
+_VISION = (
+    _vision(
+        "deepstack-row-of-the-next-position",
+        "run/read/call_rows.py",
+        "numbers = torch.where(seen, seen.cumsum(0) - 1, -1)",
+        "numbers = torch.where(seen, (seen.cumsum(0) - 2).clamp(min=0), -1)",
+        f"{_GIVEN}\n{_STEPS} -k 'stock_schedules and one and False'",
+    ),
+    _vision(
+        "kept-rows-in-another-order",
+        "run/read/call_rows.py",
+        "torch.arange(len(places[0]), device=self._slots.device)",
+        "torch.arange(len(places[0]), device=self._slots.device).flip(0)",
+    ),
+    _vision(
+        "deepstack-not-in-the-words",
+        "run/read/call_rows.py",
+        "            numbers = torch.where(seen, combined(numbers, rows[self.numbers]), numbers)",
+        "            numbers = torch.where(seen, numbers, numbers)",
+    ),
+    _vision(
+        "deepstack-of-the-first-images",
+        "run/read/call_rows.py",
+        "            into[layer, at] = deep.detach()[numbers].to(into.dtype)",
+        "            into[layer, at] = deep.detach()[: len(numbers)].to(into.dtype)",
+        f"{_GIVEN}\n{_STEPS} -k 'stock_schedules and one and False'",
+    ),
+    _vision(
+        "deepstack-gradients-are-the-embeddings'",
+        "run/read/call_rows.py",
+        "            gradient[numbers] = sent[layer, at].to(gradient.dtype)",
+        "            gradient[numbers] = sent[0, at].to(gradient.dtype)",
+    ),
+    _vision(
+        "gradients-of-the-last-segment",
+        "run/read/call_rows.py",
+        "        if not self.gradients:\n            self.gradients = [",
+        "        if True:\n            self.gradients = [",
+    ),
+    _vision(
+        "deepstack-gradients-dropped",
+        "run/read/call_rows.py",
+        "(whole, *others), strict=True)",
+        "(whole, *map(torch.zeros_like, others)), strict=True)",
+    ),
+    _vision(
+        "shift-with-its-sign",
+        "run/read/fingerprints.py",
+        "    return (x >> shift) & ((1 << (64 - shift)) - 1)",
+        "    return x >> shift",
+        _PRINTS,
+    ),
+    _vision(
+        "values-instead-of-bits",
+        "run/read/fingerprints.py",
+        "    words = rows.contiguous().view(_WORDS[rows.element_size()])",
+        "    words = rows.contiguous().to(_WORDS[rows.element_size()])",
+        _PRINTS,
+    ),
+    _vision(
+        "pairs-without-order",
+        "run/read/fingerprints.py",
+        "    return _mixed(_mixed(one) * _FACTOR + other)",
+        "    return _mixed(one + other)",
+        _PRINTS,
+    ),
+    _vision(
+        "columns-without-order",
+        "run/read/fingerprints.py",
+        "_mixed(part.long() ^ keys[0]).mul_(keys[1]).sum(-1)",
+        "_mixed(part.long()).sum(-1)",
+        _PRINTS,
+    ),
+    _vision(
+        "triton-reads-the-other-key",
+        "run/read/fingerprints_triton.py",
+        "tl.load(keys + width + column, mask=inside, other=0)",
+        "tl.load(keys + column, mask=inside, other=0)",
+        _TRITON,
+    ),
+    _vision(
+        "triton-without-its-last-step",
+        "run/read/fingerprints_triton.py",
+        "        x = x ^ _shifted(x, 32)\n",
+        "",
+        _TRITON,
+    ),
+    _vision(
+        "padding-of-the-next-row",
+        "run/read/given.py",
+        "np.minimum(steps, max(span.length - 1, 0))",
+        "np.minimum(steps, span.length)",
+    ),
+    _vision(
+        "padding-has-gradients",
+        "run/read/given.py",
+        "own.append((steps < span.length) & bool(span.rollouts))",
+        "own.append((steps >= 0) & bool(span.rollouts))",
+        f"{_GIVEN}\n{_STEPS} -k 'stock_schedules and CP2 and False'",
+    ),
+    _vision(
+        "positions-of-another-slice",
+        "run/read/given.py",
+        "cp_layout.positions(size * len(rows), self._cp.rank(), size)",
+        "np.arange(len(rows))",
+        f"{_STEPS} -k 'stock_schedules and CP2 and False'",
+    ),
+    _vision(
+        "gradients-stay-on-their-rank",
+        "run/read/given.py",
+        "        sent = self._exchanged(sent)\n",
+        "",
+        f"{_STEPS} -k 'stock_schedules and SP and False'",
+    ),
+    _vision(
+        "second-attempt-adds-to-the-first",
+        "run/read/given.py",
+        "        for one in self._calls:\n            one.gradients = []\n",
+        "",
+    ),
+    _vision(
+        "positions-not-in-the-codes",
+        "run/read/given.py",
+        "words = combined(words, row.to(words.device).index_select(0, held))",
+        "words = combined(words, torch.zeros_like(words))",
+    ),
+    _vision(
+        "rows-of-the-first-sequence-rank",
+        "run/read/given.py",
+        "at = np.arange(rows * self._sequence_ranks) - tp * rows",
+        "at = np.arange(rows * self._sequence_ranks)",
+        f"{_STEPS} -k 'stock_schedules and SP and False'",
+    ),
+    _vision(
+        "positions-of-height",
+        "run/read/given.py",
+        "flat = [_three(ids)[0].flatten() for ids in self._ids]",
+        "flat = [_three(ids)[1].flatten() for ids in self._ids]",
+    ),
+    _vision(
+        "sum-is-a-gradient-of-others",
+        "run/read/tower.py",
+        "self.sums[place] = one.to(wider(one.dtype), copy=True)",
+        "self.sums[place] = one.to(wider(one.dtype))",
+        _TOWER,
+    ),
+    _vision(
+        "gradient-of-the-last-copy",
+        "run/read/tower.py",
+        "                before.add_(one)",
+        "                before.copy_(one)",
+        _TOWER,
+    ),
+    _vision(
+        "images-without-their-grid",
+        "run/read/tower.py",
+        "keys.append((tuple(grid.tolist()), numbers[:count].tobytes()))",
+        "keys.append(((), numbers[:count].tobytes()))",
+        _TOWER,
+    ),
+    _vision(
+        "sums-of-the-first-attempt",
+        "run/read/tower.py",
+        "        self.waits = True\n        for image in self._images.values():\n"
+        "            image.sums = [None] * len(image.rows)",
+        "        self.waits = True",
+        f"{_TOWER}\n{_GIVEN}",
+    ),
+    _vision(
+        "overwritten-patches",
+        "run/read/tower.py",
+        "            if image.version != _version(image.patches):",
+        "            if image.version > _version(image.patches):",
+        _TOWER,
+    ),
+    _vision(
+        "videos-as-one-image",
+        "run/read/tower.py",
+        "            grids[:, 0] = 1  #",
+        "            grids[:, 0] = grids[:, 0]  #",
+        _TOWER,
+    ),
+    _vision(
+        "backward-without-autocast",
+        "run/read/tower.py",
+        "        with torch.enable_grad(), self._settings.autocasting():",
+        "        with torch.enable_grad():",
+        _TOWER,
+    ),
+)
+
+# A trainer's own GatedDeltaNet ---------------------------------------------------------------
+
+_OWN = "tests/core/alignment/test_own_delta.py"
+_OWN_RANKS = "tests/core/alignment/test_own_delta_layouts.py"
+_own = _area("own-gdn", _OWN)
+_OWN_GDN = (
+    _own(
+        "spans-not-told",
+        "layers/recurrent/own_delta.py",
+        'kwargs = {**kwargs, "packed_seq_params": self._packing(context)}',
+        "pass",
+    ),
+    _own(
+        "convolution-sees-a-row-too-few",
+        "layers/recurrent/own_delta.py",
+        "before = self._inside.conv1d.weight.shape[-1] - 1",
+        "before = self._inside.conv1d.weight.shape[-1] - 2",
+    ),
+    _own(
+        "rule-of-an-instance-not-replaced",
+        "layers/recurrent/own_delta.py",
+        "        if hasattr(self._inside, _RULE):",
+        "        if False:",
+    ),
+    _own(
+        "rule-of-a-file-not-replaced",
+        "layers/recurrent/own_delta.py",
+        "self._within = rebound(inside.forward, **{_RULE: self._rule})",
+        "self._within = inside.forward",
+    ),
+    _own(
+        "convolution-not-replaced",
+        "layers/recurrent/own_delta.py",
+        '            (self._inside.conv1d, "forward", self._convolved),\n',
+        "",
+    ),
+    _own(
+        "mixing-not-looked-for",
+        "layers/recurrent/own_delta.py",
+        "    return not error <= tolerance.tolerance(x.dtype, 12, inputs.in_features, 1)",
+        "    return False",
+    ),
+    _own(
+        "mixing-that-cannot-be-told",
+        "layers/recurrent/own_delta.py",
+        "        return True\n    finally:",
+        "        return False\n    finally:",
+    ),
+    _own(
+        "one-piece-is-the-whole",
+        "layers/recurrent/own_delta.py",
+        "x.split((5, 7), 1)",
+        "x.split(12, 1)",
+    ),
+    _own(
+        "the-stand-in-rule-stays",
+        "layers/recurrent/own_delta.py",
+        "            vars(inside)[_RULE] = own\n",
+        "            pass\n",
+    ),
+    _own(
+        "heads-of-values-for-keys",
+        "layers/own_gdn.py",
+        '"linear_num_key_heads": inside.num_k_heads',
+        '"linear_num_key_heads": inside.num_v_heads',
+    ),
+    _own(
+        "the-other-layers",
+        "layers/own_gdn.py",
+        "for n in range(config.num_hidden_layers) if (n + 1) % every)",
+        "for n in range(config.num_hidden_layers) if n % every)",
+    ),
+    _own(
+        "layers-counted-from-one",
+        "layers/own_gdn.py",
+        'return layer in getattr(config, "own_delta_layers", ())',
+        'return layer + 1 in getattr(config, "own_delta_layers", ())',
+    ),
+    _own(
+        "layers-of-other-mixers",
+        "layers/own_gdn.py",
+        "if module.layer_number - 1 not in layers:",
+        "if module.layer_number not in layers:",
+    ),
+    _own(
+        "stages-begin-at-zero",
+        "layers/own_gdn.py",
+        "found += range(start, start + get_num_layers_to_build(config, part, stage))",
+        "found += range(get_num_layers_to_build(config, part, stage))",
+        f"{_OWN}\n{_OWN_RANKS}",
+    ),
+    _own(
+        "context-parallelism-not-refused",
+        "layers/own_gdn.py",
+        "if config.context_parallel_size > 1:",
+        "if config.context_parallel_size > 2:",
+        f"{_OWN}\n{_OWN_RANKS}",
+    ),
+    _own(
+        "work-of-one-rank",
+        "layers/own_gdn.py",
+        "super().work(config).products * config.tensor_model_parallel_size)",
+        "super().work(config).products)",
+        f"{_OWN}\n{_OWN_RANKS}",
+    ),
+    _own(
+        "memory-of-a-part",
+        "layers/own_gdn.py",
+        "replace(form, tp=1, cp=1, sequence_parallel=False))",
+        "replace(form, cp=1))",
+        f"{_OWN}\n{_OWN_RANKS}",
+    ),
+    _own(
+        "memory-without-the-norm's-inputs",
+        "layers/own_gdn.py",
+        "narrow = 2 * keys + values + rule + 3 * values",
+        "narrow = 2 * keys + values + rule + 2 * values",
+        why="read from flash-linear-attention's source; the CPU runs another rule, and nothing"
+        " counts what its kernels save",
+    ),
+    _own(
+        "modules-that-read-more",
+        "layers/own_gdn.py",
+        '_names(type(module), "hf_forward") == _AROUND',
+        '_names(type(module), "hf_forward") >= _AROUND',
+    ),
+    _own(
+        "overridden-methods-not-seen",
+        "layers/own_gdn.py",
+        "return module if all(owner(*one) for one in own) else None",
+        "return module",
+    ),
+)
+
+# DeepSeek's sparse attention -----------------------------------------------------------------
+
+_SPARSE = "tests/core/alignment/test_sparse.py"
+_sparse = _area("dsa", _SPARSE)
+_DSA = (
+    _sparse(
+        "own-key-hidden",
+        "layers/blocks/sparse.py",
+        "return places <= places[keys - num :, None]",
+        "return places < places[keys - num :, None].clamp(min=1)",
+    ),
+    _sparse(
+        "chosen-behind-the-query",
+        "layers/blocks/sparse.py",
+        "return torch.zeros_like(seen).scatter_(1, chosen.long(), True) & seen",
+        "return torch.zeros_like(seen).scatter_(1, chosen.long(), True)",
+    ),
+    _sparse(
+        "keys-of-later-queries",
+        "layers/blocks/sparse.py",
+        "found.append(_Seen(begin, end, rows[: len(rows) - (stop - end)]))",
+        "found.append(_Seen(begin, end, rows))",
+    ),
+    _sparse(
+        "keys-of-other-prompts",
+        "layers/blocks/sparse.py",
+        "            if run.first <= first and stop <= run.stop:",
+        "            if run.first <= first:",
+    ),
+    _sparse(
+        "last-key-of-the-prompt-unseen",
+        "layers/blocks/sparse.py",
+        "rows.append(np.arange(at, at + run.end - run.start))",
+        "rows.append(np.arange(at, at + run.end - run.start - 1))",
+    ),
+    _sparse(
+        "sums-in-half-precision",
+        "layers/blocks/sparse.py",
+        "torch.zeros_like(one, dtype=wider(one.dtype))",
+        "torch.zeros_like(one)",
+        why="models of the tests compute in fp64, where both are the same",
+    ),
+    _sparse(
+        "scores-in-half-precision",
+        "layers/blocks/sparse.py",
+        "wide = wider(index.query.dtype)",
+        "wide = index.query.dtype",
+    ),
+    _sparse(
+        "gradients-from-below-dropped",
+        "layers/blocks/sparse.py",
+        "            shared.returned(context, sent_back, own)",
+        "            pass",
+    ),
+    _sparse(
+        "gradients-to-above-dropped",
+        "layers/blocks/sparse.py",
+        "            context.cache.add(layer, context.index, level, sent)",
+        "            pass",
+    ),
+    _sparse(
+        "weights-of-the-last-level",
+        "layers/blocks/sparse.py",
+        "of_weights = [*map(sum_of, of_weights, more_of)]",
+        "of_weights = [*more_of]",
+    ),
+    _sparse(
+        "scores-below-zero-count",
+        "layers/blocks/sparse.py",
+        "scores = ((scores.relu() if has_relu else scores)",
+        "scores = ((scores)",
+    ),
+    _sparse(
+        "heads-without-weights",
+        "layers/blocks/sparse.py",
+        " * index.weight.unsqueeze(-1)).sum(1)",
+        ").sum(1)",
+    ),
+    _sparse(
+        "one-key-too-few",
+        "layers/blocks/sparse.py",
+        "num = min(topk, scores.shape[1])",
+        "num = min(max(1, topk - 1), scores.shape[1])",
+    ),
+    _sparse(
+        "ties-everywhere",
+        "layers/blocks/sparse.py",
+        "tied = ((scores >= last).sum(-1) > num)",
+        "tied = ((scores >= last).sum(-1) >= num)",
+    ),
+    _sparse(
+        "indexer-counts-from-zero",
+        "layers/blocks/sparse.py",
+        '        yield rotary, "forward", self.angles(rotary, rotary.forward)\n',
+        "",
+    ),
+    _sparse(
+        "index-keys-of-the-position-before",
+        "layers/blocks/sparse.py",
+        'context.between["index keys", number] = index.key',
+        'context.between["index keys", number] = index.key.roll(1, 0)',
+    ),
+    _sparse(
+        "backward-with-another-scale",
+        "layers/blocks/sparse.py",
+        "        out = _attend(leaves[0], leaves[1], leaves[2], seen, shared.scale)",
+        "        out = _attend(leaves[0], leaves[1], leaves[2], seen, 1.0)",
+    ),
+    _sparse(
+        "indexer-without-zeros",
+        "layers/blocks/sparse.py",
+        "        zeros = (out_grad.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.indexer)",
+        "        zeros = (None for _ in ctx.indexer)",
+    ),
+    _sparse(
+        "trained-indexer-not-refused",
+        "layers/dsa.py",
+        '        if getattr(config, "dsa_indexer_loss_coeff", None):',
+        '        if getattr(config, "no_such_option", None):',
+    ),
+    _sparse(
+        "context-parallelism-not-refused",
+        "layers/dsa.py",
+        "        if config.context_parallel_size > 1:",
+        "        if config.context_parallel_size > 2:",
+    ),
+    _sparse(
+        "payload-without-index-keys",
+        "layers/dsa.py",
+        "            values=of.values + width * form.itemsize,",
+        "            values=of.values,",
+    ),
+    _sparse(
+        "pairs-of-the-indexer-free",
+        "layers/dsa.py",
+        "pairs=full.pairs + heads * width)",
+        "pairs=full.pairs)",
+    ),
+    _sparse(
+        "weights-of-the-indexer-free",
+        "layers/dsa.py",
+        "return super().parameters(config) + weights",
+        "return super().parameters(config)",
+    ),
+)
+
+# Routes that are replayed --------------------------------------------------------------------
+
+_REPLAY = "tests/core/alignment/test_replay.py"
+_QUEUES = "tests/core/alignment/test_replay_queues.py"
+_CALLS = "tests/core/alignment/test_routes_of_calls.py"
+_TOLD = "tests/core/moe/test_told.py"
+_READ = "tests/core/run/read/test_routes.py"
+_TABLE = "tests/core/moe/test_segment_routes.py"
+_replay = _area("replay", f"{_TOLD}\n{_REPLAY}")
+_ROUTES = (
+    _replay(
+        "spans-without-their-padding",
+        "moe/replay.py",
+        "            offset += span.padded",
+        "            offset += span.length",
+        _TABLE,
+    ),
+    _replay(
+        "routes-of-the-layer-before",
+        "moe/replay.py",
+        "numbers = mine[:, router.layer_number - 1].long()",
+        "numbers = mine[:, router.layer_number - 2].long()",
+        _REPLAY,
+    ),
+    _replay(
+        "routes-of-the-first-rank",
+        "moe/replay.py",
+        "routes.chunk(parts)[router.tp_group.rank()]",
+        "routes.chunk(parts)[0]",
+        _REPLAY,
+    ),
+    _replay(
+        "routes-of-the-beginning",
+        "moe/replay.py",
+        "= routes[span.start : span.end]",
+        "= routes[: span.length]",
+        _REPLAY,
+    ),
+    _replay(
+        "marks-are-experts",
+        "moe/replay.py",
+        "return torch.where(numbers < MOST_EXPERTS - MARKS, numbers, numbers - MOST_EXPERTS)",
+        "return numbers",
+        _REPLAY,
+    ),
+    _replay(
+        "offsets-of-all-context-parallel-ranks",
+        "moe/replay.py",
+        "            self._offsets //= size\n",
+        "",
+        _REPLAY,
+    ),
+    _replay(
+        "routes-of-a-buffer-not-cloned",
+        "moe/told.py",
+        "        return self._replace(routes=marked(self.routes))",
+        "        return self._replace(routes=self.routes)",
+    ),
+    _replay(
+        "lists-of-backwards-grow",
+        "moe/told.py",
+        "        vars(replay).update({name: [] for name in _LISTS if name in saved})\n",
+        "",
+        f"{_REPLAY}\n{_TOLD}",
+    ),
+    _replay(
+        "settings-not-put-back",
+        "moe/told.py",
+        "            vars(replay).update(saved)",
+        "            pass",
+        f"{_REPLAY}\n{_TOLD}",
+    ),
+    _replay(
+        "mask-the-other-way-round",
+        "moe/told.py",
+        "routes.masked_fill(~here.bool(), CHOOSES)",
+        "routes.masked_fill(here.bool(), CHOOSES)",
+    ),
+    _replay(
+        "queue-of-the-first-microbatch",
+        "moe/told.py",
+        "self._queue.forward_index + number",
+        "self._queue.forward_index",
+    ),
+    _replay(
+        "queue-goes-on-by-one",
+        "moe/told.py",
+        "        self._queue.forward_index += num",
+        "        self._queue.forward_index += 1",
+        f"{_TOLD}\n{_QUEUES}",
+    ),
+    _replay(
+        "queue-of-backwards-stays",
+        "moe/told.py",
+        "            self._queue.backward_index += num",
+        "            pass",
+        f"{_TOLD}\n{_QUEUES}",
+    ),
+    _replay(
+        "lists-of-backwards-stay",
+        "moe/told.py",
+        "                entries.clear()",
+        "                pass",
+    ),
+    _replay(
+        "stage-not-put-back",
+        "moe/told.py",
+        "            vars(queue).update(saved)\n            self._stages.set(stage)",
+        "            vars(queue).update(saved)",
+        f"{_TOLD}\n{_QUEUES}",
+    ),
+    _replay(
+        "rows-in-the-order-of-positions",
+        "run/read/routes.py",
+        ".transpose(0, 1).flatten(0, 1)",
+        ".flatten(0, 1)",
+        _CALLS,
+    ),
+    _replay(
+        "calls-of-sequence-ranks-mixed",
+        "run/read/routes.py",
+        "return torch.cat([part for call in range(calls) for part in parts[call::calls]])",
+        "return torch.cat(parts)",
+        f"{_CALLS}\n{_REPLAY}",
+    ),
+    _replay(
+        "layers-in-the-order-of-stages",
+        "run/read/routes.py",
+        "table[:, torch.tensor(layers, device=whole.device)] = whole",
+        "table[:, : len(layers)] = whole",
+        _READ,
+    ),
+    _replay(
+        "stages-with-their-padding",
+        "run/read/routes.py",
+        "by_stage = [part[:, :count] for",
+        "by_stage = [part for",
+        _READ,
+    ),
+    _replay(
+        "routes-of-the-last-step",
+        "run/read/routes.py",
+        "    if len(known) < len(told):",
+        "    if not known:",
+        _READ,
+    ),
+    _replay(
+        "recording-is-not-refused",
+        "run/read/routes.py",
+        "    if any(one.action == RECORD for one in told):",
+        "    if not told:",
+        _READ,
+    ),
+    _replay(
+        "some-calls-without-routes",
+        "run/read/routes.py",
+        "        if 0 < len(known) < len(each):",
+        "        if not each:",
+        _READ,
+    ),
+    _replay(
+        "routers-of-the-next-layer",
+        "run/read/routes.py",
+        "followed[router.layer_number - 1] =",
+        "followed[router.layer_number % rank.config.num_layers] =",
+        f"{_REPLAY}\n{_CALLS}",
+    ),
+)
+
+MUTANTS: tuple[Mutant, ...] = (*_ACROSS, *_GRAPHS, *_VISION, *_OWN_GDN, *_DSA, *_ROUTES)
