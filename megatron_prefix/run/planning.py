@@ -267,11 +267,7 @@ class Planning:
         joint = agreement.meet(step.forest, step.microbatch_of, experts, even=even)
         if joint.mixed:  # where segments are joined there is one stage, which knows the samples
             step, joint = self._all_apart(step, joint.union.wanted, rank)
-        if step.unshared:
-            plan = union = Plan((), ((),) * rank.num_stages, len(rank.models))
-            report = StepReport(step.forest, unshared(self.config), plan, union)
-        else:
-            report = self._agreed_proposal(step, joint, rank)
+        report = self._agreed_proposal(step, joint, rank)
         if joint.union.wanted:
             self._beside[self.planner(rank)] = Beside(joint.union.wanted, self._memory.limit)
         report.decision = self._together(report.decision, step, rank)
@@ -309,7 +305,8 @@ class Planning:
         return replace(report.decision, share=False, fallback=True, reason=str(reason))
 
     def _agreed_proposal(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:
-        """What this rank would decide, if none fails of those that must decide alike."""
+        """What this rank would decide, if none fails of those that must decide alike, whether it
+        has something to share or not."""
         propose = self._proposed_together if rank.crosses else self._proposed_alone
         report, problem = agreement.tried(lambda: propose(step, joint, rank))
         if problem is not None and self.config.mode != "on":
@@ -320,6 +317,9 @@ class Planning:
         return report
 
     def _proposed_alone(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:
+        if step.unshared:
+            plan = union = Plan((), ((),) * rank.num_stages, len(rank.models))
+            return StepReport(step.forest, unshared(self.config), plan, union)
         return self.proposed(step, joint, rank)[0]
 
     def _all_apart(self, step: Step, length: int, rank: Rank) -> tuple[Step, JointForest]:

@@ -83,8 +83,8 @@ def chunks_of(layout: Layout, name: str) -> list[Any]:
     )
 
 
-def ours() -> PrefixSchedule:
-    config = PrefixConfig(min_gain=0, kernel="math", mode="auto", min_speedup=0.01)
+def ours(min_speedup: float = 0.01) -> PrefixSchedule:
+    config = PrefixConfig(min_gain=0, kernel="math", mode="auto", min_speedup=min_speedup)
     return PrefixSchedule(config)
 
 
@@ -243,3 +243,30 @@ def test_a_rank_that_cannot_say_what_its_model_is(name: str) -> None:
     for wrong, reason, fallbacks in run_ranks(2, rank_job, name, timeout_s=60):
         assert not wrong and fallbacks == NUM_STEPS
         assert "TypeError" in reason and reason.endswith(table.OWN_ERROR.fix)
+
+
+def uneven_job() -> list[bool]:
+    """A rank's part: rank 1 has nothing to share, and reductions overlap."""
+    layout = LAYOUTS["dp2, overlap"]
+    runtime.initialize(layout)
+    try:
+        chunks, mine = chunks_of(layout, "dp2, overlap"), ours(1.2)
+        data = items(4)
+        if dist.get_rank() == 1:
+            data = [
+                {**one, "tokens": (one["tokens"] + 9 * number) % 60}
+                for number, one in enumerate(data)
+            ]
+        shared = []
+        for _ in range(3):
+            run_step(mine, Contract(), chunks, data)
+            assert mine.report is not None
+            shared.append(mine.report.decision.share)
+        return shared
+    finally:
+        runtime.shutdown()
+
+
+def test_a_rank_without_anything_to_share_answers_too() -> None:
+    first, second = run_ranks(2, uneven_job, timeout_s=60)
+    assert first == second
