@@ -248,6 +248,8 @@ class StepRun:
     def _undo(self) -> None:
         if self._first is not None:  # it has not run
             self._first.end()
+        if self._draws is not None:
+            self._draws.undo()
         before = self._memory.before
         if before is not None and before.possible():
             before.undo()

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_prefix.device.modules import modules_of
 from megatron_prefix.errors import UserError, refused
 from megatron_prefix.refusals.table import MODEL_DRAWS
+from megatron_prefix.run.read.kept_draws import random_states
 
 CPU, CUDA = "torch", "torch.cuda"
 _COUNTED = 16
@@ -95,6 +96,7 @@ class SegmentDraws:
 
     def __init__(self, models: Iterable[Any], device: torch.device) -> None:
         self.problem: UserError | None = None
+        self._before = random_states(device)
         counts = counts_taken(device)
         self._draws = Draws(
             models, lambda: not_counted(device),
@@ -102,6 +104,11 @@ class SegmentDraws:
             # A segment's attention (layers/blocks/core.py) enters no fork.
             lambda: _count(torch.cuda.get_rng_state(device)),
         )  # fmt: skip
+
+    def undo(self) -> None:
+        """Generators are as they were before the first segment."""
+        for put_back in self._before:
+            put_back()
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Around all segments."""

@@ -295,7 +295,7 @@ def test_an_error_while_segments_run(
         num[0] += trainer.is_later
         return [][1] if num[0] > 1 else stock(*args, **kwargs)
 
-    named = {**globals(), "__name__": "megatron_prefix.run.stand_in"}  # as if it were ours
+    named = {**globals(), "__name__": "megatron_prefix.run.step_run"}  # as if it were ours
     fails = FunctionType(call.__code__, named, "call", None, call.__closure__)
     monkeypatch.setattr(owner, name, fails)
     schedule = schedule_of()
