@@ -228,15 +228,17 @@ def test_pieces_of_the_longest_segment_copy_one_thing(
 
 
 def test_captures_have_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's allocator gives what one of them has freed to others on the same stream only."""
+    """torch's allocator gives what one of them has freed to others on the same stream only. It
+    waits for the current one first, which waits for it in the end."""
     used: list[Any] = []
+    waited: list[tuple[Any, Any]] = []
 
     class Stream:
         def __init__(self, *_: Any) -> None:
             pass
 
-        def wait_stream(self, _: Any) -> None:
-            pass
+        def wait_stream(self, other: Any) -> None:
+            waited.append((self, other))
 
     def on(stream: Any) -> contextlib.AbstractContextManager[None]:
         used.append(stream)
@@ -250,6 +252,8 @@ def test_captures_have_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         with graphs.apart():
             pass
     assert used[0] is used[1]
+    for first, last in (waited[:2], waited[2:]):
+        assert first[0] is used[0] and last == first[::-1]
 
 
 @pytest.mark.usefixtures("recorded_graphs")
