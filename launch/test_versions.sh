@@ -10,9 +10,8 @@
 #   VENV   folder of the environment, in which releases take turns (default: .venv-versions)
 #   TESTS  what pytest runs (default: platform, models, both schedules in several layouts, routers,
 #          hybrid models)
-#   MEGATRON_LM  where `main` is fetched from: a git URL or a repository on disk (default: NVIDIA's)
+#   MEGATRON_LM  where `main` is fetched from: the git URL of NVIDIA's Megatron-LM, or a copy of it on disk
 
-MEGATRON_LM=${MEGATRON_LM:-https://github.com/NVIDIA/Megatron-LM.git}
 main=d98e8a64ddf34856e74b24714e3bedb2f5a39553
 
 VENV=${VENV:-$(dirname "${BASH_SOURCE[0]}")/../.venv-versions}
@@ -38,6 +37,10 @@ get() {
     if [[ $1 != main ]]; then
         python -m pip install --quiet --no-deps "megatron-core==$1" "$triton"
         return
+    fi
+    if [[ -z ${MEGATRON_LM:-} ]]; then
+        echo "set MEGATRON_LM to the git URL of NVIDIA's Megatron-LM, or to a copy of it on disk"
+        return 1
     fi
     git init --quiet "$checkout" &&
         git -C "$checkout" fetch --quiet --depth 1 "$MEGATRON_LM" "$main" &&

@@ -298,14 +298,13 @@ class PrefixSchedule:
                 if step is not None and joint is not None:
                     capture.forget_arguments()
                     measures = self.measures or meter.due
+                    run = StepRun(self, capture, rank, step, joint, arguments, measures, idle)
                     try:
-                        return StepRun(
-                            self, capture, rank, step, joint, arguments, measures, idle
-                        ).run()
+                        return run.run()
                     except StepUndone as undone:
                         self._undone(undone, kind)
                     # The frames of the attempt, and all tensors in them, are gone by now.
-                    step = joint = None
+                    step = joint = run = None  # type: ignore[assignment]
                 elif not capture.is_broken:
                     idle.close()
                     return stock_schedule()(**arguments | {"forward_step_func": capture.stock_step})

@@ -129,7 +129,9 @@ def test_a_run_that_goes_on_has_a_line_for_every_seed(
     for count in ("3", "5", "5"):
         options = ["--seed", "40", "--count", count, "--workers", "2", "--out", str(out)]
         assert oracle.main(options) == 0
-    seeds = [json.loads(line)["case"]["seed"] for line in out.read_text().splitlines()]
+    seeds = [
+        json.loads(line)["case"]["seed"] for line in out.read_text(encoding="utf-8").splitlines()
+    ]
     assert sorted(seeds) == [40, 41, 42, 43, 44]
 
 

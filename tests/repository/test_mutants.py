@@ -85,7 +85,10 @@ def test_verdicts(repository: Path, capsys: pytest.CaptureFixture[str], tmp_path
     """What it finds is written down, and not run again; the original stays as it is."""
     out = tmp_path / "out.jsonl"
     assert mutants.main(["--out", str(out)]) == 1
-    found = {row["name"]: row["what"] for row in map(json.loads, out.read_text().splitlines())}
+    found = {
+        row["name"]: row["what"]
+        for row in map(json.loads, out.read_text(encoding="utf-8").splitlines())
+    }
     names = ("killed", "survived", "stale", "not run", "broken")
     expected = {f"sums/{name}": name for name in names}
     assert found == expected | {"sums/explained": "survived", "sums/twice": "stale"}
@@ -93,12 +96,12 @@ def test_verdicts(repository: Path, capsys: pytest.CaptureFixture[str], tmp_path
     assert "explained: equal values are alike" in said.out and "1 survivors explained" in said.out
     assert "stale: sums/twice: the text is 3 times in adding.py" in said.err
     assert (repository / "adding.py").read_text(encoding="utf-8") == MODULE
-    lines = len(out.read_text().splitlines())
+    lines = len(out.read_text(encoding="utf-8").splitlines())
     good = ["--only", "sums/killed", "--only", "sums/explained", "--json", "--out", str(out)]
     assert mutants.main(good) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["what"] for row in rows] == ["killed", "survived"]
-    assert len(out.read_text().splitlines()) == lines
+    assert len(out.read_text(encoding="utf-8").splitlines()) == lines
 
 
 def test_a_name_that_nothing_has(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +117,10 @@ def test_what_does_not_end_is_ended_with_all_that_it_has_started(tmp_path: Path)
     assert code is None
     state = Path(f"/proc/{text.strip()}/stat")
     deadline = time.monotonic() + 20
-    while state.exists() and state.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+    while (
+        state.exists()
+        and state.read_text(encoding="utf-8").split()[2] != "Z"
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    assert not state.exists() or state.read_text(encoding="utf-8").split()[2] == "Z"
