@@ -217,7 +217,8 @@ class Rank(ModelNumbers):
     @property
     def together(self) -> list[Any]:
         """Groups whose ranks all run segments in a step, or none does, and end it together."""
-        groups = list(self.waiting)
+        apart = self.forward_only and not self.crosses  # see `agreeing`
+        groups = list(self.same_schedule if apart else self.waiting)
         if self.overlaps and not self.forward_only:  # see Planning: they take one schedule
             groups += several(self.data_ranks or default_groups().dp_cp)
         return [*{id(group): group for group in groups}.values()]

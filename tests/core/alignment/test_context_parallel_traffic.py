@@ -102,6 +102,7 @@ def expected_traffic(
             seen["allgather_base", torch.float64, rows] += 1
             seen["reduce_scatter_base", torch.float64, size * rows] += 1
     seen["allgather_base", torch.int64, 3 * num_local] += 1
+    seen["allreduce", torch.int64, 2] += 3  # ranks agree before, between and after segments
     return seen
 
 
