@@ -61,6 +61,9 @@ from megatron_prefix.tree.payload_map import Form
 
 logger = logging.getLogger(__name__)
 _INSTALLED = "_megatron_prefix_hooks"
+WALK = "_megatron_prefix_walk"
+"""The attribute of a language model that keeps a walk of it (run/read/model_walk.py), so that both
+go together."""
 
 
 class Hooks:
@@ -465,6 +468,7 @@ def uninstall(model: nn.Module) -> None:
     hooks = getattr(inner, _INSTALLED, None)
     if hooks is not None:
         hooks.uninstall()
+    vars(inner).pop(WALK, None)
 
 
 @contextlib.contextmanager

@@ -133,16 +133,21 @@ class ModelState:
     @contextlib.contextmanager
     def own(self) -> Iterator[None]:
         """What changes inside is a model's own business."""
-        known = {(one.holder, one.name, one.is_tensor) for one in self.changes()}
+        before = self.changes()
         try:
             yield
         finally:
-            for change in self.changes():
-                if (change.holder, change.name, change.is_tensor) not in known:
-                    self._accept(change)
-            self._weights = [*self._weights_now()]
-            self._sizes = self._walk.sizes()
-            self._marks = self._marks_now()
+            self.accept_others(before)
+
+    def accept_others(self, changes: Iterable[Change]) -> None:
+        """Has everything as it is now for what was before, but for some changes."""
+        known = {(change.holder, change.name, change.is_tensor) for change in changes}
+        for change in self.changes():
+            if (change.holder, change.name, change.is_tensor) not in known:
+                self._accept(change)
+        self._weights = [*self._weights_now()]
+        self._sizes = self._walk.sizes()
+        self._marks = self._marks_now()
 
     def path(self, change: Change) -> str:
         """What code would call it."""
@@ -277,6 +282,8 @@ class StateOfSteps:
         self._starts = False
         changes = [*self._early, *self._state.changes(inner=self._is_inside)]
         self._early = []
+        if self._is_inside:  # what is around has run on the way: a tower's changes are its own
+            self._state.accept_others(changes)
         if changes and self._others_wait:
             self._put_back(changes, self._state)
         self._others_wait = True

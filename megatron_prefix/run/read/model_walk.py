@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_prefix.errors import shown
+from megatron_prefix.megatron.install import WALK
 from megatron_prefix.run.read.loss_variables import (
     LIBRARIES,
     MOST_NAMES,
@@ -57,10 +58,8 @@ OF_MODULE = _WEIGHTS | {
     "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
 }  # fmt: skip
 """Attributes of every module that are dicts."""
-KEPT = "_megatron_prefix_walk"
-"""The attribute of a language model that keeps its walk, so that both go together."""
 NOT_OWN = APART | OF_MODULE | {
-    KEPT,
+    WALK,
     "_non_persistent_buffers_set", "_is_full_backward_hook", "_state_dict_hooks",
     "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 }  # fmt: skip
@@ -236,9 +235,12 @@ class ModelWalk:
         )
 
     def _is_followed(self, value: Any) -> bool:
-        if isinstance(value, types.FunctionType):  # Megatron's, and ours, made anew every step
-            return package(value) not in _LIBRARIES
-        return type(value) not in self._opaque
+        function = value.func if isinstance(value, functools.partial) else value
+        function = getattr(function, "__func__", function)
+        if isinstance(function, types.FunctionType):  # Megatron's, and ours, made anew every step
+            return package(function) not in _LIBRARIES
+        is_own = type(value).__module__.partition(".")[0] == "megatron_prefix"
+        return type(value) not in self._opaque and not is_own
 
     # The walk -------------------------------------------------------------------------------------
 
@@ -405,16 +407,16 @@ def walk_of(
 
     See `ModelWalk`.
     """
-    kept = vars(models[0]).get(KEPT)
+    kept = vars(models[0]).get(WALK)
     if kept is not None and [*map(id, kept.roots)] == [*map(id, (*models, *outer))]:
         with contextlib.suppress(KeyError):  # an attribute is gone
             rows, others = kept.read()
             if kept.is_current(rows, others):
                 return kept, rows, others
-    vars(models[0])[KEPT] = None  # it is an attribute of what is walked
+    vars(models[0])[WALK] = None  # it is an attribute of what is walked
     walk = ModelWalk(models, num_inner, outer)
     if not walk.holds_memory:
-        vars(models[0])[KEPT] = walk
+        vars(models[0])[WALK] = walk
     return walk, *walk.read()
 
 

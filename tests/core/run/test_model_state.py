@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.refusals import table
-from megatron_prefix.run.read.model_walk import KEPT, ModelWalk
+from megatron_prefix.run.read.model_walk import WALK, ModelWalk
 from tests.core.run.test_first_step import Trainer, call, watching
 from tests.harness import steps
 from tests.harness.one_group import assert_bitwise, items
@@ -341,11 +341,11 @@ def test_a_model_takes_its_walk_with_it() -> None:
     model, schedule = small_model(), watching("on")
     steps.call(schedule, Trainer().step, model, items())
     inner = unwrap(model)
-    assert isinstance(vars(inner)[KEPT], ModelWalk)
-    made, arguments = vars(inner)[KEPT].__reduce__()
+    assert isinstance(vars(inner)[WALK], ModelWalk)
+    made, arguments = vars(inner)[WALK].__reduce__()
     assert made(*arguments) is None
-    assert copy.deepcopy({"walk": vars(inner)[KEPT]}) == {"walk": None}
-    alive = weakref.ref(vars(inner)[KEPT])
-    del vars(inner)[KEPT]
+    assert copy.deepcopy({"walk": vars(inner)[WALK]}) == {"walk": None}
+    alive = weakref.ref(vars(inner)[WALK])
+    del vars(inner)[WALK]
     gc.collect()
     assert alive() is None
