@@ -51,11 +51,16 @@ class Verdict(NamedTuple):
     why: str = ""
 
 
-def run(case: Case, mode: str) -> list[Call]:
-    """All calls of the case's session with the stock schedule, or with ours in a mode."""
+def run(case: Case, mode: str, stock: Sequence[Call] = ()) -> list[Call]:
+    """All calls of the case's session with the stock schedule, or with ours in a mode.
+
+    Args:
+        stock: what the stock schedule has left: weights are updated by its gradients, so that each
+            call begins with the same, and the limits are those of one step.
+    """
     parts = models.build(case)
     seed_all(case.seed)
-    trainer = Trainer(case, parts)
+    trainer = Trainer(case, parts, [call.gradients for call in stock])
     return list(trainer.session(_schedules(case, mode)))
 
 
@@ -84,11 +89,11 @@ def judge(case: Case, mode: str, stock: Sequence[Call], ours: Sequence[Call]) ->
         if expected.raised is not None:
             return Verdict(EQUAL)
         bits = () if found.shared and mode != "observe" else ALL
-        before = [] if mode == "observe" else [call for call in ours[:index] if call.shared]
-        if before:
-            bits = tuple(name for name in bits if name != "kept")  # it holds what these left
-        if any(call.kind == "train" for call in before):
-            bits = ()  # the weights are what these have made of them
+        if mode != "observe" and any(call.shared for call in ours[:index]):
+            # What these left is in `kept`, and may be in the losses of later steps.
+            # A step that was undone has called its losses twice.
+            loose = ("kept",) if case.late == "nothing" else ("kept", "losses")
+            bits = () if case.leaves == "next_step" else tuple(n for n in bits if n not in loose)
         differences = list(_differences(case, expected, found, bits))
         if differences:
             kinds = tuple(dict.fromkeys(kind for kind, _ in differences))

@@ -45,7 +45,7 @@ def verdicts(case: Case, modes: Sequence[str], more: Sequence[str] = ()) -> Verd
     stock = judge.run(case, "stock")
 
     def judged(some: Sequence[str]) -> Verdicts:
-        return {mode: judge.judge(case, mode, stock, judge.run(case, mode)) for mode in some}
+        return {mode: judge.judge(case, mode, stock, judge.run(case, mode, stock)) for mode in some}
 
     found = judged(modes)
     shared = all(one.what == judge.EQUAL for one in found.values())
@@ -171,7 +171,7 @@ def _on_ranks(case: Case, modes: Sequence[str]) -> Verdicts:
         stock = judge.run(case, "stock")
         found = []
         for mode in modes:
-            found.append(judge.judge(case, mode, stock, judge.run(case, mode)))
+            found.append(judge.judge(case, mode, stock, judge.run(case, mode, stock)))
             if mode != modes[-1] and found[-1].what not in (EQUAL, FALLBACK):
                 raise RuntimeError(f"mode {mode}: {found[-1].what}")
         return found

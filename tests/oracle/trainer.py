@@ -7,7 +7,7 @@ import contextlib
 import pickle
 import random
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,10 +111,11 @@ class Trainer:
     Args:
         case: what it is like.
         parts: its model.
+        updates: gradients by which weights are updated after each call; its own behind them.
     """
 
-    def __init__(self, case: Case, parts: Parts) -> None:
-        self.case, self.parts = case, parts
+    def __init__(self, case: Case, parts: Parts, updates: Sequence[dict[str, Tensor]] = ()) -> None:
+        self.case, self.parts, self._updates = case, parts, [*updates]
         self.kept: dict[str, Any] = {"list": [], "dict": {}, "counter": 0, "routes": []}
         self.sums = torch.zeros(4, dtype=torch.float64)
         self.carried: Any = 1.0
@@ -226,10 +227,11 @@ class Trainer:
 
     def _update(self, call: Call) -> None:
         """Plain gradient descent, so that a step shows in the next one."""
+        gradients = self._updates.pop(0) if self._updates else call.gradients
         with torch.no_grad():
             for name, parameter in self.parts.language.named_parameters():
-                if name in call.gradients:
-                    parameter -= 0.01 * call.gradients[name].to(parameter.dtype)
+                if name in gradients:
+                    parameter -= 0.01 * gradients[name].to(parameter.dtype)
 
     # The forward step ----------------------------------------------------------------------------
 
