@@ -259,13 +259,17 @@ def run_step(
     return logs, named
 
 
-def assert_gradients(own: dict[str, Tensor], expected: dict[str, Tensor], num: int) -> None:
+def assert_gradients(
+    own: dict[str, Tensor], expected: dict[str, Tensor], num: int, sums: tuple[int, int] = (0, 0)
+) -> None:
     """Gradients of a step in fp64 over `num` positions: each within the policy of its largest
-    element, or of a hundredth of the largest of all."""
+    element, or of a hundredth of the largest of all. `sums`: width and depth of the model."""
     assert own.keys() == expected.keys()
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():
         assert own[name].isfinite().all(), name
         error = float((own[name] - gradient).abs().max())
-        limit = tolerance(torch.float64, num) * max(float(gradient.abs().max()), 0.01 * largest)
+        limit = tolerance(torch.float64, num, *sums) * max(
+            float(gradient.abs().max()), 0.01 * largest
+        )
         assert error <= limit, f"{name}: {error:.2e} exceeds {limit:.2e}"

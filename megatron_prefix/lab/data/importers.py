@@ -29,14 +29,14 @@ KINDS = ("verl", "messages", "tokens")
 _NOT_TRAINED = -100  # torch's ignore_index, what training code writes into labels
 
 # Names that files use for one field; the first is ours.
-_GROUP = ("group", "group_id", "group_index", "prompt_id")
-_UID = ("uid", "id")
-_REWARD = ("reward", "score")
-_PROMPT = ("prompt_ids", "prompt_token_ids", "prompt_tokens")
-_RESPONSE = ("response_ids", "response_token_ids", "completion_ids", "output_ids")
-_WHOLE = ("tokens", "input_ids", "token_ids")
-_MASK = ("loss_mask", "response_mask", "completion_mask", "assistant_masks")
-_LOGPROBS = ("old_logprobs", "old_log_probs", "rollout_log_probs")
+GROUP_FIELDS = ("group", "group_id", "group_index", "prompt_id")
+UID_FIELDS = ("uid", "id")
+REWARD_FIELDS = ("reward", "score")
+PROMPT_FIELDS = ("prompt_ids", "prompt_token_ids", "prompt_tokens")
+RESPONSE_FIELDS = ("response_ids", "response_token_ids", "completion_ids", "output_ids")
+WHOLE_FIELDS = ("tokens", "input_ids", "token_ids")
+MASK_FIELDS = ("loss_mask", "response_mask", "completion_mask", "assistant_masks")
+LOGPROBS_FIELDS = ("old_logprobs", "old_log_probs", "rollout_log_probs")
 _LENGTHS = ("prompt_len", "response_length")
 _STEP = ("step", "global_step", "global_steps")
 _REMOVED = "remove_sample"  # slime: the loss mask is zero, the reward still counts in its group
@@ -45,15 +45,15 @@ _names = "|".join
 FIELDS = f"""\
   verl      input, output
   messages  messages (of OpenAI's chat API), [tools]
-  tokens    {_names(_PROMPT)},
-            {_names(_RESPONSE)};
-            or {_names(_WHOLE)} with one of
-            {_names((*_MASK, "labels"))},
+  tokens    {_names(PROMPT_FIELDS)},
+            {_names(RESPONSE_FIELDS)};
+            or {_names(WHOLE_FIELDS)} with one of
+            {_names((*MASK_FIELDS, "labels"))},
             {_names(_LENGTHS)};
             [{"], [".join(pads.FIELDS)}],
-            [{_names(_LOGPROBS)}]
-  in all    {_names(_REWARD)}, [advantage],
-            [{_names(_GROUP)}], [{_names(_UID)}],
+            [{_names(LOGPROBS_FIELDS)}]
+  in all    {_names(REWARD_FIELDS)}, [advantage],
+            [{_names(GROUP_FIELDS)}], [{_names(UID_FIELDS)}],
             [{_names(_STEP)}],
             [{_names((*TRAIN_FLAGS, _REMOVED))}]
 """
@@ -117,7 +117,7 @@ def _decoder(kind: str, tokenizer: Tokenizer | str | None) -> Callable[[Row], Ro
 
 def _labelled(rollout: Rollout, row: Row) -> Rollout:
     """`rollout` with the fields of all kinds; group and uid stay empty if the row has none."""
-    group, uid = _first(row, _GROUP), _first(row, _UID)
+    group, uid = _first(row, GROUP_FIELDS), _first(row, UID_FIELDS)
     if not _is_trained(row):
         no_logprobs = None if rollout.old_logprobs is None else rollout.old_logprobs[:0]
         rollout = replace(rollout, loss=(), old_logprobs=no_logprobs)
@@ -125,7 +125,7 @@ def _labelled(rollout: Rollout, row: Row) -> Rollout:
         rollout,
         group=jsonl.name(row, group) if group else "",
         uid=jsonl.name(row, uid) if uid else "",
-        reward=jsonl.number(row, _one_of(row, _REWARD)),
+        reward=jsonl.number(row, _one_of(row, REWARD_FIELDS)),
         advantage=jsonl.number(row, "advantage") if _first(row, ("advantage",)) else None,
     )
 
@@ -189,7 +189,7 @@ def _from_messages(row: Row, tokenizer: Tokenizer) -> Rollout:
 
 def _from_tokens(row: Row) -> Rollout:
     tokens, prompt_len = _sequence(row)
-    attended = pads.attended(row, len(tokens), prompt_len if _first(row, _PROMPT) else None)
+    attended = pads.attended(row, len(tokens), prompt_len if _first(row, PROMPT_FIELDS) else None)
     mask = _trained(row, tokens, prompt_len) & attended
     _check_length(row, attended)
     if prompt_len is None:
@@ -203,11 +203,11 @@ def _from_tokens(row: Row) -> Rollout:
 
 def _sequence(row: Row) -> tuple[NDArray[np.int64], int | None]:
     """The whole sequence int64 [n], pads included, and the prompt's length if the row has it."""
-    prompt = _first(row, _PROMPT)
+    prompt = _first(row, PROMPT_FIELDS)
     if prompt is not None:
-        head, tail = _ids(row, prompt), _ids(row, _one_of(row, _RESPONSE))
+        head, tail = _ids(row, prompt), _ids(row, _one_of(row, RESPONSE_FIELDS))
         return np.concatenate([head, tail]), len(head)
-    tokens = _ids(row, _one_of(row, (*_WHOLE, *_PROMPT)))
+    tokens = _ids(row, _one_of(row, (*WHOLE_FIELDS, *PROMPT_FIELDS)))
     field = _first(row, _LENGTHS)
     if field is None:
         return tokens, None
@@ -227,10 +227,10 @@ def _ids(row: Row, field: str) -> NDArray[np.int64]:
 
 def _trained(row: Row, tokens: NDArray[np.int64], prompt_len: int | None) -> NDArray[np.bool_]:
     """Which tokens are trained, bool [n]: by mask, by labels, else the whole response."""
-    field = _first(row, (*_MASK, "labels"))
+    field = _first(row, (*MASK_FIELDS, "labels"))
     if field is None:
         if prompt_len is None:
-            names = " or ".join((*_MASK, "labels", *_LENGTHS))
+            names = " or ".join((*MASK_FIELDS, "labels", *_LENGTHS))
             raise Fault("loss_mask", f"missing (nothing says what is trained); give {names}")
         return np.arange(len(tokens)) >= prompt_len
     values = jsonl.integers(row, field) if field == "labels" else jsonl.flags(row, field)
@@ -254,7 +254,7 @@ def _logprobs(
         row: of the file.
         mask, attended: bool [response with its pads].
     """
-    field = _first(row, _LOGPROBS)
+    field = _first(row, LOGPROBS_FIELDS)
     if field is None:
         return None
     logprobs = jsonl.numbers(row, field)
@@ -269,8 +269,8 @@ def _check_length(row: Row, attended: NDArray[np.bool_]) -> None:
 
     A mask of the response alone settles it: it has an entry for each pad.
     """
-    field, mask = _first(row, _LENGTHS), _first(row, (*_MASK, "labels"))
-    if field is None or _first(row, _PROMPT) or (mask and len(row[mask]) < len(attended)):
+    field, mask = _first(row, _LENGTHS), _first(row, (*MASK_FIELDS, "labels"))
+    if field is None or _first(row, PROMPT_FIELDS) or (mask and len(row[mask]) < len(attended)):
         return
     if not attended[0 if field == "prompt_len" else -1]:
         side = "left" if field == "prompt_len" else "right"

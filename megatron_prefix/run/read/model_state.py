@@ -267,6 +267,28 @@ class StateOfSteps:
             return contextlib.nullcontext()
         return self._state.own()
 
+    @contextlib.contextmanager
+    def owning(self, module: nn.Module) -> Iterator[None]:
+        """Inside, what a forward of a module changes that a forward step calls is its own."""
+        contexts: list[contextlib.AbstractContextManager[None]] = []
+
+        def enter(*_: Any) -> None:
+            contexts.append(self.own())
+            contexts[-1].__enter__()
+
+        def leave(*_: Any) -> None:
+            contexts.pop().__exit__(None, None, None)
+
+        hooks = (
+            module.register_forward_pre_hook(enter, prepend=True),
+            module.register_forward_hook(leave, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
     def swap(self, kept: list[Change] | None, entering: bool) -> list[Change] | None:
         """One for `SuspendedStep`: keeps what a step has changed before its call, puts it back,
         and repeats it when the step goes on."""

@@ -280,6 +280,7 @@ class Capture:
                     stack.callback(model.register_forward_pre_hook(self._state.called).remove)
                 if self._rank.has_images and (tower := vision_tower(model)) is not None:
                     self.towers.append(stack.enter_context(TowerOnce(tower, _number).running()))
+                    stack.enter_context(self._state.owning(tower))
             try:
                 yield
             finally:

@@ -11,7 +11,6 @@ from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.plan.step_planner import StepPlanner, Verdict, fitting
-from tests.harness.command_line import failure
 from tests.harness.trees import flat_rollouts
 
 COST = CostModel.of_flops(1.0, 1.0, 0.0)
@@ -83,12 +82,6 @@ def test_nothing_is_joined_where_only_what_waits_keeps_the_limit(given: int | st
 def test_no_other_word() -> None:
     with pytest.raises(UserError, match="segment_tokens is 'all'"):
         PrefixConfig(segment_tokens="all")
-
-
-def test_a_plan_without_a_device_needs_a_number(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--segment-tokens auto depends on" in failure(
-        capsys, "plan", "x.jsonl", "--segment-tokens", "auto"
-    )
 
 
 def test_stages_run_less_ahead_where_that_alone_keeps_the_limit() -> None:

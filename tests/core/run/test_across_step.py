@@ -228,7 +228,7 @@ def test_one_rank_that_fails_to_decide_leaves_each_alone(place: str, layout: Lay
 
 @pytest.mark.parametrize("place", ["before ranks tell", "what is in common"])
 def test_with_on_all_ranks_end_with_its_reason(place: str) -> None:
-    config = replace(AUTO, across_ranks="on")
+    config = replace(AUTO, mode="on", across_ranks="on")
     other, failed = run_ranks(2, run, config, Layout(dp=2), failing(*PLACES[place]))
     assert failed[0] == ["KeyError: 'spoiled'"] * 2
     assert other[0] == ["StepFailed: the step ends on all ranks: rank 1: KeyError: 'spoiled'"] * 2
@@ -248,7 +248,8 @@ def failing_behind_the_forecast() -> contextlib.AbstractContextManager[Any]:
 
 
 def test_failing_to_plan_what_crosses_ends_the_step_of_all() -> None:
-    other, failed = run_ranks(2, run, AUTO, Layout(dp=2), failing_behind_the_forecast)
+    config = replace(AUTO, mode="on", across_ranks="auto")
+    other, failed = run_ranks(2, run, config, Layout(dp=2), failing_behind_the_forecast)
     assert failed[0] == ["KeyError: 'spoiled'"] * 2
     assert other[0] == ["StepFailed: the step ends on all ranks: rank 1: KeyError: 'spoiled'"] * 2
     assert max(other[1], failed[1]) < SOON_S

@@ -21,7 +21,10 @@ from tests.harness.command_line import failure, result, run
 from tests.harness.importing import BOS, Characters, names, refused, write
 
 source = importing.source  # a fixture
-FIELD_LISTS = ("_GROUP", "_UID", "_REWARD", "_PROMPT", "_RESPONSE", "_WHOLE", "_MASK", "_LOGPROBS")
+FIELD_LISTS = (
+    "GROUP_FIELDS", "UID_FIELDS", "REWARD_FIELDS", "PROMPT_FIELDS", "RESPONSE_FIELDS",
+    "WHOLE_FIELDS", "MASK_FIELDS", "LOGPROBS_FIELDS",
+)  # fmt: skip
 
 # verl ---------------------------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ def test_no_rank_stays_in_what_never_ends(tmp_path: Path, where: str, number: in
         assert job.exitcode == (143 if number == signal.SIGTERM else -number)
 
 
-def test_a_rank_that_hears_no_signal_ends_however_often_it_is_told(tmp_path: Path) -> None:
+def test_a_rank_that_hears_no_signal_ends(tmp_path: Path) -> None:
     """The second signal must not end the launcher before it has ended its ranks."""
     with standing_job(tmp_path, "deaf") as (job, ranks):
         begin = time.monotonic()

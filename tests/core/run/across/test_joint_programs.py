@@ -80,11 +80,11 @@ def issued(
     inputs: Any = SimpleNamespace(max_position=0)
     reductions = reductions_of(pipeline, steps, early=early)
     executor = Recording(
-        plan, stages, inputs, links, False, None, None, reductions,
+        plan, stages, inputs, False, None, None, reductions,
         exchanges_of(pipeline, rank, steps), contextlib.ExitStack(),
         acted if sizes.counts else None,
     )  # fmt: skip
-    executor.run(rank.stage)
+    executor.run(rank.stage, links)
     reductions.start_rest()
     return steps
 
@@ -194,8 +194,8 @@ def stage_of(pipeline: Pipeline, rank: Rank, chunk: int, act: Any) -> Any:
     cache = SimpleNamespace(map=seen, clear=lambda: None, free=lambda *_, **__: None)
     hooks = SimpleNamespace(prepare=lambda _: None, graphs=None, end_step=lambda: None)
     return SimpleNamespace(
-        hooks=hooks, cache=cache, final=None, losses=None, live={}, offloads={}, wanted_next=[],
-        passing={}, act=act,
+        hooks=hooks, cache=cache, final=None, ledger=None, losses=None, live={}, offloads={},
+        wanted_next=[], passing={}, act=act,
     )  # fmt: skip
 
 
