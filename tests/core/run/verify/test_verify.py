@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -15,6 +17,9 @@ from megatron_prefix.errors import CannotShare
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.moe import versions
 from megatron_prefix.refusals.table import NOT_VERIFIED
+from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.read.draws import SegmentDraws
+from megatron_prefix.run.read.model_state import StateOfSteps
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.run.step_run import StepRun
 from megatron_prefix.run.verify import gradients, logs
@@ -299,3 +304,67 @@ def test_nested_results_are_compared_by_their_values() -> None:
 def test_results_that_differ_in_kind_are_infinitely_far(ours, stock) -> None:
     error, size, _ = logs.stores(ours, stock, 1.0)
     assert logs.relative(error, size) == float("inf")
+
+
+def changing(change: Callable[[int], None]) -> Callable[..., Any]:
+    """A forward step that changes something for each of its microbatches."""
+    numbers = itertools.count()
+
+    def step(data_iterator: Iterator[Any], wrapped: Any) -> Any:
+        change(next(numbers) % 5)
+        return Contract().step(data_iterator, wrapped)
+
+    return step
+
+
+def disproved(
+    schedule: PrefixSchedule, step: Callable[..., Any], model: Any, **options: Any
+) -> str:
+    """What `verify` says of a step that differs."""
+    steps.zero_gradients(model)
+    with pytest.raises(CannotShare):
+        steps.call(schedule, step, model, items(), **options)
+    return str(schedule.report.verification.failure)
+
+
+def test_state_of_a_microbatch_that_nothing_notices_is_caught(monkeypatch) -> None:
+    """As if no state were compared: an adapter's slot."""
+    monkeypatch.setattr(StateOfSteps, "check", lambda *_: None)
+    model = small_model()
+    mlp = language_model(model).decoder.layers[0].mlp
+    mlp.slot = 0
+    mlp.register_forward_hook(lambda m, _, out: (out[0] * (1 + 0.1 * m.slot), out[1]))
+    step = changing(lambda number: setattr(mlp, "slot", number))
+    assert "gradients" in disproved(verifying(), step, model)
+
+
+def test_noise_that_nothing_notices_is_caught(monkeypatch) -> None:
+    monkeypatch.setattr(SegmentDraws, "checking", lambda _: contextlib.nullcontext())
+    model = small_model()
+    mlp = language_model(model).decoder.layers[0].mlp
+    mlp.register_forward_hook(lambda _, __, out: (out[0] + torch.rand_like(out[0]), out[1]))
+    assert "gradients" in disproved(verifying(), Contract().step, model)
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_scales_that_are_taken_for_constant_are_caught(monkeypatch, noticed) -> None:
+    """Of routers' losses: the last microbatch's for all."""
+    if not noticed:
+        monkeypatch.setattr(Rank, "scales_auxiliary_losses", False)
+    scale = 1.0
+
+    def step(data_iterator: Iterator[Any], wrapped: Any) -> Any:
+        nonlocal scale
+        batch = next(data_iterator)
+        scale = 1.0 + batch["uid"]
+        return Contract().step(iter([batch]), wrapped)
+
+    model = small_model("tiny-moe")
+    language_model(model).config.grad_scale_func = lambda loss: loss * scale
+    if noticed:
+        steps.zero_gradients(model)
+        schedule = verifying()
+        steps.call(schedule, step, model, items())
+        assert schedule.report.verification.failure == ""
+    else:
+        assert "gradients" in disproved(verifying(), step, model)
