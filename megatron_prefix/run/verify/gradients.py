@@ -54,9 +54,7 @@ class KeptGradients:
 
     def __init__(self, rank: Rank, *, by_norm: bool) -> None:
         self._rank = rank
-        self._unreduced = rank.config.finalize_model_grads_func is None
-        group = rank.data_ranks
-        self._summed = group if self._unreduced and group is not None and group.size() > 1 else None
+        self._summed = _left_to_sum(rank)
         place = "sketch" if self._summed is not None else place_for(rank)
         self.by_norm = by_norm or place == "sketch"
         self._sketched = place == "sketch"
@@ -99,6 +97,16 @@ class KeptGradients:
             )
         ]  # fmt: skip
         return of(torch.stack(parts), order, dim=0)
+
+
+def _left_to_sum(rank: Rank) -> Any | None:
+    """The group over which gradients are still to be summed when the call is over; None: over none,
+    so that each rank's own gradients are the stock schedule's."""
+    by_trainer = not all(map(bucket_groups, rank.models))
+    is_left = rank.config.finalize_model_grads_func is None or by_trainer
+    group = rank.data_ranks
+    # Where nobody is known to reduce, what differs between ranks stays different.
+    return group if is_left and rank.reduces and group is not None and group.size() > 1 else None
 
 
 def gradients(rank: Rank) -> Iterator[tuple[str, Tensor]]:

@@ -346,6 +346,15 @@ def test_noise_that_nothing_notices_is_caught(monkeypatch) -> None:
     assert "gradients" in disproved(verifying(), Contract().step, model)
 
 
+def test_routers_that_do_not_count_are_caught(monkeypatch) -> None:
+    """In calls with forward_only where gradients are enabled; segments run without."""
+    monkeypatch.setattr(Rank, "counts_without_backward", False)
+    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    model = small_model("tiny-moe", config_overrides=bias)
+    failure = disproved(verifying(), Contract().step, model, forward_only=True)
+    assert "expert biases" in failure
+
+
 @pytest.mark.parametrize("noticed", [True, False])
 def test_scales_that_are_taken_for_constant_are_caught(monkeypatch, noticed) -> None:
     """Of routers' losses: the last microbatch's for all."""

@@ -12,7 +12,9 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.run import across_step
 from megatron_prefix.run import schedule as schedules
+from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.run.step_run import StepRun
 from tests.harness import steps
@@ -112,3 +114,33 @@ def test_what_is_wrong_on_one_rank_is_named_on_all(layout) -> None:
         assert equal
         assert not share
         assert "self_attention.linear_proj.weight" in verification.failure
+
+
+def unreduced(sums_gradients: bool) -> tuple[int, str]:
+    """A rank's step with a model in no wrapper, and prompts that cross ranks all the same: positions
+    that crossed, and what `verify` says."""
+    world = runtime.initialize(Layout(dp=2))
+    if not sums_gradients:
+        across_step._in_the_way = lambda *_: None  # type: ignore[assignment]  # in this process
+    config = PrefixConfig(
+        min_gain=0, kernel="math", verify=1, mode="auto", min_speedup=1e-9, across_ranks="on"
+    )
+    schedule = PrefixSchedule(config, Callbacks(sums_gradients=sums_gradients))
+    model, contract = small_model(dtype=torch.float64, wrap_ddp=False), Contract(per_token=True)
+    contract.configure(model)
+    items = data(0, 4, alike=True)  # every rank has half of a group
+    steps.call(schedule, contract.step, model, items[2 * world.rank : 2 * world.rank + 2])
+    crossed = schedule.report.crossed
+    return crossed.received_tokens if crossed else 0, schedule.report.verification.failure
+
+
+def test_gradients_that_nobody_sums_are_caught() -> None:
+    for crossed, failure in run_ranks(2, unreduced, False):
+        assert crossed > 0
+        assert "gradients" in failure
+
+
+def test_gradients_that_the_trainer_sums_are_compared_as_sums() -> None:
+    for crossed, failure in run_ranks(2, unreduced, True):
+        assert crossed > 0
+        assert failure == ""
