@@ -117,8 +117,8 @@ def test_what_is_wrong_on_one_rank_is_named_on_all(layout) -> None:
 
 
 def unreduced(sums_gradients: bool) -> tuple[int, str]:
-    """A rank's step with a model in no wrapper, and prompts that cross ranks all the same: positions
-    that crossed, and what `verify` says."""
+    """A step with a model in no wrapper, and prompts that cross ranks all the same: how many
+    positions crossed, and what `verify` says."""
     world = runtime.initialize(Layout(dp=2))
     if not sums_gradients:
         across_step._in_the_way = lambda *_: None  # type: ignore[assignment]  # in this process
