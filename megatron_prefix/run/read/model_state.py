@@ -172,7 +172,7 @@ class ModelState:
 
     def _marks_now(self) -> list[list[Any]]:
         """Of every tensor what tells that it was written, or moved."""
-        marks: list[list[Any]] = [[*map(_version, self._tensors)], [*map(_place, self._tensors)]]
+        marks: list[list[Any]] = [[*map(_version, self._tensors)], _places(self._tensors)]
         return [*marks, [*map(_sample, self._tensors)]] if self._samples else marks
 
     def _changes_of(self, number: int) -> Iterator[Change]:
@@ -376,6 +376,14 @@ def _put(to: Holder, name: Any, value: Any) -> None:
         holder[name].update(value)
     else:
         holder[name] = value
+
+
+def _places(tensors: Sequence[Tensor]) -> list[int]:
+    """Where they lie in memory."""
+    try:
+        return [*map(Tensor.data_ptr, tensors)]  # in C
+    except RuntimeError:
+        return [*map(_place, tensors)]
 
 
 def _place(tensor: Tensor) -> int:
