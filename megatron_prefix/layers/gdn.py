@@ -15,6 +15,9 @@ from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent, Saved, Shape
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.refusals.table import DELTA_CP, DELTA_KERNEL, OWN_DELTA_CP
 
+VARIANTS = frozenset({"gated_delta_net", "gdn"})
+"""Megatron's `experimental_attention_variant`; the latter since 0.20."""
+
 
 class GatedDeltaNet(Recurrent):
     """Megatron's GatedDeltaNet."""
@@ -29,7 +32,7 @@ class GatedDeltaNet(Recurrent):
 
     def fills(self, config: Any, layer: int) -> bool:
         """See Kind."""
-        if getattr(config, "experimental_attention_variant", None) != "gated_delta_net":
+        if getattr(config, "experimental_attention_variant", None) not in VARIANTS:
             return False
         every = config.linear_attention_freq
         return (layer + 1) % every != 0 if isinstance(every, int) else bool(every[layer])

@@ -10,6 +10,7 @@ import pytest
 
 from megatron_prefix.lab.models import presets
 from megatron_prefix.layers import table
+from megatron_prefix.layers.gdn import GatedDeltaNet
 from megatron_prefix.layers.kind import Kind, Slot
 from megatron_prefix.layers.model import cost_of, footprint_of, layers_of
 from megatron_prefix.layers.table import KINDS, part_of
@@ -143,3 +144,12 @@ def test_a_new_kind_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.kv, found.seen) == (footprint.kv, 1e9)
     assert found.unread == found.inner  # all of the last layer is computed
     assert found.payloads == ((memory.payload, Payload(Form.SPANS, 5.0, 6.0)) * 2,)
+
+
+@pytest.mark.parametrize(
+    ("variant", "layers"), [("gated_delta_net", [0, 2]), ("gdn", [0, 2]), ("gdn2", [])]
+)
+def test_gated_delta_net_by_the_names_of_all_releases(variant, layers) -> None:
+    """Megatron-Core 0.20 calls it gdn, and gdn2 is another module."""
+    config = SimpleNamespace(experimental_attention_variant=variant, linear_attention_freq=2)
+    assert [layer for layer in range(4) if GatedDeltaNet().fills(config, layer)] == layers
