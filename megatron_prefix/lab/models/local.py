@@ -60,9 +60,10 @@ class LocalAttention(DotProductAttention):
         v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
-        alone = copy.copy(config)
-        alone.context_parallel_size = 1
-        super().__init__(alone, *args, **kwargs)
+        if config.context_parallel_size > 1:
+            config = copy.copy(config)
+            config.context_parallel_size = 1
+        super().__init__(config, *args, **kwargs)
 
     def forward(
         self,
