@@ -27,9 +27,10 @@ def layers_of(config: Any, pattern: str | None = None) -> list[tuple[Kind, ...]]
         pattern = getattr(config, "hybrid_override_pattern", None) or ""
     if pattern:
         return [_of_symbol(config, layer, symbol) for layer, symbol in enumerate(pattern)]
+    kinds = table.kinds_of(config)
     return [
         tuple(
-            next(one for one in table.KINDS if one.slot is slot and one.fills(config, layer))
+            next(kind for kind in kinds if kind.slot is slot and kind.fills(config, layer))
             for slot in Slot
         )
         for layer in range(config.num_layers)
@@ -38,10 +39,10 @@ def layers_of(config: Any, pattern: str | None = None) -> list[tuple[Kind, ...]]
 
 def _of_symbol(config: Any, layer: int, symbol: str) -> tuple[Kind, ...]:
     """The kind of a symbol; of several the first that fills the layer."""
-    found = [one for one in table.KINDS if one.symbol == symbol]
-    if len(found) > 1:
-        found = [one for one in found if one.fills(config, layer)]
-    return tuple(found[:1])
+    kinds = [each for each in table.kinds_of(config) if each.symbol == symbol]
+    if len(kinds) > 1:
+        kinds = [kind for kind in kinds if kind.fills(config, layer)]
+    return tuple(kinds[:1])
 
 
 def behind_decoder(config: Any, pattern: str | None = None) -> tuple[Kind, ...]:

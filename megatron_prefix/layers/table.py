@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from megatron_prefix import features
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers.attention import Attention
-from megatron_prefix.layers.dsa import DSA
 from megatron_prefix.layers.experts import Experts
 from megatron_prefix.layers.gdn import GatedDeltaNet
 from megatron_prefix.layers.kind import Heads, Kind, Part, Slot
 from megatron_prefix.layers.mamba import Mamba2
 from megatron_prefix.layers.mla import MLA
 from megatron_prefix.layers.mlp import MLP
-from megatron_prefix.layers.own_gdn import OwnGatedDeltaNet
 from megatron_prefix.layers.window import Window
 from megatron_prefix.refusals.table import OTHER_MIXER
 from megatron_prefix.tree.payload_map import Form
@@ -22,33 +22,48 @@ from megatron_prefix.tree.payload_map import Form
 KINDS: tuple[Kind, ...] = (
     Mamba2(),
     GatedDeltaNet(),
-    OwnGatedDeltaNet(),
-    DSA(),
     MLA(),
     Window(),
     Attention(),
     Experts(),
     MLP(),
 )
-"""In a slot the first that knows the module, or the config, has it."""
+"""In a slot the first that knows the module, or the config, has it; before them those of features
+(`kinds_of`, `_kinds_in`)."""
 SYMBOLS = frozenset(kind.symbol for kind in KINDS)
+
+
+def kinds_of(config: Any) -> tuple[Kind, ...]:
+    """The kinds that layers of a model with this config may be of."""
+    return (*(_loaded(kind.path) for kind in features.KINDS if kind.in_config(config)), *KINDS)
+
+
+def _kinds_in(layer: Any) -> tuple[Kind, ...]:
+    """The kinds that one of Megatron's layers may have modules of."""
+    return (*(_loaded(kind.path) for kind in features.KINDS if kind.in_layer(layer)), *KINDS)
+
+
+@functools.cache
+def _loaded(path: str) -> Kind:
+    kind: Kind = features.load(path)()
+    return kind
 
 
 def heads(config: Any) -> Heads:
     """Heads of a model's attention on a rank."""
-    return next(found for kind in KINDS if (found := kind.heads(config)) is not None)
+    return next(found for kind in kinds_of(config) if (found := kind.heads(config)) is not None)
 
 
 def windows(config: Any) -> set[int]:
     """Windows that a config gives to layers of a model, on any stage."""
-    kinds = [kind for kind in KINDS if kind.has_window]
+    kinds = [kind for kind in kinds_of(config) if kind.has_window]
     given = (kind.fills(config, layer) for kind in kinds for layer in range(config.num_layers))
     return {config.window_size[0]} if any(given) else set()
 
 
 def part_of(layer: Any, slot: Slot) -> Part | None:
     """What fills a slot of one of Megatron's layers; None if that is not known."""
-    for kind in KINDS:
+    for kind in _kinds_in(layer):
         if kind.slot is slot and (module := kind.module_of(layer)) is not None:
             return Part(kind, module)
     return Part(None) if slot is Slot.MLP or _has_no_mixer(layer) else None
@@ -74,7 +89,7 @@ def told(config: Any, models: Iterable[Any]) -> Any:
     """A model's config with what its modules tell beside it, as the numbers of kinds want it."""
     found: dict[str, Any] = {}
     for layer in (one for model in models for one in _layers(model)):
-        for kind in KINDS:
+        for kind in _kinds_in(layer):
             found |= kind.told(layer)
     return _Told(config, found) if found else config
 

@@ -19,6 +19,9 @@ PACKAGE = data.REPOSITORY / "megatron_prefix"
 PURE_ROOMS = ("tree", "plan")
 AT_THE_ROOT = {"__init__.py", "__main__.py", "config.py", "errors.py"}
 LAB = "lab"
+TABLE = "megatron_prefix.features"
+"""The table of features, which names modules in strings: any file may import it. What lies below it
+is a room of the core."""
 COMMANDS = {"__main__.py", "run/__main__.py"}
 """Of the core: they start the lab's command line, and nothing imports them."""
 RUN = PACKAGE / "run"
@@ -66,7 +69,7 @@ def _rooms(floor: Path) -> dict[str, set[str]]:
                 continue
             for name in _imported(source):
                 room = name.removeprefix(prefix).partition(".")[0]
-                if name.startswith(prefix) and room in folders:
+                if name.startswith(prefix) and room in folders and name != TABLE:
                     used[folder].add(room)
         used[folder].discard(folder)
     return used

@@ -12,11 +12,11 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_prefix.errors import CannotShare
+from megatron_prefix.features.dsa import sparse as blocks
+from megatron_prefix.features.dsa.kind import DSA
+from megatron_prefix.features.dsa.sparse import Index, Sparse, choose
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers import table
-from megatron_prefix.layers.blocks import sparse as blocks
-from megatron_prefix.layers.blocks.sparse import Index, Sparse, choose
-from megatron_prefix.layers.dsa import DSA
 from megatron_prefix.layers.mla import MLA
 from megatron_prefix.megatron.install import install, installed, language_model
 from megatron_prefix.plan.footprint import Execution

@@ -15,12 +15,12 @@ import torch
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.device import graphs
+from megatron_prefix.features.dsa.kind import DSA
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.verify import align
-from megatron_prefix.layers.dsa import DSA
 from megatron_prefix.layers.gdn import GatedDeltaNet
 from megatron_prefix.layers.graphs import layers, pieces, segment_graphs
 from megatron_prefix.layers.mlp import MLP

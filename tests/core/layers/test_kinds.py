@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_prefix import features
 from megatron_prefix.lab.models import presets
 from megatron_prefix.layers import table
 from megatron_prefix.layers.gdn import GatedDeltaNet
@@ -23,12 +24,13 @@ from tests.harness import data
 from tests.harness.one_rank import one_rank, small_model
 
 PACKAGE = data.REPOSITORY / "megatron_prefix"
+EVERY = (*KINDS, *(features.load(kind.path)() for kind in features.KINDS))
 OWN = {
     f"{name.replace('.', '/')}.py"
-    for name in (table.__name__, presets.__name__, *(type(kind).__module__ for kind in KINDS))
+    for name in (table.__name__, presets.__name__, *(type(kind).__module__ for kind in EVERY))
 }
 """Files that may name kinds."""
-NAMES = "|".join(type(kind).__name__ for kind in KINDS)
+NAMES = "|".join(type(kind).__name__ for kind in EVERY)
 SYMBOL = f'"[{re.escape("".join({kind.symbol for kind in KINDS} - {"-"}))}]"'
 """In quotes; "-" is also stdout."""
 ASKS = re.compile(
@@ -39,9 +41,10 @@ ASKS = re.compile(
 
 
 def test_each_kind_has_a_file_of_its_own() -> None:
-    files = {type(kind).__module__ for kind in KINDS}
-    assert len(files) == len(KINDS) == len({kind.name for kind in KINDS})
-    assert all(one.rpartition(".")[0] == "megatron_prefix.layers" for one in files)
+    files = {type(kind).__module__ for kind in EVERY}
+    assert len(files) == len(EVERY) == len({kind.name for kind in EVERY})
+    folders = {type(kind).__module__.rpartition(".")[0] for kind in KINDS}
+    assert folders == {"megatron_prefix.layers"}
 
 
 def test_only_its_file_and_the_table_name_a_kind() -> None:
@@ -79,10 +82,10 @@ def test_numbers_of_all_presets_need_neither_torch_nor_megatron() -> None:
 
 
 def test_kinds_that_leave_a_payload_mix_positions() -> None:
-    assert {kind.symbol or "own": kind.form for kind in KINDS if kind.form} == {
+    assert {kind.symbol or "own": kind.form for kind in EVERY if kind.form} == {
         "*": Form.POSITIONS, "G": Form.SPANS, "M": Form.SPANS, "own": Form.SPANS,
     }  # fmt: skip
-    assert all(kind.slot is Slot.MIXER for kind in KINDS if kind.form)
+    assert all(kind.slot is Slot.MIXER for kind in EVERY if kind.form)
 
 
 @pytest.mark.parametrize(("spec", "mlp"), [({}, "-"), ({"num_moe_experts": 4}, "E")])

@@ -1,4 +1,4 @@
-"""A trainer's own GatedDeltaNet in a segment (layers/own_gdn.py): three methods of instances.
+"""A trainer's own GatedDeltaNet in a segment (kind.py): three methods of instances.
 
 The outer module is given the segment's spans as a pack. Inside, the convolution is a module, and
 the rule a global name or an attribute.

@@ -4,7 +4,7 @@ A Hugging Face module inside a TransformerLayer, all of it on every tensor-paral
 config says neither its sizes nor its layers: the module does. It is told by what it calls:
 `HuggingfaceAttention.forward` gathers positions and calls `hf_forward`, that a norm and
 `linear_attn`, and this flash-linear-attention's ShortConvolution and its rule. Its segments run in
-layers/recurrent/own_delta.py.
+features/own_gdn/layer.py.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class OwnGatedDeltaNet(GatedDeltaNet):
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind; the rule is tried, once a process, and so is all around it."""
-        from megatron_prefix.layers.recurrent import own_delta, probe
+        from megatron_prefix.features.own_gdn import layer as own_layer
+        from megatron_prefix.layers.recurrent import probe
 
         inside, config = module.linear_attn, model.config
         if config.context_parallel_size > 1:
@@ -108,9 +109,9 @@ class OwnGatedDeltaNet(GatedDeltaNet):
             yield OWN_DELTA_STAGES.given()
         device = next(inside.parameters()).device.type
         sizes = inside.head_k_dim, inside.head_v_dim, inside.num_v_heads
-        if why := probe.tried(own_delta.rule_of(inside), device, *sizes):
+        if why := probe.tried(own_layer.rule_of(inside), device, *sizes):
             yield DELTA_KERNEL.given(why)
-        elif own_delta.mixes_elsewhere(inside):
+        elif own_layer.mixes_elsewhere(inside):
             yield OWN_DELTA_MIXES.given(number, type(inside).__name__)
 
     def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
@@ -119,7 +120,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         """See Kind."""
-        from megatron_prefix.layers.recurrent.own_delta import OwnDeltaLayer
+        from megatron_prefix.features.own_gdn.layer import OwnDeltaLayer
 
         return OwnDeltaLayer(module, number, running).overrides()
 

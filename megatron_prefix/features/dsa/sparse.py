@@ -8,7 +8,7 @@ megatron/core/transformer/experimental_attention_variant/dsa.py: scores of all p
 some queries at a time.
 
 The indexer itself is the stock module, on the segment's positions. Its input is detached there, so
-nothing flows through it but its own loss, which is refused (layers/dsa.py).
+nothing flows through it but its own loss, which is refused (features/dsa/kind.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A layer of multi-latent attention, whose core attention has an indexer: small queries and one small
 key a position, whose scores choose. A span leaves the latents of its positions, the rotated parts
-of their keys, and their index keys (layers/blocks/sparse.py). docs/sparse-attention.md has what is
+of their keys, and their index keys (features/dsa/sparse.py). docs/sparse-attention.md has what is
 exact about that, and what it costs. ("DeepSeek-V3.2: Pushing the Frontier of Open Large Language
 Models", section 2.1.)
 """
@@ -98,7 +98,7 @@ class DSA(MLA):
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         """See Kind."""
-        from megatron_prefix.layers.blocks.sparse import Sparse
+        from megatron_prefix.features.dsa.sparse import Sparse
 
         sparse = Sparse(module, number, running)
         core = module.core_attention

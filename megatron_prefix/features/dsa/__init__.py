@@ -1,0 +1,1 @@
+"""DeepSeek's sparse attention: a kind of layer, and how its segments run."""
