@@ -1,9 +1,8 @@
 """What some steps need and most do not: one table of strings.  Pure.
 
-A feature lives in a folder of its own and enters the core by one of two seams: a kind of layer
-(layers/kind.py), or a part of the step (parts.py). It imports the core, which imports none of it:
-this table says by name what to import, and when. Entry points of packages would not do: the order
-decides, a test reads it, and ranks with different packages would wait for one another.
+A feature lives in a folder of its own. It imports the core, which imports none of it: this table
+says by name what to import, and when. Entry points of packages would not do: the order decides, a
+test reads it, and ranks with different packages would wait for one another.
 """
 
 from __future__ import annotations

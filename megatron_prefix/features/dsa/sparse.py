@@ -2,8 +2,8 @@
 
 What a query sees is decided by scores of all keys before it, so levels cannot be merged: in front
 of the keys of a span lie all those of its ancestors, in the order of positions, and one call takes
-them. Ancestors' keys and values are expanded from latents, as in latent.py; index keys are what
-they left. The arithmetic is that of `unfused_dsa_fn` in
+them. Ancestors' keys and values are expanded from latents, as in layers/blocks/latent.py; index
+keys are what they left. The arithmetic is that of `unfused_dsa_fn` in
 megatron/core/transformer/experimental_attention_variant/dsa.py: scores of all pairs, and a mask;
 some queries at a time.
 
