@@ -29,6 +29,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
+from megatron_prefix.features.overlap.reductions import Reductions
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.cli import arguments
 from megatron_prefix.lab.cli.inputs import load_groups
@@ -40,7 +41,6 @@ from megatron_prefix.lab.rl.job import fit_vocabulary
 from megatron_prefix.lab.verify.align import made, of_this_rank
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.run.calls import Callbacks
-from megatron_prefix.run.execute.overlap import Reductions
 from megatron_prefix.run.schedule import PrefixSchedule
 
 NUMBERS = (

@@ -1,17 +1,39 @@
 """What some steps need and most do not: one table of strings.  Pure.
 
-A feature lives in a folder of its own. It imports the core, which imports none of it: this table
-says by name what to import, and when. Entry points of packages would not do: the order decides, a
-test reads it, and ranks with different packages would wait for one another.
+A feature lives in a folder of its own and enters the core by one of two seams: a kind of layer
+(layers/kind.py), or a part of the step (parts.py). It imports the core, which imports none of it:
+this table says by name what to import, and when. Entry points of packages would not do: the order
+decides, a test reads it, and ranks with different packages would wait for one another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from megatron_prefix.config import PrefixConfig
+    from megatron_prefix.run.rank import Rank
 
 _FOLDER = "megatron_prefix.features."
+
+
+class Feature(NamedTuple):
+    """A part of some steps.
+
+    Attributes:
+        name: for messages.
+        path: "module:Class" of a `StepPart`.
+        wanted: whether a call has it, by what the user set and what this rank is in it.
+        needed: whether a step without it is wrong, and not just slower. One that is not exchanges
+            nothing with other ranks, which may lack it.
+    """
+
+    name: str
+    path: str
+    wanted: Callable[[PrefixConfig, Rank], bool]
+    needed: bool = True
 
 
 class FeatureKind(NamedTuple):
@@ -45,6 +67,15 @@ KINDS: tuple[FeatureKind, ...] = (
     ),
 )
 """Tried before the core's kinds, in this order."""
+
+PARTS: tuple[Feature, ...] = (
+    Feature(
+        "the overlap of reductions with backwards",
+        f"{_FOLDER}overlap.part:Overlap",
+        lambda _, rank: rank.overlaps and not rank.forward_only,
+    ),
+)
+"""In the order in which each step asks them."""
 
 
 def load(path: str) -> Any:

@@ -44,8 +44,6 @@ class SegmentContext:
         joined: whether spans of it continue others of it (tree/joining.py).
         activates_again: whether its MLPs drop what "recompute_act" computes again.
         recomputed: whether its forward runs again before its backward, by policy "recompute".
-        passing: called in its backward with a layer's number when the gradient of that layer's
-            input is computed; None: nobody asks.
     """
 
     index: int
@@ -66,7 +64,6 @@ class SegmentContext:
     joined: bool = False
     activates_again: bool = False
     recomputed: bool = False
-    passing: Callable[[int], None] | None = None
 
     def capture(self, layer: int, shared: Shared, key: Tensor, value: Tensor) -> None:
         """Puts what an inner segment leaves into the sidecar, once: recomputation calls again."""

@@ -26,7 +26,6 @@ recomputation runs the forward there.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -131,10 +130,8 @@ class Hooks:
         handle = decoder.register_forward_pre_hook(self._entering, with_kwargs=True)
         self._undo.append(handle.remove)
         self._override(decoder, "forward", self._saving(decoder.forward))
-        for number, one in enumerate(decoder.layers):
-            begins = functools.partial(self._layer_begins, number)
-            handle = one.register_forward_pre_hook(begins, with_kwargs=True)
-            self._undo += [handle.remove, one.register_forward_hook(self._layer_done).remove]
+        for layer in decoder.layers:
+            self._undo.append(layer.register_forward_hook(self._layer_done).remove)
         self._override_parts(self.parts)
         self._override_parts([mlp for _, mlp in self._slots])
         if self.keys_only is not None:
@@ -333,23 +330,6 @@ class Hooks:
         current = self.current
         early = self.keys_only is not None and current is not None and current.on_decoded is None
         return current.rows if early else None  # type: ignore[union-attr]
-
-    def _layer_begins(
-        self, number: int, _: nn.Module, args: tuple, kwargs: dict
-    ) -> tuple[tuple, dict] | None:
-        """Marks a layer's input, a view: autograd comes to it after all that follows, and adds up
-        gradients of leaves before others."""
-        passing = None if self.current is None else self.current.passing
-        if passing is None or not torch.is_grad_enabled():
-            return None
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if not hidden.requires_grad:
-            return None
-        marked = hidden.view_as(hidden)
-        marked.register_hook(lambda _: passing(number))
-        if args:
-            return (marked, *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": marked}
 
     def _layer_done(self, *_: Any) -> None:
         if self.current is not None and self.current.offload is not None:

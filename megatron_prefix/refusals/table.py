@@ -313,6 +313,7 @@ UNEVEN_SAMPLES = Refusal("seq_aux_loss with samples of several lengths in one mi
 
 # --- this package ---------------------------------------------------------------------------------
 
+FEATURE_MISSING = Refusal("… cannot be imported (…)", "package", NOT_YET, "install megatron_prefix again: until then the stock schedule runs the steps that need it")
 OWN_ERROR = Refusal("an error of the prefix schedule's own, in … (…)", "package", NOT_YET, "report it with the traceback in the log, and leave mode auto on, or use mode off: the stock schedule runs such steps")
 NO_MEMORY = Refusal("a step with segments does not fit in device memory (…)", "package", NOT_YET, "give fewer segment_tokens or chunk_tokens, or memory recompute: its kind is the stock schedule's from then on")
 NO_COPY = Refusal("gradients are not zero when a call begins, and the host has no room for a copy (…)", "package", NOT_YET, "give one call all microbatches of an update, or free host memory: mode auto shares what it can undo")

@@ -391,9 +391,9 @@ class Planning:
         if rank.crosses:  # all have come to it together
             return decision
         # Buckets that are reduced during the backward are reduced in the order in which the stock
-        # schedule's backward completes them, and ours is a fixed one (run/execute/overlap.py): the
-        # two differ for chunks that are interleaved, and where neighbouring weights of a layer fill
-        # a bucket each.
+        # schedule's backward completes them, and ours is a fixed one
+        # (features/overlap/reductions.py): the two differ for chunks that are interleaved, and
+        # where neighbouring weights of a layer fill a bucket each.
         if self.config.mode == "auto" and not rank.forward_only and rank.overlaps:
             why = "overlap_grad_reduce needs one schedule"
             everyone = rank.data_ranks or default_groups().dp_cp

@@ -31,6 +31,7 @@ from megatron_prefix.megatron.install import language_model
 from megatron_prefix.megatron.scale_functions import own_scale_functions
 from megatron_prefix.moe.options import counts_tokens, has_global_loss
 from megatron_prefix.moe.versions import is_since
+from megatron_prefix.parts import StepPart
 from megatron_prefix.plan.footprint import Execution, Footprint
 
 logger = logging.getLogger(__name__)
@@ -157,6 +158,7 @@ class Rank(ModelNumbers):
         crosses: whether they do.
         why_alone: why they cannot.
         graph_tokens: positions of the longest segment whose layers are to run on CUDA graphs.
+        step_parts: what features add to the call.
         waiting: groups whose ranks wait for one another in the middle of a step.
         parts: ranks that share the work of every layer: tensor and context parallelism.
         layout: tells models, and layouts of one model, apart; the same on every rank.
@@ -165,6 +167,9 @@ class Rank(ModelNumbers):
     may_cross = crosses = False
     why_alone = ""
     graph_tokens = 0
+    step_parts: Sequence[StepPart] = ()
+    forward_only: bool
+    overlaps: bool
 
     def __init__(
         self,

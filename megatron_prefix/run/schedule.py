@@ -26,7 +26,7 @@ from torch.utils import (
     _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
 )
 
-from megatron_prefix import trainers
+from megatron_prefix import parts, trainers
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError, refused, unexpected
 from megatron_prefix.layers import fused_yarn
@@ -437,6 +437,7 @@ class PrefixSchedule:
             across_step.tell_alone(rank.why_alone, rank, self._logged)
         if self.config.cache_host_layers and rank.groups.cp.size() > 1:
             raise refused(HOST_LAYERS_CP)
+        rank.step_parts = parts.chosen(self.config, rank)
         return rank
 
     def _read(

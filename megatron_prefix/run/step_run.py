@@ -3,8 +3,8 @@
 Every backward of the step runs without synchronisation, since no single one of them is "the last
 microbatch" that Megatron's overlapped reduction waits for: the last one is an inner segment's and
 touches no output layer.  Where Megatron would have started reductions from a backward hook
-(megatron/core/distributed/param_and_grad_buffer.py), they are started by hand: during the rank's
-last backwards where that can be (execute/overlap.py), the rest afterwards.
+(megatron/core/distributed/param_and_grad_buffer.py), they are started by hand, by a part of the
+step (parts.py).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from megatron_prefix.megatron.install import Hooks, install, installed
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import free_bytes
+from megatron_prefix.parts import Attempt, around
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.count_sums import sums_behind
 from megatron_prefix.plan.joint_forest import JointForest
@@ -52,7 +53,6 @@ from megatron_prefix.run.execute.messages import (
     message_dtype,
     message_shape,
 )
-from megatron_prefix.run.execute.overlap import Reductions
 from megatron_prefix.run.execute.rewind import Rewind
 from megatron_prefix.run.execute.scales import AuxiliaryScales
 from megatron_prefix.run.rank import Rank
@@ -126,7 +126,6 @@ class StepRun:
         self._config, self._memory = schedule.config, schedule.memory
         self._report = schedule.report
         self._losses: Losses | None = None
-        self._reductions: Reductions | None = None
         self._communicator: Communicator | None = None
         self._ahead: StepAhead | None = None
         self._first: Executor | None = None
@@ -147,13 +146,14 @@ class StepRun:
             reserved = torch.cuda.memory_reserved(rank.device)
             report.base_bytes = torch.cuda.memory_allocated(rank.device) - _placed(rank)
             report.room_bytes = free_bytes(rank.device, self._config.memory_budget)
-        with contextlib.ExitStack() as around:
-            _, problem = agreement.tried(functools.partial(self._ready, around))
+        with contextlib.ExitStack() as stack:
+            _, problem = agreement.tried(functools.partial(self._ready, stack))
             problem = self._agreed(problem)
             has_run = problem is None
             if has_run:
                 problem = self._ran()
-                self._begin_reductions()
+                for part in rank.step_parts:
+                    part.behind()
                 problem = problem or self._agreed(self._found())
                 self._complete(problem)
         if problem is not None:
@@ -163,19 +163,19 @@ class StepRun:
             self._memory.give_back(report.base_bytes, reserved, rank.device)
         return self._losses.forward_data_store if self._losses is not None else []
 
-    def _ready(self, around: contextlib.ExitStack) -> None:
+    def _ready(self, stack: contextlib.ExitStack) -> None:
         """Makes what runs the plan, and enters all that is around it; nothing has run."""
         report, rank = self._report, self._rank
         self._memory.settle(report.plan, self._joint, rank)
         if self._config.mode == "auto" and self._memory.before is not None:
             self._keep(self._memory.before)
         if rank.config.timers is not None:
-            around.enter_context(_timed(rank.config))
+            stack.enter_context(_timed(rank.config))
         if rank.num_stages > 1:
-            around.enter_context(closing_on_failure(rank.groups.pp))
+            stack.enter_context(closing_on_failure(rank.groups.pp))
         if rank.crosses:
             crossing = communicator_of(rank.siblings, rank.device)
-            self._communicator = around.enter_context(crossing)
+            self._communicator = stack.enter_context(crossing)
         if report.plan.num_stages > 1:
             self._resume_other_stages()
         self._first = self._executor(report.plan)
@@ -204,11 +204,10 @@ class StepRun:
 
     def _found(self) -> Exception | None:
         """What this rank has met; the host may wait for the device."""
-        # In mode "on" a late gradient ends the run when all reductions are over.
-        late = self._reductions is not None and self._config.mode != "on" and self._reductions.error
+        of_parts = next((part.problem for part in self._rank.step_parts if part.problem), None)
         of_losses = self._losses.problem() if self._losses is not None else None
         of_model = self._draws.problem if self._draws is not None else None
-        return self._problem or late or of_model or of_losses or None
+        return self._problem or of_parts or of_model or of_losses or None
 
     def _agreed(self, problem: Exception | None) -> Exception | None:
         """What any rank has met of those that run the step together; all of these call this."""
@@ -216,31 +215,19 @@ class StepRun:
             problem = as_refusal(problem)
         return agreement.agree(problem, self._rank.together, self._rank.device)
 
-    def _begin_reductions(self) -> None:
-        """Ranks may have begun some: all begin the rest in their one order, before they ask one
-        another, unless nothing here ends them."""
-        if self._reductions is not None and self._finalizes:
-            self._reductions.start_rest()
-
-    @property
-    def _finalizes(self) -> bool:
-        return self._rank.config.finalize_model_grads_func is not None
-
     def _complete(self, problem: Exception | None) -> None:
-        """What follows the plan's last action; with a problem only what ends the reductions that
-        some ranks may have begun."""
+        """What follows the plan's last action; with a problem gradients are finalized only where
+        some have left this rank."""
         report, rank = self._report, self._rank
         if problem is None and rank.has_experts:
             routers.leave(len(self._capture.steps[0]), rank, self._capture)
-        begun = rank.overlaps and self._finalizes
-        if not rank.forward_only and (problem is None or begun):
+        is_final = any(part.why_final for part in rank.step_parts)
+        if not rank.forward_only and (problem is None or is_final):
             num_tokens = self._losses.num_tokens if self._losses is not None else 0
-            if self._reductions is not None and not self._finalizes:
-                self._reductions.start_rest()
             _finalize(rank, num_tokens, self._force_all_reduce)
-            if problem is None and self._reductions is not None:
-                self._reductions.check()
         if problem is None:
+            for part in rank.step_parts:
+                part.finished()
             report.memory = self._memory.predicted(report.plan, rank)
             if self._ahead is not None:
                 self._ahead.log()
@@ -258,8 +245,9 @@ class StepRun:
 
     def _why_final(self) -> str:
         """Why an attempt that has failed cannot be repeated; empty if it can."""
-        if self._reductions is not None and self._reductions.begun:
-            return "its gradients were being reduced: turn overlap_grad_reduce off"
+        for part in self._rank.step_parts:
+            if part.why_final:
+                return part.why_final
         if self._is_behind:
             return "it was in the backward of embeddings, or of a vision tower"
         if self._losses is not None and not self._losses.repeatable:
@@ -313,8 +301,8 @@ class StepRun:
             counts = routers.begin(stages, self._step, self._contract, rank, self._capture)
         if report.stopwatch is not None:
             report.stopwatch.forget()
-        if rank.overlaps and not rank.forward_only:
-            self._reductions = Reductions(rank, self._force_all_reduce)
+        for part in rank.step_parts:
+            part.begin(Attempt(self._step, plan, stages, self._force_all_reduce))
         exchanges = None
         if self._communicator is not None:
             exchanges = self._exchanges(stages, self._communicator)
@@ -322,8 +310,9 @@ class StepRun:
         return Executor(
             plan, stages, inputs, rank.forward_only,
             self._schedule.watch or (report.stopwatch.timing if report.stopwatch else None),
-            offloader, self._reductions, exchanges, self._idle,
+            offloader, exchanges, self._idle,
             None if counts is None else self._summing(counts), self._draws.checking,
+            rank.step_parts,
         )  # fmt: skip
 
     def _attempt(self, plan: Plan) -> Any:
@@ -337,10 +326,7 @@ class StepRun:
             behind = [] if rank.forward_only else self._capture.behind()
             self._is_behind = bool(behind)
             if behind:
-                reducing = (
-                    self._reductions.watching() if self._reductions else contextlib.nullcontext()
-                )
-                with reducing:
+                with around(rank.step_parts, None):
                     for one in behind:
                         one.backward()
         crossed = executor.exchanges

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from megatron_prefix import features
+from megatron_prefix import features, parts
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import CannotShare
 from tests.core.test_purity import in_fresh_interpreter
 from tests.harness import data
 
+RANK: Any = SimpleNamespace()
 PACKAGE = data.REPOSITORY / "megatron_prefix"
 APART = ("lab/", "features/")
 WORDS = {
     "dsa": r"dsa|DSA|indexer",
+    "overlap": r"Reductions|start_grad_sync",
     "own_gdn": r"own_gdn|own_delta|OwnGated|linear_attn|hf_forward",
 }
 """By feature what only it says: in a name, or in a string that is a value."""
@@ -53,7 +62,7 @@ def _naming(pattern: str) -> set[str]:
 
 def test_every_folder_of_a_feature_is_in_the_table() -> None:
     folders = {path.parent.name for path in (PACKAGE / "features").glob("*/__init__.py")}
-    paths = [kind.path for kind in features.KINDS]
+    paths = [one.path for one in (*features.KINDS, *features.PARTS)]
     assert {path.split(".")[2] for path in paths} == folders == WORDS.keys()
 
 
@@ -63,7 +72,8 @@ def test_nothing_in_the_core_names_a_feature(name) -> None:
 
 
 def test_the_core_imports_the_table_of_features_only() -> None:
-    assert _naming(r"megatron_prefix\.features\.") == set()
+    """The watchdog names modules in which a step may stand."""
+    assert _naming(r"megatron_prefix\.features\.") == {"run/watchdog.py"}
 
 
 def test_a_name_of_any_kind_is_seen() -> None:
@@ -74,7 +84,7 @@ def test_a_name_of_any_kind_is_seen() -> None:
 
 
 def test_the_package_loads_no_feature() -> None:
-    """Nor do its schedule and the numbers of a model, before one needs it."""
+    """Nor do the numbers of models."""
     in_fresh_interpreter(
         "import sys, megatron_prefix\n"
         "from megatron_prefix.lab.models.presets import PRESETS\n"
@@ -85,10 +95,65 @@ def test_the_package_loads_no_feature() -> None:
     )
 
 
-def test_the_schedule_loads_no_feature() -> None:
-    in_fresh_interpreter(
-        "import sys, megatron_prefix.run.schedule\n"
-        "loaded = [n for n in sys.modules if n.startswith('megatron_prefix.features.')]\n"
-        "assert not loaded, loaded\n"
-        "sys.modules.clear()\n"
-    )
+PLAIN_STEP = """
+import sys, tempfile
+from benchmarks import step_trace
+case = step_trace.CASES[sys.argv[1]]
+with tempfile.TemporaryDirectory() as folder, step_trace.joined(case, 0, folder) as device:
+    _, step = step_trace.prepared(case, device)
+    step()
+loaded = [name for name in sys.modules if name.startswith("megatron_prefix.features.")]
+assert not loaded, loaded
+"""
+
+
+@pytest.mark.parametrize("case", ["dense-tree", "experts", "hybrid-delta"])
+def test_a_step_without_a_feature_enters_no_line_of_it(case) -> None:
+    """It does not even import it."""
+    command = [sys.executable, "-W", "ignore", "-c", PLAIN_STEP, case]
+    done = subprocess.run(command, cwd=data.REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def feature(path: str, *, needed: bool) -> features.Feature:
+    return features.Feature("a feature", path, lambda *_: True, needed)
+
+
+@pytest.mark.parametrize(("mode", "needed"), [("auto", True), ("on", True), ("on", False)])
+def test_a_feature_that_cannot_be_imported_is_in_the_way(monkeypatch, mode, needed) -> None:
+    monkeypatch.setattr(features, "PARTS", (feature("no.such.module:Part", needed=needed),))
+    with pytest.raises(CannotShare, match=r"^a feature cannot be imported \(ModuleNotFoundError"):
+        parts.chosen(PrefixConfig(mode=mode), RANK)
+
+
+def test_what_only_makes_steps_faster_is_left_out(monkeypatch, caplog) -> None:
+    missing = feature("no.such.module:Part", needed=False)
+    overlap = next(one for one in features.PARTS if "overlap" in one.path)
+    monkeypatch.setattr(features, "PARTS", (missing, overlap._replace(wanted=lambda *_: True)))
+    for _ in range(2):
+        (part,) = parts.chosen(PrefixConfig(mode="auto"), RANK)
+        assert type(part).__name__ == "Overlap"
+    assert [record.getMessage()[:22] for record in caplog.records] == ["a feature is left out:"]
+
+
+def test_parts_around_an_action_are_left_if_one_fails() -> None:
+    events = []
+
+    class Part(parts.StepPart):
+        @contextlib.contextmanager
+        def action(self, action):
+            events.append("begin")
+            yield
+            events.append("end")
+
+    class Broken(parts.StepPart):
+        def action(self, action):
+            raise ValueError
+
+    one = Part(PrefixConfig(), RANK)
+    with parts.around([one, one], None):
+        assert events == ["begin"] * 2
+    assert events == ["begin"] * 2 + ["end"] * 2
+    with contextlib.suppress(ValueError):
+        parts.around([one, Broken(PrefixConfig(), RANK)], None)
+    assert events == ["begin"] * 2 + ["end"] * 2 + ["begin"]

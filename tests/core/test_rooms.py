@@ -17,7 +17,7 @@ from tests.harness import data
 
 PACKAGE = data.REPOSITORY / "megatron_prefix"
 PURE_ROOMS = ("tree", "plan")
-AT_THE_ROOT = {"__init__.py", "__main__.py", "config.py", "errors.py"}
+AT_THE_ROOT = {"__init__.py", "__main__.py", "config.py", "errors.py", "parts.py"}
 LAB = "lab"
 TABLE = "megatron_prefix.features"
 """The table of features, which names modules in strings: any file may import it. What lies below it

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_prefix.run.execute.overlap import Reductions
+from megatron_prefix.features.overlap.reductions import Reductions
 
 
 @dataclass

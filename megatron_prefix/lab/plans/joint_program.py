@@ -4,8 +4,8 @@ Data-parallel ranks exchange prompts (run/across/exchanges.py), stages of their 
 (run/execute/messages.py), ranks that share experts tokens in every expert layer, and where the
 global batch is balanced all of them sum counts (moe/group_counts.py).  In the last backward of a
 model chunk gradients begin to be reduced between the exchanges of tokens of its layers
-(run/execute/overlap.py).  Here all of that is one program a rank; joint_judge.py says whether all
-of them end.
+(features/overlap/reductions.py).  Here all of that is one program a rank; joint_judge.py says
+whether all of them end.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.megatron.install import Hooks
 from megatron_prefix.moe.ledger import RouterLedger
 from megatron_prefix.offload.segment import OffloadedSegment, Offloader, addresses
+from megatron_prefix.parts import StepPart, around
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.memory_policy import BACKWARDS_AHEAD
 from megatron_prefix.run.across.exchanges import Exchanges
@@ -33,7 +34,6 @@ from megatron_prefix.run.calls import FILLED_BY_MODEL
 from megatron_prefix.run.execute.inputs import SegmentInputs
 from megatron_prefix.run.execute.losses import Losses
 from megatron_prefix.run.execute.messages import Links
-from megatron_prefix.run.execute.overlap import Reductions
 from megatron_prefix.run.read.forward_step_state import Settings
 from megatron_prefix.run.read.given import Given
 from megatron_prefix.run.read.heads import FilledDict
@@ -64,8 +64,6 @@ class Stage:
         wanted_next: those of them that the backwards after the one that runs want back.
         live: input and output of segments whose backward is still to come; the output with its
             graph, or None if the forward will run again.
-        passing: by the segment whose backward is the chunk's last, what hears of layers that this
-            has passed; see run/execute/overlap.py.
     """
 
     model: Any
@@ -85,7 +83,6 @@ class Stage:
     offloads: dict[int, OffloadedSegment] = field(default_factory=dict)
     wanted_next: list[OffloadedSegment] = field(default_factory=list)
     live: dict[int, tuple[Tensor | None, Any]] = field(default_factory=dict)
-    passing: dict[int, Callable[[int], None] | None] = field(default_factory=dict)
 
 
 class Executor:
@@ -98,11 +95,11 @@ class Executor:
         forward_only: run without gradients; a backward then only releases its segment.
         timing: what times the computation of an action, if anything does.
         offloader: takes what segments with policy "offload" save.
-        reductions: of the step's gradients; None without.
         exchanges: with other data-parallel ranks; None without.
         idle: ends with the first action.
         acted: called behind every action with its place, and behind what it sends.
         drawing: around the forward of every segment.
+        parts: asked around every action.
 
     Attributes:
         stages, exchanges: as given.
@@ -116,14 +113,14 @@ class Executor:
         forward_only: bool,
         timing: Callable[[Action], contextlib.AbstractContextManager] | None,
         offloader: Offloader | None,
-        reductions: Reductions | None,
         exchanges: Exchanges | None,
         idle: contextlib.ExitStack,
         acted: Callable[[int], None] | None = None,
         drawing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        parts: Sequence[StepPart] = (),
     ) -> None:
         self._acted, self._drawing = acted, drawing
-        self._offloader, self._reductions = offloader, reductions
+        self._offloader, self._parts = offloader, parts
         self.exchanges, self._idle = exchanges, idle
         self._timing = timing or contextlib.nullcontext
         self._plan, self.stages, self._inputs = plan, stages, inputs
@@ -150,15 +147,11 @@ class Executor:
                     stage.final.head_backward = functools.partial(self._head_backward, stage, chunk)
             with gradients:
                 program = self._plan.programs[rank]
-                last = self._last_backwards(program)
                 for place, action in enumerate(program):
                     stage = self.stages[action.chunk]
-                    reducing: contextlib.AbstractContextManager = contextlib.nullcontext()
                     if self._offloader is not None:
                         stage.wanted_next[:] = self._wanted(program, place)
-                    if self._reductions is not None and place in last:
-                        reducing = self._reductions.watching(action.chunk)
-                    with _annotated(action), reducing:
+                    with _annotated(action), around(self._parts, action):
                         if self.exchanges is None:
                             self._handlers[action.kind](action, stage)
                         else:
@@ -184,14 +177,6 @@ class Executor:
                     kept.clear()
         if self._offloader is not None:
             self._offloader.end_step()
-
-    def _last_backwards(self, program: Sequence[Action]) -> set[int]:
-        """Places of the model chunks' last backwards, which may start reductions from now on."""
-        last = {one.chunk: place for place, one in enumerate(program) if one.kind == "B"}
-        for chunk, place in last.items() if self._reductions is not None else ():
-            passing = self._reductions.passing(chunk)  # type: ignore[union-attr]
-            self.stages[chunk].passing = {program[place].segment: passing}
-        return {*last.values()}
 
     def _crossing(self, action: Action, stage: Stage, exchanges: Exchanges) -> None:
         """An action, and what crosses data-parallel ranks before it."""
@@ -239,7 +224,6 @@ class Executor:
             *((None, None) if final is None else final.of(index)), joined=segment.joined >= 0,
             activates_again=self._plan.policy(index) == "recompute_act" and not self._forward_only,
             recomputed=self._plan.policy(index) == "recompute" and not self._forward_only,
-            passing=stage.passing.get(index),
         )  # fmt: skip
 
     def _forward(self, action: Action, stage: Stage) -> None:

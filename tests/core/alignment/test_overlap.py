@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import StepOutOfMemory
+from megatron_prefix.features.overlap import reductions as overlap
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.data.rollouts import Group
@@ -27,7 +28,6 @@ from megatron_prefix.lab.plans.dealing import deal
 from megatron_prefix.lab.rl import loss, passes
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
-from megatron_prefix.run.execute import overlap
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.ranks import run_ranks

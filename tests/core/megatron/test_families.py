@@ -15,12 +15,12 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import nn
 
 from megatron_prefix.errors import CannotShare
+from megatron_prefix.features.overlap import reductions as overlap
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers import attention
 from megatron_prefix.layers.kind import PATCHES
 from megatron_prefix.megatron import families, features
 from megatron_prefix.megatron.install import install, language_model, uninstall, vision_tower
-from megatron_prefix.run.execute import overlap
 from tests.harness.one_rank import one_rank, small_model
 
 

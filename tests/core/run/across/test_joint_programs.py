@@ -15,15 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.overlap.part import Overlap
+from megatron_prefix.features.overlap.reductions import Group, Reductions
 from megatron_prefix.lab.plans.joint_program import LAYERS, Batch, Pipeline, Rank, Step
-from megatron_prefix.plan.actions import Action
+from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.count_sums import sums_behind
 from megatron_prefix.run.across.communicator import Message
 from megatron_prefix.run.across.exchanges import Exchanges
 from megatron_prefix.run.execute import messages
 from megatron_prefix.run.execute.executor import Executor
 from megatron_prefix.run.execute.messages import Channels, Links
-from megatron_prefix.run.execute.overlap import Group, Reductions
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness.joint_jobs import Sizes, random_joint_job
 
@@ -65,8 +67,9 @@ def issued(
         if stage != before:
             links.receive(action)
         steps.append((action,))
-        if action.kind == "B" and (passing := stages[action.chunk].passing.get(action.segment)):
-            for layer in reversed(range(LAYERS)):
+        if action.kind == "B" and overlap.is_last(action):
+            passing = reductions.passing(action.chunk)
+            for layer in reversed(range(LAYERS)) if passing is not None else ():
                 passing(layer)
         if stage != after:
             links.send(action, torch.empty(shapes(pipeline)[action.segment]))
@@ -79,13 +82,14 @@ def issued(
     stages = [stage_of(pipeline, rank, chunk, act) for chunk in range(plan.num_chunks)]
     inputs: Any = SimpleNamespace(max_position=0)
     reductions = reductions_of(pipeline, steps, early=early)
+    overlap = overlap_of(reductions, plan, rank.stage)
     executor = Recording(
-        plan, stages, inputs, False, None, None, reductions,
+        plan, stages, inputs, False, None, None,
         exchanges_of(pipeline, rank, steps), contextlib.ExitStack(),
-        acted if sizes.counts else None,
+        acted if sizes.counts else None, parts=[overlap],
     )  # fmt: skip
     executor.run(rank.stage, links)
-    reductions.start_rest()
+    overlap.behind()
     return steps
 
 
@@ -122,6 +126,16 @@ def reductions_of(pipeline: Pipeline, steps: list[Told], *, early: bool) -> Redu
         _rank=SimpleNamespace(models=[overlapping] * len(chunks)),
     )  # fmt: skip
     return made
+
+
+def overlap_of(reductions: Reductions, plan: Plan, stage: int) -> Overlap:
+    """The part of a step that has them; layers have no input that it could mark."""
+    config: Any = SimpleNamespace(finalize_model_grads_func=print)
+    overlap = Overlap(PrefixConfig(), SimpleNamespace(stage=stage, config=config))  # type: ignore[arg-type]
+    empty = SimpleNamespace(model=SimpleNamespace(decoder=SimpleNamespace(layers=[])))
+    last = {one.chunk: one.segment for one in plan.programs[stage] if one.kind == "B"}
+    vars(overlap).update(_reductions=reductions, _hooks=[empty] * plan.num_chunks, _last=last)
+    return overlap
 
 
 def shapes(pipeline: Pipeline) -> list[tuple[int, int, int]]:
@@ -195,7 +209,7 @@ def stage_of(pipeline: Pipeline, rank: Rank, chunk: int, act: Any) -> Any:
     hooks = SimpleNamespace(prepare=lambda _: None, graphs=None, end_step=lambda: None)
     return SimpleNamespace(
         hooks=hooks, cache=cache, final=None, ledger=None, losses=None, live={}, offloads={},
-        wanted_next=[], passing={}, act=act,
+        wanted_next=[], act=act,
     )  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""Reductions of gradients that begin during the last backwards."""

@@ -1,0 +1,120 @@
+"""Parts of a step: what features add to it, and who takes part in a call.
+
+The core asks every part of a call what its methods say, in the order of the table of features, and
+knows none of them by name. A part changes neither the step nor its plan, nor another part; what it
+has changed on the model it puts back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_prefix import features
+from megatron_prefix.errors import named, refused
+from megatron_prefix.refusals.table import FEATURE_MISSING
+
+if TYPE_CHECKING:
+    from megatron_prefix.config import PrefixConfig
+    from megatron_prefix.plan.actions import Action, Plan
+    from megatron_prefix.run.execute.executor import Stage
+    from megatron_prefix.run.rank import Rank
+    from megatron_prefix.run.read.step import Step
+
+logger = logging.getLogger(__name__)
+
+
+class Attempt(NamedTuple):
+    """One run of a plan; another one, of a leaner plan, follows if memory runs out.
+
+    Attributes:
+        step: what it is of.
+        plan: what runs.
+        stages: the rank's model chunks.
+        force_all_reduce: see Megatron's schedules.
+    """
+
+    step: Step
+    plan: Plan
+    stages: Sequence[Stage]
+    force_all_reduce: bool | None
+
+
+class StepPart:
+    """What a feature adds to a step. One object a call; methods that a class leaves out do nothing.
+
+    Args:
+        config: what the user set.
+        rank: this one in this call.
+
+    Attributes:
+        why_final: why an attempt that has failed cannot be repeated, and a step that has not failed
+            not be given up before its gradients are final; "" if they can.
+        problem: what makes the step wrong, known when all actions have run; None: nothing.
+    """
+
+    why_final = ""
+    problem: Exception | None = None
+
+    def __init__(self, config: PrefixConfig, rank: Rank) -> None:
+        self.config, self.rank = config, rank
+
+    def begin(self, attempt: Attempt) -> None:
+        """Before the first action of an attempt, whose stages are made."""
+
+    def action(self, action: Action | None) -> contextlib.AbstractContextManager:
+        """Around an action; None: around the backward of what has made the models' inputs."""
+        return contextlib.nullcontext()
+
+    def behind(self) -> None:
+        """All actions of the step have run here, or the step has failed here; before ranks ask one
+        another, and before gradients are finalized."""
+
+    def finished(self) -> None:
+        """The step is good on all ranks, and its gradients are final.
+
+        Raises:
+            Exception: it is not, after all.
+        """
+
+
+def chosen(config: PrefixConfig, rank: Rank) -> tuple[StepPart, ...]:
+    """The parts that features take in a call, in the order of the table.
+
+    One that only makes steps faster is left out where it cannot be imported; mode "on" raises.
+
+    Raises:
+        CannotShare: one without which the step would be wrong cannot be imported.
+    """
+    parts = []
+    for feature in features.PARTS:
+        if not feature.wanted(config, rank):
+            continue
+        try:
+            make = features.load(feature.path)
+        except ImportError as error:
+            if feature.needed or config.mode == "on":
+                raise refused(FEATURE_MISSING, feature.name, named(error)) from None
+            _warn(f"{feature.name} is left out: {named(error)}")
+            continue
+        parts.append(make(config, rank))
+    return tuple(parts)
+
+
+def around(parts: Sequence[StepPart], action: Action | None) -> contextlib.AbstractContextManager:
+    """What all parts have around an action."""
+    if not parts:
+        return contextlib.nullcontext()
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            stack.enter_context(part.action(action))
+        return stack.pop_all()
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Once for each text."""
+    logger.warning(text)
