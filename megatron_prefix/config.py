@@ -104,11 +104,10 @@ class PrefixConfig:
         plan_file: a plan to run instead of the planner's (megatron_prefix/plan/planfile.py), with
             what it says that each segment keeps.
         graph_tokens: positions of the longest segment whose layers run on CUDA graphs, but for
-            core attention, recurrences and experts (layers/graphs), and so take less of the host's
-            time. Such segments are padded to multiples of a 32nd of it, and what they keep stays
-            allocated between steps. 0: none does. "auto", in mode "auto": the longest for which the
-            device was seen to wait for the host, if steps then take less time
-            (plan/graph_choice.py).
+            core attention, recurrences and experts, and so take less of the host's time. Such
+            segments are padded to multiples of a 32nd of it, and what they keep stays allocated
+            between steps. 0: none does. "auto", in mode "auto": the longest for which the device
+            was seen to wait for the host, if steps then take less time.
         verify: the first N steps of each kind that would be shared run with both schedules, on the
             same microbatches and from the same state. The trainer gets the stock schedule's
             results, bit for bit, and a line says how far the prefix schedule's were from them, in

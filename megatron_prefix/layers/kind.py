@@ -23,10 +23,10 @@ from megatron_prefix.tree.payload_map import Form
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_prefix.features.graphs.cut_layer import Cut
+    from megatron_prefix.features.graphs.layers import LayerGraphs
     from megatron_prefix.layers.blocks.interface import Kernel
     from megatron_prefix.layers.blocks.rotary import Rotary
-    from megatron_prefix.layers.graphs.cut_layer import Cut
-    from megatron_prefix.layers.graphs.layers import LayerGraphs
     from megatron_prefix.layers.mtp import StepAhead
     from megatron_prefix.layers.segment import SegmentContext
     from megatron_prefix.moe.replay import Replay
@@ -59,7 +59,7 @@ class Slot(Enum):
 
 
 class Graphed(Enum):
-    """What CUDA graphs run of a kind's part of a layer (layers/graphs)."""
+    """What CUDA graphs run of a kind's part of a layer."""
 
     NOTHING = "nothing"
     """Nor of what else is in its layer."""

@@ -13,7 +13,7 @@ has computed is its output, without a layer;
 6. the *instance's* `compute_language_model_loss` does not wait for the device (cross_entropy.py);
 7. the *instance's* `_postprocess` of a model with multi-token prediction adds its loss
 (layers/mtp.py);
-8. the *instances'* `forward` of layers, where they may run on CUDA graphs (layers/graphs);
+8. the *instances'* `forward` of layers, where they may run on CUDA graphs (features/graphs);
 9. for the time of a step, the *instance's* `forward` of the language model is where the trainer's
 forward steps are suspended (`intercepted`); where that calls its parent class's for the language
 model, it is the parent's (parents.py).
@@ -39,13 +39,13 @@ from torch import Tensor, nn
 from megatron_prefix.device.modules import modules_of
 from megatron_prefix.device.transfer import on
 from megatron_prefix.errors import refused
+from megatron_prefix.features.graphs.layers import LayerGraphs
 from megatron_prefix.layers import table
 from megatron_prefix.layers.attention import window_of
 from megatron_prefix.layers.blocks.kernels import Kernel, choose
 from megatron_prefix.layers.blocks.merge import prepare
 from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.layers.blocks.unread import picked, skipped
-from megatron_prefix.layers.graphs.layers import LayerGraphs
 from megatron_prefix.layers.kind import Part, Slot
 from megatron_prefix.layers.mtp import LooksAhead, StepAhead
 from megatron_prefix.layers.precision import is_fp8

@@ -73,7 +73,7 @@ class LayerMemory:
             None: the payload's.
         act: of `inner` and of `wave`, what "recompute_act" drops.
         given: what is kept of the output of the norm in front; None: as it is.
-        apart: of `inner` and of `wave`, what is not where CUDA graphs write (layers/graphs); None:
+        apart: of `inner` and of `wave`, what is not where CUDA graphs write; None:
             its layer has no graphs.
         twice: of that, what is there, too.
     """

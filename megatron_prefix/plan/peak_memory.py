@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from megatron_prefix.features.graphs.choice import size_of_set
 from megatron_prefix.plan.actions import ON_DEVICE, Action, Plan
 from megatron_prefix.plan.exchange_memory import ExchangeMemory
 from megatron_prefix.plan.footprint import Footprint, spread
-from megatron_prefix.plan.graph_choice import size_of_set
 from megatron_prefix.plan.layer_numbers import Payload
 from megatron_prefix.tree import Segment
 from megatron_prefix.tree.payload_map import Level, PayloadMap, batches, payload_map

@@ -21,12 +21,12 @@ from megatron_prefix import __version__
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.device.clock import wait_for
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.graphs.choice import GraphChoice, longest_waiting
 from megatron_prefix.plan.cost import FLOPS_PER_SECOND, CostModel, action_features
 from megatron_prefix.plan.cost_file import read_costs, write_costs
 from megatron_prefix.plan.cost_fit import KEPT, Evidence, StepTime, together
 from megatron_prefix.plan.files import check_writable
 from megatron_prefix.plan.gate import Decision, decide, other_way
-from megatron_prefix.plan.graph_choice import GraphChoice, longest_waiting
 from megatron_prefix.plan.peak_memory import Peaks, Seen, factors
 from megatron_prefix.run.across.agreement import all_say, first_says
 from megatron_prefix.run.rank import Rank

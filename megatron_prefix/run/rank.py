@@ -19,10 +19,10 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from megatron_prefix.device import graphs
 from megatron_prefix.errors import Reason
+from megatron_prefix.features.graphs import cuda
+from megatron_prefix.features.graphs import layers as layer_graphs
 from megatron_prefix.layers import mtp, precision, table
-from megatron_prefix.layers.graphs import layers as layer_graphs
 from megatron_prefix.layers.model import cost_of, footprint_of, layers_of, leaves_positions
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.families import has_images
@@ -256,7 +256,7 @@ class Rank(ModelNumbers):
         if not self.graph_tokens:
             return 0
         collectives = self.config.tensor_model_parallel_size > 1
-        if why := self.not_graphed or graphs.why_not(self.device, collectives=collectives):
+        if why := self.not_graphed or cuda.why_not(self.device, collectives=collectives):
             _warn(f"layers run without CUDA graphs: {why}")
             return 0
         return self.graph_tokens

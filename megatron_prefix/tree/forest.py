@@ -175,7 +175,7 @@ class TreeOptions:
         whole: segments are padded to multiples of it, which are multiples of `multiple`, too:
             products in FP8 take so many positions at once (layers/precision.py).
         even: segments of at most so many positions are padded to multiples of an EVEN_PARTS-th of
-            it, so that lengths come again: they run on CUDA graphs (layers/graphs). 0: none are.
+            it, so that lengths come again: they run on CUDA graphs. 0: none are.
         joins: a span may run in the segment of its parent.
     """
 

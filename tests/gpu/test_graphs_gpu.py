@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.graphs import layers
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import build_model, has_transformer_engine, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
-from megatron_prefix.layers.graphs import layers
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.run.schedule import PrefixSchedule
 

@@ -19,9 +19,9 @@ from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_prefix.device import graphs
+from megatron_prefix.features.graphs import cuda
+from megatron_prefix.features.graphs.cut_layer import CutLayer
 from megatron_prefix.lab.models.local import Float64Kept
-from megatron_prefix.layers.graphs.cut_layer import CutLayer
 
 
 class _Recorder(TorchDispatchMode):
@@ -110,7 +110,7 @@ _RESIZE, _COPY = torch.UntypedStorage.resize_, torch.UntypedStorage.copy_
 """What layers/activation.py calls of storages, which no dispatch mode sees."""
 
 
-class RecordedGraph(graphs.Graph):
+class RecordedGraph(cuda.Graph):
     """Takes the place of `Graph`."""
 
     captured_in_all = replays = 0
@@ -222,12 +222,12 @@ def recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> type[RecordedGraph]:
 
     for module in (mappings, tensor_layers):
         monkeypatch.setattr(module, "dist_reduce_scatter_func", _reduce_scatter)
-    monkeypatch.setattr(graphs, "Graph", Counted)
-    monkeypatch.setattr(graphs, "why_not", lambda *_, **__: "")
-    monkeypatch.setattr(graphs, "pool", lambda: None)
-    monkeypatch.setattr(graphs, "apart", contextlib.nullcontext)
+    monkeypatch.setattr(cuda, "Graph", Counted)
+    monkeypatch.setattr(cuda, "why_not", lambda *_, **__: "")
+    monkeypatch.setattr(cuda, "pool", lambda: None)
+    monkeypatch.setattr(cuda, "apart", contextlib.nullcontext)
     for name in ("settle", "recover"):
-        monkeypatch.setattr(graphs, name, lambda: None)
+        monkeypatch.setattr(cuda, name, lambda: None)
     return Counted
 
 

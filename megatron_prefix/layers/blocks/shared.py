@@ -50,7 +50,7 @@ class Shared:
         return context.cache.own_keys(layer, context.index, kept, both), context.runs
 
     def crossing(self) -> tuple[Tensor, ...]:
-        """While a layer is captured (layers/graphs): what attention needs of what is before it,
+        """While a layer is captured: what attention needs of what is before it,
         besides queries, keys and values; leaves of another place take its place later."""
         return ()
 

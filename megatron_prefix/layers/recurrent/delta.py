@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_prefix.layers.graphs.pieces import CannotCaptureError
+from megatron_prefix.features.graphs.pieces import CannotCaptureError
 from megatron_prefix.layers.kind import Override, Running, cut_of
 from megatron_prefix.layers.recurrent.moves import overwritten
 from megatron_prefix.layers.recurrent.rebound import rebound

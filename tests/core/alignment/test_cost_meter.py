@@ -13,9 +13,10 @@ import pytest
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.graphs import choice
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.plan import gate, graph_choice
+from megatron_prefix.plan import gate
 from megatron_prefix.plan.cost_file import read_costs, write_costs
 from megatron_prefix.run import cost_meter
 from megatron_prefix.run import schedule as schedule_module
@@ -119,7 +120,7 @@ def test_a_step_with_graphs_that_go_says_nothing_of_others(
     pays: float, num: int, monkeypatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cost_meter, "EVERY", 7)
-    monkeypatch.setattr(graph_choice, "PAYS", pays)
+    monkeypatch.setattr(choice, "PAYS", pays)
     path = tmp_path / "costs.json"
     schedule = schedule_with(
         mode="auto", min_speedup=0.01, graph_tokens="auto", cost_file=str(path)

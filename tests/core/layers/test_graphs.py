@@ -14,15 +14,14 @@ import pytest
 import torch
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.device import graphs
 from megatron_prefix.features.dsa.kind import DSA
+from megatron_prefix.features.graphs import cuda, layers, pieces, segment_graphs
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.verify import align
 from megatron_prefix.layers.gdn import GatedDeltaNet
-from megatron_prefix.layers.graphs import layers, pieces, segment_graphs
 from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import installed
@@ -193,8 +192,8 @@ def test_nccl_must_not_register_memory_that_moves(
 ) -> None:
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", register)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
-    assert said in graphs.why_not(torch.device("cuda"), collectives=collectives)
-    assert graphs.why_not(torch.device("cpu"), collectives=collectives)
+    assert said in cuda.why_not(torch.device("cuda"), collectives=collectives)
+    assert cuda.why_not(torch.device("cpu"), collectives=collectives)
 
 
 class Sets:
@@ -290,15 +289,15 @@ def test_what_a_failed_capture_has_launched_is_waited_for(monkeypatch: pytest.Mo
     """A rehearsal adds zeros to main gradients on a stream of its own, while others add theirs."""
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
-    monkeypatch.setattr(graphs, "apart", lambda: done.append("apart") or contextlib.nullcontext())
-    monkeypatch.setattr(graphs, "pool", lambda: None)
-    monkeypatch.setattr(graphs, "Graph", Nothing)
+    monkeypatch.setattr(cuda, "apart", lambda: done.append("apart") or contextlib.nullcontext())
+    monkeypatch.setattr(cuda, "pool", lambda: None)
+    monkeypatch.setattr(cuda, "Graph", Nothing)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
-    graphs.recover()
+    cuda.recover()
     assert done == ["waited", "apart"]
 
 
-class Nothing(graphs.Graph):
+class Nothing(cuda.Graph):
     """Captures nothing."""
 
     def __init__(self, pool: Any) -> None:
@@ -316,7 +315,7 @@ def test_what_leaves_the_pieces_is_nobodys_place(
 ) -> None:
     """A gradient that goes to an earlier stage is on its way while others are written. One of what
     a piece passes on is added where it is."""
-    monkeypatch.setattr(graphs, "Graph", Nothing)
+    monkeypatch.setattr(cuda, "Graph", Nothing)
     piece, x = pieces.Piece(None, is_first), torch.ones(3, requires_grad=True)
     piece.end([x], [2 * x], [torch.zeros(3)], [x])
     piece.uses([], {})
@@ -332,7 +331,7 @@ def test_a_gradient_of_what_is_borrowed_is_its_lenders_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where it came to the borrower, the gradient of a sum, others write before the lender runs."""
-    monkeypatch.setattr(graphs, "Graph", Nothing)
+    monkeypatch.setattr(cuda, "Graph", Nothing)
     lender, borrower = pieces.Piece(None), pieces.Piece(None)
     x, mixed = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     made, gate = 2 * x, 3 * x
@@ -349,7 +348,7 @@ def test_a_gradient_of_what_is_borrowed_is_its_lenders_own(
 
 
 def test_a_place_without_a_gradient_is_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "Graph", Nothing)
+    monkeypatch.setattr(cuda, "Graph", Nothing)
     piece = pieces.Piece(None)
     x, unused = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     piece.end([x, unused], [2 * x], [torch.zeros(3)])
@@ -383,7 +382,7 @@ def test_a_parameter_says_whether_its_gradient_was_added(
     fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By this backward: another one of the step may have added another product's."""
-    monkeypatch.setattr(graphs, "Graph", Nothing)
+    monkeypatch.setattr(cuda, "Graph", Nothing)
     module = torch.nn.Module()
     module.weight = weight = torch.nn.Parameter(torch.full((3,), 4.0))
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(3), True
@@ -406,7 +405,7 @@ def test_a_parameter_says_whether_its_gradient_was_added(
 
 def test_a_piece_holds_what_autograd_saves_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has computed is copied to its place: memory that stays is not for both."""
-    monkeypatch.setattr(graphs, "Graph", Nothing)
+    monkeypatch.setattr(cuda, "Graph", Nothing)
     piece = pieces.Piece(None)
     x, place, gradient = torch.ones(3, requires_grad=True), torch.zeros(3), torch.zeros(3)
     y = 2 * x

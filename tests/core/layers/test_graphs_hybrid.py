@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_prefix.features.graphs import layers
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.gdn import GatedDeltaNet
-from megatron_prefix.layers.graphs import layers
 from megatron_prefix.layers.kind import Graphed
 from megatron_prefix.layers.mamba import Mamba2
 from megatron_prefix.layers.mlp import MLP

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_prefix.device import graphs
+from megatron_prefix.features.graphs import cuda
+from megatron_prefix.features.graphs.pieces import Piece
+from megatron_prefix.features.graphs.segment_graphs import Form, SegmentGraphs
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.layers.graphs.pieces import Piece
-from megatron_prefix.layers.graphs.segment_graphs import Form, SegmentGraphs
 from megatron_prefix.layers.model import footprint_of
 from megatron_prefix.megatron.features import pattern_of
 from megatron_prefix.offload.segment import addresses
@@ -72,7 +72,7 @@ def holding(held: Held, patch: pytest.MonkeyPatch) -> None:
     """Notes what pieces save, and where they write."""
     place = SegmentGraphs.place
 
-    class Holding(graphs.Graph):  # type: ignore[misc, valid-type]
+    class Holding(cuda.Graph):  # type: ignore[misc, valid-type]
         def begin(self) -> None:
             super().begin()
             self._hooks = saving(held, held.saved)
@@ -86,7 +86,7 @@ def holding(held: Held, patch: pytest.MonkeyPatch) -> None:
         there: Tensor = place(sets, name, *args, **kwargs)
         return held.take(held.places, there) if name[0] in OWN else there
 
-    patch.setattr(graphs, "Graph", Holding)
+    patch.setattr(cuda, "Graph", Holding)
     patch.setattr(SegmentGraphs, "place", placed)
 
 
@@ -249,7 +249,7 @@ def test_captures_have_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # none that there is
     for _ in range(2):
-        with graphs.apart():
+        with cuda.apart():
             pass
     assert used[0] is used[1]
     for first, last in (waited[:2], waited[2:]):
@@ -281,5 +281,5 @@ def test_what_only_graphs_use_is_what_torch_reserves(monkeypatch: pytest.MonkeyP
         for number in (1, 2, 3)
     ]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    assert graphs.uncounted_bytes([(0, 1), (0, 3), (0, 4)]) == 10 - 1 + 1000 - 3
-    assert graphs.uncounted_bytes([]) == 0
+    assert cuda.uncounted_bytes([(0, 1), (0, 3), (0, 4)]) == 10 - 1 + 1000 - 3
+    assert cuda.uncounted_bytes([]) == 0

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.graphs import layers
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.verify import align
-from megatron_prefix.layers.graphs import layers
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.layers.test_graphs import made, same
 from tests.harness import one_group

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_prefix.features.graphs.choice import GraphChoice, longest_waiting, size_of_set
 from megatron_prefix.plan.actions import Action
-from megatron_prefix.plan.graph_choice import GraphChoice, longest_waiting, size_of_set
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness.trees import flat_rollouts

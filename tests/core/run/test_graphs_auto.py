@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.graphs import choice
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.verify import align
-from megatron_prefix.plan import graph_choice
 from megatron_prefix.run import cost_meter
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.one_rank import one_rank, small_model
@@ -35,7 +35,7 @@ def test_tried_after_first_steps_and_kept_if_they_pay(
     recorded_graphs: type[RecordedGraph],  # noqa: F811
 ) -> None:
     monkeypatch.setattr(cost_meter, "EVERY", 9)
-    monkeypatch.setattr(graph_choice, "PAYS", pays)
+    monkeypatch.setattr(choice, "PAYS", pays)
     model, schedule = small_model(spec={"num_layers": 3}), PrefixSchedule(CONFIG)
     lengths, replayed = [], []
     for seed in range(11):

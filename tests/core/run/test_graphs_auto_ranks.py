@@ -6,14 +6,13 @@ import pytest
 import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.device import graphs
+from megatron_prefix.features.graphs import choice, cuda
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
-from megatron_prefix.plan import graph_choice
 from megatron_prefix.run import cost_meter
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.run.test_graphs_auto import CONFIG
@@ -46,11 +45,11 @@ def chosen(layout: Layout, across: str) -> tuple[list[int], list[bool]]:
         seed = step + 100 * (layout.dp > 1 and across == "off") * align.data_rank()
         groups = [*generate(2, 24, 9, num, vocab_size=64, seed=seed)]
         items = align.microbatches(groups, seed, align.alignment(spec, layout))
-        before = graphs.Graph.replays
+        before = cuda.Graph.replays
         align.run_step(schedule, chunks, items, optimize=False)
         [meter] = schedule.planning.meters.values()
         tokens.append(meter.graphs.tokens)
-        replayed.append(graphs.Graph.replays > before)
+        replayed.append(cuda.Graph.replays > before)
     return tokens, replayed
 
 
@@ -66,7 +65,7 @@ def test_ranks_choose_alike(
 ) -> None:
     """In every step, and none waits for another for ever."""
     monkeypatch.setattr(cost_meter, "EVERY", EVERY)
-    monkeypatch.setattr(graph_choice, "PAYS", 0.0)
+    monkeypatch.setattr(choice, "PAYS", 0.0)
     (tokens, replayed), (others, _) = run_ranks(2, chosen, LAYOUTS[name], across, timeout_s=60.0)
     assert tokens == others
     # Four steps without, three with them, and the one that is timed decides.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron_prefix.device import graphs
+from megatron_prefix.features.graphs import cuda
 from megatron_prefix.layers.own_backward import with_backward
 
 SMALL = 2**20
@@ -52,7 +52,7 @@ class Piece:
     """
 
     def __init__(self, pool: Any, is_first: bool = False) -> None:
-        self.forward, self.backward = graphs.Graph(pool), graphs.Graph(pool)
+        self.forward, self.backward = cuda.Graph(pool), cuda.Graph(pool)
         self._is_first = is_first
         self.inputs: tuple[Tensor, ...] = ()
         self.outputs: tuple[Tensor, ...] = ()

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_prefix.device import graphs
-from megatron_prefix.layers.graphs.cut_layer import Cut, CutLayer
-from megatron_prefix.layers.graphs.pieces import CannotCaptureError
-from megatron_prefix.layers.graphs.segment_graphs import ROTARY, Form, SegmentGraphs
+from megatron_prefix.features.graphs import cuda
+from megatron_prefix.features.graphs.choice import size_of_set
+from megatron_prefix.features.graphs.cut_layer import Cut, CutLayer
+from megatron_prefix.features.graphs.pieces import CannotCaptureError
+from megatron_prefix.features.graphs.segment_graphs import ROTARY, Form, SegmentGraphs
 from megatron_prefix.layers.kind import Graphed, Kind, Override, Part, Running
 from megatron_prefix.layers.segment import SegmentContext
-from megatron_prefix.plan.graph_choice import size_of_set
 
 IN_THE_WAY = (
     "recompute_granularity", "fp8", "fp4", "delay_wgrad_compute", "cpu_offloading",
@@ -184,8 +184,8 @@ class LayerGraphs:
 
     @property
     def uncounted_bytes(self) -> int:
-        """Bytes that torch's counters of allocated memory leave out; see device/graphs.py."""
-        return graphs.uncounted_bytes(one.pool for one in self.sets)
+        """Bytes that torch's counters of allocated memory leave out; see cuda.py."""
+        return cuda.uncounted_bytes(one.pool for one in self.sets)
 
     @property
     def placed_bytes(self) -> int:
@@ -262,7 +262,7 @@ class LayerGraphs:
             with torch.enable_grad():
                 mine.capture(form, hidden, given)
         except Exception as problem:  # noqa: BLE001 - whatever it is, layers run without graphs
-            graphs.recover()
+            cuda.recover()
             why = (str(problem) or type(problem).__name__).splitlines()[0]
             if mine.at is not None and not isinstance(problem, torch.OutOfMemoryError):
                 number = 1 + mine.at.number

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from megatron_prefix.layers.graphs.cut_layer import OTHER_LAYER, Core, CutLayer
-from megatron_prefix.layers.graphs.pieces import CannotCaptureError, Piece, put_at, used
+from megatron_prefix.features.graphs.cut_layer import OTHER_LAYER, Core, CutLayer
+from megatron_prefix.features.graphs.pieces import CannotCaptureError, Piece, put_at, used
 
 if TYPE_CHECKING:
-    from megatron_prefix.layers.graphs.segment_graphs import SegmentGraphs
+    from megatron_prefix.features.graphs.segment_graphs import SegmentGraphs
 
 
 class Rehearsal:

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_prefix.device import graphs
+from megatron_prefix.features.graphs import cuda
+from megatron_prefix.features.graphs.capture import Capture, Rehearsal
+from megatron_prefix.features.graphs.cut_layer import CutLayer, Cuts, Sides
+from megatron_prefix.features.graphs.pieces import Piece, Used, stand_ins
 from megatron_prefix.layers.blocks.rotary import Rotary
-from megatron_prefix.layers.graphs.capture import Capture, Rehearsal
-from megatron_prefix.layers.graphs.cut_layer import CutLayer, Cuts, Sides
-from megatron_prefix.layers.graphs.pieces import Piece, Used, stand_ins
 
 ROTARY = "rotary_pos_emb"
 _IGNORED = "attention_mask"
@@ -58,7 +58,7 @@ class SegmentGraphs:
         self.layers, self._owner, self._rotary = layers, owner, rotary
         self.at: CutLayer | None = None
         self.most, self._length = most, most
-        self.pool = graphs.pool()
+        self.pool = cuda.pool()
         self._places: dict[Any, Tensor] = {}
         self._tables: set[int] = set()
         self._owners: Mapping[int, nn.Parameter] = {}
@@ -89,14 +89,14 @@ class SegmentGraphs:
         arguments = self._arguments(given)
         self._length = len(hidden)
         self._tables.clear()
-        graphs.settle()
+        cuda.settle()
         inside = (one for layer in self.layers for one in layer.modules())
-        with graphs.apart(), stand_ins(inside) as self._owners:
+        with cuda.apart(), stand_ins(inside) as self._owners:
             try:
                 self._rotary.placed = self._placed
                 for layer in self.layers:
                     self._rehearse(layer, hidden, arguments)
-                graphs.settle()
+                cuda.settle()
                 made = [self._forward(layer, hidden, arguments) for layer in self.layers]
                 for layer, sides in reversed([*zip(self.layers, made, strict=True)]):
                     self._backward(layer, sides)

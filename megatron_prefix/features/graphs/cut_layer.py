@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from megatron_prefix.device.modules import modules_of
-from megatron_prefix.layers.graphs.pieces import CannotCaptureError, Piece
+from megatron_prefix.features.graphs.pieces import CannotCaptureError, Piece
 from megatron_prefix.layers.kind import Graphed, Override, Part
 
 OTHER_LAYER = "a layer is put together differently from Megatron's"

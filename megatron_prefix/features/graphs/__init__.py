@@ -1,0 +1,1 @@
+"""CUDA graphs of what layers run before and behind their cores."""

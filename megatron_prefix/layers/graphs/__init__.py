@@ -1,1 +1,0 @@
-"""CUDA graphs of what layers run before and behind their attention."""
