@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import json
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import step_files, step_trace
+from benchmarks import step_trace
 
 LINES = ["aten.mm.default(a)", "view aten.t.default(b)", "aten.add.Tensor(c)", "x/y.py:1 f", ""]
 
@@ -145,9 +146,68 @@ def test_modules_are_found_and_an_error_inside_is_reported(monkeypatch) -> None:
 def test_functions_of_the_package_are_noted_and_no_others() -> None:
     import megatron_prefix
 
-    seen: step_files.Seen = set()
-    with step_files.watched(seen):
+    entered: step_trace.Entered = set()
+    with step_trace.profiled(entered):
         megatron_prefix.PrefixConfig()
         step_trace.digest(1)
-    assert ("config.py", "__post_init__") in {(path, name) for path, _, name in seen}
-    assert not {name for _, _, name in seen} & {"digest", "__init__"}
+    assert ("config.py", "__post_init__") in {(path, name) for path, _, name in entered}
+    assert not {name for _, _, name in entered} & {"digest", "__init__"}
+
+
+def test_what_a_case_has_to_enter_is_in_the_package() -> None:
+    folder = Path(step_trace.__file__).parents[1] / step_trace.PACKAGE
+    for name, case in step_trace.CASES.items():
+        for names in case.ran:
+            paths = [folder / text.partition(":")[0] for text in names.split("|")]
+            assert any(path.exists() for path in paths), (name, names)
+
+
+def test_a_step_that_leaves_a_feature_out_is_no_step_of_its_case() -> None:
+    case = step_trace.Case(ran=("moe/replay.py|features/replay/", "run/losses.py:add"))
+    functions = ["features/replay/part.py:begin", "run/losses.py:subtract"]
+    assert step_trace.not_entered(case, functions) == ["run/losses.py:add"]
+    assert step_trace.not_entered(case, ["moe/replay.py:of", "run/losses.py:add"]) == []
+
+
+def test_the_clock_of_measured_steps_counts_operations() -> None:
+    with step_trace.Ticks() as clock:
+        before = clock.seconds()
+        torch.ones(2).add(1)
+    assert clock.seconds() - before == pytest.approx(2e-6)
+
+
+def test_launches_run_again_and_a_capture_computes_nothing() -> None:
+    x, total = torch.ones(2), torch.zeros(2)
+    graph = step_trace.Launches(None)
+    graph.begin()
+    y = x * 3
+    total.add_(y)
+    graph.end()
+    assert not total.any()
+    for number in (1, 2):
+        x.fill_(number)
+        graph.replay()
+        assert y.tolist() == [3 * number] * 2
+    assert total.tolist() == [9, 9]
+
+
+def test_rollouts_have_the_same_tokens_with_images_and_other_positions() -> None:
+    members = step_trace.with_images(step_trace.rollouts(False, 0), torch.float32)
+    first, last, without = members[0], members[3], members[4]
+    start, end = step_trace.IMAGE_START, step_trace.IMAGE_START + step_trace.IMAGE_TOKENS
+    assert (first.tokens[start:end] == step_trace.IMAGE).all() and without.pixels is None
+    assert torch.equal(first.pixels, members[1].pixels)
+    assert not torch.equal(first.pixels, last.pixels)
+    places = step_trace._image_positions(first)
+    assert places[:, start:end].tolist() == [[5] * 6, [5, 5, 5, 6, 6, 6], [5, 6, 7, 5, 6, 7]]
+    assert places[:, end].tolist() == [8, 8, 8] and places[:, start - 1].tolist() == [4, 4, 4]
+
+
+def test_routes_part_inside_a_prompt_in_one_layer() -> None:
+    config = argparse.Namespace(num_layers=3, num_moe_experts=4, moe_router_topk=2)
+    member = step_trace.rollouts(False, 0)[0]
+    usual, other = (step_trace._routes(member, number, config) for number in (0, 3))
+    assert ((usual != other).any(2) == (usual != other).all(2)).all()
+    layers = (usual != other).any((0, 2)).tolist()
+    assert layers == [False, True, False] and (usual[:6] == other[:6]).all()
+    assert (usual[..., 0] != usual[..., 1]).all() and usual.max() == 3
