@@ -14,7 +14,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -78,6 +77,8 @@ def hybrid_model(
 
 def _local_stack(config: Any, spec: ModelSpec) -> ModuleSpec:
     """Local layers of all kinds: each a norm, one module, and the sum with its input."""
+    # It wants triton, or the stand-ins of `cpu.load_recurrent_layers`.
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 
     def alone(module: Any, layer: Any, *kept: str) -> ModuleSpec:
         parts = {name: getattr(layer, name) for name in kept}
