@@ -134,7 +134,7 @@ ACROSS_RAN = ("run/across/exchanges.py|features/across/",)
 SPREAD: dict[str, Any] = {"options": ACROSS, "spread": True, "ran": ACROSS_RAN}
 AUTO = {"mode": "auto", "min_speedup": 0.01}
 GRAPHS = {"graph_tokens": 64}
-GRAPHED = ("layers/graphs/pieces.py:run_backward|features/graphs/",)
+GRAPHED = ("layers/graphs/pieces.py:run_backward|features/graphs/pieces.py:run_backward",)
 IMAGES = ("run/read/given.py|features/vision/", "run/read/tower.py|features/vision/")
 MEASURED = ("run/cost_meter.py:_learn|run/meter.py:_learn",)
 JOINED = ("tree/payload_map.py:_pieces",)
@@ -1032,7 +1032,7 @@ class Launches(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _graphs_on_the_cpu() -> Iterator[None]:
-    graphs = moved("device.graphs", "features.graphs.device", "features.graphs.cuda")
+    graphs = moved("features.graphs.cuda", "device.graphs")
 
     class Graph(Launches, graphs.Graph):
         """`Launches`, with `captured` of the package's."""
