@@ -466,7 +466,9 @@ def _sparse_attention() -> Any:
 class ShortConvolution(torch.nn.Conv1d):
     """flash-linear-attention's: a causal depthwise convolution with SiLU, of packs, too."""
 
-    def forward(self, x: Tensor, cu_seqlens: Any = None, **_: Any) -> Any:
+    def forward(  # type: ignore[override]  # it returns a state, too
+        self, x: Tensor, cu_seqlens: Any = None, **_: Any
+    ) -> tuple[Tensor, None]:
         """[1, positions, channels], and no state."""
         ends = [0, x.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
         before = self.kernel_size[0] - 1
@@ -480,6 +482,10 @@ class ShortConvolution(torch.nn.Conv1d):
 
 class OwnNet(torch.nn.Module):
     """slime's Qwen3_5GatedDeltaNet, small and without its gated norm."""
+
+    in_proj_qkv: Any
+    in_proj_b: Any
+    in_proj_a: Any
 
     def __init__(self, config: Any) -> None:
         from megatron.core.ssm.gated_delta_net import chunk_gated_delta_rule
@@ -931,7 +937,7 @@ def prepared(
     trainer = Trainer(case, device, unwrapped(chunks[0]).config)
     options = {"segment_tokens": 64, "min_gain": 0, **case.options}
 
-    def made(**more: Any) -> Any:
+    def schedule_with(**more: Any) -> Any:
         config = megatron_prefix.PrefixConfig(**options, **more)
         return megatron_prefix.get_forward_backward_func(prefix_config=config)
 
@@ -943,12 +949,12 @@ def prepared(
         from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
         RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    schedule = made()
+    schedule = schedule_with()
     if case.from_file:
         trainer.call(schedule, chunks)
         path = Path(folder, f"plan{dist.get_rank()}.csv")
         path.write_text(plan_text(schedule.report.plan), encoding="utf-8")
-        schedule = made(plan_file=str(path))
+        schedule = schedule_with(plan_file=str(path))
 
     def step() -> Any:
         return trainer.call(schedule, chunks)
@@ -1034,12 +1040,10 @@ class Launches(TorchDispatchMode):
 def _graphs_on_the_cpu() -> Iterator[None]:
     graphs = moved("features.graphs.cuda", "device.graphs")
 
-    class Graph(Launches, graphs.Graph):
-        """`Launches`, with `captured` of the package's."""
+    class Graph(Launches):
+        captured = graphs.Graph.captured
 
-        __init__ = Launches.__init__
-
-    stand_ins = {
+    stand_ins: dict[str, Any] = {
         "Graph": Graph, "why_not": lambda *_, **__: "", "pool": lambda: None,
         "apart": contextlib.nullcontext, "settle": lambda: None, "recover": lambda: None,
     }  # fmt: skip

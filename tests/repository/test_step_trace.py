@@ -191,7 +191,7 @@ def test_launches_run_again_and_a_capture_computes_nothing() -> None:
     assert total.tolist() == [9, 9]
 
 
-def test_rollouts_have_the_same_tokens_with_images_and_other_positions() -> None:
+def test_images_have_tokens_and_positions_of_their_own() -> None:
     members = step_trace.with_images(step_trace.rollouts(False, 0), torch.float32)
     first, last, without = members[0], members[3], members[4]
     start, end = step_trace.IMAGE_START, step_trace.IMAGE_START + step_trace.IMAGE_TOKENS

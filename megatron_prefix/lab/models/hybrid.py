@@ -77,8 +77,6 @@ def hybrid_model(
 
 def _local_stack(config: Any, spec: ModelSpec) -> ModuleSpec:
     """Local layers of all kinds: each a norm, one module, and the sum with its input."""
-    # It wants triton, or the stand-ins of `cpu.load_recurrent_layers`.
-    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 
     def alone(module: Any, layer: Any, *kept: str) -> ModuleSpec:
         parts = {name: getattr(layer, name) for name in kept}
@@ -96,10 +94,6 @@ def _local_stack(config: Any, spec: ModelSpec) -> ModuleSpec:
     plain, delta = local(None), local(None)
     delta.self_attention = _gated_delta_net()
     experts = local(spec.num_moe_experts) if spec.is_moe else plain
-    mixer = ModuleSpec(
-        module=MambaMixer,
-        submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
-    )
     parts = {"attention_layer": alone(TransformerLayer, plain, *attention)}
     if hasattr(MambaStackSubmodules, "gdn_layer"):  # since 0.17
         parts["gdn_layer"] = alone(TransformerLayer, delta, *attention)
@@ -110,13 +104,21 @@ def _local_stack(config: Any, spec: ModelSpec) -> ModuleSpec:
             mamba_layer=ModuleSpec(
                 module=MambaLayer,
                 submodules=MambaLayerSubmodules(
-                    norm=RMSNorm, mixer=mixer, mamba_bda=get_bias_dropout_add
+                    norm=RMSNorm, mixer=_mamba_mixer(), mamba_bda=get_bias_dropout_add
                 ),
             ),
             mlp_layer=alone(MLPLayer, plain, *mlp),
             moe_layer=alone(TransformerLayer, experts, *mlp),
         ),
     )
+
+
+def _mamba_mixer() -> ModuleSpec:
+    # Its import wants triton, or the stand-ins of `cpu.load_recurrent_layers`.
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+
+    linears = {"in_proj": ColumnParallelLinear, "out_proj": RowParallelLinear}
+    return ModuleSpec(module=MambaMixer, submodules=MambaMixerSubmodules(**linears))
 
 
 class HybridModel(StockModel):  # type: ignore[misc]
