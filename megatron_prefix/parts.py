@@ -10,19 +10,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_prefix import features
 from megatron_prefix.errors import named, refused
 from megatron_prefix.refusals.table import FEATURE_MISSING
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_prefix.config import PrefixConfig
+    from megatron_prefix.errors import Reason
     from megatron_prefix.plan.actions import Action, Plan
+    from megatron_prefix.run.calls import Callbacks, CallLayout
     from megatron_prefix.run.execute.executor import Stage
     from megatron_prefix.run.rank import Rank
+    from megatron_prefix.run.read.forward_step_state import Swap
     from megatron_prefix.run.read.step import Step
+    from megatron_prefix.run.read.suspend import Capture, SuspendedStep
 
 logger = logging.getLogger(__name__)
 
@@ -46,21 +52,59 @@ class Attempt(NamedTuple):
 class StepPart:
     """What a feature adds to a step. One object a call; methods that a class leaves out do nothing.
 
+    They are called in this order: `refusals`; of every forward step `swaps` before it begins and
+    `suspended` at its model call; `read`, `same` and `check`; of every attempt `begin`, and
+    `action` of each action; `behind` and `finished`.
+
     Args:
         config: what the user set.
         rank: this one in this call.
+        callbacks: what the trainer says of its microbatches.
 
     Attributes:
+        counts_calls: whether a second call of the model in a forward step, without gradients, is
+            one too many.
         why_final: why an attempt that has failed cannot be repeated, and a step that has not failed
             not be given up before its gradients are final; "" if they can.
         problem: what makes the step wrong, known when all actions have run; None: nothing.
     """
 
+    counts_calls = False
     why_final = ""
     problem: Exception | None = None
 
-    def __init__(self, config: PrefixConfig, rank: Rank) -> None:
-        self.config, self.rank = config, rank
+    def __init__(self, config: PrefixConfig, rank: Rank, callbacks: Callbacks) -> None:
+        self.config, self.rank, self.callbacks = config, rank, callbacks
+
+    def refusals(self) -> Iterator[Reason]:
+        """What is in the way of any step of the model."""
+        yield from ()
+
+    def swaps(self, chunk: int) -> Sequence[Swap]:
+        """What else is put back when a forward step of a model chunk is suspended."""
+        return ()
+
+    def suspended(self, step: SuspendedStep) -> Any:
+        """What of a forward step that calls its model now is needed later; in `step.notes`."""
+
+    def read(self, capture: Capture) -> None:
+        """Reads the model calls of this rank.
+
+        Raises:
+            CannotShare: they cannot be run in segments.
+        """
+
+    def same(self, layouts: Sequence[CallLayout]) -> Sequence[Tensor | None]:
+        """Rows of every call [positions, ...]: positions are shared only where they are equal. All
+        ranks of the pipeline call it.
+
+        Args:
+            layouts: of the first stage's calls; () on other stages, where it returns nothing.
+        """
+        return ()
+
+    def check(self, step: Step) -> None:
+        """Raises CannotShare if segments cannot do what the calls of a step ask."""
 
     def begin(self, attempt: Attempt) -> None:
         """Before the first action of an attempt, whose stages are made."""
@@ -81,13 +125,14 @@ class StepPart:
         """
 
 
-def chosen(config: PrefixConfig, rank: Rank) -> tuple[StepPart, ...]:
+def chosen(config: PrefixConfig, rank: Rank, callbacks: Callbacks) -> tuple[StepPart, ...]:
     """The parts that features take in a call, in the order of the table.
 
     One that only makes steps faster is left out where it cannot be imported; mode "on" raises.
 
     Raises:
-        CannotShare: one without which the step would be wrong cannot be imported.
+        CannotShare: one without which the step would be wrong cannot be imported, or refuses the
+            model.
     """
     parts = []
     for feature in features.PARTS:
@@ -100,7 +145,10 @@ def chosen(config: PrefixConfig, rank: Rank) -> tuple[StepPart, ...]:
                 raise refused(FEATURE_MISSING, feature.name, named(error)) from None
             _warn(f"{feature.name} is left out: {named(error)}")
             continue
-        parts.append(make(config, rank))
+        part: StepPart = make(config, rank, callbacks)
+        for reason in part.refusals():
+            raise reason.error()
+        parts.append(part)
     return tuple(parts)
 
 

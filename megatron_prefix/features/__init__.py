@@ -8,6 +8,8 @@ decides, a test reads it, and ranks with different packages would wait for one a
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -68,7 +70,34 @@ KINDS: tuple[FeatureKind, ...] = (
 )
 """Tried before the core's kinds, in this order."""
 
+
+def replays_routes(config: Any) -> bool:
+    """Whether routers have Megatron's RouterReplay, or verl's older one."""
+    names = ("moe_enable_routing_replay", "enable_routing_replay")
+    return any(bool(getattr(config, name, False)) for name in names)
+
+
+def may_replay(config: Any) -> bool:
+    """Whether routers of a model may record routes or follow them, also by slime's or miles'
+    queues; the same on all ranks."""
+    if os.environ.get("ENABLE_ROUTING_REPLAY") == "1" or replays_routes(config):
+        return True
+    miles = getattr(sys.modules.get("miles.utils.replay_base"), "all_replay_managers", ())
+    return any(manager.enabled for manager in miles)
+
+
+def _is_routed(_: PrefixConfig, rank: Rank) -> bool:
+    if not rank.has_experts or may_replay(rank.config):
+        return rank.has_experts
+    from megatron_prefix.moe.versions import routers
+
+    every = [router for model in rank.language_models for router in routers(model).values()]
+    names = ("routing_replay", "router_replay")
+    return any(getattr(router, name, None) is not None for router in every for name in names)
+
+
 PARTS: tuple[Feature, ...] = (
+    Feature("the replay of routes", f"{_FOLDER}replay.part:RoutedStep", _is_routed),
     Feature(
         "the overlap of reductions with backwards",
         f"{_FOLDER}overlap.part:Overlap",

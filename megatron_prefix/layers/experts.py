@@ -15,7 +15,7 @@ from megatron_prefix.layers.kind import Graphed, Kind, Override, Running, Slot
 from megatron_prefix.layers.mlp import between, matrices, saving
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
-from megatron_prefix.refusals.table import OTHER_ROUTER, ROUTES_IN_ORDER
+from megatron_prefix.refusals.table import OTHER_ROUTER
 
 LAUNCHES = 10.0
 """See LayerWork: the host waits for the device in every layer, as it needs the tokens of each
@@ -81,12 +81,8 @@ class Experts(Kind):
         """See Kind."""
         from megatron.core.transformer.moe.router import TopKRouter
 
-        from megatron_prefix.moe.told import is_known
-
         if not isinstance(module.router, TopKRouter):
             yield OTHER_ROUTER.given(number, type(module.router).__name__)
-        if not is_known(module.router):
-            yield ROUTES_IN_ORDER.given(number)
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         """See Kind."""

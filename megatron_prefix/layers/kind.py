@@ -12,6 +12,7 @@ too.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
     from megatron_prefix.layers.blocks.rotary import Rotary
     from megatron_prefix.layers.mtp import StepAhead
     from megatron_prefix.layers.segment import SegmentContext
-    from megatron_prefix.moe.replay import Replay
 
 Override = tuple[Any, str, Callable[..., Any]]
 """An object, the name of its method, and what takes its place."""
+AroundRouter = Callable[[Any, int, int], AbstractContextManager[None]]
 
 
 class Heads(NamedTuple):
@@ -75,7 +76,8 @@ class Running(Protocol):
     Attributes:
         current: the segment that runs, or None.
         kernels: run attention's blocks, by the window; None: without one.
-        replay: makes the routers follow routes in this step; None if they choose themselves.
+        around_router: (router, segment, its tokens) -> what is around the choice of experts in this
+            step; None: nothing.
         rotary: tables of rotary embeddings; it is told of every module that it is asked for.
         ahead: what multi-token prediction reads in this step; None if it does not run.
         graphs: of its layers; None without.
@@ -88,7 +90,7 @@ class Running(Protocol):
     graphs: LayerGraphs | None
     packed: bool
     kernels: dict[int | None, Kernel]
-    replay: Replay | None
+    around_router: AroundRouter | None
     rotary: Rotary
     ahead: StepAhead | None
     angles: Tensor | None

@@ -50,9 +50,9 @@ def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[.
         if found is not None and may_count:
             before = router.local_tokens_per_expert.clone()
         with contextlib.ExitStack() as stack:
-            if hooks.current is not None and hooks.replay is not None:
+            if hooks.current is not None and hooks.around_router is not None:
                 num_tokens = logits.shape[:-1].numel()
-                stack.enter_context(hooks.replay.around(router, hooks.current.index, num_tokens))
+                stack.enter_context(hooks.around_router(router, hooks.current.index, num_tokens))
             probs, routing_map = routing(logits, *args, **kwargs)
         if before is not None and not counted[0]:
             router.local_tokens_per_expert.copy_(before)

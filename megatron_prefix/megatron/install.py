@@ -46,14 +46,13 @@ from megatron_prefix.layers.blocks.kernels import Kernel, choose
 from megatron_prefix.layers.blocks.merge import prepare
 from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.layers.blocks.unread import picked, skipped
-from megatron_prefix.layers.kind import Part, Slot
+from megatron_prefix.layers.kind import AroundRouter, Part, Slot
 from megatron_prefix.layers.mtp import LooksAhead, StepAhead
 from megatron_prefix.layers.precision import is_fp8
 from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.megatron import families, features, parents
 from megatron_prefix.megatron.cross_entropy import without_waiting
 from megatron_prefix.moe import versions
-from megatron_prefix.moe.replay import Replay
 from megatron_prefix.refusals.table import NO_LANGUAGE_MODEL, ROTARY_TABLES
 from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.payload_map import Form
@@ -78,7 +77,8 @@ class Hooks:
         keys_only: the layer of which a segment without loss needs K and V only: the last one of the
             last stage; None elsewhere, and where it cannot end early.
         current: the segment that runs, or None.
-        replay: makes the routers follow routes in this step; None if they choose themselves.
+        around_router: (router, segment, its tokens) -> what is around the choice of experts in this
+            step; None: nothing.
         rotary: tables of its rotary embeddings.
         ahead: what multi-token prediction reads in this step; None if it does not run.
         graphs: of its layers; None without.
@@ -105,7 +105,7 @@ class Hooks:
         self.keys_only = len(self.parts) - 1 if ends_early else None
         self.use(kernel)
         self.current: SegmentContext | None = None
-        self.replay: Replay | None = None
+        self.around_router: AroundRouter | None = None
         self.packed = False
         self.rotary = Rotary()
         self._rope = getattr(self.model, "rotary_pos_emb", None)
@@ -265,7 +265,7 @@ class Hooks:
 
     def end_step(self) -> None:
         """Whatever has happened, nothing of a step is left."""
-        self.replay = self.ahead = None
+        self.around_router = self.ahead = None
         versions.forget_graphs(self.model)
         if self.graphs is not None:
             self.graphs.end_step()

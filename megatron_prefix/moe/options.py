@@ -28,9 +28,3 @@ def counts_tokens(config: Any) -> bool:
     z_loss = getattr(config, "moe_z_loss_coeff", None)
     experts = bool(getattr(config, "num_moe_experts", None))
     return bool(_balancing(config)) or (experts and bool(bias or z_loss))
-
-
-def replays_routes(config: Any) -> bool:
-    """Whether routers can follow given routes: Megatron's RouterReplay, or verl's older one."""
-    names = ("moe_enable_routing_replay", "enable_routing_replay")
-    return any(bool(getattr(config, name, False)) for name in names)

@@ -52,7 +52,7 @@ from megatron_prefix.run import across_step
 from megatron_prefix.run.across.agreement import agree, agree_on, tried
 from megatron_prefix.run.across.scattered import Watch
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
-from megatron_prefix.run.execute import ahead, routers
+from megatron_prefix.run.execute import ahead
 from megatron_prefix.run.execute.losses import are_in_order
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.execute.messages import channels_of
@@ -437,7 +437,7 @@ class PrefixSchedule:
             across_step.tell_alone(rank.why_alone, rank, self._logged)
         if self.config.cache_host_layers and rank.groups.cp.size() > 1:
             raise refused(HOST_LAYERS_CP)
-        rank.step_parts = parts.chosen(self.config, rank)
+        rank.step_parts = parts.chosen(self.config, rank, self.callbacks)
         return rank
 
     def _read(
@@ -474,7 +474,7 @@ class PrefixSchedule:
             functools.partial(planning.shares_nothing, rank=rank) if filters else None,
         )  # fmt: skip
         if step is not None:
-            _, problem = tried(functools.partial(_check_step, step, rank, capture))
+            _, problem = tried(functools.partial(_check_step, step, rank))
         problem = self._softened(problem or unjudged)
         if (reason := agree(problem, rank.agreeing, rank.device)) is not None:
             self._refused(reason)
@@ -587,12 +587,12 @@ class PrefixSchedule:
             logger.warning("stock schedule for this step: %s", report.decision.reason)
 
 
-def _check_step(step: Step, rank: Rank, capture: Capture) -> None:
+def _check_step(step: Step, rank: Rank) -> None:
     """Raises what is in the way of a step that was read."""
     if len({*step.packed}) > 1 and fused_yarn.differs(rank.config):
         raise refused(FUSED_YARN, "packs and rows of one step")
-    if rank.has_experts:
-        routers.check(step, rank, capture)
+    for part in rank.step_parts:
+        part.check(step)
     if rank.looks_ahead:
         ahead.check(step, rank)
 

@@ -219,8 +219,6 @@ class StepRun:
         """What follows the plan's last action; with a problem gradients are finalized only where
         some have left this rank."""
         report, rank = self._report, self._rank
-        if problem is None and rank.has_experts:
-            routers.leave(len(self._capture.steps[0]), rank, self._capture)
         is_final = any(part.why_final for part in rank.step_parts)
         if not rank.forward_only and (problem is None or is_final):
             num_tokens = self._losses.num_tokens if self._losses is not None else 0
@@ -296,13 +294,13 @@ class StepRun:
             self._step.forest, self._step.samples, rank.device, cp.rank(), cp.size(), rank.rows
         )
         stages = self._stages(plan, offloader)
-        counts = None
-        if rank.has_experts:
-            counts = routers.begin(stages, self._step, self._contract, rank, self._capture)
-        if report.stopwatch is not None:
-            report.stopwatch.forget()
         for part in rank.step_parts:
             part.begin(Attempt(self._step, plan, stages, self._force_all_reduce))
+        counts = None
+        if rank.has_experts:
+            counts = routers.begin(stages, self._step, self._contract, rank)
+        if report.stopwatch is not None:
+            report.stopwatch.forget()
         exchanges = None
         if self._communicator is not None:
             exchanges = self._exchanges(stages, self._communicator)

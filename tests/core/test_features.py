@@ -16,6 +16,7 @@ import pytest
 from megatron_prefix import features, parts
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare
+from megatron_prefix.run.calls import Callbacks
 from tests.core.test_purity import in_fresh_interpreter
 from tests.harness import data
 
@@ -25,13 +26,16 @@ APART = ("lab/", "features/")
 WORDS = {
     "dsa": r"dsa|DSA|indexer",
     "overlap": r"Reductions|start_grad_sync",
+    "replay": r"[rR]outer_?[rR]eplay|routing_replay|may_replay",
     "own_gdn": r"own_gdn|own_delta|OwnGated|linear_attn|hf_forward",
 }
 """By feature what only it says: in a name, or in a string that is a value."""
 STAYS = {
     "dsa": {"refusals/table.py"},
+    "replay": {"refusals/table.py", "run/read/model_walk.py", "run/verify/step_state.py"},
 }
-"""Files of the core that name a feature all the same: refusals have one table."""
+"""Files of the core that name a feature all the same: refusals have one table, a walk of a model
+passes by attributes that other files look at, and verify compares all that a step may leave."""
 IMPORTS = {
     "layers/kind.py", "layers/recurrent/delta.py", "megatron/install.py", "plan/peak_memory.py",
     "run/cost_meter.py", "run/rank.py",
@@ -130,7 +134,7 @@ def feature(path: str, *, needed: bool) -> features.Feature:
 def test_a_feature_that_cannot_be_imported_is_in_the_way(monkeypatch, mode, needed) -> None:
     monkeypatch.setattr(features, "PARTS", (feature("no.such.module:Part", needed=needed),))
     with pytest.raises(CannotShare, match=r"^a feature cannot be imported \(ModuleNotFoundError"):
-        parts.chosen(PrefixConfig(mode=mode), RANK)
+        parts.chosen(PrefixConfig(mode=mode), RANK, Callbacks())
 
 
 def test_what_only_makes_steps_faster_is_left_out(monkeypatch, caplog) -> None:
@@ -138,7 +142,7 @@ def test_what_only_makes_steps_faster_is_left_out(monkeypatch, caplog) -> None:
     overlap = next(one for one in features.PARTS if "overlap" in one.path)
     monkeypatch.setattr(features, "PARTS", (missing, overlap._replace(wanted=lambda *_: True)))
     for _ in range(2):
-        (part,) = parts.chosen(PrefixConfig(mode="auto"), RANK)
+        (part,) = parts.chosen(PrefixConfig(mode="auto"), RANK, Callbacks())
         assert type(part).__name__ == "Overlap"
     assert [record.getMessage()[:22] for record in caplog.records] == ["a feature is left out:"]
 
@@ -157,10 +161,10 @@ def test_parts_around_an_action_are_left_if_one_fails() -> None:
         def action(self, action):
             raise ValueError
 
-    one = Part(PrefixConfig(), RANK)
+    one = Part(PrefixConfig(), RANK, Callbacks())
     with parts.around([one, one], None):
         assert events == ["begin"] * 2
     assert events == ["begin"] * 2 + ["end"] * 2
     with contextlib.suppress(ValueError):
-        parts.around([one, Broken(PrefixConfig(), RANK)], None)
+        parts.around([one, Broken(PrefixConfig(), RANK, Callbacks())], None)
     assert events == ["begin"] * 2 + ["end"] * 2 + ["begin"]

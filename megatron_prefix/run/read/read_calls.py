@@ -24,8 +24,7 @@ from megatron_prefix.layers import mtp
 from megatron_prefix.layers.table import payload_parts
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import installed
-from megatron_prefix.moe.options import replays_routes
-from megatron_prefix.moe.told import may_replay
+from megatron_prefix.parts import StepPart
 from megatron_prefix.refusals.table import (
     AHEAD_BEHIND,
     AHEAD_LABELS,
@@ -49,8 +48,6 @@ from megatron_prefix.run.calls import (
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read import heads
 from megatron_prefix.run.read.given import Given, given
-from megatron_prefix.run.read.routes import ToldRoutes
-from megatron_prefix.run.read.routes import read as told_routes
 from megatron_prefix.run.read.samples import trained_positions
 from megatron_prefix.run.read.suspend import Capture
 
@@ -89,19 +86,16 @@ class ReadCalls(NamedTuple):
     Attributes:
         first: of the first stage's calls, on that stage.
         last: of the last stage's calls, on that stage, where they are not the first's.
-        routes: of the first stage's calls where routers follow them, [positions, layers, topk], as
-            the callback says.
         given: what the first stage's calls give instead of tokens; None: nothing.
-        told: without that callback, what this rank's routers have been told; None: they cannot be.
+        parts: say further what positions must have in common.
         up_to_loss: whether what is behind a sample's last loss has no effect: some routers count
             all tokens, and multi-token prediction has losses of its own.
     """
 
     first: CallTokens | None
     last: CallTokens | None
-    routes: Sequence[Tensor | None] = ()
     given: Given | None = None
-    told: ToldRoutes | None = None
+    parts: Sequence[StepPart] = ()
     up_to_loss: bool = False
 
 
@@ -115,7 +109,6 @@ def read_calls(capture: Capture, rank: Rank, callbacks: Callbacks) -> ReadCalls:
         _check_chunk(capture, rank, callbacks, chunk)
     capture.check_settings()
     first = last = given = None
-    routes: list[Tensor | None] = []
     cp = rank.groups.cp
     read = functools.partial(
         read_tokens, cp_size=cp.size(), callbacks=callbacks, forward_only=rank.forward_only,
@@ -134,18 +127,15 @@ def read_calls(capture: Capture, rank: Rank, callbacks: Callbacks) -> ReadCalls:
         used = embedding == "learned_absolute"
         if used or cp.size() > 1:
             check_positions(first, cp.rank(), cp.size(), used=used)
-        if callbacks.routes is not None and rank.has_experts and replays_routes(rank.config):
-            routes = [callbacks.routes(call) for call in calls]
     if rank.is_last and not (rank.is_first and len(rank.models) == 1):
         calls = capture.calls(-1)
         last = read(calls) if rank.looks_ahead or _tell_loss(calls, callbacks) else None
     if rank.looks_ahead and rank.is_last:
         check_ahead(first if last is None else last, rank)
-    told = None
-    if callbacks.routes is None and rank.has_experts and may_replay(rank.config):
-        told = told_routes(capture, rank)
+    for part in rank.step_parts:
+        part.read(capture)
     up_to_loss = not (rank.forward_only or rank.counts_tokens or rank.looks_ahead)
-    return ReadCalls(first, last, routes, given, told, up_to_loss)
+    return ReadCalls(first, last, given, rank.step_parts, up_to_loss)
 
 
 def _check_chunk(capture: Capture, rank: Rank, callbacks: Callbacks, chunk: int) -> None:

@@ -164,10 +164,8 @@ def _read(
     calls: ReadCalls, known: CallTokens | None, groups: Any, device: torch.device
 ) -> list[Pairs] | None:
     """What this stage knows of the samples; `known`: columns of both ends of the pipeline."""
-    pp, cp, routes = groups.pp, groups.cp, calls.routes
-    if calls.told is not None:  # by all ranks of the pipeline
-        layouts = known.layouts if known else ()
-        routes = calls.told.gathered(layouts, cp.size(), pp, device)
+    cp, layouts = groups.cp, known.layouts if known else ()
+    routes = [*itertools.chain(*(part.same(layouts) for part in calls.parts))]
     if calls.first is None or known is None:
         return None if calls.last is None else _samples(calls.last, (), cp, device)
     if calls.given is not None:  # a number for each position, instead of tokens

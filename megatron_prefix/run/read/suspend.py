@@ -25,7 +25,7 @@ import functools
 import inspect
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -35,8 +35,7 @@ import torch
 
 from megatron_prefix.errors import DataEnded, UserError, refused
 from megatron_prefix.megatron.install import intercepted, vision_tower
-from megatron_prefix.moe import versions
-from megatron_prefix.moe.told import Told, may_replay, replays_of, told
+from megatron_prefix.parts import StepPart
 from megatron_prefix.refusals.table import (
     DIFFERENT_AUTOCAST,
     FORWARD_COUNTS,
@@ -58,7 +57,6 @@ from megatron_prefix.run.read.samples import RecordingIterator
 from megatron_prefix.run.read.tower import TowerOnce
 from megatron_prefix.tree import Forest
 
-NO_ROUTERS: Mapping[int, Any] = {}
 _running: SuspendedStep | None = None
 
 
@@ -80,12 +78,12 @@ class SuspendedStep:
         model: the language model whose call suspends it.
         states: what else is put back when it is suspended.
         number: of the trainer's microbatch.
-        routers: of the model that can replay, by layer.
+        chunk: of the model on its rank.
+        parts: what notes something of it when it calls the model.
 
     Attributes:
         call: what the model was called with; None before.
-        told: what each router had been told by then; the step's own copies of its routes until
-            `forget_arguments`.
+        notes: what each part has noted; it goes when the step goes on with the model itself.
         called: the settings that it was called with; not there before.
         kept: what of each of `states` is the step's own while it is suspended; None: nothing. The
             first one is the model's mode, train() or eval().
@@ -100,10 +98,11 @@ class SuspendedStep:
         model: Any,
         states: tuple[Swap, ...] = (),
         number: int = 0,
-        routers: Mapping[int, Any] = NO_ROUTERS,
+        chunk: int = 0,
+        parts: Sequence[StepPart] = (),
     ) -> None:
-        self.model, self.number, self.routers = model, number, routers
-        self.told: dict[int, Told | None] = {}
+        self.model, self.number, self.chunk, self._parts = model, number, chunk, parts
+        self.notes: dict[StepPart, Any] = {}
         self.call: Any = None
         self.called: Settings
         self._stock: Any = None
@@ -143,8 +142,7 @@ class SuspendedStep:
             stock: runs the model itself.
         """
         self.call, self._stock, self.called = call, stock, Settings.now()
-        by_layer = {layer: told(one, self.number) for layer, one in self.routers.items()}
-        self.told = {layer: one and one.kept() for layer, one in by_layer.items()}
+        self.notes = {part: part.suspended(self) for part in self._parts}
         if quantises() and not self._quantised:
             self._problem = refused(FP8_INSIDE)
         elif fixed() != self._before:
@@ -186,7 +184,7 @@ class SuspendedStep:
             return result
         self.goes_on_itself = True
         stock, self._stock, self.call = self._stock, None, None  # with the arguments they hold
-        self.told = {}
+        self.notes = {}
         return self.resume(stock)
 
     def close(self) -> None:
@@ -305,16 +303,12 @@ class Capture:
                 self._forks,
                 self._loss_variables.swap,
             ]
-            routers: Mapping[int, Any] = NO_ROUTERS
-            if self._rank.has_experts:
-                every = versions.routers(model)
-                routers = {n: one for n, one in every.items() if replays_of(one) is not None}
-                swaps.append(forward_step_state.replayed_routes([*routers.values()]))
-                swaps.append(forward_step_state.stages_of_queues())
+            parts = self._rank.step_parts
+            swaps += itertools.chain(*(part.swaps(chunk) for part in parts))
             swaps.append(self._state.swap)  # behind the model's mode, which is put back
             for number in range(self._num):
                 step = SuspendedStep(
-                    functools.partial(self._call, chunk), model, tuple(swaps), number, routers
+                    functools.partial(self._call, chunk), model, tuple(swaps), number, chunk, parts
                 )
                 self.steps[chunk].append(step)
                 self._left[chunk].append(step)
@@ -367,8 +361,6 @@ class Capture:
         self.tokens = [step.call["input_ids"] for step in self.steps[0]]
         for step in itertools.chain(*self.steps):
             step.call = step.call.without_tensors()
-            for layer, one in step.told.items():
-                step.told[layer] = one and one._replace(routes=None)
 
     def stock_step(self, _: Any, model: Any) -> Any:
         """A `forward_step_func` for the stock schedule: the suspended steps go on, in order, and
@@ -413,12 +405,11 @@ def takes_beside(rank: Rank) -> bool:
 
     Without gradients nothing tells a microbatch's own call from another. Behind the first pipeline
     stage a call's input is what the stage before it has sent, which segments do not send. A vision
-    tower's rows are kept for a microbatch, whichever call they are for. A queue of routes has an
-    entry for each call, in their order.
+    tower's rows are kept for a microbatch, whichever call they are for.
     """
     alone = len(rank.models) == 1 and rank.num_stages == 1
-    replays = rank.has_experts and may_replay(rank.config)
-    if not alone or replays or rank.forward_only or not torch.is_grad_enabled():
+    counted = any(part.counts_calls for part in rank.step_parts)
+    if not alone or counted or rank.forward_only or not torch.is_grad_enabled():
         return False
     return not rank.has_images or vision_tower(rank.models[0]) is None
 

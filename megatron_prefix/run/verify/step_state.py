@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from megatron_prefix.moe import versions
-from megatron_prefix.moe.told import replays_of
 from megatron_prefix.run.execute.rewind import Rewind
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read.kept_draws import random_states
@@ -66,7 +65,7 @@ class StepState(Rewind):
                 getattr(router, "routing_replay", None),
                 getattr(router, "router_replay", None),
             )
-            if replays_of(router) is not None and holder is not None
+            if holder is not None
         ]
 
     @torch.no_grad()

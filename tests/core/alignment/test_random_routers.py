@@ -16,10 +16,11 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features import replays_routes
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.verify.observed import take_auxiliary
-from megatron_prefix.moe import options, versions
+from megatron_prefix.moe import versions
 from megatron_prefix.run import schedule
 from megatron_prefix.tree import TreeOptions
 from tests.harness import steps
@@ -134,7 +135,7 @@ def check(
     model: Any, items: Sequence[Microbatch], contract: Contract, schedule: schedule.PrefixSchedule
 ) -> None:
     configure(model, contract, len(items))
-    if options.replays_routes(unwrap(model).config):
+    if replays_routes(unwrap(model).config):
         contract = Replaying(**vars(contract))
         RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         RouterReplay.clear_global_indices()

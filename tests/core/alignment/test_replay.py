@@ -19,6 +19,8 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.replay import segments as replay
+from megatron_prefix.features.replay.routes import ToldRoutes
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
@@ -26,9 +28,8 @@ from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.rl import batches
 from megatron_prefix.lab.rl.metrics import of_report
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.moe import replay, versions
+from megatron_prefix.moe import versions
 from megatron_prefix.run.calls import Callbacks
-from megatron_prefix.run.read.routes import ToldRoutes
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import steps

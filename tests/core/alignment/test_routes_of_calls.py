@@ -14,11 +14,11 @@ import pytest
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
+from megatron_prefix.features.replay.routes import ToldRoutes
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.moe import versions
-from megatron_prefix.run.read.routes import ToldRoutes
 from tests.core.alignment.test_model_calls import Case, built, compare_with
 from tests.harness.calls import ROWS, Form, Trainer
 from tests.harness.cases import check_cases

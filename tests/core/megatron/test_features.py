@@ -21,6 +21,7 @@ from torch import nn
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, Refusal, UserError
+from megatron_prefix.features import replays_routes
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import install
@@ -447,9 +448,9 @@ def test_the_global_losses_log_is_never_averaged_over_ranks() -> None:
 
 
 def test_routes_are_followed_where_a_config_says_so() -> None:
-    assert options.replays_routes(SimpleNamespace(moe_enable_routing_replay=True))
-    assert options.replays_routes(SimpleNamespace(enable_routing_replay=True))
-    assert not options.replays_routes(SimpleNamespace(moe_enable_routing_replay=False))
+    assert replays_routes(SimpleNamespace(moe_enable_routing_replay=True))
+    assert replays_routes(SimpleNamespace(enable_routing_replay=True))
+    assert not replays_routes(SimpleNamespace(moe_enable_routing_replay=False))
 
 
 @pytest.mark.parametrize(("ranks", "marks", "refused"), [

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_prefix.moe.replay import SegmentRoutes
+from megatron_prefix.features.replay.segments import SegmentRoutes
 
 ONE: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 LAYERS, TOPK = 2, 2

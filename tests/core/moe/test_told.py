@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_prefix.moe import told
-from megatron_prefix.run.read import forward_step_state
+from megatron_prefix.features.replay import swaps, told
 
 ROUTES = torch.tensor([[3, 1], [0, 2], [1, 0]])
 
@@ -127,7 +126,7 @@ def test_the_stage_of_miles_is_each_suspended_steps_own(monkeypatch: pytest.Monk
     set_stage = stages("miles", monkeypatch)
     (manager,) = told.managers()
     set_stage("replay_backward")
-    swap = forward_step_state.stages_of_queues()
+    swap = swaps.stages_of_queues()
     assert swap(None, True) is None
     set_stage("replay_forward")  # as a forward step does before its model call
     kept = swap(None, False)
@@ -138,7 +137,7 @@ def test_the_stage_of_miles_is_each_suspended_steps_own(monkeypatch: pytest.Monk
 
 def test_what_a_step_adds_for_its_backward_waits_with_it() -> None:
     replay = WithMask()
-    swap = forward_step_state.replayed_routes([router(router_replay=replay)])
+    swap = swaps.replayed_routes([router(router_replay=replay)])
     kept = []
     for number in range(2):
         swap(None, True)

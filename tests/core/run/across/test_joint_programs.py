@@ -23,6 +23,7 @@ from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.count_sums import sums_behind
 from megatron_prefix.run.across.communicator import Message
 from megatron_prefix.run.across.exchanges import Exchanges
+from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.execute import messages
 from megatron_prefix.run.execute.executor import Executor
 from megatron_prefix.run.execute.messages import Channels, Links
@@ -131,7 +132,8 @@ def reductions_of(pipeline: Pipeline, steps: list[Told], *, early: bool) -> Redu
 def overlap_of(reductions: Reductions, plan: Plan, stage: int) -> Overlap:
     """The part of a step that has them; layers have no input that it could mark."""
     config: Any = SimpleNamespace(finalize_model_grads_func=print)
-    overlap = Overlap(PrefixConfig(), SimpleNamespace(stage=stage, config=config))  # type: ignore[arg-type]
+    rank: Any = SimpleNamespace(stage=stage, config=config)
+    overlap = Overlap(PrefixConfig(), rank, Callbacks())
     empty = SimpleNamespace(model=SimpleNamespace(decoder=SimpleNamespace(layers=[])))
     last = {one.chunk: one.segment for one in plan.programs[stage] if one.kind == "B"}
     vars(overlap).update(_reductions=reductions, _hooks=[empty] * plan.num_chunks, _last=last)

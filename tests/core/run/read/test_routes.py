@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.errors import CannotShare
-from megatron_prefix.moe.told import FORWARD, RECORD, Told
+from megatron_prefix.features.replay import routes
+from megatron_prefix.features.replay.routes import ToldRoutes
+from megatron_prefix.features.replay.told import FORWARD, RECORD, Told
 from megatron_prefix.run.calls import CallLayout
-from megatron_prefix.run.read import routes
-from megatron_prefix.run.read.routes import ToldRoutes
 
 CPU = torch.device("cpu")
 SHAPE = 3, 2
@@ -87,8 +87,7 @@ def test_microbatches_have_routes_all_or_none() -> None:
     one = Told(FORWARD, rows(4, (0,))[:, 0], source=1)
 
     def told_of(*each: Told | None) -> Any:
-        calls = [SimpleNamespace(routers={0: "router"}, told={0: told}) for told in each]
-        return routes.told_of(SimpleNamespace(steps=[calls]), 0)  # type: ignore[arg-type]
+        return routes.told_of({0: "router"}, [{0: told} for told in each])
 
     assert told_of(one, one) == {0: ("router", [one, one])} and told_of(None, None) == {}
     with pytest.raises(CannotShare, match="some microbatches have routes and some have none"):

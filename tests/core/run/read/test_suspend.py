@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.replay.swaps import replayed_routes
 from megatron_prefix.run.read import forward_step_state, suspend
 from megatron_prefix.run.read.forward_step_state import Settings
 from megatron_prefix.run.read.suspend import SuspendedStep
@@ -286,7 +287,7 @@ class _Router:
 
 def test_routes_to_follow_are_each_steps_own() -> None:
     router = _Router()
-    swap = forward_step_state.replayed_routes([router])
+    swap = replayed_routes([router])
 
     def function(number: int) -> Any:
         router.router_replay.target = number

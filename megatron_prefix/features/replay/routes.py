@@ -8,7 +8,7 @@ parallelism, put together what they have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.errors import refused
-from megatron_prefix.moe.told import FORWARD, RECORD, Told
+from megatron_prefix.features.replay.told import FORWARD, RECORD, Told
 from megatron_prefix.refusals.table import (
     AHEAD_ROUTES,
     NUMBER_OF_ROUTES,
@@ -26,7 +26,6 @@ from megatron_prefix.refusals.table import (
 )
 from megatron_prefix.run.calls import CallLayout
 from megatron_prefix.run.rank import Rank, gathered
-from megatron_prefix.run.read.suspend import Capture
 
 
 @dataclass(frozen=True)
@@ -106,40 +105,49 @@ class ToldRoutes:
         return torch.cat(by_stage, 1), [n for _, count, *rest in heads for n in rest[:count]]
 
 
-def told_of(capture: Capture, chunk: int) -> dict[int, tuple[Any, list[Told]]]:
-    """By layer of a chunk that has a router that was told something: the router, and what at each
-    call.
+def told_of(
+    routers: Mapping[int, Any], calls: Sequence[Mapping[int, Told | None]]
+) -> dict[int, tuple[Any, list[Told]]]:
+    """By layer of a model chunk that has a router that was told something: the router, and what at
+    each call.
+
+    Args:
+        routers: by layer.
+        calls: what each was told, by layer, at every call of the chunk.
 
     Raises:
         CannotShare: at some calls only.
     """
-    by_layer, steps = {}, capture.steps[chunk]
-    for layer, router in steps[0].routers.items() if steps else ():
-        each = [step.told[layer] for step in steps]
-        known = [one for one in each if one is not None]
-        if 0 < len(known) < len(each):
+    by_layer = {}
+    for layer, router in routers.items() if calls else ():
+        told = [call[layer] for call in calls]
+        known = [one for one in told if one is not None]
+        if 0 < len(known) < len(told):
             raise refused(SOME_ROUTES)
         if known:
             by_layer[layer] = router, known
     return by_layer
 
 
-def read(capture: Capture, rank: Rank) -> ToldRoutes:
+def read(told: Sequence[Mapping[int, tuple[Any, Sequence[Told]]]], rank: Rank) -> ToldRoutes:
     """What the routers of this rank have been told at its model calls.
+
+    Args:
+        told: of every model chunk what `told_of` says.
+        rank: with these.
 
     Raises:
         CannotShare: they record routes; routes are not known, or not of all calls; a router of
             multi-token prediction has some.
     """
     followed: dict[int, list[Tensor]] = {}
-    for chunk, model in enumerate(rank.language_models):
+    for by_layer, model in zip(told, rank.language_models, strict=True):
         num_ahead = len(model.decoder.layers)
-        for layer, (router, told) in told_of(capture, chunk).items():
-            _check(told, ahead=layer >= num_ahead)
-            followed[router.layer_number - 1] = [one.routes for one in told]  # type: ignore[misc]
+        for layer, (router, calls) in by_layer.items():
+            _check(calls, ahead=layer >= num_ahead)
+            followed[router.layer_number - 1] = [one.routes for one in calls]  # type: ignore[misc]
     layers = tuple(sorted(followed))
-    calls = zip(*(followed[layer] for layer in layers), strict=True)
-    rows = tuple(_stacked(call) for call in calls)
+    rows = tuple(map(_stacked, zip(*(followed[layer] for layer in layers), strict=True)))
     shape = rank.config.num_layers, rank.config.moe_router_topk
     group = rank.groups.tp if rank.sequence_ranks > 1 else None
     return ToldRoutes(layers, rows, shape, group)

@@ -1,7 +1,7 @@
 """Routers that follow given routes: a segment's tokens go to the experts of their rollouts.
 
 Trainers give a router the experts of one microbatch at a time, in the order of forwards and, for
-activation recomputation, again in the order of backwards (moe/told.py). Segments run in another
+activation recomputation, again in the order of backwards (told.py). Segments run in another
 order. So the routes of a segment are set around every forward of its router, also inside a
 backward, and the trainer's settings are restored afterwards. As with the stock schedule, the
 trainer turns replay on by the action that it sets, before it calls the schedule or in its forward
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.moe.told import MARKS, Told, replays_of
+from megatron_prefix.features.replay.told import MARKS, Told, replays_of
 from megatron_prefix.tree import Forest, Pairs, cp_layout
 from megatron_prefix.tree.forest import MOST_EXPERTS
 

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_prefix.moe.options import replays_routes
 from megatron_prefix.tree.forest import MOST_EXPERTS
 
 RECORD, FORWARD = "RECORD", "REPLAY_FORWARD"
@@ -223,9 +222,3 @@ def is_known(router: Any) -> bool:
     names = ("top_indices_list", "forward_index", "backward_index")
     queue = getattr(router, "routing_replay", None)
     return queue is None or all(hasattr(queue, name) for name in names)
-
-
-def may_replay(config: Any) -> bool:
-    """Whether routers of a model may record routes or follow them; the same on all ranks."""
-    queues = _Environment.is_enabled() or any(one.enabled for one in managers())
-    return queues or replays_routes(config)

@@ -1,0 +1,1 @@
+"""Routers that follow routes which the trainer gives them."""
