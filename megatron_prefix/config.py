@@ -14,7 +14,7 @@ MODES = ("off", "observe", "auto", "on")
 MEMORY_POLICIES = ("retain", "recompute_act", "offload", "recompute", "auto")
 CP_REDUCE = ("auto", "wave", "segment")
 ACROSS_RANKS = ("off", "auto", "on", "node")
-KERNELS = ("math", "flash_cpu", "flash", "cudnn", "fa3", "fa4")
+KERNELS = ("math", "flash_cpu", "flash", "cudnn", "fa4")
 """Names of the attention kernels (megatron_prefix/layers/blocks/kernels.py)."""
 CHOICES: dict[str, tuple[Any, ...]] = {
     "mode": MODES,

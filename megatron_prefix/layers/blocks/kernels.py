@@ -26,7 +26,6 @@ from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
 from megatron_prefix.layers.blocks.operators import (
     FA4_SHORT,
     CudnnKernel,
-    Fa3Kernel,
     Fa4Kernel,
     FlashCpuKernel,
     FlashKernel,
@@ -38,19 +37,17 @@ __all__ = ["KERNELS", "CompositeKernel", "Kernel", "Partial", "Runs", "available
 logger = logging.getLogger(__name__)
 
 
-_HERE: tuple[Batched, ...] = (
-    MathKernel(), FlashCpuKernel(), FlashKernel(), CudnnKernel(), Fa3Kernel(), Fa4Kernel(),
+_CLASSES: tuple[type[Batched], ...] = (
+    MathKernel, FlashCpuKernel, FlashKernel, CudnnKernel, Fa4Kernel,
 )  # fmt: skip
-KERNELS: dict[str, Batched] = {
-    name: next(kernel for kernel in _HERE if kernel.name == name) for name in config.KERNELS
-}
+KERNELS: dict[str, Batched] = {kernel.name: kernel() for kernel in _CLASSES}
 """Those that the help names, and no other."""
 COMPILED = ("fa4",)
 """Those that compile for about half a minute before they first run."""
 PROBE_ROWS = FA4_SHORT + 32
 """Queries of a probe: long enough for every call that has to be compiled."""
 Probe = Callable[[str], "str | None"]
-_AUTO = {"cuda": ("fa4", "fa3", "cudnn", "flash", "math"), "cpu": ("flash_cpu", "math")}
+_AUTO = {"cuda": ("fa4", "cudnn", "flash", "math"), "cpu": ("flash_cpu", "math")}
 
 
 def available(

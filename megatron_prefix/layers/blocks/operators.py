@@ -1,4 +1,4 @@
-"""Six stock kernels; the only file that names private operators of torch and flash-attn.
+"""Five stock kernels; the only file that names private operators of torch and flash-attn.
 
 | name        | operator                                          | takes                         |
 |-------------|---------------------------------------------------|-------------------------------|
@@ -6,7 +6,6 @@
 | `flash_cpu` | aten._scaled_dot_product_flash_attention_for_cpu  | CPU, dv = d                   |
 | `flash`     | aten._flash_attention_forward: FlashAttention-2   | CUDA, 16 bit, dv = d          |
 | `cudnn`     | aten._scaled_dot_product_cudnn_attention          | CUDA, 16 bit                  |
-| `fa3`       | flash_attn_3: FlashAttention-3                    | Hopper, 16 bit, dv = d        |
 | `fa4`       | flash_attn.cute: FlashAttention-4                 | Hopper and Blackwell, 16 bit  |
 
 All but `math` get q, k and v as views. megatron_prefix/layers/blocks/kernels.py chooses among them.
@@ -331,49 +330,6 @@ class Fa4Kernel(_Varlen):
         return {"causal": False, "window_size_left": self.window, "window_size_right": 0}
 
 
-class Fa3Kernel(_Aligned, _Varlen):
-    """FlashAttention-3: equal runs are a dense call, others one varlen call.
-
-    It has no package on the index: users build it from the folder hopper of FlashAttention's
-    repository. Its operators are called by the names of their arguments (hopper/flash_api.cpp,
-    TORCH_LIBRARY), which have stayed the same while its Python functions changed. Its causal mask
-    ends with the last query and the last key, as that of `Runs` does. It has been tested with a
-    stand-in only; it is probed like the others before it is used.
-    """
-
-    name = "fa3"
-
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """See `Kernel.refusal`."""
-        return (
-            _needs_cuda_16bit(q, k, v) or _needs_equal_widths(q, v) or super().refusal(q, k, v)
-            or _needs_fa3(q)
-        )  # fmt: skip
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, **lengths: Any
-    ) -> tuple[Tensor, Tensor, Aux]:
-        """See `Batched.attend`."""
-        # One split: of several, each may be merged in another order.
-        out, lse, *_ = flash_attn_3().fwd(
-            q, k, v, softmax_scale=scale, is_causal=causal, num_splits=1, **lengths
-        )
-        return out, lse, ()
-
-    def attend_backward(
-        self, saved: Saved, aux: Aux, scale: float, causal: bool, **lengths: Any
-    ) -> Gradients:
-        """See `Batched.attend_backward`."""
-        dout, q, k, v, out, lse = saved
-        gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-        into = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-        flash_attn_3().bwd(
-            dout, q, k, v, out, lse.contiguous(), **into, softmax_scale=scale, is_causal=causal,
-            **lengths,
-        )  # fmt: skip
-        return gradients[0], gradients[1], gradients[2]
-
-
 def _needs_cuda_16bit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the CUDA kernels cannot take these tensors; None if they can."""
     if q.device.type != "cuda":
@@ -461,26 +417,6 @@ def _fa4_folder() -> str | None:
         return str(cache.get_cache_path()) if cache.CUTE_DSL_CACHE_ENABLED else None
     except (ImportError, AttributeError, OSError):  # another version, or no right to the folder
         return None
-
-
-@functools.cache
-def flash_attn_3() -> Any:
-    """FlashAttention-3's operators; raises ImportError without the package."""
-    importlib.import_module("flash_attn_3._C")  # registers them
-    return torch.ops.flash_attn_3
-
-
-def _needs_fa3(q: Tensor) -> str | None:
-    """Why FlashAttention-3 cannot take tensors that `_needs_cuda_16bit` lets pass."""
-    major, minor = torch.cuda.get_device_capability(q.device)
-    if major != 9:
-        return f"runs on Hopper (capability 9.x), got {major}.{minor}"
-    try:
-        flash_attn_3()
-    except ImportError as error:
-        why = str(error).strip().splitlines()[0]
-        return f"needs FlashAttention-3: build the folder hopper of its repository ({why})"
-    return None
 
 
 @functools.lru_cache(maxsize=1024)

@@ -251,8 +251,6 @@ def test_auto_prefers_it_where_it_works(reasons: tuple[Reasons, list[str]]) -> N
 
     assert auto() == "fa4" and asked == ["fa4"]
     found["fa4"] = "runs on Hopper and Blackwell"
-    assert auto() == "fa3"
-    found["fa3"] = "runs on Hopper"
     assert auto() == "cudnn or flash by shape"
     found["flash"] = "broken"
     assert auto() == "cudnn"
@@ -271,14 +269,11 @@ def test_auto_says_why(reasons: tuple[Reasons, list[str]]) -> None:
     assert told(torch.float64) == "math, which is exact"
     found["fa4"] = "needs flash-attn-4: pip install 'megatron_prefix[fa4]'"
     missing = "fa4 needs flash-attn-4: pip install 'megatron_prefix[fa4]'"
-    assert told() == f"fa3: {missing}"
-    found["fa3"] = "runs on Hopper"
-    missing += "; fa3 runs on Hopper"
     assert told() == f"cudnn or flash by shape: {missing}"
     found["cudnn"] = "broken"
     assert told() == f"flash: {missing}; cudnn broken"
-    found |= dict.fromkeys(("fa4", "fa3", "cudnn", "flash"), "takes bfloat16 and float16")
-    assert told() == "math: fa4 takes bfloat16 and float16 (fa3, cudnn, flash likewise)"
+    found |= dict.fromkeys(("fa4", "cudnn", "flash"), "takes bfloat16 and float16")
+    assert told() == "math: fa4 takes bfloat16 and float16 (cudnn, flash likewise)"
 
 
 def test_only_kernels_that_could_be_chosen_are_tried(reasons: tuple[Reasons, list[str]]) -> None:

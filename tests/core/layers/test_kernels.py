@@ -311,7 +311,7 @@ def test_auto_on_the_cpu(dtype: torch.dtype, best: str) -> None:
     [
         ("flash", "'flash' does not work here: runs on CUDA, got cpu; use math, flash_cpu"),
         ("math+cudnn", "'cudnn' does not work here"),
-        ("fa9", "'fa9' is not auto, one of math, flash_cpu, flash, cudnn, fa3, fa4, or a"),
+        ("fa9", "'fa9' is not auto, one of math, flash_cpu, flash, cudnn, fa4, or a"),
         ("math+math+math", "is not auto"),
         ("math+", "is not auto"),
     ],
