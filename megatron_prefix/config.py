@@ -13,7 +13,7 @@ from megatron_prefix.tree import TreeOptions
 MODES = ("off", "observe", "auto", "on")
 MEMORY_POLICIES = ("retain", "recompute_act", "offload", "recompute", "auto")
 CP_REDUCE = ("auto", "wave", "segment")
-ACROSS_RANKS = ("off", "auto", "on", "node")
+ACROSS_RANKS = ("off", "auto", "on")
 KERNELS = ("math", "flash_cpu", "flash", "cudnn", "fa4")
 """Names of the attention kernels (megatron_prefix/layers/blocks/kernels.py)."""
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -94,9 +94,9 @@ class PrefixConfig:
             one of them, which sends its K/V or states, and final hidden states of what carries
             loss, to the others. "auto": where it can be, the slowest rank is predicted to be
             sooner, at the measured rate of messages, and the predicted peak keeps the limit of
-            memory; "on": always, and what is in the way is refused; "node": the same, among the
-            ranks of one host; "off": every rank shares what it has. None: "auto" in mode "auto",
-            else "off" (`across`). Where prompts may cross, chunk length "auto" cuts nothing.
+            memory; "on": always, and what is in the way is refused; "off": every rank shares what
+            it has. None: "auto" in mode "auto", else "off" (`across`). Where prompts may cross,
+            chunk length "auto" cuts nothing.
         run_ahead: forwards that a pipeline stage runs ahead of its successor (1 or 2).
         min_speedup: in mode "auto", the predicted speedup below which the stock schedule runs.
         cost_file: where mode "auto" keeps what it measures of this model, layout and device, for

@@ -32,7 +32,6 @@ from megatron_prefix.refusals.table import (
 from megatron_prefix.run.across import agreement
 from megatron_prefix.run.across.agreement import all_say, tried, worst
 from megatron_prefix.run.across.communicator import communicator
-from megatron_prefix.run.across.node_groups import node_group
 from megatron_prefix.run.pause import AFTER, STEPS
 from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.rank import Rank, several
@@ -64,7 +63,7 @@ def why_alone(config: PrefixConfig, rank: Rank, *, together: bool) -> str | None
         "" where nobody wants it, or there is one rank; None if some may cross.
 
     Raises:
-        UserError: `across_ranks` is "on" or "node", and something is in the way.
+        UserError: `across_ranks` is "on", and something is in the way.
     """
     if config.across == "off" or config.mode in ("off", "observe"):
         return ""
@@ -75,10 +74,6 @@ def why_alone(config: PrefixConfig, rank: Rank, *, together: bool) -> str | None
     obstacle = _in_the_way(config, rank)
     if obstacle is not None and config.across != "auto":
         raise refused(obstacle)
-    if config.across == "node":
-        rank.siblings, any_together = node_group(rank)
-        if not any_together:
-            return ""
     return None if obstacle is None else f"{obstacle.name} is not supported yet"
 
 

@@ -106,18 +106,8 @@ def dealt(
 
 
 def crosses(config: PrefixConfig, layout: Layout) -> bool:
-    """Whether the plans of all ranks are made.
-
-    Raises:
-        UserError: `--across-ranks node`.
-    """
-    if config.across == "off" or layout.dp == 1:
-        return False
-    if config.across == "node":
-        raise UserError(
-            "--across-ranks node: `plan` knows no hosts; give on, with --dp of one host"
-        )
-    return True
+    """Whether the plans of all ranks are made."""
+    return config.across != "off" and layout.dp > 1
 
 
 def simulates(layout: Layout) -> bool:

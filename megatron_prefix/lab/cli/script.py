@@ -49,7 +49,7 @@ _HELP = {
     "cache_host_layers": ("N", "layers whose K/V or states, and gradients, are in host memory"),
     "graph_tokens": ("N|auto", "longest segment whose layers run on CUDA graphs; 0: none"),
     "cp_reduce": ("{" + ",".join(CP_REDUCE) + "}", "how often context parallelism sends gK/gV"),
-    "across_ranks": ("{off,auto,on,node}", "whether a prompt on several ranks (dp) runs once"),
+    "across_ranks": ("{off,auto,on}", "whether a prompt on several ranks (dp) runs once"),
     "run_ahead": ("{1,2}", "forwards that a pipeline stage runs ahead of the next"),
     "min_speedup": ("X", "with auto, the predicted speedup below which Megatron's schedule runs"),
     "cost_file": ("FILE", "where auto keeps what it has measured"),

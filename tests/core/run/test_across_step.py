@@ -286,7 +286,7 @@ def test_what_is_in_the_way_is_said() -> None:
     with pytest.raises(CannotShare, match=ACROSS_EXPERTS.name):
         asked("on", "on", experts=GROUP, gathers_tokens=True)
     with pytest.raises(CannotShare, match=ACROSS_UNREDUCED.name):
-        asked("on", "node", reduces=False)
+        asked("on", "on", reduces=False)
     assert asked("on", "on", reduces=False, forward_only=True) is None
 
 

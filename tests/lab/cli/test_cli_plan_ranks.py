@@ -108,7 +108,6 @@ def test_plans_of_all_ranks_are_written(capsys, tmp_path) -> None:
         (["--output", "x"], "--output is for plans of ranks that share prompts"),
         (["--output", "x", "--dp", "2"], "--output is for plans of ranks that share prompts"),
         (["--output", "x", "--across-ranks", "on"], "give --dp of at least 2"),
-        (["--dp", "2", "--across-ranks", "node"], "`plan` knows no hosts"),
         (
             ["--dp", "2", "--pp", "2", "--across-ranks", "on", "--output", "x"],
             "leave --pp and --ep out",
