@@ -27,6 +27,7 @@ from typing import TypeVar
 import numpy as np
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.across.common import beginnings_of, common_spans
 from megatron_prefix.lab.data.pairs import pairs_of
 from megatron_prefix.lab.data.rollouts import read_groups
 from megatron_prefix.lab.models.presets import resolve
@@ -36,7 +37,6 @@ from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.planner import make_plan, with_crossing
 from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.tree import Forest, Pairs
-from megatron_prefix.tree.across_ranks import beginnings_of, common_spans
 
 COST = cost_of(resolve("qwen3-8b"))
 STEPS = ("tell", "hear", "common", "forest", "plan", "crossing")

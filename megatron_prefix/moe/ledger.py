@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.errors import refused
+from megatron_prefix.features.across.span_sums import SpanSums
 from megatron_prefix.moe.group_counts import GroupCounts
-from megatron_prefix.moe.span_sums import SpanSums
 from megatron_prefix.moe.tokens import Closing, LogicalTokens, SegmentTokens
 from megatron_prefix.moe.versions import (
     global_loss_is_whole,

@@ -1,7 +1,7 @@
 """Buffers of messages between data-parallel ranks while a program runs.  Pure.
 
-As run/across/exchanges.py holds them. A payload that comes from another rank waits in a buffer of
-its own until a segment reads it. What leaves is a view of the sidecar where the spans that a rank
+A payload that comes from another rank (features/across/exchanges.py) waits in a buffer of its own
+until a segment reads it. What leaves is a view of the sidecar where the spans that a rank
 gets are neighbours, else a copy, which lives until that rank's gradients are back: no sooner does
 one know everywhere that it has left. The gradients of a level have buffers from the first backward
 of the level on, those of all ranks that send some, and each until the segment's own backward.

@@ -19,8 +19,8 @@ from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.planfile import PlanFile
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.tree import Forest, Pairs, Tries, find_shared
-from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans
 from megatron_prefix.tree.build import find_below
+from megatron_prefix.tree.common_spans import NOTHING_IN_COMMON, CommonSpans
 from megatron_prefix.tree.packing import MicrobatchRows
 
 

@@ -28,7 +28,7 @@ from megatron_prefix.plan.cost_fit import KEPT, Evidence, StepTime, together
 from megatron_prefix.plan.files import check_writable
 from megatron_prefix.plan.gate import Decision, decide, other_way
 from megatron_prefix.plan.peak_memory import Peaks, Seen, factors
-from megatron_prefix.run.across.agreement import all_say, first_says
+from megatron_prefix.run.agreement import all_say, first_says
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.report import StepReport
 

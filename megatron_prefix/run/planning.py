@@ -1,7 +1,7 @@
 """Deciding: the segments of a step, its plan, and which schedule runs it.
 
 What is decided is the same on all ranks that must agree; where it takes more than one to know, they
-ask one another (run/across/agreement.py).
+ask one another (run/agreement.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_prefix.plan.prediction import Prediction, predict
 from megatron_prefix.plan.step_planner import Common, Judge, StepPlanner, Verdict, fitting
 from megatron_prefix.refusals.own_errors import as_refusal
 from megatron_prefix.refusals.table import SCALES_ORDER
-from megatron_prefix.run.across import agreement
+from megatron_prefix.run import agreement
 from megatron_prefix.run.cost_meter import CostMeter, guessed
 from megatron_prefix.run.execute.losses import are_in_order
 from megatron_prefix.run.execute.memory_control import MemoryControl, longest_segments

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_prefix.device.clock import elapsed, now, wait_for
+from megatron_prefix.features.across.exchanges import Crossed
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.peak_memory import RankMemory
 from megatron_prefix.plan.prediction import Prediction
 from megatron_prefix.plan.simulator import Event, Timeline, simulate
-from megatron_prefix.run.across.agreement import all_say
-from megatron_prefix.run.across.exchanges import Crossed
+from megatron_prefix.run.agreement import all_say
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.verify.both import Verification
 from megatron_prefix.tree import Forest

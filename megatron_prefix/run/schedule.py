@@ -29,6 +29,7 @@ from torch.utils import (
 from megatron_prefix import parts, trainers
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError, refused, unexpected
+from megatron_prefix.features.across import step as across_step
 from megatron_prefix.layers import fused_yarn
 from megatron_prefix.layers.precision import is_untried
 from megatron_prefix.megatron import features
@@ -48,9 +49,8 @@ from megatron_prefix.refusals.table import (
     OWN_ERROR,
     SCALES_INTERLEAVED,
 )
-from megatron_prefix.run import across_step
-from megatron_prefix.run.across.agreement import agree, agree_on, tried
 from megatron_prefix.run.across.scattered import Watch
+from megatron_prefix.run.agreement import agree, agree_on, tried
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
 from megatron_prefix.run.execute import ahead
 from megatron_prefix.run.execute.losses import are_in_order

@@ -24,6 +24,10 @@ from megatron.core.pipeline_parallel.schedules import (
 from torch import Tensor
 
 from megatron_prefix.errors import named, refused
+from megatron_prefix.features.across.carried import Carried
+from megatron_prefix.features.across.communicator import Communicator, communicator_of
+from megatron_prefix.features.across.exchanges import Exchanges
+from megatron_prefix.features.across.final_states import FinalStates
 from megatron_prefix.layers.mtp import StepAhead
 from megatron_prefix.megatron.install import Hooks, install, installed
 from megatron_prefix.moe.group_counts import GroupCounts
@@ -35,11 +39,7 @@ from megatron_prefix.plan.count_sums import sums_behind
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.own_errors import as_refusal
 from megatron_prefix.refusals.table import CHANGED_OUTPUT, NO_COPY
-from megatron_prefix.run.across import agreement
-from megatron_prefix.run.across.carried import Carried
-from megatron_prefix.run.across.communicator import Communicator, communicator_of
-from megatron_prefix.run.across.exchanges import Exchanges
-from megatron_prefix.run.across.final_states import FinalStates
+from megatron_prefix.run import agreement
 from megatron_prefix.run.calls import FILLED_BY_MODEL, ModelCall
 from megatron_prefix.run.execute import ahead, routers
 from megatron_prefix.run.execute.call_outputs import AnswerForm

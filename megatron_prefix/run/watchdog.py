@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from megatron_prefix.errors import listed
-from megatron_prefix.run.across import hosts
+from megatron_prefix.run import hosts
 from megatron_prefix.run.read import suspend
 
 logger = logging.getLogger(__name__)
@@ -64,8 +64,10 @@ PHASES = (
 )
 WAITS = (
     Mark("megatron_prefix.run.execute.messages", "", "a message between pipeline stages"),
-    Mark("megatron_prefix.run.across.agreement", "", "an agreement of ranks"),
-    Mark("megatron_prefix.run.across", "", "an exchange of prompts across data-parallel ranks"),
+    Mark("megatron_prefix.run.agreement", "", "an agreement of ranks"),
+    Mark(
+        "megatron_prefix.features.across", "", "an exchange of prompts across data-parallel ranks"
+    ),
     Mark("megatron_prefix.moe.group_counts", "", "a sum of routers' counts"),
     Mark("megatron_prefix.features.overlap.reductions", "", "a reduction of gradients"),
     Mark("megatron_prefix.sidecar.context_parallel", "", "an exchange of context-parallel ranks"),

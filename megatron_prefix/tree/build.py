@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans, tree_of
+from megatron_prefix.tree.common_spans import NOTHING_IN_COMMON, CommonSpans, tree_of
 from megatron_prefix.tree.forest import (
     LEAST_SHARE,
     Forest,

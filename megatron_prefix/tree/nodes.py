@@ -15,7 +15,7 @@ class Node:
     """Positions [start, end) of the rollouts `members`.
 
     `common` is its number among the spans that data-parallel ranks have in common
-    (across_ranks.py); -1 if it is not one of them. `joins`: it runs in the waves that read it, with
+    (common_spans.py); -1 if it is not one of them. `joins`: it runs in the waves that read it, with
     all that is below it (joining.py).
     """
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron_prefix.tree.across_ranks import NOTHING_IN_COMMON, CommonSpans
+from megatron_prefix.tree.common_spans import NOTHING_IN_COMMON, CommonSpans
 from megatron_prefix.tree.forest import Exchange, Forest, Place, Segment, TreeOptions, padded
 from megatron_prefix.tree.joining import joined_segment, trees_of
 from megatron_prefix.tree.nodes import Node, dissolved, even_parts, joins_waves, preorder

@@ -22,12 +22,12 @@ LAB = "lab"
 TABLE = "megatron_prefix.features"
 """The table of features, which names modules in strings: any file may import it. What lies below it
 is a room of the core."""
-STILL = "megatron_prefix.features.graphs."
-"""A feature that files of the core still import: tests/core/test_features.py names them."""
+STILL = ("megatron_prefix.features.graphs.", "megatron_prefix.features.across.")
+"""Features that files of the core still import: tests/core/test_features.py names them."""
 COMMANDS = {"__main__.py", "run/__main__.py"}
 """Of the core: they start the lab's command line, and nothing imports them."""
 RUN = PACKAGE / "run"
-KNOWN = {"calls", "rank"}
+KNOWN = {"agreement", "calls", "hosts", "rank"}
 """Files of run/ that its rooms import; they import none of run/ themselves."""
 STOCK = r"^megatron\.(.*\.get_forward_backward_func|core\.pipeline_parallel(\.schedules)?)$"
 NAMED = re.compile(r"\bmegatron_prefix(?:\.\w+)+")

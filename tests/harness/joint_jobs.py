@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_prefix.features.across.common import beginnings_of, common_spans
 from megatron_prefix.lab.plans.joint_program import Pipeline, Programs, joint_programs
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan, with_crossing
 from megatron_prefix.tree import Forest, Pairs, TreeOptions
-from megatron_prefix.tree.across_ranks import beginnings_of, common_spans
 from megatron_prefix.tree.build import find_below
 
 

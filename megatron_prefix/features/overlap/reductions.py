@@ -36,7 +36,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from megatron_prefix.run.across import agreement
+from megatron_prefix.run import agreement
 from megatron_prefix.run.rank import Rank, default_groups, several
 
 logger = logging.getLogger(__name__)

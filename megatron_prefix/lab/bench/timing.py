@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.across.exchanges import Crossed
 from megatron_prefix.lab.bench.work import Setting, Work
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.rl.flops import cost_model, peak_flops
-from megatron_prefix.run.across.exchanges import Crossed
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.tree import build
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_prefix.features.across.common import beginnings_of, common_spans
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.plans.job import JobTimeline, simulate_job
 from megatron_prefix.lab.plans.messages import with_messages
@@ -16,7 +17,6 @@ from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.simulator import Cost, token_cost
 from megatron_prefix.tree import Forest, Pairs, TreeOptions
-from megatron_prefix.tree.across_ranks import beginnings_of, common_spans
 from megatron_prefix.tree.build import find_below
 from megatron_prefix.tree.payload_map import Form
 

@@ -1,9 +1,9 @@
 """What every rank of a job does in a step, in the order in which it issues it.  Pure.
 
-Data-parallel ranks exchange prompts (run/across/exchanges.py), stages of their pipelines messages
-(run/execute/messages.py), ranks that share experts tokens in every expert layer, and where the
-global batch is balanced all of them sum counts (moe/group_counts.py).  In the last backward of a
-model chunk gradients begin to be reduced between the exchanges of tokens of its layers
+Data-parallel ranks exchange prompts (features/across/exchanges.py), stages of their pipelines
+messages (run/execute/messages.py), ranks that share experts tokens in every expert layer, and where
+the global batch is balanced all of them sum counts (moe/group_counts.py).  In the last backward of
+a model chunk gradients begin to be reduced between the exchanges of tokens of its layers
 (features/overlap/reductions.py).  Here all of that is one program a rank; joint_judge.py says
 whether all of them end.
 """

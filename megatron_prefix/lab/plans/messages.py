@@ -48,7 +48,7 @@ def _local(
 
 
 def _with_messages(program: Sequence[Action], forest: Forest) -> Iterator[Action]:
-    """A program with sends and receives of every level, as run/across/exchanges.py makes them."""
+    """A program with sends and receives of every level; see features/across/exchanges.py."""
     of = {one.segment: (place, one) for place, one in enumerate(forest.exchanges)}
 
     def group(action: Action) -> tuple[str, int, int] | None:

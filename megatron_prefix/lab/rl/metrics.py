@@ -20,10 +20,10 @@ from typing import Any, TextIO
 import torch
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.across.exchanges import Crossed
 from megatron_prefix.lab.rl.run_folder import METRICS
 from megatron_prefix.lab.rl.updates import Update
 from megatron_prefix.plan.files import check_folder_writable, check_writable, write_text, writing
-from megatron_prefix.run.across.exchanges import Crossed
 from megatron_prefix.run.report import StepReport
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from megatron_prefix.lab.runtime.groups import (
     env_world_size,
     shutdown,
 )
-from megatron_prefix.run.across import hosts
+from megatron_prefix.run import hosts
 
 logger = logging.getLogger(__name__)
 

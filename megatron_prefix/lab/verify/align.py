@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.across.exchanges import Crossed
 from megatron_prefix.features.overlap.reductions import overlaps
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.build import unwrap
@@ -37,7 +38,6 @@ from megatron_prefix.lab.verify.observed import take_auxiliary
 from megatron_prefix.layers import precision
 from megatron_prefix.megatron.install import install
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.run.across.exchanges import Crossed
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.schedule import PrefixSchedule
 

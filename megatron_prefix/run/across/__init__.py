@@ -1,4 +1,1 @@
-"""What ranks settle with one another, and what crosses data-parallel ranks.
-
-Read agreement.py, carried.py, exchanges.py.
-"""
+"""What rollouts on several data-parallel ranks could share."""

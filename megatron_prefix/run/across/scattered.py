@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from megatron_prefix import trainers
-from megatron_prefix.run.across.agreement import all_say
+from megatron_prefix.run.agreement import all_say
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.tree import Pairs

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from megatron_prefix.errors import refused
+from megatron_prefix.features.across.communicator import Communicator
 from megatron_prefix.layers import mtp
 from megatron_prefix.refusals.table import AHEAD_NOTHING
-from megatron_prefix.run.across.communicator import Communicator
 from megatron_prefix.run.execute.losses import LossContract, set_auxiliary_scales
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read.step import Step

@@ -20,6 +20,8 @@ import torch
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 from torch import Tensor
 
+from megatron_prefix.features.across.exchanges import Exchanges
+from megatron_prefix.features.across.final_states import FinalStates
 from megatron_prefix.layers.blocks.core import own_runs
 from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.megatron.install import Hooks
@@ -28,8 +30,6 @@ from megatron_prefix.offload.segment import OffloadedSegment, Offloader, address
 from megatron_prefix.parts import StepPart, around
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.memory_policy import BACKWARDS_AHEAD
-from megatron_prefix.run.across.exchanges import Exchanges
-from megatron_prefix.run.across.final_states import FinalStates
 from megatron_prefix.run.calls import FILLED_BY_MODEL
 from megatron_prefix.run.execute.inputs import SegmentInputs
 from megatron_prefix.run.execute.losses import Losses

@@ -17,8 +17,8 @@ import torch
 
 from megatron_prefix.device.clock import elapsed, now, wait_for
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.run.across import agreement
-from megatron_prefix.run.across.agreement import all_say
+from megatron_prefix.run import agreement
+from megatron_prefix.run.agreement import all_say
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.verify import judge, logs
 from megatron_prefix.run.verify.draws import Draws

@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.across.span_sums import SpanSums
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group, Rollout
@@ -32,7 +33,6 @@ from megatron_prefix.lab.verify import align
 from megatron_prefix.moe import tokens
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.moe.ledger import RouterLedger
-from megatron_prefix.moe.span_sums import SpanSums
 from megatron_prefix.moe.versions import forget_logged_losses
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import build, trees

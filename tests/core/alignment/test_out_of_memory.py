@@ -14,7 +14,7 @@ import torch
 from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.moe import versions
-from megatron_prefix.run.across import agreement
+from megatron_prefix.run import agreement
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.failures import CONFIG, PLACES, Countdown, assert_same, items, raised, run

@@ -20,14 +20,22 @@ import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, StepFailed
+from megatron_prefix.features.across import step as across_step
+from megatron_prefix.features.across.communicator import Communicator
+from megatron_prefix.features.across.step import (
+    APART,
+    NOTHING,
+    RESTS,
+    SLOWER,
+    tell_alone,
+    why_alone,
+)
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan import cost
 from megatron_prefix.refusals.table import ACROSS_EXPERTS, ACROSS_GATHERS, ACROSS_UNREDUCED
-from megatron_prefix.run import across_step, planning
-from megatron_prefix.run.across.communicator import Communicator
-from megatron_prefix.run.across_step import APART, NOTHING, RESTS, SLOWER, tell_alone, why_alone
+from megatron_prefix.run import planning
 from megatron_prefix.run.pause import Rest
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs

@@ -9,15 +9,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_prefix.features.across.common import BLOCK, beginnings_of, common_spans
+from megatron_prefix.features.across.owners import EVEN
 from megatron_prefix.lab.plans.job import JobTimeline, simulate_job
 from megatron_prefix.lab.plans.messages import with_messages, without_messages
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Pairs, TreeOptions
-from megatron_prefix.tree.across_ranks import BLOCK, CommonSpan, beginnings_of, common_spans
 from megatron_prefix.tree.build import find_below
-from megatron_prefix.tree.owners import EVEN
+from megatron_prefix.tree.common_spans import CommonSpan
 from tests.harness.fuzzing import rounds
 from tests.harness.rows import rows
 from tests.harness.trees import trie_size
@@ -303,7 +304,7 @@ def test_no_rank_has_much_more_but_for_what_is_its_own(num_ranks: int, chunk_tok
         own, load, owned = loads_of(ranks, options)
         longest = max(span.end - span.start for *_, span in owned)
         assert max(load) <= max(*own, 1.05 * sum(load) / num_ranks + longest)
-        # The busiest rank would help nobody by giving a span away (tree/owners.py).
+        # The busiest rank would help nobody by giving a span away (features/across/owners.py).
         most = max(load)
         for owner, _, span in owned if most > EVEN * sum(load) / num_ranks else ():
             if load[owner] == most:

@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
+from megatron_prefix.features.across.block_tree import BlockTree, RankBeginnings, block_tree
+from megatron_prefix.features.across.common import beginnings_of, common_spans
 from megatron_prefix.tree import Pairs, TreeOptions
-from megatron_prefix.tree.across_ranks import beginnings_of, common_spans
-from megatron_prefix.tree.block_tree import BlockTree, RankBeginnings, block_tree
 
 BLOCKS = 2
 """Positions of a block."""

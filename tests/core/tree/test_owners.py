@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from megatron_prefix.tree.owners import EVEN, owners_of
+from megatron_prefix.features.across.owners import EVEN, owners_of
 
 Case = tuple[list[int], list[tuple[int, ...]], list[int]]
 

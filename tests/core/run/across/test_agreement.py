@@ -11,7 +11,7 @@ from megatron_prefix.errors import CannotShare, StepFailed, refused
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.refusals.table import NOT_CAUSAL
-from megatron_prefix.run.across.agreement import agree
+from megatron_prefix.run.agreement import agree
 from megatron_prefix.run.rank import default_groups, several
 from tests.harness.ranks import run_ranks
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from megatron_prefix.features.across.communicator import Communicator
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.run.across.communicator import Communicator
 from tests.harness.ranks import run_ranks
 
 

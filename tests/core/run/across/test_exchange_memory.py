@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.across.exchanges import Exchanges
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.run.across.exchanges import Exchanges
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs, Segment, Span
 from megatron_prefix.tree.forest import Exchange

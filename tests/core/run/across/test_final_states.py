@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_prefix.run.across import final_states
-from megatron_prefix.run.across.final_states import FinalStates
+from megatron_prefix.features.across import final_states
+from megatron_prefix.features.across.final_states import FinalStates
 
 LENGTHS = [[2, 3, 4], [5]]
 """Spans of two segments."""

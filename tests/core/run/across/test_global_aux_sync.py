@@ -19,7 +19,7 @@ from megatron_prefix.plan.count_sums import progress, prove, sums_behind
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import loss_ready_after, make_plan
-from megatron_prefix.run.across.agreement import check_counts, share_together
+from megatron_prefix.run.agreement import check_counts, share_together
 from megatron_prefix.tree import Forest
 from tests.core.plan.test_planner import flat_forest
 from tests.harness.trees import random_forest, with_programs

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_prefix.errors import StepFailed, UserError
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import RankError
-from megatron_prefix.run.across import hosts
+from megatron_prefix.run import hosts
 
 SOON = timedelta(milliseconds=50)
 LOST = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 24000ms for recv operation"

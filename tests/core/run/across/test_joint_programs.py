@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.across.communicator import Message
+from megatron_prefix.features.across.exchanges import Exchanges
 from megatron_prefix.features.overlap.part import Overlap
 from megatron_prefix.features.overlap.reductions import Group, Reductions
 from megatron_prefix.lab.plans.joint_program import LAYERS, Batch, Pipeline, Rank, Step
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.count_sums import sums_behind
-from megatron_prefix.run.across.communicator import Message
-from megatron_prefix.run.across.exchanges import Exchanges
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.execute import messages
 from megatron_prefix.run.execute.executor import Executor

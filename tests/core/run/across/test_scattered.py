@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.across import step as across_step
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.refusals.table import ACROSS_EXPERTS, ACROSS_GATHERS
-from megatron_prefix.run import across_step
 from megatron_prefix.run.across import scattered
 from megatron_prefix.run.across.scattered import LENGTHS, SharingAcrossRanks, beginnings, tell
 from megatron_prefix.run.rank import default_groups

@@ -9,10 +9,10 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.across import step as across_step
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.run import across_step
 from megatron_prefix.run import schedule as schedules
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.schedule import PrefixSchedule

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from megatron_prefix.features.across.final_states import FinalStates
 from megatron_prefix.moe.ledger import RouterLedger
-from megatron_prefix.run.across.final_states import FinalStates
 from megatron_prefix.sidecar.arena import Payload
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree.payload_map import Form

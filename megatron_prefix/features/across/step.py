@@ -1,7 +1,7 @@
 """One forest for the rollouts of all data-parallel ranks: what they begin with runs once.
 
 Ranks tell one another what their rollouts begin with, and each comes to the same common spans
-(tree/across_ranks.py). That is only done in calls that all of them are known to make: those with
+(common.py). That is only done in calls that all of them are known to make: those with
 gradients, and others where the trainer says so; and after they have agreed to go on with the step.
 
 With `across_ranks` "auto" they then decide together, and each of them shares alone where nothing is
@@ -20,6 +20,8 @@ from typing import Any
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import Refusal, refused
+from megatron_prefix.features.across.common import beginnings_of, common_spans
+from megatron_prefix.features.across.communicator import communicator
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import (
     ACROSS_EXPERTS,
@@ -29,16 +31,15 @@ from megatron_prefix.refusals.table import (
     ACROSS_SCALES,
     ACROSS_UNREDUCED,
 )
-from megatron_prefix.run.across import agreement
-from megatron_prefix.run.across.agreement import all_say, tried, worst
-from megatron_prefix.run.across.communicator import communicator
+from megatron_prefix.run import agreement
+from megatron_prefix.run.agreement import all_say, tried, worst
 from megatron_prefix.run.pause import AFTER, STEPS
 from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.rank import Rank, several
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.sidecar.arena import wider
 from megatron_prefix.tree import Forest
-from megatron_prefix.tree.across_ranks import CommonSpans, beginnings_of, common_spans
+from megatron_prefix.tree.common_spans import CommonSpans
 from megatron_prefix.tree.payload_map import Form
 
 logger = logging.getLogger(__name__)

@@ -17,96 +17,22 @@ from __future__ import annotations
 import collections
 import hashlib
 import itertools
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_prefix.tree.block_tree import BlockTree, RankBeginnings, block_tree
+from megatron_prefix.features.across.block_tree import BlockTree, RankBeginnings, block_tree
+from megatron_prefix.features.across.owners import owners_of
+from megatron_prefix.tree.common_spans import CommonSegment, CommonSpan, CommonSpans
 from megatron_prefix.tree.forest import LEAST_SHARE, Pairs, TreeOptions
-from megatron_prefix.tree.nodes import Node, equal_bounds, even_parts
-from megatron_prefix.tree.owners import owners_of
+from megatron_prefix.tree.nodes import equal_bounds, even_parts
 
 _BYTES = 16
 BLOCK = 8
 """Positions between two digests of a beginning, each of 16 bytes: beginnings that branch inside a
 block have only what is before it in common. Blocks of 1 lose nothing and send as much as tokens:
 they are for `min_gain` 0, which gives nothing up."""
-
-
-class CommonSpan(NamedTuple):
-    """Positions [start, end) of beginnings on several ranks.
-
-    Attributes:
-        start, end: multiples of the trees' boundary.
-        parent: the common span that it continues, with a smaller number; -1: none.
-        level: common spans above it.
-        ranks: that have it, ascending.
-        scored: whether positions may carry loss on any of them.
-    """
-
-    start: int
-    end: int
-    parent: int
-    level: int
-    ranks: tuple[int, ...]
-    scored: bool = False
-
-    @property
-    def saved(self) -> int:
-        """Positions that are computed once and not once more on every other rank."""
-        return (len(self.ranks) - 1) * (self.end - self.start)
-
-
-class CommonSegment(NamedTuple):
-    """Common spans that one rank computes at once.
-
-    Attributes:
-        owner: the rank.
-        spans: their numbers; spans with one parent are neighbours.
-    """
-
-    owner: int
-    spans: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class CommonSpans:
-    """What the ranks of a job have in common, as one of them sees it.
-
-    Attributes:
-        rank: this one.
-        spans: parents before children.
-        segments: in the order in which they cross.
-        below: per beginning of this rank the last common span of it; -1: none.
-    """
-
-    rank: int = 0
-    spans: tuple[CommonSpan, ...] = ()
-    segments: tuple[CommonSegment, ...] = ()
-    below: tuple[int, ...] = ()
-
-    def source(self, segment: CommonSegment) -> int:
-        """The rank that sends a segment's payload; -1: this one computes it."""
-        return -1 if segment.owner == self.rank else segment.owner
-
-    def here(self, segment: CommonSegment) -> tuple[int, ...]:
-        """Spans of a segment that this rank has."""
-        return tuple(span for span in segment.spans if self.rank in self.spans[span].ranks)
-
-    def peers(self, segment: CommonSegment) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """The ranks that get a segment's payload, each with the places of its spans in it."""
-        places = collections.defaultdict(list)
-        for place, span in enumerate(segment.spans):
-            for rank in self.spans[span].ranks:
-                places[rank].append(place)
-        places.pop(segment.owner, None)
-        return tuple((rank, tuple(places[rank])) for rank in sorted(places))
-
-
-NOTHING_IN_COMMON = CommonSpans()
-"""Of a rank that is alone."""
 
 
 def beginnings_of(
@@ -240,8 +166,8 @@ def _recut(shared: _Spans, boundary: int, longest: int = 0, dropped: Container[i
 def _segments(
     spans: Sequence[CommonSpan], load: Sequence[int], budget: int
 ) -> Iterator[CommonSegment]:
-    """Spans of one owner (tree/owners.py) and level together, those with loss apart from others;
-    parents cross before children. `load`: positions that every rank computes besides."""
+    """Spans of one owner (owners.py) and level together, those with loss apart from others; parents
+    cross before children. `load`: positions that every rank computes besides."""
     lengths_of = [one.end - one.start for one in spans]
     owners = owners_of(lengths_of, [one.ranks for one in spans], load)
     together: dict[tuple[int, int, bool], list[int]] = collections.defaultdict(list)
@@ -252,22 +178,3 @@ def _segments(
         lengths = [lengths_of[number] for number in numbers]
         for begin, stop in even_parts(lengths, budget):
             yield CommonSegment(owner, tuple(numbers[begin:stop]))
-
-
-def tree_of(common: CommonSpans, below: Mapping[int, list[Node]]) -> list[Node]:
-    """The roots of one rank's tree: its common spans, and below them what it has for itself.
-
-    Args:
-        common: what the rank has in common with others.
-        below: by common span (-1: above all of them) the roots of what continues it there.
-    """
-    children = {number: [*nodes] for number, nodes in below.items()}
-    for number in reversed(range(len(common.spans))):  # children first
-        span = common.spans[number]
-        if common.rank not in span.ranks:
-            continue
-        under = sorted(children.pop(number), key=lambda child: child.members[0])
-        members = sorted({member for child in under for member in child.members})
-        node = Node(span.start, span.end, members, under, number)
-        children.setdefault(span.parent, []).append(node)
-    return sorted(children.get(-1, ()), key=lambda child: child.members[0])

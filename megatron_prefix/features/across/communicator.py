@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.device.clock import wait_for
-from megatron_prefix.run.across.carried import Row
+from megatron_prefix.features.across.carried import Row
 from megatron_prefix.sidecar.arena import Payload
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -1,0 +1,105 @@
+"""Spans that rollouts of this rank have in common with those of others: where its tree is cut, and
+which of its spans another rank computes.  Pure: numpy only.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_prefix.tree.nodes import Node
+
+
+class CommonSpan(NamedTuple):
+    """Positions [start, end) of beginnings on several ranks.
+
+    Attributes:
+        start, end: multiples of the trees' boundary.
+        parent: the common span that it continues, with a smaller number; -1: none.
+        level: common spans above it.
+        ranks: that have it, ascending.
+        scored: whether positions may carry loss on any of them.
+    """
+
+    start: int
+    end: int
+    parent: int
+    level: int
+    ranks: tuple[int, ...]
+    scored: bool = False
+
+    @property
+    def saved(self) -> int:
+        """Positions that are computed once and not once more on every other rank."""
+        return (len(self.ranks) - 1) * (self.end - self.start)
+
+
+class CommonSegment(NamedTuple):
+    """Common spans that one rank computes at once.
+
+    Attributes:
+        owner: the rank.
+        spans: their numbers; spans with one parent are neighbours.
+    """
+
+    owner: int
+    spans: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CommonSpans:
+    """What the ranks of a job have in common, as one of them sees it.
+
+    Attributes:
+        rank: this one.
+        spans: parents before children.
+        segments: in the order in which they cross.
+        below: per beginning of this rank the last common span of it; -1: none.
+    """
+
+    rank: int = 0
+    spans: tuple[CommonSpan, ...] = ()
+    segments: tuple[CommonSegment, ...] = ()
+    below: tuple[int, ...] = ()
+
+    def source(self, segment: CommonSegment) -> int:
+        """The rank that sends a segment's payload; -1: this one computes it."""
+        return -1 if segment.owner == self.rank else segment.owner
+
+    def here(self, segment: CommonSegment) -> tuple[int, ...]:
+        """Spans of a segment that this rank has."""
+        return tuple(span for span in segment.spans if self.rank in self.spans[span].ranks)
+
+    def peers(self, segment: CommonSegment) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The ranks that get a segment's payload, each with the places of its spans in it."""
+        places = collections.defaultdict(list)
+        for place, span in enumerate(segment.spans):
+            for rank in self.spans[span].ranks:
+                places[rank].append(place)
+        places.pop(segment.owner, None)
+        return tuple((rank, tuple(places[rank])) for rank in sorted(places))
+
+
+NOTHING_IN_COMMON = CommonSpans()
+"""Of a rank that is alone."""
+
+
+def tree_of(common: CommonSpans, below: Mapping[int, list[Node]]) -> list[Node]:
+    """The roots of one rank's tree: its common spans, and below them what it has for itself.
+
+    Args:
+        common: what the rank has in common with others.
+        below: by common span (-1: above all of them) the roots of what continues it there.
+    """
+    children = {number: [*nodes] for number, nodes in below.items()}
+    for number in reversed(range(len(common.spans))):  # children first
+        span = common.spans[number]
+        if common.rank not in span.ranks:
+            continue
+        under = sorted(children.pop(number), key=lambda child: child.members[0])
+        members = sorted({member for child in under for member in child.members})
+        node = Node(span.start, span.end, members, under, number)
+        children.setdefault(span.parent, []).append(node)
+    return sorted(children.get(-1, ()), key=lambda child: child.members[0])
