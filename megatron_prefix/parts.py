@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from megatron_prefix.config import PrefixConfig
     from megatron_prefix.errors import Reason
     from megatron_prefix.plan.actions import Action, Plan
+    from megatron_prefix.plan.footprint import Footprint
     from megatron_prefix.run.calls import Callbacks, CallLayout
     from megatron_prefix.run.execute.executor import Stage
     from megatron_prefix.run.rank import Rank
     from megatron_prefix.run.read.forward_step_state import Swap
     from megatron_prefix.run.read.step import Step
     from megatron_prefix.run.read.suspend import Capture, SuspendedStep
+    from megatron_prefix.run.report import StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,24 @@ class Attempt(NamedTuple):
     force_all_reduce: bool | None
 
 
+class TimedStep(NamedTuple):
+    """A step whose time was taken, on this rank.
+
+    Attributes:
+        report: of the step.
+        seconds: that it took.
+        predicted: seconds by prices that nothing measured has changed; 0: not comparable.
+        is_settled: whether the first steps, which are measured in a row, are over with this one.
+        groups: whose ranks measure the same steps.
+    """
+
+    report: StepReport
+    seconds: float
+    predicted: float
+    is_settled: bool
+    groups: Sequence[Any]
+
+
 class StepPart:
     """What a feature adds to a step. One object a call; methods that a class leaves out do nothing.
 
@@ -62,19 +82,26 @@ class StepPart:
         callbacks: what the trainer says of its microbatches.
 
     Attributes:
+        kept: what the feature keeps from call to call of a model in one layout, by name.
         counts_calls: whether a second call of the model in a forward step, without gradients, is
             one too many.
+        even: segments of at most so many positions are padded so that lengths come again
+            (TreeOptions); the same on all ranks. 0: none are.
+        is_tuning: whether it decides by times of the first steps, which are measured then.
+        holds_memory: whether it may hold device memory between steps.
         why_final: why an attempt that has failed cannot be repeated, and a step that has not failed
             not be given up before its gradients are final; "" if they can.
         problem: what makes the step wrong, known when all actions have run; None: nothing.
     """
 
-    counts_calls = False
+    counts_calls = is_tuning = holds_memory = False
+    even = 0
     why_final = ""
     problem: Exception | None = None
 
     def __init__(self, config: PrefixConfig, rank: Rank, callbacks: Callbacks) -> None:
         self.config, self.rank, self.callbacks = config, rank, callbacks
+        self.kept: dict[str, Any] = {}
 
     def refusals(self) -> Iterator[Reason]:
         """What is in the way of any step of the model."""
@@ -106,12 +133,20 @@ class StepPart:
     def check(self, step: Step) -> None:
         """Raises CannotShare if segments cannot do what the calls of a step ask."""
 
+    def footprint(self, footprint: Footprint) -> Footprint:
+        """Bytes of the model's layers in the segments of this step."""
+        return footprint
+
     def begin(self, attempt: Attempt) -> None:
         """Before the first action of an attempt, whose stages are made."""
 
     def action(self, action: Action | None) -> contextlib.AbstractContextManager:
         """Around an action; None: around the backward of what has made the models' inputs."""
         return contextlib.nullcontext()
+
+    def freed(self, segment: int, chunk: int) -> None:
+        """What a segment's forward has saved in a model chunk is gone: after its backward, or after
+        the forward itself where that runs again."""
 
     def behind(self) -> None:
         """All actions of the step have run here, or the step has failed here; before ranks ask one
@@ -124,11 +159,34 @@ class StepPart:
             Exception: it is not, after all.
         """
 
+    def end(self) -> None:
+        """An attempt is over, whatever has happened: nothing of it is left."""
 
-def chosen(config: PrefixConfig, rank: Rank, callbacks: Callbacks) -> tuple[StepPart, ...]:
+    def timed(self, step: TimedStep) -> bool:
+        """After a step whose time was taken, whichever schedule ran it; all ranks that measure it
+        call this.
+
+        Returns:
+            Whether its times say what later steps take; the same on all ranks.
+        """
+        return True
+
+
+def chosen(
+    config: PrefixConfig,
+    rank: Rank,
+    callbacks: Callbacks,
+    kept: dict[str, dict[str, Any]] | None = None,
+) -> tuple[StepPart, ...]:
     """The parts that features take in a call, in the order of the table.
 
     One that only makes steps faster is left out where it cannot be imported; mode "on" raises.
+
+    Args:
+        config: what the user set.
+        rank: this one in this call.
+        callbacks: what the trainer says of its microbatches.
+        kept: of every feature; None: nothing is kept. See StepPart.
 
     Raises:
         CannotShare: one without which the step would be wrong cannot be imported, or refuses the
@@ -146,6 +204,8 @@ def chosen(config: PrefixConfig, rank: Rank, callbacks: Callbacks) -> tuple[Step
             _warn(f"{feature.name} is left out: {named(error)}")
             continue
         part: StepPart = make(config, rank, callbacks)
+        if kept is not None:
+            part.kept = kept.setdefault(feature.name, part.kept)
         for reason in part.refusals():
             raise reason.error()
         parts.append(part)

@@ -28,8 +28,8 @@ class Feature(NamedTuple):
         name: for messages.
         path: "module:Class" of a `StepPart`.
         wanted: whether a call has it, by what the user set and what this rank is in it.
-        needed: whether a step without it is wrong, and not just slower. One that is not exchanges
-            nothing with other ranks, which may lack it.
+        needed: whether a step without it is wrong, and not just slower. All ranks have one that is
+            not, or none has: ranks run one installation.
     """
 
     name: str
@@ -102,6 +102,12 @@ PARTS: tuple[Feature, ...] = (
         "the overlap of reductions with backwards",
         f"{_FOLDER}overlap.part:Overlap",
         lambda _, rank: rank.overlaps and not rank.forward_only,
+    ),
+    Feature(
+        "the use of CUDA graphs",
+        f"{_FOLDER}graphs.part:Graphs",
+        lambda config, rank: bool(config.graph_tokens) and not rank.forward_only,
+        needed=False,
     ),
 )
 """In the order in which each step asks them."""

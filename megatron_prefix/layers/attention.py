@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import fused_yarn, precision
 from megatron_prefix.layers.kind import (
-    Graphed,
     Heads,
     Kind,
     Override,
     Running,
     Slot,
-    cut_of,
     owner,
 )
 from megatron_prefix.layers.quantisers import quantised
@@ -87,7 +85,6 @@ class Attention(Kind):
     """Megatron's SelfAttention, causal."""
 
     name, symbol, slot, form = "attention", "*", Slot.MIXER, Form.POSITIONS
-    graphed = Graphed.WHOLE
     forwards: frozenset[str] = FORWARDS
     """Classes whose forward its modules have."""
     cores: Collection[str] = CORES
@@ -96,10 +93,6 @@ class Attention(Kind):
     def fills(self, config: Any, layer: int) -> bool:
         """See Kind."""
         return True
-
-    def graphed_in(self, config: Any) -> Graphed:
-        """See Kind; a graph turns queries as when it was captured."""
-        return Graphed.NOTHING if fused_yarn.differs(config) else self.graphed
 
     def work(self, config: Any) -> LayerWork:
         """See Kind."""
@@ -124,7 +117,7 @@ class Attention(Kind):
 
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind. A storage that several operators save counts once: K and V of an inner segment
-        are in the sidecar. With CUDA graphs values that norms hold are copied."""
+        are in the sidecar."""
         size, wide, heads = form.itemsize, max(4, form.itemsize), config.num_attention_heads
         queries, normed = heads * config.kv_channels / form.tp, bool(config.qk_layernorm)
         keys = max(1, (config.num_query_groups or heads) / form.tp) * config.kv_channels
@@ -150,8 +143,7 @@ class Attention(Kind):
         payload = Payload(Form.POSITIONS, 2 * keys * size, 2 * keys * wide)
         return LayerMemory(
             inner, wave, again, unread, queries * size + ends, seen=2 * (queries + keys) * size,
-            payload=payload, given=precision.projected(config, form), apart=lse,
-            twice=keys * size if held else 0.0,
+            payload=payload, given=precision.projected(config, form),
         )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:
@@ -284,9 +276,9 @@ class InSegments:
     ) -> Tensor:  # fmt: skip
         """Its forward."""
         context, shared = self._running.current, self._shared
-        if (cut := cut_of(self._running)) is not None:
+        if (tap := self._running.tap) is not None:
             shape = len(query), 1, query.shape[2] * value.shape[3]
-            return cut.core(self._again, [query, key, value], shape, shared.crossing())
+            return tap(self._again, [query, key, value], shape, shared.crossing())
         if context is None:
             found: Tensor = self._stock(query, key, value, *args, **kwargs)
             return found

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import precision
-from megatron_prefix.layers.kind import Graphed, Kind, Override, Running, Slot
+from megatron_prefix.layers.kind import Kind, Override, Running, Slot
 from megatron_prefix.layers.mlp import between, matrices, saving
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
@@ -25,7 +25,7 @@ expert, and launches as many products (benchmarks/LOG.md, 2026-11-25, Moonlight)
 class Experts(Kind):
     """Megatron's mixture of experts, whose router is a TopKRouter."""
 
-    name, symbol, slot, graphed = "experts", "E", Slot.MLP, Graphed.IN_FRONT
+    name, symbol, slot = "experts", "E", Slot.MLP
 
     def fills(self, config: Any, layer: int) -> bool:
         """See Kind; as in megatron/core/models/gpt/gpt_layer_specs.py."""
@@ -75,7 +75,7 @@ class Experts(Kind):
         act = sent * (inside - width * (1 + config.gated_linear_unit)) * form.itemsize
         act -= precision.less(sent * width, config, form)
         kept = (run - act * form.selects("moe_act")) * (not form.selects("moe"))
-        return replace(found, inner=kept, wave=kept, again=max(run, shared) - kept, apart=kept)
+        return replace(found, inner=kept, wave=kept, again=max(run, shared) - kept)
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind."""

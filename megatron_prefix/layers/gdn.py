@@ -61,8 +61,6 @@ class GatedDeltaNet(Recurrent):
         head, values, g, beta, and A, `CHUNK` numbers a head. Norms a number a head, in fp32.
 
         Since 0.18 the convolution's input is a part of what is projected, and keeps all of it.
-
-        With CUDA graphs A is elsewhere, and what the convolution makes has a place of its own.
         """
         size, shape = form.itemsize, self.shape(config)
         keys, _, values = shape.convolved
@@ -74,10 +72,7 @@ class GatedDeltaNet(Recurrent):
         narrow = kernels + norm + values + heads
         narrow += (values + 2 * heads) * form.holds_projection
         kept = narrow * size - precision.less(values, config, form)
-        return Saved(
-            kept + (gates + scales) * max(4, size), 2 * shape.tail * size,
-            apart=heads * CHUNK * size, twice=sum(shape.convolved) * size,
-        )  # fmt: skip
+        return Saved(kept + (gates + scales) * max(4, size), 2 * shape.tail * size)
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind; on a GPU the rule is tried, once a process."""

@@ -11,7 +11,7 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -24,8 +24,6 @@ from megatron_prefix.tree.payload_map import Form
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_prefix.features.graphs.cut_layer import Cut
-    from megatron_prefix.features.graphs.layers import LayerGraphs
     from megatron_prefix.layers.blocks.interface import Kernel
     from megatron_prefix.layers.blocks.rotary import Rotary
     from megatron_prefix.layers.mtp import StepAhead
@@ -59,15 +57,29 @@ class Slot(Enum):
     MLP = "mlp"
 
 
-class Graphed(Enum):
-    """What CUDA graphs run of a kind's part of a layer."""
+class Tap(Protocol):
+    """What takes a layer's core apart from what is before and behind it in the layer."""
 
-    NOTHING = "nothing"
-    """Nor of what else is in its layer."""
-    IN_FRONT = "in front"
-    """What its layer runs in front of it; it runs as without, as does what is behind it."""
-    WHOLE = "whole"
-    """All of it, but for what it gives to `Cut.core`."""
+    def __call__(
+        self,
+        run: Callable[..., Tensor],
+        made: Sequence[Tensor],
+        shape: Sequence[int],
+        passing: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """In the place of the core, which does not run now.
+
+        Args:
+            run: the core: (tensors as in `made` and `passing`, into=where its output is to be, or
+                elsewhere) -> its output. It uses parameters as they are in their modules then.
+            made: what it is given, as many numbers a position of each in every segment.
+            shape: of its output, in the dtype of the first that it is given.
+            passing: what it is given besides, and keeps nothing of.
+
+        Returns:
+            A tensor of that shape, where its output will be.
+        """
+        ...
 
 
 class Running(Protocol):
@@ -80,25 +92,20 @@ class Running(Protocol):
             step; None: nothing.
         rotary: tables of rotary embeddings; it is told of every module that it is asked for.
         ahead: what multi-token prediction reads in this step; None if it does not run.
-        graphs: of its layers; None without.
+        tap: called where a layer's core begins, in its place; None: the core runs.
         packed: whether the step's calls are packs.
         angles: what its layers may be given of rotary embeddings, [positions, 1, 1, width] if they
             are; while a segment runs.
     """
 
     current: SegmentContext | None
-    graphs: LayerGraphs | None
+    tap: Tap | None
     packed: bool
     kernels: dict[int | None, Kernel]
     around_router: AroundRouter | None
     rotary: Rotary
     ahead: StepAhead | None
     angles: Tensor | None
-
-
-def cut_of(running: Running) -> Cut | None:
-    """What a layer tells where its core begins, while it is captured; None at other times."""
-    return None if running.graphs is None else running.graphs.cut
 
 
 class Kind:
@@ -111,7 +118,6 @@ class Kind:
         slot: what it fills.
         form: rows of its payload; None if it leaves nothing.
         has_window: whether its queries see a window of positions, by the config's `window_size`.
-        graphed: what CUDA graphs run of it, unless a config is in the way; see `graphed_in`.
         cut: positions that its kernels take at once; at multiples of it a shared prompt is bitwise
             the unshared one. None if that is so anywhere.
     """
@@ -121,7 +127,6 @@ class Kind:
     slot: ClassVar[Slot]
     form: ClassVar[Form | None] = None
     has_window: ClassVar[bool] = False
-    graphed: ClassVar[Graphed] = Graphed.NOTHING
     cut: ClassVar[int | None] = None
 
     def fills(self, config: Any, layer: int) -> bool:
@@ -145,10 +150,6 @@ class Kind:
             form: how it is computed.
         """
         raise NotImplementedError
-
-    def graphed_in(self, config: Any) -> Graphed:
-        """What CUDA graphs run of it in a model."""
-        return self.graphed
 
     def form_in(self, module: Any) -> Form | None:
         """Rows of a module's payload: `form`, unless they depend on the module."""

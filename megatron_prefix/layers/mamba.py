@@ -39,11 +39,11 @@ class Mamba2(Recurrent):
         """See Recurrent. The kernel saves its input, and what it multiplies by the gate
         (`MambaSplitConv1dScanCombinedFn` in mamba-ssm 2.2), in rows that begin with the parent's
         tail and are padded; the gated norm (`LayerNormFn` of mamba-ssm) and, Megatron's own, the
-        output projection their inputs. With CUDA graphs the last is where they write."""
+        output projection their inputs."""
         shape = self.shape(config)
         kernel, values = shape.rows * form.itemsize, shape.values * form.itemsize
         whole = kernel + 2 * values - precision.less(shape.values, config, form)
-        return Saved(whole, (CONV_WIDTH - 1) * kernel, kernel, apart=kernel + values)
+        return Saved(whole, (CONV_WIDTH - 1) * kernel, kernel)
 
     def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
         """See Kind."""

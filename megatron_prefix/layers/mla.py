@@ -90,7 +90,6 @@ class MLA(Attention):
             payload=Payload(Form.POSITIONS, row * size, row * wide),
             keys=keys * size, keys_grad=keys * wide,
             given=(2 if precision.is_fp8(config) else 1) * precision.projected(config, form),
-            apart=lse,
         )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_prefix.layers import precision
-from megatron_prefix.layers.kind import Graphed, Kind, Override, Running, Slot
+from megatron_prefix.layers.kind import Kind, Override, Running, Slot
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory
 
@@ -15,7 +15,7 @@ from megatron_prefix.plan.layer_numbers import LayerMemory
 class MLP(Kind):
     """Megatron's MLP."""
 
-    name, symbol, slot, graphed = "MLP", "-", Slot.MLP, Graphed.WHOLE
+    name, symbol, slot = "MLP", "-", Slot.MLP
 
     def fills(self, config: Any, layer: int) -> bool:
         """See Kind."""

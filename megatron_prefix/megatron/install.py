@@ -13,7 +13,7 @@ has computed is its output, without a layer;
 6. the *instance's* `compute_language_model_loss` does not wait for the device (cross_entropy.py);
 7. the *instance's* `_postprocess` of a model with multi-token prediction adds its loss
 (layers/mtp.py);
-8. the *instances'* `forward` of layers, where they may run on CUDA graphs (features/graphs);
+8. what a part of the step has in the place of methods (`Hooks.keep`);
 9. for the time of a step, the *instance's* `forward` of the language model is where the trainer's
 forward steps are suspended (`intercepted`); where that calls its parent class's for the language
 model, it is the parent's (parents.py).
@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -39,14 +39,13 @@ from torch import Tensor, nn
 from megatron_prefix.device.modules import modules_of
 from megatron_prefix.device.transfer import on
 from megatron_prefix.errors import refused
-from megatron_prefix.features.graphs.layers import LayerGraphs
 from megatron_prefix.layers import table
 from megatron_prefix.layers.attention import window_of
 from megatron_prefix.layers.blocks.kernels import Kernel, choose
 from megatron_prefix.layers.blocks.merge import prepare
 from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.layers.blocks.unread import picked, skipped
-from megatron_prefix.layers.kind import AroundRouter, Part, Slot
+from megatron_prefix.layers.kind import AroundRouter, Override, Part, Slot, Tap
 from megatron_prefix.layers.mtp import LooksAhead, StepAhead
 from megatron_prefix.layers.precision import is_fp8
 from megatron_prefix.layers.segment import SegmentContext
@@ -62,6 +61,15 @@ _INSTALLED = "_megatron_prefix_hooks"
 WALK = "_megatron_prefix_walk"
 """The attribute of a language model that keeps a walk of it (run/read/model_walk.py), so that both
 go together."""
+
+
+class Kept(Protocol):
+    """What a part of a step keeps with a model until the next step."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Allocated on the device in between."""
+        ...
 
 
 class Hooks:
@@ -81,7 +89,9 @@ class Hooks:
             step; None: nothing.
         rotary: tables of its rotary embeddings.
         ahead: what multi-token prediction reads in this step; None if it does not run.
-        graphs: of its layers; None without.
+        slots: what fills those of every layer, the MLP's last.
+        tap: see Running.
+        kept: what parts of steps keep with the model, by the class of the part; see `keep`.
         packed: whether the step's calls are packs.
         angles: what its decoder is given of rotary embeddings, while a segment runs.
     """
@@ -91,7 +101,7 @@ class Hooks:
         features.check(self.model, model)
         self.parts = table.payload_parts(self.model)
         # Kinds do not know modules whose methods are overridden.
-        self._slots = [*zip(*(table.parts(self.model, slot) for slot in Slot), strict=True)]
+        self.slots = [*zip(*(table.parts(self.model, slot) for slot in Slot), strict=True)]
         self._forms, self._windows = table.forms(self.parts), _windows(self.parts)
         self._looks_ahead = hasattr(self.model, "mtp")
         self.mask_use = features.mask_use(self.parts)
@@ -114,8 +124,9 @@ class Hooks:
         if self._rope is not None and not self._is_multimodal:
             self.rotary.add(self._rope)
         self.ahead: StepAhead | None = None
-        self.graphs: LayerGraphs | None = None
-        self._graphed, self._ungraph = 0, list[Callable[[], None]]()
+        self.tap: Tap | None = None
+        self.kept: dict[Any, Any] = {}
+        self._undo_kept: dict[Any, list[Callable[[], None]]] = {}
         self._turned: Tensor | None = None  # the rotary table of the segment that runs
         self.angles: Tensor | None = None
         self._undo: list[Callable[[], None]] = []
@@ -133,7 +144,7 @@ class Hooks:
         for layer in decoder.layers:
             self._undo.append(layer.register_forward_hook(self._layer_done).remove)
         self._override_parts(self.parts)
-        self._override_parts([mlp for _, mlp in self._slots])
+        self._override_parts([mlp for _, mlp in self.slots])
         if self.keys_only is not None:
             last = decoder.layers[-1]
             projection = last.self_attention.linear_proj
@@ -150,26 +161,24 @@ class Hooks:
         setattr(self.model, _INSTALLED, self)
         self._undo.append(lambda: delattr(self.model, _INSTALLED))
 
-    def graph(self, most: int) -> None:
-        """Lets layers run on CUDA graphs in segments of at most so many positions; 0: none does.
-        The last layer of the last stage runs on what is read."""
-        if self._graphed == most:
-            return
-        self._graphed, layers = most, [*self.model.decoder.layers]
-        if self.keys_only is not None:
-            layers.pop()
-        for undo in self._ungraph:
+    def keep(self, part: Any, kept: Kept | None, overrides: Iterable[Override] = ()) -> None:
+        """Lets a part keep something with the model until it keeps something else, or a step with
+        gradients runs without it.
+
+        Args:
+            part: its class.
+            kept: what it keeps; None: nothing more.
+            overrides: what takes the place of methods of the model meanwhile.
+        """
+        for undo in self._undo_kept.pop(part, ()):
             undo()
-            self._undo.remove(undo)  # it has the old graphs, with their memory
-        self._ungraph, before = [], len(self._undo)
-        ranks = self._sequence_ranks * self.model.config.context_parallel_size
-        group = self.model.pg_collection.tp
-        # Layers inside multi-token prediction have slots, too, and come last.
-        both = zip(layers, self._slots, strict=False)
-        self.graphs = LayerGraphs(both, self, most, ranks, group) if most else None
-        for one in self.graphs.overrides() if self.graphs else ():
-            self._override(*one)
-        self._ungraph = self._undo[before:]
+            self._undo.remove(undo)  # it holds what was kept, with its memory
+        self.kept.pop(part, None)
+        if kept is not None:
+            self.kept[part], before = kept, len(self._undo)
+            for one in overrides:
+                self._override(*one)
+            self._undo_kept[part] = self._undo[before:]
 
     def _override_parts(self, parts: Sequence[Part]) -> None:
         for number, (kind, module) in enumerate(parts):
@@ -253,8 +262,6 @@ class Hooks:
         """
         for kernel in self.kernels.values():
             kernel.begin_step()
-        if self.graphs is not None:
-            self.graphs.begin_step()
         fp8 = is_fp8(self.model.config)
         for module in modules_of(self.model):
             if getattr(module, "is_first_microbatch", False):
@@ -267,8 +274,6 @@ class Hooks:
         """Whatever has happened, nothing of a step is left."""
         self.around_router = self.ahead = None
         versions.forget_graphs(self.model)
-        if self.graphs is not None:
-            self.graphs.end_step()
 
     def _entering(self, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """The decoder's arguments: every token's own position, and an input with a gradient.

@@ -13,10 +13,26 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_prefix.plan.layer_numbers import LayerMemory, Payload
 from megatron_prefix.tree.payload_map import Form
+
+if TYPE_CHECKING:
+    from megatron_prefix.plan.actions import Action, Plan
+
+
+class Places(Protocol):
+    """Memory of a part of the step that stays between steps, where layers of some segments write
+    what they save. It is hashable; bytes are of one rank of a pipeline."""
+
+    def saved(self, plan: Plan, footprint: Footprint, rank: int, action: Action) -> float:
+        """Of what a segment's layers save, bytes that are there."""
+        ...
+
+    def held(self, plan: Plan, footprint: Footprint, rank: int) -> float:
+        """Bytes of all of it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -115,8 +131,7 @@ class Footprint:
         state, state_grad: a final hidden state that crosses data-parallel ranks, and its gradient.
         shares: into how many parts K/V and gK/gV of inner segments are cut; a rank has one.
         keeps_outputs: whether a stage's output stays until its backward.
-        graphed: positions of the longest segment whose layers run on CUDA graphs; 0: none does.
-        apart, twice: see LayerMemory; one layer, on average.
+        places: where layers save what stays between steps; None: nothing does.
         ends_early: whether the last layer of the last stage runs on what is read only.
         checkpointed: whether Megatron recomputes every layer.
     """
@@ -149,9 +164,7 @@ class Footprint:
     behind_wave: float = 0.0
     state: float = 0.0
     state_grad: float = 0.0
-    graphed: float = 0.0
-    apart: float = 0.0
-    twice: float = 0.0
+    places: Places | None = None
     ends_early: bool = True
     checkpointed: bool = False
 
@@ -197,6 +210,7 @@ class Footprint:
             num_layers=max(1, len(layers) // form.num_stages), parts=form.cp,
             shares=1 if gathers else form.cp, keeps_outputs=form.keeps_outputs,
             host_layers=host_layers, ends_early=_ends_early(layers, behind), payloads=payloads,
+            places=None,
             state=hidden_size * form.itemsize,
             state_grad=hidden_size * max(4, form.itemsize),
             checkpointed=form.recompute == "full",
@@ -302,17 +316,7 @@ def _saved(
     return dict(
         inner=inner, wave=wave, unread=unread, attention=attention, again=again, act=act,
         behind_inner=behind_inner, behind_wave=behind_wave,
-        apart=_apart(layers, waves), twice=_mean(layers, "twice"),
     )  # fmt: skip
-
-
-def _apart(layers: Sequence[Sequence[LayerMemory]], waves: Sequence[float]) -> float:
-    """What a layer saves elsewhere than where CUDA graphs write: all of it, if it has none."""
-    total = 0.0
-    for layer, wave in zip(layers, waves, strict=True):
-        parts = [part.apart for part in layer]
-        total += wave if None in parts else sum(one or 0.0 for one in parts)
-    return total / len(layers)
 
 
 def _ends_early(layers: Sequence[Sequence[LayerMemory]], behind: Sequence[LayerMemory]) -> bool:

@@ -73,9 +73,6 @@ class LayerMemory:
             None: the payload's.
         act: of `inner` and of `wave`, what "recompute_act" drops.
         given: what is kept of the output of the norm in front; None: as it is.
-        apart: of `inner` and of `wave`, what is not where CUDA graphs write; None:
-            its layer has no graphs.
-        twice: of that, what is there, too.
     """
 
     inner: float
@@ -91,5 +88,3 @@ class LayerMemory:
     keys_grad: float | None = None
     act: float = 0.0
     given: float | None = None
-    apart: float | None = 0.0
-    twice: float = 0.0

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron_prefix.features.graphs.choice import size_of_set
 from megatron_prefix.plan.actions import ON_DEVICE, Action, Plan
 from megatron_prefix.plan.exchange_memory import ExchangeMemory
 from megatron_prefix.plan.footprint import Footprint, spread
@@ -116,13 +115,13 @@ class _MemoryRun:
         held: dict[tuple[int, int], float] = {}
         arenas = self._arenas(rank)
         messages = self._exchanges(rank, arenas)
-        activations = self._of_graphs(rank)
+        activations = self._held_by_places(rank)
         saved = there = kept = wave = exchanged = 0.0
         found = RankMemory(0.0, 0.0, Action("F", 0), *(0.0,) * 9, ())
         for action in self.plan.programs[rank]:
             key = action.chunk, action.segment
             if action.kind == "F":
-                held[key] = self._kept(rank, action) - self._kept_in_graphs(rank, action)
+                held[key] = self._kept(rank, action) - self._kept_in_places(rank, action)
                 activations += held[key]
             arenas[action.chunk].begin(action)
             kv = sum(arena.values(arena.here) for arena in arenas)
@@ -153,49 +152,20 @@ class _MemoryRun:
         found = replace(found, staged=max(self._staged(rank), default=0.0), cache_staged=there)
         return replace(found, saved=saved, wave_peak=wave, exchanged=exchanged, cache_peak=kept)
 
-    def _kept_in_graphs(self, rank: int, action: Action) -> float:
-        """Of what a segment keeps, bytes that are where its CUDA graphs write; 0 without."""
+    def _held_by_places(self, rank: int) -> float:
+        """Bytes of places that layers save in."""
+        places = self.one.places
+        return 0.0 if places is None else places.held(self.plan, self.one, rank)
+
+    def _kept_in_places(self, rank: int, action: Action) -> float:
+        """Of what a segment keeps, bytes in places of their own."""
         again = self.plan.policy(action.segment) == "recompute"
-        return 0.0 if again else self._in_graphs(rank, action)
+        return 0.0 if again else self._in_places(rank, action)
 
-    def _in_graphs(self, rank: int, action: Action) -> float:
-        """Of what a segment's layers save, bytes that are where its CUDA graphs write."""
-        segment, one = self.plan.segments[action.segment], self.one
-        away = self.plan.policy(action.segment) == "offload" or segment.source >= 0
-        if away or segment.padded_length > one.graphed:
-            return 0.0
-        layer = (one.inner if segment.inner else one.wave) - one.apart - self._dropped(action)
-        return self.positions[action.segment] * layer * self._num_graphed(rank, action)
-
-    def _dropped(self, action: Action) -> float:
-        """Of what a layer saves, bytes a position that policy "recompute_act" drops."""
-        return self.one.act * (self.plan.policy(action.segment) == "recompute_act")
-
-    def _num_graphed(self, rank: int, action: Action) -> int:
-        """Layers with graphs: the last one of the last stage may run on what is read only."""
-        return self.one.num_layers - (self.one.ends_early and self._ends(rank, action)[1])
-
-    def _of_graphs(self, rank: int) -> float:
-        """Bytes where CUDA graphs write, in sets for segments about as long (`size_of_set`): as
-        many as such segments have some at once, each what the one of them that keeps most does, and
-        what its layers have for a moment. They stay; K and V have their places there in any case. A
-        segment that is recomputed has a set while it runs."""
-        one = self.one.wave - self.one.apart + self.one.twice  # a position, of a layer
-        largest: dict[tuple[int, int], float] = {}
-        live: Counter[tuple[int, int]] = Counter()
-        most: Counter[tuple[int, int]] = Counter()
-        for action in self.plan.programs[rank] if self.one.graphed else ():
-            if self._in_graphs(rank, action):
-                length = self.plan.segments[action.segment].padded_length
-                key = action.chunk, size_of_set(length, int(self.one.graphed))
-                layers = self._num_graphed(rank, action)
-                size = layers * (one - self._dropped(action)) + self.one.temporary
-                size *= self.positions[action.segment]
-                largest[key] = max(largest.get(key, 0.0), size)
-                again = self.plan.policy(action.segment) == "recompute"
-                live[key] += 0 if again else 1 if action.kind == "F" else -1
-                most[key] = max(most[key], live[key] + again)
-        return sum(most[key] * size for key, size in largest.items())
+    def _in_places(self, rank: int, action: Action) -> float:
+        """Of what a segment's layers save, bytes in places of their own."""
+        places = self.one.places
+        return 0.0 if places is None else places.saved(self.plan, self.one, rank, action)
 
     def _exchanges(self, rank: int, arenas: Sequence[_Arena]) -> list[ExchangeMemory]:
         """Messages between data-parallel ranks, of every model chunk of a rank."""
@@ -311,7 +281,7 @@ class _MemoryRun:
         if recomputed:
             whole = one.kept("retain", segment.inner, read, first, last)
             again += whole - (0.0 if first else one.stage_input)
-            spans -= self._in_graphs(rank, action)
+            spans -= self._in_places(rank, action)
         return positions * again + spans
 
     def _arriving(self, action: Action, scored: bool) -> float:

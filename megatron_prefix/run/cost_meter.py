@@ -12,8 +12,7 @@ import contextlib
 import importlib.metadata
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -21,7 +20,7 @@ from megatron_prefix import __version__
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.device.clock import wait_for
 from megatron_prefix.errors import UserError
-from megatron_prefix.features.graphs.choice import GraphChoice, longest_waiting
+from megatron_prefix.parts import TimedStep
 from megatron_prefix.plan.cost import FLOPS_PER_SECOND, CostModel, action_features
 from megatron_prefix.plan.cost_file import read_costs, write_costs
 from megatron_prefix.plan.cost_fit import KEPT, Evidence, StepTime, together
@@ -47,27 +46,6 @@ def guessed(rank: Rank, frozen: float = 0.0) -> CostModel:
     )
 
 
-class OfGraphs(NamedTuple):
-    """What a timed step says of CUDA graphs.
-
-    Attributes:
-        shared: whether it shared.
-        waits: see `longest_waiting`.
-        captured: whether some were captured in it.
-        needs_room: whether it could not share, or ran twice, for want of memory.
-    """
-
-    shared: bool
-    waits: int
-    captured: bool
-    needs_room: bool
-
-    @classmethod
-    def most(cls, seen: Iterable[OfGraphs]) -> OfGraphs:
-        """Of several ranks."""
-        return cls(*map(max, zip(*seen, strict=True)))
-
-
 class CostMeter:
     """What work of one model takes in one layout; ranks of one schedule make theirs together.
 
@@ -79,7 +57,6 @@ class CostMeter:
         times: what work takes, by the guess or as measured.
         memory_factors: by what predicted peaks are multiplied, of the stock schedule and of ours;
             the same on all ranks.
-        graphs: which segments' layers run on CUDA graphs; the same on all ranks.
         due: whether the step that runs is measured.
     """
 
@@ -102,9 +79,6 @@ class CostMeter:
         self._doubted: float | None = None
         self._seen = {share: Seen() for share in (False, True)}
         self.memory_factors = 1.0, 1.0
-        self.graphs = GraphChoice.of(config.graph_tokens)
-        # In forwards of experts the host reads from the device how many tokens each gets.
-        self._without_waiting = "B" if rank.has_experts else "F"
         self.due = False
 
     def _loaded(self) -> Evidence:
@@ -120,7 +94,7 @@ class CostMeter:
             raise UserError(read)
         return read
 
-    def begin(self, forward_only: bool) -> Decision | None:
+    def begin(self, rank: Rank) -> Decision | None:
         """Counts a step; all ranks call this for every step, and measure the same ones (`due`).
 
         Returns:
@@ -131,7 +105,7 @@ class CostMeter:
             UserError: the user's file cannot be read or written; on every rank.
         """
         self.due = False
-        if forward_only:
+        if rank.forward_only:
             return None
         if not self._num_steps:
             self._measured = self._loaded() if self._config.cost_file else Evidence()
@@ -139,7 +113,8 @@ class CostMeter:
         self._num_steps += 1
         if self._config.mode != "auto":
             return None
-        first = self._num_steps in FIRST and (self.graphs.is_open or not self._knows_both)
+        tunes = any(part.is_tuning for part in rank.step_parts)
+        first = self._num_steps in FIRST and (tunes or not self._knows_both)
         self.due = first or self._num_steps % EVERY == 0
         if not self.due or self._doubted is None or self._measured.measured(False):
             return None
@@ -164,13 +139,13 @@ class CostMeter:
 
     @contextlib.contextmanager
     def step(
-        self, report: StepReport, rank: int, complete: Callable[[], None] = lambda: None
+        self, report: StepReport, rank: Rank, complete: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
         """Surrounds a step after its planning, whichever schedule runs it.
 
         Args:
             report: of the step, with decision and prediction.
-            rank: place in the pipeline.
+            rank: that runs it.
             complete: called when the step's time is taken, to put a prediction into the report.
         """
         if due := self.due:
@@ -181,29 +156,27 @@ class CostMeter:
             wait_for(self._device)
             seconds = time.perf_counter() - begin
             complete()
-            self._learn(report, rank, seconds, self._looked(report, before))
+            self._learn(report, rank, seconds, self._looked(report, rank, before))
         self._ran.add(report.decision.share)
 
-    def _looked(self, report: StepReport, before: Peaks | None) -> Seen:
+    def _looked(self, report: StepReport, rank: Rank, before: Peaks | None) -> Seen:
         """This rank's peak of memory in a step."""
         after = peaks(self._device)
-        # What CUDA graphs hold is there before a step, and in what is predicted of it.
-        graphed = report.decision.share and self.graphs.tokens > 0
-        if before is None or after is None or report.retried or graphed:
+        # What parts hold is there before a step, and in what is predicted of it.
+        held = report.decision.share and any(part.holds_memory for part in rank.step_parts)
+        if before is None or after is None or report.retried or held:
             return Seen()
         ours = report.memory.within(report.room_bytes).peak if report.memory else 0.0
         predicted = ours if report.decision.share else report.stock_bytes
         return Seen.of_step(before, after, predicted)
 
-    def _learn(self, report: StepReport, rank: int, seconds: float, seen: Seen) -> None:
+    def _learn(self, report: StepReport, rank: Rank, seconds: float, seen: Seen) -> None:
         """Fits prices to what all ranks have measured in a step, and keeps peaks that they saw."""
-        mine, share, waits = Evidence(), report.decision.share, 0
+        mine, share = Evidence(), report.decision.share
         if report.stopwatch is not None and share and not report.retried:
             timed = report.stopwatch.seconds()
-            work = [action_features(report.plan, action, rank) for action in timed]
+            work = [action_features(report.plan, action, rank.stage) for action in timed]
             mine = Evidence.of_actions(work, list(timed.values()), self._prior)
-            host = report.stopwatch.host_seconds()
-            waits = longest_waiting(report.plan, timed, host, self._without_waiting)
         if report.prediction is not None and share in self._ran and not report.retried:
             both = report.prediction
             whole = both.prefix_features if share else both.stock_features
@@ -212,17 +185,14 @@ class CostMeter:
                 mine = mine.and_also(Evidence(steps=(step,)))
         # By schedule: where nothing crosses them, data-parallel ranks may run different ones.
         by_schedule = [seen if share is one else Seen() for one in self._seen]
-        no_room = report.decision.over_limit or report.retried
-        of_graphs = OfGraphs(share, waits, report.captured, no_room)
         for group in self._groups:
-            said = all_say((mine, by_schedule, of_graphs), group)
-            measured, peaks_seen, graphs_seen = zip(*said, strict=True)
-            mine, of_graphs = together(measured, self.times), OfGraphs.most(graphs_seen)
+            measured, peaks_seen = zip(*all_say((mine, by_schedule), group), strict=True)
+            mine = together(measured, self.times)
             by_schedule = [*map(Seen.most, zip(*peaks_seen, strict=True))]
         for one, most in zip(self._seen, by_schedule, strict=True):
             self._seen[one] = self._seen[one].then(most)
         self.memory_factors = factors(self._seen[False], self._seen[True])
-        if self._chooses_graphs(report, seconds, of_graphs):
+        if self._is_typical(report, rank, seconds):
             self._measured = self._measured.and_also(mine, KEPT)
         times = self._measured.times(self._prior)
         mine_next = times, self._doubt(report, times)
@@ -230,34 +200,18 @@ class CostMeter:
         logger.info("measured step %d: %s", self._num_steps, self.times)
         self._save()
 
-    def _chooses_graphs(self, report: StepReport, seconds: float, seen: OfGraphs) -> bool:
-        """Chooses the use of graphs from the next step on, alike on all ranks. Whether the step's
-        times say what later ones take: not one that shared while graphs are tried, unless they
-        stay."""
-        before = self.graphs
-        if not before.is_open:
+    def _is_typical(self, report: StepReport, rank: Rank, seconds: float) -> bool:
+        """Whether a step's times say what later ones take, by the parts of it, which see them."""
+        if not rank.step_parts:
             return True
-        self.graphs = first_says(self._graphs_after(report, seconds, seen), self._groups)
-        if self.graphs.tokens != before.tokens:
-            logger.info("graph_tokens is %d from the next step on", self.graphs.tokens)
-        stay = self.graphs.tokens > 0 and not self.graphs.is_open
-        return stay or not (before.tokens and seen.shared)
-
-    def _graphs_after(self, report: StepReport, seconds: float, seen: OfGraphs) -> GraphChoice:
-        """The use of graphs from the next step on. While the first steps are measured there are
-        none: a capture is no time of a step."""
-        if seen.needs_room and self.graphs.tokens:
-            return self.graphs.without_room()
-        share, both = report.decision.share, report.prediction
-        if both is None or not share or share not in self._ran or report.retried:
-            return self.graphs
-        predicted = self._prior.of(both.prefix_features)
-        if not predicted > 0:
-            return self.graphs
-        return self.graphs.after(
-            seconds / predicted, seen.waits,
-            may_try=self._num_steps >= FIRST[-1], captured=seen.captured,
-        )  # fmt: skip
+        both, predicted = report.prediction, 0.0
+        if both is not None and report.decision.share in self._ran and not report.retried:
+            features = both.prefix_features if report.decision.share else both.stock_features
+            predicted = self._prior.of(features)
+        is_settled = self._num_steps >= FIRST[-1]
+        step = TimedStep(report, seconds, predicted, is_settled, self._groups)
+        typical = [part.timed(step) for part in rank.step_parts]  # all parts see it
+        return all(typical)
 
     def _doubt(self, report: StepReport, times: CostModel) -> float | None:
         """The predicted speedup of a step, by what is known now, if it is so close that the stock

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -105,6 +106,7 @@ class Planning:
     Attributes:
         config: as given.
         meters: times, by model and layout.
+        kept: what parts of steps keep from call to call, by model and layout.
     """
 
     def __init__(self, config: PrefixConfig, memory: MemoryControl) -> None:
@@ -113,16 +115,17 @@ class Planning:
         self._beside: dict[StepPlanner, Beside] = {}
         self._warned = False
         self.meters: dict[Any, CostMeter] = {}
+        self.kept: defaultdict[Any, dict[str, dict[str, Any]]] = defaultdict(dict)
 
     def planner(self, rank: Rank) -> StepPlanner:
         """The planner of a rank's pipeline, which remembers its plans."""
         turn = rank.config.microbatch_group_size_per_vp_stage
-        graphed = 0 if rank.forward_only else rank.graphed
-        key = rank.layout, rank.device.type, turn, rank.alignment, rank.whole, rank.joins, graphed
+        even = max((part.even for part in rank.step_parts), default=0)
+        key = rank.layout, rank.device.type, turn, rank.alignment, rank.whole, rank.joins, even
         if key not in self._planners:
             self._planners[key] = StepPlanner(
                 self.config, guessed(rank), rank.alignment, rank.num_stages, len(rank.models),
-                turn, rank.whole, rank.joins, graphed,
+                turn, rank.whole, rank.joins, even,
             )  # fmt: skip
         return self._planners[key]
 

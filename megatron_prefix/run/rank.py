@@ -20,10 +20,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.features.graphs import cuda
-from megatron_prefix.features.graphs import layers as layer_graphs
 from megatron_prefix.layers import mtp, precision, table
-from megatron_prefix.layers.model import cost_of, footprint_of, layers_of, leaves_positions
+from megatron_prefix.layers.model import cost_of, footprint_of, leaves_positions
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.families import has_images
 from megatron_prefix.megatron.features import pattern_of, recomputes
@@ -63,7 +61,6 @@ class ModelNumbers:
         pattern: one letter per layer of the whole model, as hybrid models name them; "" for others.
         cost: FLOPs of the whole model; the same on every rank.
         joins: whether a span can run in the segment of its parent.
-        not_graphed: why no layer runs on CUDA graphs; "" if nothing is known to be in the way.
         footprints: those that were asked for; see `Rank.footprint`.
     """
 
@@ -87,7 +84,6 @@ class ModelNumbers:
         told = table.told(config, models)
         self.cost = cost_of(told, self.vocab_size, self.pattern)
         self.joins = leaves_positions(told, self.pattern)
-        self.not_graphed = layer_graphs.why_not(told, layers_of(told, self.pattern))
         self.footprints: dict[tuple[bool, int], Footprint] = {}
 
 
@@ -157,7 +153,6 @@ class Rank(ModelNumbers):
         may_cross: whether data-parallel ranks decide together if payloads cross in this call.
         crosses: whether they do.
         why_alone: why they cannot.
-        graph_tokens: positions of the longest segment whose layers are to run on CUDA graphs.
         step_parts: what features add to the call.
         waiting: groups whose ranks wait for one another in the middle of a step.
         parts: ranks that share the work of every layer: tensor and context parallelism.
@@ -166,7 +161,6 @@ class Rank(ModelNumbers):
 
     may_cross = crosses = False
     why_alone = ""
-    graph_tokens = 0
     step_parts: Sequence[StepPart] = ()
     forward_only: bool
     overlaps: bool
@@ -250,16 +244,11 @@ class Rank(ModelNumbers):
         return bool(bias) or self.language_models[0].training
 
     @property
-    def graphed(self) -> int:
-        """Positions of the longest segment whose layers run on CUDA graphs: `graph_tokens`, or 0
-        where they cannot; a warning says once why."""
-        if not self.graph_tokens:
-            return 0
-        collectives = self.config.tensor_model_parallel_size > 1
-        if why := self.not_graphed or cuda.why_not(self.device, collectives=collectives):
-            _warn(f"layers run without CUDA graphs: {why}")
-            return 0
-        return self.graph_tokens
+    def execution(self) -> Execution:
+        """How the model is computed on this rank."""
+        form = Execution.of_config(self.config, recomputes(self.language_models[0]))
+        stages = self.num_stages * len(self.models)  # a trainer's config may say another number
+        return replace(form, num_stages=stages, holds_projection=is_since("0.18"))
 
     def footprint(self, gathers: bool, host_layers: int) -> Footprint:
         """Bytes per row of the model on this rank.
@@ -270,13 +259,9 @@ class Rank(ModelNumbers):
         """
         key = gathers, host_layers
         if key not in self.footprints:
-            models, config = self.language_models, self.config
-            form = Execution.of_config(config, recomputes(models[0]))
-            stages = self.num_stages * len(models)  # a trainer's config may say another number
             self.footprints[key] = footprint_of(
-                table.told(config, models),
-                replace(form, num_stages=stages, holds_projection=is_since("0.18")),
-                self.vocab_size, self.pattern, *key,
+                table.told(self.config, self.language_models), self.execution, self.vocab_size,
+                self.pattern, *key,
             )  # fmt: skip
         return self.footprints[key]
 

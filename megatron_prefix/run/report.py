@@ -121,7 +121,7 @@ class StepReport:
         memory: predicted of this rank, where the prefix schedule ran with gradients.
         stock_bytes: predicted peak of this rank in the stock schedule, besides weights and
             gradients; 0 where nothing was predicted.
-        base_bytes: allocated on the device when the step began, without places of CUDA graphs,
+        base_bytes: allocated on the device when the step began, without what parts keep there,
             which `memory` counts.
         room_bytes: what the step could still use then; 0 if it is not known.
         cache_bytes: the most that K/V, states and their gradients took on the device at once.
@@ -129,7 +129,6 @@ class StepReport:
             cross.
         why_alone: why nothing crossed where it could have; on the first pipeline stage.
         retried: memory ran out, and the step ran once more.
-        captured: whether CUDA graphs were captured in it on this rank.
         verification: how far the step is from the stock schedule's, where both ran
             (`PrefixConfig.verify`); the trainer has the stock schedule's results then.
     """
@@ -150,7 +149,6 @@ class StepReport:
     crossed: Crossed | None = None
     why_alone: str = ""
     retried: bool = False
-    captured: bool = False
     verification: Verification | None = None
 
     @property

@@ -275,8 +275,7 @@ class PrefixSchedule:
             arguments: of the call.
         """
         iterator, meter = arguments["data_iterator"], self.planning.meter(rank)
-        decision = meter.begin(rank.forward_only)
-        rank.graph_tokens = meter.graphs.tokens
+        decision = meter.begin(rank)
         if decision is not None:
             return self._timed(decision, rank, arguments)
         draws = None if self.config.mode == "on" else KeptDraws(iterator, rank.device)
@@ -294,7 +293,7 @@ class PrefixSchedule:
             idle.enter_context(uncollected())
             step = self._read(capture, rank, first, kind)
             joint = None if step is None else self._plan(step, rank, kind)
-            with meter.step(self.report, rank.stage):  # type: ignore[arg-type]
+            with meter.step(self.report, rank):  # type: ignore[arg-type]
                 if step is not None and joint is not None:
                     capture.forget_arguments()
                     measures = self.measures or meter.due
@@ -382,7 +381,7 @@ class PrefixSchedule:
             if step is not None:
                 report.prediction, report.stock_bytes = self.planning.of_stock(step, rank)
 
-        with self.planning.meter(rank).step(report, rank.stage, complete), outlines.noted():
+        with self.planning.meter(rank).step(report, rank, complete), outlines.noted():
             return stock_schedule()(**arguments)
 
     def _watched(self, first: FirstStep, kind: StepKind, arguments: dict[str, Any]) -> list[Any]:
@@ -437,7 +436,8 @@ class PrefixSchedule:
             across_step.tell_alone(rank.why_alone, rank, self._logged)
         if self.config.cache_host_layers and rank.groups.cp.size() > 1:
             raise refused(HOST_LAYERS_CP)
-        rank.step_parts = parts.chosen(self.config, rank, self.callbacks)
+        kept = self.planning.kept[rank.layout]
+        rank.step_parts = parts.chosen(self.config, rank, self.callbacks, kept)
         return rank
 
     def _read(

@@ -144,7 +144,7 @@ class StepRun:
         on_gpu, reserved = rank.device.type == "cuda", 0
         if on_gpu:
             reserved = torch.cuda.memory_reserved(rank.device)
-            report.base_bytes = torch.cuda.memory_allocated(rank.device) - _placed(rank)
+            report.base_bytes = torch.cuda.memory_allocated(rank.device) - _kept(rank)
             report.room_bytes = free_bytes(rank.device, self._config.memory_budget)
         with contextlib.ExitStack() as stack:
             _, problem = agreement.tried(functools.partial(self._ready, stack))
@@ -330,7 +330,6 @@ class StepRun:
         crossed = executor.exchanges
         report.crossed = crossed.crossed if crossed is not None else None
         report.cache_bytes = sum(stage.cache.device_bytes.peak for stage in stages)
-        report.captured = any(one.hooks.graphs and one.hooks.graphs.captured for one in stages)
         return embedding
 
     def _links(self, plan: Plan) -> Links:
@@ -363,8 +362,10 @@ class StepRun:
         stages = []
         for chunk, model in enumerate(self._rank.models):
             hooks, number = install(model, self._config.kernel), plan.stage(self._rank.stage, chunk)
-            if not self._rank.forward_only:  # which use none, and may be another schedule's
-                hooks.graph(self._rank.graphed)
+            # Calls without gradients may be another schedule's than the part's.
+            absent = {*hooks.kept} - {type(part) for part in self._rank.step_parts}
+            for part in () if self._rank.forward_only else absent:
+                hooks.keep(part, None)
             steps, hooks.ahead = self._capture.steps[chunk], None
             hooks.packed = all(self._step.packed)
             call = steps[0].call if steps else ModelCall(0, {})
@@ -481,7 +482,7 @@ def _timed(config: Any) -> Iterator[None]:
         timers("forward-backward").stop()
 
 
-def _placed(rank: Rank) -> int:
-    """Bytes of places of CUDA graphs, which stay between steps."""
+def _kept(rank: Rank) -> int:
+    """Bytes that parts of steps keep on the device with the models."""
     hooks = filter(None, map(installed, rank.models))
-    return sum(one.graphs.placed_bytes for one in hooks if one.graphs is not None)
+    return sum(kept.device_bytes for each in hooks for kept in each.kept.values())

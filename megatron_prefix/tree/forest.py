@@ -153,7 +153,7 @@ def check_routes(rollouts: Sequence[Pairs]) -> None:
 
 
 EVEN_PARTS = 32
-"""Lengths of segments with CUDA graphs: each has graphs of its own."""
+"""Lengths of segments where lengths are to come again (`TreeOptions.even`)."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class TreeOptions:
         whole: segments are padded to multiples of it, which are multiples of `multiple`, too:
             products in FP8 take so many positions at once (layers/precision.py).
         even: segments of at most so many positions are padded to multiples of an EVEN_PARTS-th of
-            it, so that lengths come again: they run on CUDA graphs. 0: none are.
+            it, so that lengths come again. 0: none are.
         joins: a span may run in the segment of its parent.
     """
 

@@ -22,7 +22,7 @@ LAB = "lab"
 TABLE = "megatron_prefix.features"
 """The table of features, which names modules in strings: any file may import it. What lies below it
 is a room of the core."""
-STILL = ("megatron_prefix.features.graphs.", "megatron_prefix.features.across.")
+STILL = ("megatron_prefix.features.across.",)
 """Features that files of the core still import: tests/core/test_features.py names them."""
 COMMANDS = {"__main__.py", "run/__main__.py"}
 """Of the core: they start the lab's command line, and nothing imports them."""

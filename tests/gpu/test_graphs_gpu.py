@@ -10,6 +10,7 @@ import torch
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.graphs import layers
+from megatron_prefix.features.graphs.part import graphs_of
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import build_model, has_transformer_engine, unwrap
@@ -90,9 +91,9 @@ def same(ours: list[align.Trace], others: list[align.Trace]) -> None:
 
 
 def graphs(chunk: Any) -> Any:
-    hooks = installed(chunk)
-    assert hooks is not None and hooks.graphs is not None
-    return hooks.graphs
+    found = graphs_of(chunk)
+    assert found is not None
+    return found
 
 
 @pytest.fixture

@@ -20,8 +20,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_prefix.features.graphs import cuda
+from megatron_prefix.features.graphs.choice import GraphChoice
 from megatron_prefix.features.graphs.cut_layer import CutLayer
 from megatron_prefix.lab.models.local import Float64Kept
+from megatron_prefix.run.schedule import PrefixSchedule
+
+
+def choice_of(schedule: PrefixSchedule) -> GraphChoice:
+    """What a schedule that has run one model chooses; closed without a part for graphs."""
+    [kept] = schedule.planning.kept.values()
+    choice: GraphChoice = kept.get("the use of CUDA graphs", {}).get("choice", GraphChoice(0))
+    return choice
 
 
 class _Recorder(TorchDispatchMode):

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers.attention import ROTARY
-from megatron_prefix.layers.kind import Graphed, Override, Running, owner
+from megatron_prefix.layers.kind import Override, Running, owner
 from megatron_prefix.layers.mla import MLA
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
@@ -34,7 +34,7 @@ _MODULE = "megatron.core.transformer.experimental_attention_variant.dsa"
 class DSA(MLA):
     """Megatron's MLASelfAttention with DSAttention, whose indexer is not trained."""
 
-    name, graphed = "DeepSeek's sparse attention", Graphed.NOTHING
+    name = "DeepSeek's sparse attention"
     cores = frozenset({f"{_MODULE}.DSAttention"})
 
     def fills(self, config: Any, layer: int) -> bool:
@@ -67,9 +67,7 @@ class DSA(MLA):
             values=of.values + width * form.itemsize,
             gradients=of.gradients + width * max(4, form.itemsize),
         )
-        return replace(
-            full, inner=full.inner + more, wave=full.wave + more, payload=row, apart=None
-        )
+        return replace(full, inner=full.inner + more, wave=full.wave + more, payload=row)
 
     def module_of(self, layer: Any) -> Any | None:
         """See Kind."""

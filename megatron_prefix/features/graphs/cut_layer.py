@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from megatron_prefix.device.modules import modules_of
+from megatron_prefix.features.graphs.kinds import Graphed, graphed
 from megatron_prefix.features.graphs.pieces import CannotCaptureError, Piece
-from megatron_prefix.layers.kind import Graphed, Override, Part
+from megatron_prefix.layers.kind import Override, Part
 
 OTHER_LAYER = "a layer is put together differently from Megatron's"
 _NORMS = "input_layernorm", "norm"
@@ -117,7 +118,7 @@ class CutLayer:
         self.number, self.kinds = number, (mixer.kind, mlp.kind)
         self.mixes, self.follows = mixer.kind is not None, False
         self._apart = None
-        if mlp.kind is not None and mlp.kind.graphed_in(module.config) is Graphed.IN_FRONT:
+        if mlp.kind is not None and graphed(mlp.kind, module.config) is Graphed.IN_FRONT:
             if not can_be_cut(module):
                 raise CannotCaptureError(OTHER_LAYER)
             self._apart = mlp.module

@@ -20,9 +20,10 @@ from torch import Tensor
 from megatron_prefix.features.graphs import cuda
 from megatron_prefix.features.graphs.choice import size_of_set
 from megatron_prefix.features.graphs.cut_layer import Cut, CutLayer
+from megatron_prefix.features.graphs.kinds import without_graphs
 from megatron_prefix.features.graphs.pieces import CannotCaptureError
 from megatron_prefix.features.graphs.segment_graphs import ROTARY, Form, SegmentGraphs
-from megatron_prefix.layers.kind import Graphed, Kind, Override, Part, Running
+from megatron_prefix.layers.kind import Kind, Override, Part, Running
 from megatron_prefix.layers.segment import SegmentContext
 
 IN_THE_WAY = (
@@ -35,12 +36,6 @@ SEEN_BEFORE = 1
 """A length has graphs after so many segments of it: what is compiled for it is compiled there."""
 
 logger = logging.getLogger(__name__)
-
-
-def without_graphs(config: Any, kinds: Iterable[Kind | None]) -> str:
-    """What keeps graphs from a layer with these kinds; "" if nothing does."""
-    found = (one for one in kinds if one and one.graphed_in(config) is Graphed.NOTHING)
-    return " and ".join(one.name for one in found)
 
 
 def why_not(config: Any, layers: Sequence[Sequence[Kind]]) -> str:
@@ -70,8 +65,8 @@ class LayerGraphs:
             so by all, so they agree in a step's first such segment and after a capture.
 
     Attributes:
-        cut: what layers call while they are captured; None at other times.
         layers: those with graphs.
+        most: as given.
         refused: why nothing more is captured; "" if something may be.
         captures: how often all layers were captured.
         captured: whether they were in the step that runs, or ran last.
@@ -81,12 +76,12 @@ class LayerGraphs:
         self, layers: Iterable[tuple[Any, Sequence[Part]]], running: Running, most: int,
         ranks: int, group: Any = None,
     ) -> None:  # fmt: skip
-        self.cut: Cut | None = None
+        self._current_cut: Cut | None = None
         self.refused, self.captures, self.captured = "", 0, False
         self._all = self.layers = self._cut(layers)
         self._follow()
         self._running, self._group = running, group
-        self._most, self._ranks = most, ranks
+        self.most, self._ranks = most, ranks
         self._seen: Counter[int] = Counter()
         self._free: list[SegmentGraphs] = []
         self._taken: dict[int, SegmentGraphs] = {}
@@ -107,6 +102,16 @@ class LayerGraphs:
         for why in without:
             logger.warning("layers%s", why)
         return found
+
+    @property
+    def cut(self) -> Cut | None:
+        """What layers call while they are captured; None at other times."""
+        return self._current_cut
+
+    @cut.setter
+    def cut(self, cut: Cut | None) -> None:
+        self._current_cut = cut
+        self._running.tap = None if cut is None else cut.core
 
     def _follow(self) -> None:
         numbers = {one.number for one in self.layers}
@@ -188,8 +193,8 @@ class LayerGraphs:
         return cuda.uncounted_bytes(one.pool for one in self.sets)
 
     @property
-    def placed_bytes(self) -> int:
-        """Bytes of what is allocated between steps, too."""
+    def device_bytes(self) -> int:
+        """See `Kept` in megatron/install.py: of places, which are allocated between steps, too."""
         return sum(one.placed_bytes for one in self.sets)
 
     @property
@@ -220,7 +225,7 @@ class LayerGraphs:
         """Gives a segment a set of graphs, with some of its length."""
         length = len(hidden)
         plain = context.offload is None and not torch.is_autocast_enabled(hidden.device.type)
-        if not plain or length * self._ranks > self._most or self.refused:
+        if not plain or length * self._ranks > self.most or self.refused:
             return
         if self._is_new:
             self._look()
@@ -252,7 +257,7 @@ class LayerGraphs:
 
     def _size(self, positions: int) -> int:
         """See `size_of_set`, of positions on this rank."""
-        return size_of_set(positions * self._ranks, self._most)
+        return size_of_set(positions * self._ranks, self.most)
 
     def _captured(
         self, mine: SegmentGraphs, form: Form, hidden: Tensor, given: Mapping[str, Any]

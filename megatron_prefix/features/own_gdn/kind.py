@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers.gdn import GatedDeltaNet
-from megatron_prefix.layers.kind import Graphed, Override, Running, owner
+from megatron_prefix.layers.kind import Override, Running, owner
 from megatron_prefix.layers.recurrent.kind import CHUNK, Saved
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
@@ -36,7 +36,6 @@ class OwnGatedDeltaNet(GatedDeltaNet):
     """Attention of slime's and miles', with a `linear_attn`."""
 
     name, symbol = "a trainer's own GatedDeltaNet", ""  # no symbol: in no hybrid model
-    graphed = Graphed.NOTHING  # torch's own products do not add to main gradients
 
     def told(self, layer: Any) -> dict[str, Any]:
         """See Kind: sizes as Megatron's fields, and `own_delta_layers`, counted from 0."""

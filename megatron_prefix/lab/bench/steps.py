@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.graphs.part import graphs_of
 from megatron_prefix.lab.bench.timing import GIB, Measured, Timing, counted, timing, together
 from megatron_prefix.lab.bench.work import GroupShape, Setting, Work
 from megatron_prefix.lab.models.config import alignment
@@ -29,7 +30,6 @@ from megatron_prefix.lab.rl import loss, packing, passes
 from megatron_prefix.lab.rl.job import ModelOptions
 from megatron_prefix.lab.rl.like_for_like import attention_of
 from megatron_prefix.lab.verify import align
-from megatron_prefix.megatron.install import installed
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.moe.versions import forget_logged_losses
 from megatron_prefix.run.calls import Callbacks
@@ -162,8 +162,8 @@ class _Run:
 
 def _of_graphs(chunks: list[Any]) -> int:
     """Bytes of memory that CUDA graphs of layers use and torch does not count as allocated."""
-    hooks = filter(None, map(installed, chunks))
-    return sum(one.graphs.uncounted_bytes for one in hooks if one.graphs is not None)
+    found = filter(None, map(graphs_of, chunks))
+    return sum(graphs.uncounted_bytes for graphs in found)
 
 
 def aligned(

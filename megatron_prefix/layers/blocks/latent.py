@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.layers.blocks.shared import Pull, Shared
-from megatron_prefix.layers.kind import cut_of
 from megatron_prefix.layers.own_backward import with_backward
 from megatron_prefix.sidecar.arena import Both, Payload, wider
 from megatron_prefix.sidecar.cache import SegmentState
@@ -54,7 +53,7 @@ class Latents(Shared):
         self._project = module.linear_kv_up_proj.forward
         self._rotary = module.rotary_pos_emb
         running.rotary.add(self._rotary)
-        self._latents: Tensor | None = None  # while the layer is captured
+        self._latents: Tensor | None = None  # with a tap
 
     @property
     def weights(self) -> list[Tensor]:
@@ -129,8 +128,8 @@ class Latents(Shared):
     def _projecting(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The projection's forward: keeps its input for descendants, and lets gradients in."""
         context = self._running.current
-        self._latents = None  # of a capture that has failed
-        if cut_of(self._running) is not None:
+        self._latents = None  # of a layer that has failed
+        if self._running.tap is not None:
             x, self._latents = _crossing(x)
         elif context is not None and context.inner:
             self._keep(context, x)

@@ -18,8 +18,8 @@ class Rotary:
     Attributes:
         modules: as they were added.
         tables: of each by its id, with the scale of sine and cosine.
-        placed: while layers are captured, takes a table's name and rows, and gives
-            where these are read; None at other times.
+        placed: takes a table's name and rows, and gives where these are read; None: where they
+            are.
         changes: how often the modules were found to have changed.
     """
 

@@ -50,12 +50,12 @@ class Shared:
         return context.cache.own_keys(layer, context.index, kept, both), context.runs
 
     def crossing(self) -> tuple[Tensor, ...]:
-        """While a layer is captured: what attention needs of what is before it,
-        besides queries, keys and values; leaves of another place take its place later."""
+        """With a tap (`Running.tap`) what attention needs of what is before it, besides queries,
+        keys and values; leaves of another place take its place later."""
         return ()
 
     def crossed(self, context: SegmentContext, value: Tensor, *crossing: Tensor) -> Tensor:
-        """Behind a graph: takes that, and gives the values, from which a backward goes to it."""
+        """When the core runs, takes that; gives the values, from which a backward goes to it."""
         raise NotImplementedError
 
     def left(self, context: SegmentContext, key: Tensor, value: Tensor) -> Payload:

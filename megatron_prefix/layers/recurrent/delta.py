@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_prefix.features.graphs.pieces import CannotCaptureError
-from megatron_prefix.layers.kind import Override, Running, cut_of
+from megatron_prefix.layers.kind import Override, Running
 from megatron_prefix.layers.recurrent.moves import overwritten
 from megatron_prefix.layers.recurrent.rebound import rebound
 from megatron_prefix.layers.recurrent.states import LayerStates, segment_of
@@ -50,8 +49,8 @@ class DeltaSpans:
         """A method of the layer whose kernels are replaced, in a segment."""
         self._called.clear()
         found = within(*args, **kwargs)
-        # Where one runs without the other its states are missed; but nothing runs in a capture.
-        needed = {"convolution"} if cut_of(self._running) is None else {"convolution", "rule"}
+        # Where one runs without the other its states are missed; but neither runs with a tap.
+        needed = {"convolution"} if self._running.tap is None else {"convolution", "rule"}
         if not needed <= self._called:
             raise RuntimeError(_BYPASSED)
         return found
@@ -87,13 +86,13 @@ class DeltaSpans:
         options |= zip(self._names, args, strict=False)
         names = self._names[:NUM_INPUTS]
         inputs = [options.pop(name) for name in names]
-        if (cut := cut_of(self._running)) is not None:
+        if (tap := self._running.tap) is not None:
 
             def again(*inputs: Tensor, **_: Any) -> Tensor:
                 out: Tensor = self._rule(*inputs, **options)[0]
                 return out
 
-            return cut.core(again, inputs, inputs[2].shape), None
+            return tap(again, inputs, inputs[2].shape), None
         states = segment_of(self._running).between.pop(("states", self._layer), None)
         if states is None:
             raise RuntimeError(_BYPASSED)
@@ -197,24 +196,24 @@ class GatedDeltaLayer(DeltaSpans):
         bias: Tensor | None,
         activation: str,
     ) -> Tensor | None:
-        """While the layer is captured, what a convolution will make of `x` behind a graph, with the
-        weights that its module has then; None at other times.
+        """With a tap what a convolution will make of `x`, with the weights that its module has
+        then; None without.
 
         Raises:
-            CannotCaptureError: the layer uses others.
+            RuntimeError: the layer uses others.
         """
-        if (cut := cut_of(self._running)) is None:
+        if (tap := self._running.tap) is None:
             return None
         self._called.add("convolution")
         module = self._module.conv1d
         pairs = (weight, module.weight), (bias, module.bias)
         if any(one is not other and _differ(one, other) for one, other in pairs):
-            raise CannotCaptureError("a convolution has other weights than its module")
+            raise RuntimeError("a convolution has other weights than its module")
 
         def again(x: Tensor, **_: Any) -> Tensor:
             return convolve(x, module.weight.squeeze(1), module.bias, activation)
 
-        return cut.core(again, [x], x.shape)
+        return tap(again, [x], x.shape)
 
 
 def parameters_of(rule: Callable[..., Any]) -> list[str]:

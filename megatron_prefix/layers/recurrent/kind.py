@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import precision
-from megatron_prefix.layers.kind import Graphed, Kind, Slot
+from megatron_prefix.layers.kind import Kind, Slot
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
 from megatron_prefix.refusals.table import DETERMINISTIC
@@ -49,13 +49,11 @@ class Shape(NamedTuple):
 
 class Saved(NamedTuple):
     """Bytes that tensor-parallel ranks save together: a position; `edge`, by context-parallel ranks
-    too, and `batched` of Payload; `apart` and `twice` of LayerMemory."""
+    too, and `batched` of Payload."""
 
     whole: float
     edge: float
     batched: float = 0.0
-    apart: float = 0.0
-    twice: float = 0.0
 
 
 class Recurrent(Kind):
@@ -70,7 +68,7 @@ class Recurrent(Kind):
             has context parallelism.
     """
 
-    slot, form, graphed = Slot.MIXER, Form.SPANS, Graphed.WHOLE
+    slot, form = Slot.MIXER, Form.SPANS
     module: ClassVar[str]
     method: ClassVar[str]
     divides: ClassVar[tuple[str, str]]
@@ -84,11 +82,6 @@ class Recurrent(Kind):
     def saved(self, config: Any, form: Execution) -> Saved:
         """What a layer saves for backward; arguments as of Kind.memory."""
         raise NotImplementedError
-
-    def graphed_in(self, config: Any) -> Graphed:
-        """See Kind; what context-parallel ranks exchange of a segment follows its spans."""
-        ranks = getattr(config, "context_parallel_size", 1)
-        return self.graphed if ranks == 1 else Graphed.NOTHING
 
     def parameters(self, config: Any) -> int:
         """See Kind."""
@@ -111,11 +104,8 @@ class Recurrent(Kind):
             Form.SPANS, state + tail * size, state + tail * wide, state, saved.edge / ranks,
             saved.batched / form.tp,
         )  # fmt: skip
-        graphed = self.graphed_in(config) is not Graphed.NOTHING
-        return LayerMemory(
-            whole, whole, payload=payload, given=precision.projected(config, form),
-            apart=saved.apart / form.tp if graphed else None, twice=saved.twice / form.tp,
-        )  # fmt: skip
+        given = precision.projected(config, form)
+        return LayerMemory(whole, whole, payload=payload, given=given)
 
     def module_of(self, layer: Any) -> Any | None:
         """See Kind."""

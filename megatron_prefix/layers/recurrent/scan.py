@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_prefix.layers.kind import Override, Running, cut_of
+from megatron_prefix.layers.kind import Override, Running
 from megatron_prefix.layers.recurrent.moves import from_batches, permuted, to_batches
 from megatron_prefix.layers.recurrent.rebound import rebound
 from megatron_prefix.layers.recurrent.states import LayerStates, segment_of
@@ -58,7 +58,7 @@ class MambaLayer:
     def _trained(self, zxbcdt: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`_ssm_training` of [positions, 1, width] in a segment: also the norm behind the kernel,
         as what the kernel takes is made of parameters in this method."""
-        if (cut := cut_of(self._running)) is None:
+        if (tap := self._running.tap) is None:
             return self._within(zxbcdt, *args, **kwargs)
 
         def again(zxbcdt: Tensor, **_: Any) -> Tensor:
@@ -67,7 +67,7 @@ class MambaLayer:
             return self._within(zxbcdt.clone() if alone else zxbcdt, *args, **kwargs)
 
         shape = len(zxbcdt), 1, self._module.cp.d_inner_local_tpcp
-        return cut.core(again, [], shape, [zxbcdt])
+        return tap(again, [], shape, [zxbcdt])
 
     def _choosing(self, stock: Any, within: Callable[..., Any]) -> Callable[..., Any]:
         def method(*args: Any, **kwargs: Any) -> Any:

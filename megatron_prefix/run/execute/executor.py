@@ -175,6 +175,8 @@ class Executor:
             for kept in (*parts, stage.final, stage.ledger):
                 if kept is not None:
                     kept.clear()
+        for part in self._parts:
+            part.end()
         if self._offloader is not None:
             self._offloader.end_step()
 
@@ -237,8 +239,8 @@ class Executor:
         with self._timing(action):
             with torch.no_grad() if again else contextlib.nullcontext(), self._drawing():
                 output = self._call(index, stage, received)
-            if again and stage.hooks.graphs is not None:
-                stage.hooks.graphs.release(index)
+            for part in self._parts if again else ():
+                part.freed(index, action.chunk)
             if self._scored(index, stage):
                 rows = self._inputs.rows[index]
                 stage.losses.take(index, output, rows, differentiable=not self._forward_only)  # type: ignore[union-attr]
@@ -320,8 +322,8 @@ class Executor:
         return [stage.offloads[index] for index, stage in stages if index in stage.offloads]
 
     def _release(self, action: Action, stage: Stage) -> None:
-        if stage.hooks.graphs is not None:
-            stage.hooks.graphs.release(action.segment)
+        for part in self._parts:
+            part.freed(action.segment, action.chunk)
         if stage.losses is not None:
             stage.losses.release(action.segment)
         if stage.final is not None:

@@ -162,7 +162,7 @@ class MemoryControl:
         plan = heaviest_stock_plan(
             joint.union, joint.microbatches_of, rank.num_stages, len(rank.models)
         )
-        stock = replace(self._before_settled(rank), graphed=0)
+        stock = replace(self._before_settled(rank), places=None)
         return [one.peak for one in predict(plan, stock)]
 
     def _before_settled(self, rank: Rank) -> Footprint:
@@ -173,8 +173,9 @@ class MemoryControl:
         """Bytes per row of the model on a rank, in the step that runs unless `gathers` is given."""
         gathers = self.gathers if gathers is None else gathers
         found = rank.footprint(gathers, self._config.cache_host_layers)
-        graphed = 0 if rank.forward_only else rank.graphed
-        return replace(found, graphed=graphed) if graphed else found
+        for part in rank.step_parts:
+            found = part.footprint(found)
+        return found
 
     def _least_of(self, groups: Sequence[Any], rank: Rank) -> float:
         free = [float(free_bytes(rank.device, self._budget))]

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from megatron_prefix.errors import StepOutOfMemory
-from megatron_prefix.megatron.install import installed
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.memory_policy import leaner
 from megatron_prefix.run.execute.rewind import Rewind
@@ -66,7 +65,7 @@ def run(
         why = "gradients were not zero when the step began"
         raise failure(f"{reason}; not tried again: {why}", plan)
     before.undo()
-    give_back_graphs(before.models)
+    free_memory()
     logger.warning("%s: the step runs again, every inner segment recomputed", reason)
     try:
         return attempt(lean), lean
@@ -74,15 +73,6 @@ def run(
         reason = _first_sentence(error)
     free_memory()
     raise failure(f"{reason}; with all inner segments recomputed, too", lean)
-
-
-def give_back_graphs(models: Sequence[Any]) -> None:
-    """Frees what CUDA graphs of layers hold: as much as all segments keep that had some at once,
-    while the leaner plan is to hold one of them."""
-    for hooks in filter(None, map(installed, models)):
-        if hooks.graphs is not None:
-            hooks.graphs.give_back()
-    free_memory()
 
 
 def free_memory() -> None:

@@ -27,6 +27,7 @@ from megatron_prefix.run.schedule import WATCHED, PrefixSchedule
 from tests.harness import one_group, steps
 from tests.harness.one_group import assert_bitwise, run, schedule_with
 from tests.harness.one_rank import one_rank, small_model
+from tests.harness.recorded import choice_of
 from tests.harness.steps import Contract
 
 
@@ -112,7 +113,7 @@ def test_first_steps_are_measured_for_graphs_of_known_costs(tmp_path: Path) -> N
             mode="auto", min_speedup=1e-6, cost_file=str(path), graph_tokens=graphs
         )
         assert [one for _, one in ran(schedule, model, 5)] == due
-        assert (meter_of(schedule).graphs.tokens > 0) == (graphs == "auto")
+        assert (choice_of(schedule).tokens > 0) == (graphs == "auto")
 
 
 @pytest.mark.parametrize(("pays", "num"), [(1e9, 5), (0.0, 4)])
@@ -126,7 +127,7 @@ def test_a_step_with_graphs_that_go_says_nothing_of_others(
         mode="auto", min_speedup=0.01, graph_tokens="auto", cost_file=str(path)
     )
     ran(schedule, small_model(), 7)
-    assert (meter_of(schedule).graphs.tokens > 0) == (num == 5)
+    assert (choice_of(schedule).tokens > 0) == (num == 5)
     assert len(measured(path).steps) == num
 
 
@@ -136,7 +137,7 @@ def test_graphs_that_leave_no_room_end(why: str, monkeypatch) -> None:
     schedule = schedule_with(mode="auto", min_speedup=0.01, graph_tokens="auto")
     model, memory = small_model(), schedule.memory
     ran(schedule, model, 6)
-    assert meter_of(schedule).graphs.tokens > 0
+    assert choice_of(schedule).tokens > 0
     run, limited = memory.run, memory.limited
 
     def run_again(*args: Any) -> Any:
@@ -149,7 +150,7 @@ def test_graphs_that_leave_no_room_end(why: str, monkeypatch) -> None:
         monkeypatch.setattr(memory, "limited", lambda *args: (limited(*args)[0], math.inf))
     found = ran(schedule, model, 1)
     assert found == [(why == "retried", True)]
-    assert meter_of(schedule).graphs.tokens == 0 and not meter_of(schedule).graphs.is_open
+    assert choice_of(schedule).tokens == 0 and not choice_of(schedule).is_open
 
 
 def test_a_close_prediction_times_both_schedules(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ import torch
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.dsa.kind import DSA
 from megatron_prefix.features.graphs import cuda, layers, pieces, segment_graphs
+from megatron_prefix.features.graphs.kinds import without_graphs
+from megatron_prefix.features.graphs.part import graphs_of
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
@@ -104,9 +106,9 @@ def test_steps_are_those_without(
 
 
 def made(model: Any) -> layers.LayerGraphs:
-    hooks = installed(model)
-    assert hooks is not None and hooks.graphs is not None
-    return hooks.graphs
+    graphs = graphs_of(model)
+    assert graphs is not None
+    return graphs
 
 
 @pytest.mark.usefixtures("recorded_graphs")
@@ -174,7 +176,7 @@ def test_models_that_cannot_run_on_graphs_are_named() -> None:
     assert "MLP" not in layers.why_not(resolve("qwen3-8b"), sparse)
     assert not layers.why_not(resolve("qwen3-8b"), [*sparse, (MLP(),)])
     ranks = SimpleNamespace(context_parallel_size=2)
-    assert layers.without_graphs(ranks, [GatedDeltaNet(), MLP()]) == "GatedDeltaNet"
+    assert without_graphs(ranks, [GatedDeltaNet(), MLP()]) == "GatedDeltaNet"
     assert "fp8" in why("qwen3-8b", fp8="e4m3", fp8_recipe="blockwise")
 
 
@@ -245,14 +247,14 @@ def test_a_step_that_runs_again_has_the_memory_of_sets(monkeypatch: pytest.Monke
 
     def failing(*arguments: Any) -> None:
         if not first:
-            first.append(made(model).placed_bytes)
+            first.append(made(model).device_bytes)
             raise torch.OutOfMemoryError("no memory here")
         release(*arguments)
 
     monkeypatch.setattr(layers.LayerGraphs, "release", failing)
     [again] = steps(model, given, 1)
     same(again, before[0])
-    assert 0 < made(model).placed_bytes < first[0]
+    assert 0 < made(model).device_bytes < first[0]
 
 
 @pytest.mark.usefixtures("recorded_graphs", "cores_in_fp64")

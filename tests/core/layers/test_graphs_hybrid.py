@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_prefix.features.graphs import layers
+from megatron_prefix.features.graphs.kinds import GRAPHED, Graphed
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.gdn import GatedDeltaNet
-from megatron_prefix.layers.kind import Graphed
 from megatron_prefix.layers.mamba import Mamba2
 from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.layers.recurrent import delta
@@ -111,7 +111,7 @@ def test_layers_of_one_kind_may_have_none(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The others have theirs, and a line says so."""
-    monkeypatch.setattr(kind, "graphed", Graphed.NOTHING)
+    monkeypatch.setitem(GRAPHED, kind, Graphed.NOTHING)  # type: ignore[arg-type]
     plain, graphed = (small_model(name, spec=fields) for _ in range(2))
     ours = steps(graphed, config())
     assert made(graphed).captures > 0

@@ -12,6 +12,7 @@ import torch
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.graphs import layers
+from megatron_prefix.features.graphs.part import graphs_of
 from megatron_prefix.features.graphs.segment_graphs import SegmentGraphs
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.generate import generate
@@ -20,7 +21,6 @@ from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
-from megatron_prefix.megatron.install import installed
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import hybrid
 from tests.harness.ranks import run_ranks
@@ -94,8 +94,7 @@ def steps(
             happen(only_here, unwrap(chunks[0]).decoder.layers[0].mlp.linear_fc1)
         items = microbatches(layout, seed)
         found.append(align.run_step(schedule, chunks, items, optimize=False))
-    hooks = [installed(chunk) for chunk in chunks]
-    return found, sum(one.graphs.captures for one in hooks if one and one.graphs)
+    return found, sum(one.captures for one in map(graphs_of, chunks) if one is not None)
 
 
 def happen(what: str, module: Any) -> None:
@@ -174,9 +173,9 @@ def _one_layer() -> int:
     chunks = build_model(spec, layout=layout, dtype="float64")
     schedule = PrefixSchedule(PrefixConfig(**CONFIG))
     align.run_step(schedule, chunks, microbatches(layout, 0), optimize=False)
-    hooks = installed(chunks[0])
-    assert hooks is not None and hooks.graphs is not None
-    return hooks.graphs.captures
+    graphs = graphs_of(chunks[0])
+    assert graphs is not None
+    return graphs.captures
 
 
 @pytest.mark.usefixtures("recorded_graphs")
@@ -225,10 +224,10 @@ def _one_rank_fails(layout: Layout) -> tuple[list[str], int]:
     found = []
     for seed in range(STEPS):
         align.run_step(schedule, chunks, microbatches(layout, seed), optimize=False)
-        hooks = installed(chunks[0])
-        assert hooks is not None and hooks.graphs is not None
-        found.append(hooks.graphs.refused)
-    return found, hooks.graphs.captures
+        graphs = graphs_of(chunks[0])
+        assert graphs is not None
+        found.append(graphs.refused)
+    return found, graphs.captures
 
 
 @pytest.mark.usefixtures("recorded_graphs")

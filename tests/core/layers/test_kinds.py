@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_prefix import features
+from megatron_prefix.features.graphs import kinds
 from megatron_prefix.lab.models import presets
 from megatron_prefix.layers import table
 from megatron_prefix.layers.gdn import GatedDeltaNet
@@ -27,9 +28,11 @@ PACKAGE = data.REPOSITORY / "megatron_prefix"
 EVERY = (*KINDS, *(features.load(kind.path)() for kind in features.KINDS))
 OWN = {
     f"{name.replace('.', '/')}.py"
-    for name in (table.__name__, presets.__name__, *(type(kind).__module__ for kind in EVERY))
-}
-"""Files that may name kinds."""
+    for name in (
+        table.__name__, presets.__name__, kinds.__name__, *(type(kind).__module__ for kind in EVERY)
+    )
+}  # fmt: skip
+"""Files that may name kinds: of `kinds`, what CUDA graphs run of each."""
 NAMES = "|".join(type(kind).__name__ for kind in EVERY)
 SYMBOL = f'"[{re.escape("".join({kind.symbol for kind in KINDS} - {"-"}))}]"'
 """In quotes; "-" is also stdout."""

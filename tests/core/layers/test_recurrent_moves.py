@@ -170,7 +170,7 @@ def convolution_of(
     cpu.load_recurrent_layers()
     from megatron_prefix.layers.recurrent.delta import GatedDeltaLayer
 
-    running = SimpleNamespace(current=segment_of(lengths, inner), graphs=None)
+    running = SimpleNamespace(current=segment_of(lengths, inner), tap=None)
     ((_, name, forward),) = GatedDeltaLayer(Mixer(positions_first), 0, running).overrides()
     assert name == "forward"
     return forward

@@ -14,6 +14,7 @@ from megatron.core.transformer import mlp as megatron_mlp
 from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.graphs.places import GraphPlaces
 from megatron_prefix.lab.bench.counted import SavedBytes
 from megatron_prefix.lab.models import build as models_build
 from megatron_prefix.lab.models.build import unwrap
@@ -271,9 +272,14 @@ def test_offloaded_segments_hold_less() -> None:
     assert saved["offload"][2].saved >= sum(saved["offload"][:2])  # loaded layers are in it
 
 
+def places(most: int) -> GraphPlaces:
+    spec = resolve("llama3-8b")
+    return GraphPlaces.of_layers(most, spec, layers_model.layers_of(spec), Execution())
+
+
 def test_graphs_have_places_for_keys_of_all_segments() -> None:
     """As many sets as segments about as long are live at once, each as large as the longest's."""
-    footprint = replace(footprint_of(resolve("llama3-8b")), graphed=16384)
+    footprint = replace(footprint_of(resolve("llama3-8b")), places=places(16384))
     plan = plan_of(16384, 16384, 2, 1)
     [found] = predict(plan, footprint)
     layers = footprint.num_layers - 1
@@ -283,7 +289,7 @@ def test_graphs_have_places_for_keys_of_all_segments() -> None:
 
 def test_segments_that_are_recomputed_have_one_set_of_graphs() -> None:
     """One after the other; what they save when they run again is nowhere else."""
-    footprint = replace(footprint_of(resolve("llama3-8b")), graphed=4096)
+    footprint = replace(footprint_of(resolve("llama3-8b")), places=places(4096))
     plan = plan_of(16384, 64, 2, 1, chunk=4096)
     assert sum(segment.inner for segment in plan.segments) == 4
 
@@ -292,7 +298,7 @@ def test_segments_that_are_recomputed_have_one_set_of_graphs() -> None:
         return found.activations - sum(size for _, size in found.held)
 
     layer = footprint.num_layers - 1
-    kept = footprint.wave - footprint.apart + footprint.twice
+    kept = footprint.wave - places(4096).apart + places(4096).twice
     one = 4096 * (layer * kept + footprint.temporary)
     wave = one * 64 / 4096  # in a set of its own, which is smaller
     assert static("recompute") == pytest.approx(one + wave)
@@ -300,7 +306,7 @@ def test_segments_that_are_recomputed_have_one_set_of_graphs() -> None:
     dropped = layer * footprint.act
     assert static("recompute_act") == pytest.approx(4 * one + wave - dropped * (4 * 4096 + 64))
     recomputed = replace(plan, policies=policies(plan.segments, "recompute"))
-    both = footprint, replace(footprint, graphed=0)
+    both = footprint, replace(footprint, places=None)
     [graphed], [plain] = (predict(recomputed, one) for one in both)
     assert graphed.temporary < plain.temporary and graphed.peak >= plain.peak
 

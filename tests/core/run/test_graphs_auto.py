@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
 
+from megatron_prefix import parts
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.graphs import choice
 from megatron_prefix.lab.data.generate import generate
@@ -13,7 +15,7 @@ from megatron_prefix.lab.verify import align
 from megatron_prefix.run import cost_meter
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.one_rank import one_rank, small_model
-from tests.harness.recorded import RecordedGraph, recorded_graphs  # noqa: F401
+from tests.harness.recorded import RecordedGraph, choice_of, recorded_graphs  # noqa: F401
 
 CONFIG = PrefixConfig(
     mode="auto", min_speedup=0.01, kernel="math", min_gain=4, segment_tokens=24, memory="retain",
@@ -43,9 +45,20 @@ def test_tried_after_first_steps_and_kept_if_they_pay(
         before = recorded_graphs.replays
         align.run_step(schedule, [model], items, optimize=False)
         assert schedule.report is not None and schedule.report.decision.share
-        [meter] = schedule.planning.meters.values()
-        lengths.append(meter.graphs.tokens)
+        lengths.append(choice_of(schedule).tokens)
         replayed.append(recorded_graphs.replays > before)
     # On the CPU the device waits for the host in all actions; the longest have 24 positions.
     assert lengths == [0] * 4 + [32] * 4 + [32 if kept else 0] * 3
     assert not any(replayed[:5]) and replayed[8] and replayed[10] == kept
+
+
+def test_steps_go_on_where_graphs_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "megatron_prefix.features.graphs.part", None)
+    parts._warn.cache_clear()
+    schedule = PrefixSchedule(CONFIG)
+    items = align.microbatches([*generate(2, 24, 9, 4, vocab_size=64, seed=0)], 0)
+    align.run_step(schedule, [small_model()], items, optimize=False)
+    assert schedule.report is not None and schedule.report.decision.share
+    assert "the use of CUDA graphs is left out: " in caplog.text

@@ -17,7 +17,7 @@ from megatron_prefix.run import cost_meter
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.run.test_graphs_auto import CONFIG
 from tests.harness.ranks import run_ranks
-from tests.harness.recorded import RecordedGraph, recorded_graphs  # noqa: F401
+from tests.harness.recorded import RecordedGraph, choice_of, recorded_graphs  # noqa: F401
 from tests.harness.rows import rows
 
 pytestmark = pytest.mark.turns
@@ -47,8 +47,7 @@ def chosen(layout: Layout, across: str) -> tuple[list[int], list[bool]]:
         items = align.microbatches(groups, seed, align.alignment(spec, layout))
         before = cuda.Graph.replays
         align.run_step(schedule, chunks, items, optimize=False)
-        [meter] = schedule.planning.meters.values()
-        tokens.append(meter.graphs.tokens)
+        tokens.append(choice_of(schedule).tokens)
         replayed.append(cuda.Graph.replays > before)
     return tokens, replayed
 

@@ -208,7 +208,7 @@ def stage_of(pipeline: Pipeline, rank: Rank, chunk: int, act: Any) -> Any:
     plan = pipeline.plan
     seen = payload_map(plan.segments, plan.actions_of(rank.stage, chunk), 1, 1, [Form.POSITIONS])
     cache = SimpleNamespace(map=seen, clear=lambda: None, free=lambda *_, **__: None)
-    hooks = SimpleNamespace(prepare=lambda _: None, graphs=None, end_step=lambda: None)
+    hooks = SimpleNamespace(prepare=lambda _: None, end_step=lambda: None)
     return SimpleNamespace(
         hooks=hooks, cache=cache, final=None, ledger=None, losses=None, live={}, offloads={},
         wanted_next=[], act=act,

@@ -1,0 +1,188 @@
+"""CUDA graphs as a part of steps: which segments may have them, and what that is worth."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from megatron_prefix.features.graphs import cuda
+from megatron_prefix.features.graphs.choice import GraphChoice, longest_waiting
+from megatron_prefix.features.graphs.layers import LayerGraphs, why_not
+from megatron_prefix.features.graphs.places import GraphPlaces
+from megatron_prefix.layers import table
+from megatron_prefix.layers.model import layers_of
+from megatron_prefix.megatron.install import Hooks, installed
+from megatron_prefix.parts import Attempt, StepPart, TimedStep
+from megatron_prefix.plan.footprint import Footprint
+from megatron_prefix.run.agreement import all_say, first_says
+from megatron_prefix.run.execute.oom_retry import free_memory
+
+logger = logging.getLogger(__name__)
+_CHOICE = "choice"
+
+
+class Graphs(StepPart):
+    """CUDA graphs in one call."""
+
+    _graphs: Sequence[LayerGraphs] = ()  # of the attempt that runs, or ran last
+    _has_begun = False
+
+    @property
+    def choice(self) -> GraphChoice:
+        """What is known of their use; the same on all ranks."""
+        if _CHOICE not in self.kept:
+            self.kept[_CHOICE] = GraphChoice.of(self.config.graph_tokens)
+        choice: GraphChoice = self.kept[_CHOICE]
+        return choice
+
+    @functools.cached_property
+    def _layers(self) -> tuple[Any, list[tuple[Any, ...]]]:
+        """The model's config, and what fills the slots of each layer."""
+        config = table.told(self.rank.config, self.rank.language_models)
+        return config, layers_of(config, self.rank.pattern)
+
+    @functools.cached_property
+    def even(self) -> int:  # type: ignore[override]
+        """See StepPart: of the longest segment whose layers run on graphs; 0 where they cannot; a
+        warning says once why."""
+        if not (tokens := self.choice.tokens):
+            return 0
+        collectives = self.rank.config.tensor_model_parallel_size > 1
+        why = why_not(*self._layers) or cuda.why_not(self.rank.device, collectives=collectives)
+        if why:
+            _warn(f"layers run without CUDA graphs: {why}")
+            return 0
+        return tokens
+
+    def footprint(self, footprint: Footprint) -> Footprint:
+        """See StepPart."""
+        return replace(footprint, places=self._places) if self.even else footprint
+
+    @functools.cached_property
+    def _places(self) -> GraphPlaces:
+        return GraphPlaces.of_layers(self.even, *self._layers, self.rank.execution)
+
+    def begin(self, attempt: Attempt) -> None:
+        """See StepPart: before another attempt what graphs hold is given back: as much as all
+        segments keep that had some at once, while the leaner plan is to hold one of them."""
+        hooks = [stage.hooks for stage in attempt.stages]
+        self._graphs = [one for each in hooks if (one := self._of(each)) is not None]
+        for graphs in self._graphs:
+            graphs.begin_step()
+            if self._has_begun:
+                graphs.give_back()
+        if self._has_begun:
+            free_memory()
+        self._has_begun = True
+
+    def _of(self, hooks: Hooks) -> LayerGraphs | None:
+        """Of the layers of a model chunk, for segments of up to `even` positions. The last layer of
+        the last stage runs on what is read."""
+        graphs: LayerGraphs | None = hooks.kept.get(Graphs)
+        if self.even and (graphs is None or graphs.most != self.even):
+            layers = [*hooks.model.decoder.layers]
+            if hooks.keys_only is not None:
+                layers.pop()
+            ranks = self.rank.sequence_ranks * self.rank.config.context_parallel_size
+            # Layers inside multi-token prediction have slots, too, and come last.
+            both, group = zip(layers, hooks.slots, strict=False), hooks.model.pg_collection.tp
+            hooks.keep(Graphs, None)  # and its memory
+            graphs = LayerGraphs(both, hooks, self.even, ranks, group)
+            hooks.keep(Graphs, graphs, graphs.overrides())
+        elif not self.even:
+            hooks.keep(Graphs, None)
+        return graphs if self.even else None
+
+    def freed(self, segment: int, chunk: int) -> None:
+        """See StepPart."""
+        if self._graphs:
+            self._graphs[chunk].release(segment)
+
+    def end(self) -> None:
+        """See StepPart."""
+        for graphs in self._graphs:
+            graphs.end_step()
+
+    @property
+    def is_tuning(self) -> bool:  # type: ignore[override]
+        """See StepPart."""
+        return self.choice.is_open
+
+    @property
+    def holds_memory(self) -> bool:  # type: ignore[override]
+        """See StepPart."""
+        return self.choice.tokens > 0
+
+    def timed(self, step: TimedStep) -> bool:
+        """See StepPart. Chooses the use of graphs from the next step on, alike on all ranks. Times
+        of a step that shared while graphs are tried count only if they stay."""
+        before = self.choice
+        if not before.is_open:
+            return True
+        seen = self._seen(step)
+        for group in step.groups:
+            seen = Seen.most(all_say(seen, group))
+        self.kept[_CHOICE] = first_says(_after(before, step, seen), step.groups)
+        if self.choice.tokens != before.tokens:
+            logger.info("graph_tokens is %d from the next step on", self.choice.tokens)
+        stay = self.choice.tokens > 0 and not self.choice.is_open
+        return stay or not (before.tokens and seen.shared)
+
+    def _seen(self, step: TimedStep) -> Seen:
+        report, waits = step.report, 0
+        if report.stopwatch is not None and report.decision.share and not report.retried:
+            # In forwards of experts the host reads from the device how many tokens each gets.
+            without_waiting = "B" if self.rank.has_experts else "F"
+            times = report.stopwatch.seconds(), report.stopwatch.host_seconds()
+            waits = longest_waiting(report.plan, *times, without_waiting)
+        captured = any(graphs.captured for graphs in self._graphs)
+        no_room = report.decision.over_limit or report.retried
+        return Seen(report.decision.share, waits, captured, no_room)
+
+
+class Seen(NamedTuple):
+    """What a timed step says of CUDA graphs.
+
+    Attributes:
+        shared: whether it shared.
+        waits: see `longest_waiting`.
+        captured: whether some were captured in it.
+        needs_room: whether it could not share, or ran twice, for want of memory.
+    """
+
+    shared: bool
+    waits: int
+    captured: bool
+    needs_room: bool
+
+    @classmethod
+    def most(cls, seen: Iterable[Seen]) -> Seen:
+        """Of several ranks."""
+        return cls(*map(max, zip(*seen, strict=True)))
+
+
+def _after(choice: GraphChoice, step: TimedStep, seen: Seen) -> GraphChoice:
+    """The use of graphs from the next step on. While the first steps are measured there are none: a
+    capture is no time of a step."""
+    if seen.needs_room and choice.tokens:
+        return choice.without_room()
+    if not (step.report.decision.share and step.predicted > 0):
+        return choice
+    ratio = step.seconds / step.predicted
+    return choice.after(ratio, seen.waits, may_try=step.is_settled, captured=seen.captured)
+
+
+def graphs_of(model: Any) -> LayerGraphs | None:
+    """Of the layers of a model chunk, wrapped or not; None without."""
+    hooks = installed(model)
+    graphs: LayerGraphs | None = None if hooks is None else hooks.kept.get(Graphs)
+    return graphs
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Once for each text."""
+    logger.warning(text)
