@@ -107,8 +107,8 @@ class Case:
 
     @property
     def measures(self) -> bool:
-        """Whether times decide what a step does."""
-        return self.options.get("mode") == "auto"
+        """Whether times are measured that a step reads: in mode auto, and of messages across."""
+        return self.spread or self.options.get("mode") == "auto"
 
     def size(self, name: str) -> int:
         """A size of the layout."""
