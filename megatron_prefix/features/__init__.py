@@ -112,6 +112,9 @@ PARTS: tuple[Feature, ...] = (
 )
 """In the order in which each step asks them."""
 
+DEALING = f"{_FOLDER}dealing.verl:deal_after_import"
+"""For no step: what importing `megatron_prefix.auto.whole_groups` calls."""
+
 
 def load(path: str) -> Any:
     """What a path of this table names; its module is imported now if it has not been.

@@ -24,6 +24,7 @@ RANK: Any = SimpleNamespace()
 PACKAGE = data.REPOSITORY / "megatron_prefix"
 APART = ("lab/", "features/")
 WORDS = {
+    "dealing": r"\bDealt|[Cc]osts_of_length|_balance_batch|deal_whole",
     "dsa": r"dsa|DSA|indexer",
     "graphs": r"graph_tokens|Graphs|(?i:graphed|cuda.?graph(?!able))",
     "overlap": r"Reductions|start_grad_sync",
@@ -75,6 +76,7 @@ def _naming(pattern: str) -> set[str]:
 def test_every_folder_of_a_feature_is_in_the_table() -> None:
     folders = {path.parent.name for path in (PACKAGE / "features").glob("*/__init__.py")}
     paths = [one.path for one in (*features.KINDS, *features.PARTS)]
+    paths.append(features.DEALING)
     assert {path.split(".")[2] for path in paths} == folders - {"across"} == WORDS.keys()
 
 

@@ -20,11 +20,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.dealing.deal import deal
 from megatron_prefix.lab.data.pairs import pairs_of, pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group, common_prefix
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.tree import Forest, Segment, Span, TreeOptions, build
-from megatron_prefix.tree.dealing import deal
 
 METHODS = ("auto", "whole", "cut", "greedy", "tokens", "equal")
 MIN_GAIN_OF_CUT = 0.05

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.dealing.deal import DealtCosts, cost_of_length, deal
 from megatron_prefix.lab.plans.dealing import balanced_parts
-from megatron_prefix.tree.dealing import DealtCosts, cost_of_length, deal
 
 
 class Step(NamedTuple):

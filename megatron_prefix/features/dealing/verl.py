@@ -14,8 +14,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from megatron_prefix.auto.after_import import AfterImport
 from megatron_prefix.errors import UserError
-from megatron_prefix.tree.dealing import DealtCosts, cost_of_length, deal
+from megatron_prefix.features.dealing.deal import DealtCosts, cost_of_length, deal
 
 PLACES = {
     "verl.trainer.ppo.ray_trainer": "RayPPOTrainer",
@@ -40,6 +41,12 @@ class Rollouts(NamedTuple):
     groups: list[str]
     lengths: list[int]
     prompts: list[int]
+
+
+def deal_after_import() -> None:
+    """Lets verl's trainers deal whole groups, as soon as their modules are imported."""
+    for module in PLACES:
+        AfterImport(module, deal_whole_groups).begin()
 
 
 def deal_whole_groups(module: ModuleType) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.trainers.verl_dealing import (
+from megatron_prefix.features.dealing.verl import (
     NAME,
     PARAMETERS,
     PLACES,

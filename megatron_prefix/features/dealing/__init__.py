@@ -1,0 +1,1 @@
+"""Whole groups dealt to data-parallel ranks."""
