@@ -192,7 +192,7 @@ class StepReport:
         return _bubble_fraction(self.plan, self.times)
 
 
-def tell_shared(forest: Forest, rank: Rank, told: set[str]) -> None:
+def tell_shared(forest: Forest, rank: Rank, told: set[str], runs: bool) -> None:
     """Logs once on the first rank what runs of the first shared pass, and of the first update.
 
     As a warning: many a trainer hides other lines of a package that it does not know.
@@ -201,15 +201,17 @@ def tell_shared(forest: Forest, rank: Rank, told: set[str]) -> None:
         forest: the step's segments.
         rank: this one.
         told: what has been logged.
+        runs: whether it does; else it would, were the step shared (mode "observe").
     """
     name = "pass without gradients" if rank.forward_only else "update"
     groups = [rank.groups.tp, *filter(None, [rank.data_ranks])]
     if name in told or not rank.is_first or any(group.rank() for group in groups):
         return
     told.add(name)
+    schedule, verb = ("shared", "run") if runs else ("observed", "would run")
     logger.warning(
-        "shared: %d of %d tokens of this %s run on the first rank",
-        forest.executed_tokens, forest.raw_tokens, name,
+        "%s: %d of %d tokens of this %s %s on the first rank",
+        schedule, forest.executed_tokens, forest.raw_tokens, name, verb,
     )  # fmt: skip
 
 

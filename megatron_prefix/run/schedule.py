@@ -49,7 +49,6 @@ from megatron_prefix.refusals.table import (
     OWN_ERROR,
     SCALES_INTERLEAVED,
 )
-from megatron_prefix.run.across.scattered import Watch
 from megatron_prefix.run.agreement import agree, agree_on, tried
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
 from megatron_prefix.run.execute import ahead
@@ -121,7 +120,6 @@ class PrefixSchedule:
         watch: runs around the computation of every action, instead of `measures`.
         looks_first: watches the first step of a kind (first_step.py), in modes "auto" and "observe"
             with the stock schedule; for trainers whose code is not known.
-        across_ranks: what groups on several data-parallel ranks could share, and do.
         memory: device memory of its steps.
         planning: plans that it knows, and times that it has measured.
         watchdog: says where a step stands that takes far too long.
@@ -133,7 +131,6 @@ class PrefixSchedule:
     measures: bool = False
     watch: Callable[[Action], contextlib.AbstractContextManager] | None = None
     looks_first: bool = False
-    across_ranks: Watch = field(default_factory=Watch, init=False)
     memory: MemoryControl = field(init=False, repr=False)
     planning: Planning = field(init=False, repr=False)
     watchdog: Watchdog = field(init=False, repr=False)
@@ -544,12 +541,8 @@ class PrefixSchedule:
         return None
 
     def _planned(self, step: Step, rank: Rank, kind: StepKind) -> JointForest | None:
-        why = step.why_alone or rank.why_alone
-        if self.config.mode != "on":
-            setting = across_step.setting(self.config, rank, why)
-            self.across_ranks.look(step, rank, setting=setting)
         report, joint = self.planning.decided(step, rank)
-        report.why_alone = why
+        report.why_alone = step.why_alone or rank.why_alone
         if kind.ordered and report.decision.share:
             last = report.plan.actions_of(rank.num_stages - 1, len(rank.models) - 1)
             if not are_in_order(step, last):
@@ -557,12 +550,13 @@ class PrefixSchedule:
                 stock = replace(report.decision, share=False, fallback=True, reason=reason)
                 report.decision = stock
         self._report(report)
-        if report.decision.share and self.looks_first and not kind.told:
+        shares = report.decision.share
+        if (shares or self.config.mode == "observe") and self.looks_first and not kind.told:
             kind.told = True
-            tell_shared(report.forest, rank, self._logged)
+            tell_shared(report.forest, rank, self._logged, shares)
         if kind.pause and not (rank.forward_only or self.planning.meter(rank).due):
             kind.pause.note(report.decision)  # in others it may run to be timed
-        return joint if report.decision.share else None
+        return joint if shares else None
 
     def _refused(self, reason: UserError) -> None:
         """Counts a fallback for a step whose calls cannot be answered; mode "on" raises."""

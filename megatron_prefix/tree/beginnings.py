@@ -1,41 +1,18 @@
 """What rollouts share, by their first positions alone.  Pure: numpy only.
 
-A tree reads every position of every rollout. Digests of how rollouts begin, at growing lengths, say
-less and cost less: an upper bound of what the tree of a step saves (`most_saved`), and a lower
-bound where rollouts are on several ranks (`least_saved`), which need to send no token.
+A tree reads every position of every rollout. How rollouts begin, at growing lengths, says less and
+costs less: an upper bound of what the tree of a step saves.
 """
 
 from __future__ import annotations
 
-import collections
-import hashlib
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from megatron_prefix.tree.forest import Pairs, TreeOptions, pair_codes
 
 LONGEST_LOOK = 512
 """Rollouts that agree on so many positions may agree on all."""
-
-
-def digests(rollout: Pairs, lengths: Iterable[int]) -> Iterator[bytes]:
-    """Digests of a rollout's first positions, one per length; of all of them if it is shorter.
-
-    Rollouts that agree have equal ones; those that do not differ but for one in 2^64.
-
-    Args:
-        rollout: its routes are not looked at.
-        lengths: ascending; each is computed when it is asked for.
-    """
-    digest, start = hashlib.blake2b(digest_size=8), 0
-    for length in lengths:
-        for column in (rollout.inputs, rollout.labels):
-            digest.update(np.ascontiguousarray(column[start:length], np.int64).data)
-        yield digest.digest()
-        start = length
 
 
 def most_saved(rollouts: Sequence[Pairs], options: TreeOptions, enough: float = math.inf) -> int:
@@ -113,48 +90,3 @@ class _Beginnings:
             elif len(alike) > 1:
                 classes.append(alike)
         return classes, len(by_codes), saved
-
-
-def least_saved(rollouts: Sequence[Sequence[bytes]], lengths: Sequence[int]) -> int:
-    """A lower bound of the positions that rollouts on one rank need not compute again.
-
-    Args:
-        rollouts: the `digests` of each at those of `lengths` that it has.
-        lengths: ascending.
-    """
-    saved, before = 0, 0
-    for level, length in enumerate(lengths):
-        reach = [rollout[level] for rollout in rollouts if len(rollout) > level]
-        if len(reach) < 2:
-            break
-        saved += (length - before) * (len(reach) - len(set(reach)))
-        before = length
-    return saved
-
-
-def least_repeated(
-    ranks: Sequence[Sequence[Sequence[bytes]]], lengths: Sequence[int]
-) -> tuple[int, list[int]]:
-    """Lower bounds of the positions that ranks compute although another one does, too, if each
-    computes what its own rollouts begin with once.
-
-    Args:
-        ranks: of each the rollouts, of which each has the `digests` at those of `lengths` that it
-            has.
-        lengths: ascending.
-
-    Returns:
-        Those that ranks need not compute, all together, if each is computed once; and per rank
-        those that another one has, too.
-    """
-    repeated, before, common = 0, 0, [0] * len(ranks)
-    for level, length in enumerate(lengths):
-        seen = [{one[level] for one in rank if len(one) > level} for rank in ranks]
-        holders = collections.Counter(itertools.chain(*seen))
-        if not holders:
-            break
-        repeated += (length - before) * (holders.total() - len(holders))
-        for number, mine in enumerate(seen):
-            common[number] += (length - before) * sum(holders[one] > 1 for one in mine)
-        before = length
-    return repeated, common

@@ -95,21 +95,6 @@ def tell_alone(why: str, rank: Rank, told: set[str]) -> None:
         logger.log(level, "each data-parallel rank shares what it has: %s", why)
 
 
-def setting(config: PrefixConfig, rank: Rank, why: str) -> str:
-    """What makes prompts run once in the job, or why that cannot be, for a message; "": they do.
-
-    `why`: see `StepReport.why_alone`.
-    """
-    if rank.crosses:
-        return ""
-    obstacle = _in_the_way(config, rank)
-    if obstacle is not None:
-        return f"{obstacle.name} is not supported yet"
-    if why:
-        return f"not in this step, as {why}"
-    return "set across_ranks to auto" + (", and mode, too" if config.mode == "observe" else "")
-
-
 def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
     if rank.data_ranks is None or rank.siblings is None:
         return ACROSS_NO_GROUP

@@ -302,15 +302,21 @@ def test_a_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert sum("stock schedule for this step" in one.getMessage() for one in caplog.records) == 1
 
 
-def test_what_is_shared_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    schedule = watching("on")
+@pytest.mark.parametrize(
+    ("mode", "line"),
+    [
+        ("on", "shared: {} of {} tokens of this update run on the first rank"),
+        ("observe", "observed: {} of {} tokens of this update would run on the first rank"),
+    ],
+)
+def test_what_is_shared_is_logged_once(mode, line, caplog: pytest.LogCaptureFixture) -> None:
+    schedule = watching(mode)
     two_steps(schedule, Trainer())
-    (line,) = [one for one in caplog.messages if one.startswith("shared: ")]
     assert schedule.report is not None
     forest = schedule.report.forest
     assert 0 < forest.executed_tokens < forest.raw_tokens
-    numbers = f"{forest.executed_tokens} of {forest.raw_tokens}"
-    assert line == f"shared: {numbers} tokens of this update run on the first rank"
+    expected = line.format(forest.executed_tokens, forest.raw_tokens)
+    assert [text for text in caplog.messages if " on the first rank" in text] == [expected]
 
 
 class OwnInfo(Trainer):

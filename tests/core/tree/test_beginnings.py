@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_prefix.tree import Pairs, TreeOptions, beginnings, build
-from megatron_prefix.tree.beginnings import least_repeated, most_saved
+from megatron_prefix.tree.beginnings import most_saved
 from tests.harness.fuzzing import rounds
 from tests.harness.trees import flat_rollouts, rollout_sets, tree_options, with_routes
 
@@ -76,11 +76,3 @@ def test_a_type_of_numbers_does_not_matter() -> None:
     (one, *_), _ = flat_rollouts(40, 10, 1, 1)
     other = replace(one, inputs=one.inputs.astype(np.int32))
     assert most_saved([one, other], TreeOptions()) >= len(one)
-
-
-def test_what_ranks_repeat_is_counted_once_a_rank() -> None:
-    """10 positions of a on three ranks, twice on one of them; 20 of b and c on two."""
-    a, b, c = [b"a"], [b"b1", b"b2"], [b"c1", b"c2"]
-    assert least_repeated([[a, a, b], [a, c], [a, b, c]], (10, 20)) == (20 + 20 + 20, [30, 30, 50])
-    assert least_repeated([[a, a, c], [], [b]], (10, 20)) == (0, [0, 0, 0])
-    assert least_repeated([[[]], []], (10, 20)) == (0, [0, 0])

@@ -1,1 +1,0 @@
-"""What rollouts on several data-parallel ranks could share."""
