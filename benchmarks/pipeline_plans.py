@@ -29,6 +29,7 @@ import numpy as np
 
 from benchmarks.barriers import barrier_plan, phase, simulate_with_barriers
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.plan_files.table import to_csv
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
@@ -239,7 +240,7 @@ def compare(setting: Setting) -> dict[str, Any]:
     whole = build(*pairs_of_groups(setting.made()), setting.configs("")[WHOLE].tree_options(1))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "barriers.csv"
-        path.write_text(barrier_plan(whole, LAYOUT.pp).to_csv(), encoding="utf-8")
+        path.write_text(to_csv(barrier_plan(whole, LAYOUT.pp)), encoding="utf-8")
         runs, stock = runtime.launch(run_rank, LAYOUT.pp, setting, str(path), device=setting.device)
     cost = fitted_cost(list(runs.values()), setting.spec)
     rows: list[dict[str, Any]] = []

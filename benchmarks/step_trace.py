@@ -265,8 +265,9 @@ def moved(*names: str) -> Any:
 
 def plan_text(plan: Any) -> str:
     """A plan as text that `plan_file` reads."""
-    text: str = plan.to_csv()
-    return text
+    if hasattr(plan, "to_csv"):  # older checkouts
+        return str(plan.to_csv())
+    return str(moved("features.plan_files.table").to_csv(plan))
 
 
 def cpu_platform() -> Any:

@@ -101,8 +101,8 @@ class PrefixConfig:
         min_speedup: in mode "auto", the predicted speedup below which the stock schedule runs.
         cost_file: where mode "auto" keeps what it measures of this model, layout and device, for
             the next run (megatron_prefix/plan/cost_file.py); None: for this process only.
-        plan_file: a plan to run instead of the planner's (megatron_prefix/plan/planfile.py), with
-            what it says that each segment keeps.
+        plan_file: a plan to run instead of the planner's (megatron_prefix/features/plan_files),
+            with what it says that each segment keeps.
         graph_tokens: positions of the longest segment whose layers run on CUDA graphs, but for
             core attention, recurrences and experts, and so take less of the host's time. Such
             segments are padded to multiples of a 32nd of it, and what they keep stays allocated

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
+from megatron_prefix import features
 from megatron_prefix.config import PrefixConfig, check_type, kinds_of, wanted
 from megatron_prefix.errors import UserError, shown
 from megatron_prefix.plan.cost_file import read_costs
 from megatron_prefix.plan.files import read_text
-from megatron_prefix.plan.planfile import PlanFile
 
 if sys.version_info >= (3, 11):
     import tomllib as toml
@@ -93,7 +93,7 @@ def _checked(values: dict[str, Any], where: str) -> PrefixConfig:
     try:
         config = PrefixConfig(**{FIELDS[name].name: value for name, value in values.items()})
         if config.plan_file is not None:
-            PlanFile(config.plan_file, config.memory)
+            features.load(features.PLAN_FILE)(config.plan_file, config.memory)
         if config.cost_file is not None:
             read_costs(config.cost_file)
     except UserError as error:

@@ -112,6 +112,8 @@ PARTS: tuple[Feature, ...] = (
 )
 """In the order in which each step asks them."""
 
+PLAN_FILE = f"{_FOLDER}plan_files.plan_file:PlanFile"
+"""The plan that `PrefixConfig.plan_file` names, which a planner takes instead of making one."""
 DEALING = f"{_FOLDER}dealing.verl:deal_after_import"
 """For no step: what importing `megatron_prefix.auto.whole_groups` calls."""
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+from megatron_prefix import features
 from megatron_prefix.config import LEAST_SEGMENT, SEGMENT_TOKENS, PrefixConfig
 from megatron_prefix.plan.actions import ON_DEVICE, Plan, policies
 from megatron_prefix.plan.chunking import ChunkChooser
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.joint_forest import JointForest
-from megatron_prefix.plan.planfile import PlanFile
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.tree import Forest, Pairs, Tries, find_shared
 from megatron_prefix.tree.build import find_below
@@ -95,7 +95,9 @@ class StepPlanner:
         self._lengths = _lengths(config)
         # Alone a rank launches least with the longest; in a pipeline shorter ones may wait less.
         self._least = len(self._lengths) if config.segment_tokens == "auto" else min(2, num_ranks)
-        self._file = PlanFile(config.plan_file, config.memory) if config.plan_file else None
+        self._file = None
+        if config.plan_file:
+            self._file = features.load(features.PLAN_FILE)(config.plan_file, config.memory)
         self._chooser: ChunkChooser | None = None
         pipeline: dict[str, Any] = dict(num_chunks=num_chunks, group_size=group_size)
         # Where the limit of memory is in the way, stages run less ahead; alone a rank never does.

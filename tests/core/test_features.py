@@ -29,6 +29,7 @@ WORDS = {
     "graphs": r"graph_tokens|Graphs|(?i:graphed|cuda.?graph(?!able))",
     "overlap": r"Reductions|start_grad_sync",
     "replay": r"[rR]outer_?[rR]eplay|routing_replay|may_replay",
+    "plan_files": r"PlanFile|(to|from)_csv|check_segments",
     "own_gdn": r"own_gdn|own_delta|OwnGated|linear_attn|hf_forward",
 }
 """By feature what only it says: in a name, or in a string that is a value."""
@@ -76,7 +77,7 @@ def _naming(pattern: str) -> set[str]:
 def test_every_folder_of_a_feature_is_in_the_table() -> None:
     folders = {path.parent.name for path in (PACKAGE / "features").glob("*/__init__.py")}
     paths = [one.path for one in (*features.KINDS, *features.PARTS)]
-    paths.append(features.DEALING)
+    paths += [features.DEALING, features.PLAN_FILE]
     assert {path.split(".")[2] for path in paths} == folders - {"across"} == WORDS.keys()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from megatron_prefix.features.plan_files.table import parse_action
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.planner import backward_order, loss_ready_after
 from megatron_prefix.tree import Forest, Pairs, Place, Segment, TreeOptions, build
@@ -305,7 +306,7 @@ def with_programs(plan: Plan, programs: Sequence[Sequence[str]]) -> Plan:
     """The plan's segments under other programs, written as their cells."""
     return Plan(
         plan.segments,
-        tuple(tuple(map(Action.parse, program)) for program in programs),
+        tuple(tuple(map(parse_action, program)) for program in programs),
         plan.num_chunks,
     )
 

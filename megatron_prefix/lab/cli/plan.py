@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_prefix.config import LEAST_SEGMENT, SEGMENT_TOKENS, PrefixConfig
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.plan_files.table import to_csv
 from megatron_prefix.lab.cli import arguments, plan_ranks
 from megatron_prefix.lab.cli.inputs import load_groups
 from megatron_prefix.lab.cli.outputs import check_outputs, write_text
@@ -130,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
         check_folder_writable(args.output)
     step = _planned(args, layout)
     if args.csv:
-        write_text(args.csv, step.plan.to_csv())
+        write_text(args.csv, to_csv(step.plan))
     if args.svg:
         write_text(args.svg, timeline_svg(step.timeline, step.plan, _title(args, step)))
     if args.output and step.dealt is not None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.plan_files.table import to_csv
 from megatron_prefix.lab.cli.outputs import write_text
 from megatron_prefix.lab.cli.report import counted, facts, print_facts, print_records
 from megatron_prefix.lab.data.pairs import pairs_of_groups
@@ -122,7 +123,7 @@ def write(dealt: Dealt, folder: str, title: str) -> None:
     if plans is None or timeline is None:
         raise RuntimeError("no step is simulated, and the plans of all ranks are to be written")
     for rank, plan in enumerate(plans.plans):
-        write_text(f"{folder}/rank-{rank}.csv", plan.to_csv(), makes_folders=True)
+        write_text(f"{folder}/rank-{rank}.csv", to_csv(plan), makes_folders=True)
     write_text(f"{folder}/plan.svg", job_svg(timeline, plans.plans, title), makes_folders=True)
     write_text(f"{folder}/plan.json", job_trace(timeline, plans.plans), makes_folders=True)
 

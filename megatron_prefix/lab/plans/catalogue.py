@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.plan_files.table import to_csv
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group, Rollout, write_rollouts
 from megatron_prefix.plan.files import read_text, write_text
@@ -81,7 +82,7 @@ def plans(folder: Path) -> Iterator[tuple[str, str]]:
         forest = build(*pairs_of_groups(shape.groups), shape.options)
         for num_ranks, num_chunks in layouts:
             plan = best_plan(forest, num_ranks, num_chunks=num_chunks)
-            yield file_name(shape, num_ranks, num_chunks), plan.to_csv()
+            yield file_name(shape, num_ranks, num_chunks), to_csv(plan)
 
 
 def differing(folder: Path) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_prefix.features.plan_files.table import to_csv
 from megatron_prefix.plan.actions import policies
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.tree import TreeOptions, build
@@ -28,7 +29,7 @@ def texts() -> list[str]:
         make_plan(forest, 2, num_chunks=2),
         crossing_plan(),
     )
-    return [plan.to_csv() for plan in plans]
+    return [to_csv(plan) for plan in plans]
 
 
 @pytest.mark.parametrize("number", range(4))

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_prefix.features.plan_files.segments import check_segments
+from megatron_prefix.features.plan_files.table import from_csv, to_csv
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.check import check_segments
 from megatron_prefix.plan.joint_forest import JointForest, joint_forest
 from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
 from megatron_prefix.plan.simulator import simulate
@@ -102,7 +103,7 @@ def test_a_plan_of_the_union_is_one_for_all(rng, num, num_ranks, num_chunks) -> 
         for plan, needs in zip(plans, ready_after, strict=True):
             simulate(plan, ready_after=needs)
             check_segments(plan.segments)
-            assert not plan.segments or Plan.from_csv(plan.to_csv()) == plan
+            assert not plan.segments or from_csv(to_csv(plan)) == plan
         num_actions = 2 * num_chunks * num_ranks * len(union.segments)
         assert play_together(plans, ready_after) == num_actions
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.plan_files.segments import check_segments
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.check import PlanError, check, check_segments, marked_grid
+from megatron_prefix.plan.check import PlanError, check, marked_grid
 from megatron_prefix.plan.planner import loss_ready_after
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Place, Segment, Span, build

@@ -11,9 +11,9 @@ import pytest
 
 from megatron_prefix.features.across.common import BLOCK, beginnings_of, common_spans
 from megatron_prefix.features.across.owners import EVEN
+from megatron_prefix.features.plan_files.table import from_csv, to_csv
 from megatron_prefix.lab.plans.job import JobTimeline, simulate_job
 from megatron_prefix.lab.plans.messages import with_messages, without_messages
-from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Pairs, TreeOptions
@@ -64,7 +64,7 @@ def judged(forests: list[Forest], owners: list[list[int]]) -> JobTimeline:
     alone = [best_plan(one, 1, microbatches=of) for one, of in both]
     plans = [with_messages(*pair) for pair in zip(alone, forests, strict=True)]
     assert [*map(without_messages, plans)] == alone
-    assert all(Plan.from_csv(plan.to_csv()) == plan for plan in plans if plan.segments)
+    assert all(from_csv(to_csv(plan)) == plan for plan in plans if plan.segments)
     found = simulate_job(plans, [loss_ready_after(*one) for one in both])
     assert found.received_positions == tuple(one.received_tokens for one in forests)
     return found

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
-from megatron_prefix.plan.check import check_segments
+from megatron_prefix.features.plan_files.segments import check_segments
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.tree import Forest, Pairs, Place, Segment, Span, TreeOptions, build

@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from megatron_prefix.features.plan_files.table import from_csv
 from megatron_prefix.lab.data.pairs import pairs_of
 from megatron_prefix.lab.data.rollouts import read_groups
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers.model import cost_of
-from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.simulator import simulate
 from tests.harness import data
 from tests.harness.command_line import BUNDLED, failure, result, row, run
@@ -248,7 +248,7 @@ def test_csv_and_svg_are_what_was_planned(capsys, tmp_path) -> None:
     csv, svg = tmp_path / "plan.csv", tmp_path / "plan.svg"
     arguments = ["plan", BUNDLED, "--pp", "4", "--csv", str(csv), "--svg", str(svg)]
     found = result(capsys, *arguments)
-    plan = Plan.from_csv(csv.read_text(encoding="utf-8"))
+    plan = from_csv(csv.read_text(encoding="utf-8"))
     assert simulate(plan).makespan == found["makespan"]
     assert len(plan.segments) == found["segments"]
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
@@ -349,7 +349,7 @@ def test_bad_usage_is_one_line_and_exit_code_2(capsys, arguments, message) -> No
 def test_an_unwritable_svg_leaves_no_csv_behind_half_written(capsys, tmp_path) -> None:
     csv = tmp_path / "plan.csv"
     failure(capsys, "plan", BUNDLED, "--csv", str(csv), "--svg", "/no/such/plan.svg")
-    assert not csv.exists() or Plan.from_csv(csv.read_text(encoding="utf-8")).num_ranks == 1
+    assert not csv.exists() or from_csv(csv.read_text(encoding="utf-8")).num_ranks == 1
     (tmp_path / "folder").mkdir()
     line = failure(capsys, "plan", BUNDLED, "--csv", str(tmp_path / "folder"))
     assert "cannot be written" in line

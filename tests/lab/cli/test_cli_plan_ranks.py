@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_prefix.features.plan_files.table import from_csv
 from megatron_prefix.lab.data.pairs import pairs_of
 from megatron_prefix.lab.data.rollouts import read_groups
+from megatron_prefix.lab.plans.forest import forest_of
 from megatron_prefix.lab.plans.job import simulate_job
-from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.planfile import forest_of
 from tests.harness import data
 from tests.harness.command_line import BUNDLED, failure, result, run
 from tests.harness.trees import trie_size
@@ -70,7 +70,7 @@ def test_people_get_a_table_of_ranks_and_the_plan_of_one(capsys, tmp_path) -> No
     svg = tmp_path / "plan.svg"
     options = ("--dp", "2", "--deal", "length", "--csv", "-", "--svg", str(svg))
     code, out, err = run(capsys, "plan", BUNDLED, *options)
-    assert code == 0 and Plan.from_csv(out).num_ranks == 1
+    assert code == 0 and from_csv(out).num_ranks == 1
     assert "2 data-parallel ranks, --deal length" in err and "slowest rank, across ranks" in err
     assert "data-parallel rank" in svg.read_text(encoding="utf-8")
 
@@ -87,9 +87,7 @@ def test_plans_of_all_ranks_are_written(capsys, tmp_path) -> None:
     assert found == alone
     names = ["plan.json", "plan.svg", "rank-0.csv", "rank-1.csv"]
     assert sorted(path.name for path in folder.iterdir()) == names
-    plans = [
-        Plan.from_csv((folder / f"rank-{rank}.csv").read_text(encoding="utf-8")) for rank in (0, 1)
-    ]
+    plans = [from_csv((folder / f"rank-{rank}.csv").read_text(encoding="utf-8")) for rank in (0, 1)]
     timeline = simulate_job(plans)
     assert across["busy"] == [*timeline.busy]
     assert across["executed_tokens"] == [forest_of(plan).executed_tokens for plan in plans]

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.planfile import forest_of
+from megatron_prefix.features.plan_files.table import from_csv, to_csv
+from megatron_prefix.lab.plans.forest import forest_of
 from tests.harness import data
 from tests.harness.command_line import BUNDLED, failure, result, run
 from tests.harness.jobs import crossing_plan
@@ -28,10 +28,10 @@ def plan_file(capsys, tmp_path) -> Path:
 
 def edited(path: Path, rank: int, edit) -> None:
     """Rewrites a plan file with one rank's cells changed."""
-    plan = Plan.from_csv(path.read_text(encoding="utf-8"))
+    plan = from_csv(path.read_text(encoding="utf-8"))
     programs = cells(plan)
     edit(programs[rank])
-    path.write_text(with_programs(plan, programs).to_csv(), encoding="utf-8")
+    path.write_text(to_csv(with_programs(plan, programs)), encoding="utf-8")
 
 
 def test_show_json_agrees_with_plan(capsys, plan_file) -> None:
@@ -60,7 +60,7 @@ def test_show_cuts_the_grid_to_the_terminal(capsys, plan_file, monkeypatch) -> N
     lines = out.splitlines()
     assert lines[0].startswith("stage 0  F0  F1")
     assert all(len(line) <= 60 for line in lines)
-    program = Plan.from_csv(plan_file.read_text(encoding="utf-8")).programs[0]
+    program = from_csv(plan_file.read_text(encoding="utf-8")).programs[0]
     shown = [word for word in lines[0].split() if word[0] in "FB"]
     assert shown == [str(action) for action in program[: len(shown)]]
     assert lines[0].endswith(f"... {len(program) - len(shown)} more")
@@ -70,7 +70,7 @@ def test_show_cuts_the_grid_to_the_terminal(capsys, plan_file, monkeypatch) -> N
 def test_show_has_a_line_a_stage_of_a_short_plan(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     path = data.REPOSITORY / "schedules" / "small-groups-pp4.csv"
-    programs = Plan.from_csv(path.read_text(encoding="utf-8")).programs
+    programs = from_csv(path.read_text(encoding="utf-8")).programs
     for options in ([], ["--full"]):
         _, out, _ = run(capsys, "show", str(path), *options)
         rows = [line.split() for line in out.splitlines()[:4]]
@@ -81,7 +81,7 @@ def test_show_has_a_line_a_stage_of_a_short_plan(capsys, monkeypatch) -> None:
 def test_show_full_prints_every_action(capsys, plan_file, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     _, out, _ = run(capsys, "show", str(plan_file), "--full")
-    plan = Plan.from_csv(plan_file.read_text(encoding="utf-8"))
+    plan = from_csv(plan_file.read_text(encoding="utf-8"))
     for rank, program in enumerate(plan.programs):
         rows = [line.split()[2:] for line in out.splitlines() if line.startswith(f"stage {rank} ")]
         assert [cell for row in rows for cell in row] == [str(action) for action in program]
@@ -146,7 +146,7 @@ def test_a_reader_that_goes_away_is_met_quietly(plan_file) -> None:
 def test_show_has_what_crosses_in_the_grid_and_not_in_times(capsys, tmp_path) -> None:
     path, plan = tmp_path / "rank.csv", crossing_plan()
     assert {action.kind for action in plan.programs[0]} == {*"FBSR"}
-    path.write_text(plan.to_csv(), encoding="utf-8")
+    path.write_text(to_csv(plan), encoding="utf-8")
     found = result(capsys, "show", str(path))
     assert found["num_actions"] == len(plan.programs[0])
     assert found["executed_tokens"] == forest_of(plan).executed_tokens < found["raw_tokens"]

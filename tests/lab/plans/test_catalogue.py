@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.plan_files.plan_file import PlanFile
+from megatron_prefix.features.plan_files.segments import check_segments
+from megatron_prefix.features.plan_files.table import from_csv, to_csv
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import read_groups
 from megatron_prefix.lab.plans import catalogue
-from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.check import check_segments
-from megatron_prefix.plan.planfile import PlanFile
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import build, trees
@@ -48,7 +48,7 @@ def test_shapes_and_pipelines_are_those_that_are_promised() -> None:
         "flat-group", "several-groups", "two-level-tree", "chunked-prefix", "uneven-groups",
         "small-groups",
     ]  # fmt: skip
-    pipelines = {(plan.num_ranks, plan.num_chunks) for plan in map(Plan.from_csv, WANTED.values())}
+    pipelines = {(plan.num_ranks, plan.num_chunks) for plan in map(from_csv, WANTED.values())}
     assert pipelines == {(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (4, 2)}
     assert len(WANTED) == len(SHAPES) * len(pipelines)
 
@@ -57,13 +57,13 @@ def test_shapes_and_pipelines_are_those_that_are_promised() -> None:
 def test_a_plan_is_read_back_and_runs(name: str) -> None:
     plan = PlanFile(str(FOLDER / name)).plan
     check_segments(plan.segments)
-    assert plan.to_csv() == WANTED[name]
+    assert to_csv(plan) == WANTED[name]
     assert simulate(plan).num_actions == 2 * len(plan.segments) * plan.num_stages
 
 
 def test_shapes_show_what_they_are_there_for() -> None:
     def segments(name: str) -> tuple:
-        return Plan.from_csv(WANTED[f"{name}-pp2.csv"]).segments
+        return from_csv(WANTED[f"{name}-pp2.csv"]).segments
 
     assert [segment.inner for segment in segments("flat-group")] == [True] + [False] * 8
     assert len({*itertools.chain(*trees(segments("several-groups")))}) == 3
@@ -82,7 +82,7 @@ def test_rollouts_of_a_shape_give_its_plans(tmp_path: Path, name: str) -> None:
     path = tmp_path / "rollouts.jsonl"
     assert catalogue.main([str(FOLDER), "--rollouts", name, str(path)]) is None
     forest = build(*pairs_of_groups(list(read_groups(path))), SHAPES[name].options)
-    assert best_plan(forest, 2).to_csv() == WANTED[f"{name}-pp2.csv"]
+    assert to_csv(best_plan(forest, 2)) == WANTED[f"{name}-pp2.csv"]
 
 
 def test_the_command_writes_and_compares(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_the_readme_tells_the_truth() -> None:
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `([\w-]+)` \|", text, re.M)) == set(SHAPES)
     (csv,) = re.findall(r"```\n(megatron_prefix plan,.*?)```", text, re.S)
-    plan = Plan.from_csv(csv)
+    plan = from_csv(csv)
     assert simulate(plan).num_actions == 16
     shape = SHAPES["flat-group"]
     rollouts, groups = pairs_of_groups(shape.groups)

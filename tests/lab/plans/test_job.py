@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_prefix.features.plan_files.table import parse_action
 from megatron_prefix.lab.plans.job import simulate_job
-from megatron_prefix.plan.actions import Action, Plan, Transfer
+from megatron_prefix.plan.actions import Plan, Transfer
 from megatron_prefix.plan.check import PlanError
 from megatron_prefix.tree import Place, Segment, Span
 from tests.harness.jobs import Job, played, random_job
@@ -24,7 +25,7 @@ def wave(start: int, length: int, parent: Place) -> Segment:
 
 
 def plan(segments, text: str, *transfers: Transfer) -> Plan:
-    return Plan(tuple(segments), (tuple(map(Action.parse, text.split())),), transfers=transfers)
+    return Plan(tuple(segments), (tuple(map(parse_action, text.split())),), transfers=transfers)
 
 
 def two(sender="F0 S0>1 F1 B1 R0<1 B0", receiver="R0<0 F1 B1 S0>0") -> list[Plan]:

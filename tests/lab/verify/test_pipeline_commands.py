@@ -10,10 +10,10 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_prefix.device import clock
+from megatron_prefix.features.plan_files.table import from_csv
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.plans import catalogue
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.plan.actions import Plan
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.command_line import forked
 from tests.harness.data import BUNDLED
@@ -73,7 +73,7 @@ def test_train_runs_a_plan_and_measures_it(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["trace"] == [str(trace), str(picture)]
-    programs = Plan.from_csv(plan.read_text(encoding="utf-8")).programs
+    programs = from_csv(plan.read_text(encoding="utf-8")).programs
     check_measured(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"], programs)
     drawn = ElementTree.fromstring(picture.read_text(encoding="utf-8"))
     boxes = [rect for rect in drawn.iter() if rect.tag.endswith("rect") and len(rect)]

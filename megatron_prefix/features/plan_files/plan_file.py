@@ -6,8 +6,10 @@ import functools
 from collections.abc import Sequence
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.plan.actions import Plan, segment_cells
-from megatron_prefix.plan.check import PlanError, check_segments
+from megatron_prefix.features.plan_files.segments import check_segments
+from megatron_prefix.features.plan_files.table import from_csv, segment_cells
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.check import PlanError
 from megatron_prefix.plan.files import read_text
 from megatron_prefix.plan.planner import loss_ready_after
 from megatron_prefix.plan.simulator import simulate
@@ -26,22 +28,12 @@ def read_plan(path: str) -> Plan:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not a plan: it is not text in UTF-8") from None
-    plan = Plan.from_csv(text, path)
+    plan = from_csv(text, path)
     try:
         check_segments(plan.segments)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     return plan
-
-
-def forest_of(plan: Plan) -> Forest:
-    """The forest of a plan; it does not know which positions are trained."""
-    lengths: dict[int, int] = {}
-    for segment in plan.segments:
-        for span in segment.spans:
-            lengths.update(dict.fromkeys(span.rollouts, span.end))
-    ends = tuple(lengths[rollout] for rollout in sorted(lengths))
-    return Forest(plan.segments, ends, tuple(end - 1 for end in ends))
 
 
 class PlanFile:

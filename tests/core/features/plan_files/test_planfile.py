@@ -9,10 +9,12 @@ import pytest
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.plan_files.plan_file import PlanFile, read_plan
+from megatron_prefix.features.plan_files.table import to_csv
+from megatron_prefix.lab.plans.forest import forest_of
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.joint_forest import joint_forest
-from megatron_prefix.plan.planfile import PlanFile, forest_of, read_plan
 from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.plan.step_planner import StepPlanner
@@ -31,7 +33,7 @@ def forest(prefix=8, suffix=4, num=3, num_groups=2, **options) -> Forest:
 
 def saved(folder: Path, plan: Plan) -> str:
     path = folder / "plan.csv"
-    path.write_text(plan.to_csv(), encoding="utf-8")
+    path.write_text(to_csv(plan), encoding="utf-8")
     return str(path)
 
 
@@ -118,7 +120,7 @@ def test_what_is_no_plan_is_refused(tmp_path) -> None:
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match=r"p\.csv: not a plan: it is not text"):
         PlanFile(str(path))
-    text = make_plan(forest(), 1).to_csv()
+    text = to_csv(make_plan(forest(), 1))
     path.write_text(
         text.replace("1,wave+scored,retain,4,8+", "1,wave+scored,retain,4,7+"), encoding="utf-8"
     )

@@ -1,0 +1,1 @@
+"""Plans that a user wants to run, and their files."""
