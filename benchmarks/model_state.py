@@ -3,8 +3,8 @@
     python -m benchmarks.model_state --model tiny-llama --layers 48
 
 Before every model call of a step all that the model holds is compared (run/read/model_state.py),
-and around every segment the states of generators (run/read/draws.py).  Times are those of the
-thread, so that other processes do not count; microbatches are short, so that all is host time.
+and around every segment the states of generators (run/read/random_numbers.py).  Times are those of
+the thread, so that other processes do not count; microbatches are short, so that all is host time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.device.modules import modules_of
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.run.read.draws import Draws, SegmentDraws
 from megatron_prefix.run.read.model_state import StateOfSteps
+from megatron_prefix.run.read.random_numbers import RandomUse, SegmentRandomUse
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.one_group import items
@@ -50,8 +50,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, metavar="N", help="(default 6)")
     args = parser.parse_args()
     timed(StateOfSteps, "swap")
-    timed(SegmentDraws, "__init__")
-    timed(Draws, "_read")
+    timed(SegmentRandomUse, "__init__")
+    timed(RandomUse, "_read")
     with one_rank():
         shape = resolve(args.model, num_layers=args.layers).with_vocab(64)
         model, data = build_model(shape, wrap_ddp=True)[0], items()

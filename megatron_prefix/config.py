@@ -114,7 +114,7 @@ class PrefixConfig:
             units of what rounding allows. A kind of step that differs by more is the stock
             schedule's from then on; mode "on" raises. 0: none.
         watchdog_minutes: after so many every rank says in its log where a step stands that has also
-            taken ten times its usual and its predicted time (run/watchdog.py). 0: none does.
+            taken ten times its usual and its predicted time (features/watchdog). 0: none does.
     """
 
     mode: str = "on"

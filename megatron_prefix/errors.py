@@ -90,22 +90,29 @@ def listed(names: Iterable[Any], most: int = 3) -> str:
     return ", ".join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")
 
 
-def unexpected(function: Callable[..., Any], name: str, config: type) -> str:
+def unexpected(
+    function: Callable[..., Any], name: str, names: Iterable[str], config: type | None = None
+) -> str:
     """The message of a TypeError for a keyword argument that a function does not have.
 
     Args:
-        function: names the nearest argument.
+        function: what was called.
         name: of the argument.
-        config: a dataclass whose fields are not arguments of the function, but are of another one.
+        names: of its arguments: the message has the nearest.
+        config: a dataclass whose fields belong into another argument, `prefix_config`.
     """
-    arguments = inspect.signature(function).parameters.values()
-    known = [argument.name for argument in arguments if argument.kind is argument.KEYWORD_ONLY]
-    fix = f"known are {', '.join(known)}"
-    if name in config.__dataclass_fields__:  # type: ignore[attr-defined]
+    fix = f"known are {', '.join(names := list(names))}"
+    if config is not None and name in config.__dataclass_fields__:  # type: ignore[attr-defined]
         fix = f"it is a field of {config.__name__}: prefix_config={config.__name__}({name}=...)"
-    elif nearest := difflib.get_close_matches(name, known, 1):
+    elif nearest := difflib.get_close_matches(name, names, 1):
         fix = f"did you mean {nearest[0]}?"
-    return f"{function.__name__}() got an unexpected keyword argument {name!r}: {fix}"
+    return f"{function.__qualname__}() got an unexpected keyword argument {name!r}: {fix}"
+
+
+def keywords(function: Callable[..., Any]) -> list[str]:
+    """Names of a function's keyword-only arguments, in their order."""
+    arguments = inspect.signature(function).parameters.values()
+    return [argument.name for argument in arguments if argument.kind is argument.KEYWORD_ONLY]
 
 
 MOST_LETTERS = 1000

@@ -196,12 +196,8 @@ def chosen(
     for feature in features.PARTS:
         if not feature.wanted(config, rank):
             continue
-        try:
-            make = features.load(feature.path)
-        except ImportError as error:
-            if feature.needed or config.mode == "on":
-                raise refused(FEATURE_MISSING, feature.name, named(error)) from None
-            _warn(f"{feature.name} is left out: {named(error)}")
+        make = loaded(feature, config.mode)
+        if make is None:
             continue
         part: StepPart = make(config, rank, callbacks)
         if kept is not None:
@@ -210,6 +206,21 @@ def chosen(
             raise reason.error()
         parts.append(part)
     return tuple(parts)
+
+
+def loaded(feature: features.Feature | features.FeatureAround, mode: str) -> Any:
+    """The class of a feature; None if it cannot be imported, and is not needed in this mode.
+
+    Raises:
+        CannotShare: it cannot be imported, and is.
+    """
+    try:
+        return features.load(feature.path)
+    except ImportError as error:
+        if feature.needed or mode == "on":
+            raise refused(FEATURE_MISSING, feature.name, named(error)) from None
+        _warn(f"{feature.name} is left out: {named(error)}")
+        return None
 
 
 def around(parts: Sequence[StepPart], action: Action | None) -> contextlib.AbstractContextManager:

@@ -1,9 +1,10 @@
 """What some steps need and most do not: one table of strings.  Pure.
 
-A feature lives in a folder of its own and enters the core by one of two seams: a kind of layer
-(layers/kind.py), or a part of the step (parts.py). It imports the core, which imports none of it:
-this table says by name what to import, and when. Entry points of packages would not do: the order
-decides, a test reads it, and ranks with different packages would wait for one another.
+A feature lives in a folder of its own and enters the core by one of three seams: a kind of layer
+(layers/kind.py), a part of the step (parts.py), or what is around a call (run/around.py). It
+imports the core, which imports none of it: this table says by name what to import, and when. Entry
+points of packages would not do: the order decides, a test reads it, and ranks with different
+packages would wait for one another.
 """
 
 from __future__ import annotations
@@ -35,6 +36,22 @@ class Feature(NamedTuple):
     name: str
     path: str
     wanted: Callable[[PrefixConfig, Rank], bool]
+    needed: bool = True
+
+
+class FeatureAround(NamedTuple):
+    """What goes around the calls of some schedules.
+
+    Attributes:
+        name: for messages.
+        path: "module:Class" of an `Around` (run/around.py).
+        wanted: whether a schedule has it, by what the user set.
+        needed: whether a call without it is not what the user wants, and is the stock schedule's.
+    """
+
+    name: str
+    path: str
+    wanted: Callable[[PrefixConfig], bool]
     needed: bool = True
 
 
@@ -116,6 +133,22 @@ PLAN_FILE = f"{_FOLDER}plan_files.plan_file:PlanFile"
 """The plan that `PrefixConfig.plan_file` names, which a planner takes instead of making one."""
 DEALING = f"{_FOLDER}dealing.verl:deal_after_import"
 """For no step: what importing `megatron_prefix.auto.whole_groups` calls."""
+
+
+AROUND: tuple[FeatureAround, ...] = (
+    FeatureAround(
+        "the comparison of both schedules",
+        f"{_FOLDER}verify.around:Verify",
+        lambda config: config.verify > 0 and config.mode in ("auto", "on"),
+    ),
+    FeatureAround(
+        "the watchdog",
+        f"{_FOLDER}watchdog.around:WatchedCalls",
+        lambda config: config.watchdog_minutes > 0 and config.mode != "off",
+        needed=False,
+    ),
+)
+"""From the innermost on."""
 
 
 def load(path: str) -> Any:

@@ -27,6 +27,13 @@ def as_refusal(error: Exception) -> UserError:
     return refused(OWN_ERROR, _place(error), named(error))
 
 
+def softened(error: BaseException | None, mode: str) -> BaseException | None:
+    """An error as a refusal; in mode "on", or where it ends the process, as it is."""
+    if mode == "on" or not isinstance(error, Exception):
+        return error
+    return as_refusal(error)
+
+
 def is_own(error: Exception) -> bool:
     """Whether an error that has come out of a forward step was raised by this package, and not by
     the trainer or the model."""

@@ -62,12 +62,11 @@ from megatron_prefix.refusals.table import (
 from megatron_prefix.run.calls import FILLED_BY_MODEL
 from megatron_prefix.run.execute.call_outputs import CHECKED_ROWS, largest
 from megatron_prefix.run.rank import Rank, default_groups
-from megatron_prefix.run.read import draws, heads, traces
-from megatron_prefix.run.read.draws import Draws
+from megatron_prefix.run.read import heads, random_numbers, traces
+from megatron_prefix.run.read.data_iterators import observed
 from megatron_prefix.run.read.forward_step_state import fixed, quantises
 from megatron_prefix.run.read.loss_variables import Place, code_of, places, used_names
 from megatron_prefix.run.read.model_state import ModelState, outer_modules
-from megatron_prefix.run.read.samples import WatchedIterator
 from megatron_prefix.run.read.suspend import is_beside, takes_beside
 
 HELD = 256
@@ -169,10 +168,11 @@ class FirstStep:
         self._modes = [m.training for model in rank.models for m in model.modules()]
         self._number, self._called_always = 0, True
         held = dict(traces.held_generators(rank.language_models))
-        self._draws = Draws(
+        counts = random_numbers.counts_taken(rank.device)
+        self._random_use = random_numbers.RandomUse(
             rank.language_models,
-            lambda: draws.not_counted(rank.device) | traces.other_states(held),
-            (lambda: draws.taken(rank.device)) if draws.counts_taken(rank.device) else None,
+            lambda: random_numbers.not_counted(rank.device) | traces.other_states(held),
+            (lambda: random_numbers.taken(rank.device)) if counts else None,
         )
         self._graphs: dict[int, traces.CallGraph] = {}
 
@@ -190,11 +190,9 @@ class FirstStep:
         if self.error is not None:
             raise self.error
 
-    def iterator(self, given: Any) -> Any:
+    def iterator(self, data_iterator: Any) -> Any:
         """The trainer's data iterator, or its list of one per model chunk; its items are noted."""
-        if isinstance(given, list):
-            return [self.iterator(one) for one in given]
-        return WatchedIterator(given, self._drew) if hasattr(given, "__next__") else given
+        return observed(data_iterator, self._drew)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -313,9 +311,9 @@ class FirstStep:
 
     def _drawing(self, call: Callable[[], Any]) -> Any:
         """Calls a model, and notes random numbers that it draws."""
-        if self.suspended:  # segments answer it (read/draws.py)
+        if self.suspended:  # segments answer it (read/random_numbers.py)
             return call()
-        with self._draws.watching(), self._draws.calling() as names:
+        with self._random_use.watching(), self._random_use.calling() as names:
             output = call()
         if names:
             self._note(MODEL_DRAWS.given(", ".join(names)))

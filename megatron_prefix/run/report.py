@@ -7,13 +7,14 @@ import functools
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_prefix.device.clock import elapsed, now, wait_for
+from megatron_prefix.errors import UserError
 from megatron_prefix.features.across.exchanges import Crossed
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.cost import CostModel
@@ -23,7 +24,6 @@ from megatron_prefix.plan.prediction import Prediction
 from megatron_prefix.plan.simulator import Event, Timeline, simulate
 from megatron_prefix.run.agreement import all_say
 from megatron_prefix.run.rank import Rank
-from megatron_prefix.run.verify.both import Verification
 from megatron_prefix.tree import Forest
 
 logger = logging.getLogger(__name__)
@@ -129,8 +129,7 @@ class StepReport:
             cross.
         why_alone: why nothing crossed where it could have; on the first pipeline stage.
         retried: memory ran out, and the step ran once more.
-        verification: how far the step is from the stock schedule's, where both ran
-            (`PrefixConfig.verify`); the trainer has the stock schedule's results then.
+        features: what features say of the step, by their names.
     """
 
     forest: Forest
@@ -149,7 +148,7 @@ class StepReport:
     crossed: Crossed | None = None
     why_alone: str = ""
     retried: bool = False
-    verification: Verification | None = None
+    features: dict[str, Any] = field(default_factory=dict)
 
     @property
     def fallback_reason(self) -> str | None:
@@ -190,6 +189,45 @@ class StepReport:
     def bubble_fraction(self) -> float:
         """Share of all ranks' time in which they wait, simulated with what is known of times."""
         return _bubble_fraction(self.plan, self.times)
+
+
+class Reports:
+    """The report of a schedule's last step, and what is logged of its steps.
+
+    Args:
+        mode: see `PrefixConfig`.
+
+    Attributes:
+        last: None before the first step.
+        logged: lines that have been logged, once each.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self._mode = mode
+        self.last: StepReport | None = None
+        self.logged: set[str] = set()
+
+    def put(self, report: StepReport) -> None:
+        """Makes a report the last; a fallback is counted and logged."""
+        before = self.last.fallback_count if self.last else 0
+        report.fallback_count = before + bool(report.decision.fallback)
+        self.last = report
+        if report.decision.fallback and report.decision.reason not in self.logged:
+            logger.warning("stock schedule for this step: %s", report.decision.reason)
+
+    def stock(self, decision: Decision) -> StepReport:
+        """The report of a step of which there is no forest."""
+        plan = Plan((), ((),), 1)
+        report = StepReport(Forest((), (), ()), decision, plan, plan)
+        self.put(report)
+        return report
+
+    def refused(self, reason: UserError) -> None:
+        """A step that the stock schedule runs, since it cannot be shared; mode "on" raises."""
+        if self._mode == "on":
+            raise reason
+        self.stock(Decision(False, str(reason), self._mode == "auto", 1.0))
+        self.logged.add(str(reason))  # it is the same in every step, and logged once
 
 
 def tell_shared(forest: Forest, rank: Rank, told: set[str], runs: bool) -> None:

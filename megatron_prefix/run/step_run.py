@@ -57,8 +57,8 @@ from megatron_prefix.run.execute.rewind import Rewind
 from megatron_prefix.run.execute.scales import AuxiliaryScales
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read import heads
-from megatron_prefix.run.read.draws import SegmentDraws
 from megatron_prefix.run.read.forward_step_state import Settings
+from megatron_prefix.run.read.random_numbers import SegmentRandomUse
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.run.read.suspend import Capture, SuspendedStep
 from megatron_prefix.run.report import Stopwatch
@@ -129,7 +129,7 @@ class StepRun:
         self._communicator: Communicator | None = None
         self._ahead: StepAhead | None = None
         self._first: Executor | None = None
-        self._draws: SegmentDraws | None = None
+        self._random_use: SegmentRandomUse | None = None
         self._problem: Exception | None = None
         self._is_behind = False  # behind the model, in what has made its inputs
 
@@ -206,7 +206,7 @@ class StepRun:
         """What this rank has met; the host may wait for the device."""
         of_parts = next((part.problem for part in self._rank.step_parts if part.problem), None)
         of_losses = self._losses.problem() if self._losses is not None else None
-        of_model = self._draws.problem if self._draws is not None else None
+        of_model = self._random_use.problem if self._random_use is not None else None
         return self._problem or of_parts or of_model or of_losses or None
 
     def _agreed(self, problem: Exception | None) -> Exception | None:
@@ -233,8 +233,8 @@ class StepRun:
     def _undo(self) -> None:
         if self._first is not None:  # it has not run
             self._first.end()
-        if self._draws is not None:
-            self._draws.undo()
+        if self._random_use is not None:
+            self._random_use.undo()
         before = self._memory.before
         if before is not None and before.possible():
             before.undo()
@@ -304,12 +304,12 @@ class StepRun:
         exchanges = None
         if self._communicator is not None:
             exchanges = self._exchanges(stages, self._communicator)
-        self._draws = SegmentDraws(rank.language_models, rank.device)
+        self._random_use = SegmentRandomUse(rank.language_models, rank.device)
         return Executor(
             plan, stages, inputs, rank.forward_only,
             self._schedule.watch or (report.stopwatch.timing if report.stopwatch else None),
             offloader, exchanges, self._idle,
-            None if counts is None else self._summing(counts), self._draws.checking,
+            None if counts is None else self._summing(counts), self._random_use.checking,
             rank.step_parts,
         )  # fmt: skip
 
@@ -317,7 +317,8 @@ class StepRun:
         """Runs a plan on this rank, but for what follows its last backward."""
         executor, self._first = self._first or self._executor(plan), None
         rank, report, stages = self._rank, self._report, executor.stages
-        watching = self._draws.watching() if self._draws is not None else contextlib.nullcontext()
+        use = self._random_use
+        watching = contextlib.nullcontext() if use is None else use.watching()
         embedding = clear_embedding_activation_buffer(rank.config, rank.models, stages[-1].is_last)
         with contextlib.nullcontext() if rank.forward_only else _no_sync(rank), watching:
             executor.run(rank.stage, self._links(plan) if rank.num_stages > 1 else None)

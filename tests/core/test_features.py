@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
 from megatron_prefix import features, parts
 from megatron_prefix.config import PrefixConfig
@@ -19,6 +20,8 @@ from megatron_prefix.errors import CannotShare
 from megatron_prefix.run.calls import Callbacks
 from tests.core.test_purity import in_fresh_interpreter
 from tests.harness import data
+from tests.harness.one_group import assert_bitwise, run, schedule_with
+from tests.harness.one_rank import one_rank, small_model
 
 RANK: Any = SimpleNamespace()
 PACKAGE = data.REPOSITORY / "megatron_prefix"
@@ -31,19 +34,22 @@ WORDS = {
     "replay": r"[rR]outer_?[rR]eplay|routing_replay|may_replay",
     "plan_files": r"PlanFile|(to|from)_csv|check_segments",
     "own_gdn": r"own_gdn|own_delta|OwnGated|linear_attn|hf_forward",
+    "verify": r"[Vv]erif|VERIF",
+    "watchdog": r"[Ww]atchdog",
 }
 """By feature what only it says: in a name, or in a string that is a value."""
 STAYS = {
     "dsa": {"refusals/table.py"},
     "graphs": {"config.py", "refusals/table.py"},
-    "replay": {"refusals/table.py", "run/read/model_walk.py", "run/verify/step_state.py"},
+    "replay": {"refusals/table.py", "run/read/model_walk.py"},
+    "verify": {"config.py", "refusals/table.py"},
+    "watchdog": {"config.py"},
 }
-"""Files of the core that name a feature all the same: refusals have one table, options one
-class, a walk of a model passes by attributes that other files look at, and verify compares all that
-a step may leave."""
+"""Files of the core that name a feature all the same: refusals and options have one place each, and
+a walk of a model passes by attributes that other files look at."""
 IMPORTS_ACROSS = {
     "moe/ledger.py", "run/execute/ahead.py", "run/execute/executor.py", "run/report.py",
-    "run/schedule.py", "run/step_run.py",
+    "run/request.py", "run/step_reader.py", "run/step_run.py",
 }  # fmt: skip
 """Files of the core that still import `across`, which is not in the table yet. It shrinks."""
 
@@ -76,8 +82,8 @@ def _naming(pattern: str) -> set[str]:
 
 def test_every_folder_of_a_feature_is_in_the_table() -> None:
     folders = {path.parent.name for path in (PACKAGE / "features").glob("*/__init__.py")}
-    paths = [one.path for one in (*features.KINDS, *features.PARTS)]
-    paths += [features.DEALING, features.PLAN_FILE]
+    table = (*features.KINDS, *features.PARTS, *features.AROUND)
+    paths = [*(feature.path for feature in table), features.DEALING, features.PLAN_FILE]
     assert {path.split(".")[2] for path in paths} == folders - {"across"} == WORDS.keys()
 
 
@@ -87,10 +93,7 @@ def test_nothing_in_the_core_names_a_feature(name) -> None:
 
 
 def test_the_core_imports_the_table_of_features_only() -> None:
-    """The watchdog names modules in which a step may stand."""
-    assert _naming(r"megatron_prefix\.features\.") == {
-        "run/watchdog.py", *IMPORTS_ACROSS,
-    }  # fmt: skip
+    assert _naming(r"megatron_prefix\.features\.") == IMPORTS_ACROSS
 
 
 def test_a_name_of_any_kind_is_seen() -> None:
@@ -114,9 +117,10 @@ def test_the_package_loads_no_feature() -> None:
 
 
 PLAIN_STEP = """
-import sys, tempfile
+import dataclasses, sys, tempfile
 from benchmarks import step_trace
 case = step_trace.CASES[sys.argv[1]]
+case = dataclasses.replace(case, options={**case.options, "watchdog_minutes": 0})
 with tempfile.TemporaryDirectory() as folder, step_trace.joined(case, 0, folder) as device:
     _, step = step_trace.prepared(case, device, folder)
     step()
@@ -155,6 +159,23 @@ def test_what_only_makes_steps_faster_is_left_out(monkeypatch, caplog) -> None:
     assert [record.getMessage()[:22] for record in caplog.records] == ["a feature is left out:"]
 
 
+def test_calls_that_need_a_missing_feature_are_stocks(monkeypatch, caplog) -> None:
+    def always(_: PrefixConfig) -> bool:
+        return True
+
+    missing = features.FeatureAround("a feature", "no.such.module:Around", always)
+    optional = missing._replace(name="another", needed=False)
+    monkeypatch.setattr(features, "AROUND", (missing, optional))
+    with one_rank():
+        model = small_model()
+        schedule = schedule_with(mode="auto")
+        assert_bitwise(run(schedule, model), run(stock_schedule(), small_model()))
+        assert schedule.report.decision.reason.startswith("a feature cannot be imported")
+        with pytest.raises(CannotShare, match="another cannot be imported"):
+            run(schedule_with(), model)
+    assert "another is left out" in caplog.text
+
+
 def test_parts_around_an_action_are_left_if_one_fails() -> None:
     events = []
 
@@ -176,3 +197,20 @@ def test_parts_around_an_action_are_left_if_one_fails() -> None:
     with contextlib.suppress(ValueError):
         parts.around([one, Broken(PrefixConfig(), RANK, Callbacks())], None)
     assert events == ["begin"] * 2 + ["end"] * 2 + ["begin"]
+
+
+def test_a_schedule_loads_the_features_of_its_options() -> None:
+    in_fresh_interpreter(
+        "import sys\n"
+        "from megatron_prefix import PrefixConfig, PrefixSchedule\n"
+        "def loaded(**options):\n"
+        "    PrefixSchedule(PrefixConfig(**options))\n"
+        "    names = [n for n in sys.modules if n.startswith('megatron_prefix.features.')]\n"
+        "    return {n.split('.')[2] for n in names} - {'across'}\n"
+        "off = dict(watchdog_minutes=1, verify=2, mode='off')\n"
+        "assert loaded(**off) == loaded(watchdog_minutes=0) == set()\n"
+        "assert loaded(watchdog_minutes=0, verify=2, mode='observe') == set()\n"
+        "assert loaded() == {'watchdog'}\n"
+        "assert loaded(verify=1) == {'watchdog', 'verify'}\n"
+        "sys.modules.clear()\n"
+    )

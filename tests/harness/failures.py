@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.blocks.kernels import KERNELS
-from megatron_prefix.run import schedule as schedules
+from megatron_prefix.run import step_reader
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar import cache as cache_module
 from megatron_prefix.tree import Pairs
@@ -176,8 +176,8 @@ PLACES: dict[str, tuple[Inject, int]] = {
     "the backward of the loss": (in_loss(backward=True), 4),
     "the trainer's forward step": (before_call(Contract, "step"), 4),
     "the trainer's forward step after its model call": (before_call(Contract, "loss_func"), 4),
-    "reading model calls": (before_call(schedules, "read_calls"), 1),
-    "building the tree": (before_call(schedules, "read_step"), 1),
+    "reading model calls": (before_call(step_reader, "read_calls"), 1),
+    "building the tree": (before_call(step_reader, "read_step"), 1),
     "finalize_model_grads": (before_call(config_of, "finalize_model_grads_func"), 1),
 }
 

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.run import schedule
+from megatron_prefix.run import request
 from megatron_prefix.run.rank import Rank
 from tests.harness import ranks  # noqa: F401  # applies the CPU platform
 
@@ -70,4 +70,4 @@ def change_rank(patch: pytest.MonkeyPatch, **attributes: Any) -> None:
             super().__init__(*arguments, **options)
             vars(self).update(attributes)
 
-    patch.setattr(schedule, "Rank", Changed)
+    patch.setattr(request, "Rank", Changed)

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.watchdog.watchdog import Watchdog
 from megatron_prefix.lab.rl import routes
 from megatron_prefix.lab.rl.batches import trained_logprobs
 from megatron_prefix.lab.rl.loss import ForwardStep, logprob_step
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.run.watchdog import Watchdog, predicted_seconds
 
 Microbatch = dict[str, Any]
 Schedule = Callable[..., list[Any]]
@@ -37,7 +37,7 @@ def watching(
     if isinstance(schedule, PrefixSchedule):
         minutes = schedule.config.watchdog_minutes
         if schedule.config.mode != "off":
-            return schedule.watchdog.step(lambda: predicted_seconds(schedule.report))
+            return schedule.around()
     return _stock_watchdog(minutes).step(lambda: 0.0)
 
 

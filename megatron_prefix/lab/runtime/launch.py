@@ -49,7 +49,7 @@ ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a job in order, besides SIGINT."""
 
 
-STANDING = "megatron_prefix.run.watchdog"
+STANDING = "megatron_prefix.features.watchdog.watchdog"
 """The logger that says where a step stands (not imported: it needs torch)."""
 
 

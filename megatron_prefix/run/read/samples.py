@@ -9,8 +9,7 @@ positions count.  A loss that looks at others is an error at the step's end (`Lo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,47 +18,6 @@ from torch import Tensor
 from megatron_prefix.run.calls import CallLayout, ModelCall, Samples
 
 logger = logging.getLogger(__name__)
-
-
-class RecordingIterator:
-    """A data iterator that remembers what `next` drew from it since `taken`."""
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator, self._items = iterator, list[Any]()
-
-    def __iter__(self) -> RecordingIterator:
-        return self
-
-    def __next__(self) -> Any:
-        self._items.append(next(self._iterator))
-        return self._items[-1]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
-
-    def taken(self) -> Any:
-        """What was drawn, if it is one thing; forgets it."""
-        items, self._items = self._items, []
-        return items[0] if len(items) == 1 else None
-
-
-class WatchedIterator(RecordingIterator):
-    """A data iterator that tells what `next` draws from it.
-
-    Args:
-        iterator: the trainer's.
-        drew: called with every item.
-    """
-
-    def __init__(self, iterator: Iterator[Any], drew: Callable[[Any], None]) -> None:
-        super().__init__(iterator)
-        self._drew = drew
-
-    def __next__(self) -> Any:
-        item = super().__next__()
-        self.taken()
-        self._drew(item)
-        return item
 
 
 def trained_positions(

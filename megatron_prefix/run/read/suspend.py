@@ -49,11 +49,11 @@ from megatron_prefix.refusals.table import (
 from megatron_prefix.run.calls import ModelCall, bound
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read import forward_step_state
+from megatron_prefix.run.read.data_iterators import observed, single
 from megatron_prefix.run.read.forward_step_state import Settings, Swap, fixed, quantises
 from megatron_prefix.run.read.given import Given
 from megatron_prefix.run.read.loss_variables import LossVariables
 from megatron_prefix.run.read.model_state import ModelState, StateOfSteps, outer_modules
-from megatron_prefix.run.read.samples import RecordingIterator
 from megatron_prefix.run.read.tower import TowerOnce
 from megatron_prefix.tree import Forest
 
@@ -247,11 +247,11 @@ class Capture:
         self._forward_step, self._rank = watched or forward_step, rank
         self._takes_beside = takes_beside(rank)
         self._num = num_microbatches
-        many = isinstance(data_iterator, list)
-        given = data_iterator if many else [data_iterator]
-        if keeps_drawn:
-            given = [RecordingIterator(one) if hasattr(one, "__next__") else one for one in given]
-        self._iterators = given if many else given * len(rank.models)
+        self._drawn: list[Any] | None = [] if keeps_drawn else None
+        if self._drawn is not None:
+            data_iterator = observed(data_iterator, self._drawn.append)
+        several = isinstance(data_iterator, list)
+        self._iterators = data_iterator if several else [data_iterator] * len(rank.models)
         self.steps: list[list[SuspendedStep]] = [[] for _ in rank.models]
         self.is_broken = False
         self.tokens: list[Any] = []
@@ -319,8 +319,9 @@ class Capture:
                         f"the data iterator ended after {number} of {self._num} microbatches"
                     ) from None
                 self._state.check(step.kept[-1])
-                if isinstance(iterator := self._iterators[chunk], RecordingIterator):
-                    step.call = replace(step.call, drawn=iterator.taken())
+                if self._drawn is not None:
+                    step.call = replace(step.call, drawn=single(self._drawn))
+                    self._drawn.clear()
         self._state.forget()
 
     def calls(self, chunk: int) -> list[ModelCall]:

@@ -18,8 +18,7 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan import gate
 from megatron_prefix.plan.cost_file import read_costs, write_costs
-from megatron_prefix.run import cost_meter
-from megatron_prefix.run import schedule as schedule_module
+from megatron_prefix.run import cost_meter, step_reader
 from megatron_prefix.run.read import outlines
 from megatron_prefix.run.read.suspend import Capture
 from megatron_prefix.run.report import StepReport
@@ -238,7 +237,7 @@ def test_the_watched_step_is_the_first_run_of_stock(monkeypatch, tmp_path: Path)
 def counted_looks(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """How often a step's calls are read, and how often its forward steps are suspended."""
     found = []
-    for owner, name in ((schedule_module, "read_calls"), (Capture, "run")):
+    for owner, name in ((step_reader, "read_calls"), (Capture, "run")):
         count, real = SimpleNamespace(count=0), getattr(owner, name)
 
         def counting(*args: Any, _real: Any = real, _count: Any = count, **kwargs: Any) -> Any:

@@ -134,7 +134,7 @@ def test_schedules_that_are_compared_call_functions_alike() -> None:
     expected = scaled_step(stock_schedule(), scale, items)
     held["calls"] = 0
     found = scaled_step(schedule, scale, items)
-    assert schedule.report.verification.failure == ""  # type: ignore[union-attr]
+    assert schedule.report.features["verify"].failure == ""  # type: ignore[union-attr]
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 

@@ -82,6 +82,32 @@ def test_the_factory_takes_what_the_running_megatron_takes(monkeypatch) -> None:
     assert isinstance(get_forward_backward_func(of_2030=1), PrefixSchedule)
 
 
+@pytest.mark.parametrize("mode", ["on", "off"])
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("foward_only", r"did you mean forward_only\?"),
+        ("seq_len", r"did you mean seq_length\?"),
+        ("xyzzy", "known are forward_step_func, data_iterator, .*seq_length"),
+    ],
+)
+def test_a_call_refuses_what_it_does_not_know(name: str, fix: str, mode: str) -> None:
+    """It would run a backward that nobody wants."""
+    with pytest.raises(TypeError, match=rf"PrefixSchedule\.__call__\(\) .*'{name}': {fix}"):
+        run(schedule_with(mode=mode), small_model(), **{name: True})
+
+
+def test_a_call_takes_what_the_running_megatrons_schedules_take(monkeypatch) -> None:
+    stock = schedules.forward_backward_no_pipelining
+
+    def newer(*, of_2030, **arguments):
+        return stock(**arguments)
+
+    monkeypatch.setattr(schedules, "forward_backward_no_pipelining", newer)
+    model = small_model()
+    assert_aligned(run(schedule_with(), model, of_2030=1), model)
+
+
 def test_one_schedule_a_process_and_configuration() -> None:
     """Trainers ask for it every step; plans, kernels and pools of the first one must stay."""
     config = PrefixConfig(min_gain=3)

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.run import schedule as schedules
+from megatron_prefix.run import request
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
 from tests.harness.failures import CONFIG, Fault, items
@@ -118,7 +118,7 @@ def test_a_new_model_in_the_place_of_an_old_one_is_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Python gives the address of what has gone to what is made next."""
-    monkeypatch.setattr(schedules, "id", lambda _: 1, raising=False)
+    monkeypatch.setattr(request, "id", lambda _: 1, raising=False)
     schedule = PrefixSchedule(replace(CONFIG, mode="auto"), looks_first=True)
     for dropout in (0.1, 0.0):
         model = small_model(config_overrides={"hidden_dropout": dropout}, wrap_ddp=False)

@@ -169,7 +169,7 @@ class Both:
             if one.report is None:
                 continue
             # With `verify` losses run twice, and leave twice as much.
-            is_single = one.report.verification is None
+            is_single = "verify" not in one.report.features
             if is_single and (self.leaves_alike or forward_only):
                 assert one.sizes == stock.sizes, f"left {one.sizes}, stock {stock.sizes}"
             forest, decision = one.report.forest, one.report.decision
@@ -190,9 +190,9 @@ class Both:
 
 def _verified(report: Any) -> float:
     """The largest difference that `verify` has told of a step; infinite if it has told none."""
-    if report.verification is None:
+    if "verify" not in report.features:
         return math.inf
-    return float(max(worst.units for worst in report.verification.worst.values()))
+    return float(max(worst.units for worst in report.features["verify"].worst.values()))
 
 
 @contextlib.contextmanager

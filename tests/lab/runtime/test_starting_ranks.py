@@ -330,7 +330,7 @@ def test_only_folders_of_dead_jobs_are_swept(tmp_path, monkeypatch):
 
 def stand(seconds):
     """A step that stands on every rank."""
-    from megatron_prefix.run.watchdog import Watchdog
+    from megatron_prefix.features.watchdog.watchdog import Watchdog
 
     runtime.initialize(Layout(dp=2))
     with Watchdog(seconds / 3).step(lambda: 0.0):

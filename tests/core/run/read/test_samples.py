@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall
-from megatron_prefix.run.read.samples import RecordingIterator, trained_positions
+from megatron_prefix.run.read.samples import trained_positions
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.trainers.table import NEMO_RL
 from tests.harness import steps
@@ -85,13 +84,6 @@ def test_one_call_without_a_mask_is_enough() -> None:
     for other in (ModelCall(1, {"input_ids": IDS}), ModelCall(1, {}, drawn=nemo())):
         found = trained_positions([good, other], [layout] * 2, NEMO_RL.samples, 0, 1)
         assert found == [None, None]
-
-
-def test_what_was_drawn_is_known_if_it_is_one_thing() -> None:
-    drawn = RecordingIterator(iter(range(5)))
-    assert drawn.taken() is None
-    assert next(drawn) == 0 and drawn.taken() == 0 and drawn.taken() is None
-    assert list(itertools.islice(drawn, 2)) == [1, 2] and drawn.taken() is None
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ def train(layout: Layout, model: dict[str, Any], faulty: bool, config: dict[str,
         gradients.append(
             [bucket.grad_data.clone() for group in chunk.bucket_groups for bucket in group.buckets]
         )
-        verifications.append(schedule.report.verification)
+        verifications.append(schedule.report.features["verify"])
     assert unwrap(made[0]) is not unwrap(made[1])
     equal = all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     return equal, verifications[0], schedule.report.decision.share
@@ -131,7 +131,7 @@ def unreduced(sums_gradients: bool) -> tuple[int, str]:
     items = data(0, 4, alike=True)  # every rank has half of a group
     steps.call(schedule, contract.step, model, items[2 * world.rank : 2 * world.rank + 2])
     crossed = schedule.report.crossed
-    return crossed.received_tokens if crossed else 0, schedule.report.verification.failure
+    return crossed.received_tokens if crossed else 0, schedule.report.features["verify"].failure
 
 
 def test_gradients_that_nobody_sums_are_caught() -> None:

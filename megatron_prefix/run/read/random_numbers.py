@@ -10,9 +10,12 @@ a fork of Megatron's tracker that may be from either, and all are added up.
 from __future__ import annotations
 
 import contextlib
+import functools
+import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
@@ -20,15 +23,14 @@ from torch import Tensor
 from megatron_prefix.device.modules import modules_of
 from megatron_prefix.errors import UserError, refused
 from megatron_prefix.refusals.table import MODEL_DRAWS
-from megatron_prefix.run.read.kept_draws import random_states
 
 CPU, CUDA = "torch", "torch.cuda"
 _COUNTED = 16
 """Bytes of the state of a GPU's generator: its seed, and how many numbers were taken."""
 
 
-class Draws:
-    """Tells whether models draw outside of core attention.
+class RandomUse:
+    """Notices random numbers that calls of models draw outside of core attention.
 
     Args:
         models: whose attention is left out.
@@ -87,8 +89,8 @@ class Draws:
             self._inside += self._taken_here() - self._begin
 
 
-class SegmentDraws:
-    """Notices segments that draw.
+class SegmentRandomUse:
+    """Notices segments that draw random numbers.
 
     Attributes:
         problem: what is in the way of the step then; None if none has drawn.
@@ -96,9 +98,9 @@ class SegmentDraws:
 
     def __init__(self, models: Iterable[Any], device: torch.device) -> None:
         self.problem: UserError | None = None
-        self._before = random_states(device)
+        self._restore = saved_generators(device)
         counts = counts_taken(device)
-        self._draws = Draws(
+        self._use = RandomUse(
             models, lambda: not_counted(device),
             (lambda: taken(device)) if counts else None,
             # A segment's attention (layers/blocks/core.py) enters no fork.
@@ -107,17 +109,16 @@ class SegmentDraws:
 
     def undo(self) -> None:
         """Generators are as they were before the first segment."""
-        for put_back in self._before:
-            put_back()
+        self._restore()
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Around all segments."""
-        return self._draws.watching()
+        return self._use.watching()
 
     @contextlib.contextmanager
     def checking(self) -> Iterator[None]:
         """Around the forward of a segment; the host does not wait for the device."""
-        with self._draws.calling() as names:
+        with self._use.calling() as names:
             yield
         if names and self.problem is None:
             self.problem = refused(MODEL_DRAWS, ", ".join(names))
@@ -158,3 +159,41 @@ def _count(state: Tensor) -> int:
 
 def _is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def saved_generators(device: torch.device) -> Callable[[], None]:
+    """Sets the generators that a step may draw from back to where they are now."""
+    states: list[Callable[[], Any]] = [
+        functools.partial(torch.set_rng_state, torch.get_rng_state()),
+        functools.partial(random.setstate, random.getstate()),
+        functools.partial(np.random.set_state, np.random.get_state()),
+    ]
+    if device.type == "cuda":
+        now = torch.cuda.get_rng_state(device)
+        states.append(functools.partial(torch.cuda.set_rng_state, now, device))
+    tracker = get_cuda_rng_tracker()
+    if tracker.is_initialized():
+        states.append(functools.partial(_set_tracker, tracker, _copies(tracker.get_states())))
+
+    def restore() -> None:
+        for put_back in states:
+            put_back()
+
+    return restore
+
+
+def _copies(states: dict[str, Any]) -> dict[str, Any]:
+    """Of Megatron's random states: tensors, or generators that CUDA graphs can use."""
+    return {
+        name: state.clone() if isinstance(state, Tensor) else state.clone_state()
+        for name, state in states.items()
+    }
+
+
+def _set_tracker(tracker: Any, states: dict[str, Any]) -> None:
+    for name, state in states.items():
+        held = tracker.states_[name]
+        if isinstance(held, Tensor):
+            tracker.states_[name] = state.clone()
+        else:
+            held.set_state(state.get_state())

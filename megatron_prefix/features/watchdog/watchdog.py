@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import itertools
 import logging
 import sys
@@ -16,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -25,7 +24,6 @@ from megatron_prefix.run import hosts
 from megatron_prefix.run.read import suspend
 
 logger = logging.getLogger(__name__)
-Call = TypeVar("Call", bound=Callable[..., Any])
 
 TIMES = 10
 """A step is told of after so many times its usual or predicted time."""
@@ -56,11 +54,11 @@ class Mark(NamedTuple):
 
 
 PHASES = (
-    Mark("megatron_prefix.run.schedule", "_read", "reading the microbatches"),
+    Mark("megatron_prefix.run.step_reader", "read", "reading the microbatches"),
     Mark("megatron_prefix.run.schedule", "_plan", "planning"),
     Mark("megatron_prefix.run.step_run", "run", "in the prefix schedule"),
     Mark("megatron.core.pipeline_parallel.schedules", "forward_backward", "in the stock schedule"),
-    Mark("megatron_prefix.run.verify", "run_both", "verifying"),
+    Mark("megatron_prefix.features.verify", "run_both", "verifying"),
 )
 WAITS = (
     Mark("megatron_prefix.run.execute.messages", "", "a message between pipeline stages"),
@@ -145,17 +143,6 @@ MESSAGE = (
     " ranks: the rank that stands elsewhere holds the others up. Nothing ends it; to do so, send"
     " TERM to what started the ranks"
 )
-
-
-def watched(call: Call) -> Call:
-    """A schedule's call, whose steps its `watchdog` watches."""
-
-    @functools.wraps(call)
-    def watching(schedule: Any, **arguments: Any) -> Any:
-        with schedule.watchdog.step(lambda: predicted_seconds(schedule.report)):
-            return call(schedule, **arguments)
-
-    return watching  # type: ignore[return-value]
 
 
 def predicted_seconds(report: Any) -> float:

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_prefix.features.verify.step_state import bucket_groups
 from megatron_prefix.run.rank import Rank
-from megatron_prefix.run.verify.step_state import bucket_groups
 
 SIGNS = 16
 """Sums a sketch has."""

@@ -18,9 +18,9 @@ from torch.utils import (
     _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
 )
 
+from megatron_prefix.features.verify.logs import Distance
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read.suspend import running
-from megatron_prefix.run.verify.logs import Distance
 
 ROWS = 1024
 """Rows of logits that are projected together."""

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from megatron_prefix.features.verify.logs import logged_ahead
 from megatron_prefix.moe import versions
 from megatron_prefix.run.execute.rewind import Rewind
 from megatron_prefix.run.rank import Rank
-from megatron_prefix.run.read.kept_draws import random_states
 from megatron_prefix.run.read.loss_variables import places
-from megatron_prefix.run.verify.logs import logged_ahead
+from megatron_prefix.run.read.random_numbers import saved_generators
 
 
 def _refill(container: Any, items: Any) -> None:
@@ -48,7 +48,7 @@ class StepState(Rewind):
         self.looked()
         self.keep()
         self._logged_ahead = {name: values.clone() for name, values in logged_ahead().items()}
-        self._random = random_states(rank.device)
+        self._restore_random = saved_generators(rank.device)
         shared = places(forward_step, *rank.scale_functions)
         self._variables = [(place, place.read()) for place in shared]
         self._containers = [
@@ -77,8 +77,7 @@ class StepState(Rewind):
                 group.reset()  # as Megatron's zero_grad_buffer does
         for name, total in logged_ahead().items():
             total.copy_(self._logged_ahead.get(name, torch.zeros_like(total)))
-        for put_back in self._random:
-            put_back()
+        self._restore_random()
         for place, variables in self._variables:
             now = place.read()
             for name, value in variables.items():

@@ -9,22 +9,25 @@ beside that, such as counting and logging, happens twice.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from megatron_prefix.device.clock import elapsed, now, wait_for
-from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.features.verify import judge, logs
+from megatron_prefix.features.verify.gradients import KeptGradients
+from megatron_prefix.features.verify.outputs import Outputs
+from megatron_prefix.features.verify.step_state import StepState
+from megatron_prefix.megatron.stock import run_stock
 from megatron_prefix.run import agreement
 from megatron_prefix.run.agreement import all_say
+from megatron_prefix.run.around import Run
 from megatron_prefix.run.rank import Rank
-from megatron_prefix.run.verify import judge, logs
-from megatron_prefix.run.verify.draws import Draws
-from megatron_prefix.run.verify.gradients import KeptGradients
-from megatron_prefix.run.verify.outputs import Outputs
-from megatron_prefix.run.verify.step_state import StepState
+from megatron_prefix.run.read.data_iterators import RepeatedIterators
+from megatron_prefix.run.report import Reports, StepReport
+from megatron_prefix.run.request import Request
 
 logger = logging.getLogger(__name__)
 NO_FINALIZE = "gradients are reduced during the backward and finalized after the call"
@@ -82,42 +85,36 @@ class Outcome:
     problem: str = ""
 
 
-def run_both(
-    run_prefix: Callable[[dict[str, Any]], list[Any]],
-    report: Callable[[], Any],
-    rank: Rank,
-    arguments: dict[str, Any],
-) -> Outcome:
+def run_both(run: Run, request: Request, reports: Reports) -> Outcome:
     """Runs the prefix schedule, and where any rank has shared something the stock one as well.
 
     All ranks that make a step together call this; see `Rank.agreeing`.
 
     Args:
-        run_prefix: the prefix schedule with these arguments of the call.
-        report: what it did.
-        rank: this one.
-        arguments: of the call; see Megatron's schedules.
+        run: the prefix schedule.
+        request: the call.
+        reports: of the schedule's steps.
     """
+    rank, arguments = request.rank, request.arguments
     if why := _obstacle(rank):
-        return Outcome(run_prefix(arguments), problem=why)
-    draws, state = (
-        Draws(arguments["data_iterator"]),
-        StepState(rank, arguments["forward_step_func"]),
-    )
+        return Outcome(run(request), problem=why)
+    drawn = RepeatedIterators(arguments["data_iterator"], copies=True)
+    state = StepState(rank, arguments["forward_step_func"])
     before = logs.buffers(rank)
     ours = _Side(rank)
-    ours.run(run_prefix, arguments | {"data_iterator": draws.first()})
+    ours.run(lambda: run(replace(request, arguments={**arguments, "data_iterator": drawn.first})))
+    report: Any = reports.last
     (shares,), problem = agreement.worst(
-        [float(report().decision.share)], _Problem(draws.problem) if draws.problem else None,
+        [float(report.decision.share)], _Problem(drawn.problem) if drawn.problem else None,
         rank.agreeing, rank.device,
     )  # fmt: skip
     if problem or not shares:
-        return Outcome(ours.store, problem=draws.problem or problem)
-    limits = judge.Limits(rank, report().forest.raw_tokens, arguments["num_microbatches"])
+        return Outcome(ours.store, problem=drawn.problem or problem)
+    limits = judge.Limits(rank, report.forest.raw_tokens, arguments["num_microbatches"])
     kept = None if rank.forward_only else KeptGradients(rank, by_norm=limits.is_coarse)
     state.restore()
     stock = _Side(rank)
-    stock.run(_stock, arguments | {"data_iterator": draws.second()})
+    stock.run(lambda: run_stock(arguments, data_iterator=drawn.again()))
     distances = {
         "losses": limits.of(logs.stores(ours.store, stock.store, limits.least_loss)),
         "outputs": limits.of(ours.outputs.distance(stock.outputs)),
@@ -131,19 +128,21 @@ def run_both(
     return Outcome(stock.store, Verification(worst_of_kind, failure, ours.cost, stock.cost))
 
 
-def tell_verified(report: Any, rank: Rank, number: int, num_steps: int) -> None:
+def tell_verified(
+    report: StepReport, result: Verification, rank: Rank, number: int, num_steps: int
+) -> None:
     """Logs on the first rank how far a step was from the stock schedule's.
 
     As a warning: many a trainer hides other lines of a package that it does not know.
 
     Args:
-        report: of the step (`StepReport`), with its verification.
+        report: of the step.
+        result: of the comparison.
         rank: this one.
         number, num_steps: which step of its kind that is compared it was, and of how many.
     """
     if any(group.rank() for group in rank.agreeing):
         return
-    result: Verification = report.verification
     named = "pass without gradients" if rank.forward_only else "update"
     verdict = f"DIFFERENT ({result.failure})" if result.failure else "equal within rounding"
     logger.warning(
@@ -162,7 +161,7 @@ def tell_unverified(problem: str, rank: Rank) -> None:
 
 
 class _Problem(Exception):
-    """Why draws cannot be given again, told to other ranks."""
+    """Why the same cannot be drawn again, told to other ranks."""
 
 
 class _Side:
@@ -172,24 +171,19 @@ class _Side:
         self._rank = rank
         self.outputs = Outputs(rank)
 
-    def run(self, schedule: Callable[..., list[Any]], arguments: Mapping[str, Any]) -> None:
+    def run(self, schedule: Callable[[], list[Any]]) -> None:
         device = self._rank.device
         peak = _peak(device)
         wait_for(device)
         begin = now(device)
         with self.outputs.seen():
-            self.store = schedule(arguments)
+            self.store = schedule()
         end = now(device)
         wait_for(device)
         after = _peak(device)
         self.cost = Cost(elapsed(begin, end), after, after != peak)
         self.logged = logs.auxiliary(self._rank)
         self.buffers = logs.buffers(self._rank)
-
-
-def _stock(arguments: dict[str, Any]) -> list[Any]:
-    store: list[Any] = stock_schedule()(**arguments)
-    return store
 
 
 def _obstacle(rank: Rank) -> str:

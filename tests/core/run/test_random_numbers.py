@@ -18,7 +18,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.refusals import table
-from megatron_prefix.run.read.draws import Draws
+from megatron_prefix.run.read.random_numbers import RandomUse
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.run.test_first_step import Trainer, two_steps, watching
 from tests.harness import steps
@@ -141,9 +141,9 @@ def test_what_attention_takes_does_not_count() -> None:
         numbers["default"] += 1
 
     def names_of_a_call() -> list[str]:
-        draws = Draws([model], dict, lambda: sum(numbers.values()))
+        use = RandomUse([model], dict, lambda: sum(numbers.values()))
         batch = items()[0]
-        with draws.watching(), draws.calling() as names:
+        with use.watching(), use.calling() as names:
             model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         return names
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 
 from megatron_prefix.device.tolerance import FLOOR, tolerance
+from megatron_prefix.features.verify.gradients import Difference, largest
+from megatron_prefix.features.verify.logs import Distance, relative
 from megatron_prefix.layers.model import longest_sums
 from megatron_prefix.run.rank import Rank
-from megatron_prefix.run.verify.gradients import Difference, largest
-from megatron_prefix.run.verify.logs import Distance, relative
 
 KINDS = ("losses", "outputs", "gradients", "auxiliary losses", "expert biases")
 """What is compared, in the order in which it is told."""

@@ -14,13 +14,13 @@ import pytest
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.watchdog.watchdog import Watchdog
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.rl import passes
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.run import planning
 from megatron_prefix.run.execute.inputs import SegmentInputs
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.run.watchdog import Watchdog
 from tests.harness import steps
 from tests.harness.failures import CONFIG, Fault, items, raised
 from tests.harness.one_rank import one_rank, small_model
@@ -29,7 +29,7 @@ from tests.harness.steps import Contract
 SOON_S = 0.4
 SOON = SOON_S / 60
 WATCHED = replace(CONFIG, watchdog_minutes=SOON)
-LOGGER = "megatron_prefix.run.watchdog"
+LOGGER = "megatron_prefix.features.watchdog.watchdog"
 
 
 @pytest.fixture(scope="module")

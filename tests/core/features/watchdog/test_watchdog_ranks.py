@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_prefix.features.watchdog import watchdog
+from megatron_prefix.features.watchdog.watchdog import Watchdog
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.run import watchdog
 from megatron_prefix.run.execute.inputs import SegmentInputs
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.run.watchdog import Watchdog
 from tests.harness.pipelines import Case, build_chunks, microbatches, rollouts_of, run_step
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract

@@ -14,15 +14,15 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
 from megatron_prefix.errors import CannotShare
+from megatron_prefix.features.verify import gradients, logs
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.moe import versions
 from megatron_prefix.refusals.table import NOT_VERIFIED
 from megatron_prefix.run.rank import Rank
-from megatron_prefix.run.read.draws import SegmentDraws
 from megatron_prefix.run.read.model_state import StateOfSteps
+from megatron_prefix.run.read.random_numbers import SegmentRandomUse
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.run.step_run import StepRun
-from megatron_prefix.run.verify import gradients, logs
 from tests.harness import steps
 from tests.harness.one_group import assert_bitwise, items, run, schedule_with
 from tests.harness.one_rank import one_rank, small_model
@@ -49,13 +49,13 @@ def test_results_are_stocks_and_a_line_says_so(caplog) -> None:
     with caplog.at_level(logging.WARNING):
         for number in (1, 2):
             assert_bitwise(run(schedule, model), expected)
-            assert schedule.report.verification.failure == ""
+            assert schedule.report.features["verify"].failure == ""
             assert f"verify, update {number} of 2" in caplog.text
-    worst = schedule.report.verification.worst
+    worst = schedule.report.features["verify"].worst
     assert {"losses", "outputs", "gradients"} <= worst.keys()
     assert 0 < worst["gradients"].units < 1
     run(schedule, model)
-    assert schedule.report.verification is None
+    assert "verify" not in schedule.report.features
     assert schedule.report.decision.share
 
 
@@ -83,7 +83,7 @@ def test_a_wrong_gradient_is_named_and_its_kind_given_to_stock(faulty, caplog) -
     schedule, model = faulty("auto", 1.0)
     expected = stock_run()
     assert_bitwise(run(schedule, model), expected)
-    assert "decoder.layers.1.mlp.linear_fc2.weight" in schedule.report.verification.failure
+    assert "decoder.layers.1.mlp.linear_fc2.weight" in schedule.report.features["verify"].failure
     assert NOT_VERIFIED.fix in caplog.text
     for _ in range(3):
         assert_bitwise(run(schedule, model), expected)
@@ -169,7 +169,7 @@ def test_an_object_that_keeps_its_place_is_read_once() -> None:
     logs = schedule(
         forward_step_func=own_step, data_iterator=batches, forward_only=False, **arguments
     )
-    assert schedule.report.verification.failure == ""
+    assert schedule.report.features["verify"].failure == ""
     assert batches.place == 5
     assert_bitwise((logs, steps.gradients(model)), stock_run())
 
@@ -184,7 +184,7 @@ def test_batches_that_are_overwritten_reach_stock_as_they_were() -> None:
     model, schedule = small_model(), verifying()
     steps.zero_gradients(model)
     logs = steps.call(schedule, step, model, items())
-    assert schedule.report.verification.failure == ""
+    assert schedule.report.features["verify"].failure == ""
     plain = small_model()
     steps.zero_gradients(plain)
     expected = steps.call(stock_schedule(), step, plain, items())
@@ -210,7 +210,7 @@ def test_what_losses_gather_is_there_once() -> None:
     schedule, model = verifying(), small_model()
     steps.zero_gradients(model)
     steps.call(schedule, step, model, items())
-    assert schedule.report.verification.failure == ""
+    assert schedule.report.features["verify"].failure == ""
     assert (len(outputs), num) == (5, 5)
 
 
@@ -233,7 +233,7 @@ def test_what_cannot_be_drawn_again_is_shared_unverified(caplog) -> None:
             num_microbatches=5, seq_length=17, micro_batch_size=1, forward_only=False,
         )  # fmt: skip
         assert schedule.report.decision.share
-        assert schedule.report.verification is None
+        assert "verify" not in schedule.report.features
     assert caplog.text.count("cannot be compared") == 1
 
 
@@ -243,8 +243,8 @@ def test_a_pass_without_gradients_is_compared_too() -> None:
         logs = steps.call(schedule, Contract().step, model, items(), forward_only=True)
         expected = steps.call(stock_schedule(), Contract().step, plain, items(), forward_only=True)
     assert [log["loss"].item() for log in logs] == [log["loss"].item() for log in expected]
-    worst = schedule.report.verification.worst
-    assert schedule.report.verification.failure == ""
+    worst = schedule.report.features["verify"].worst
+    assert schedule.report.features["verify"].failure == ""
     assert {"losses", "outputs"} == worst.keys()
 
 
@@ -253,7 +253,7 @@ def test_gradients_may_be_kept_elsewhere(monkeypatch, faulty, place) -> None:
     monkeypatch.setattr(gradients, "place_for", lambda rank: place)
     schedule, model = verifying(), small_model()
     assert_bitwise(run(schedule, model), stock_run())
-    assert 0 < schedule.report.verification.worst["gradients"].units < 1
+    assert 0 < schedule.report.features["verify"].worst["gradients"].units < 1
     schedule, model = faulty("on", 1.0)
     with pytest.raises(CannotShare, match=r"linear_fc2\.weight"):
         run(schedule, model)
@@ -273,7 +273,7 @@ def test_routers_and_further_tokens_are_stocks(name, spec) -> None:
         logged = {**versions.logged_losses(), **logs.logged_ahead()}
         found.append((result, {key: value.clone() for key, value in logged.items()}))
         if isinstance(schedule, PrefixSchedule):
-            worst = schedule.report.verification.worst
+            worst = schedule.report.features["verify"].worst
             assert worst["auxiliary losses"].units < 1
     assert_bitwise(found[0][0], found[1][0])
     assert found[0][1].keys() == found[1][1].keys()
@@ -324,7 +324,7 @@ def disproved(
     steps.zero_gradients(model)
     with pytest.raises(CannotShare):
         steps.call(schedule, step, model, items(), **options)
-    return str(schedule.report.verification.failure)
+    return str(schedule.report.features["verify"].failure)
 
 
 def test_state_of_a_microbatch_that_nothing_notices_is_caught(monkeypatch) -> None:
@@ -339,7 +339,7 @@ def test_state_of_a_microbatch_that_nothing_notices_is_caught(monkeypatch) -> No
 
 
 def test_noise_that_nothing_notices_is_caught(monkeypatch) -> None:
-    monkeypatch.setattr(SegmentDraws, "checking", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(SegmentRandomUse, "checking", lambda _: contextlib.nullcontext())
     model = small_model()
     mlp = language_model(model).decoder.layers[0].mlp
     mlp.register_forward_hook(lambda _, __, out: (out[0] + torch.rand_like(out[0]), out[1]))
@@ -374,6 +374,6 @@ def test_scales_that_are_taken_for_constant_are_caught(monkeypatch, noticed) -> 
         steps.zero_gradients(model)
         schedule = verifying()
         steps.call(schedule, step, model, items())
-        assert schedule.report.verification.failure == ""
+        assert schedule.report.features["verify"].failure == ""
     else:
         assert "gradients" in disproved(verifying(), step, model)

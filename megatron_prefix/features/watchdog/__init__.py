@@ -1,0 +1,1 @@
+"""Says where a step stands that takes far too long (`PrefixConfig.watchdog_minutes`)."""

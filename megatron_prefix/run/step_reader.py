@@ -1,0 +1,164 @@
+"""Reading: what the suspended forward steps of a call have called the model with, as segments.
+
+All ranks that make a step together end, or fall back, together where one of them cannot read it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+from megatron_prefix.errors import UserError, refused
+from megatron_prefix.features.across import step as across_step
+from megatron_prefix.layers import fused_yarn
+from megatron_prefix.refusals.own_errors import is_own, softened
+from megatron_prefix.refusals.table import FUSED_YARN
+from megatron_prefix.run.agreement import agree, agree_on, tried
+from megatron_prefix.run.execute import ahead
+from megatron_prefix.run.execute.memory_control import MemoryControl
+from megatron_prefix.run.first_step import FirstStep
+from megatron_prefix.run.pause import Rest
+from megatron_prefix.run.planning import Planning
+from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.read.read_calls import ReadCalls, read_calls
+from megatron_prefix.run.read.step import Step, read_step, told
+from megatron_prefix.run.read.suspend import Capture
+from megatron_prefix.run.report import Reports
+from megatron_prefix.run.request import Request
+from megatron_prefix.tree import Forest
+
+logger = logging.getLogger(__name__)
+Build = Callable[..., Forest]
+
+
+class StepReader:
+    """Reads the steps of one schedule.
+
+    Args:
+        memory: asked what gradients are before a step.
+        planning: makes segments.
+        reports: of the schedule's steps.
+        rest: when data-parallel ranks do not ask one another what crosses them.
+    """
+
+    def __init__(
+        self, memory: MemoryControl, planning: Planning, reports: Reports, rest: Rest
+    ) -> None:
+        self._memory, self._planning = memory, planning
+        self._config, self._reports, self._rest = planning.config, reports, rest
+
+    def read(self, capture: Capture, request: Request, first: FirstStep | None) -> Step | None:
+        """The step; None, with a report, if its calls cannot be answered from segments.
+
+        Args:
+            capture: its forward steps, which have not begun.
+            request: the call.
+            first: watches the step; None if its kind is known.
+        """
+        calls = self._agreed_calls(capture, request, first)
+        if calls is None:
+            return None
+        planning, rank = self._planning, request.rank
+        judge, unjudged = tried(lambda: planning.judge(rank))
+        build: Build = functools.partial(planning.build, rank=rank, judge=judge)
+        build_alone, has_rounds = build, rank.experts is not None and rank.ordered
+        if has_rounds and not self._config.plan_file:
+            build_alone = functools.partial(planning.build_together, rank=rank, judge=judge)
+        is_later = rank.may_cross or build_alone is not build  # when ranks have agreed to go on
+        filters = self._config.mode == "auto" and not rank.may_cross
+        step, problem = read_step(
+            calls, rank.groups, None if is_later else build, rank.device,
+            functools.partial(planning.shares_nothing, rank=rank) if filters else None,
+        )  # fmt: skip
+        if step is not None:
+            _, problem = tried(functools.partial(_check_step, step, rank))
+        if self._is_refused(problem or unjudged, rank):
+            return None
+        if step is None or not is_later or step.unshared:
+            return step
+        return self._together(step, rank, build, build_alone)
+
+    def _agreed_calls(
+        self, capture: Capture, request: Request, first: FirstStep | None
+    ) -> ReadCalls | None:
+        """This rank's model calls; None, with a report, if a rank cannot read its own, or if no
+        rank wants to."""
+        rank, kind, calls = request.rank, request.kind, None
+        problem: BaseException | None = kind.problem
+        if problem is None:
+            calls, problem = self._calls(capture, request, first)
+        wish = kind.pause is not None and kind.pause.wanted(rank)
+        reason, is_paused = agree_on(problem, wish, rank.agreeing, rank.device)
+        if reason is not None:
+            kind.refusal = reason if reason.lasts else None  # all ranks have heard
+            self._reports.refused(reason)
+            return None
+        if is_paused and kind.pause is not None:
+            decision = kind.pause.begin()
+            self._reports.stock(decision)
+            self._reports.logged.add(decision.reason)  # of the whole pause
+            return None
+        return calls
+
+    def _calls(
+        self, capture: Capture, request: Request, first: FirstStep | None
+    ) -> tuple[ReadCalls | None, BaseException | None]:
+        """What this rank's model calls say, or what is wrong with them."""
+        try:
+            capture.run()
+        except BaseException as error:  # noqa: BLE001  # the other ranks wait to hear of it
+            own = isinstance(error, Exception) and not isinstance(error, UserError)
+            capture.is_broken = own and is_own(error)  # type: ignore[arg-type]
+            return None, softened(error, self._config.mode) if capture.is_broken else error
+        try:
+            if first is not None:
+                first.check()
+            calls = read_calls(capture, request.rank, request.callbacks)
+            if self._config.mode != "observe":
+                self._memory.begin(request.rank)
+        except BaseException as error:  # likewise
+            logger.debug("this rank's microbatches cannot be read", exc_info=True)
+            return None, softened(error, self._config.mode)
+        return calls, None
+
+    def _together(self, step: Step, rank: Rank, build: Build, build_alone: Build) -> Step | None:
+        """A step with segments that data-parallel ranks make together, some of which may cross
+        them; they end or fall back together. `build`, `build_alone`: see `across_step.across`."""
+
+        def make() -> Step:
+            if rank.may_cross:
+                return across_step.across(step, rank, self._planning, build, build_alone)
+            return step.with_forest(build_alone(step.samples or (), step.microbatch_of))
+
+        whole, problem = tried(make) if rank.is_first else (None, None)
+        if rank.num_stages > 1:
+            whole = told(whole, step.samples, rank.groups.pp, rank.device)
+        if self._is_refused(problem, rank):
+            return None
+        if whole is None:
+            raise RuntimeError("no rank says why a step has no segments")
+        if rank.may_cross:
+            across_step.tell_alone(whole.why_alone, rank, self._reports.logged)
+            self._rest.note(whole.crosses)
+        if whole.crosses:
+            rank.cross()
+        return whole
+
+    def _is_refused(self, problem: BaseException | None, rank: Rank) -> bool:
+        """Whether any rank has a problem: then there is a report; all ranks call this."""
+        problem = softened(problem, self._config.mode)
+        reason = agree(problem, rank.agreeing, rank.device)
+        if reason is not None:
+            self._reports.refused(reason)
+        return reason is not None
+
+
+def _check_step(step: Step, rank: Rank) -> None:
+    """Raises what is in the way of a step that was read."""
+    if len({*step.packed}) > 1 and fused_yarn.differs(rank.config):
+        raise refused(FUSED_YARN, "packs and rows of one step")
+    for part in rank.step_parts:
+        part.check(step)
+    if rank.looks_ahead:
+        ahead.check(step, rank)
