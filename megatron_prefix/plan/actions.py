@@ -104,7 +104,7 @@ class Plan:
     @property
     def crosses(self) -> bool:
         """Whether segments cross data-parallel ranks."""
-        return bool(self.transfers) or any(one.source >= 0 for one in self.segments)
+        return bool(self.transfers) or any(segment.source >= 0 for segment in self.segments)
 
     @property
     def num_stages(self) -> int:

@@ -137,7 +137,7 @@ def _check_link(plan: Plan, kind: str, source: int, target: int) -> None:
     ends = (0, plan.num_stages - 1)
     first, last = ends[::step]  # `first` receives nothing, `last` sends nothing
     size = plan.num_ranks  # plan.stage() is too slow for thousands of plans
-    sent = [
+    expected = [
         (index, chunk * size + source + step)
         for this, index, chunk, _ in plan.programs[source]
         if this == kind and chunk * size + source != last
@@ -148,12 +148,14 @@ def _check_link(plan: Plan, kind: str, source: int, target: int) -> None:
         if this == kind and stage != first:
             places.append(place)
             received.append((index, stage))
-    if sent == received:
+    if expected == received:
         return
-    pairs = enumerate(zip(sent, received, strict=True))
-    number = next(i for i, (one, other) in pairs if one != other)
-    other = Action(kind, sent[number][0], sent[number][1] // size)
-    text = f"takes message {number} from rank {source}, which sends the one for {other} there"
+    pairs = enumerate(zip(expected, received, strict=True))
+    number = next(i for i, (a, b) in pairs if a != b)
+    sender_action = Action(kind, expected[number][0], expected[number][1] // size)
+    text = (
+        f"takes message {number} from rank {source}, which sends the one for {sender_action} there"
+    )
     raise _error(plan, target, places[number], text)
 
 

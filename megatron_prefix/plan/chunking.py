@@ -70,18 +70,18 @@ class ChunkChooser:
         if self._num_ranks == 1 or not rollouts:
             return 0
         groups = [0] * len(rollouts) if groups is None else groups
-        kept = first_groups(groups)
+        cached = first_groups(groups)
         microbatch_of = range(len(rollouts)) if microbatches is None else microbatches
         names: dict[int, int] = {}  # microbatches, renumbered from 0
-        numbers = tuple(names.setdefault(microbatch_of[rollout], len(names)) for rollout in kept)
-        shared = find_shared([rollouts[r] for r in kept], [groups[r] for r in kept], options)
-        whole = shared.forest(0, numbers)
-        if (whole, numbers) not in self._known:
+        numbers = tuple(names.setdefault(microbatch_of[rollout], len(names)) for rollout in cached)
+        shared = find_shared([rollouts[r] for r in cached], [groups[r] for r in cached], options)
+        forest = shared.forest(0, numbers)
+        if (forest, numbers) not in self._known:
             if len(self._known) == MOST_KNOWN:
                 self._known.clear()
-            lengths = {0, *_lengths(whole, options)}
-            self._known[whole, numbers] = self._best(shared, lengths, numbers)
-        return self._known[whole, numbers]
+            lengths = {0, *_lengths(forest, options)}
+            self._known[forest, numbers] = self._best(shared, lengths, numbers)
+        return self._known[forest, numbers]
 
     def _best(self, shared: Tries, lengths: set[int], microbatch_of: Sequence[int]) -> int:
         forests = {length: shared.forest(length, microbatch_of) for length in lengths}
@@ -100,19 +100,19 @@ class ChunkChooser:
 
 def first_groups(groups: Sequence[int]) -> list[int]:
     """Rollouts of the first groups: at most `_MOST_ROLLOUTS`, at least one group."""
-    taken: set[int] = set()
+    selected: set[int] = set()
     count = 0
     for group in dict.fromkeys(groups):
-        count += sum(other == group for other in groups)
-        if taken and count > _MOST_ROLLOUTS:
+        count += sum(member == group for member in groups)
+        if selected and count > _MOST_ROLLOUTS:
             break
-        taken.add(group)
-    return [rollout for rollout, group in enumerate(groups) if group in taken]
+        selected.add(group)
+    return [rollout for rollout, group in enumerate(groups) if group in selected]
 
 
-def _lengths(whole: Forest, options: TreeOptions) -> set[int]:
+def _lengths(forest: Forest, options: TreeOptions) -> set[int]:
     """Chunk lengths to try."""
-    longest = max(span.length for segment in whole.segments for span in segment.spans)
+    longest = max(span.length for segment in forest.segments for span in segment.spans)
     wave = min(options.segment_tokens or longest, longest)
     lengths = {longest // share for share in _SHARES} | {2 * wave, wave, wave // 2, wave // 4}
     return {n for n in lengths if max(_LEAST, options.boundary) <= n < longest}

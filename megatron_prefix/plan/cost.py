@@ -55,10 +55,10 @@ def segment_work(segment: Segment) -> Work:
     positions = segment.padded_length
     pairs = sum(causal_pairs(span.start, span.padded) for span in segment.spans)
     calls = 1 + any(span.start > 0 for span in segment.spans)  # own keys, and those of ancestors
-    seen = segment.above
-    if seen is None:  # an upper bound: what several parents have in common counts for each of them
-        seen = sum({span.parent: span.start for span in segment.spans}.values())
-    return Work(positions, segment.num_read, pairs, 1, calls, seen)
+    visible = segment.above
+    if visible is None:  # upper bound: common ancestors of several parents count repeatedly
+        visible = sum({span.parent: span.start for span in segment.spans}.values())
+    return Work(positions, segment.num_read, pairs, 1, calls, visible)
 
 
 def stock_work(forest: Forest, microbatch_of: Sequence[int] | None = None) -> Work:
@@ -102,8 +102,8 @@ def action_features(plan: Plan, action: Action, rank: int) -> Features:
     """
     share, is_last = 1 / plan.num_chunks, plan.stage(rank, action.chunk) == plan.num_stages - 1
     work = segment_work(plan.segments[action.segment])
-    again = AGAIN.get(plan.policy(action.segment), 0.0) if action.kind == "B" else 0.0
-    computed = features(work, action.kind) + again * features(work, "F")
+    recomputed = AGAIN.get(plan.policy(action.segment), 0.0) if action.kind == "B" else 0.0
+    computed = features(work, action.kind) + recomputed * features(work, "F")
     return computed * (2 * (share, is_last, share, 1, share, share))
 
 
@@ -157,12 +157,12 @@ class CostModel:
         """
         layers = list(layers)
         flops = cls.of_flops(
-            linear=2.0 * sum(one.products for one in layers),
+            linear=2.0 * sum(layer.products for layer in layers),
             head=2.0 * hidden_size * vocab_size,
-            attention=2.0 * sum(one.pairs for one in layers),
-            expansion=2.0 * sum(one.seen for one in layers),
+            attention=2.0 * sum(layer.pairs for layer in layers),
+            expansion=2.0 * sum(layer.seen for layer in layers),
         )
-        return replace(flops, launches=sum(one.launches for one in layers))
+        return replace(flops, launches=sum(layer.launches for layer in layers))
 
     def in_seconds(
         self,
@@ -190,7 +190,9 @@ class CostModel:
             unit.seen * flop / num_ranks,
         )  # fmt: skip
         backwards = (2 - frozen, 2 - frozen, 2, 2, 2, 3 - frozen)
-        return CostModel((*forward, *(n * one for n, one in zip(backwards, forward, strict=True))))
+        return CostModel(
+            (*forward, *(n * price for n, price in zip(backwards, forward, strict=True)))
+        )
 
     @property
     def forward(self) -> Work:

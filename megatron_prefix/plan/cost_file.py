@@ -49,7 +49,7 @@ def read_costs(path: str) -> dict[str, Evidence]:
     if values.get("version") != VERSION:
         raise UserError(f"{path}: measured costs of another version than {VERSION}; {_FIX}")
     try:
-        return {key: Evidence.from_json(one) for key, one in values["measured"].items()}
+        return {key: Evidence.from_json(entry) for key, entry in values["measured"].items()}
     except (ValueError, AttributeError, KeyError) as error:
         raise UserError(f"{path}: damaged ({error}); {_FIX}") from None
 
@@ -64,7 +64,7 @@ def write_costs(path: str, key: str, measured: Evidence) -> None:
     entries = {**read_costs(path), key: measured}
     values = {
         "format": FORMAT, "version": VERSION,
-        "measured": {name: one.to_json() for name, one in sorted(entries.items())},
+        "measured": {name: evidence.to_json() for name, evidence in sorted(entries.items())},
     }  # fmt: skip
     with writing(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)

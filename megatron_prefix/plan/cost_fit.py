@@ -84,14 +84,14 @@ class Evidence:
             weights = base * np.minimum(1.0, limit / np.maximum(away, limit))
         return evidence
 
-    def and_also(self, other: Evidence, kept: float = 1.0) -> Evidence:
-        """With what was measured later; this counts `kept` times as much."""
+    def and_also(self, later: Evidence, weight: float = 1.0) -> Evidence:
+        """With what was measured later; this counts `weight` times as much."""
         shared, stock = (
-            (self.measured(share) + other.measured(share))[-_MOST_STEPS:] for share in (True, False)
+            (self.measured(share) + later.measured(share))[-_MOST_STEPS:] for share in (True, False)
         )
         return Evidence(
-            kept * self.gram + other.gram, kept * self.moment + other.moment,
-            kept * self.count + other.count, (*shared, *stock),
+            weight * self.gram + later.gram, weight * self.moment + later.moment,
+            weight * self.count + later.count, (*shared, *stock),
         )  # fmt: skip
 
     def measured(self, share: bool) -> list[StepTime]:

@@ -33,18 +33,18 @@ def progress(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[tuple[
         {microbatch_of[rollout] for span in segment.spans for rollout in span.rollouts}
         for segment in plan.segments
     ]
-    left = [0] * (max(microbatch_of, default=-1) + 1)
+    missing = [0] * (max(microbatch_of, default=-1) + 1)
     for microbatches in through:
         for microbatch in microbatches:
-            left[microbatch] += plan.num_chunks
+            missing[microbatch] += plan.num_chunks
     steps, done = [], 0
     for action in plan.programs[rank]:
         backward = action.kind == "B"
         steps.append((done, 1 + max(through[action.segment], default=-1) if backward else 0))
         if not backward:
             for microbatch in through[action.segment]:
-                left[microbatch] -= 1
-            while done < len(left) and not left[done]:
+                missing[microbatch] -= 1
+            while done < len(missing) and not missing[done]:
                 done += 1
     return steps
 

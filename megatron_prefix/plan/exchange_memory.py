@@ -23,8 +23,8 @@ class ExchangeMemory:
         plan: whose `sent` says what leaves.
         rank: in the pipeline.
         chunk: the rank's model chunk.
-        one: of the model.
-        seen: of a segment those that it reads.
+        footprint: of the model.
+        visible: per segment those that it reads.
 
     Attributes:
         crosses: whether there are any.
@@ -35,12 +35,12 @@ class ExchangeMemory:
         plan: Plan,
         rank: int,
         chunk: int,
-        one: Footprint,
-        seen: Callable[[int], Collection[int]],
+        footprint: Footprint,
+        visible: Callable[[int], Collection[int]],
     ) -> None:
-        self._plan, self._one, self._seen = plan, one, seen
+        self._plan, self._footprint, self._visible = plan, footprint, visible
         stage = plan.stage(rank, chunk)
-        self._payloads = one.payloads[stage] if stage < len(one.payloads) else ()
+        self._payloads = footprint.payloads[stage] if stage < len(footprint.payloads) else ()
         self._is_last = stage == plan.num_stages - 1
         self.crosses = plan.crosses or bool(plan.sent)
         program = plan.programs[rank] if self.crosses else ()
@@ -55,37 +55,41 @@ class ExchangeMemory:
     def held(self) -> float:
         """Bytes now."""
         return self._returned + sum(
-            sum(some.values()) for some in (self._coming, self._copies, self._back)
+            sum(buffers.values()) for buffers in (self._coming, self._copies, self._back)
         )
 
     def post(self, action: Action) -> None:
         """Takes what begins to cross with an action."""
         for index in self._forward.pop(action, ()):
-            sent = self._sent(index)
-            if sent is None:
+            transfer = self._sent(index)
+            if transfer is None:
                 self._coming[index] = self._values(index, self._whole(index))
                 continue
-            whole = self._one.shares == 1 < self._one.parts  # rows lie as the parts of all ranks
-            rows = sent[:2] if whole else (sent.copied, sent.copied_spans)
+            gathers = (
+                self._footprint.shares == 1 < self._footprint.parts
+            )  # rows lie as the parts of all ranks
+            rows = transfer[:2] if gathers else (transfer.copied, transfer.copied_spans)
             self._copies[index] = self._values(index, rows)
         for index in self._backward.pop(action, ()):
-            sent = self._sent(index)
-            self._back[index] = 0.0 if sent is None else self._gradients(index, sent[:2])
+            transfer = self._sent(index)
+            self._back[index] = 0.0 if transfer is None else self._gradients(index, transfer[:2])
 
     def take(self, action: Action) -> None:
         """Frees what an action waits for before it computes."""
         index = action.segment
         if action.kind == "F":
             received = self._plan.segments[index].source >= 0  # what it continues may be on its way
-            for seen in () if received else self._seen(index):
-                self._coming.pop(seen, None)
+            for source in () if received else self._visible(index):
+                self._coming.pop(source, None)
             return
         self._coming.pop(index, None)
         self._back.pop(index, None)
         self._copies.pop(index, None)
         segment = self._plan.segments[index]
         if segment.source >= 0 and segment.scored and self._is_last:
-            self._returned += self._whole(index)[0] / self._one.parts * self._one.state_grad
+            self._returned += (
+                self._whole(index)[0] / self._footprint.parts * self._footprint.state_grad
+            )
 
     def _payloads_by_level(
         self, program: Sequence[Action], chunk: int
@@ -125,8 +129,8 @@ class ExchangeMemory:
         return self._plan.sent[index].level if self._plan.sent else 0
 
     def _sent(self, index: int) -> Sent | None:
-        sent = self._plan.sent[index] if self._plan.sent else None
-        return sent if sent is not None and sent.positions else None
+        transfer = self._plan.sent[index] if self._plan.sent else None
+        return transfer if transfer is not None and transfer.positions else None
 
     def _whole(self, index: int) -> tuple[int, int]:
         segment = self._plan.segments[index]
@@ -136,19 +140,19 @@ class ExchangeMemory:
         """Of payloads of so many positions and spans; received states are counted by who keeps
         them."""
         scored = self._plan.segments[index].scored and self._is_last
-        kept = self._plan.segments[index].source >= 0 and self._one.parts == 1
-        state = self._one.state if scored and not kept else 0.0
+        is_counted = self._plan.segments[index].source >= 0 and self._footprint.parts == 1
+        state = self._footprint.state if scored and not is_counted else 0.0
         return self._bytes([(of.form, of.values) for of in self._payloads], rows, state)
 
     def _gradients(self, index: int, rows: tuple[int, ...]) -> float:
         scored = self._plan.segments[index].scored and self._is_last
-        state = self._one.state_grad if scored else 0.0
+        state = self._footprint.state_grad if scored else 0.0
         return self._bytes([(of.form, of.gradients) for of in self._payloads], rows, state)
 
     def _bytes(
         self, payloads: Iterable[tuple[Form, float]], rows: tuple[int, ...], state: float
     ) -> float:
-        positions, spans = rows[0] / self._one.parts, rows[1]
+        positions, spans = rows[0] / self._footprint.parts, rows[1]
         num_bytes = positions * state
         for form, size in payloads:
             # Every context-parallel rank has the last positions of all.

@@ -193,7 +193,9 @@ class Footprint:
         """
         hidden = hidden_size / form.sequence_ranks
         payloads = _by_stage(layers, behind, form)
-        rows = [one for stage in payloads for one in stage if one.form == Form.POSITIONS]
+        rows = [
+            payload for stage in payloads for payload in stage if payload.form == Form.POSITIONS
+        ]
         parts = [part for layer in (*layers, behind) for part in layer]
         keys = [_keys(part) for part in parts]
         return cls(
@@ -228,13 +230,13 @@ class Footprint:
         received = 0.0 if first else self.stage_input
         if policy == "recompute":
             return received
-        sent = self.stage_input if self.keeps_outputs and not last else 0.0
+        output = self.stage_input if self.keeps_outputs and not last else 0.0
         if policy == "offload":  # what the output layer saves stays
-            return received + (read * (self.head - self.norm) if last else sent)
+            return received + (read * (self.head - self.norm) if last else output)
         act = self.act if policy == "recompute_act" else 0.0
         layer = (self.inner if inner else self.wave) - act
         if not last:
-            return self.num_layers * layer + sent
+            return self.num_layers * layer + output
         # Of the last layer the MLP runs on what is read only, so no more is dropped there.
         last_layer = self.last_layer(read) - read * act + (layer + act - self.inner)
         last_layer += self.behind_inner if inner else self.behind_wave
@@ -244,8 +246,8 @@ class Footprint:
         """Transient bytes a position of a layer's forward: what it keeps is counted there, and its
         last product and what that is added to are not kept as they are."""
         layer = self.inner if inner else self.wave
-        kept = layer - (self.act if policy == "recompute_act" else 0.0)
-        return max(self.temporary - kept, 2 * self.stage_input)
+        saved = layer - (self.act if policy == "recompute_act" else 0.0)
+        return max(self.temporary - saved, 2 * self.stage_input)
 
     def exchanged(self, backward: bool) -> float:
         """Transient, of one layer's own attention on context-parallel ranks: K/V of all of them,
@@ -253,13 +255,13 @@ class Footprint:
         if self.parts == 1:
             return 0.0
         runs = self.parts + 0.5
-        sent = self.keys * runs + self.keys_grad * (self.parts + runs)
-        return self.keys * (self.parts + runs) + (sent if backward else 0.0)
+        reduced = self.keys * runs + self.keys_grad * (self.parts + runs)
+        return self.keys * (self.parts + runs) + (reduced if backward else 0.0)
 
     def last_layer(self, read: float) -> float:
         """Saved by the last layer of the last stage: what follows attention, of what is read."""
-        whole = self.unread + (self.attention if read else 0.0)
-        return whole + read * max(0.0, self.inner - whole)
+        unscored = self.unread + (self.attention if read else 0.0)
+        return unscored + read * max(0.0, self.inner - unscored)
 
     def after(self, read: float) -> float:
         """Saved after the last layer, a position of the segment."""
@@ -288,33 +290,36 @@ def _saved(
     norm = (2 * hidden if form.fused_layers else 3 * hidden + 1) * form.itemsize
     recomputed, output = form.selects("layernorm"), hidden * form.itemsize
     before = functools.partial(_in_front, norm=norm, output=output, recomputed=recomputed)
-    again = norm * recomputed
-    both = [*layers, behind]
+    repeated = norm * recomputed
+    all_layers = [*layers, behind]
     act = _mean(layers, "act") * (form.recompute != "full")
-    *inners, behind_inner = [sum(before(part) + part.inner for part in layer) for layer in both]
-    *waves, behind_wave = [sum(before(part) + part.wave for part in layer) for layer in both]
+    *inners, behind_inner = [
+        sum(before(part) + part.inner for part in layer) for layer in all_layers
+    ]
+    *waves, behind_wave = [sum(before(part) + part.wave for part in layer) for layer in all_layers]
     inner, wave = sum(inners) / len(layers), sum(waves) / len(layers)
-    again = max(
-        max((part.again for part in layer), default=0.0) + again * len(layer) for layer in both
+    repeated = max(
+        max((part.again for part in layer), default=0.0) + repeated * len(layer)
+        for layer in all_layers
     )
-    unread, last = inner, layers[-1]
+    unused, last = inner, layers[-1]
     if form.recompute == "full":
         num = max(1, len(layers) // form.num_stages)
-        inner, wave, again = _checkpointed(
+        inner, wave, repeated = _checkpointed(
             form, hidden * form.itemsize, inner, wave, max(waves), num
         )
-        unread = inner
+        unused = inner
         if behind and form.method != "block":  # of the layer behind the checkpoint's two inputs
-            kept = 2 * hidden * form.itemsize
-            again = max(again, behind_wave - kept)
-            behind_inner = behind_wave = kept
+            inputs = 2 * hidden * form.itemsize
+            repeated = max(repeated, behind_wave - inputs)
+            behind_inner = behind_wave = inputs
     elif _ends_early(layers, behind):
         # transformer-engine's second norm is part of the MLP, which does not run.
         norms = before(last[0]) if form.fused_layers else norm * len(last)
-        unread = min(inners[-1], norms + sum(part.unread or 0.0 for part in last))
-    attention = max(0.0, min(sum(part.read for part in last), inner - unread))
+        unused = min(inners[-1], norms + sum(part.unread or 0.0 for part in last))
+    attention = max(0.0, min(sum(part.read for part in last), inner - unused))
     return dict(
-        inner=inner, wave=wave, unread=unread, attention=attention, again=again, act=act,
+        inner=inner, wave=wave, unread=unused, attention=attention, again=repeated, act=act,
         behind_inner=behind_inner, behind_wave=behind_wave,
     )  # fmt: skip
 
@@ -345,8 +350,8 @@ def _by_stage(
     ends = [len(layers) * stage // form.num_stages for stage in range(form.num_stages + 1)]
     stages = [[*layers[start:end]] for start, end in itertools.pairwise(ends)]
     stages[-1].append(behind)
-    found = [[p.payload for layer in stage for p in layer if p.payload] for stage in stages]
-    return tuple(map(tuple, found))
+    payloads = [[p.payload for layer in stage for p in layer if p.payload] for stage in stages]
+    return tuple(map(tuple, payloads))
 
 
 def spread(num_layers: int, num_host: int) -> list[int]:
@@ -375,13 +380,13 @@ def _behind_layers(
 
 
 def _checkpointed(
-    form: Execution, given: float, inner: float, wave: float, largest: float, num_layers: int
+    form: Execution, input_bytes: float, inner: float, wave: float, largest: float, num_layers: int
 ) -> tuple[float, float, float]:
     """Full recomputation: only the input of one or a few layers is saved, and the rest is there
     while their backward runs, `largest` where it is the layer with most."""
     if form.method == "block":
         share = min(1.0, form.num_layers / num_layers)
-        kept = share * given
-        return kept + (1 - share) * inner, kept + (1 - share) * wave, largest - given
-    kept = given / form.num_layers
-    return kept, kept, min(largest * form.num_layers, wave * num_layers) - given
+        saved = share * input_bytes
+        return saved + (1 - share) * inner, saved + (1 - share) * wave, largest - input_bytes
+    saved = input_bytes / form.num_layers
+    return saved, saved, min(largest * form.num_layers, wave * num_layers) - input_bytes

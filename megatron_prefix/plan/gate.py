@@ -104,9 +104,9 @@ def without_sharing(
         return config.min_speedup > 1
     raw = sum(map(len, rollouts))
     trained = sum(int(np.count_nonzero(rollout.trained)) for rollout in rollouts)
-    left = raw - head * (raw - trained)
+    stock_cost = raw - head * (raw - trained)
     needed = sum(rollout.num_needed**2 / len(rollout) for rollout in rollouts)
-    enough = needed - raw * raw / (config.min_speedup * left) if left else 0.0
+    enough = needed - raw * raw / (config.min_speedup * stock_cost) if stock_cost else 0.0
     return enough > 0 and most_saved(rollouts, config.tree_options(align), enough) < enough
 
 

@@ -92,7 +92,9 @@ def joint_forest(
     levels, crossing = _crossing(forests)
     nodes = crossing + _side_by_side(forests)
     sources = [_source(forests, node) for node in nodes]
-    filled = [_filled(one, nodes, sources, levels, number) for number, one in enumerate(forests)]
+    filled = [
+        _filled(forest, nodes, sources, levels, number) for number, forest in enumerate(forests)
+    ]
     if even:
         filled = _evened(filled)
     ordered = any(forest.ordered for forest in forests)
@@ -106,8 +108,11 @@ def joint_forest(
             forests[place].multiple,
             ordered,
             exchanges=tuple(Exchange(place, (), level) for place, level in enumerate(levels)),
-            whole=forests[place].whole,
-            wanted=min((forest.wanted for forest in forests if forest.wanted), default=0),
+            pad_multiple=forests[place].pad_multiple,
+            requested_length=min(
+                (forest.requested_length for forest in forests if forest.requested_length),
+                default=0,
+            ),
         ),
         tuple(_numbered(microbatches_of, ordered)),
         tuple(map(tuple, microbatches_of)),
@@ -122,24 +127,24 @@ def joint_forest(
 
 def _mixed(forests: Sequence[Forest]) -> bool:
     """See JointForest; a forest without inner segments fits both."""
-    inner = [[one for one in forest.segments if one.inner] for forest in forests]
-    return len({any(one.waits for one in some) for some in inner if some}) == 2
+    inner = [[segment for segment in forest.segments if segment.inner] for forest in forests]
+    return len({any(segment.waits for segment in segments) for segments in inner if segments}) == 2
 
 
 def _sent(forests: Sequence[Forest]) -> tuple[Sent, ...]:
     """Per place the most that one of some forests sends; they have equally many segments."""
     most = [[0, 0, 0, 0, -1] for _ in forests[0].segments]
     for forest in forests:
-        for one in forest.exchanges:
-            segment, mine = forest.segments[one.segment], [0, 0, 0, 0]
-            for _, spans in one.peers if segment.source < 0 else ():
+        for exchange in forest.exchanges:
+            segment, row_sum = forest.segments[exchange.segment], [0, 0, 0, 0]
+            for _, spans in exchange.peers if segment.source < 0 else ():
                 positions = sum(segment.spans[span].padded for span in spans)
                 apart = spans[-1] - spans[0] >= len(spans)
                 row = (positions, len(spans), positions * apart, len(spans) * apart)
-                mine = [*map(sum, zip(mine, row, strict=True))]
-            told = (*mine, one.level)
-            most[one.segment] = [*map(max, zip(most[one.segment], told, strict=True))]
-    return tuple(Sent(*row) for row in most) if any(one.exchanges for one in forests) else ()
+                row_sum = [*map(sum, zip(row_sum, row, strict=True))]
+            counts = (*row_sum, exchange.level)
+            most[exchange.segment] = [*map(max, zip(most[exchange.segment], counts, strict=True))]
+    return tuple(Sent(*row) for row in most) if any(forest.exchanges for forest in forests) else ()
 
 
 def _numbered(microbatches_of: Sequence[Sequence[int]], ordered: bool) -> Iterator[int]:
@@ -154,10 +159,10 @@ def _crossing(forests: Sequence[Forest]) -> tuple[list[int], list[_Node]]:
     """Levels and places of segments that cross data-parallel ranks; forests begin with them."""
     rows: dict[tuple[int, bool], list[list[int]]] = {}
     for place, forest in enumerate(forests):
-        for one in forest.exchanges:
-            received = forest.segments[one.segment].source >= 0
-            row = rows.setdefault((one.level, received), [[] for _ in forests])
-            row[place].append(one.segment)
+        for exchange in forest.exchanges:
+            received = forest.segments[exchange.segment].source >= 0
+            row = rows.setdefault((exchange.level, received), [[] for _ in forests])
+            row[place].append(exchange.segment)
     places = [
         (level, node) for (level, _), row in sorted(rows.items()) for node in zip_longest(*row)
     ]
@@ -166,8 +171,8 @@ def _crossing(forests: Sequence[Forest]) -> tuple[list[int], list[_Node]]:
 
 def _source(forests: Sequence[Forest], node: _Node) -> int:
     """At or above 0: what is at a place is received."""
-    here = zip(forests, node, strict=True)
-    return max(forest.segments[index].source for forest, index in here if index is not None)
+    indexed = zip(forests, node, strict=True)
+    return max(forest.segments[index].source for forest, index in indexed if index is not None)
 
 
 def _side_by_side(forests: Sequence[Forest]) -> list[_Node]:
@@ -178,15 +183,15 @@ def _side_by_side(forests: Sequence[Forest]) -> list[_Node]:
     done = [len(forest.exchanges) for forest in forests]
     rounds = [(f.ordered and f.rounds) or (0,) * len(f.segments) for f in forests]
     for number in sorted({*itertools.chain(*rounds)}):
-        ends = [bisect.bisect(one, number) for one in rounds]
+        ends = [bisect.bisect(rounds_of, number) for rounds_of in rounds]
         while any(place < end for place, end in zip(done, ends, strict=True)):
-            left = [
+            waiting = [
                 forest.segments[place].waits if place < end else None
                 for place, end, forest in zip(done, ends, forests, strict=True)
             ]
-            taken = [waits is (False not in left) for waits in left]
-            nodes.append(tuple(n if take else None for n, take in zip(done, taken, strict=True)))
-            done = [n + take for n, take in zip(done, taken, strict=True)]
+            advances = [waits is (False not in waiting) for waits in waiting]
+            nodes.append(tuple(n if take else None for n, take in zip(done, advances, strict=True)))
+            done = [n + take for n, take in zip(done, advances, strict=True)]
     return nodes
 
 
@@ -199,7 +204,7 @@ def _filled(
 ) -> Forest:
     """One of the forests, with fillers where it has no segment; those for what others receive say
     so, and nothing runs there."""
-    length = math.lcm(forest.multiple, forest.whole)
+    length = math.lcm(forest.multiple, forest.pad_multiple)
     filler = Segment((Span(0, 0, length, ()),), inner=False, scored=False, trained=0)
     new: dict[int, int] = {}
     segments = []
@@ -210,11 +215,11 @@ def _filled(
         else:
             new[index] = number
             segments.append(_moved(forest.segments[index], new))
-    exchanges = [one._replace(segment=new[one.segment]) for one in forest.exchanges]
+    exchanges = [exchange._replace(segment=new[exchange.segment]) for exchange in forest.exchanges]
     for number, (level, node) in enumerate(zip(levels, nodes, strict=False)):
         if node[place] is None:
             exchanges.append(Exchange(number, (), level))
-    exchanges.sort(key=lambda one: one.level)  # in a level in the order that all ranks have
+    exchanges.sort(key=lambda exchange: exchange.level)  # within a level in the order of all ranks
     return replace(forest, segments=tuple(segments), exchanges=tuple(exchanges), rounds=())
 
 
@@ -241,20 +246,20 @@ def _moved(segment: Segment, new: Mapping[int, int]) -> Segment:
         else span._replace(parent=span.parent._replace(segment=new[span.parent.segment]))
         for span in segment.spans
     )  # fmt: skip
-    made = tuple(spans)
+    moved_spans = tuple(spans)
     joined = -1 if segment.joined < 0 else new[segment.joined]
-    return segment._replace(spans=made, joined=joined)
+    return segment._replace(spans=moved_spans, joined=joined)
 
 
 def _union(forests: Sequence[Forest], sources: Sequence[int]) -> Iterator[Segment]:
     """Segments at one place as one; spans and rollouts are numbered on from forest to forest."""
     rollouts = [0, *itertools.accumulate(len(forest.num_positions) for forest in forests)]
     before: list[list[int]] = []  # per place and forest the spans of the forests before it
-    each = zip(sources, *(forest.segments for forest in forests), strict=True)
-    for index, (source, *here) in enumerate(each):
-        before.append([0, *itertools.accumulate(len(segment.spans) for segment in here)])
+    places = zip(sources, *(forest.segments for forest in forests), strict=True)
+    for index, (source, *segments) in enumerate(places):
+        before.append([0, *itertools.accumulate(len(segment.spans) for segment in segments)])
         spans = []
-        for number, segment in enumerate(here):
+        for number, segment in enumerate(segments):
             for span in segment.spans:
                 members = tuple(rollouts[number] + rollout for rollout in span.rollouts)
                 parent = span.parent
@@ -262,10 +267,10 @@ def _union(forests: Sequence[Forest], sources: Sequence[int]) -> Iterator[Segmen
                     shift = before[parent.segment][number]
                     parent = parent._replace(number=parent.number + shift)
                 spans.append(span._replace(rollouts=members, parent=parent))
-        inner, scored = (any(flags) for flags in zip(*(s[1:3] for s in here), strict=True))
-        trained = [segment.trained for segment in here if segment.trained is not None]
-        known = len(trained) == len(here)
-        joined = index if any(segment.joined >= 0 for segment in here) else -1
+        inner, scored = (any(flags) for flags in zip(*(s[1:3] for s in segments), strict=True))
+        trained = [segment.trained for segment in segments if segment.trained is not None]
+        all_known = len(trained) == len(segments)
+        joined = index if any(segment.joined >= 0 for segment in segments) else -1
         yield Segment(
-            tuple(spans), inner, scored, sum(trained) if known else None, source, joined=joined
+            tuple(spans), inner, scored, sum(trained) if all_known else None, source, joined=joined
         )

@@ -22,7 +22,9 @@ BACKWARDS_AHEAD = 4
 def leaner(plan: Plan) -> Plan | None:
     """The plan with every inner segment recomputed; None if it is already."""
     waiting = policies(plan.segments, "recompute")
-    lean = tuple(plan.policy(i) if one == "retain" else one for i, one in enumerate(waiting))
+    lean = tuple(
+        plan.policy(i) if policy == "retain" else policy for i, policy in enumerate(waiting)
+    )
     same = lean == plan.policies or not any(segment.waits for segment in plan.segments)
     return None if same else replace(plan, policies=lean)
 
@@ -73,22 +75,22 @@ def automatic(
     if _peak(plan, footprint) <= free:
         return ()
     retaining = _Choice(plan, footprint, cost, rates, may_offload)
-    kept = retaining.fitting(free)
+    selected = retaining.fitting(free)
     if not footprint.act:
-        return kept
+        return selected
     light = replace(plan, policies=policies(plan.segments, "recompute_act"))
     leaving = _Choice(light, footprint, cost, rates, may_offload)
-    fits = _peak(replace(plan, policies=kept), footprint) <= free
+    fits = _peak(replace(plan, policies=selected), footprint) <= free
     if fits and retaining.price <= leaving.price:  # a search only adds to it
-        return kept
+        return selected
     less = leaving.fitting(free)
     cheaper = leaving.price < retaining.price and _peak(leaving.plan, footprint) <= free
-    return less if cheaper or not fits else kept
+    return less if cheaper or not fits else selected
 
 
 def _peak(plan: Plan, footprint: Footprint) -> float:
     """Of the rank with most."""
-    return max(one.peak for one in predict(plan, footprint))
+    return max(memory.peak for memory in predict(plan, footprint))
 
 
 def _computed(segment: Segment) -> bool:
@@ -151,17 +153,19 @@ class _Choice:
 
     def _become(self, plan: Plan) -> tuple[str, ...]:
         """Takes a plan's policies, all on the device."""
-        again = (AGAIN.get(plan.policy(index), 0.0) for index in range(len(plan.segments)))
-        self.plan, self.price = plan, sum(map(operator.mul, again, self._seconds))
+        recomputed_shares = (
+            AGAIN.get(plan.policy(index), 0.0) for index in range(len(plan.segments))
+        )
+        self.plan, self.price = plan, sum(map(operator.mul, recomputed_shares, self._seconds))
         return plan.policies
 
     def give(self, rank: int, memory: RankMemory, excess: float) -> bool:
         """Changes policies of segments that a rank holds at its peak; False where none is left."""
-        again = memory.action.segment
-        recomputing = memory.action.kind == "B" and self.plan.policy(again) == "recompute"
+        index_at_peak = memory.action.segment
+        recomputing = memory.action.kind == "B" and self.plan.policy(index_at_peak) == "recompute"
         if recomputing and self._may_offload:
             # That does not fit; an offloaded segment comes back a few layers at a time.
-            self._set(again, "offload")
+            self._set(index_at_peak, "offload")
             return True
         offers = sorted(
             self._cheapest(rank, index)
@@ -186,18 +190,18 @@ class _Choice:
         prices = {"recompute": self._seconds[index]}
         if self._may_offload:
             copy = size / self._rates.link
-            between, loading = self._hidden[rank].get(index, (0.0, 0.0))
-            waits = max(0.0, self._on_link + copy - between), max(0.0, copy - loading)
+            gap, loading = self._hidden[rank].get(index, (0.0, 0.0))
+            waits = max(0.0, self._on_link + copy - gap), max(0.0, copy - loading)
             prices["offload"] = sum(waits)
         policy = min(prices, key=prices.__getitem__)
         return prices[policy] / size, index, policy
 
     def _size(self, index: int) -> float:
         """Bytes of a segment's saved tensors on one rank."""
-        one = self._footprint
-        act = one.act if self.plan.policy(index) == "recompute_act" else 0.0
-        positions = self.plan.segments[index].padded_length / one.parts
-        return positions * (one.inner - act) * one.num_layers * self.plan.num_chunks
+        footprint = self._footprint
+        act = footprint.act if self.plan.policy(index) == "recompute_act" else 0.0
+        positions = self.plan.segments[index].padded_length / footprint.parts
+        return positions * (footprint.inner - act) * footprint.num_layers * self.plan.num_chunks
 
     def _set(self, index: int, policy: str) -> None:
         changed = list(self.plan.policies or ["retain"] * len(self.plan.segments))
@@ -218,6 +222,6 @@ class _Choice:
             if action.kind == "B" and self.plan.segments[action.segment].waits:
                 before = program[max(0, place - BACKWARDS_AHEAD) : place]
                 run = len([*itertools.takewhile(lambda a: a.kind == "B", reversed(before))])
-                between = ends[action] - lengths[place] - ends[action._replace(kind="F")]
-                windows[action.segment] = between, sum(lengths[place - run : place + 1])
+                gap = ends[action] - lengths[place] - ends[action._replace(kind="F")]
+                windows[action.segment] = gap, sum(lengths[place - run : place + 1])
         return windows

@@ -84,14 +84,22 @@ def predict(plan: Plan, footprint: Footprint) -> tuple[RankMemory, ...]:
 def table(plan: Plan, memory: Sequence[RankMemory]) -> str:
     """A table of what every rank holds at its peak, in GiB."""
     lines = ["rank   peak  activations    K/V  gK/gV  temporary  at    segments held"]
-    for rank, one in enumerate(memory):
-        policies = sorted({plan.policy(index) for index, _ in one.held})
-        held = f"{len(one.held)} ({', '.join(policies)})" if one.held else "none"
-        numbers = (one.peak, one.activations, one.kv, one.kv_grad, one.temporary)
+    for rank, peak_memory in enumerate(memory):
+        policies = sorted({plan.policy(index) for index, _ in peak_memory.held})
+        segments = (
+            f"{len(peak_memory.held)} ({', '.join(policies)})" if peak_memory.held else "none"
+        )
+        numbers = (
+            peak_memory.peak,
+            peak_memory.activations,
+            peak_memory.kv,
+            peak_memory.kv_grad,
+            peak_memory.temporary,
+        )
         cells = (f"{number / 2**30:.2f}" for number in numbers)
         widths = (6, 12, 6, 6, 10)
         row = " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-        lines.append(f"{rank:4d} {row}  {one.action!s:5s} {held}")
+        lines.append(f"{rank:4d} {row}  {peak_memory.action!s:5s} {segments}")
     return "\n".join(lines)
 
 
@@ -99,7 +107,7 @@ class _MemoryRun:
     """Goes through the programs of a plan's ranks and adds up memory."""
 
     def __init__(self, plan: Plan, footprint: Footprint) -> None:
-        self.plan, self.one = plan, footprint
+        self.plan, self.footprint = plan, footprint
         self.payloads = [Counter(stage) for stage in footprint.payloads]
         # Of what another rank computes no layer saves anything here.
         self.positions = [
@@ -112,78 +120,87 @@ class _MemoryRun:
 
     def rank(self, rank: int) -> RankMemory:
         """Goes through one rank's program."""
-        held: dict[tuple[int, int], float] = {}
+        live_bytes: dict[tuple[int, int], float] = {}
         arenas = self._arenas(rank)
         messages = self._exchanges(rank, arenas)
         activations = self._held_by_places(rank)
-        saved = there = kept = wave = exchanged = 0.0
-        found = RankMemory(0.0, 0.0, Action("F", 0), *(0.0,) * 9, ())
+        saved = host_peak = cache_peak = wave = exchanged = 0.0
+        result = RankMemory(0.0, 0.0, Action("F", 0), *(0.0,) * 9, ())
         for action in self.plan.programs[rank]:
             key = action.chunk, action.segment
             if action.kind == "F":
-                held[key] = self._kept(rank, action) - self._kept_in_places(rank, action)
-                activations += held[key]
+                live_bytes[key] = self._kept(rank, action) - self._kept_in_places(rank, action)
+                activations += live_bytes[key]
             arenas[action.chunk].begin(action)
             kv = sum(arena.values(arena.here) for arena in arenas)
             kv_grad = sum(arena.gradients(arena.here) for arena in arenas)
-            there = max(there, sum(a.values(a.there) + a.gradients(a.there) for a in arenas))
-            again, temporary = self._moment(rank, action, arenas[action.chunk])
+            host_peak = max(
+                host_peak, sum(a.values(a.there) + a.gradients(a.there) for a in arenas)
+            )
+            reloaded, temporary = self._moment(rank, action, arenas[action.chunk])
             total = activations + kv + kv_grad
-            saved, kept = max(saved, total + again), max(kept, kv + kv_grad)
+            saved, cache_peak = max(saved, total + reloaded), max(cache_peak, kv + kv_grad)
             messages[action.chunk].post(action)
-            before = sum(one.held for one in messages)
+            before = sum(exchange.held for exchange in messages)
             messages[action.chunk].take(action)
-            crossing = sum(one.held for one in messages)
+            crossing = sum(exchange.held for exchange in messages)
             # What has arrived is in the sidecar before the action computes.
-            at_once = max(again + temporary + crossing, before)
-            late = min(sum(arena.late for arena in arenas), held[key])
+            at_once = max(reloaded + temporary + crossing, before)
+            late = min(sum(arena.late for arena in arenas), live_bytes[key])
             used, exchanged = total - late + at_once + self.messages, max(exchanged, before)
             if not self.plan.segments[action.segment].waits:
                 wave = max(wave, used)
-            if used > found.peak:
-                found = RankMemory(
+            if used > result.peak:
+                result = RankMemory(
                     used, 0.0, action, activations, kv, kv_grad - late, self.messages + crossing,
                     at_once - crossing, 0.0, 0.0, 0.0, 0.0,
-                    tuple((index, size) for (_, index), size in held.items()),
+                    tuple((index, size) for (_, index), size in live_bytes.items()),
                 )  # fmt: skip
             if action.kind == "B":
-                activations -= held.pop(key)
+                activations -= live_bytes.pop(key)
                 arenas[action.chunk].end(action)
-        found = replace(found, staged=max(self._staged(rank), default=0.0), cache_staged=there)
-        return replace(found, saved=saved, wave_peak=wave, exchanged=exchanged, cache_peak=kept)
+        result = replace(
+            result, staged=max(self._staged(rank), default=0.0), cache_staged=host_peak
+        )
+        return replace(
+            result, saved=saved, wave_peak=wave, exchanged=exchanged, cache_peak=cache_peak
+        )
 
     def _held_by_places(self, rank: int) -> float:
         """Bytes of places that layers save in."""
-        places = self.one.places
-        return 0.0 if places is None else places.held(self.plan, self.one, rank)
+        places = self.footprint.places
+        return 0.0 if places is None else places.held(self.plan, self.footprint, rank)
 
     def _kept_in_places(self, rank: int, action: Action) -> float:
         """Of what a segment keeps, bytes in places of their own."""
-        again = self.plan.policy(action.segment) == "recompute"
-        return 0.0 if again else self._in_places(rank, action)
+        is_recomputed = self.plan.policy(action.segment) == "recompute"
+        return 0.0 if is_recomputed else self._in_places(rank, action)
 
     def _in_places(self, rank: int, action: Action) -> float:
         """Of what a segment's layers save, bytes in places of their own."""
-        places = self.one.places
-        return 0.0 if places is None else places.saved(self.plan, self.one, rank, action)
+        places = self.footprint.places
+        return 0.0 if places is None else places.saved(self.plan, self.footprint, rank, action)
 
     def _exchanges(self, rank: int, arenas: Sequence[_Arena]) -> list[ExchangeMemory]:
         """Messages between data-parallel ranks, of every model chunk of a rank."""
         return [
-            ExchangeMemory(self.plan, rank, chunk, self.one, arena.map.seen)
+            ExchangeMemory(self.plan, rank, chunk, self.footprint, arena.map.visible)
             for chunk, arena in enumerate(arenas)
         ]
 
     def _arenas(self, rank: int) -> list[_Arena]:
         """The sidecar of every model chunk of a rank."""
-        plan, one = self.plan, self.one
-        found = []
+        plan, footprint = self.plan, self.footprint
+        arenas = []
         for chunk in range(plan.num_chunks):
-            payloads, actions = one.payloads[plan.stage(rank, chunk)], plan.actions_of(rank, chunk)
+            payloads, actions = (
+                footprint.payloads[plan.stage(rank, chunk)],
+                plan.actions_of(rank, chunk),
+            )
             forms = [payload.form for payload in payloads]
-            planned = payload_map(plan.segments, actions, one.parts, one.shares, forms)
-            found.append(_Arena(planned, one, payloads))
-        return found
+            planned = payload_map(plan.segments, actions, footprint.parts, footprint.shares, forms)
+            arenas.append(_Arena(planned, footprint, payloads))
+        return arenas
 
     def _ends(self, rank: int, action: Action) -> tuple[bool, bool]:
         stage = self.plan.stage(rank, action.chunk)
@@ -193,12 +210,14 @@ class _MemoryRun:
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
         first, last = self._ends(rank, action)
         if segment.source >= 0:
-            states = segment.padded_length / self.one.parts * self.one.stage_input
+            states = segment.padded_length / self.footprint.parts * self.footprint.stage_input
             return states * (last and segment.scored)
-        one = self.one.kept(policy, segment.inner, self.read[action.segment], first, last)
-        kept = policy in ON_DEVICE and not self.one.checkpointed
-        spans = self._of_spans(rank, action) if kept else 0.0
-        return self.positions[action.segment] * one + spans
+        row_bytes = self.footprint.kept(
+            policy, segment.inner, self.read[action.segment], first, last
+        )
+        on_device = policy in ON_DEVICE and not self.footprint.checkpointed
+        spans = self._of_spans(rank, action) if on_device else 0.0
+        return self.positions[action.segment] * row_bytes + spans
 
     def _of_spans(self, rank: int, action: Action) -> float:
         """Bytes that layers save for the spans of a segment: all of a stage, or where each is
@@ -206,15 +225,15 @@ class _MemoryRun:
         payloads = self.payloads[self.plan.stage(rank, action.chunk)]
         if not any(of.initial or of.edge or of.batched for of in payloads):
             return 0.0
-        one, spans = self.one, self.plan.segments[action.segment].spans
+        footprint, spans = self.footprint, self.plan.segments[action.segment].spans
         with_parents, lengths = sum(s.parent is not None for s in spans), [s.padded for s in spans]
         rows = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches(lengths))
-        padding = (rows - sum(lengths)) / one.parts
+        padding = (rows - sum(lengths)) / footprint.parts
         layers = {
             of: of.initial * with_parents + of.edge * len(spans) + of.batched * padding
             for of in payloads
         }
-        if one.checkpointed:
+        if footprint.checkpointed:
             return max(layers.values())
         return sum(count * layers[of] for of, count in payloads.items())
 
@@ -225,10 +244,10 @@ class _MemoryRun:
             segment = self.plan.segments[action.segment]
             if self.plan.policy(action.segment) == "offload":
                 ends = (segment.inner, self.read[action.segment], *self._ends(rank, action))
-                away = self.one.kept("retain", *ends) - self.one.kept("offload", *ends)
+                away = self.footprint.kept("retain", *ends) - self.footprint.kept("offload", *ends)
                 sign = 1 if action.kind == "F" else -1
                 away *= self.positions[action.segment]
-                spans = 0.0 if self.one.checkpointed else self._of_spans(rank, action)
+                spans = 0.0 if self.footprint.checkpointed else self._of_spans(rank, action)
                 staged += sign * (away + spans)
                 yield staged
 
@@ -236,15 +255,15 @@ class _MemoryRun:
         """Bytes in use only while an action runs: saved ones, and temporaries."""
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
         _, last = self._ends(rank, action)
-        positions, one = self.positions[action.segment], self.one
+        positions, footprint = self.positions[action.segment], self.footprint
         if segment.source >= 0:
             return 0.0, self._arriving(action, last and segment.scored)
-        kept = action.kind == "F" and policy in ON_DEVICE
-        layer = one.computed(policy, segment.inner) if kept else one.temporary
-        temporary = positions * max(layer, one.exchanged(action.kind == "B"))
+        on_device = action.kind == "F" and policy in ON_DEVICE
+        layer = footprint.computed(policy, segment.inner) if on_device else footprint.temporary
+        temporary = positions * max(layer, footprint.exchanged(action.kind == "B"))
         temporary += max(
             self._of_ancestors(arena.map.levels[action.segment]),
-            one.tail
+            footprint.tail
             * max(
                 (reads[action.segment].repeated for _, reads in arena.map.tails.values()), default=0
             ),
@@ -253,11 +272,13 @@ class _MemoryRun:
             temporary += arena.visited(action.kind == "B")
         read = self.read[action.segment]
         if last and action.kind == "B":  # what is behind the layers runs backward before them
-            unread = one.unread * (policy != "offload")  # that is on the host until then
-            temporary -= positions * (one.released(read) if segment.scored else unread)
+            unused = footprint.unread * (policy != "offload")  # that is on the host until then
+            temporary -= positions * (footprint.released(read) if segment.scored else unused)
         head = 0.0
         if last and segment.scored:
-            head = positions * read * one.head_temporary + one.head_weight * (action.kind == "B")
+            head = positions * read * footprint.head_temporary + footprint.head_weight * (
+                action.kind == "B"
+            )
         temporary = max(head, temporary)
         return self._again(rank, action), temporary
 
@@ -265,44 +286,48 @@ class _MemoryRun:
         """Bytes that layers save while an action runs: of what is computed or loaded once more."""
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
         first, last = self._ends(rank, action)
-        positions, read, one = self.positions[action.segment], self.read[action.segment], self.one
-        again = 0.0
+        positions, read, footprint = (
+            self.positions[action.segment],
+            self.read[action.segment],
+            self.footprint,
+        )
+        row_bytes = 0.0
         if policy == "offload":
-            layer = one.inner if segment.inner else one.wave
-            again = min(LAYERS_LOADED, one.num_layers) * layer
+            layer = footprint.inner if segment.inner else footprint.wave
+            row_bytes = min(LAYERS_LOADED, footprint.num_layers) * layer
         if action.kind != "B":
-            return positions * again
+            return positions * row_bytes
         # What follows the last layer has been released when the layers run backward.
-        after = one.released(read) if last else 0.0
-        act = one.act if policy == "recompute_act" else 0.0
-        again += max(0.0, one.again + act - after)
+        after = footprint.released(read) if last else 0.0
+        act = footprint.act if policy == "recompute_act" else 0.0
+        row_bytes += max(0.0, footprint.again + act - after)
         recomputed = policy == "recompute"
-        spans = self._of_spans(rank, action) if recomputed or one.checkpointed else 0.0
+        spans = self._of_spans(rank, action) if recomputed or footprint.checkpointed else 0.0
         if recomputed:
-            whole = one.kept("retain", segment.inner, read, first, last)
-            again += whole - (0.0 if first else one.stage_input)
+            saved = footprint.kept("retain", segment.inner, read, first, last)
+            row_bytes += saved - (0.0 if first else footprint.stage_input)
             spans -= self._in_places(rank, action)
-        return positions * again + spans
+        return positions * row_bytes + spans
 
     def _arriving(self, action: Action, scored: bool) -> float:
         """Transient bytes of a segment of another rank: what the output layer needs where it is
         scored."""
         segment = self.plan.segments[action.segment]
-        positions, read = segment.padded_length / self.one.parts, self.read[action.segment]
-        head = positions * read * self.one.head_temporary * scored
+        positions, read = segment.padded_length / self.footprint.parts, self.read[action.segment]
+        head = positions * read * self.footprint.head_temporary * scored
         if action.kind == "B":
-            saved = positions * read * (self.one.head - self.one.norm)
-            return head + (saved + self.one.head_weight) * scored
+            saved = positions * read * (self.footprint.head - self.footprint.norm)
+            return head + (saved + self.footprint.head_weight) * scored
         return head
 
     def _of_ancestors(self, levels: Sequence[Level]) -> float:
         """Transient bytes of one layer's attention to ancestors."""
-        one = self.one
-        seen = [sum(level.keys) * one.shares for level in levels]
-        copied = [n for n, level in zip(seen, levels, strict=True) if level.rows is None]
-        found = one.seen * max(seen, default=0) + one.kv * max(copied, default=0)
+        footprint = self.footprint
+        visible = [sum(level.keys) * footprint.shares for level in levels]
+        copied = [n for n, level in zip(visible, levels, strict=True) if level.rows is None]
+        total = footprint.seen * max(visible, default=0) + footprint.kv * max(copied, default=0)
         # Of two layers K/V of ancestors are gathered from the context-parallel ranks.
-        return found + (2 * one.kv * sum(seen) if one.shares > 1 else 0.0)
+        return total + (2 * footprint.kv * sum(visible) if footprint.shares > 1 else 0.0)
 
 
 def _read(segment: Segment, parts: int) -> float:
@@ -326,8 +351,11 @@ class _Arena:
     def __init__(
         self, planned: PayloadMap, footprint: Footprint, payloads: Sequence[Payload]
     ) -> None:
-        rows = {one.form: planned.rows(one.form).length for one in payloads}
-        sizes = [(rows[one.form] * one.values, rows[one.form] * one.gradients) for one in payloads]
+        rows = {payload.form: planned.rows(payload.form).length for payload in payloads}
+        sizes = [
+            (rows[payload.form] * payload.values, rows[payload.form] * payload.gradients)
+            for payload in payloads
+        ]
         on_host = spread(len(sizes), footprint.host_layers)
         self.there = [sizes[layer] for layer in on_host]
         self.here = [size for layer, size in enumerate(sizes) if layer not in on_host]
@@ -345,15 +373,15 @@ class _Arena:
         """Bytes on the device of layers on the host while an action runs."""
         values = sorted((values for values, _ in self.there), reverse=True)
         gradients = sorted((gradients for _, gradients in self.there), reverse=True)
-        found = sum(values[:LAYERS_VISITED])
-        return found + (sum(gradients[:GRADIENTS_VISITED]) if backward else 0.0)
+        total = sum(values[:LAYERS_VISITED])
+        return total + (sum(gradients[:GRADIENTS_VISITED]) if backward else 0.0)
 
     def begin(self, action: Action) -> None:
         """Takes what an action needs."""
         if action.kind == "F":
             self.live += self.map.positions.intervals[action.segment] is not None
         elif self.map.levels[action.segment]:
-            if not (self.returned or self.map.positions.seen[action.segment]):
+            if not (self.returned or self.map.positions.visible[action.segment]):
                 gradients = [of_layer for _, of_layer in self.here]
                 self.late = sum(gradients) - max(gradients, default=0.0)
             self.returned = True
@@ -406,9 +434,9 @@ class Seen(NamedTuple):
         return cls(*((new - before.used) / predicted * (new > old) for old, new in pairs))
 
     @classmethod
-    def most(cls, several: Iterable[Seen]) -> Seen:
+    def most(cls, ranks: Iterable[Seen]) -> Seen:
         """Of the rank that has most of each."""
-        return cls(*map(max, zip(*several, strict=True)))
+        return cls(*map(max, zip(*ranks, strict=True)))
 
     def then(self, later: Seen) -> Seen:
         """With a later step's."""

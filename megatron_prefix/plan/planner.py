@@ -66,13 +66,15 @@ def loss_ready_after(forest: Forest, microbatches: Sequence[int] | None = None) 
         {microbatch_of[rollout] for span in segment.spans for rollout in span.rollouts}
         for segment in forest.segments
     ]
-    last = {one: index for index, some in enumerate(owners) for one in some}
+    last = {one: index for index, microbatches_of in enumerate(owners) for one in microbatches_of}
     if forest.ordered:
         running = itertools.accumulate((last[m] for m in sorted(last)), max)
         last = dict(zip(sorted(last), running, strict=True))
     return [
-        max([index, *(last[one] for one in some)]) if segment.scored else index
-        for index, (segment, some) in enumerate(zip(forest.segments, owners, strict=True))
+        max([index, *(last[one] for one in microbatches_of)]) if segment.scored else index
+        for index, (segment, microbatches_of) in enumerate(
+            zip(forest.segments, owners, strict=True)
+        )
     ]
 
 
@@ -156,10 +158,10 @@ def best_plan(
     trees.
     """
 
-    def made(ahead: int | None, most: int) -> Plan:
+    def made(lookahead: int | None, most: int) -> Plan:
         plan = make_plan(
-            forest, num_ranks, num_chunks=num_chunks, microbatches=microbatches, run_ahead=ahead,
-            group_size=group_size, max_live_positions=most,
+            forest, num_ranks, num_chunks=num_chunks, microbatches=microbatches,
+            run_ahead=lookahead, group_size=group_size, max_live_positions=most,
         )  # fmt: skip
         return with_crossing(plan, forest)
 
@@ -169,8 +171,8 @@ def best_plan(
     ready_after = loss_ready_after(forest, microbatches)
     base = simulate(first, ready_after=ready_after)
     tried = [(base.makespan, 0, first)]
-    for number, ahead in enumerate((run_ahead + 4, None), start=1):
-        plan = made(ahead, base.peak_live_positions)
+    for number, lookahead in enumerate((run_ahead + 4, None), start=1):
+        plan = made(lookahead, base.peak_live_positions)
         timeline = simulate(plan, ready_after=ready_after)
         if timeline.peak_live_positions <= base.peak_live_positions:
             tried.append((timeline.makespan, number, plan))
@@ -209,7 +211,7 @@ class _Merge:
         ranks = range(orders.num_ranks)
         behind = range(orders.num_ranks - 1, -1, -1)  # stages after each rank's own
         most = len(orders.forwards)
-        self.ahead = [most if run_ahead is None else run_ahead * stages for stages in behind]
+        self.lookahead = [most if run_ahead is None else run_ahead * stages for stages in behind]
         self.clock = [0.0] * orders.num_ranks
         self.live = [0] * orders.num_ranks
         self.done = {kind: [0] * orders.num_ranks for kind in "FB"}
@@ -233,11 +235,11 @@ class _Merge:
 
     def _choice(self, rank: int) -> tuple[float, int, str] | None:
         """(start, preference, kind) of the rank's next action; None: it has to wait."""
-        now = self.clock[rank]
+        clock = self.clock[rank]
         forward, backward = self._forward_ready(rank), self._backward_ready(rank)
-        if forward is not None and (backward is None or forward <= max(now, backward)):
-            return max(now, forward), 0, "F"
-        return None if backward is None else (max(now, backward), 1, "B")
+        if forward is not None and (backward is None or forward <= max(clock, backward)):
+            return max(clock, forward), 0, "F"
+        return None if backward is None else (max(clock, backward), 1, "B")
 
     def _forward_ready(self, rank: int) -> float | None:
         orders, position = self.orders, self.done["F"][rank]
@@ -246,9 +248,9 @@ class _Merge:
         index, chunk = orders.forwards[position]
         backwards = self.done["B"][rank]
         must = orders.least[backwards]
-        wanted = max(must, orders.warm_up + backwards) + self.ahead[rank]
+        limit = max(must, orders.warm_up + backwards) + self.lookahead[rank]
         too_many = 0 < self.max_live_positions < self.live[rank] + orders.positions[index]
-        if position >= must and (position >= wanted or too_many):
+        if position >= must and (position >= limit or too_many):
             return None
         stage = chunk * orders.num_ranks + rank
         return 0.0 if stage == 0 else self.finished.get(("F", stage - 1, index))
@@ -299,14 +301,18 @@ def with_crossing(plan: Plan, forest: Forest) -> Plan:
     if not forest.exchanges:
         return plan
     chunks = range(plan.num_chunks)
-    crossing = {one.segment for one in forest.exchanges}
+    crossing = {exchange.segment for exchange in forest.exchanges}
     # In a level what a rank computes, then what it receives; backward the other way round.
     source = {index: segment.source for index, segment in enumerate(forest.segments)}
-    levels = sorted(forest.exchanges, key=lambda one: (one.level, source[one.segment] >= 0))
-    begin = [Action("F", one.segment, chunk) for chunk in chunks for one in levels]
+    levels = sorted(
+        forest.exchanges, key=lambda exchange: (exchange.level, source[exchange.segment] >= 0)
+    )
+    begin = [Action("F", exchange.segment, chunk) for chunk in chunks for exchange in levels]
     levels = [*reversed(forest.exchanges)]
-    levels.sort(key=lambda one: (-one.level, source[one.segment] < 0))
-    end = [Action("B", one.segment, chunk) for chunk in reversed(chunks) for one in levels]
+    levels.sort(key=lambda exchange: (-exchange.level, source[exchange.segment] < 0))
+    end = [
+        Action("B", exchange.segment, chunk) for chunk in reversed(chunks) for exchange in levels
+    ]
     programs = (
         (*begin, *(action for action in program if action.segment not in crossing), *end)
         for program in plan.programs

@@ -99,9 +99,9 @@ def _prefix(cost: CostModel, plan: Plan, kinds: str, num_pipelines: int) -> Feat
     """The plan on one rank; where stages wait for one another, as long as it is simulated."""
     work = np.array([segment_work(s) for s in plan.segments]).reshape(-1, len(Work._fields))
     work /= (num_pipelines, num_pipelines, num_pipelines, 1 / plan.num_chunks, 1, num_pipelines)
-    again = np.array([AGAIN.get(plan.policy(i), 0.0) for i in range(len(work))])[:, None]
+    recomputed = np.array([AGAIN.get(plan.policy(i), 0.0) for i in range(len(work))])[:, None]
     forwards = np.hstack([work, np.zeros_like(work)])
-    backwards = np.hstack([work * again, work]) * ("B" in kinds)
+    backwards = np.hstack([work * recomputed, work]) * ("B" in kinds)
     total: Features = forwards.sum(0) + backwards.sum(0)
     computed = cost.of(total)
     if plan.num_ranks == 1 or computed <= 0:
@@ -156,7 +156,7 @@ def _heaviest(
     num_ranks: int,
     num_chunks: int,
 ) -> Plan:
-    held = 2 * num_ranks if num_ranks > 1 else 1
+    num_live = 2 * num_ranks if num_ranks > 1 else 1
     first = 0
     heaviest: list[list[int]] = []
     for microbatch_of in microbatches_of:
@@ -164,15 +164,17 @@ def _heaviest(
         for rollout, microbatch in enumerate(microbatch_of, first):
             lengths[microbatch].append(-(-num_positions[rollout] // multiple) * multiple)
         first += len(microbatch_of)
-        mine = [lengths[one] for one in sorted(lengths)]
-        num = len(mine) if num_chunks > 1 else min(len(mine), held)
-        windows = (mine[begin : begin + num] for begin in range(len(mine) - num + 1))
-        heaviest = max(heaviest, *windows, key=lambda some: sum(map(sum, some)))
-    owners = [number for number, one in enumerate(heaviest) for _ in one]
+        local = [lengths[microbatch] for microbatch in sorted(lengths)]
+        num = len(local) if num_chunks > 1 else min(len(local), num_live)
+        windows = (local[begin : begin + num] for begin in range(len(local) - num + 1))
+        heaviest = max(heaviest, *windows, key=lambda window: sum(map(sum, window)))
+    owners = [number for number, microbatch in enumerate(heaviest) for _ in microbatch]
     rollouts = itertools.count()
     segments = [
-        Segment(tuple(Span(0, n, n, (next(rollouts),)) for n in one), inner=False, scored=True)
-        for one in heaviest
+        Segment(
+            tuple(Span(0, n, n, (next(rollouts),)) for n in microbatch), inner=False, scored=True
+        )
+        for microbatch in heaviest
     ]
     padded = tuple(itertools.chain(*heaviest))
     part = Forest(tuple(segments), padded, tuple(n - 1 for n in padded), multiple)

@@ -212,7 +212,7 @@ def _durations(
     """Times of all segments by stage and kind."""
     if action_time is None:
         share = 1 / plan.num_chunks
-        alike = {kind: [cost(one, kind) * share for one in plan.segments] for kind in "FB"}
+        alike = {kind: [cost(segment, kind) * share for segment in plan.segments] for kind in "FB"}
         return [alike] * plan.num_stages
     indices = range(len(plan.segments))
     by_stage = []

@@ -81,7 +81,7 @@ class StepPlanner:
         num_ranks: int,
         num_chunks: int,
         group_size: int | None,
-        whole: int = 1,
+        pad_multiple: int = 1,
         joins: bool = False,
         even: int = 0,
     ) -> None:
@@ -89,7 +89,7 @@ class StepPlanner:
         joins = joins and num_ranks * num_chunks == 1 and config.memory in ("auto", *ON_DEVICE)
         joins = joins and config.min_gain > 0
         joins = joins and not (config.chunk_tokens or config.cache_host_layers or config.plan_file)
-        self.options = replace(config.tree_options(align, whole), joins=joins, even=even)
+        self.options = replace(config.tree_options(align, pad_multiple), joins=joins, even=even)
         self._shape = num_ranks, num_chunks
         self._memory = config.memory
         self._lengths = _lengths(config)
@@ -101,10 +101,12 @@ class StepPlanner:
         self._chooser: ChunkChooser | None = None
         pipeline: dict[str, Any] = dict(num_chunks=num_chunks, group_size=group_size)
         # Where the limit of memory is in the way, stages run less ahead; alone a rank never does.
-        self._ahead = range(config.run_ahead, -1, -1) if num_ranks > 1 else (config.run_ahead,)
+        self._lookaheads = range(config.run_ahead, -1, -1) if num_ranks > 1 else (config.run_ahead,)
         if config.chunk_tokens == "auto":
-            ahead = config.run_ahead
-            self._chooser = ChunkChooser(num_ranks, cost=cost.segment, run_ahead=ahead, **pipeline)
+            lookahead = config.run_ahead
+            self._chooser = ChunkChooser(
+                num_ranks, cost=cost.segment, run_ahead=lookahead, **pipeline
+            )
         self._best = functools.lru_cache(maxsize=16)(
             functools.partial(best_plan, num_ranks=num_ranks, **pipeline)
         )
@@ -227,27 +229,27 @@ class StepPlanner:
             UserError: the user's plan is of another step or pipeline.
         """
         # Recomputing runs the layers forward again, so all pipelines must do it together.
-        kept = policies(joint.union.segments, self._memory)
-        mine: dict[str, Any] = dict(segments=joint.forest.segments, sent=joint.sent)
+        default_policies = policies(joint.union.segments, self._memory)
+        overrides: dict[str, Any] = dict(segments=joint.forest.segments, sent=joint.sent)
         if self._file is not None:
             plan = self._file.fitting(joint.forest, *self._shape, joint.microbatch_of)
-            yield replace(plan, policies=plan.policies or kept, **mine)
+            yield replace(plan, policies=plan.policies or default_policies, **overrides)
             return
-        for ahead in self._ahead:
+        for lookahead in self._lookaheads:
             owners = joint.union_microbatch_of
-            plan = self._best(joint.union, microbatches=owners, run_ahead=ahead)
-            yield replace(plan, policies=kept, **mine)
+            plan = self._best(joint.union, microbatches=owners, run_ahead=lookahead)
+            yield replace(plan, policies=default_policies, **overrides)
 
 
 def fitting(tried: Iterable[T], verdict: Callable[[T], Verdict]) -> T:
     """The first of some plans, and no other is made, if it settles it; else the quickest that
     keeps the limit; else the one that is least over it."""
-    seen: list[T] = []
-    for one in tried:
-        seen.append(one)
-        if verdict(seen[0]).settles:
+    results: list[T] = []
+    for candidate in tried:
+        results.append(candidate)
+        if verdict(results[0]).settles:
             break
-    return min(seen, key=lambda one: verdict(one)[:2])
+    return min(results, key=lambda candidate: verdict(candidate)[:2])
 
 
 def _lengths(config: PrefixConfig) -> tuple[int, ...]:

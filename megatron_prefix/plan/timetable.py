@@ -70,11 +70,11 @@ def timetable(plan: Plan, levels: Levels = ()) -> tuple[Event | Message, ...]:
     entries: list[tuple[tuple[int, int, int], float, int, Event | Message]] = []
     level_of = dict(levels)
     for event in simulate(plan).events:
-        now = phase(event.action, level_of)
-        entries.append((now, event.start, 1, event))
+        clock = phase(event.action, level_of)
+        entries.append((clock, event.start, 1, event))
         message = _message(plan, event)
         if message is not None:
-            entries.append((now, event.end, 0, message))  # before the actions that begin then
+            entries.append((clock, event.end, 0, message))  # before the actions that begin then
     entries.sort(key=lambda entry: entry[:3])  # a stable sort, so ties are in one order, too
     return tuple(entry for *_, entry in entries)
 
@@ -127,7 +127,7 @@ def _gap(
     after: tuple[int, int, int],
 ) -> Gap:
     """Messages between actions of two phases."""
-    early = (one for one in messages if phase(one.made_by, level_of) < after)
+    early = (message for message in messages if phase(message.made_by, level_of) < after)
     num = len(messages) if before == after else len([*early])
     return Gap(tuple(messages[:num]), tuple(messages[num:]))
 

@@ -169,7 +169,7 @@ class Planning:
             if known is not None and known.shortest < length:
                 most = known.shortest
                 forest = planner.build_at(most, samples, microbatch_of, common=common)
-            forest = replace(forest, wanted=length)
+            forest = replace(forest, requested_length=length)
         return replace(forest, ordered=rank.ordered)
 
     def build_together(
@@ -269,10 +269,12 @@ class Planning:
         even = rank.gathers_tokens
         joint = agreement.meet(step.forest, step.microbatch_of, experts, even=even)
         if joint.mixed:  # where segments are joined there is one stage, which knows the samples
-            step, joint = self._all_apart(step, joint.union.wanted, rank)
+            step, joint = self._all_apart(step, joint.union.requested_length, rank)
         report = self._agreed_proposal(step, joint, rank)
-        if joint.union.wanted:
-            self._beside[self.planner(rank)] = Beside(joint.union.wanted, self._memory.limit)
+        if joint.union.requested_length:
+            self._beside[self.planner(rank)] = Beside(
+                joint.union.requested_length, self._memory.limit
+            )
         report.decision = self._together(report.decision, step, rank)
         if rank.scale_functions and not rank.forward_only and report.decision.share:
             beside = replace(step, forest=joint.forest)
@@ -334,8 +336,8 @@ class Planning:
         def apart() -> Step:
             samples = step.samples or ()
             forest = planner.build_at(length, samples, step.microbatch_of, joins=False)
-            wanted = step.forest.wanted
-            return step.with_forest(replace(forest, ordered=rank.ordered, wanted=wanted))
+            wanted = step.forest.requested_length
+            return step.with_forest(replace(forest, ordered=rank.ordered, requested_length=wanted))
 
         made, problem = agreement.tried(apart)
         reason = agreement.agree(problem, rank.same_schedule, rank.device)

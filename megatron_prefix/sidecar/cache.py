@@ -114,7 +114,7 @@ class SidecarCache:
                 arena = host.arena(rows, self.device_bytes)
             else:
                 arena = Arena(rows, self.device_bytes)
-            self._layers.append(_Layer(arena, rows.seen, rereads=form.name == "positions"))
+            self._layers.append(_Layer(arena, rows.visible, rereads=form.name == "positions"))
         self._ahead = {n for n, one in enumerate(self._layers) if one.arena.looks_ahead}
         self.looks_ahead = bool(self._ahead)
         self._made: dict[tuple[int, Any], Any] = {}

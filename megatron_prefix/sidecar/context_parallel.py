@@ -127,10 +127,10 @@ _TABLES: dict[str, Callable[[Lengths, int, int], cp_layout.Index]] = {
     "dealt": lambda lengths, rank, size: cp_layout.dealt(lengths, size),
     "runs": lambda lengths, rank, size: cp_layout.runs_in_view(lengths, size),
     "own": lambda lengths, rank, size: cp_layout.order(lengths, size)[
-        cp_layout.own_runs(lengths, rank, size).seen
+        cp_layout.own_runs(lengths, rank, size).visible
     ],
     "own sums": cp_layout.own_sums,
-    "own in order": lambda lengths, rank, size: cp_layout.own_runs(lengths, rank, size).seen,
+    "own in order": lambda lengths, rank, size: cp_layout.own_runs(lengths, rank, size).visible,
 }
 
 

@@ -1,4 +1,4 @@
-"""What rollouts share, by their first positions alone.  Pure: numpy only.
+"""Bounds of what rollouts share, from their first positions alone.  Pure: numpy only.
 
 A tree reads every position of every rollout. How rollouts begin, at growing lengths, says less and
 costs less: an upper bound of what the tree of a step saves.
@@ -18,17 +18,15 @@ LONGEST_LOOK = 512
 def most_saved(rollouts: Sequence[Pairs], options: TreeOptions, enough: float = math.inf) -> int:
     """An upper bound of the positions that the tree of a step saves; 0: there is no tree.
 
-    Rollouts are compared at doubling lengths, and one that begins like no other is not looked at
-    again. A tree of n rollouts joins them in n - 1 places, and each saves the positions up to
-    there. Those that agree on `length` positions but not on twice as many are joined in between. A
-    span that saves less than `min_gain` is dissolved, so what is joined there saves what it did
-    above.
+    Rollouts are compared at doubling lengths, and one that begins like no other is dropped. A tree
+    of n rollouts joins them in n - 1 places, and each saves the positions up to there. Rollouts
+    that agree on `length` positions but not on twice as many are joined in between. A span that
+    saves less than `min_gain` is dissolved: there only the positions above it count.
 
     Args:
-        rollouts: of the step; their routes are not looked at, which can only take sharing away.
+        rollouts: of the step; routes are ignored, as they can only prevent sharing.
         options: of the tree.
-        enough: where the bound is as high, it may be a lower one than it would be after a longer
-            look, though not below `enough`.
+        enough: stop as soon as the bound cannot fall below this.
     """
     length = options.boundary
     longest = max(LONGEST_LOOK, length)
@@ -53,12 +51,7 @@ def most_saved(rollouts: Sequence[Pairs], options: TreeOptions, enough: float = 
 
 
 class _Beginnings:
-    """Input and label of the first positions of rollouts, as bytes.
-
-    Args:
-        rollouts: of the step.
-        longest: so many positions of each.
-    """
+    """Input and label of the first `longest` positions of rollouts, as bytes."""
 
     def __init__(self, rollouts: Sequence[Pairs], longest: int) -> None:
         self._sizes = [len(rollout) for rollout in rollouts]
@@ -68,21 +61,21 @@ class _Beginnings:
     def split(
         self, members: Sequence[int], start: int, length: int
     ) -> tuple[list[list[int]], int, int]:
-        """Those that agree on their first positions.
+        """Classes of rollouts that agree on their first positions.
 
         Args:
-            members: some rollouts, which agree up to `start`.
-            start: a position that all of them have.
+            members: rollouts that agree up to `start`, a position of all of them.
+            start: first position to compare.
             length: positions to compare; shorter rollouts agree only with equal ones.
 
         Returns:
-            Classes of two and more; the number of all classes; positions that copies of shorter
-            rollouts save.
+            Classes of two and more; the number of all classes; positions saved by copies of
+            rollouts shorter than `length`.
         """
         by_codes: dict[bytes, list[int]] = {}
         for member in members:
-            here = self._codes[member][8 * start : 8 * length]
-            by_codes.setdefault(here, []).append(member)
+            prefix = self._codes[member][8 * start : 8 * length]
+            by_codes.setdefault(prefix, []).append(member)
         saved, classes = 0, []
         for alike in by_codes.values():
             if len(alike) > 1 and self._sizes[alike[0]] < length:

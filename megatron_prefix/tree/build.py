@@ -68,7 +68,7 @@ class Tries:
         Args:
             chunk_tokens: longest chunk (default: the options').
             microbatch_of: the trainer's microbatch of each rollout (default: one rollout each).
-            rows: what several ranks cut microbatches by, in the same rounds on all of them.
+            rows: positions by which ranks that share experts cut the same rounds.
         """
         options, first = self.options, self.first_trained
         num_positions = tuple(map(len, self.trained))
@@ -90,30 +90,30 @@ class Tries:
             tuple(segment._replace(trained=self._trained(segment)) for segment in segments),
             num_positions, first, options.multiple, unshared_by_routes=self.unshared_by_routes,
             exchanges=tuple(packed.exchanges), rounds=tuple(packed.rounds) if rows else (),
-            whole=options.whole,
+            pad_multiple=options.pad_multiple,
         )  # fmt: skip
 
     def _packed(self, roots: list[Node], options: TreeOptions, owner: Sequence[int]) -> Packing:
-        """What is worth a segment; waves have spans that they read where that costs no more: trees
-        in them are not cut, and fill segments worse."""
+        """The cheaper packing: with and without spans inside the waves that read them. Trees in
+        waves are not cut, so they may fill segments worse."""
         raw, first = sum(map(len, self.trained)), self.first_trained
         packed = _worthwhile(_copied(roots), first, options, owner, raw, self.common)
         if not any(node.joins for node in preorder(packed.roots)):
             return packed
         options = replace(options, joins=False)
-        other = _worthwhile(_copied(roots), first, options, owner, raw, self.common)
-        return min(packed, other, key=lambda one: _cost(one.lengths, options))
+        without_joins = _worthwhile(_copied(roots), first, options, owner, raw, self.common)
+        return min(packed, without_joins, key=lambda packing: _cost(packing.lengths, options))
 
     def _joined(
         self, roots: Sequence[Node], packed: Packing, owner: Sequence[int]
     ) -> list[Segment] | None:
-        """Joined segments, where there are some that cost no more than packed ones."""
+        """Joined segments; None if there are none, or `packed` costs less."""
         options, first = self.options, self.first_trained
-        # A little longer than others, where as much is alive at once in any case.
-        more = (
+        # They may be a little longer where as many positions are alive at once in any case.
+        slack = (
             options.segment_tokens // 8 if options.segment_tokens else sum(map(len, self.trained))
         )
-        longest = min(most_alive(packed.lengths, packed.parents), options.segment_tokens + more)
+        longest = min(most_alive(packed.lengths, packed.parents), options.segment_tokens + slack)
         longest = max(longest, options.segment_tokens)
         joined = joined_segments(roots, first, options, owner, longest)
         lengths = [segment.padded_length for segment in joined or ()]
@@ -128,7 +128,7 @@ class Tries:
 
 
 def _cost(lengths: Sequence[int], options: TreeOptions) -> tuple[int, int]:
-    """What segments take, in positions, and how many they are."""
+    """Positions, with a fixed cost per segment; and the number of segments."""
     return sum(lengths) + options.segment_gain * len(lengths), len(lengths)
 
 
@@ -187,11 +187,11 @@ def find_shared(
 def find_below(
     rollouts: Sequence[Pairs], beginnings: Sequence[int], common: CommonSpans, options: TreeOptions
 ) -> Tries:
-    """Finds what the rollouts of a rank share behind what they have in common with other ranks.
+    """Finds what this rank's rollouts share after the spans in common with other ranks.
 
     Args:
         rollouts: the step's, on this rank.
-        beginnings: the number of each one's beginning; see `across_ranks.beginnings_of`.
+        beginnings: number of each rollout's beginning; see `across_ranks.beginnings_of`.
         common: what the ranks have in common.
         options: see TreeOptions; all rollouts are compared.
     """
@@ -202,14 +202,14 @@ def find_below(
     trained = tuple(one.trained for one in rollouts)
     first = tuple(one.first_trained for one in rollouts)
     below = {
-        number: _worth(rollouts, some, first, options, ends[number])
-        for number, some in members.items()
+        number: _worth(rollouts, group, first, options, ends[number])
+        for number, group in members.items()
     }
     tries = Tries((tree_of(common, below),), trained, first, options, common=common)
     if not any(rollout.routes is not None for rollout in rollouts):
         return tries
-    alone = find_shared(rollouts, options=options)
-    return replace(tries, unshared_by_routes=alone.unshared_by_routes)
+    unrouted = find_shared(rollouts, options=options)
+    return replace(tries, unshared_by_routes=unrouted.unshared_by_routes)
 
 
 def _worth(
@@ -219,9 +219,12 @@ def _worth(
     options: TreeOptions,
     start: int = 0,
 ) -> list[Node]:
-    """The tree of some rollouts from a position on, with nodes that save enough."""
-    some = [rollouts[m] for m in members]
-    codes = zip(members, codes_of(some, start, [one.num_needed for one in some]), strict=True)
+    selected = [rollouts[m] for m in members]
+    codes = zip(
+        members,
+        codes_of(selected, start, [rollout.num_needed for rollout in selected]),
+        strict=True,
+    )
     behind = {m: first[m] - start for m in members} if options.loss_in_leaves else {}
     roots = trie(dict(codes), options, behind, start)
     return dissolved(roots, lambda node: node.saved >= options.min_gain)
@@ -236,12 +239,12 @@ def trie(
     """The compressed trie of codes, with boundaries rounded down to multiples of `boundary`.
 
     Args:
-        codes: of rollouts, by number; see `Pairs.codes`.
+        codes: `Pairs.codes` by rollout.
         options: see TreeOptions.
-        first: positions from which they are shared only by equal rollouts; none where it is empty.
+        first: per rollout the position from which only equal rollouts share; empty: no limit.
         start: the position at which the codes begin, a multiple of the boundary.
     """
-    # Keys in an order like theirs; to sort them takes less than to hash them.
+    # Big-endian bytes sort like the codes, and sorting is faster than hashing.
     keys = sorted(((code.astype(">u8").tobytes(), m) for m, code in codes.items()), key=_KEY)
     ordered = [[m for _, m in copies] for _, copies in itertools.groupby(keys, _KEY)]
     # Equal rollouts have one node; with loss_in_leaves the earliest trained position counts.
@@ -276,7 +279,8 @@ def _shared(
     first: Mapping[int, int],
     options: TreeOptions,
 ) -> Iterator[int]:
-    """Positions that different rollouts share with the one before them, rounded toward the root."""
+    """Per distinct rollout, in sorted order, the positions that it shares with its predecessor,
+    rounded down to a boundary."""
     yield from [0] * bool(ordered)
     boundary = options.boundary
     for (a, *_), (b, *_) in itertools.pairwise(ordered):
@@ -295,18 +299,17 @@ def _worthwhile(
     raw_tokens: int,
     common: CommonSpans,
 ) -> Packing:
-    """The segments without inner ones that save too little: their nodes join the waves that read
+    """A packing without inner segments that save too little: their nodes join the waves that read
     them, or are dissolved.
 
-    What is left is packed again, and may fill its segments better, so each time only the weaker
-    half of those segments goes. In a small step what an action costs is small compared with a share
-    of it.
+    The remaining nodes may fill their segments better, so only the weaker half of those segments
+    goes before the rest is packed again. In a small step the bar is a share of the step.
     """
     least = min(options.segment_gain, raw_tokens // LEAST_SHARE)
     while True:
         packed = Packing(roots, first, options, owner, common)
         every = ((sum(map(packed.saved, nodes)), nodes) for nodes in packed.inner)
-        saved = sorted((one for one in every if one[0] < least), key=lambda one: one[0])
+        saved = sorted((pair for pair in every if pair[0] < least), key=_KEY)
         if not saved:
             return packed
         weak = {id(node) for _, nodes in saved[: -(-len(saved) // 2)] for node in nodes}
@@ -316,7 +319,7 @@ def _worthwhile(
                 weak.discard(id(node))
 
         def stays(node: Node, weak: set[int] = weak) -> bool:
-            """Where one above it is dissolved, it is longer and may have no room in a wave."""
+            """A node below a dissolved one is longer, and may no longer fit a wave."""
             return id(node) not in weak and (not node.joins or joins_waves(node, options))
 
         roots = dissolved(roots, stays)
@@ -326,7 +329,8 @@ def _copied(roots: list[Node]) -> list[Node]:
     top = Node(0, 0, [], roots)
     for node in preorder([top]):
         node.children = [
-            Node(one.start, one.end, one.members, one.children, one.common) for one in node.children
+            Node(child.start, child.end, child.members, child.children, child.common)
+            for child in node.children
         ]
     return top.children
 

@@ -5,10 +5,8 @@ Under a causal mask every rank then has the same work. An all-gather returns the
 to end: the *view*. It is not in the order of positions; attention without a mask does not need that
 ("The Llama 3 Herd of Models", section 3.3.2: the same pieces and the same all-gather).
 
-That is how segments are cut, and model calls, sample by sample. A trainer may say that it cuts its
-calls otherwise (`Slices`); then they are refused.
-
-Everything here takes plain numbers, so it is tested without processes.
+Segments are cut so, and each sample of a model call. Calls of a trainer that declares another cut
+(`Slices`) are refused.
 """
 
 from __future__ import annotations
@@ -36,18 +34,18 @@ class Slices(IntEnum):
 class OwnRuns(NamedTuple):
     """What the queries of a rank see of their own segment: two runs a span on several ranks.
 
-    The queries of a run are one piece of the span, and its keys are the span from its begin to the
-    end of that piece, so the mask is causal and ends with the last query and the last key.
+    A run's queries are one piece of the span, its keys the span up to the end of that piece: the
+    mask is causal from the bottom right.
 
     Attributes:
         queries: queries of every run, in the order of the rank's positions.
         keys: keys of every run.
-        seen: the keys as positions of the segment, run after run; some are in two runs.
+        visible: the keys as positions of the segment, run after run; some are in two runs.
     """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
-    seen: Index
+    visible: Index
 
 
 def positions(length: int, rank: int, size: int) -> Index:
@@ -66,8 +64,8 @@ def positions(length: int, rank: int, size: int) -> Index:
 def held_positions(lengths: Sequence[int], rank: int, size: int) -> Index:
     """Positions that a rank holds of a segment with spans of these lengths, each cut by itself."""
     starts = np.cumsum([0, *lengths])[:-1]
-    held = [positions(n, rank, size) + start for n, start in zip(lengths, starts, strict=True)]
-    return np.concatenate(held) if held else np.zeros(0, np.int64)
+    by_span = [positions(n, rank, size) + start for n, start in zip(lengths, starts, strict=True)]
+    return np.concatenate(by_span) if by_span else np.zeros(0, np.int64)
 
 
 def dealt(lengths: Sequence[int], size: int) -> Index:
@@ -84,9 +82,8 @@ def order(lengths: Sequence[int], size: int) -> Index:
 
 
 def runs_in_view(lengths: Sequence[int], size: int) -> Index:
-    """Where runs of keys of these (whole) lengths, equally shared, are in the view: run by run.
-
-    In the view the first rank's parts of all runs come first, then the second rank's.
+    """Places in the view of runs of keys of these (whole) lengths, run by run. Every rank has an
+    equal part of each run, and the view is the first rank's parts of all runs, then the second's.
     """
     local = [length // size for length in lengths]
     starts, total = np.cumsum([0, *local]), sum(local)
@@ -108,17 +105,17 @@ def own_runs(lengths: tuple[int, ...], rank: int, size: int) -> OwnRuns:
         return OwnRuns(lengths, lengths, np.arange(sum(lengths)))
     queries: list[int] = []
     keys: list[int] = []
-    seen = []
+    visible = []
     for start, length in zip(itertools.accumulate(lengths, initial=0), lengths, strict=False):
         for begin, end in pieces(length, rank, size):
             queries.append(end - begin)
             keys.append(end)
-            seen.append(start + np.arange(end))
-    return OwnRuns(tuple(queries), tuple(keys), np.concatenate(seen))
+            visible.append(start + np.arange(end))
+    return OwnRuns(tuple(queries), tuple(keys), np.concatenate(visible))
 
 
 def pieces(length: int, rank: int, size: int) -> list[tuple[int, int]]:
-    """Begin and end of the consecutive positions that a rank holds of a span, ascending."""
+    """Bounds of the pieces that a rank holds of a span, ascending."""
     if size == 1:
         return [(0, length)]
     piece = _piece(length, size)
@@ -128,37 +125,37 @@ def pieces(length: int, rank: int, size: int) -> list[tuple[int, int]]:
 def last_positions(
     lengths: Sequence[int], last: Sequence[int], rank: int, size: int
 ) -> tuple[Index, Index]:
-    """The last positions of spans that a rank holds: where each is among its own positions, and
-    among the last ones of all spans.
+    """The last positions of spans that a rank holds: their places among its positions, and among
+    the last positions of all spans.
 
     Args:
         lengths: of the spans, whole.
-        last: of each span how many at its end are asked for.
-        rank: its number.
+        last: per span the number of positions at its end.
+        rank: number of this rank.
         size: number of ranks.
     """
-    mine, places, begin, at = [], [], 0, 0
+    local, places, begin, at = [], [], 0, 0
     for length, num in zip(lengths, last, strict=True):
-        held = positions(length, rank, size) - (length - num)
-        found = np.flatnonzero(held >= 0)
-        mine.append(found + begin)
-        places.append(held[found] + at)
+        offsets = positions(length, rank, size) - (length - num)
+        hits = np.flatnonzero(offsets >= 0)
+        local.append(hits + begin)
+        places.append(offsets[hits] + at)
         begin, at = begin + length // size, at + num
-    return np.concatenate(mine), np.concatenate(places)
+    return np.concatenate(local), np.concatenate(places)
 
 
 def own_sums(lengths: tuple[int, ...], rank: int, size: int) -> Index:
-    """Which keys of a rank's own runs lie at every place of the view, [2, places]; -1 for none.
+    """Keys of a rank's own runs at every place of the view, [2, places]; -1: none.
 
     A key is in the run of the rank's late piece, in both runs, or in none.
     """
     runs = own_runs(lengths, rank, size)
-    places = order(lengths, size)[runs.seen]
+    places = order(lengths, size)[runs.visible]
     late = np.repeat(np.arange(len(runs.keys)) % 2 == 1, runs.keys)
     key_at = np.full((2, sum(lengths)), -1, np.int64)
     keys = np.arange(len(places))
-    for number, mine in enumerate((late, ~late)):
-        key_at[number, places[mine]] = keys[mine]
+    for number, selected in enumerate((late, ~late)):
+        key_at[number, places[selected]] = keys[selected]
     return key_at
 
 

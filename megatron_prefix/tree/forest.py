@@ -23,7 +23,7 @@ LEAST_SHARE = 16
 MOST_EXPERTS = 1 << 15
 """Experts of a layer that routes can name."""
 AT_ONCE = 1 << 14
-"""Positions that are looked at together: numbers of as many stay near to a core."""
+"""Positions that are compared at once: their codes fit a core's cache."""
 _LAST = np.uint64(1 << 63)
 """Marks the code of a last position; no input is as large."""
 
@@ -38,14 +38,12 @@ class Pairs:
         trained: whether the position carries loss, bool [num_positions].
         routes: experts that every layer sends the input token to, int [num_positions, layers,
             topk]; positions with different routes are not shared. None: routers choose.
-        weights: the loss mask of the labels as it was given, float64 [num_positions], where the
-            model also predicts the label after next: then it reads the input after a position, so
-            a rollout's last position, which has none, is shared with last ones only. None
-            elsewhere.
-        following: the input after each position, where labels do not tell it; positions with
-            different ones are not shared. None: they do, or it is not read.
-        needed: the first positions, at least one, of which anything is needed: what is behind them
-            is not computed. None: all.
+        weights: with multi-token prediction the loss mask of the labels, float64 [num_positions].
+            The model then reads the input after a position, so a rollout's last position, which
+            has none, is shared with last positions only. Else None.
+        following: the next input of each position, where it is not its label; positions that
+            differ in it are not shared. None: it is the label, or is not read.
+        needed: number of leading positions that are computed, at least one. None: all.
     """
 
     inputs: np.ndarray
@@ -61,31 +59,31 @@ class Pairs:
 
     @property
     def num_needed(self) -> int:
-        """Positions that are computed."""
+        """Number of positions that are computed."""
         return len(self) if self.needed is None else self.needed
 
     @property
     def first_trained(self) -> int:
-        """First position with loss; the last one that is computed if there is none."""
+        """First position with loss; without one the last position that is computed."""
         first = int(self.trained.argmax())
         return first if self.trained[first] else self.num_needed - 1
 
     def up_to_loss(self) -> Pairs:
-        """Without what is behind the last position that carries loss; see `up_to_losses`."""
+        """Not computed beyond the last position with loss; see `up_to_losses`."""
         return replace(self, needed=int(up_to_losses(self.trained, [len(self)])[0]))
 
     def codes(self, start: int = 0, end: int | None = None) -> np.ndarray:
-        """Those of its positions [start, end); see `codes_of`."""
+        """`codes_of` its positions [start, end)."""
         return codes_of([self], start, [len(self) if end is None else end])[0]
 
 
 def up_to_losses(trained: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """Positions of every rollout up to the last one that carries loss, int64 [rollouts]. Two are
-    kept in any case: outputs of one do not tell along which dimension positions are.
+    """Per rollout the number of positions up to its last one with loss, int64 [rollouts]; at least
+    two, as an output of one position does not show which dimension positions are.
 
     Args:
-        trained: of all rollouts, one behind the other.
-        lengths: of each.
+        trained: flags of all rollouts, concatenated.
+        lengths: positions of each.
     """
     ends, at = np.cumsum(lengths), np.append(-1, np.flatnonzero(trained))
     last = at[np.searchsorted(at, ends) - 1]
@@ -93,23 +91,22 @@ def up_to_losses(trained: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
 
 
 def pair_codes(rollouts: Sequence[Pairs], start: int, ends: Sequence[int]) -> Iterator[np.ndarray]:
-    """Of every rollout a number for input and label of its positions from `start` to its end:
-    uint64 [positions]. Of some rollouts at once: one by one takes longer, and so does memory of
-    megabytes, which is new to the process every time."""
+    """Per rollout a number for each (input, label) pair from `start` to its end, uint64
+    [positions]. In batches: single rollouts cost calls, and all at once fresh pages of memory."""
     places = [*itertools.accumulate(ends, initial=0)]
-    for _, some in itertools.groupby(range(len(ends)), lambda number: places[number] // AT_ONCE):
-        cuts = [(rollouts[number], slice(start, ends[number])) for number in some]
-        inputs = [one.inputs[cut] for one, cut in cuts]
+    for _, batch in itertools.groupby(range(len(ends)), lambda number: places[number] // AT_ONCE):
+        cuts = [(rollouts[number], slice(start, ends[number])) for number in batch]
+        inputs = [rollout.inputs[cut] for rollout, cut in cuts]
         codes = np.concatenate(inputs, dtype=np.int64) << 32
-        labels = np.concatenate([one.labels[cut] for one, cut in cuts], dtype=np.int64)
+        labels = np.concatenate([rollout.labels[cut] for rollout, cut in cuts], dtype=np.int64)
         codes |= labels & 0xFFFFFFFF
         bounds = itertools.accumulate(map(len, inputs), initial=0)
         yield from (codes.view(np.uint64)[a:b] for a, b in itertools.pairwise(bounds))
 
 
 def codes_of(rollouts: Sequence[Pairs], start: int, ends: Sequence[int]) -> list[np.ndarray]:
-    """Of every rollout a code per position [start, end), equal if input, label and routes are, and
-    where it is read the next input: uint64 [positions, n]."""
+    """Per rollout a code per position in [start, end), equal exactly if input, label, routes and,
+    where it is read, the next input are equal: uint64 [positions, n]."""
     codes = []
     for rollout, end, pairs in zip(rollouts, ends, pair_codes(rollouts, start, ends), strict=True):
         if rollout.weights is not None and end == len(rollout):
@@ -164,16 +161,15 @@ class TreeOptions:
         multiple: spans are padded to multiples of it (1, or tp when sequence-parallel, times 2*cp).
         chunk_tokens: longest span; longer ones become a chain of chunks. 0: no limit.
         segment_tokens: most positions in a segment; a single span may exceed it. 0: no limit.
-        min_gain: a shared span that saves fewer positions than this is dissolved into its
-            children. 0 dissolves nothing.
-        segment_gain: an inner segment whose spans save fewer positions together is dissolved, too,
-            or runs in the waves that read it, unless they are a 16th of the step: an action costs
-            as much as some positions. 0 dissolves nothing.
+        min_gain: a shared span that saves fewer positions is dissolved into its children.
+        segment_gain: an inner segment that saves fewer positions than this, and less than a 16th
+            of the step, is dissolved or runs in the waves that read it: an action has a fixed
+            cost.
         loss_in_leaves: positions from the first trained one on are shared only by equal rollouts.
         share: "group": one tree per group; "batch": one tree over all rollouts of the step.
         cut: spans begin at multiples of it, too. Nothing is padded to it.
-        whole: segments are padded to multiples of it, which are multiples of `multiple`, too:
-            products in FP8 take so many positions at once (layers/precision.py).
+        pad_multiple: segments are padded to multiples of it and of `multiple`: products in FP8 take
+            so many positions at once (layers/precision.py).
         even: segments of at most so many positions are padded to multiples of an EVEN_PARTS-th of
             it, so that lengths come again. 0: none are.
         joins: a span may run in the segment of its parent.
@@ -187,7 +183,7 @@ class TreeOptions:
     loss_in_leaves: bool = False
     share: str = "group"
     cut: int = 1
-    whole: int = 1
+    pad_multiple: int = 1
     joins: bool = False
     even: int = 0
 
@@ -196,7 +192,7 @@ class TreeOptions:
             if getattr(self, name) < 0:
                 least = "0 (no limit)" if name.endswith("tokens") else "0"
                 raise UserError(f"{name} is {getattr(self, name)}: give {least} or more")
-        for name in ("multiple", "whole", "cut"):
+        for name in ("multiple", "pad_multiple", "cut"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}: give 1 or more")
         if 0 < self.chunk_tokens < self.boundary:
@@ -215,18 +211,18 @@ class TreeOptions:
         return math.lcm(self.multiple, self.cut)
 
     def missing(self, length: int) -> int:
-        """Positions that a segment of a length is padded by."""
+        """Padding of a segment of `length` positions."""
         step = max(1, self.even // EVEN_PARTS // self.multiple) * self.multiple
-        more = -length % math.lcm(self.whole, step)
-        return more if length + more <= self.even else -length % self.whole
+        padding = -length % math.lcm(self.pad_multiple, step)
+        return padding if length + padding <= self.even else -length % self.pad_multiple
 
     def rounded(self, position: int) -> int:
-        """The last position up to this one at which a span may begin."""
+        """The last boundary at or before `position`."""
         return position // self.boundary * self.boundary
 
 
 class Place(NamedTuple):
-    """Where a span is: the segment, and the span's number in it."""
+    """Address of a span: its segment and its number in it."""
 
     segment: int
     number: int
@@ -240,7 +236,7 @@ class Span(NamedTuple):
         length: number of positions.
         padded: positions with padding, a multiple of the alignment, at least `length`.
         rollouts: indices of all rollouts that pass through these positions.
-        parent: the span that it continues, in an earlier segment; None for a root.
+        parent: the span that it continues; None for a root.
     """
 
     start: int
@@ -251,31 +247,32 @@ class Span(NamedTuple):
 
     @property
     def end(self) -> int:
-        """One past the last position."""
+        """Exclusive."""
         return self.start + self.length
 
 
 def any_trained(span: Span, trained: Sequence[np.ndarray]) -> np.ndarray:
-    """Whether a span's positions carry loss in any of its rollouts, bool [length]; not to be
-    written to. `trained`: flags of every rollout."""
-    here = slice(span.start, span.end)
-    return functools.reduce(operator.or_, [trained[one][here] for one in span.rollouts])
+    """Whether each position of a span carries loss in any of its rollouts, bool [length]; it may be
+    a view of `trained`, the flags of every rollout."""
+    positions = slice(span.start, span.end)
+    return functools.reduce(
+        operator.or_, [trained[rollout][positions] for rollout in span.rollouts]
+    )
 
 
 class Segment(NamedTuple):
     """What one action runs: spans of one tree or of many.
 
     Attributes:
-        spans: what it computes; spans with one parent are neighbours, behind it if it is here.
-        inner: whether its K/V are read: by other segments, or by spans of itself. A segment that
-            nobody reads is a wave.
-        scored: whether its outputs reach a loss, of any data-parallel rank that has it.
-        trained: positions that carry loss in any rollout of this rank; None if that is not known.
-        source: the data-parallel rank that computes it and sends its payload here; -1: it is
-            computed here. What is received is inner. If it is scored, the output layer runs here.
-        above: positions of all ancestors of its spans, each counted once; None outside of a forest.
-        joined: its own number, where spans of it continue others of it: no other segment reads it
-            then (tree/joining.py); -1 elsewhere, and no span is an ancestor of another.
+        spans: what it computes; siblings are neighbours, and come after a parent in this segment.
+        inner: whether its K/V are read, by other segments or by its own spans; else it is a wave.
+        scored: whether its outputs reach a loss on any data-parallel rank that has it.
+        trained: positions that carry loss in any rollout of this rank; None: unknown.
+        source: the data-parallel rank that computes it and sends its payload here; -1: this rank.
+            A received segment is inner; the output layer runs here if it is scored.
+        above: positions of all ancestors of its spans, each counted once; None outside a forest.
+        joined: its own number if some of its spans continue others of it; then no other segment
+            reads it (tree/joining.py). -1: no span is an ancestor of another.
     """
 
     spans: tuple[Span, ...]
@@ -288,24 +285,24 @@ class Segment(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether its backward waits for those of other segments, which read it."""
+        """Whether its backward waits for other segments, which read it."""
         return self.inner and self.joined < 0
 
     @property
     def padded_length(self) -> int:
-        """Number of positions, padding included."""
+        """Positions, padding included."""
         return sum(span.padded for span in self.spans)
 
     @property
     def num_read(self) -> int:
-        """Positions whose outputs losses look at; all of a scored segment where it is not known."""
+        """Positions whose outputs losses read: all of a scored segment if that is unknown."""
         if not self.scored:
             return 0
         return self.padded_length if self.trained is None else self.trained
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """The other segments of its spans' parents, ascending."""
+        """The other segments that hold parents of its spans, ascending."""
         segments = {span.parent.segment for span in self.spans if span.parent}
         return tuple(sorted(segments - {self.joined}))
 
@@ -318,23 +315,23 @@ def padded(spans: tuple[Span, ...], options: TreeOptions, *, inner: bool) -> tup
         return spans
     if inner:
         return *spans, Span(0, 0, missing, ())
-    *others, last = spans
-    return *others, last._replace(padded=last.padded + missing)
+    *rest, last = spans
+    return *rest, last._replace(padded=last.padded + missing)
 
 
 def with_above(segments: Sequence[Segment]) -> Iterator[Segment]:
-    """Segments, in F-order, with `above` counted."""
+    """Sets `above` of segments in F-order."""
     for segment in segments:
-        seen: dict[Place, int] = {}
+        ancestors: dict[Place, int] = {}
         for place in (span.parent for span in segment.spans):
-            while place is not None and place not in seen:
+            while place is not None and place not in ancestors:
                 span = segments[place.segment].spans[place.number]
-                seen[place], place = span.length, span.parent
-        yield segment._replace(above=sum(seen.values()))
+                ancestors[place], place = span.length, span.parent
+        yield segment._replace(above=sum(ancestors.values()))
 
 
 def trees(segments: Sequence[Segment]) -> list[tuple[int, ...]]:
-    """Per segment the tree of every span; trees are counted from 0 in the order of their roots."""
+    """Per segment the tree number of every span; trees are numbered in the order of their roots."""
     tree_of: list[tuple[int, ...]] = []
     num_trees = 0
     for index, segment in enumerate(segments):
@@ -351,7 +348,7 @@ def trees(segments: Sequence[Segment]) -> list[tuple[int, ...]]:
 
 
 def joined_of(index: int, spans: Sequence[Span]) -> int:
-    """`Segment.joined` of a segment with some spans."""
+    """`Segment.joined` of segment `index` with these spans."""
     return index if any(span.parent and span.parent.segment == index for span in spans) else -1
 
 
@@ -360,10 +357,9 @@ class Exchange(NamedTuple):
 
     Attributes:
         segment: its index on this rank.
-        peers: the ranks that get it, each with the numbers of the spans that it gets; or the rank
-            that it comes from, with all of them; none where only ranks that run side by side with
-            this one have a segment.
-        level: segments above it that cross.
+        peers: (rank, numbers of spans): the ranks that get it, or the single rank that sends it;
+            empty where only other ranks of a joint plan have such a segment.
+        level: number of ancestors that cross.
     """
 
     segment: int
@@ -379,15 +375,14 @@ class Forest:
         segments: in F-order.
         num_positions: positions of each rollout.
         first_trained: first trained position of each rollout.
-        multiple: what their spans are padded to.
-        whole: what segments are padded to; see TreeOptions.
+        multiple, pad_multiple: see TreeOptions.
         ordered: whether a microbatch's losses need all microbatches before it (global_aux_loss).
         unshared_by_routes: positions computed again because routes of this rank's rollouts differ.
-        exchanges: segments that cross data-parallel ranks, in the order that all ranks have.
-        rounds: per segment the round of microbatches that it runs in, ascending, where the ranks
-            that share experts have the same rounds; empty elsewhere.
-        wanted: most positions in a segment that the rank would choose if it shared no experts; 0:
-            it has no choice.
+        exchanges: segments that cross data-parallel ranks, in one order on all ranks.
+        rounds: per segment the number of its round of microbatches, ascending, if the ranks that
+            share experts have the same rounds; else empty.
+        requested_length: most positions in a segment that the rank would choose if it shared no
+            experts; 0: it has no choice.
     """
 
     segments: tuple[Segment, ...]
@@ -398,8 +393,8 @@ class Forest:
     unshared_by_routes: int = 0
     exchanges: tuple[Exchange, ...] = ()
     rounds: tuple[int, ...] = ()
-    whole: int = 1
-    wanted: int = 0
+    pad_multiple: int = 1
+    requested_length: int = 0
 
     def __post_init__(self) -> None:
         if any(segment.above is None for segment in self.segments):
@@ -412,13 +407,17 @@ class Forest:
 
     @functools.cached_property
     def executed_tokens(self) -> int:
-        """Positions that the prefix schedule computes on this rank, padding not counted."""
-        return sum(s.length for one in self.segments if one.source < 0 for s in one.spans)
+        """Positions computed on this rank, without padding."""
+        return sum(
+            s.length for segment in self.segments if segment.source < 0 for s in segment.spans
+        )
 
     @functools.cached_property
     def received_tokens(self) -> int:
         """Positions whose payloads other data-parallel ranks send."""
-        return sum(s.length for one in self.segments if one.source >= 0 for s in one.spans)
+        return sum(
+            s.length for segment in self.segments if segment.source >= 0 for s in segment.spans
+        )
 
     @functools.cached_property
     def max_depth(self) -> int:
@@ -427,7 +426,7 @@ class Forest:
 
     @functools.cached_property
     def num_trees(self) -> int:
-        """Number of trees; a rollout that shares nothing is one."""
+        """A rollout that shares nothing is a tree, too."""
         return sum(
             span.parent is None and bool(span.rollouts)
             for segment in self.segments
@@ -436,7 +435,7 @@ class Forest:
 
     @functools.cached_property
     def paths(self) -> tuple[tuple[Place, ...], ...]:
-        """Per rollout the places of its spans, root first; what is not computed has none."""
+        """Per rollout the places of its spans, root first, as far as it is computed."""
         paths: list[list[Place]] = [[] for _ in self.num_positions]
         for index, segment in enumerate(self.segments):
             for number, span in enumerate(segment.spans):
@@ -446,23 +445,23 @@ class Forest:
         return tuple(map(tuple, paths))
 
     def all_read(self) -> Forest:
-        """As if losses looked at all positions of segments with loss, as in the stock schedule."""
-        whole = (segment._replace(trained=None) for segment in self.segments)
-        return replace(self, segments=tuple(whole))
+        """With losses that read all positions of scored segments, as in the stock schedule."""
+        segments = (segment._replace(trained=None) for segment in self.segments)
+        return replace(self, segments=tuple(segments))
 
     def to_ints(self) -> list[int]:
-        """The forest as numbers, to send to ranks that read no data; `from_ints` reads them."""
-        numbers = [self.multiple, int(self.ordered), self.unshared_by_routes, self.whole]
-        numbers += [self.wanted, len(self.exchanges)]
-        for one in self.exchanges:
-            numbers += [one.segment, one.level, len(one.peers)]
-            for rank, spans in one.peers:
+        """The forest as numbers, for ranks that read no data."""
+        numbers = [self.multiple, int(self.ordered), self.unshared_by_routes, self.pad_multiple]
+        numbers += [self.requested_length, len(self.exchanges)]
+        for exchange in self.exchanges:
+            numbers += [exchange.segment, exchange.level, len(exchange.peers)]
+            for rank, spans in exchange.peers:
                 numbers += [rank, len(spans), *spans]
         numbers += [len(self.num_positions), *self.num_positions, *self.first_trained]
         rounds = self.rounds or (-1,) * len(self.segments)
         for segment, number in zip(self.segments, rounds, strict=True):
-            known = -1 if segment.trained is None else segment.trained
-            numbers += [segment.inner + 2 * segment.scored, known, segment.source, number]
+            num_trained = -1 if segment.trained is None else segment.trained
+            numbers += [segment.inner + 2 * segment.scored, num_trained, segment.source, number]
             numbers.append(len(segment.spans))
             for span in segment.spans:
                 numbers += [*(span.parent or (-1, -1)), *span[:3]]
@@ -471,13 +470,13 @@ class Forest:
 
     @classmethod
     def from_ints(cls, numbers: Sequence[int]) -> Forest:
-        """See `to_ints`."""
+        """The inverse of `to_ints`."""
         stream = iter(numbers)
 
         def take(count: int) -> tuple[int, ...]:
             return tuple(itertools.islice(stream, count))
 
-        align, ordered, unshared, whole, wanted, num_exchanges = take(6)
+        align, ordered, unshared, pad_multiple, requested_length, num_exchanges = take(6)
         exchanges = []
         for _ in range(num_exchanges):
             segment, level, num_peers = take(3)
@@ -488,18 +487,18 @@ class Forest:
         segments: list[Segment] = []
         rounds = []
         while head := take(5):
-            flags, known, source, number, num_spans = head
+            flags, num_trained, source, number, num_spans = head
             spans = []
             for _ in range(num_spans):
                 *parent, start, length, padded, members = take(6)
                 place = None if parent[0] < 0 else Place(*parent)
                 spans.append(Span(start, length, padded, take(members), place))
-            trained = None if known < 0 else known
+            trained = None if num_trained < 0 else num_trained
             inner, scored = bool(flags & 1), bool(flags & 2)
             joined = joined_of(len(segments), spans)
             segments.append(Segment(tuple(spans), inner, scored, trained, source, joined=joined))
             rounds.append(number)
         return cls(
             tuple(segments), num_positions, first_trained, align, bool(ordered), unshared,
-            tuple(exchanges), () if -1 in rounds else tuple(rounds), whole, wanted,
+            tuple(exchanges), () if -1 in rounds else tuple(rounds), pad_multiple, requested_length,
         )  # fmt: skip

@@ -1,10 +1,9 @@
-"""A span and what continues it in one segment, where a round of microbatches has room.  Pure.
+"""A span and its continuations in one segment, where a round of microbatches has room.  Pure.
 
-In every layer a suffix reads keys that the segment itself has just made, so one forward runs all of
-a round, as peers do within a packed microbatch ("DualKV", section 3). A segment costs what some
-positions cost: what several rounds need runs in each of them where that is cheaper than a segment
-of its own.  That is chosen for a whole step (`joined_segments`), or for what few positions of
-rollouts share behind their prompts (`joins_waves` of nodes.py).
+In every layer a suffix reads keys that the same segment has just computed, so one forward runs a
+whole round, as peers do within a packed microbatch ("DualKV", section 3). A segment has a fixed
+cost, so a span that several rounds read may be cheaper in each of them than in a segment of its
+own. `joined_segments` decides that for a whole step, `joins_waves` of nodes.py for single spans.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from megatron_prefix.tree.forest import Place, Segment, Span, TreeOptions, joine
 from megatron_prefix.tree.nodes import Node, dissolved, preorder
 
 _STEPS = 16
-"""Rounds are made about equally long, and shorter where they do not fit, in such parts of a
-segment."""
+"""The length of rounds is searched in steps of this fraction of a segment."""
 
 
 def joined_segments(
@@ -26,18 +24,18 @@ def joined_segments(
     owner: Sequence[int],
     longest: int,
 ) -> list[Segment] | None:
-    """Segments of whole microbatches, each with everything that its rollouts need; None if a
-    microbatch is longer than a segment.
+    """Segments of whole microbatches with all spans of their rollouts; None if a microbatch is
+    longer than a segment.
 
     Args:
-        roots: of all trees of a step; they stay as they are.
+        roots: of all trees of a step; not changed.
         first_trained: of every rollout.
         options: see TreeOptions.
         owner: the trainer's microbatch of every rollout.
         longest: most positions in a segment.
     """
     paths: list[list[Node]] = [[] for _ in first_trained]
-    needs: dict[int, dict[int, int]] = {one: {} for one in sorted({*owner})}
+    needs: dict[int, dict[int, int]] = {microbatch: {} for microbatch in sorted({*owner})}
     for node in preorder(roots):
         rows = node.padded(options.multiple)
         for member in node.members:
@@ -45,15 +43,19 @@ def joined_segments(
             needs[owner[member]][id(node)] = rows
     budget = longest
     while rounds := _rounds(needs, budget):
-        round_of = {one: number for number, some in enumerate(rounds) for one in some}
+        round_of = {
+            microbatch: number for number, members in enumerate(rounds) for microbatch in members
+        }
         rollouts: list[list[int]] = [[] for _ in rounds]
         for rollout, microbatch in enumerate(owner):
             rollouts[round_of[microbatch]].append(rollout)
         segments = [
-            joined_segment(index, [(trees_of(some, paths, options), None)], first_trained, options)
-            for index, some in enumerate(rollouts)
+            joined_segment(
+                index, [(trees_of(members, paths, options), None)], first_trained, options
+            )
+            for index, members in enumerate(rollouts)
         ]
-        # What too few of a round have in common to be worth a span is there several times.
+        # Spans too short to share are repeated per rollout, so a segment may exceed its budget.
         over = max(segment.padded_length for segment in segments) - longest
         if over <= 0:
             return segments
@@ -62,31 +64,26 @@ def joined_segments(
 
 
 def most_alive(lengths: Sequence[int], parents: Sequence[Iterable[int]]) -> int:
-    """Most positions that a forward computes or keeps for others, of segments in F-order.
+    """The most positions alive during a forward: its own, and those that later segments read.
 
     Args:
-        lengths: of every segment.
-        parents: of every segment the others that it reads.
+        lengths: of every segment, in F-order.
+        parents: per segment the others that it reads.
     """
     last = [*range(len(lengths))]
     for index in reversed(range(len(lengths))):
         for parent in parents[index]:
             last[parent] = max(last[parent], last[index])
     return max(
-        sum(lengths[other] for other in range(index + 1) if last[other] >= index)
+        sum(lengths[earlier] for earlier in range(index + 1) if last[earlier] >= index)
         for index in range(len(lengths))
     )
 
 
 def _rounds(needs: Mapping[int, Mapping[int, int]], longest: int) -> list[list[int]] | None:
-    """Microbatches in order, in the fewest rounds that fit, about equally long; None if one does
-    not fit by itself.
-
-    Args:
-        needs: of every microbatch, in order, the positions of every node.
-        longest: most positions in a round.
-    """
-    low, high = max(sum(one.values()) for one in needs.values()) - 1, longest
+    """Microbatches in the fewest rounds of at most `longest` positions, about equally long; None if
+    a microbatch is longer. `needs`: per microbatch, in order, positions by node."""
+    low, high = max(sum(rows.values()) for rows in needs.values()) - 1, longest
     if low >= high:
         return None
     rounds = _cut(needs, high)
@@ -99,18 +96,17 @@ def _rounds(needs: Mapping[int, Mapping[int, int]], longest: int) -> list[list[i
 
 
 def _cut(needs: Mapping[int, Mapping[int, int]], budget: int) -> list[list[int]]:
-    """Rounds filled one after the other."""
     rounds: list[list[int]] = []
-    here: set[int] = set()
+    nodes: set[int] = set()
     size = 0
-    for microbatch, mine in needs.items():
-        more = sum(rows for node, rows in mine.items() if node not in here)
-        if not rounds or size + more > budget:
+    for microbatch, rows_of in needs.items():
+        added = sum(rows for node, rows in rows_of.items() if node not in nodes)
+        if not rounds or size + added > budget:
             rounds.append([])
-            here, size, more = set(), 0, sum(mine.values())
+            nodes, size, added = set(), 0, sum(rows_of.values())
         rounds[-1].append(microbatch)
-        here |= mine.keys()
-        size += more
+        nodes |= rows_of.keys()
+        size += added
     return rounds
 
 
@@ -119,7 +115,8 @@ def trees_of(
     paths: Sequence[Sequence[Node]] | Mapping[int, Sequence[Node]],
     options: TreeOptions,
 ) -> list[Node]:
-    """The trees of some rollouts, of what several of them need, each with the nodes of its path."""
+    """The trees of a subset of rollouts, made of their paths; nodes that save too little there are
+    dissolved."""
     copies: dict[int, Node] = {}
     roots: list[Node] = []
     for rollout in rollouts:
@@ -140,9 +137,10 @@ def joined_segment(
     first_trained: Sequence[int],
     options: TreeOptions,
 ) -> Segment:
-    """All nodes of some trees, which continue spans of other segments, or none: siblings, and then
-    what is below each of them. What reads is behind what it reads, and all that reads one span is
-    in one piece: every key is in a level once."""
+    """One segment of whole trees, each with the span of another segment that it continues, or None.
+
+    Siblings are neighbours and come after their parent, so each key is in a level once.
+    """
     spans: list[Span] = []
     todo = [*reversed(trees)]
     while todo:
@@ -155,6 +153,6 @@ def joined_segment(
             if node.children
         ]
     joined = joined_of(index, spans)
-    scored = any(first_trained[one] < span.end for span in spans for one in span.rollouts)
-    whole = padded(tuple(spans), options, inner=joined >= 0)
-    return Segment(whole, joined >= 0, scored, joined=joined)
+    scored = any(first_trained[rollout] < span.end for span in spans for rollout in span.rollouts)
+    padded_spans = padded(tuple(spans), options, inner=joined >= 0)
+    return Segment(padded_spans, joined >= 0, scored, joined=joined)

@@ -14,9 +14,8 @@ from megatron_prefix.tree.forest import Place, Span, TreeOptions
 class Node:
     """Positions [start, end) of the rollouts `members`.
 
-    `common` is its number among the spans that data-parallel ranks have in common
-    (common_spans.py); -1 if it is not one of them. `joins`: it runs in the waves that read it, with
-    all that is below it (joining.py).
+    `common`: its number among the spans that data-parallel ranks have in common (common_spans.py),
+    or -1. `joins`: it runs inside the waves that read it, with its descendants (joining.py).
     """
 
     start: int
@@ -27,7 +26,7 @@ class Node:
     joins: bool = False
 
     def ending(self) -> list[int]:
-        """Members that end here: no child continues them."""
+        """Members that no child continues."""
         below = {member for child in self.children for member in child.members}
         return [member for member in self.members if member not in below]
 
@@ -39,7 +38,7 @@ class Node:
         return (copies - 1) * (self.end - self.start)
 
     def padded(self, align: int) -> int:
-        """Its positions, rounded up to a multiple of `align`."""
+        """Positions, rounded up to a multiple of `align`."""
         return -(-(self.end - self.start) // align) * align
 
     def span(self, align: int, parent: Place | None) -> Span:
@@ -49,7 +48,7 @@ class Node:
 
 
 def preorder(roots: Sequence[Node]) -> Iterator[Node]:
-    """Parents before children. The caller may change a node's children when it gets the node."""
+    """Parents before children; the caller may replace the children of the node that it gets."""
     todo = [*reversed(roots)]
     while todo:
         yield (node := todo.pop())
@@ -58,11 +57,11 @@ def preorder(roots: Sequence[Node]) -> Iterator[Node]:
 
 
 def joins_waves(node: Node, options: TreeOptions) -> bool:
-    """Whether a node that few others read may run in each wave that reads it: the waves then have
-    all that is below it, and room for it."""
-    if not options.joins or any(one.children and not one.joins for one in node.children):
+    """Whether a node may run inside the waves that read it: all inner nodes below it do, too, and
+    with its descendants it takes at most half a segment."""
+    if not options.joins or any(child.children and not child.joins for child in node.children):
         return False
-    rows = sum(one.padded(options.multiple) for one in preorder([node]))
+    rows = sum(child.padded(options.multiple) for child in preorder([node]))
     return 2 * rows <= (options.segment_tokens or 2 * rows)
 
 
@@ -70,7 +69,7 @@ def even_parts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
     """Cuts a sequence into the fewest parts whose sums are at most `budget`, about equally long.
 
     Args:
-        lengths: of the things, above 0; one longer than `budget` is a part of its own.
+        lengths: above 0; one longer than `budget` is a part of its own.
         budget: 0: no limit.
 
     Returns:
@@ -85,26 +84,30 @@ def even_parts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
     low, high = -(-ends[-1] // len(parts)), min(longest, budget)
     while low < high:  # only sums that occur are tried
         middle = (low + high) // 2
-        some, longest, more = _parts(ends, middle)
-        if len(some) > len(parts):
-            low = more
+        candidate, longest, next_budget = _parts(ends, middle)
+        if len(candidate) > len(parts):
+            low = next_budget
         else:
-            parts, high = some, min(longest, middle)
+            parts, high = candidate, min(longest, middle)
     return parts
 
 
 def _parts(ends: Sequence[int], budget: int) -> tuple[list[tuple[int, int]], int, int]:
-    """Parts filled one after the other, of things that end there, the largest of their sums, and
-    the least budget above this one with which they would be others."""
-    parts, start, before, longest, more = [], 0, 0, 0, ends[-1]
+    """Greedily filled parts, the largest of their sums, and the next budget that changes them.
+
+    Args:
+        ends: running sums of the lengths.
+        budget: largest sum of a part.
+    """
+    parts, start, before, longest, next_budget = [], 0, 0, 0, ends[-1]
     while start < len(ends):
         stop = max(start + 1, bisect.bisect(ends, before + budget, start))
         parts.append((start, stop))
         longest = max(longest, ends[stop - 1] - before)
         if stop < len(ends):
-            more = min(more, ends[stop] - before)
+            next_budget = min(next_budget, ends[stop] - before)
         start, before = stop, ends[stop - 1]
-    return parts, longest, more
+    return parts, longest, next_budget
 
 
 def equal_bounds(start: int, end: int, longest: int, align: int) -> list[int]:
@@ -118,22 +121,22 @@ def equal_bounds(start: int, end: int, longest: int, align: int) -> list[int]:
 
 
 def dissolved(roots: list[Node], pays: Callable[[Node], bool]) -> list[Node]:
-    """Merges inner nodes that do not pay into their children, top down."""
+    """Merges inner nodes for which `pays` is false into their children, top down."""
     top = Node(0, 0, [], roots)
     for node in preorder([top]):
         if not node.children:
             continue
-        kept, todo = node.children, list[Node]()
-        if not all(not child.children or pays(child) for child in kept):
-            kept, todo = [], kept[::-1]
+        children, todo = node.children, list[Node]()
+        if not all(not child.children or pays(child) for child in children):
+            children, todo = [], children[::-1]
         while todo:
             child = todo.pop()
             if not child.children or pays(child):
-                kept.append(child)
+                children.append(child)
                 continue
             for grandchild in child.children:
                 grandchild.start = child.start
             ends_here = [Node(child.start, child.end, child.ending())] if child.ending() else []
             todo.extend(reversed([*ends_here, *child.children]))
-        node.children = sorted(kept, key=lambda child: child.members[0])
+        node.children = sorted(children, key=lambda child: child.members[0])
     return top.children

@@ -25,14 +25,14 @@ from megatron_prefix.tree.joining import joined_segment, trees_of
 from megatron_prefix.tree.nodes import Node, dissolved, even_parts, joins_waves, preorder
 
 _LEAST = 8
-"""A round's waves join spans only where that saves such a part of `segment_gain` positions."""
+"""A round's waves take in spans only where that saves this fraction of `segment_gain`."""
 
 
 class MicrobatchRows(NamedTuple):
-    """Positions of a step's spans by microbatch, each span with the first one that needs it.
+    """Positions of a step's spans per microbatch; a span counts in the first that needs it.
 
     Attributes:
-        inner: of spans that others read, of every microbatch.
+        inner: of spans that others read.
         leaves: of the others.
     """
 
@@ -41,19 +41,21 @@ class MicrobatchRows(NamedTuple):
 
     @classmethod
     def of(cls, forest: Forest, microbatch_of: Sequence[int]) -> MicrobatchRows:
-        """Of segments, with the microbatch of each rollout."""
+        """Of a forest, with the microbatch of each rollout."""
         rows = [[0] * (max(microbatch_of, default=-1) + 1) for _ in range(2)]
         for segment in forest.segments:
-            for span in (one for one in segment.spans if one.rollouts):  # a filler has none
+            for span in (span for span in segment.spans if span.rollouts):  # a dummy has none
                 first = min(microbatch_of[rollout] for rollout in span.rollouts)
                 rows[not segment.inner][first] += span.padded
         return cls(*map(tuple, rows))
 
     @classmethod
-    def most(cls, several: Iterable[MicrobatchRows]) -> MicrobatchRows:
-        """Of every microbatch those of the rank that has most."""
-        inner, leaves = zip(*several, strict=True)
-        largest = [map(max, itertools.zip_longest(*one, fillvalue=0)) for one in (inner, leaves)]
+    def most(cls, ranks: Iterable[MicrobatchRows]) -> MicrobatchRows:
+        """Per microbatch the maximum over ranks."""
+        inner, leaves = zip(*ranks, strict=True)
+        largest = [
+            map(max, itertools.zip_longest(*counts, fillvalue=0)) for counts in (inner, leaves)
+        ]
         return cls(*map(tuple, largest))
 
 
@@ -61,23 +63,23 @@ class Rounds:
     """Which microbatches run together.
 
     Args:
-        inner: nodes of segments that others read, each with the number of nodes above it.
-        others: all others: leaves, and nodes that join the waves that read them.
+        inner: (depth, node) of segments that others read.
+        leaves: all other nodes: leaves, and nodes that join the waves that read them.
         owner: the microbatch of every rollout.
         options: see TreeOptions.
-        rows: by which microbatches are cut; None: by those of `inner` and `others`.
+        rows: positions by which rounds are cut; None: those of `inner` and `leaves`.
 
     Attributes:
-        inner: per round the nodes of `inner` that no earlier one needs.
-        leaves: per round its leaves, and nodes that join waves and in which rollouts end, each with
-            those of these rollouts that are in the round.
-        lasting: per round those that it needs first, and later rounds too.
+        inner: per round the (depth, node) of `inner` that it is the first to need.
+        leaves: per round the nodes in which rollouts end, each with the round's rollouts among
+            them.
+        lasting: per round the leaves that it and later rounds share, with all their rollouts.
     """
 
     def __init__(
         self,
         inner: Iterable[tuple[int, Node]],
-        others: list[Node],
+        leaves: list[Node],
         owner: Sequence[int],
         options: TreeOptions,
         rows: MicrobatchRows | None,
@@ -85,30 +87,30 @@ class Rounds:
         self._owner, self._multiple, self._budget = owner, options.multiple, options.segment_tokens
         inner = [*inner]
         if rows is None:
-            mine: Any = self._rows(node for _, node in inner), self._rows(others)
+            rows_of: Any = self._rows(node for _, node in inner), self._rows(leaves)
             microbatches: Sequence[int] = sorted({*owner})
         else:
-            mine, microbatches = rows, range(len(rows.leaves))
-        rounds = list(self._rounds(microbatches, *mine))
-        self._new = [sum(mine[0][one] for one in some) for some in rounds]
-        self._round_of = {one: number for number, some in enumerate(rounds) for one in some}
+            rows_of, microbatches = rows, range(len(rows.leaves))
+        rounds = list(self._rounds(microbatches, *rows_of))
+        self._new = [sum(rows_of[0][microbatch] for microbatch in members) for members in rounds]
+        self._round_of = {
+            microbatch: number for number, members in enumerate(rounds) for microbatch in members
+        }
         self.inner: list[list[tuple[int, Node]]] = [[] for _ in rounds]
         self.leaves: list[list[tuple[Node, list[int]]]] = [[] for _ in rounds]
         self.lasting: list[list[tuple[Node, list[int]]]] = [[] for _ in rounds]
         for depth, node in inner:
             self.inner[self._round_of[self._first(node)]].append((depth, node))
-        for node in others:
+        for node in leaves:
             if ending := node.ending() if node.children else node.members:
                 self._place(node, ending, options.segment_gain)
 
     def _first(self, node: Node) -> int:
-        """The first microbatch that needs a node."""
         return min(map(self._owner.__getitem__, node.members))
 
     def _place(self, leaf: Node, ending: list[int], least: int) -> None:
-        """Gives the rollouts that end in a node to their rounds. Equal ones of several rounds have
-        one leaf, in a segment that waits for all their losses, unless that saves fewer positions
-        than `least`."""
+        """Puts the rollouts that end in a node into their rounds. Equal rollouts of several rounds
+        share a leaf, whose segment waits for all their losses, if that saves `least` positions."""
         if len(ending) == 1:
             number = self._round_of[self._owner[ending[0]]]
             self.leaves[number].append((leaf, ending))
@@ -123,11 +125,11 @@ class Rounds:
             self.leaves[number].append((leaf, members))
 
     def num(self, rollouts: Iterable[int]) -> int:
-        """In how many rounds some rollouts are."""
-        return len({self._round_of[self._owner[one]] for one in rollouts})
+        """Number of rounds that rollouts are in."""
+        return len({self._round_of[self._owner[rollout]] for rollout in rollouts})
 
     def together(self) -> Iterator[range]:
-        """Rounds whose inner nodes run together: those that have a segment of them at most."""
+        """Consecutive rounds whose new inner nodes fit one segment."""
         start, rows = 0, 0
         for number, new in enumerate(self._new):
             if number > start and 0 < self._budget < rows + new:
@@ -138,7 +140,7 @@ class Rounds:
             yield range(start, len(self.inner))
 
     def _rows(self, nodes: Iterable[Node]) -> collections.Counter[int]:
-        """Per microbatch the positions of nodes that no earlier one needs."""
+        """Per microbatch the positions of nodes that it is the first to need."""
         rows = collections.Counter[int]()
         for node in nodes:
             rows[self._first(node)] += node.padded(self._multiple)
@@ -150,29 +152,31 @@ class Rounds:
         inner: Mapping[int, int] | Sequence[int],
         leaves: Mapping[int, int] | Sequence[int],
     ) -> Iterator[Sequence[int]]:
-        """Microbatches in order, as many a round as fit, about equally many positions in each.
+        """Microbatches in order, as many a round as fit, in rounds of about equal length.
 
-        A round begins with one that adds more than half a segment of inner nodes: they would live
-        at once with those of the microbatches before it.
+        A microbatch that adds more than half a segment of inner nodes begins a round: its inner
+        nodes should not live together with earlier ones.
         """
         begins = [
             place
-            for place, one in enumerate(microbatches)
-            if not place or 0 < self._budget < 2 * inner[one]
+            for place, microbatch in enumerate(microbatches)
+            if not place or 0 < self._budget < 2 * inner[microbatch]
         ]
         for start, stop in itertools.pairwise([*begins, len(microbatches)]):
             run = microbatches[start:stop]
-            for low, high in even_parts([max(1, leaves[one]) for one in run], self._budget):
+            for low, high in even_parts(
+                [max(1, leaves[microbatch]) for microbatch in run], self._budget
+            ):
                 yield run[low:high]
 
 
 def _ends(node: Node) -> int:
-    """Leaves of a tree, and nodes in it that others continue and in which rollouts end."""
-    return sum(not one.children or bool(one.ending()) for one in preorder([node]))
+    """Number of nodes in a tree in which rollouts end."""
+    return sum(not below.children or bool(below.ending()) for below in preorder([node]))
 
 
 class _Nodes(NamedTuple):
-    """The nodes of a segment; `source`: see Segment; `scored`: the same, None if losses tell."""
+    """The nodes of a segment; `source`, `scored`: see Segment; None: derived from the losses."""
 
     nodes: Sequence[Node]
     inner: bool
@@ -192,11 +196,10 @@ class Packing:
         rows: see Rounds.
 
     Attributes:
-        roots: as given.
         lengths: positions of every segment, in F-order.
-        inner: the nodes of every inner segment that the rank has for itself.
+        inner: the nodes of every inner segment that does not cross ranks.
         exchanges: see Forest.
-        rounds: of every segment.
+        rounds: number of every segment's round.
     """
 
     def __init__(
@@ -214,15 +217,15 @@ class Packing:
         self.exchanges: list[Exchange] = []
         self.rounds: list[int] = []
         self._first, self._options, self._multiple = first_trained, options, options.multiple
-        # By identity of nodes, none of which is gone before the end.
+        # By id of nodes, all of which outlive this object.
         self._paths: dict[int, tuple[Place, ...]] = {}  # to what others read, root first
         self._parents: dict[int, Node] = {}
         self._nodes: list[_Nodes] = []
-        others = [node for node in preorder(roots) if node.joins or not node.children]
-        self._rounds = rounds = Rounds(self._inner(roots), others, owner, options, rows)
+        leaves = [node for node in preorder(roots) if node.joins or not node.children]
+        self._rounds = rounds = Rounds(self._inner(roots), leaves, owner, options, rows)
         self._round = 0
         if common.segments:
-            self._cross(common, {one.common: one for one in preorder(roots) if one.common >= 0})
+            self._cross(common, {node.common: node for node in preorder(roots) if node.common >= 0})
         for together in rounds.together():
             self._round = together[0]
             levels: dict[int, list[Node]] = collections.defaultdict(list)
@@ -236,9 +239,9 @@ class Packing:
                 self._fill(self._trees(rounds.leaves[number]), inner=False)
 
     def saved(self, node: Node) -> int:
-        """Positions that would run more without a segment for a node: once in every round that
-        reads it, where it may join waves, else in every child, and in what joins waves below a
-        child, which then has hardly room there."""
+        """Positions that the node's own segment saves: without it the node runs once in every round
+        if it may join waves, else in every child, and in every leaf below a child that joins
+        waves."""
         if joins_waves(node, self._options):
             return max(node.saved, (self._rounds.num(node.members) - 1) * (node.end - node.start))
         below = sum(_ends(child) for child in node.children if child.joins)
@@ -247,75 +250,79 @@ class Packing:
 
     def _cross(self, common: CommonSpans, nodes: Mapping[int, Node]) -> None:
         """Adds what crosses ranks, as far as this rank has it."""
-        for one in filter(common.here, common.segments):
-            source, spans = common.source(one), common.here(one)
-            peers = common.peers(one) if source < 0 else ((source, tuple(range(len(spans)))),)
-            span = common.spans[one.spans[0]]
+        for shared in filter(common.here, common.segments):
+            source, spans = common.source(shared), common.here(shared)
+            peers = common.peers(shared) if source < 0 else ((source, tuple(range(len(spans)))),)
+            span = common.spans[shared.spans[0]]
             self.exchanges.append(Exchange(len(self.lengths), peers, span.level))
             # Losses of any rank may look at any of its positions.
-            mine = [nodes[one] for one in spans]
-            length = sum(node.padded(self._multiple) for node in mine)
-            self._add(_Nodes(mine, True, source, span.scored), length)
+            local = [nodes[number] for number in spans]
+            length = sum(node.padded(self._multiple) for node in local)
+            self._add(_Nodes(local, True, source, span.scored), length)
 
     def _inner(self, roots: Sequence[Node]) -> Iterator[tuple[int, Node]]:
-        """The nodes that others read, each with the number of nodes above it, level by level."""
-        here = [node for node in roots if node.children]
+        """(depth, node) of the inner nodes, level by level."""
+        level = [node for node in roots if node.children]
         for depth in itertools.count():
-            if not here:
+            if not level:
                 return
-            yield from ((depth, one) for one in here if one.common < 0 and not one.joins)
-            below = [(node, child) for node in here for child in node.children]
+            yield from ((depth, node) for node in level if node.common < 0 and not node.joins)
+            below = [(node, child) for node in level for child in node.children]
             self._parents.update((id(child), node) for node, child in below)
-            here = [child for _, child in below if child.children]
+            level = [child for _, child in below if child.children]
 
     def _trees(self, leaves: Iterable[tuple[Node, list[int]]]) -> list[Node]:
-        """Leaves, each of some of its rollouts, below the nodes that join waves; of such a node in
-        their place, those that end in it."""
+        """The subtree of each leaf's joined ancestors, cut to the leaf's rollouts; plain leaves
+        stay as they are."""
         nodes = list[Node]()
         paths: dict[int, dict[int, list[Node]]] = {}  # of rollouts, by what all of them is below
         above: dict[int, Node | None] = {}
         for leaf, members in leaves:
             parent = self._parents.get(id(leaf))
             if not leaf.children and (parent is None or not parent.joins):
-                whole = len(members) == len(leaf.members)
-                nodes.append(leaf if whole else self._below(parent, replace(leaf, members=members)))
+                is_complete = len(members) == len(leaf.members)
+                nodes.append(
+                    leaf if is_complete else self._below(parent, replace(leaf, members=members))
+                )
                 continue
             path = [leaf]
             while parent is not None and parent.joins:
                 path, parent = [parent, *path], self._parents.get(id(parent))
             above[id(parent)] = parent
             paths.setdefault(id(parent), {}).update(dict.fromkeys(members, path))
-        trees = {one: trees_of(sorted(some), some, self._options) for one, some in paths.items()}
+        trees = {
+            key: trees_of(sorted(paths_of), paths_of, self._options)
+            for key, paths_of in paths.items()
+        }
         saved = sum(n.saved for roots in trees.values() for n in preorder(roots) if n.children)
-        for one, roots in trees.items():
+        for key, roots in trees.items():
             if saved * _LEAST < self._options.segment_gain:
                 roots = dissolved(roots, lambda _: False)
-            nodes += [self._below(above[one], root) for root in roots]
+            nodes += [self._below(above[key], root) for root in roots]
         return nodes
 
     def _below(self, parent: Node | None, node: Node) -> Node:
-        """A new node, below one of a segment that others read."""
+        """Registers the parent of a new node."""
         if parent is not None:
             self._parents[id(node)] = parent
         return node
 
     def _fill(self, nodes: Sequence[Node], *, inner: bool) -> None:
-        """Adds nodes as the fewest segments of about equal length, those of waves with all that is
-        below them.
+        """Adds nodes as the fewest segments of about equal length; waves include descendants.
 
-        What hangs below one node is side by side, so that it is one run of queries.
+        Siblings are neighbours, so that they are one run of queries.
         """
-        some = sorted(nodes, key=self._above)
+        ordered = sorted(nodes, key=self._above)
         lengths = [
             node.padded(self._multiple) if inner or not node.children
-            else sum(one.padded(self._multiple) for one in preorder([node]))
-            for node in some
+            else sum(below.padded(self._multiple) for below in preorder([node]))
+            for node in ordered
         ]  # fmt: skip
         for start, stop in even_parts(lengths, self._options.segment_tokens):
-            self._add(_Nodes(some[start:stop], inner), sum(lengths[start:stop]))
+            self._add(_Nodes(ordered[start:stop], inner), sum(lengths[start:stop]))
 
     def _add(self, added: _Nodes, length: int) -> None:
-        """Adds a segment; its spans are made when all are there, and somebody asks for them."""
+        """Adds a segment; its spans are made when `segments` is first read."""
         if added.inner:
             index = len(self.lengths)
             for number, node in enumerate(added.nodes):
@@ -328,13 +335,13 @@ class Packing:
         self._nodes.append(added)
 
     def _above(self, node: Node) -> tuple[Place, ...]:
-        """Where the nodes above one are, root first; all of them have a place."""
+        """Places of a node's ancestors, root first."""
         parent = self._parents.get(id(node))
         return () if parent is None else self._paths[id(parent)]
 
     @property
     def parents(self) -> list[set[int]]:
-        """Of every segment the others that it reads."""
+        """Per segment the others that it reads."""
         above = (map(self._above, added.nodes) for added in self._nodes)
         return [{path[-1].segment for path in paths if path} for paths in above]
 
@@ -346,8 +353,8 @@ class Packing:
     def _segment(self, index: int, added: _Nodes) -> Segment:
         if not added.inner and any(node.children for node in added.nodes):
             trees = itertools.groupby(added.nodes, self._above)
-            some = [([*nodes], path[-1] if path else None) for path, nodes in trees]
-            return joined_segment(index, some, self._first, self._options)
+            siblings = [([*nodes], path[-1] if path else None) for path, nodes in trees]
+            return joined_segment(index, siblings, self._first, self._options)
         above = zip(added.nodes, map(self._above, added.nodes), strict=True)
         spans = tuple(node.span(self._multiple, path[-1] if path else None) for node, path in above)
         scored = added.scored

@@ -44,22 +44,19 @@ class Run(NamedTuple):
 
 
 class Level(NamedTuple):
-    """Runs of one call of a kernel, in the order of their queries; their keys do not overlap.
-
-    Attributes:
-        runs: at least one.
-    """
+    """One or more runs of one call of a kernel, in the order of their queries; their keys do not
+    overlap."""
 
     runs: tuple[Run, ...]
 
     @property
     def queries(self) -> tuple[int, ...]:
-        """Number of queries of every run."""
+        """Per run."""
         return tuple(run.stop - run.first for run in self.runs)
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """Number of keys of every run."""
+        """Per run."""
         return tuple(run.end - run.start for run in self.runs)
 
     @property
@@ -113,13 +110,13 @@ class RowMap:
     Attributes:
         length: rows of the arena.
         intervals: per segment its rows; None for a wave.
-        seen: per segment the inner segments whose rows it reads, ascending.
+        visible: per segment the inner segments whose rows it reads, ascending.
         zeros: rows at the front that are always zero.
     """
 
     length: int
     intervals: tuple[slice | None, ...]
-    seen: tuple[tuple[int, ...], ...]
+    visible: tuple[tuple[int, ...], ...]
     zeros: int = 0
 
 
@@ -147,9 +144,9 @@ class PayloadMap:
     shares: int = 1
     tails: Mapping[Form, tuple[RowMap, tuple[Tail, ...]]] = field(default_factory=dict)
 
-    def seen(self, index: int) -> set[int]:
+    def visible(self, index: int) -> set[int]:
         """The segments whose payloads, of any form, a segment reads."""
-        return {*self.positions.seen[index], *self.spans.seen[index]}
+        return {*self.positions.visible[index], *self.spans.visible[index]}
 
     def rows(self, form: Form) -> RowMap:
         """Rows of payloads of one form."""
@@ -184,25 +181,25 @@ def payload_map(
     sizes = [segment.padded_length // shares for segment in segments]
     positions = _Allocator(segments, sizes, lines, program)
     below = _Levels(segments, positions.intervals, parts, shares)
-    apart: list[int | None] = [None] * len(segments)
+    no_lines: list[int | None] = [None] * len(segments)
     counts = [len(segment.spans) for segment in segments]
-    spans = _Allocator(segments, counts, apart, program, zeros=1)
+    spans = _Allocator(segments, counts, no_lines, program, zeros=1)
     parents = [[span.parent for span in segment.spans] for segment in segments]
     rows = tuple(
-        tuple(spans.placed[one.segment].start + one.number if one else 0 for one in places)
+        tuple(spans.placed[place.segment].start + place.number if place else 0 for place in places)
         for places in parents
     )
     tails = {}
     for form in {form for form in forms if form.last is not None}:
-        sizes = [sum(form.rows(span.padded) for span in one.spans) for one in segments]
-        last = _Allocator(segments, sizes, apart, program)
+        sizes = [sum(form.rows(span.padded) for span in segment.spans) for segment in segments]
+        last = _Allocator(segments, sizes, no_lines, program)
         reads = tuple(tails_of(segments, last.intervals, form.last or 0))
-        seen = tuple(read.seen for read in reads)
-        tails[form] = RowMap(last.length, last.intervals, seen), reads
-    lengths = tuple(tuple(span.padded for span in one.spans) for one in segments)
+        visible = tuple(read.visible for read in reads)
+        tails[form] = RowMap(last.length, last.intervals, visible), reads
+    lengths = tuple(tuple(span.padded for span in segment.spans) for segment in segments)
     return PayloadMap(
-        RowMap(positions.length, positions.intervals, tuple(map(tuple, below.seen))),
-        RowMap(spans.length, spans.intervals, tuple(one.parents for one in segments), spans.zeros),
+        RowMap(positions.length, positions.intervals, tuple(map(tuple, below.visible))),
+        RowMap(spans.length, spans.intervals, tuple(s.parents for s in segments), spans.zeros),
         below.levels, rows, lengths, parts, shares, tails,
     )  # fmt: skip
 
@@ -215,18 +212,18 @@ def batches(lengths: Sequence[int]) -> list[list[int]]:
 
 
 class _Allocator:
-    """Rows as they are taken and freed by a program, from its begin to its end.
+    """Gives rows to inner segments at their forward and frees them at their backward.
 
     Args:
         segments: the step's.
         sizes: rows of each.
-        lines: the segment that each continues, behind which it is to lie; None: any place is good.
+        lines: per segment the one directly behind which it should lie; None: anywhere.
         program: ("F" or "B", segment) in order.
-        zeros: rows at the front that nobody takes.
+        zeros: reserved rows at the front.
 
     Attributes:
         length: rows needed.
-        placed: rows of every segment that others read.
+        placed: rows of every inner segment.
         intervals: rows of every segment; None for a wave.
     """
 
@@ -263,10 +260,12 @@ class _Allocator:
             start = self.placed[parent].stop
         else:
             start, rows = self.zeros, self.line[index]
-            for other in sorted(self.reserved.values(), key=lambda other: other.start):
-                if other.start - start >= rows:
+            for reservation in sorted(
+                self.reserved.values(), key=lambda reservation: reservation.start
+            ):
+                if reservation.start - start >= rows:
                     break
-                start = max(start, other.stop)
+                start = max(start, reservation.stop)
             self.reserved[index] = slice(start, start + rows)
             self.length = max(self.length, start + rows)
             self.head[index], self.used[index] = index, set()
@@ -282,25 +281,20 @@ class _Allocator:
 
     def _fits_behind(self, parent: int, size: int) -> bool:
         head, start = self.head[parent], self.placed[parent].stop
-        others = (self.placed[other] for other in self.used[head])
-        free = all(rows.stop <= start or rows.start >= start + size for rows in others)
+        occupied = (self.placed[member] for member in self.used[head])
+        free = all(rows.stop <= start or rows.start >= start + size for rows in occupied)
         return free and start + size <= self.reserved[head].stop
 
 
 def _line_parent(segments: Sequence[Segment], index: int) -> int | None:
-    """The segment that one of a single span continues, if that one has a single span, too."""
+    """The segment that `index` continues, if both have a single span."""
     spans = segments[index].spans
     parent = spans[0].parent if len(spans) == 1 else None
     return parent.segment if parent and len(segments[parent.segment].spans) == 1 else None
 
 
 class _Levels:
-    """What the queries of segments see.
-
-    Attributes:
-        levels: of every segment; see PayloadMap.
-        seen: per segment the inner segments that it sees.
-    """
+    """What the queries of segments see; `levels` and `visible` as in PayloadMap and RowMap."""
 
     def __init__(
         self,
@@ -311,40 +305,39 @@ class _Levels:
     ) -> None:
         self.segments, self.parts, self.shares = segments, parts, shares
         self.starts = [  # of every segment's spans in the arena
-            [*itertools.accumulate((s.padded // shares for s in one.spans), initial=rows.start)]
+            [*itertools.accumulate((s.padded // shares for s in segment.spans), initial=rows.start)]
             if rows
             else []
-            for one, rows in zip(segments, intervals, strict=True)
+            for segment, rows in zip(segments, intervals, strict=True)
         ]
         self.paths: dict[Place, tuple[Place, ...]] = {}
-        self.seen: list[list[int]] = []
+        self.visible: list[list[int]] = []
         self.levels = tuple([self._of(index) for index in range(len(segments))])
 
     def _of(self, index: int) -> tuple[Level, ...]:
-        """The levels of a segment, behind those of all before it."""
+        """The levels of a segment; segments come in F-order."""
         spans = self.segments[index].spans
         paths, bounds = list[tuple[Place, ...]](), [0]  # of neighbours that continue one span
-        for parent, some in itertools.groupby(spans, operator.attrgetter("parent")):
+        for parent, siblings in itertools.groupby(spans, operator.attrgetter("parent")):
             paths.append(self._path(parent))
-            bounds.append(bounds[-1] + sum(span.padded // self.parts for span in some))
+            bounds.append(bounds[-1] + sum(span.padded // self.parts for span in siblings))
         above = {place.segment for path in paths for place in path}
-        self.seen.append(sorted(above - {index}))
+        self.visible.append(sorted(above - {index}))
         alike = (len({*places}) == 1 for places in zip(*paths, strict=False))
         common = len([*itertools.takewhile(bool, alike)])  # ancestors that all spans have
         levels = list(self._shared(paths[0][:common], bounds[-1]))
         for depth in range(common, max(map(len, paths))):
             runs = []
             keyed = [path[depth] if depth < len(path) else None for path in paths]
-            for seen, group in itertools.groupby(range(len(paths)), keyed.__getitem__):
+            for visible, group in itertools.groupby(range(len(paths)), keyed.__getitem__):
                 numbers = [*group]
-                if seen is not None:
-                    run = Run(bounds[numbers[0]], bounds[numbers[-1] + 1], *self._rows(seen))
+                if visible is not None:
+                    run = Run(bounds[numbers[0]], bounds[numbers[-1] + 1], *self._rows(visible))
                     runs.append(run)
             levels += self._pieces(runs[0]) if len(runs) == 1 else [Level(tuple(runs))]
         return tuple(levels)
 
     def _path(self, place: Place | None) -> tuple[Place, ...]:
-        """From the root to a span."""
         if place is None:
             return ()
         if place not in self.paths:
@@ -362,10 +355,10 @@ class _Levels:
         for number, (start, end) in enumerate(rows):
             if number and rows[number - 1][1] == start:
                 continue
-            for _, more in itertools.takewhile(
+            for _, following in itertools.takewhile(
                 lambda pair: pair[0][1] == pair[1][0], itertools.pairwise(rows[number:])
             ):
-                end = more[1]
+                end = following[1]
             yield from self._pieces(Run(0, num_queries, start, end))
 
     def _pieces(self, run: Run) -> Iterator[Level]:

@@ -1,7 +1,7 @@
 """What queries with a window see of their ancestors: the last positions before their span.  Pure.
 
-Every inner span leaves the last positions of its own, as many as the window is wide. A span that is
-shorter leaves all, and what is below it reads its parent's last ones, too.
+Every inner span keeps its last `window` positions for its children. A shorter span keeps all, and
+its children also read the last positions of its parent.
 """
 
 from __future__ import annotations
@@ -13,33 +13,32 @@ from megatron_prefix.tree.forest import Place, Segment
 
 
 class Tail(NamedTuple):
-    """What a segment reads.
+    """Window keys that a segment reads.
 
     Attributes:
-        seen: the inner segments that it reads of, ascending.
-        rows: intervals of the arena, all different.
-        spans: of each span the places of its keys in these rows, one interval after the other; in
-            the order of positions.
+        visible: the inner segments that it reads of, ascending.
+        rows: disjoint intervals of the arena.
+        spans: per span the intervals of its keys among these rows, in the order of positions.
     """
 
-    seen: tuple[int, ...]
+    visible: tuple[int, ...]
     rows: tuple[tuple[int, int], ...]
     spans: tuple[tuple[tuple[int, int], ...], ...]
 
     @property
     def repeated(self) -> int:
-        """Rows of all spans, as often as they are seen."""
+        """Rows summed over spans; shared rows count once per span."""
         return sum(stop - start for span in self.spans for start, stop in span)
 
 
 def tails_of(
     segments: Sequence[Segment], intervals: Sequence[slice | None], window: int
 ) -> Iterator[Tail]:
-    """What every segment reads.
+    """Window keys of every segment.
 
     Args:
         segments: the step's, in F-order.
-        intervals: per segment its rows in the arena, span behind span; None for a wave.
+        intervals: per segment its rows in the arena, span after span; None for a wave.
         window: positions before its own that a query sees, at least 1.
     """
     ends: dict[Place, int] = {}
@@ -67,8 +66,7 @@ def tails_of(
 def _reach(
     segments: Sequence[Segment], place: Place | None, window: int
 ) -> list[tuple[Place, int]]:
-    """The spans on the way up that a window reaches, and how many of each one's last positions;
-    the nearest last."""
+    """Ancestors that a window reaches, the nearest last, with the number of positions of each."""
     reached = []
     while place is not None and window > 0:
         span = segments[place.segment].spans[place.number]

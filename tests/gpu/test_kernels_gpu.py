@@ -350,7 +350,7 @@ def test_sums_of_own_keys_are_those_of_torch(
     """In one pass, keys in two runs and places without any included."""
     lengths, size, heads = (24, 4 * 123, 8), 2, 3
     for rank in range(size):
-        seen = cp_layout.own_runs(lengths, rank, size).seen
+        seen = cp_layout.own_runs(lengths, rank, size).visible
         tables = {
             "own": cp_layout.order(lengths, size)[seen],
             "own sums": cp_layout.own_sums(lengths, rank, size),

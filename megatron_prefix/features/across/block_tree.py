@@ -13,11 +13,10 @@ import numpy as np
 
 
 class RankBeginnings(NamedTuple):
-    """What a rank tells the others of its beginnings: digests, and no token.
+    """What a rank broadcasts of its beginnings: digests, no tokens.
 
-    A beginning is all of a rollout but its last position, or with `loss_in_leaves` what comes
-    before any position that carries loss. Digests have 128 bits of a cryptographic hash (BLAKE2b):
-    beginnings with equal ones are taken as equal.
+    A beginning is a rollout without its last position, or with `loss_in_leaves` up to its first
+    position with loss. Beginnings with equal digests (128 bits of BLAKE2b) count as equal.
 
     Attributes:
         lengths: positions of each beginning, all of them different: int64 [num].
@@ -48,9 +47,9 @@ class BlockTree(NamedTuple):
         parent: the node that it continues; -1: none.
         ranks: that have it, ascending.
         first_trained: the first position that carries loss on any of them.
-        children: of each node, and behind these of none: in the order of the first beginning.
-        below: per rank the last node of each of its beginnings; -1: no other rank has any of it.
-        alone: per rank the positions of blocks that no other has, each of them once.
+        children: of each node, and last the roots; in the order of their first beginning.
+        below: per rank the last node of each of its beginnings; -1: no other rank shares any of it.
+        local_only: per rank the positions of blocks that no other rank has, each counted once.
     """
 
     start: list[int]
@@ -60,7 +59,7 @@ class BlockTree(NamedTuple):
     first_trained: list[int]
     children: list[list[int]]
     below: list[list[int]]
-    alone: list[int]
+    local_only: list[int]
 
 
 class _Blocks(NamedTuple):
@@ -87,22 +86,18 @@ class _Blocks(NamedTuple):
 
 
 def block_tree(ranks: Sequence[RankBeginnings]) -> BlockTree:
-    """The tree of what several ranks tell; the same on all of them.
-
-    Args:
-        ranks: what each of them tells.
-    """
+    """The tree of the ranks' beginnings; the same on all ranks."""
     blocks = _blocks(ranks)
     block = ranks[0].block
-    # Blocks that others have come first in a beginning.
+    # In a beginning shared blocks come before unshared ones.
     shared = blocks.shared[blocks.place]
     reached = np.bincount(blocks.beginning[shared], minlength=len(blocks.rank))
     places, parents = _parents(blocks)
     num = len(blocks.shared)
     children = np.bincount(parents[parents >= 0], minlength=num)
     ending = np.zeros(num, bool)
-    some = reached > 0
-    lasts = (blocks.starts + reached - 1)[some]
+    is_shared = reached > 0
+    lasts = (blocks.starts + reached - 1)[is_shared]
     ending[blocks.place[lasts]] = True
     cut = (children != 1) | ending  # a node ends with the place
     heads = places[np.append(cut, True)[parents]]  # -1 is the last one
@@ -114,8 +109,8 @@ def block_tree(ranks: Sequence[RankBeginnings]) -> BlockTree:
     of_tail = np.full(num + 1, -1)
     of_tail[tails] = ended
     parent = of_tail[parents[np.searchsorted(places, heads)]]
-    below = np.full(len(some), -1)
-    below[some] = node_of[lasts]
+    below = np.full(len(is_shared), -1)
+    below[is_shared] = node_of[lasts]
     counts = np.cumsum([len(one.lengths) for one in ranks])[:-1]
     start, end = _positions(blocks, heads, tail_of, block)
     members, trained = _members(blocks, heads, ranks)
@@ -127,9 +122,11 @@ def block_tree(ranks: Sequence[RankBeginnings]) -> BlockTree:
 
 
 def _blocks(ranks: Sequence[RankBeginnings]) -> _Blocks:
-    halves = [np.concatenate([one.digests[:, half] for one in ranks]) for half in (0, 1)]
-    nums = np.concatenate([one.blocks() for one in ranks])
-    rank = np.repeat(np.arange(len(ranks)), [len(one.lengths) for one in ranks])
+    halves = [
+        np.concatenate([beginnings.digests[:, half] for beginnings in ranks]) for half in (0, 1)
+    ]
+    nums = np.concatenate([beginnings.blocks() for beginnings in ranks])
+    rank = np.repeat(np.arange(len(ranks)), [len(beginnings.lengths) for beginnings in ranks])
     beginning = np.repeat(np.arange(len(nums)), nums)
     order, differ = _sorted(*halves)
     begins = np.flatnonzero(np.append(np.ones(min(1, len(order)), bool), differ))
@@ -141,36 +138,35 @@ def _blocks(ranks: Sequence[RankBeginnings]) -> _Blocks:
     if len(begins):
         lowest, highest = (of.reduceat(of_block, begins) for of in (np.minimum, np.maximum))
         shared = lowest != highest
-    lengths = np.concatenate([one.lengths for one in ranks])
+    lengths = np.concatenate([beginnings.lengths for beginnings in ranks])
     starts = np.cumsum(nums) - nums
     return _Blocks(beginning, rank, starts, lengths, place, order, bounds, shared)
 
 
 def _sorted(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of digests in an order in which equal ones are neighbours, and behind each but the
-    last whether the next one differs.
+    """An order of digests in which equal ones are neighbours, and between neighbours whether they
+    differ.
 
     Args:
         first, second: halves of digests, uint64 [num] each.
     """
-    # Numbers in place of the last bits: so they are sorted along, which is faster than `argsort`.
+    # The low bits are replaced by indices, so one sort gives the order: faster than `argsort`.
     mask = np.uint64((1 << len(first).bit_length()) - 1)
     mixed = np.sort((first & ~mask) | np.arange(len(first), dtype=np.uint64))
     order = (mixed & mask).astype(np.int64)
-    bits, one, other = mixed & ~mask, first[order], second[order]
-    differ = (one[1:] != one[:-1]) | (other[1:] != other[:-1])
+    bits, first_half, second_half = mixed & ~mask, first[order], second[order]
+    differ = (first_half[1:] != first_half[:-1]) | (second_half[1:] != second_half[:-1])
     if (differ & (bits[1:] == bits[:-1])).any():  # different ones have these bits in common
         order = np.lexsort((first, second))
-        one, other = first[order], second[order]
-        differ = (one[1:] != one[:-1]) | (other[1:] != other[:-1])
+        first_half, second_half = first[order], second[order]
+        differ = (first_half[1:] != first_half[:-1]) | (second_half[1:] != second_half[:-1])
     return order, differ
 
 
 def _alone(blocks: _Blocks, block: int, num_ranks: int) -> list[int]:
-    """See BlockTree."""
-    some = blocks.order[blocks.bounds[:-1][~blocks.shared]]
-    of = blocks.beginning[some]
-    before = (some - blocks.starts[of]) * block
+    unshared = blocks.order[blocks.bounds[:-1][~blocks.shared]]
+    of = blocks.beginning[unshared]
+    before = (unshared - blocks.starts[of]) * block
     sizes = np.minimum(block, blocks.lengths[of] - before)
     return np.bincount(blocks.rank[of], sizes, minlength=num_ranks).astype(int).tolist()
 
@@ -178,13 +174,13 @@ def _alone(blocks: _Blocks, block: int, num_ranks: int) -> list[int]:
 def _parents(blocks: _Blocks) -> tuple[np.ndarray, np.ndarray]:
     """Places that several ranks have, ascending, and the one before each; -1: none."""
     places = np.flatnonzero(blocks.shared)
-    some = blocks.order[blocks.bounds[places]]
-    first = some == blocks.starts[blocks.beginning[some]]
-    return places, np.where(first, -1, blocks.place[some - 1])
+    firsts = blocks.order[blocks.bounds[places]]
+    first = firsts == blocks.starts[blocks.beginning[firsts]]
+    return places, np.where(first, -1, blocks.place[firsts - 1])
 
 
 def _nodes(blocks: _Blocks, shared: np.ndarray, heads: np.ndarray) -> np.ndarray:
-    """The node of every block that several ranks have: that of the last head before it."""
+    """The node of every shared block: that of the last head before it."""
     number = np.full(len(blocks.shared), -1)
     number[heads] = np.arange(len(heads))
     at = np.where(shared & (number[blocks.place] >= 0), np.arange(len(shared)), 0)
@@ -204,14 +200,14 @@ def _positions(
 def _members(
     blocks: _Blocks, heads: np.ndarray, ranks: Sequence[RankBeginnings]
 ) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Of every node the ranks that have it, and where loss begins."""
+    """Per node the ranks that have it, and the first position with loss."""
     if not len(heads):
         return [], []
     counts = blocks.bounds[heads + 1] - blocks.bounds[heads]
     begins = np.cumsum(counts) - counts
     rows = np.arange(counts.sum()) - np.repeat(begins - blocks.bounds[heads], counts)
     members = blocks.beginning[blocks.order[rows]]
-    trained = np.concatenate([one.first_trained for one in ranks])
+    trained = np.concatenate([beginnings.first_trained for beginnings in ranks])
     pairs = np.unique(np.repeat(np.arange(len(heads)), counts) * len(ranks) + blocks.rank[members])
     names = (pairs % len(ranks)).tolist()
     ends = np.cumsum(np.bincount(pairs // len(ranks), minlength=len(heads))).tolist()
@@ -222,7 +218,6 @@ def _members(
 
 
 def _children(blocks: _Blocks, heads: np.ndarray, parent: np.ndarray) -> list[list[int]]:
-    """See BlockTree."""
     children: list[list[int]] = [[] for _ in range(len(heads) + 1)]
     if len(heads):
         of = blocks.beginning[blocks.order]

@@ -87,7 +87,7 @@ def common_spans(ranks: Sequence[RankBeginnings], rank: int, options: TreeOption
             together is not common, nor are those of a segment that saves fewer than `segment_gain`.
     """
     tree = block_tree(ranks)
-    load = [a + one.own for a, one in zip(tree.alone, ranks, strict=True)]
+    load = [a + one.own for a, one in zip(tree.local_only, ranks, strict=True)]
     shared = _spans(tree, options)
     shared = _worthwhile(shared, load, ranks, options)
     shared = _recut(shared, options.boundary, options.rounded(options.chunk_tokens))

@@ -14,25 +14,25 @@ from typing import NamedTuple
 import numpy as np
 
 EVEN = 1.02
-"""Of the mean: a rank that has no more to compute is left as it is. Levels of the trees follow one
-another, and long spans that go to ranks in turn are even on each of them: changes for a percent or
-two made a simulated step longer (benchmarks/LOG.md, 2026-11-26)."""
+"""Loads up to this multiple of the mean stay. Levels run one after another, and long spans dealt in
+turn are even on each level: moves for the last percents made a simulated step longer
+(benchmarks/LOG.md, 2026-11-26)."""
 
 
 def owners_of(
-    lengths: Sequence[int], ranks: Sequence[Sequence[int]], alone: Sequence[int]
+    lengths: Sequence[int], ranks: Sequence[Sequence[int]], local_only: Sequence[int]
 ) -> list[int]:
-    """The rank that computes each span, one of those that have it.
+    """The rank that computes each span.
 
     Args:
         lengths: positions of each span.
-        ranks: that have it.
-        alone: positions that every rank computes besides.
+        ranks: those that have each span.
+        local_only: per rank the positions that it computes besides.
     """
-    load, owners = [*alone], [0] * len(lengths)
+    load, owners = [*local_only], [0] * len(lengths)
     for number in np.argsort(-np.array(lengths, np.int64), kind="stable").tolist():
-        owner, *others = ranks[number]
-        for rank in others:
+        owner, *holders = ranks[number]
+        for rank in holders:
             if load[rank] < load[owner]:
                 owner = rank
         load[owner] += lengths[number]
@@ -42,15 +42,15 @@ def owners_of(
 
 
 class _Change(NamedTuple):
-    """The busiest rank gives a span to another one, and takes a shorter one for it (-1: none)."""
+    """The busiest rank gives a span to `to`, and takes a shorter one in return (-1: none)."""
 
-    given: int
-    taken: int
+    from_busiest: int
+    in_return: int
     to: int
 
 
 class _Evening:
-    """Owners of spans, and what ranks have to compute with them; both change."""
+    """Moves spans between owners until loads are even."""
 
     def __init__(
         self,
@@ -65,39 +65,39 @@ class _Evening:
             self.owned[rank].append(number)
 
     def run(self) -> None:
-        """Each change makes the sum of the loads' squares less, so that it ends."""
+        """Ends, as each change lowers the sum of squared loads."""
         limit = EVEN * sum(self.load) / max(1, len(self.load))
         while max(self.load, default=0) > limit:
             busiest = self.load.index(max(self.load))
             change = self._best(busiest)
             if change is None:
                 return
-            self._move(change.given, change.to)
-            if change.taken >= 0:
-                self._move(change.taken, busiest)
+            self._move(change.from_busiest, change.to)
+            if change.in_return >= 0:
+                self._move(change.in_return, busiest)
 
     def _best(self, busiest: int) -> _Change | None:
-        """After which the larger of two ranks' loads is least; None if no change makes it less."""
+        """The change that minimises the larger of the two loads; None if none lowers it."""
         least, best = self.load[busiest], None
         having = {rank for number in self.owned[busiest] for rank in self.ranks[number]}
-        for other in sorted(having - {busiest}):  # in one order on all ranks
-            if self.load[other] >= least:
+        for peer in sorted(having - {busiest}):  # in one order on all ranks
+            if self.load[peer] >= least:
                 continue
-            given = [number for number in self.owned[busiest] if other in self.ranks[number]]
-            taken = [number for number in self.owned[other] if busiest in self.ranks[number]]
-            shorter = np.array([0, *(self.lengths[number] for number in taken)], np.int64)
-            moved = np.array([self.lengths[n] for n in given], np.int64)[:, None] - shorter
-            after = np.maximum(self.load[busiest] - moved, self.load[other] + moved)
+            outgoing = [number for number in self.owned[busiest] if peer in self.ranks[number]]
+            incoming = [number for number in self.owned[peer] if busiest in self.ranks[number]]
+            shorter = np.array([0, *(self.lengths[number] for number in incoming)], np.int64)
+            moved = np.array([self.lengths[n] for n in outgoing], np.int64)[:, None] - shorter
+            after = np.maximum(self.load[busiest] - moved, self.load[peer] + moved)
             place = int(after.argmin())
             if after.flat[place] < least:
                 least = int(after.flat[place])
-                one, two = divmod(place, len(shorter))
-                best = _Change(given[one], taken[two - 1] if two else -1, other)
+                row, column = divmod(place, len(shorter))
+                best = _Change(outgoing[row], incoming[column - 1] if column else -1, peer)
         return best
 
     def _move(self, number: int, rank: int) -> None:
-        for one, sign in ((self.owner[number], -1), (rank, 1)):
-            self.load[one] += sign * self.lengths[number]
+        for owner, sign in ((self.owner[number], -1), (rank, 1)):
+            self.load[owner] += sign * self.lengths[number]
         self.owned[self.owner[number]].remove(number)
         self.owned[rank].append(number)
         self.owner[number] = rank

@@ -185,7 +185,7 @@ class Executor:
         index, chunk = action.segment, action.chunk
         received = self._plan.segments[index].source >= 0
         if action.kind == "F":
-            exchanges.forward(index, chunk, () if received else stage.cache.map.seen(index))
+            exchanges.forward(index, chunk, () if received else stage.cache.map.visible(index))
             for seen in stage.final.fresh() if stage.final is not None else ():
                 self._head(Action("F", seen, chunk), stage)
         else:

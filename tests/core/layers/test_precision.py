@@ -141,13 +141,15 @@ def test_segments_are_whole(
 ) -> None:
     """Only padding is added, and none between spans of inner segments; plans run."""
     rollouts, groups = sets
-    options = replace(options, whole=times * options.multiple)
-    plain, forest = (build(rollouts, groups, one) for one in (replace(options, whole=1), options))
+    options = replace(options, pad_multiple=times * options.multiple)
+    plain, forest = (
+        build(rollouts, groups, one) for one in (replace(options, pad_multiple=1), options)
+    )
     is_prefix_tree(forest)
     assert [s[1:5] for s in forest.segments] == [s[1:5] for s in plain.segments]
     for found, before in zip(forest.segments, plain.segments, strict=True):
-        assert not found.padded_length % options.whole
-        assert 0 <= found.padded_length - before.padded_length < options.whole
+        assert not found.padded_length % options.pad_multiple
+        assert 0 <= found.padded_length - before.padded_length < options.pad_multiple
         num = len(before.spans) - (not before.inner)
         assert found.spans[:num] == before.spans[:num]
         rest = found.spans[num:]
@@ -169,12 +171,12 @@ def test_fillers_are_whole() -> None:
     options = PrefixConfig(min_gain=0).tree_options(2, 12)
     forests = [build(_rollouts(*some), None, options) for some in ((30, 40), (20,))]
     joint = joint_forest(forests, [[0, 1], [0]], 1)
-    assert joint.forest.whole == joint.union.whole == 12
+    assert joint.forest.pad_multiple == joint.union.pad_multiple == 12
     assert all(not segment.padded_length % 12 for segment in joint.forest.segments)
 
 
 def test_the_rows_that_are_read_are_whole() -> None:
-    options = replace(TreeOptions(min_gain=0), whole=16)
+    options = replace(TreeOptions(min_gain=0), pad_multiple=16)
     (rollout,) = _rollouts(50)
     inputs = SegmentInputs(
         build([rollout], None, options), [rollout], torch.device("cpu"), multiple=16

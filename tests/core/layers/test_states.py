@@ -40,7 +40,7 @@ def test_rows_of_live_segments_never_overlap(drawn, options) -> None:  # type: i
             if parent is not None:  # its row, and still its own
                 assert row in live[parent.segment]
                 assert row == found.intervals[parent.segment].start + parent.number  # type: ignore[union-attr]
-                assert parent.segment in found.seen[index]
+                assert parent.segment in found.visible[index]
         assert segment.inner == (rows is not None)
         if rows is None:
             continue

@@ -231,7 +231,7 @@ def test_fillers_of_segments_are_no_rows() -> None:
     """Segments that are padded to whole ones: a filler is nobody's."""
     rollouts, owners = uneven(random.Random(0), 6), [i // 2 for i in range(24)]
     plain, whole = (
-        build(rollouts, None, TreeOptions(segment_tokens=100, min_gain=0, whole=num), owners)
+        build(rollouts, None, TreeOptions(segment_tokens=100, min_gain=0, pad_multiple=num), owners)
         for num in (1, 16)
     )
     assert any(not span.rollouts for segment in whole.segments for span in segment.spans)

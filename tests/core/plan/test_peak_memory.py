@@ -505,7 +505,7 @@ def test_what_fp8_keeps_less_in_the_steps_that_were_measured(
     they fit, all of it is one segment (docs/results.md)."""
     rollouts, groups = flat_rollouts(prompt, response, 8, 1)
     options = TreeOptions(
-        segment_tokens=segment, segment_gain=2048, whole=16, joins=True, share="batch"
+        segment_tokens=segment, segment_gain=2048, pad_multiple=16, joins=True, share="batch"
     )
     packs = [rollout // (16384 // (prompt + response)) for rollout in range(8)]
     plan = make_plan(build(rollouts, groups, options, packs))

@@ -107,7 +107,7 @@ def cut(
         several = [s.padded_length for s in report.forest.segments if len(s.spans) > 1]
         found.append(
             Cut(
-                report.forest.wanted, max(several), len(report.joint.segments),
+                report.forest.requested_length, max(several), len(report.joint.segments),
                 report.prediction.prefix_seconds, made[0], saved, schedule.memory.limit, error,
                 any(segment.joined >= 0 for segment in report.forest.segments),
             )
@@ -133,15 +133,15 @@ def test_ranks_that_share_experts_cut_alike(
         assert max(rank.error for rank in one) <= 1
         (limit,) = {rank.limit for rank in one}
         assert max(rank.saved for rank in one) <= 1.1 * limit, f"step {number}"
-    assert len({rank.wanted for rank in by_step[0]}) > 1, "alone they would differ"
+    assert len({rank.requested_length for rank in by_step[0]}) > 1, "alone they would differ"
     for before, one in itertools.pairwise(by_step):
-        shortest = min(rank.wanted for rank in before)
+        shortest = min(rank.requested_length for rank in before)
         assert max(rank.longest for rank in one) <= shortest
     first, second, third, fourth = (one[0] for one in by_step)
     assert third.places == fourth.places <= first.places
     assert second.collectives == third.collectives == fourth.collectives
     if shapes == MEMORY:  # the second rank's limit is both ranks', and no rank needs short ones
-        assert {rank.wanted for rank in by_step[-1]} == {256} or layout.pp > 1
+        assert {rank.requested_length for rank in by_step[-1]} == {256} or layout.pp > 1
         assert fourth.seconds < 0.9 * first.seconds
 
 

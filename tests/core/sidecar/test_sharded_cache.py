@@ -84,7 +84,7 @@ def test_what_comes_for_an_inner_segment_is_gathered_once() -> None:
             assert len(rank.sent) == 1
             seen, values = own.runs()
             runs = cp_layout.own_runs((8,), rank.rank, 2)
-            assert seen[:, 0, 0].tolist() == runs.seen.tolist()
+            assert seen[:, 0, 0].tolist() == runs.visible.tolist()
             assert torch.equal(values, -seen[..., :2])
             assert len(rank.sent) == 1 and cache.state(0, 0) is SegmentState.CAPTURED
 
@@ -269,7 +269,7 @@ def test_gradients_of_own_keys_are_added_up_in_32_bits(reduce: str) -> None:
         wanted = torch.zeros(sum(lengths))
         for other in (0, 1):
             runs = cp_layout.own_runs(lengths, other, 2)
-            for number, seen in enumerate(np.split(runs.seen, np.cumsum(runs.keys)[:-1])):
+            for number, seen in enumerate(np.split(runs.visible, np.cumsum(runs.keys)[:-1])):
                 wanted[torch.from_numpy(seen)] += (1 / 1024, 1.0)[number % 2]
         mine = torch.from_numpy(cp_layout.held_positions(lengths, rank.rank, 2))
         for found in own.take():

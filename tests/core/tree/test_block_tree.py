@@ -93,7 +93,7 @@ def test_nodes_are_where_beginnings_leave_one_another(seed: int) -> None:
     tree = block_tree(told)
     nodes, alone = naive(told)
     assert named(tree, told) == nodes
-    assert tree.alone == alone
+    assert tree.local_only == alone
     assert sorted(itertools.chain(*tree.children)) == [*range(len(nodes))]
     for node, children in enumerate(tree.children[:-1]):
         assert all(tree.parent[child] == node for child in children)

@@ -78,10 +78,10 @@ def times_seen(lengths: tuple[int, ...], rank: int, size: int) -> np.ndarray:
     runs = cp_layout.own_runs(lengths, rank, size)
     start = first = 0
     for num, num_keys in zip(runs.queries, runs.keys, strict=True):
-        keys = runs.seen[first : first + num_keys]
+        keys = runs.visible[first : first + num_keys]
         seen[start : start + num, keys] += np.tri(num, num_keys, num_keys - num, dtype=int)
         start, first = start + num, first + num_keys
-    assert first == len(runs.seen)
+    assert first == len(runs.visible)
     return seen
 
 
@@ -102,4 +102,4 @@ def test_a_query_sees_its_rows_past_once_and_nothing_else(case: Any) -> None:
 
 def test_a_single_rank_has_a_run_a_span() -> None:
     runs = cp_layout.own_runs((5, 8), 0, 1)
-    assert runs.queries == runs.keys == (5, 8) and runs.seen.tolist() == list(range(13))
+    assert runs.queries == runs.keys == (5, 8) and runs.visible.tolist() == list(range(13))

@@ -72,7 +72,7 @@ def check_whole(forest: Forest, rollouts: list[Pairs], options: TreeOptions) -> 
             continue
         if options.segment_tokens:
             most = options.segment_tokens + options.segment_tokens // 8
-            assert segment.padded_length <= -(-most // options.whole) * options.whole
+            assert segment.padded_length <= -(-most // options.pad_multiple) * options.pad_multiple
         assert not any(index in other.parents for other in forest.segments)
         assert not segment.waits and segment.inner
 
@@ -88,7 +88,7 @@ def test_waves_that_join_are_whole() -> None:
         options = replace(
             JOINS, min_gain=rng.choice((1, 4)), segment_gain=rng.choice((10, 50, 200)),
             segment_tokens=rng.choice((40, 60, 100, 300)), multiple=rng.choice((1, 1, 2)),
-            whole=rng.choice((1, 8)), loss_in_leaves=rng.random() < 0.2,
+            pad_multiple=rng.choice((1, 8)), loss_in_leaves=rng.random() < 0.2,
         )  # fmt: skip
         forest = build(rollouts, None, options, owner)
         check_whole(forest, rollouts, options)
@@ -274,7 +274,7 @@ def test_rows_of_a_joined_segment() -> None:
     """Its spans read rows of its own; no other segment is waited for."""
     forest = build(*flat_rollouts(20, 5, 4, 2), JOINS, owners(8, 4))
     planned = payload_map(forest.segments)
-    [levels], [seen] = planned.levels, planned.positions.seen
+    [levels], [seen] = planned.levels, planned.positions.visible
     assert seen == () and planned.positions.length == 80
     assert [(run.first, run.stop, run.start, run.end) for run in levels[0].runs] == [
         (40, 60, 0, 20), (60, 80, 20, 40),

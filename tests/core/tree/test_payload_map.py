@@ -65,7 +65,7 @@ def check_segment(
         wanted = [key for place in above for key in keys_of(segments, place, parts)]
         assert all(next(seen) == wanted for _ in range(span.padded // parts))
         read.update(place.segment for place in above)
-    assert found.positions.seen[index] == tuple(sorted(read))
+    assert found.positions.visible[index] == tuple(sorted(read))
 
 
 def check_program(
@@ -145,7 +145,7 @@ def test_chunks_of_a_chain_are_one_level() -> None:
     assert found.positions.intervals == (slice(0, 3), slice(3, 6), slice(6, 10), None, None)
     levels = [(), (0, 3, 0, 3), (0, 4, 0, 6), (0, 4, 0, 10), (0, 4, 0, 10)]
     assert found.levels == tuple((Level((Run(*run),)),) if run else () for run in levels)
-    assert found.positions.seen == ((), (0,), (0, 1), (0, 1, 2), (0, 1, 2))
+    assert found.positions.visible == ((), (0,), (0, 1), (0, 1, 2), (0, 1, 2))
 
 
 def test_freed_rows_are_used_again() -> None:

@@ -45,7 +45,11 @@ def check_program(
         read = [row for start, end in tails[index].rows for row in range(start, end)]
         assert len({*read}) == len(read)
         seen = [arena[row] for row in read]
-        assert tails[index].seen == rows.seen[index] == tuple(sorted({k[0].segment for k in seen}))  # type: ignore[index]
+        assert (
+            tails[index].visible
+            == rows.visible[index]
+            == tuple(sorted({k[0].segment for k in seen}))
+        )  # type: ignore[index]
         for place, keys in zip(places, tails[index].spans, strict=True):
             above = [
                 key for one in ancestors(segments, place) for key in positions_of(segments, one)
