@@ -86,8 +86,8 @@ def named(error: BaseException) -> str:
 def listed(names: Iterable[Any], most: int = 3) -> str:
     """The first few names or numbers in order, and how many more there are."""
     names = sorted(names)
-    more = len(names) - most
-    return ", ".join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")
+    num_more = len(names) - most
+    return ", ".join(map(str, names[:most])) + (f" and {num_more} more" if num_more > 0 else "")
 
 
 def unexpected(
@@ -122,12 +122,12 @@ MOST_LETTERS = 1000
 def bounded(text: str) -> str:
     """A message whose first line has at most `MOST_LETTERS`: of a longer one the begin, the end,
     where the fix is, and how many characters are between. Tables below it stay."""
-    line, newline, rest = text.partition("\n")
+    line, newline, tables = text.partition("\n")
     if len(line) <= MOST_LETTERS:
         return text
     begin, end = MOST_LETTERS * 7 // 10, MOST_LETTERS * 2 // 10
-    more = f" … {len(line) - begin - end:,} more characters … "
-    return line[:begin] + more + line[-end:] + newline + rest
+    note = f" … {len(line) - begin - end:,} more characters … "
+    return line[:begin] + note + line[-end:] + newline + tables
 
 
 class UserError(ValueError):

@@ -59,11 +59,11 @@ def init(*_: Any) -> None:
 def _replacement(stock: Any, *, config: PrefixConfig) -> Any:
     """What runs instead of `stock`, Megatron's function."""
     # Why the trainer gets `stock`, and where its masks are; at the first call: then it is imported.
-    known: list[tuple[Refusal | None, dict[str, Any]]] = []
+    decision: list[tuple[Refusal | None, dict[str, Any]]] = []
 
     @functools.wraps(stock)
     def get_forward_backward_func(*args: Any, **options: Any) -> Any:
-        if not known:
+        if not decision:
             trainer = trainers.running()
             refusal = trainer.refusal() if trainer and config.mode != "off" else None
             _tell(config, trainer, refusal)
@@ -71,8 +71,8 @@ def _replacement(stock: Any, *, config: PrefixConfig) -> Any:
             says: dict[str, Any] = {"samples": masks, "slices": trainers.slices()}
             for name in ("passes_together", "masks_tokens"):
                 says[name] = trainer is not None and getattr(trainer, name)
-            known.append((refusal, says))
-        (refusal, says), *_ = known
+            decision.append((refusal, says))
+        (refusal, says), *_ = decision
         if config.mode == "off" or refusal:
             return stock(*args, **options)
         from megatron_prefix.run.schedule import get_forward_backward_func as ours

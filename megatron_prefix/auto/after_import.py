@@ -40,8 +40,8 @@ class AfterImport(importlib.abc.MetaPathFinder):
         """The finder's part; see importlib. Others find the module; its loader calls at the end."""
         if name != self._name:
             return None
-        others = (one for one in list(sys.meta_path) if one is not self)
-        specs = (one.find_spec(name, path, target) for one in others)
+        finders = (finder for finder in list(sys.meta_path) if finder is not self)
+        specs = (finder.find_spec(name, path, target) for finder in finders)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             self._call_after(spec)

@@ -32,12 +32,12 @@ def start() -> None:
     if is_asked:
         importlib.import_module("megatron_prefix.auto.on_import")
     elif int(os.environ.get("RANK", 0)) == 0:
-        others = [name for name in os.environ if name.startswith(PREFIX) and os.environ[name]]
+        names = [name for name in os.environ if name.startswith(PREFIX) and os.environ[name]]
         logger.log(
-            logging.WARNING if others else logging.INFO,
+            logging.WARNING if names else logging.INFO,
             "megatron_prefix %s is installed and off%s: %s=auto turns it on (or `mode` in the file"
             " of %s)",
-            __version__, f", whatever {others[0]} says" if others else "", variable("mode"), FILE,
+            __version__, f", whatever {names[0]} says" if names else "", variable("mode"), FILE,
         )  # fmt: skip
 
 

@@ -60,21 +60,21 @@ def read_config(
             that cannot be read, or a plan that cannot run; the line says where it was given.
     """
     environ = os.environ if environ is None else environ
-    given = {"mode": ("the default", DEFAULT_MODE)}
+    settings = {"mode": ("the default", DEFAULT_MODE)}
     if path := environ.get(FILE):
-        given |= {name: (f"{path}: {name}", value) for name, value in _read_file(path).items()}
-    known = {variable(name): name for name in FIELDS}
+        settings |= {name: (f"{path}: {name}", value) for name, value in _read_file(path).items()}
+    names = {variable(name): name for name in FIELDS}
     for key, text in environ.items():
-        if key in known and text:
-            given[known[key]] = key, _parsed(known[key], text, key)
-        elif key.startswith(PREFIX) and key not in (*known, *_OTHERS):
-            raise UserError(f"{key} is not a setting; known are {', '.join([*known, FILE])}")
+        if key in names and text:
+            settings[names[key]] = key, _parsed(names[key], text, key)
+        elif key.startswith(PREFIX) and key not in (*names, *_OTHERS):
+            raise UserError(f"{key} is not a setting; known are {', '.join([*names, FILE])}")
     for name, text in (flags or {}).items():
-        given[name] = flag(name), _parsed(name, text, flag(name))
-    mode = given["mode"][1]
-    for name, (where, value) in given.items():  # the mode first, which others may need
+        settings[name] = flag(name), _parsed(name, text, flag(name))
+    mode = settings["mode"][1]
+    for name, (where, value) in settings.items():  # the mode first, which others may need
         _checked({"mode": mode, name: value}, where)
-    return _checked({name: value for name, (_, value) in given.items()}, f"{PREFIX}*")
+    return _checked({name: value for name, (_, value) in settings.items()}, f"{PREFIX}*")
 
 
 def names_a_mode(environ: Mapping[str, str] | None = None) -> bool:

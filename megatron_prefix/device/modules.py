@@ -9,10 +9,10 @@ from typing import Any
 def modules_of(*models: Any) -> Iterator[Any]:
     """Every module of the models, once. `Module.modules()` makes names, which takes ten times as
     long: milliseconds before every step."""
-    left, seen = list(models), set()
-    while left:
-        module = left.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
+    pending, visited = list(models), set()
+    while pending:
+        module = pending.pop()
+        if id(module) not in visited:
+            visited.add(id(module))
             yield module
-            left += [one for one in module._modules.values() if one is not None]
+            pending += [child for child in module._modules.values() if child is not None]

@@ -49,7 +49,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     Raises ValueError for a dtype without a policy.
     """
     if dtype not in _ACCUMULATOR:
-        names = ", ".join(str(known) for known in _ACCUMULATOR)
+        names = ", ".join(str(known_dtype) for known_dtype in _ACCUMULATOR)
         raise ValueError(f"no numerics policy for {dtype}: use one of {names}")
     return _ACCUMULATOR[dtype]
 
@@ -82,9 +82,9 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
         bad = int((~torch.isfinite(tensor)).sum())
         if bad:
             raise ValueError(f"{bad} of {tensor.numel()} elements of {name} are NaN or infinite")
-    wanted = expected.detach().to(torch.float64)
-    got = actual.detach().to(device=wanted.device, dtype=torch.float64)
-    difference, magnitude = float((got - wanted).abs().max()), float(wanted.abs().max())
+    reference = expected.detach().to(torch.float64)
+    got = actual.detach().to(device=reference.device, dtype=torch.float64)
+    difference, magnitude = float((got - reference).abs().max()), float(reference.abs().max())
     if magnitude == 0.0:
         if difference != 0.0:
             raise ValueError(f"expected is all zero, actual reaches {difference:.3e}")

@@ -50,13 +50,13 @@ def _place(error: Exception) -> str:
 
 def _frames(trace: TracebackType | None) -> list[tuple[str, str]]:
     """Module and line of every frame; the lab's frames are a trainer's."""
-    found = []
+    frames = []
     while trace is not None:
         name = trace.tb_frame.f_globals.get("__name__", "")
         name = "lab" if name.startswith(f"{_PACKAGE}.lab.") else name
-        found.append((name, f"{name}:{trace.tb_lineno}"))
+        frames.append((name, f"{name}:{trace.tb_lineno}"))
         trace = trace.tb_next
-    return found
+    return frames
 
 
 @functools.lru_cache(maxsize=64)  # once for each text

@@ -77,17 +77,17 @@ def _other_than(name: str, config: Any, *, usual: str) -> bool:
     return getattr(config, name, usual) not in (usual, None)
 
 
-def _balances(name: str, config: Any, *, kinds: tuple[str, ...], others: bool = False) -> bool:
-    """One of these load-balancing types in a model with experts; with `others`, any but these."""
-    given = getattr(config, name, "none")
-    given = [given] if isinstance(given, str) else given
-    return _on("num_moe_experts", config) and any((kind in kinds) != others for kind in given)
+def _balances(name: str, config: Any, *, kinds: tuple[str, ...], negated: bool = False) -> bool:
+    """One of these load-balancing types in a model with experts; with `negated`, any but these."""
+    types = getattr(config, name, "none")
+    types = [types] if isinstance(types, str) else types
+    return _on("num_moe_experts", config) and any((kind in kinds) != negated for kind in types)
 
 
-def _scaled_by(name: str, config: Any, *, recipes: tuple[str, ...], others: bool = False) -> bool:
-    """Products in FP8 by one of these recipes; with `others`, by any but these."""
-    given = getattr(config, name, "delayed")  # Megatron's default
-    return _on("fp8", config) and (given in recipes) != others
+def _scaled_by(name: str, config: Any, *, recipes: tuple[str, ...], negated: bool = False) -> bool:
+    """Products in FP8 by one of these recipes; with `negated`, by any but these."""
+    recipe = getattr(config, name, "delayed")  # Megatron's default
+    return _on("fp8", config) and (recipe in recipes) != negated
 
 
 def _with_context(name: str, config: Any) -> bool:
@@ -122,7 +122,7 @@ HIDDEN_DROPOUT = _option("hidden_dropout", WRONG, _DROPS)
 ATTENTION_DROPOUT = _option("attention_dropout", WRONG, _DROPS)
 FP8_DELAYED = _option("fp8_recipe delayed", WRONG, f"use blockwise or mxfp8: {_SCALES}", partial(_scaled_by, recipes=("delayed",)), "fp8_recipe")
 FP8_TENSORWISE = _option("fp8_recipe tensorwise", WRONG, f"use blockwise or mxfp8: {_SCALES}", partial(_scaled_by, recipes=("tensorwise",)), "fp8_recipe")
-FP8_OTHER = _option("fp8_recipe of another name", NOT_YET, "use blockwise or mxfp8: it is not known here", partial(_scaled_by, recipes=("delayed", "tensorwise", "blockwise", "mxfp8"), others=True), "fp8_recipe")
+FP8_OTHER = _option("fp8_recipe of another name", NOT_YET, "use blockwise or mxfp8: it is not known here", partial(_scaled_by, recipes=("delayed", "tensorwise", "blockwise", "mxfp8"), negated=True), "fp8_recipe")
 FP8_ATTENTION = _option("fp8_dot_product_attention", WRONG, f"turn it off: {_SCALES}")
 FP8_HEADS = _option("fp8_multi_head_attention", WRONG, f"turn it off: {_SCALES}")
 FP8_ROUTES = _option("moe_router_padding_for_quantization", NOT_YET, "turn it off, experts pad what they get: it sends tokens to experts that depend on the others", _with_experts)
@@ -154,7 +154,7 @@ RANDOM_EXPERTS = _option("moe_router_force_load_balancing", WRONG, _CHANCE, _wit
 BIASED_EXPERTS = _option("moe_router_force_biased", WRONG, _CHANCE, _with_experts)
 SINKHORN = _option(f"{_BALANCING} sinkhorn", WRONG, _COUPLED, partial(_balances, kinds=("sinkhorn",)), _BALANCING)
 QUANTILES = _option(f"{_BALANCING} quantile_balancing", WRONG, _COUPLED, partial(_balances, kinds=("quantile_balancing",)), _BALANCING)
-OTHER_BALANCING = _option(f"{_BALANCING} of another name", NOT_YET, f"{_BALANCE}it is not known here", partial(_balances, kinds=_KNOWN, others=True), _BALANCING)
+OTHER_BALANCING = _option(f"{_BALANCING} of another name", NOT_YET, f"{_BALANCE}it is not known here", partial(_balances, kinds=_KNOWN, negated=True), _BALANCING)
 WIDE_EXPERTS = _option("expert_tensor_parallel_size above tensor_model_parallel_size", NOT_YET, "make it as small: data-parallel ranks with parts of one expert would wait for one another, and their segments differ", _cut_wider, "expert_tensor_parallel_size")
 PAGED_STASH = _option("moe_paged_stash", NOT_YET, "turn it off: it assumes the stock order of backward passes", _with_experts)
 

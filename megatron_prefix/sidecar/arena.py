@@ -1,5 +1,5 @@
 """The arena of a layer: one block of memory for the payloads of all inner segments that wait for
-their backward, and one for their gradients. Where a segment lies is planned (tree/payload_map.py).
+their backward, and one for their gradients, at places planned by tree/payload_map.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from megatron_prefix.sidecar.cache import SidecarCache
 
 Payload = tuple[Tensor, ...]
-"""What a layer leaves in some rows, [rows, ...] each: K and V; or a state and a tail."""
-Both = tuple[Tensor, Tensor]
-"""Of keys and of values."""
+"""Tensors [rows, ...] of one layer: K and V; or a state and a convolution's tail."""
+KeyValue = tuple[Tensor, Tensor]
+"""K and V, or their gradients."""
 Rows = slice | Tensor
 """Consecutive rows, or an index, int64 [n]."""
 Lengths = tuple[int, ...]
@@ -29,18 +29,14 @@ Lengths = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What a segment reads in one go.
-
-    Attributes:
-        rows: of the arena, on this rank.
-    """
+    """Rows of this rank's arena that a segment reads in one go."""
 
     rows: Rows
 
 
 @dataclass(frozen=True, eq=False)
 class LevelReading(Reading):
-    """What a segment sees in one level (megatron_prefix/tree/payload_map.py); rows run after run.
+    """A level of a segment (tree/payload_map.py); rows run after run.
 
     Attributes:
         index: the segment.
@@ -57,11 +53,7 @@ class LevelReading(Reading):
 
 @dataclass(frozen=True, eq=False)
 class TailReading(Reading):
-    """What a segment sees of its ancestors' last positions (megatron_prefix/tree/tails.py).
-
-    Attributes:
-        spans: see Tail.
-    """
+    """Window keys of a segment; `spans` as in tree/tails.py `Tail`."""
 
     spans: tuple[tuple[tuple[int, int], ...], ...]
 
@@ -69,77 +61,72 @@ class TailReading(Reading):
 class OwnKeys(Protocol):
     """A segment's own K and V in one call of its attention, and their gradients."""
 
-    def runs(self) -> Both:
+    def runs(self) -> KeyValue:
         """K and V of this rank's own runs (`cp_layout.own_runs`), run after run."""
 
-    def send(self, gradients: Both) -> None:
-        """Gives the gradients of `runs` to the keys and values."""
+    def send(self, gradients: KeyValue) -> None:
+        """Takes the gradients of `runs`."""
 
-    def take(self) -> Both:
+    def take(self) -> KeyValue:
         """The gradients of this rank's K and V, those of descendants included; after `send`."""
 
 
 class LocalKeys:
-    """OwnKeys of a single rank, where a run is a whole span; see SidecarCache.own_keys."""
+    """Own keys of a single rank, where a run is a whole span."""
 
     def __init__(
-        self, cache: SidecarCache, place: tuple[int, int], inner: bool, both: Both
+        self, cache: SidecarCache, place: tuple[int, int], inner: bool, key_value: KeyValue
     ) -> None:
         if inner:
-            cache.capture(*place, both)
+            cache.capture(*place, key_value)
             key, value = cache.own(*place)
-            both = key, value
-        self._cache, self._place, self._inner, self._both = cache, place, inner, both
+            key_value = key, value
+        self._cache, self._place, self._inner, self._both = cache, place, inner, key_value
 
-    def runs(self) -> Both:
-        """See OwnKeys."""
+    def runs(self) -> KeyValue:
         return self._both
 
-    def send(self, gradients: Both) -> None:
-        """See OwnKeys."""
+    def send(self, gradients: KeyValue) -> None:
         self._both = gradients
 
-    def take(self) -> Both:
-        """See OwnKeys."""
+    def take(self) -> KeyValue:
         return added(self._both, self._cache.take(*self._place)) if self._inner else self._both
 
 
-def added(mine: Both, sent: Payload | None) -> Both:
-    """Gradients of K and V with those that descendants have sent, which are not rounded before."""
-    return mine if sent is None else (sent[0] + mine[0], sent[1] + mine[1])
+def added(local: KeyValue, returned: Payload | None) -> KeyValue:
+    """Own gradients of K and V plus those that descendants returned, not yet rounded."""
+    return local if returned is None else (returned[0] + local[0], returned[1] + local[1])
 
 
 @dataclass
 class DeviceBytes:
-    """Device memory of all arenas of a sidecar: bytes held now, and the most so far."""
+    """Device memory of all arenas of a sidecar: bytes now, and at most so far."""
 
     held: int = 0
     peak: int = 0
 
     def add(self, num_bytes: int) -> None:
-        """Counts bytes that are taken (negative: freed)."""
+        """Counts allocated bytes (negative: freed)."""
         self.held += num_bytes
         self.peak = max(self.peak, self.held)
 
 
 class Arena:
-    """Payloads of one layer, and their gradients in fp32 or wider. The sidecar checks that they are
-    there.
+    """Payloads of one layer on the device, and their gradients in fp32 or wider.
 
-    This one is on the device, and has all that this rank reads. Others are on the host
-    (host_arena.py), or context-parallel ranks exchange payloads of positions when they are written
-    (gathered.py) or when they are read (sharded.py); states are of heads, and every rank has those
-    of its own. The first `write` takes memory for payloads, the first `add` for gradients.
+    The sidecar checks that they are present. Subclasses keep them on the host (host_arena.py), or
+    exchange payloads of positions among context-parallel ranks when they are written (gathered.py)
+    or read (sharded.py); of states every rank keeps those of its own heads. The first `write`
+    allocates payloads, the first `add` gradients.
 
     Args:
         rows: where segments lie.
         device_bytes: counts the memory.
 
     Attributes:
-        rows: as given.
         values: tensors [rows, ...], one for each tensor of a payload; empty without memory.
         sums: their gradients; empty without memory.
-        width: numbers in the last dimension of the first of them: of a key in one head.
+        width: size of the last dimension of the first tensor: of a key in one head.
         looks_ahead: whether `fetch` and `leave` do something.
     """
 
@@ -150,42 +137,43 @@ class Arena:
         self.values: list[Tensor] = []
         self.sums: list[Tensor] = []
 
-    def keys(self, cache: SidecarCache, place: tuple[int, int], inner: bool, both: Both) -> OwnKeys:
-        """See SidecarCache.own_keys; `place`: the layer and the segment."""
-        return LocalKeys(cache, place, inner, both)
+    def keys(
+        self, cache: SidecarCache, place: tuple[int, int], inner: bool, key_value: KeyValue
+    ) -> OwnKeys:
+        """As `SidecarCache.own_keys`; `place`: (layer, segment)."""
+        return LocalKeys(cache, place, inner, key_value)
 
-    def mine(self, index: int) -> Index | None:
-        """The rows of this rank's positions among those of a segment, span after span; None: all of
-        them."""
+    def local_rows(self, index: int) -> Index | None:
+        """Rows of this rank's positions within a segment, span after span; None: all."""
         return None
 
     def write(self, index: int, payload: Payload) -> None:
-        """Copies in what a segment leaves on this rank; its gradients are zero from now on."""
+        """Copies a segment's payload in and zeroes its gradients."""
         rows = self.rows.intervals[index]
         if rows is None:
             raise RuntimeError(f"segment {index} is a wave: it leaves nothing here")
         if not self.values:
             self.allocate(payload)
-        for whole, part in zip(self.values, payload, strict=True):
-            whole[rows].copy_(part)
+        for values, part in zip(self.values, payload, strict=True):
+            values[rows].copy_(part)
         for total in self.sums:
             total[rows].zero_()
 
     def own(self, index: int) -> Payload:
-        """A segment's payload as it is kept, views."""
+        """A segment's payload, views."""
         rows = self.rows.intervals[index]
-        return tuple([whole[rows] for whole in self.values])
+        return tuple([values[rows] for values in self.values])
 
-    def read(self, seen: Collection[int], what: Reading) -> Payload:
-        """What a segment reads of the segments `seen`, a level of all ranks: views of an interval,
-        copies for an index."""
+    def read(self, visible: Collection[int], what: Reading) -> Payload:
+        """The rows of `what`, which lie in segments `visible`: views of an interval, copies for an
+        index; of a level those of all ranks."""
         rows = what.rows
         if isinstance(rows, slice):
-            return tuple([whole[rows] for whole in self.values])
-        return tuple([whole.index_select(0, rows) for whole in self.values])
+            return tuple([values[rows] for values in self.values])
+        return tuple([values.index_select(0, rows) for values in self.values])
 
-    def add(self, seen: Collection[int], what: Reading, gradients: Payload) -> None:
-        """Adds gradients of what `read` returns; the rows are all different."""
+    def add(self, visible: Collection[int], what: Reading, gradients: Payload) -> None:
+        """Adds gradients of what `read` returns; rows are unique."""
         rows = what.rows
         if not self.sums:
             if isinstance(rows, slice) and len(gradients[0]) == self.rows.length:
@@ -200,24 +188,17 @@ class Arena:
                 total.index_add_(0, rows, part.to(total.dtype))
 
     def sent(self, index: int) -> Payload | None:
-        """Gradients of what a segment has left on this rank, views; None if there are none at
-        all."""
+        """Summed gradients of a segment's payload on this rank, views; None: nothing was added."""
         rows = self.rows.intervals[index]
         return tuple([total[rows] for total in self.sums]) or None
 
     def fetch(
-        self, seen: Collection[int], sums: Collection[int], levels: Iterable[LevelReading]
+        self, visible: Collection[int], sums: Collection[int], levels: Iterable[LevelReading]
     ) -> None:
-        """Starts to get what will be used; the rest comes when it is used.
-
-        Args:
-            seen: segments whose payloads will be read.
-            sums: segments whose gradients will be read or added to.
-            levels: which will be read.
-        """
+        """Starts to bring payloads of `visible`, gradients of `sums` and `levels` to the device."""
 
     def leave(self) -> None:
-        """Tells that the layer is not used for a while."""
+        """Marks the layer as unused for a while."""
 
     def drop(self) -> None:
         """Frees all memory."""
@@ -225,26 +206,22 @@ class Arena:
         self.values, self.sums = [], []
 
     def allocate(self, likes: Sequence[Tensor], *, sums: bool = False) -> None:
-        """Takes memory for payloads, or zeros for their gradients.
-
-        Args:
-            likes: a payload of any rows; it gives widths, dtypes and the device.
-            sums: whether for gradients.
-        """
-        made = [
+        """Allocates payloads, or with `sums` their zeroed gradients; widths, dtypes and device as
+        of `likes`, a payload of any rows."""
+        tensors = [
             like.new_zeros((self.rows.length, *like.shape[1:]), dtype=wider(like.dtype)) if sums
             else like.new_empty((self.rows.length, *like.shape[1:]))
             for like in likes
         ]  # fmt: skip
-        self._device_bytes.add(_size(made))
+        self._device_bytes.add(_size(tensors))
         with torch.no_grad():
-            for whole in made:
+            for tensor in tensors:
                 for row in range(self.rows.zeros):
-                    whole[row].zero_()
+                    tensor[row].zero_()
         if sums:
-            self.sums = made
+            self.sums = tensors
         else:
-            self.values, self.width = made, made[0].shape[-1]
+            self.values, self.width = tensors, tensors[0].shape[-1]
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:

@@ -1,8 +1,8 @@
 """Context parallelism: ranks exchange K/V before attention, and gK/gV after it.
 
-Every span of a segment is cut zig-zag (megatron_prefix/tree/cp_layout.py). Queries stay on their
-rank. Ranks exchange K/V in the forward, gK/gV in the backward and, on the last stage, the outputs
-of scored segments, one number a token.
+Every span of a segment is cut zig-zag (tree/cp_layout.py). Queries stay on their rank. Ranks
+exchange K/V in the forward, gK/gV in the backward and, on the last stage, the outputs of scored
+segments, one number a token.
 
 A segment's own K/V are gathered in one call, in the forward and, if no rank keeps them, again in
 the backward; their gradients are summed and reduced in fp32 or wider. ("The Llama 3 Herd of
@@ -26,12 +26,12 @@ from torch import Tensor
 
 from megatron_prefix.device.fusion import has_triton
 from megatron_prefix.device.transfer import on
-from megatron_prefix.sidecar.arena import Both, Lengths, Payload, added, wider
+from megatron_prefix.sidecar.arena import KeyValue, Lengths, Payload, added, wider
 from megatron_prefix.tree import cp_layout
 
 
 class Pending(NamedTuple):
-    """Tensors that collectives are writing; `wait` before reading them."""
+    """Tensors that collectives are still writing."""
 
     works: tuple[Any, ...]
     tensors: tuple[Tensor, ...]
@@ -44,15 +44,7 @@ class Pending(NamedTuple):
 
 
 class Exchange:
-    """The collectives of one context-parallel group, for one step.
-
-    Args:
-        group: the process group.
-
-    Attributes:
-        rank: this rank's number in it.
-        size: number of ranks.
-    """
+    """The collectives of one context-parallel process group, for one step."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -62,29 +54,30 @@ class Exchange:
     def gather(self, *parts: Tensor) -> Pending:
         """All ranks' positions [size * positions, ...]: one tensor, of `parts` [positions, ...]
         side by side in the last dimension."""
-        mine = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0].contiguous()
-        view = mine.new_empty((self.size * mine.shape[0], *mine.shape[1:]))
-        work = dist.all_gather_into_tensor(view, mine, self._group, async_op=True)
+        local = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0].contiguous()
+        view = local.new_empty((self.size * local.shape[0], *local.shape[1:]))
+        work = dist.all_gather_into_tensor(view, local, self._group, async_op=True)
         return Pending((work,), (view,))
 
     def reduce_scatter(self, view: Tensor) -> Pending:
         """This rank's part [positions, ...] of the sum of all views [size * positions, ...]."""
-        mine = view.new_empty((view.shape[0] // self.size, *view.shape[1:]))
-        work = dist.reduce_scatter_tensor(mine, view.contiguous(), group=self._group, async_op=True)
-        return Pending((work,), (mine,))
+        local = view.new_empty((view.shape[0] // self.size, *view.shape[1:]))
+        work = dist.reduce_scatter_tensor(
+            local, view.contiguous(), group=self._group, async_op=True
+        )
+        return Pending((work,), (local,))
 
-    def total(self, mine: Tensor) -> Tensor:
-        """The sum of all ranks' tensors of one shape, in the place of this rank's."""
-        dist.all_reduce(mine, group=self._group, async_op=True).wait()
-        return mine
+    def total(self, local: Tensor) -> Tensor:
+        """The sum of all ranks' tensors of one shape, in place."""
+        dist.all_reduce(local, group=self._group, async_op=True).wait()
+        return local
 
-    def send_runs(self, gradients: Both, lengths: Lengths, begin: Tensor | None) -> Pending:
+    def send_runs(self, gradients: KeyValue, lengths: Lengths, begin: Tensor | None) -> Pending:
         """This rank's part of the gradients of all ranks' own runs, summed in fp32 or wider.
 
         Args:
-            gradients: of this rank's own runs; see `key_sums`.
+            gradients, begin: see `key_sums`.
             lengths: of the segment's spans, whole.
-            begin: see `key_sums`.
         """
         table = functools.partial(self.table, lengths=lengths, device=gradients[0].device)
         return self.reduce_scatter(key_sums(gradients, table, sum(lengths), begin))
@@ -104,22 +97,22 @@ class Exchange:
             self._tables[name, lengths] = places
         return places
 
-    def whole(self, mine: Tensor, lengths: Sequence[int]) -> Tensor:
+    def whole(self, local: Tensor, lengths: Sequence[int]) -> Tensor:
         """A whole segment [1, positions, ...] in order, from the ranks' parts.
 
         Args:
-            mine: this rank's part [1, positions / size, ...].
+            local: this rank's part [1, positions / size, ...].
             lengths: of the segment's spans; they sum to `positions`.
         """
-        (view,) = self.gather(mine.squeeze(0)).wait()
-        return view.index_select(0, self.table("order", tuple(lengths), mine.device)).unsqueeze(0)
+        (view,) = self.gather(local.squeeze(0)).wait()
+        return view.index_select(0, self.table("order", tuple(lengths), local.device)).unsqueeze(0)
 
-    def share(self, whole: Tensor, lengths: Sequence[int]) -> Tensor:
-        """The reverse of `whole` for gradients: this rank's part of the sum over ranks."""
-        view = torch.empty_like(whole[0])
-        view[self.table("order", tuple(lengths), whole.device)] = whole[0]
-        (mine,) = self.reduce_scatter(view).wait()
-        return mine.unsqueeze(0)
+    def share(self, total: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The reverse of `total` for gradients: this rank's part of the sum over ranks."""
+        view = torch.empty_like(total[0])
+        view[self.table("order", tuple(lengths), total.device)] = total[0]
+        (local,) = self.reduce_scatter(view).wait()
+        return local.unsqueeze(0)
 
 
 _TABLES: dict[str, Callable[[Lengths, int, int], cp_layout.Index]] = {
@@ -135,52 +128,49 @@ _TABLES: dict[str, Callable[[Lengths, int, int], cp_layout.Index]] = {
 
 
 class GatheredKeys:
-    """Own K and V of all ranks in one call of attention; see OwnKeys.
-
-    The ranks begin to gather them at once, or they are kept.
+    """Own K and V of all ranks in one call of attention; gathering starts at once unless `saved`.
 
     Args:
         exchange: the group's collectives.
         lengths: of the segment's spans, whole.
-        both: this rank's K and V, [positions, kv_heads, dim] each.
-        kept: returns what is kept for `runs`.
-        begin: takes what descendants on this rank have sent, in the order of the view.
-        sent: takes what descendants on all ranks have sent to this rank's K and V.
+        key_value: this rank's K and V, [positions, kv_heads, dim] each.
+        saved: returns saved keys and values of `runs`.
+        begin: returns gradients from descendants on this rank, in the order of the view.
+        returned: returns gradients from descendants on all ranks to this rank's K and V.
     """
 
     def __init__(
         self,
         exchange: Exchange,
         lengths: Lengths,
-        both: Both,
+        key_value: KeyValue,
         *,
-        kept: Callable[[], Both] | None = None,
+        saved: Callable[[], KeyValue] | None = None,
         begin: Callable[[], Tensor | None] | None = None,
-        sent: Callable[[], Payload | None] | None = None,
+        returned: Callable[[], Payload | None] | None = None,
     ) -> None:
-        self._exchange, self._lengths, self._width = exchange, lengths, both[0].shape[-1]
-        self._kept, self._begin, self._sent = kept, begin, sent
-        if kept is None:
-            self._coming: Pending = exchange.gather(*both)
+        self._exchange, self._lengths, self._width = exchange, lengths, key_value[0].shape[-1]
+        self._saved, self._begin, self._returned = saved, begin, returned
+        if saved is None:
+            self._coming: Pending = exchange.gather(*key_value)
 
-    def runs(self) -> Both:
-        """See OwnKeys."""
-        if self._kept is not None:
-            return self._kept()
+    def runs(self) -> KeyValue:
+        if self._saved is not None:
+            return self._saved()
         (view,) = self._coming.wait()
         rows = self._exchange.table("own", self._lengths, view.device)
         return halves(view.index_select(0, rows), self._width)
 
-    def send(self, gradients: Both) -> None:
-        """See OwnKeys: starts to send them to the ranks that own the keys."""
+    def send(self, gradients: KeyValue) -> None:
+        """Starts to send gradients to the ranks that own the keys."""
         begin = None if self._begin is None else self._begin()
         self._coming = self._exchange.send_runs(gradients, self._lengths, begin)
 
-    def take(self) -> Both:
-        """See OwnKeys; in fp32 or wider."""
-        (both,) = self._coming.wait()
-        mine = halves(both, self._width)
-        return mine if self._sent is None else added(mine, self._sent())
+    def take(self) -> KeyValue:
+        """In fp32 or wider."""
+        (key_value,) = self._coming.wait()
+        local = halves(key_value, self._width)
+        return local if self._returned is None else added(local, self._returned())
 
 
 def key_sums(
@@ -212,10 +202,10 @@ def side_by_side(gradients: Payload) -> Tensor:
     """gK and gV in one tensor [positions, kv_heads, dim + value_dim] of fp32 or wider."""
     key_grad, value_grad = gradients
     width = key_grad.shape[-1] + value_grad.shape[-1]
-    both = key_grad.new_empty((*key_grad.shape[:-1], width), dtype=wider(key_grad.dtype))
-    return torch.cat([key_grad, value_grad], dim=-1, out=both)
+    joined = key_grad.new_empty((*key_grad.shape[:-1], width), dtype=wider(key_grad.dtype))
+    return torch.cat([key_grad, value_grad], dim=-1, out=joined)
 
 
-def halves(both: Tensor, width: int) -> Both:
+def halves(key_value: Tensor, width: int) -> KeyValue:
     """Keys, of this width, and values that lie side by side; views."""
-    return both[..., :width], both[..., width:]
+    return key_value[..., :width], key_value[..., width:]

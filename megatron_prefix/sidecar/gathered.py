@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_prefix.sidecar.arena import Arena, Both, DeviceBytes, Lengths, OwnKeys, Payload
+from megatron_prefix.sidecar.arena import Arena, DeviceBytes, KeyValue, Lengths, OwnKeys, Payload
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 from megatron_prefix.sidecar.context_parallel import Exchange, GatheredKeys, Pending, halves
 from megatron_prefix.tree import cp_layout
@@ -16,10 +16,8 @@ from megatron_prefix.tree.payload_map import RowMap
 
 
 class GatheredArena(Arena):
-    """Every rank keeps all positions.
-
-    What descendants send is summed here and crosses once, in the backward of the segment, together
-    with what its own attention gives.
+    """Every rank keeps all positions; gradients from descendants are summed locally and cross once,
+    in the segment's backward, together with those of its own attention.
 
     Args:
         exchange: the group's collectives.
@@ -39,22 +37,22 @@ class GatheredArena(Arena):
         self._exchange, self._lengths = exchange, lengths
         self._coming: dict[int, Pending] = {}
 
-    def mine(self, index: int) -> cp_layout.Index:
-        """See Arena."""
+    def local_rows(self, index: int) -> cp_layout.Index:
         return cp_layout.held_positions(
             self._lengths[index], self._exchange.rank, self._exchange.size
         )
 
-    def keys(self, cache: SidecarCache, place: tuple[int, int], inner: bool, both: Both) -> OwnKeys:
-        """See Arena."""
+    def keys(
+        self, cache: SidecarCache, place: tuple[int, int], inner: bool, key_value: KeyValue
+    ) -> OwnKeys:
         index, lengths = place[1], self._lengths[place[1]]
         if not inner:
-            return GatheredKeys(self._exchange, lengths, both)
+            return GatheredKeys(self._exchange, lengths, key_value)
         if cache.state(*place) is SegmentState.EMPTY:
-            self._expect(index, both)
+            self._expect(index, key_value)
 
-        def kept() -> Both:
-            cache.capture(*place, both)
+        def saved() -> KeyValue:
+            cache.capture(*place, key_value)
             key, value = cache.own(*place)
             rows = self._exchange.table("own in order", lengths, key.device)
             return key.index_select(0, rows), value.index_select(0, rows)
@@ -63,40 +61,39 @@ class GatheredArena(Arena):
             cache.consume(*place)
             return self._total(index)
 
-        return GatheredKeys(self._exchange, lengths, both, kept=kept, begin=begin)
+        return GatheredKeys(self._exchange, lengths, key_value, saved=saved, begin=begin)
 
     def write(self, index: int, payload: Payload) -> None:
-        """See Arena: keeps the K and V of all ranks."""
+        """Keeps the K and V of all ranks."""
         self._expect(index, payload)
         (view,) = self._coming.pop(index).wait()
-        whole = view.index_select(
+        key_value = view.index_select(
             0, self._exchange.table("order", self._lengths[index], view.device)
         )
-        super().write(index, halves(whole, payload[0].shape[-1]))
+        super().write(index, halves(key_value, payload[0].shape[-1]))
 
     def sent(self, index: int) -> Payload | None:
-        """See Arena: what descendants on all ranks have sent."""
+        """Gradients from descendants on all ranks."""
         total = self._total(index)
         if total is None:
             return None
-        (both,) = self._exchange.reduce_scatter(total).wait()
-        return halves(both, self.width)
+        (key_value,) = self._exchange.reduce_scatter(total).wait()
+        return halves(key_value, self.width)
 
     def drop(self) -> None:
-        """See Arena."""
         super().drop()
         self._coming.clear()
 
-    def _expect(self, index: int, both: Payload) -> None:
+    def _expect(self, index: int, key_value: Payload) -> None:
         """Starts to gather what `write` will be called with."""
         if index not in self._coming:
-            self._coming[index] = self._exchange.gather(*both)
+            self._coming[index] = self._exchange.gather(*key_value)
 
     def _total(self, index: int) -> Tensor | None:
         """This rank's sums of gK and gV of a whole segment, in the order of an exchange."""
         sums = super().sent(index)
         if sums is None:
             return None
-        both = torch.cat(sums, dim=-1)
-        rows = self._exchange.table("dealt", self._lengths[index], both.device)
-        return both.index_select(0, rows)
+        key_value = torch.cat(sums, dim=-1)
+        rows = self._exchange.table("dealt", self._lengths[index], key_value.device)
+        return key_value.index_select(0, rows)

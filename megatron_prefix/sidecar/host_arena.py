@@ -110,17 +110,14 @@ class HostArena(Arena):
         )
 
     def own(self, index: int) -> Payload:
-        """See Arena."""
         self._use((index,), ())
         return super().own(index)
 
     def read(self, seen: Collection[int], what: Reading) -> Payload:
-        """See Arena."""
         self._use(seen, ())
         return super().read(seen, what)
 
     def add(self, seen: Collection[int], what: Reading, gradients: Payload) -> None:
-        """See Arena."""
         self._use((), seen)
         super().add(seen, what, gradients)
         self._changed.update(seen)
@@ -157,7 +154,6 @@ class HostArena(Arena):
         super().drop()
 
     def drop(self) -> None:
-        """See Arena."""
         self._arrive()
         super().drop()
         self._likes.clear()

@@ -14,12 +14,12 @@ BLOCK = 16
 
 @triton.jit
 def _half(  # type: ignore[no-untyped-def]  # noqa: ANN202
-    grad, total, first, second, places, known, head, heads,  # noqa: ANN001
+    grad, total, first, second, places, in_range, head, heads,  # noqa: ANN001
     BEGUN: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """Adds the gradients `first` and `second` of every position, where there are any."""
     column = tl.arange(0, PADDED)
-    inside = known[:, None] & (column < WIDTH)[None, :]
+    inside = in_range[:, None] & (column < WIDTH)[None, :]
     target = total + places[:, None] + column[None, :]
     kind = total.dtype.element_ty
     sums = tl.zeros((first.shape[0], PADDED), dtype=kind)
@@ -40,13 +40,13 @@ def _sums(  # type: ignore[no-untyped-def]  # noqa: ANN202
 ):  # fmt: skip
     """A program is (head, positions)."""
     head, position = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    known = position < num
-    first = tl.load(sources + position, mask=known, other=-1)
-    second = tl.load(sources + num + position, mask=known, other=-1)
+    in_range = position < num
+    first = tl.load(sources + position, mask=in_range, other=-1)
+    second = tl.load(sources + num + position, mask=in_range, other=-1)
     places = (position.to(tl.int64) * heads + head) * (WIDTH + VALUE_WIDTH)
-    _half(key_grad, total, first, second, places, known, head, heads, BEGUN, WIDTH, PADDED)
+    _half(key_grad, total, first, second, places, in_range, head, heads, BEGUN, WIDTH, PADDED)
     _half(
-        value_grad, total, first, second, places + WIDTH, known, head, heads, BEGUN, VALUE_WIDTH,
+        value_grad, total, first, second, places + WIDTH, in_range, head, heads, BEGUN, VALUE_WIDTH,
         VALUE_PADDED,
     )  # fmt: skip
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_prefix.sidecar.arena import (
     Arena,
-    Both,
     DeviceBytes,
+    KeyValue,
     Lengths,
     LevelReading,
     OwnKeys,
@@ -35,8 +35,8 @@ from megatron_prefix.tree.payload_map import RowMap
 class ShardedArena(Arena):
     """Every rank keeps its own positions.
 
-    A level is gathered when it is read or before, and stays until the layer is left. Its gradients
-    are sent to the owners at once, and added here when they have come.
+    A level is gathered when it is read or before, and stays until `leave`. Its gradients are sent
+    to the owners at once, and added there later.
 
     Args:
         exchange: the group's collectives.
@@ -59,43 +59,44 @@ class ShardedArena(Arena):
         self._views: dict[LevelReading, Pending] = {}
         self._coming: list[tuple[LevelReading, Pending]] = []
 
-    def keys(self, cache: SidecarCache, place: tuple[int, int], inner: bool, both: Both) -> OwnKeys:
-        """See Arena."""
+    def keys(
+        self, cache: SidecarCache, place: tuple[int, int], inner: bool, key_value: KeyValue
+    ) -> OwnKeys:
         lengths = self._lengths[place[1]]
         if not inner:
-            return GatheredKeys(self._exchange, lengths, both)
-        cache.capture(*place, both)
+            return GatheredKeys(self._exchange, lengths, key_value)
+        cache.capture(*place, key_value)
         key, value = cache.own(*place)
-        sent = functools.partial(cache.take, *place)
-        return GatheredKeys(self._exchange, lengths, (key, value), sent=sent)
+        returned = functools.partial(cache.take, *place)
+        return GatheredKeys(self._exchange, lengths, (key, value), returned=returned)
 
     def fetch(
-        self, seen: Collection[int], sums: Collection[int], levels: Iterable[LevelReading]
+        self, visible: Collection[int], sums: Collection[int], levels: Iterable[LevelReading]
     ) -> None:
-        """See Arena: starts to gather levels."""
+        """Starts to gather levels."""
         for level in levels:
             if level not in self._views:
-                self._gather(seen, level)
+                self._gather(visible, level)
 
     def leave(self) -> None:
-        """See Arena: drops what was gathered."""
+        """Drops gathered levels."""
         self._views.clear()
 
-    def read(self, seen: Collection[int], what: Reading) -> Payload:
-        """See Arena; of a level K and V, [size * keys, kv_heads, dim], run after run."""
+    def read(self, visible: Collection[int], what: Reading) -> Payload:
+        """Of a level K and V, [size * keys, kv_heads, dim], run after run."""
         if not isinstance(what, LevelReading):
-            return super().read(seen, what)
-        coming = self._views.get(what) or self._gather(seen, what)
+            return super().read(visible, what)
+        coming = self._views.get(what) or self._gather(visible, what)
         if coming.works:
-            (both,), order = coming.wait(), self._order(what)
-            both = both if order is None else both.index_select(0, order)
-            self._views[what] = coming = Pending((), (both,))
+            (key_value,), order = coming.wait(), self._order(what)
+            key_value = key_value if order is None else key_value.index_select(0, order)
+            self._views[what] = coming = Pending((), (key_value,))
         return halves(coming.tensors[0], self.width)
 
-    def add(self, seen: Collection[int], what: Reading, gradients: Payload) -> None:
-        """See Arena; those of a level are sent to the owners of the keys."""
+    def add(self, visible: Collection[int], what: Reading, gradients: Payload) -> None:
+        """Gradients of a level are sent to the owners of the keys."""
         if not isinstance(what, LevelReading):
-            super().add(seen, what, gradients)
+            super().add(visible, what, gradients)
             return
         view, order = side_by_side(gradients), self._order(what)
         if order is not None:
@@ -104,18 +105,16 @@ class ShardedArena(Arena):
         self._coming.append((what, self._exchange.reduce_scatter(view)))
 
     def sent(self, index: int) -> Payload | None:
-        """See Arena."""
         self._settle()
         return super().sent(index)
 
     def drop(self) -> None:
-        """See Arena."""
         super().drop()
         self._views.clear()
         self._coming.clear()
 
-    def _gather(self, seen: Collection[int], level: LevelReading) -> Pending:
-        self._views[level] = coming = self._exchange.gather(*super().read(seen, level))
+    def _gather(self, visible: Collection[int], level: LevelReading) -> Pending:
+        self._views[level] = coming = self._exchange.gather(*super().read(visible, level))
         return coming
 
     def _order(self, level: LevelReading) -> Tensor | None:
@@ -126,10 +125,10 @@ class ShardedArena(Arena):
         return self._exchange.table("runs", level.key_lengths, self.values[0].device)
 
     def _settle(self, newer: int | None = None) -> None:
-        """Adds gradients that were sent here, but not those from the segment `newer`."""
+        """Waits for gradients that were sent here and adds them, except those from `newer`."""
         coming = self._coming
-        self._coming = [sent for sent in coming if sent[0].index == newer]
+        self._coming = [entry for entry in coming if entry[0].index == newer]
         for level, pending in coming:
             if level.index != newer:
-                (both,) = pending.wait()
-                super().add((), level, halves(both, self.width))
+                (key_value,) = pending.wait()
+                super().add((), level, halves(key_value, self.width))

@@ -21,4 +21,4 @@ def slices() -> Slices:
 
 def running() -> Trainer | None:
     """The trainer that this process has imported; None if it is a training loop of its own."""
-    return next((one for one in TRAINERS if one.is_running()), None)
+    return next((trainer for trainer in TRAINERS if trainer.is_running()), None)

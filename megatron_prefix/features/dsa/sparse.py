@@ -29,7 +29,7 @@ from megatron_prefix.layers.blocks.core import autocast_now, sum_of
 from megatron_prefix.layers.blocks.latent import Latents
 from megatron_prefix.layers.blocks.shared import Pull
 from megatron_prefix.layers.blocks.unread import keys_only
-from megatron_prefix.sidecar.arena import Both, Payload, wider
+from megatron_prefix.sidecar.arena import KeyValue, Payload, wider
 from megatron_prefix.sidecar.cache import SegmentState
 from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.payload_map import Level
@@ -123,21 +123,21 @@ class Sparse(Latents):
         index_key: Tensor = context.between.pop(("index keys", self._number))
         return *super().left(context, key, value), index_key
 
-    def keys(self, payload: Payload) -> Both:
+    def keys(self, payload: Payload) -> KeyValue:
         """See Shared."""
         return super().keys(payload[:2])
 
-    def keys_with_pull(self, payload: Payload) -> tuple[Both, Pull]:
+    def keys_with_pull(self, payload: Payload) -> tuple[KeyValue, Pull]:
         """See Shared."""
         both, pull = super().keys_with_pull(payload[:2])
 
-        def with_index(gradients: Both) -> tuple[Payload, Sequence[Tensor | None]]:
+        def with_index(gradients: KeyValue) -> tuple[Payload, Sequence[Tensor | None]]:
             sent, of_weights = pull(gradients)
             return (*sent, torch.zeros_like(payload[2])), of_weights
 
         return both, with_index
 
-    def returned(self, context: SegmentContext, sent: Payload, gradients: Both) -> None:
+    def returned(self, context: SegmentContext, sent: Payload, gradients: KeyValue) -> None:
         """See Shared."""
         super().returned(context, sent[:2], gradients)
 
@@ -348,7 +348,7 @@ def _gradients(given: list[Tensor], out_grad: Tensor, seen: Tensor, shared: Spar
     return torch.autograd.grad(out, leaves, out_grad)
 
 
-def _pool(levels: Sequence[Both], own: Both) -> Both:
+def _pool(levels: Sequence[KeyValue], own: KeyValue) -> KeyValue:
     """Keys and values of all levels and a segment's own, one after the other."""
     key, value = (torch.cat(parts) for parts in zip(*levels, own, strict=True))
     return key, value

@@ -1,4 +1,4 @@
-"""Kernels that run every block with one of several others: by its mask, or by its shape.
+"""Kernels that choose another kernel for every block: by its mask, or by its shape.
 
 By shape is the kernel `auto` on a GPU without FlashAttention-4: cuDNN where its plan pays, else
 FA2. cuDNN is faster on large blocks but builds a plan, on the host, for every new shape, and the
@@ -29,7 +29,7 @@ CALL_S = 0.00015
 all. 0.07 ms forward (15 runs of 548 queries on 101 keys, as one call and as 15), backward alike."""
 
 MAX_SHAPES = 100_000
-"""Shapes remembered; a long training always has new ones."""
+"""Shapes remembered, as a long training always has new ones."""
 
 Shape = tuple[object, ...]
 
@@ -50,16 +50,13 @@ class Choosing(Kernel):
         raise NotImplementedError
 
     def begin_step(self) -> None:
-        """See `Kernel.begin_step`."""
         for part in self._parts:
             part.begin_step()
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """See `Kernel.refusal`."""
         return next((why for part in self._parts if (why := part.refusal(q, k, v))), None)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
-        """See `Kernel.forward`."""
         kernel = self.choice(q, k, runs)
         part = kernel.forward(q, k, v, runs, scale)
         return Partial(part.out, part.lse, (kernel, part.aux))
@@ -68,7 +65,6 @@ class Choosing(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
         runs: Runs, scale: float,
     ) -> Gradients:  # fmt: skip
-        """See `Kernel.backward`."""
         kernel, inner = aux
         gradients: Gradients = kernel.backward(dout, q, k, v, out, lse, inner, runs, scale)
         return gradients
@@ -81,7 +77,6 @@ class CompositeKernel(Choosing):
         super().__init__(f"{dense.name}+{causal.name}", dense, causal)
 
     def choice(self, q: Tensor, k: Tensor, runs: Runs) -> Kernel:
-        """See `Choosing.choice`."""
         return self._parts[runs.causal]
 
 
@@ -111,13 +106,16 @@ class AdaptiveKernel(Choosing):
         self._planned_now.clear()
 
     def choice(self, q: Tensor, k: Tensor, runs: Runs) -> Kernel:
-        """See `Choosing.choice`; the same for a shape throughout a step."""
+        """The same for a shape throughout a step."""
         shape = (q.shape, k.shape, runs)
         self._now[shape] += 1
         if shape not in self._planned_now:
             calls = self._earlier[shape] + self._num_layers
             calls_of = batches(runs, q.shape[0], k.shape[0])
-            shapes = [(mine.num, mine.length, seen.length) for mine, seen in calls_of]
+            shapes = [
+                (query_batch.num, query_batch.length, key_batch.length)
+                for query_batch, key_batch in calls_of
+            ]
             # cuDNN takes a causal run with more keys than queries as two (batched.py).
             parts = [2 if runs.causal and keys > queries else 1 for _, queries, keys in shapes]
             hidden = 0.5 if runs.causal else 0.0  # of a square of queries and keys

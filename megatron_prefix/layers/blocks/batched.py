@@ -1,8 +1,7 @@
 """Blocks as batched calls of one operator on [n, positions, heads, d] tensors.
 
-Where the mask of an operator begins with the first key, a causal run with more keys than queries is
-two blocks: every query sees the keys before the last ones, and the last ones, as many as there are
-queries, causally.
+For an operator whose causal mask is aligned at the top left, a causal run with more keys than
+queries is two blocks: a dense one over the first keys, and a causal square over the last.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megatron_prefix.layers.blocks.merge import merge
 
 
 class Saved(NamedTuple):
-    """What a backward reads, for n runs: lse [n, h, s], the others [n, positions, heads, d]."""
+    """Inputs of a backward of n runs: lse [n, h, s], the others [n, positions, heads, d]."""
 
     dout: Tensor
     q: Tensor
@@ -41,8 +40,8 @@ class Batch(NamedTuple):
 
     def view(self, x: Tensor) -> Tensor:
         """[positions, heads, d] -> this batch's [num, length, heads, d], a view."""
-        mine = x[self.start : self.start + self.num * self.length]
-        return mine.view(self.num, self.length, *x.shape[1:])  # torch's unflatten is in Python
+        rows = x[self.start : self.start + self.num * self.length]
+        return rows.view(self.num, self.length, *x.shape[1:])  # torch's unflatten is in Python
 
     def view_lse(self, lse: Tensor) -> Tensor:
         """[heads, positions] -> this batch's [num, heads, length], a view."""
@@ -77,20 +76,20 @@ class Batched(Kernel):
     one copy. A subclass has a ``name``, `attend` and `attend_backward`.
 
     Attributes:
-        window: of causal runs a query sees its own key and so many before it; None: all.
-        has_windows: whether `attend` follows it.
+        window: of causal runs a query sees its own key and `window` before it; None: all.
+        has_windows: whether `attend` supports it.
     """
 
     window: int | None = None
     has_windows = False
 
     def windowed(self, window: int) -> Batched | None:
-        """The same kernel with a window; None if it has none."""
+        """A copy with a window; None if it supports none."""
         if not self.has_windows:
             return None
-        found = copy.copy(self)
-        found.window = window
-        return found
+        kernel = copy.copy(self)
+        kernel.window = window
+        return kernel
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
@@ -105,15 +104,15 @@ class Batched(Kernel):
     def block(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor, Aux]:
-        """As `attend`; by several calls where the operator has no such mask."""
+        """As `attend`, in several calls where the operator lacks the mask."""
         return self.attend(q, k, v, scale, causal)
 
     def block_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
-        """As `attend_backward`, of what `block` did."""
+        """The backward of `block`."""
         return self.attend_backward(saved, aux, scale, causal)
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """See `Kernel.refusal`; a subclass adds what its operator cannot take."""
+        """Of shapes, dtypes and strides; subclasses add what their operator cannot take."""
         t, h_kv, d = k.shape
         if q.shape[2] != d or v.shape[:2] != (t, h_kv) or q.shape[1] % h_kv:
             shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -124,22 +123,17 @@ class Batched(Kernel):
             return "needs a contiguous last dimension of q, k and v"
         return None
 
-    def guard(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> None:
-        """Raise for tensors on which the operator would fault; called before every call.
-
-        It reads host integers only, so it never waits for the device.
-
-        Args:
-            q, k, v: what every call reads.
-            more: dout and out of a backward.
-        """
+    def guard(self, q: Tensor, k: Tensor, v: Tensor, *backward_inputs: Tensor) -> None:
+        """Raises for tensors on which the operator would fault, before every call; it reads host
+        integers only, so it never waits for the device. `backward_inputs`: dout and out."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
-        """See `Kernel.forward`."""
         self.guard(q, k, v)
         parts = [
-            self.block(mine.view(q), seen.view(k), seen.view(v), scale, runs.causal)
-            for mine, seen in batches(runs, q.shape[0], k.shape[0])
+            self.block(
+                query_batch.view(q), key_batch.view(k), key_batch.view(v), scale, runs.causal
+            )
+            for query_batch, key_batch in batches(runs, q.shape[0], k.shape[0])
         ]
         outs = [out.flatten(0, 1) for out, _, _ in parts]
         lses = [lse.transpose(0, 1).flatten(1, 2) for _, lse, _ in parts]
@@ -149,14 +143,13 @@ class Batched(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
         runs: Runs, scale: float,
     ) -> Gradients:  # fmt: skip
-        """See `Kernel.backward`."""
         self.guard(q, k, v, dout, out)
         shares = []
         calls = batches(runs, q.shape[0], k.shape[0])
-        for (mine, seen), batch_aux in zip(calls, aux, strict=True):
+        for (query_batch, key_batch), batch_aux in zip(calls, aux, strict=True):
             saved = Saved(
-                mine.view(dout), mine.view(q), seen.view(k), seen.view(v), mine.view(out),
-                mine.view_lse(lse),
+                query_batch.view(dout), query_batch.view(q), key_batch.view(k), key_batch.view(v),
+                query_batch.view(out), query_batch.view_lse(lse),
             )  # fmt: skip
             shares.append(self.block_backward(saved, batch_aux, scale, runs.causal))
         dq, dk, dv = (
@@ -167,17 +160,16 @@ class Batched(Kernel):
 
 
 class SplitCausal(Batched):
-    """Batched calls of an operator that takes causal runs with as many keys as queries only."""
+    """Batched calls of an operator whose causal runs need as many keys as queries."""
 
     def block(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor, Aux]:
-        """See `Batched.block`."""
-        more = k.shape[1] - q.shape[1]
-        if not (causal and more):
+        num_early = k.shape[1] - q.shape[1]
+        if not (causal and num_early):
             return self.attend(q, k, v, scale, causal)
-        early = self.attend(q, k[:, :more], v[:, :more], scale, False)
-        late = self.attend(q, k[:, more:], v[:, more:], scale, True)
+        early = self.attend(q, k[:, :num_early], v[:, :num_early], scale, False)
+        late = self.attend(q, k[:, num_early:], v[:, num_early:], scale, True)
         parts = [
             Partial(out.flatten(0, 1), lse.transpose(0, 1).flatten(1))
             for out, lse, _ in (early, late)
@@ -187,13 +179,12 @@ class SplitCausal(Batched):
         return out.unflatten(0, num), lse.unflatten(1, num).transpose(0, 1), (early[2], late[2])
 
     def block_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
-        """See `Batched.block_backward`."""
-        more = saved.k.shape[1] - saved.q.shape[1]
-        if not (causal and more):
+        num_early = saved.k.shape[1] - saved.q.shape[1]
+        if not (causal and num_early):
             return self.attend_backward(saved, aux, scale, causal)
         shares = []
         for keys, part_aux, masked in (
-            (slice(None, more), aux[0], False), (slice(more, None), aux[1], True),
+            (slice(None, num_early), aux[0], False), (slice(num_early, None), aux[1], True),
         ):  # fmt: skip
             part = saved._replace(k=saved.k[:, keys], v=saved.v[:, keys])
             shares.append(self.attend_backward(part, part_aux, scale, masked))

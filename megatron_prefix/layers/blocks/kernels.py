@@ -41,9 +41,9 @@ _CLASSES: tuple[type[Batched], ...] = (
     MathKernel, FlashCpuKernel, FlashKernel, CudnnKernel, Fa4Kernel,
 )  # fmt: skip
 KERNELS: dict[str, Batched] = {kernel.name: kernel() for kernel in _CLASSES}
-"""Those that the help names, and no other."""
+"""The public kernels, by name."""
 COMPILED = ("fa4",)
-"""Those that compile for about half a minute before they first run."""
+"""Kernels that compile for about half a minute before they first run."""
 PROBE_ROWS = FA4_SHORT + 32
 """Queries of a probe: long enough for every call that has to be compiled."""
 Probe = Callable[[str], "str | None"]
@@ -105,7 +105,7 @@ def choose(
     for part in parts if window is None else parts[-1:]:
         reason = probe(part)
         if reason is not None:
-            working = ", ".join(known for known in KERNELS if probe(known) is None)
+            working = ", ".join(kernel for kernel in KERNELS if probe(kernel) is None)
             raise UserError(
                 f"attention kernel {part!r} does not work here: {reason}; use {working}"
             )
@@ -115,7 +115,6 @@ def choose(
 
 
 def _with_window(kernel: Batched, window: int | None) -> Batched:
-    """A kernel that was probed with a window."""
     return kernel if window is None else kernel.windowed(window) or kernel
 
 
@@ -131,21 +130,23 @@ def why(
 
     Raises UserError if none works.
     """
-    taken = choose("auto", device, dtype, head_dim, head_dim_v, group=group, compiles=compiles).name
+    chosen = choose(
+        "auto", device, dtype, head_dim, head_dim_v, group=group, compiles=compiles
+    ).name
     if dtype is torch.float64:
-        return f"{taken}, which is exact"
+        return f"{chosen}, which is exact"
     probe = _probe(device, dtype, head_dim, head_dim_v, group, compiles)
     order = _order(device, dtype)
     better: dict[str, list[str]] = {}  # by what is in the way
-    for name in order[: order.index(taken.split()[0])]:
+    for name in order[: order.index(chosen.split()[0])]:
         better.setdefault(probe(name) or "", []).append(name)
     if not better:
-        return f"{taken}, the fastest here"
+        return f"{chosen}, the fastest here"
     lines = [
-        f"{name} {reason}" + (f" ({', '.join(others)} likewise)" if others else "")
-        for reason, (name, *others) in better.items()
+        f"{name} {reason}" + (f" ({', '.join(alike)} likewise)" if alike else "")
+        for reason, (name, *alike) in better.items()
     ]
-    return f"{taken}: {'; '.join(lines)}"
+    return f"{chosen}: {'; '.join(lines)}"
 
 
 def _order(device: torch.device | str, dtype: torch.dtype) -> tuple[str, ...]:
@@ -168,7 +169,7 @@ def _probe(
     device: torch.device | str, dtype: torch.dtype, head_dim: int, head_dim_v: int | None,
     group: int, compiles: bool, window: int | None = None,
 ) -> Probe:  # fmt: skip
-    """Why a kernel does not work for these heads, by its name."""
+    """A function from a kernel's name to why it does not work for these heads, or None."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -209,10 +210,10 @@ def probed(
         if refusal is not None or name == "math" or untried:
             return refusal
         terms = max(PROBE_ROWS * group, head_dim)
-        for got, wanted in zip(
+        for got, expected in zip(
             small_run(kernel, dout, q, k, v), small_run(truth, dout, q, k, v), strict=True
         ):
-            assert_close(got, wanted, terms, dtype, f"the probe of {name}")
+            assert_close(got, expected, terms, dtype, f"the probe of {name}")
     except Exception as error:  # noqa: BLE001 - a private operator may throw anything
         return named(error)
     return None

@@ -1,12 +1,12 @@
-"""Multi-latent attention of segments: a span leaves latents, its children expand them.
+"""Multi-latent attention of segments: the payload is latents, which children expand.
 
-A position's latent is the input of the layer's stock projection to keys and values; with the
-rotated part of its key, which all heads have in common, it is all that descendants need
-("DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model", section
-2.1.2). A level of ancestors is expanded where it is read, forward and again backward, and freed:
-expanded keys and values of DeepSeek-V3 are 71 times as wide.
+A position's latent is the input of the layer's stock projection to keys and values. With the
+rotated part of its key, which all heads share, it is all that descendants need ("DeepSeek-V2: A
+Strong, Economical, and Efficient Mixture-of-Experts Language Model", section 2.1.2). A level of
+ancestors is expanded where it is read, forward and again backward, and freed: expanded keys and
+values of DeepSeek-V3 are 71 times as wide.
 
-What descendants send back enters at the input of the projection. With sequence parallelism every
+Gradients from descendants enter at the input of the projection. With sequence parallelism every
 tensor-parallel rank keeps all latents and projects its share of the rows, as Megatron does with a
 segment's own; so its sums are a part of the gradient, and are reduced once.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_prefix.layers.blocks.shared import Pull, Shared
 from megatron_prefix.layers.own_backward import with_backward
-from megatron_prefix.sidecar.arena import Both, Payload, wider
+from megatron_prefix.sidecar.arena import KeyValue, Payload, wider
 from megatron_prefix.sidecar.cache import SegmentState
 
 if TYPE_CHECKING:
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 
 class Latents(Shared):
-    """What one layer of multi-latent attention leaves; see Shared.
+    """The payload of one layer of multi-latent attention.
 
-    What one method leaves for another is in the segment's context: latents from the projection's
-    forward for `left`, what `returned` gets for the projection's backward. With recomputation these
-    are in other graphs.
+    Methods hand tensors to one another in the segment's context, as with recomputation they run in
+    different graphs: latents from the projection's forward to `left`, gradients from `returned` to
+    the projection's backward.
 
     Args:
         module: Megatron's MLASelfAttention.
         number: of the layer in the sidecar.
-        running: says which segment runs.
+        running: has the segment that runs.
     """
 
     def __init__(self, module: Any, number: int, running: Running) -> None:
@@ -57,12 +57,12 @@ class Latents(Shared):
 
     @property
     def weights(self) -> list[Tensor]:
-        """See Shared: of the projection."""
-        found = self._module.linear_kv_up_proj.parameters()
-        return [weight for weight in found if weight.requires_grad]
+        """Of the projection."""
+        weights = self._module.linear_kv_up_proj.parameters()
+        return [weight for weight in weights if weight.requires_grad]
 
     def overrides(self) -> Iterator[Override]:
-        """Methods of the layer's modules, but for its core attention's."""
+        """Of the layer's modules, without its core attention."""
         rotary = self._rotary
         yield self._module.linear_kv_up_proj, "forward", self._projecting
         yield rotary, "forward", self.angles(rotary, rotary.forward)
@@ -70,35 +70,35 @@ class Latents(Shared):
             yield rotary, "get_cached_cos_sin", self._turns(rotary.get_cached_cos_sin)
 
     def left(self, context: SegmentContext, key: Tensor, value: Tensor) -> Payload:
-        """See Shared: latents [positions, rank], and rotated parts of keys [positions, width]."""
+        """Latents [positions, rank], and rotated parts of keys [positions, width]."""
         latents: Tensor = context.between.pop(("latents", self._number))
         return latents, key[:, 0, self._plain :]
 
-    def keys(self, payload: Payload) -> Both:
-        """See Shared."""
+    def keys(self, payload: Payload) -> KeyValue:
         latents, turned = payload
         return self._joined(self._expanded(latents), turned)
 
-    def keys_with_pull(self, payload: Payload) -> tuple[Both, Pull]:
-        """See Shared."""
+    def keys_with_pull(self, payload: Payload) -> tuple[KeyValue, Pull]:
         latents, turned = payload
         with torch.enable_grad():
-            given = latents.detach().requires_grad_()
-            made = self._expanded(given)
+            leaf = latents.detach().requires_grad_()
+            expanded = self._expanded(leaf)
 
-        def pull(gradients: Both) -> tuple[Payload, list[Tensor | None]]:
+        def pull(gradients: KeyValue) -> tuple[Payload, list[Tensor | None]]:
             key_grad, value_grad = gradients
             made_grad = torch.cat([key_grad[..., : self._plain], value_grad], dim=-1)
             # A nested `backward` would run DDP's hooks on the weights too often.
-            found = torch.autograd.grad(made, (given, *self.weights), made_grad, allow_unused=True)
+            gradients_of = torch.autograd.grad(
+                expanded, (leaf, *self.weights), made_grad, allow_unused=True
+            )
             turned_grad = key_grad[..., self._plain :].sum(1, dtype=wider(turned.dtype))
-            return (found[0], turned_grad), [*found[1:]]
+            return (gradients_of[0], turned_grad), [*gradients_of[1:]]
 
-        return self._joined(made.detach(), turned), pull
+        return self._joined(expanded.detach(), turned), pull
 
-    def returned(self, context: SegmentContext, sent: Payload, gradients: Both) -> None:
-        """See Shared; that of latents waits for the projection's backward."""
-        latents_grad, turned_grad = sent
+    def returned(self, context: SegmentContext, returned: Payload, gradients: KeyValue) -> None:
+        """The gradient of latents waits for the projection's backward."""
+        latents_grad, turned_grad = returned
         gradients[0][:, 0, self._plain :].add_(turned_grad)
         # Not `context`, that of the forward. A copy: the arena's rows will be others' again.
         self._context.between["gradients", self._number] = latents_grad.clone()
@@ -111,22 +111,25 @@ class Latents(Shared):
         return context
 
     def _expanded(self, latents: Tensor) -> Tensor:
-        """What the stock projection makes of latents, [rows, heads, plain + value width]."""
-        rows, mine = len(latents), latents
+        """The stock projection of latents, [rows, heads, plain + value width]."""
+        rows, local = len(latents), latents
         if self._ranks > 1:
-            more = -rows % self._ranks
-            padded = torch.cat([mine, mine.new_zeros((more, mine.shape[1]))]) if more else mine
-            mine = padded.chunk(self._ranks)[self._group.rank()]
-        made, _ = self._project(mine.unsqueeze(1))
-        return made.view(-1, self._heads, self._plain + self._value_width)[:rows]
+            padding = -rows % self._ranks
+            padded = (
+                torch.cat([local, local.new_zeros((padding, local.shape[1]))]) if padding else local
+            )
+            local = padded.chunk(self._ranks)[self._group.rank()]
+        expanded, _ = self._project(local.unsqueeze(1))
+        return expanded.view(-1, self._heads, self._plain + self._value_width)[:rows]
 
-    def _joined(self, made: Tensor, turned: Tensor) -> Both:
-        """Keys and values of what the projection has made, and rotated parts [rows, width]."""
-        plain, value = made.split([self._plain, self._value_width], dim=-1)
+    def _joined(self, expanded: Tensor, turned: Tensor) -> KeyValue:
+        """K and V of projected latents and rotated parts [rows, width]."""
+        plain, value = expanded.split([self._plain, self._value_width], dim=-1)
         return torch.cat([plain, turned.unsqueeze(1).expand(-1, self._heads, -1)], dim=-1), value
 
     def _projecting(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The projection's forward: keeps its input for descendants, and lets gradients in."""
+        """The projection's forward: saves its input for descendants, and adds their gradients in
+        the backward."""
         context = self._running.current
         self._latents = None  # of a layer that has failed
         if self._running.tap is not None:
@@ -137,50 +140,49 @@ class Latents(Shared):
         return self._project(x, *args, **kwargs)
 
     def _keep(self, context: SegmentContext, x: Tensor) -> None:
-        """Keeps this rank's latents [positions, 1, rank] for `left`."""
+        """Saves this rank's latents [positions, 1, rank] for `left`."""
         if context.cache.state(self._number, context.index) is SegmentState.EMPTY:
             context.between["latents", self._number] = self._whole(x.detach()).squeeze(1)
 
     def crossing(self) -> tuple[Tensor, ...]:
-        """See Shared: latents."""
+        """Latents."""
         latents, self._latents = self._latents, None
         return () if latents is None else (latents,)
 
     def crossed(self, context: SegmentContext, value: Tensor, *crossing: Tensor) -> Tensor:
-        """See Shared; the gradient of latents is what descendants have sent."""
+        """The gradient of latents is that from descendants."""
         if not context.inner:
             return value
         [latents] = crossing
         self._keep(context, latents.detach().to(value.dtype))
-        found: Tensor = with_backward(
+        result: Tensor = with_backward(
             lambda value, _: value.view_as(value),
             lambda gradient: (gradient, self.arrived()),
             value, latents,
         )  # fmt: skip
-        return found
+        return result
 
-    def _whole(self, mine: Tensor) -> Tensor:
+    def _whole(self, local: Tensor) -> Tensor:
         """The rows of all sequence-parallel ranks."""
         if self._ranks == 1:
-            return mine
-        whole = mine.new_empty((self._ranks * len(mine), *mine.shape[1:]))
-        dist.all_gather_into_tensor(whole, mine.contiguous(), group=self._group)
-        return whole
+            return local
+        all_rows = local.new_empty((self._ranks * len(local), *local.shape[1:]))
+        dist.all_gather_into_tensor(all_rows, local.contiguous(), group=self._group)
+        return all_rows
 
     def _pulled(self, gradient: Tensor) -> Tensor:
-        """A gradient of this rank's latents with what descendants have sent; both are summed before
-        they are rounded."""
-        sent = self.arrived()
-        return gradient if sent is None else (gradient + sent).to(gradient.dtype)
+        """The gradient of this rank's latents plus that from descendants, rounded once."""
+        returned = self.arrived()
+        return gradient if returned is None else (gradient + returned).to(gradient.dtype)
 
     def arrived(self) -> Tensor | None:
-        """What descendants have sent to this rank's latents, [positions, 1, rank]."""
-        sent = self._context.between.pop(("gradients", self._number), None)
-        if sent is None or self._ranks == 1:
-            return None if sent is None else sent.unsqueeze(1)
-        mine = sent.new_empty((len(sent) // self._ranks, *sent.shape[1:]))
-        dist.reduce_scatter_tensor(mine, sent, group=self._group)
-        return mine.unsqueeze(1)
+        """Gradients from descendants to this rank's latents, [positions, 1, rank]."""
+        returned = self._context.between.pop(("gradients", self._number), None)
+        if returned is None or self._ranks == 1:
+            return None if returned is None else returned.unsqueeze(1)
+        local = returned.new_empty((len(returned) // self._ranks, *returned.shape[1:]))
+        dist.reduce_scatter_tensor(local, returned, group=self._group)
+        return local.unsqueeze(1)
 
     def angles(self, rotary: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
         """A rotary embedding's forward; in a segment, of its own positions."""
@@ -213,12 +215,11 @@ class Latents(Shared):
 
 
 def _crossing(latents: Tensor) -> tuple[Tensor, Tensor]:
-    """Latents, and a wider copy of them: the gradients of both are summed before they are rounded,
-    as in `Latents._pulled`."""
+    """Latents, and a wider copy of them; the gradients of both are summed before rounding."""
     dtype, wide = latents.dtype, wider(latents.dtype)
-    found: tuple[Tensor, Tensor] = with_backward(
+    result: tuple[Tensor, Tensor] = with_backward(
         lambda latents: (latents.view_as(latents), latents.to(wide, copy=True)),
-        lambda gradient, sent: (gradient + sent).to(dtype),
+        lambda gradient, returned: (gradient + returned).to(dtype),
         latents,
     )
-    return found
+    return result

@@ -40,10 +40,10 @@ def attend(
     keys, values = k.transpose(1, 2).to(wide), v.transpose(1, 2).to(wide)
     out = q.new_empty(num, length, heads, v.shape[-1])
     lse = torch.empty(num, heads, length, dtype=wide, device=q.device)
-    for start, stop, seen in _pieces(q, k, causal):
-        scores = _scores(q[:, start:stop], keys[:, :, :seen], scale, causal, window)
+    for start, stop, num_visible in _pieces(q, k, causal):
+        scores = _scores(q[:, start:stop], keys[:, :, :num_visible], scale, causal, window)
         total = torch.logsumexp(scores, -1, keepdim=True)
-        weighted = torch.exp(scores - total) @ values[:, :, :seen]
+        weighted = torch.exp(scores - total) @ values[:, :, :num_visible]
         out[:, start:stop] = _ungroup(weighted, stop - start)
         lse[:, :, start:stop] = total.reshape(num, heads, stop - start)
     return out, lse
@@ -65,16 +65,16 @@ def attend_backward(
     keys, values = k.transpose(1, 2).to(wide), v.transpose(1, 2).to(wide)
     dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for start, stop, seen in _pieces(q, k, causal):
+    for start, stop, num_visible in _pieces(q, k, causal):
         part = slice(start, stop)
-        scores = _scores(q[:, part], keys[:, :, :seen], scale, causal, window)
+        scores = _scores(q[:, part], keys[:, :, :num_visible], scale, causal, window)
         p = torch.exp_(scores.sub_(lse[:, :, part].to(wide).reshape(*scores.shape[:3], 1)))
         do = _group(dout[:, part], kv_heads).to(wide)
         d = (do * _group(out[:, part], kv_heads).to(wide)).sum(-1, keepdim=True)
-        dvalues[:, :, :seen] += p.transpose(2, 3) @ do
-        ds = (do @ values[:, :, :seen].transpose(2, 3)).sub_(d).mul_(p).mul_(scale)
-        dkeys[:, :, :seen] += ds.transpose(2, 3) @ _group(q[:, part], kv_heads).to(wide)
-        dq[:, part] = _ungroup(ds @ keys[:, :, :seen], stop - start)
+        dvalues[:, :, :num_visible] += p.transpose(2, 3) @ do
+        ds = (do @ values[:, :, :num_visible].transpose(2, 3)).sub_(d).mul_(p).mul_(scale)
+        dkeys[:, :, :num_visible] += ds.transpose(2, 3) @ _group(q[:, part], kv_heads).to(wide)
+        dq[:, part] = _ungroup(ds @ keys[:, :, :num_visible], stop - start)
     return dq, _positions_first(dkeys, k.dtype), _positions_first(dvalues, v.dtype)
 
 
@@ -94,10 +94,10 @@ def _scores(q: Tensor, keys: Tensor, scale: float, causal: bool, window: int | N
     scores = (_group(q, keys.shape[1]).to(keys.dtype) @ keys.transpose(2, 3)).mul_(scale)
     if causal:
         queries = torch.arange(keys.shape[2] - q.shape[1], keys.shape[2], device=q.device)
-        seen = torch.arange(keys.shape[2], device=q.device)
-        hidden = seen > queries[:, None]
+        keys_at = torch.arange(keys.shape[2], device=q.device)
+        hidden = keys_at > queries[:, None]
         if window is not None:
-            hidden |= seen < queries[:, None] - window
+            hidden |= keys_at < queries[:, None] - window
         scores.unflatten(2, (-1, q.shape[1])).masked_fill_(hidden, float("-inf"))
     return scores
 

@@ -94,7 +94,7 @@ def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Merged:
 
 
 def sink_gradient(out_grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Of a sink, from out and lse with it; summed in lse's dtype."""
+    """Gradient of a sink, from out and lse that include it; summed in lse's dtype."""
     weight = torch.exp(sink.to(lse.dtype)[:, None] - lse)
     products = (out_grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(0, 1)
     return -(weight * products).sum(1).to(sink.dtype)
@@ -103,8 +103,7 @@ def sink_gradient(out_grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> T
 def prepare(device: torch.device, dtype: torch.dtype, heads: int, width: int) -> None:
     """Compiles every pass that `merge` can need for outputs [any, heads, width] of `dtype`.
 
-    On CUDA only; elsewhere nothing is compiled. It takes a second or two, and nothing when it is
-    called again: Triton keeps what it has compiled, on disk, too.
+    On CUDA only: a second or two at first, then Triton has the passes cached, also on disk.
     """
     combine, wide = implementation(device.type), accumulator_dtype(dtype)
     if combine is formula:
@@ -115,7 +114,9 @@ def prepare(device: torch.device, dtype: torch.dtype, heads: int, width: int) ->
     last = [(num, first, dtype) for first in (dtype, wide) for num in range(2, MOST_PARTS + 1)]
     make = functools.partial(torch.zeros, device=device)
     for num, first, out in dict.fromkeys(last + sums):
-        outs = [make(16, heads, width, dtype=one) for one in (first, *[dtype] * (num - 1))]
+        outs = [
+            make(16, heads, width, dtype=part_dtype) for part_dtype in (first, *[dtype] * (num - 1))
+        ]
         combine(outs, [make(heads, 16, dtype=wide) for _ in outs], out)
     seconds = time.perf_counter() - begin
     if seconds > 0.5:

@@ -37,15 +37,15 @@ def _merge(  # type: ignore[no-untyped-def]  # noqa: ANN202
 ):  # fmt: skip
     """Outputs [rows, heads, WIDTH] and log-sum-exps [heads, rows]; a program is (head, queries)."""
     head, row = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    known, column = row < rows, tl.arange(0, PADDED)
+    in_range, column = row < rows, tl.arange(0, PADDED)
     of_row = head.to(tl.int64) * rows + row
     places = (row.to(tl.int64)[:, None] * heads + head) * WIDTH + column[None, :]
-    inside = known[:, None] & (column < WIDTH)[None, :]
-    first = tl.load(lse_a + of_row, mask=known, other=0.0)
-    second = tl.load(lse_b + of_row, mask=known, other=0.0)
+    inside = in_range[:, None] & (column < WIDTH)[None, :]
+    first = tl.load(lse_a + of_row, mask=in_range, other=0.0)
+    second = tl.load(lse_b + of_row, mask=in_range, other=0.0)
     largest = tl.maximum(first, second)
     if NUM == 3:
-        third = tl.load(lse_c + of_row, mask=known, other=0.0)
+        third = tl.load(lse_c + of_row, mask=in_range, other=0.0)
         largest = tl.maximum(largest, third)
     weight_a, weight_b = _weight(first, largest), _weight(second, largest)
     total = weight_a + weight_b
@@ -59,7 +59,7 @@ def _merge(  # type: ignore[no-untyped-def]  # noqa: ANN202
         merged += _share(c, places, inside, weight_c, share)
     tl.store(out + places, merged.to(out.dtype.element_ty), mask=inside)
     origin = tl.where(largest == float("-inf"), 0.0, largest)
-    tl.store(lse_out + of_row, origin + tl.log(total), mask=known)
+    tl.store(lse_out + of_row, origin + tl.log(total), mask=in_range)
 
 
 def merge_triton(

@@ -49,11 +49,9 @@ class MathKernel(Batched):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor, Aux]:
-        """See `Batched.attend`."""
         return *exact.attend(q, k, v, scale, causal, self.window), ()
 
     def attend_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
-        """See `Batched.attend_backward`."""
         return exact.attend_backward(*saved, scale, causal, self.window)
 
 
@@ -68,7 +66,6 @@ class FlashCpuKernel(SplitCausal):
     name = "flash_cpu"
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """See `Kernel.refusal`."""
         if q.device.type != "cpu":
             return f"runs on the CPU, got {q.device}"
         return _needs_equal_widths(q, v) or super().refusal(q, k, v)
@@ -76,7 +73,6 @@ class FlashCpuKernel(SplitCausal):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor, Aux]:
-        """See `Batched.attend`."""
         heads = (_query_heads(q, k), _kv_heads(q, k), _kv_heads(q, v))
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             *heads, 0.0, causal, scale=scale
@@ -84,7 +80,6 @@ class FlashCpuKernel(SplitCausal):
         return _positions_first(out, q), lse.reshape(q.shape[0], q.shape[2], q.shape[1]), ()
 
     def attend_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
-        """See `Batched.attend_backward`."""
         dout, q, k, v, out, lse = saved
         queries = _query_heads(q, k)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -104,11 +99,10 @@ class FlashCpuKernel(SplitCausal):
 
 
 class _Aligned(Batched):
-    """What FlashAttention-2 and -3 and cuDNN ask of every call."""
+    """Checks the alignment that FlashAttention-2 and -3 and cuDNN need."""
 
-    def guard(self, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> None:
-        """See `Batched.guard`."""
-        why = _misaligned(q, k, v, *more)
+    def guard(self, q: Tensor, k: Tensor, v: Tensor, *backward_inputs: Tensor) -> None:
+        why = _misaligned(q, k, v, *backward_inputs)
         if why is not None:
             raise UserError(f"attention kernel {self.name!r} {why}; give --kernel math")
 
@@ -116,20 +110,17 @@ class _Aligned(Batched):
 class CudnnKernel(_Aligned, SplitCausal):
     """cuDNN's fused attention.
 
-    It cannot run runs of a single query or key, which trees have; these small blocks run with the
-    exact formulas.
+    Runs of a single query or key, which it cannot take, run with the exact formulas.
     """
 
     name = "cudnn"
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """See `Kernel.refusal`."""
         return _needs_cuda_16bit(q, k, v) or super().refusal(q, k, v)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor, Aux]:
-        """See `Batched.attend`."""
         if 1 in (q.shape[1], k.shape[1]):
             return *exact.attend(q, k, v, scale, causal), ()
         heads = (x.transpose(1, 2) for x in (q, k, v))
@@ -140,7 +131,6 @@ class CudnnKernel(_Aligned, SplitCausal):
         return out.transpose(1, 2), lse, (out.stride(), stats.shape, stats.stride(), *state)
 
     def attend_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
-        """See `Batched.attend_backward`."""
         if not aux:
             return exact.attend_backward(*saved, scale, causal)
         dout, q, k, v, out = (x.transpose(1, 2) for x in saved[:5])
@@ -168,7 +158,7 @@ class CudnnKernel(_Aligned, SplitCausal):
 
 
 Call = tuple[slice, slice, dict[str, Any]]
-"""Queries and keys of a varlen call, and the arguments that say what its runs are."""
+"""Queries, keys and arguments of a varlen call."""
 
 
 class _Varlen(Batched):
@@ -177,15 +167,14 @@ class _Varlen(Batched):
     With ``lengths`` of runs `attend` and `attend_backward` get tensors without a leading dimension.
 
     Attributes:
-        short: queries or keys up to which equal runs are a varlen call, too; its bounds are longer.
-        most_runs: of one call.
+        short: equal runs with at most so many queries or keys are a varlen call, too.
+        most_runs: per call.
     """
 
     short = 0
     most_runs = sys.maxsize
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
-        """See `Kernel.forward`."""
         batches(runs, q.shape[0], k.shape[0])  # refuses runs that do not fit
         if _shortest(runs) > self.short:
             return super().forward(q, k, v, runs, scale)
@@ -194,8 +183,8 @@ class _Varlen(Batched):
         if len(calls) == 1:
             return Partial(*self.attend(q, k, v, scale, runs.causal, **calls[0][2]))
         parts = [
-            self.attend(q[mine], k[seen], v[seen], scale, runs.causal, **lengths)
-            for mine, seen, lengths in calls
+            self.attend(q[rows], k[keys], v[keys], scale, runs.causal, **lengths)
+            for rows, keys, lengths in calls
         ]
         outs, lses = [out for out, _, _ in parts], [lse for _, lse, _ in parts]
         return Partial(joined(outs), joined(lses, dim=1))
@@ -204,7 +193,6 @@ class _Varlen(Batched):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, aux: Aux,
         runs: Runs, scale: float,
     ) -> Gradients:  # fmt: skip
-        """See `Kernel.backward`."""
         batches(runs, q.shape[0], k.shape[0])
         if _shortest(runs) > self.short:
             return super().backward(dout, q, k, v, out, lse, aux, runs, scale)
@@ -215,10 +203,10 @@ class _Varlen(Batched):
             return self.attend_backward(saved, aux, scale, runs.causal, **calls[0][2])
         shares = [
             self.attend_backward(
-                Saved(dout[mine], q[mine], k[seen], v[seen], out[mine], lse[:, mine]),
+                Saved(dout[rows], q[rows], k[keys], v[keys], out[rows], lse[:, rows]),
                 aux, scale, runs.causal, **lengths,
             )
-            for mine, seen, lengths in calls
+            for rows, keys, lengths in calls
         ]  # fmt: skip
         dq, dk, dv = (joined(gradients) for gradients in zip(*shares, strict=True))
         return dq, dk, dv
@@ -230,7 +218,6 @@ class FlashKernel(_Aligned, _Varlen):
     name, has_windows = "flash", True
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """See `Kernel.refusal`."""
         return _needs_cuda_16bit(q, k, v) or _needs_equal_widths(q, v) or super().refusal(q, k, v)
 
     def attend(
@@ -294,11 +281,9 @@ class Fa4Kernel(_Varlen):
         self._repeated = Repeated()
 
     def begin_step(self) -> None:
-        """See `Kernel.begin_step`."""
         self._repeated.forget()
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """See `Kernel.refusal`."""
         return _needs_cuda_16bit(q, k, v) or super().refusal(q, k, v) or _needs_fa4(q, k, v)
 
     def attend(
@@ -344,18 +329,18 @@ def _needs_cuda_16bit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return _misaligned(q, k, v)
 
 
-def _misaligned(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> str | None:
+def _misaligned(q: Tensor, k: Tensor, v: Tensor, *bases: Tensor) -> str | None:
     """What is wrong with where tensors of 16 bits lie; None if nothing is.
 
     On a misaligned address the kernels do not fail with a message: they fault, and take the
-    process's CUDA context with them. `more` is copied where its strides are not the kernel's, so
+    process's CUDA context with them. `bases` is copied where its strides are not the kernel's, so
     only its base counts.
     """
     for x in (q, k, v):
         strides = zip(x.shape[:-1], x.stride()[:-1], strict=True)
         if any(size > 1 and stride % 8 for size, stride in strides):
             return f"needs rows aligned to 16 bytes, got strides {x.stride()}"
-    for x in (q, k, v, *more):
+    for x in (q, k, v, *bases):
         if x.data_ptr() % 16:
             return f"needs tensors aligned to 16 bytes, got one {x.data_ptr() % 16} bytes off"
     return None
@@ -396,9 +381,9 @@ def flash_attn_4() -> Any:
 
 @functools.cache
 def _say_that_it_compiles(dtype: torch.dtype, width: int, width_v: int, group: int) -> None:
-    """Once for what flash-attn-4 compiles for."""
+    """Logs once per combination that flash-attn-4 compiles."""
     folder = _fa4_folder()
-    kept = (
+    note = (
         f"results are kept in {folder}"
         if folder
         else "once a process; FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps the results on disk"
@@ -406,7 +391,7 @@ def _say_that_it_compiles(dtype: torch.dtype, width: int, width_v: int, group: i
     logger.warning(
         "attention kernel fa4 compiles for %s, head widths %d and %d, %d query heads a K/V head: "
         "about half a minute (%s)",
-        *(dtype, width, width_v, group, kept),
+        *(dtype, width, width_v, group, note),
     )
 
 
@@ -428,20 +413,13 @@ def _shortest(runs: Runs) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _calls(runs: Runs, device: torch.device, most: int, short: int) -> tuple[Call, ...]:
-    """Varlen calls: their queries, their keys, and the arguments that say what their runs are.
-
-    Made in a segment's first layer: the other layers have the same runs.
-
-    Args:
-        runs: of all calls.
-        device: of the tensors.
-        most, short: see `_Varlen`.
-    """
+    """Varlen calls for all runs, cached as the layers of a segment have the same runs; `most` and
+    `short` are `_Varlen.most_runs` and `.short`."""
     num = len(runs.queries)
-    each = -(-num // -(-num // most))  # as equal as they can be: 257 runs are 129 and 128
+    per_call = -(-num // -(-num // most))  # as equal as they can be: 257 runs are 129 and 128
     calls, start, key_start = [], 0, 0
-    for first in range(0, num, each):
-        queries, keys = runs.queries[first : first + each], runs.keys[first : first + each]
+    for first in range(0, num, per_call):
+        queries, keys = runs.queries[first : first + per_call], runs.keys[first : first + per_call]
         starts = _starts(queries, device)
         lengths = {
             "cu_seqlens_q": starts,

@@ -1,13 +1,13 @@
-"""Forwards of flash-attn-4 that are made again for tensors of the same layout.
+"""Repeats launches of flash-attn-4 forwards for tensors of the same layout.
 
-Its Python finds the compiled kernel of a call anew each time, some 0.2 ms (benchmarks/LOG.md), and
-the layers of a model call it for the same layouts one after another.  So the first call is watched:
-if all it does is to launch one kernel on the tensors that it was given and those that it returns,
-later ones launch that.  What it launches is the same kernel with the same arguments.
+Its Python looks the compiled kernel up in every call, some 0.2 ms (benchmarks/LOG.md), and the
+layers of a model call it with the same layouts one after another. So the first call is recorded: if
+it only launches one kernel on its inputs and outputs, later calls launch that kernel with the same
+arguments directly.
 
 It relies on this of flash-attn-4 4.0.0b36, in flash_attn.cute: compiled kernels are looked up in
 the function's attribute `compile_cache` (interface, `_flash_attn_fwd`; cache_utils, `JITCache`),
-and take the current stream.  With a version that has no such attribute every call is its own.
+and take the current stream. With a version without this attribute no launch is repeated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PLAIN = (bool, int, float, str, type(None))
 ALIGNED = 16
 """Bytes to which flash-attn-4 wants tensors aligned."""
 _WATCHING = threading.Lock()
-"""One at a time: else a thread would put back the cache that another has put there."""
+"""Held while a recorder replaces a function's cache."""
 
 
 class _Launch(NamedTuple):
@@ -31,56 +31,50 @@ class _Launch(NamedTuple):
 
     Attributes:
         kernel: takes `arguments`.
-        arguments: those that stay.
+        arguments: the fixed ones; None at `places`.
         places: of queries, keys, values, output and log-sum-exp in them.
         written: shapes and dtypes of output and log-sum-exp, which are contiguous.
-        held: tensors of the call's options, whose ids tell calls apart.
+        options: tensors of the call's options, kept alive because their ids are in the key.
     """
 
     kernel: Callable[..., Any]
     arguments: tuple[Any, ...]
     places: tuple[int, ...]
     written: tuple[tuple[torch.Size, torch.dtype], ...]
-    held: tuple[Tensor, ...]
+    options: tuple[Tensor, ...]
 
-    def __call__(self, *given: Tensor) -> tuple[Tensor, Tensor]:
-        device, arguments = given[0].device, [*self.arguments]
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        device, arguments = tensors[0].device, [*self.arguments]
         out, lse = [torch.empty(n, dtype=dtype, device=device) for n, dtype in self.written]
-        tensors = *(one.detach() for one in given), out, lse
-        for place, one in zip(self.places, tensors, strict=True):
-            arguments[place] = one
+        inputs = *(tensor.detach() for tensor in tensors), out, lse
+        for place, tensor in zip(self.places, inputs, strict=True):
+            arguments[place] = tensor
         self.kernel(*arguments)
         return out, lse
 
 
 class Repeated:
-    """Launches of one step; see the file."""
+    """Recorded launches of one step."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Launch | None] = {}
 
     def forget(self) -> None:
-        """Before a step: lengths are others."""
+        """Before a step, as lengths differ from step to step."""
         self._known.clear()
 
     def __call__(
         self, function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        """What `function` returns first, and second.
-
-        Args:
-            function: flash-attn-4's forward.
-            q, k, v: its tensors.
-            options: its other arguments; tensors among them are those of earlier calls.
-        """
+        """Output and log-sum-exp of flash-attn-4's forward `function`."""
         if not hasattr(function, "compile_cache"):
             out, lse, *_ = function(q, k, v, **options)
             return out, lse
-        named = ((name, _told(one)) for name, one in options.items())
+        named = ((name, _told(value)) for name, value in options.items())
         key = (q.device, *map(_layout, (q, k, v)), *named)
-        known = self._known.get(key)
-        if known is not None:
-            return known(q, k, v)
+        launch = self._known.get(key)
+        if launch is not None:
+            return launch(q, k, v)
         if key in self._known:
             out, lse, *_ = function(q, k, v, **options)
             return out, lse
@@ -89,18 +83,18 @@ class Repeated:
 
 
 def _layout(x: Tensor) -> Hashable:
-    """What tells a tensor from others for which another kernel would be launched, or on a copy:
-    flash-attn-4 copies one whose place is not aligned (cute_dsl_utils, `maybe_contiguous`)."""
+    """Equal for tensors of one launch; flash-attn-4 copies misaligned ones (cute_dsl_utils,
+    `maybe_contiguous`)."""
     return x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNED
 
 
 def _told(option: Any) -> Hashable:
-    """What tells an option from others; a tensor is kept by the launch, so its id is its own."""
+    """An option as a key; the launch keeps a tensor alive, so its id is unique."""
     return (id(option), option.data_ptr()) if isinstance(option, Tensor) else option
 
 
 class _Watched:
-    """A cache of compiled kernels that notes what is launched."""
+    """A cache of compiled kernels that records launches."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
@@ -122,51 +116,53 @@ class _Watched:
         return launch
 
     def __getattr__(self, name: str) -> Any:
-        """What another version asks its cache for; what that launches is not noted."""
+        """Other uses of the cache, by other versions; launches through these are not recorded."""
         return getattr(self._cache, name)
 
 
 def _watched(
-    function: Any, given: Sequence[Tensor], options: dict[str, Any]
+    function: Any, tensors: Sequence[Tensor], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, _Launch | None]:
-    """A call, and its launch; None if it cannot be made again."""
+    """Results of a call, and its launch; None if that cannot be repeated."""
     with _WATCHING:
         watched = _Watched(function.compile_cache)
         function.compile_cache = watched
         try:
-            out, lse, *_ = function(*given, **options)
+            out, lse, *_ = function(*tensors, **options)
         finally:
             function.compile_cache = watched._cache
     if len(watched.launches) != 1 or not (out.is_contiguous() and lse.is_contiguous()):
         return out, lse, None
     kernel, arguments = watched.launches[0]
-    found = [_place(one, arguments) for one in (*given, out, lse)]
-    places = [one for one in found if one is not None]
-    if len({*places}) < len(found):
+    all_places = [_place(tensor, arguments) for tensor in (*tensors, out, lse)]
+    places = [place for place in all_places if place is not None]
+    if len({*places}) < len(all_places):
         return out, lse, None
-    kept = [None if place in places else one for place, one in enumerate(arguments)]
-    known = [one for one in options.values() if isinstance(one, Tensor)]
-    if not all(_stays(one, known) for one in kept):
+    fixed = [None if place in places else value for place, value in enumerate(arguments)]
+    option_tensors = [tensor for tensor in options.values() if isinstance(tensor, Tensor)]
+    if not all(_stays(value, option_tensors) for value in fixed):
         return out, lse, None
     written = (out.shape, out.dtype), (lse.shape, lse.dtype)
-    return out, lse, _Launch(kernel, (*kept,), (*places,), written, (*known,))
+    return out, lse, _Launch(kernel, (*fixed,), (*places,), written, (*option_tensors,))
 
 
 def _place(tensor: Tensor, arguments: Sequence[Any]) -> int | None:
-    """Which argument is a tensor: one of its place and layout."""
-    for place, one in enumerate(arguments):
-        if isinstance(one, Tensor) and (one.data_ptr(), one.shape, one.stride(), one.dtype) == (
-            tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype,
-        ):  # fmt: skip
+    """Index of the argument with a tensor's address and layout."""
+    for place, argument in enumerate(arguments):
+        if isinstance(argument, Tensor) and _identity(argument) == _identity(tensor):
             return place
     return None
 
 
-def _stays(argument: Any, known: Sequence[Tensor]) -> bool:
-    """Whether an argument is the same for all tensors of a layout: a number, a tensor that was
-    given with the options, or a group of such."""
+def _identity(x: Tensor) -> Hashable:
+    return x.data_ptr(), x.shape, x.stride(), x.dtype
+
+
+def _stays(argument: Any, option_tensors: Sequence[Tensor]) -> bool:
+    """Whether an argument depends on the layout only: a number, a tensor of the options, or a tuple
+    of such."""
     if isinstance(argument, Tensor):
-        return any(argument is one for one in known)
+        return any(argument is item for item in option_tensors)
     if isinstance(argument, tuple):
-        return all(_stays(one, known) for one in argument)
+        return all(_stays(item, option_tensors) for item in argument)
     return isinstance(argument, _PLAIN)

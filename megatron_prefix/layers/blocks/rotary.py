@@ -1,4 +1,4 @@
-"""Rotary tables of the positions of a segment's tokens, whichever module of a model makes them."""
+"""Rotary tables of the positions of a segment's tokens, from all rotary modules of a model."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ from torch import Tensor, nn
 
 
 class Rotary:
-    """Tables of the rotary embeddings of a model chunk; equal modules have one in common.
+    """Tables of the rotary embeddings of a model chunk; equal modules share one.
 
-    Megatron calls such a module for a whole sequence. A segment's positions are others, so it gets
-    rows of a table [positions, 1, 1, width] of its angles.
+    Megatron calls such a module for a whole sequence. A segment gets the rows of its positions from
+    a table of angles [positions, 1, 1, width].
 
     Attributes:
-        modules: as they were added.
-        tables: of each by its id, with the scale of sine and cosine.
-        placed: takes a table's name and rows, and gives where these are read; None: where they
-            are.
-        changes: how often the modules were found to have changed.
+        tables: by id of the module, with the scale of sine and cosine.
+        placed: maps a table's name and rows to the memory that they are read from; None: as is.
+        changes: how often modules had changed.
     """
 
     def __init__(self) -> None:
@@ -40,25 +38,27 @@ class Rotary:
         self._made_of = []
 
     def prepare(self, max_position: int) -> None:
-        """Begins a step: makes the tables long enough, and again where a module was changed."""
-        known = [_made_of(module) for module in self.modules]
-        if self._length > max_position and known == self._made_of:
+        """Before a step: makes the tables if they are too short or a module has changed."""
+        current = [_made_of(module) for module in self.modules]
+        if self._length > max_position and current == self._made_of:
             return
-        self.changes += known != self._made_of
+        self.changes += current != self._made_of
         self._length = 1 << max_position.bit_length()
         self.tables, self._at = {}, None
         for number, module in enumerate(self.modules):
-            like = next((one for one in self.modules[:number] if _equal(one, module)), None)
-            # Not `forward`: that is cached for the whole class and slices by context-parallel rank.
-            made = None if like is None else self.tables[id(like)]
+            like = next(
+                (earlier for earlier in self.modules[:number] if _equal(earlier, module)), None
+            )
+            # Not `forward`, which caches per class and slices by context-parallel rank.
+            table = None if like is None else self.tables[id(like)]
             self._names[id(module)] = id(module if like is None else like)
-            self.tables[id(module)] = made or _table(module.get_emb(self._length))
+            self.tables[id(module)] = table or _table(module.get_emb(self._length))
         # Megatron's modules move their numbers to the device when they are called first.
         self._made_of = [_made_of(module) for module in self.modules]
 
     def of(self, module: nn.Module, positions: Tensor) -> tuple[Tensor, float]:
-        """Angles [positions, 1, 1, width] of some positions (int64), and the scale of their sine
-        and cosine ("YaRN: Efficient Context Window Extension of Large Language Models", 3.4)."""
+        """Angles [positions, 1, 1, width] at int64 positions, and the scale of their sine and
+        cosine ("YaRN: Efficient Context Window Extension of Large Language Models", 3.4)."""
         name, (_, scale) = self._names[id(module)], self.tables[id(module)]
         rows = self.rows(name, positions)
         return (rows if self.placed is None else self.placed(name, rows)), scale
@@ -72,23 +72,23 @@ class Rotary:
         return self._rows[name]
 
 
-def _table(found: Tensor | tuple[Tensor, float]) -> tuple[Tensor, float]:
-    return found if isinstance(found, tuple) else (found, 1.0)
+def _table(embedding: Tensor | tuple[Tensor, float]) -> tuple[Tensor, float]:
+    return embedding if isinstance(embedding, tuple) else (embedding, 1.0)
 
 
 def _made_of(module: nn.Module) -> list[Any]:
-    """What tells that a rotary embedding was changed: its numbers, and writes to its tensors."""
+    """The numbers of a rotary embedding, with the versions of its tensors: equal if unchanged."""
     return [
         (name, id(value), value._version) if isinstance(value, Tensor) else (name, value)
         for name, value in _numbers(module).items()
     ]
 
 
-def _equal(one: nn.Module, other: nn.Module) -> bool:
+def _equal(first: nn.Module, second: nn.Module) -> bool:
     """Whether two modules make the same table."""
-    mine, theirs = _numbers(one), _numbers(other)
-    same = type(one) is type(other) and mine.keys() == theirs.keys()
-    return same and all(_same(value, theirs[name]) for name, value in mine.items())
+    numbers, theirs = _numbers(first), _numbers(second)
+    same = type(first) is type(second) and numbers.keys() == theirs.keys()
+    return same and all(_same(value, theirs[name]) for name, value in numbers.items())
 
 
 def _numbers(module: nn.Module) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.device == other.device and torch.equal(one, other)
-    return bool(type(one) is type(other) and one == other)
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first.device == second.device and torch.equal(first, second)
+    return bool(type(first) is type(second) and first == second)

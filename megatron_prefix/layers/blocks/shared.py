@@ -1,7 +1,7 @@
-"""What attention leaves for the children of a span, and how they get keys and values of it.
+"""Payloads of attention layers, and how a span's children get keys and values from them.
 
-Most layers leave K and V themselves (`KeysAndValues`). Those with a window leave the last ones
-(windowed.py), multi-latent attention what children compute them from (latent.py).
+The payload is K and V (`KeysAndValues`), with a window the last ones (windowed.py), with
+multi-latent attention the latents (latent.py).
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from megatron_prefix.layers.blocks.interface import Runs
-from megatron_prefix.sidecar.arena import Both, OwnKeys, Payload
+from megatron_prefix.sidecar.arena import KeyValue, OwnKeys, Payload
 
 if TYPE_CHECKING:
     from megatron_prefix.layers.segment import SegmentContext
 
-Pull = Callable[[Both], tuple[Payload, Sequence[Tensor | None]]]
-"""Of gradients of keys and values: those of the payload, and of the layer's `weights`."""
+Pull = Callable[[KeyValue], tuple[Payload, Sequence[Tensor | None]]]
+"""Gradients of keys and values -> those of the payload, and of the layer's `weights`."""
 
 
 class Shared:
-    """What one layer leaves, and the keys that are made of it.
+    """The payload of one layer, and the keys and values made of it.
 
     Attributes:
-        is_keys: whether it is K and V, so that attention reads its own ones in the sidecar.
-        window: positions before its own that a query sees; ancestors' keys are then among a span's
-            own. None: all, level by level.
+        is_keys: whether the payload is K and V, so that attention reads its own in the sidecar.
+        window: positions before its own that a query sees; ancestors' keys then precede a span's
+            own in one call. None: all, level by level.
     """
 
     is_keys = False
@@ -35,67 +35,63 @@ class Shared:
 
     @property
     def weights(self) -> Sequence[Tensor]:
-        """What makes keys and values of it, and is trained."""
+        """Trained weights that make keys and values of the payload."""
         return ()
 
-    def own(self, context: SegmentContext, layer: int, both: Both) -> tuple[OwnKeys, Runs]:
-        """A segment's own K and V, and what its queries see of them.
+    def own(self, context: SegmentContext, layer: int, key_value: KeyValue) -> tuple[OwnKeys, Runs]:
+        """A segment's own K and V, and the runs of its queries.
 
         Args:
             context: the segment.
             layer: its number in the sidecar.
-            both: this rank's K and V, [positions, kv_heads, dim] each.
+            key_value: this rank's K and V, [positions, kv_heads, dim] each.
         """
-        kept = context.inner and self.is_keys
-        return context.cache.own_keys(layer, context.index, kept, both), context.runs
+        saved = context.inner and self.is_keys
+        return context.cache.own_keys(layer, context.index, saved, key_value), context.runs
 
     def crossing(self) -> tuple[Tensor, ...]:
-        """With a tap (`Running.tap`) what attention needs of what is before it, besides queries,
-        keys and values; leaves of another place take its place later."""
+        """With a tap (`Running.tap`) further tensors that pass from before attention to it; at a
+        replay leaves elsewhere take their place."""
         return ()
 
     def crossed(self, context: SegmentContext, value: Tensor, *crossing: Tensor) -> Tensor:
-        """When the core runs, takes that; gives the values, from which a backward goes to it."""
+        """When the core runs: `value`, whose backward also reaches the tensors of `crossing`."""
         raise NotImplementedError
 
     def left(self, context: SegmentContext, key: Tensor, value: Tensor) -> Payload:
         """The payload of a segment with these K and V, [positions, kv_heads, dim] each."""
         raise NotImplementedError
 
-    def returned(self, context: SegmentContext, sent: Payload, gradients: Both) -> None:
-        """Adds what descendants have sent to the gradients of a segment's own K and V."""
+    def returned(self, context: SegmentContext, payload_grad: Payload, gradients: KeyValue) -> None:
+        """Adds gradients from descendants to those of a segment's own K and V, in place."""
         raise NotImplementedError
 
-    def keys(self, payload: Payload) -> Both:
-        """K and V of a level, [rows, kv_heads, dim] each."""
+    def keys(self, payload: Payload) -> KeyValue:
+        """[rows, kv_heads, dim] each."""
         raise NotImplementedError
 
-    def keys_with_pull(self, payload: Payload) -> tuple[Both, Pull]:
-        """The same, and what takes their gradients back; it is called once."""
+    def keys_with_pull(self, payload: Payload) -> tuple[KeyValue, Pull]:
+        """`keys`, and a function, called once, that takes their gradients back."""
         raise NotImplementedError
 
 
 class KeysAndValues(Shared):
-    """K and V are what is shared."""
+    """The payload is K and V."""
 
     is_keys = True
 
     def left(self, context: SegmentContext, key: Tensor, value: Tensor) -> Payload:
-        """See Shared."""
         return key, value
 
-    def returned(self, context: SegmentContext, sent: Payload, gradients: Both) -> None:
-        """See Shared."""
-        for gradient, more in zip(gradients, sent, strict=True):
-            gradient.add_(more)
+    def returned(self, context: SegmentContext, payload_grad: Payload, gradients: KeyValue) -> None:
+        for gradient, returned in zip(gradients, payload_grad, strict=True):
+            gradient.add_(returned)
 
-    def keys(self, payload: Payload) -> Both:
-        """See Shared."""
+    def keys(self, payload: Payload) -> KeyValue:
         key, value = payload
         return key, value
 
-    def keys_with_pull(self, payload: Payload) -> tuple[Both, Pull]:
-        """See Shared."""
+    def keys_with_pull(self, payload: Payload) -> tuple[KeyValue, Pull]:
         return self.keys(payload), lambda gradients: (gradients, ())
 
 

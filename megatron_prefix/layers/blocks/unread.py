@@ -1,10 +1,9 @@
-"""What of the last layer nobody reads, and what stands in for it.
+"""Outputs of the last layer that nothing uses are not computed.
 
-Losses look at some positions of a segment only, and its descendants read K and V.  So where no loss
-looks at a segment (`keys_only`), its queries see nothing in the last layer, and neither the output
-projection nor the MLP runs (`skipped`); else these two and the output layer run on the positions
-that are read (`picked`).  A backward begins where the layer ends, as everywhere, and gK/gV enter at
-K and V.
+Losses read some positions of a segment, and descendants read only K and V. In a segment without
+loss the last layer computes no attention (`keys_only`), output projection or MLP (`skipped`); else
+the latter two and the output layer run on the scored positions only (`picked`). The backward begins
+at the end of the layer, as everywhere, and gK/gV enter at K and V.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ def keys_only(
     layer: int,
     shared: Shared,
 ) -> Tensor:
-    """Captures what an inner segment leaves, and lets its gradients in; arguments as of
+    """Captures the payload, and adds gradients from descendants in the backward; arguments as of
     `segment_attention`.
 
     Returns:
         Zeros, [positions, 1, heads * value_dim], which must not be written to.
     """
-    given = [one.squeeze(1) for one in (query, key, value)]
-    like = [(one.shape, one.dtype) for one in given]
+    tensors = [tensor.squeeze(1) for tensor in (query, key, value)]
+    like = [(tensor.shape, tensor.dtype) for tensor in tensors]
 
     def capture(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         context.capture(layer, shared, key, value)
@@ -48,35 +47,34 @@ def keys_only(
         cache = context.cache
         if cache.looks_ahead:
             cache.prefetch(layer - 1, context.index, backward=True)
-        sent = cache.take(layer, context.index) if context.inner else None
+        returned = cache.take(layer, context.index) if context.inner else None
         if cache.looks_ahead:
             cache.release(layer)
         gradients = tuple([out_grad.new_zeros(shape, dtype=dtype) for shape, dtype in like])
-        if sent is not None:
-            shared.returned(context, sent, (gradients[1], gradients[2]))
+        if returned is not None:
+            shared.returned(context, returned, (gradients[1], gradients[2]))
         return gradients
 
-    out: Tensor = with_backward(capture, pull, *given)
+    out: Tensor = with_backward(capture, pull, *tensors)
     return out.unsqueeze(1)
 
 
 def skipped(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Zeros of a shape instead of what a module makes of `x`; the graph goes on through it."""
-    whole = x.shape
+    """Zeros of a shape in place of a module's output for `x`; the graph goes on through it."""
+    input_shape = x.shape
     out: Tensor = with_backward(
-        lambda x: x.new_zeros(tuple(shape)), lambda gradient: _zeros(gradient, whole), x
+        lambda x: x.new_zeros(tuple(shape)), lambda gradient: _zeros(gradient, input_shape), x
     )
     return out
 
 
 def picked(x: Tensor, rows: Tensor, *, repeats: bool = False) -> Tensor:
-    """Some rows of `x`, int64 [rows]; its gradient is zero in the others.
+    """Rows of `x`; its gradient is zero in the others.
 
     Args:
         x: [positions, ...].
-        rows: which ones.
-        repeats: whether some may be there more than once; gradients are then summed in fp32 or
-            wider.
+        rows: int64 [rows].
+        repeats: whether rows may repeat; gradients are then summed in fp32 or wider.
     """
     shape = x.shape
 
@@ -102,5 +100,5 @@ def reaching(x: Tensor, also: Tensor) -> Tensor:
 
 
 def _zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Zeros without memory of their own."""
+    """Expanded from a single zero."""
     return like.new_zeros(()).expand(tuple(shape))
