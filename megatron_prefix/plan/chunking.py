@@ -59,7 +59,7 @@ class ChunkChooser:
         options: TreeOptions,
         microbatches: Sequence[int] | None = None,
     ) -> int:
-        """The best chunk length of those tried; 0 where cutting does not pay.
+        """The best of the chunk lengths tried; 0: no chunks.
 
         Args:
             rollouts: see `tree.build`.

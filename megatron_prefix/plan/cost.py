@@ -29,7 +29,7 @@ FLOPS_PER_SECOND = {"cuda": 4e14, "cpu": 5e10}
 
 
 class Work(NamedTuple):
-    """What one or more actions compute, in all layers.
+    """Work of one or more actions, in all layers.
 
     Attributes:
         positions: computed, padding included.
@@ -90,16 +90,14 @@ Features = NDArray[np.float64]
 
 
 def features(work: Work, kinds: str) -> Features:
-    """Of the forward of some work ("F"), of its backward ("B") or of both ("FB")."""
+    """Of the forward of `work` ("F"), its backward ("B") or both ("FB")."""
     forward, backward = (work if kind in kinds else Work() for kind in "FB")
     return np.array((*forward, *backward), np.float64)
 
 
 def action_features(plan: Plan, action: Action, rank: int) -> Features:
-    """What one action of a rank computes; a backward may run its forward again.
-
-    Only the last stage has the output layer. A model chunk has its share of a rank's layers.
-    """
+    """Of one action of a rank; a backward includes recomputation. Only the last stage has the
+    output layer, and a model chunk has its share of a rank's layers."""
     share, is_last = 1 / plan.num_chunks, plan.stage(rank, action.chunk) == plan.num_stages - 1
     work = segment_work(plan.segments[action.segment])
     recomputed = AGAIN.get(plan.policy(action.segment), 0.0) if action.kind == "B" else 0.0
@@ -109,7 +107,7 @@ def action_features(plan: Plan, action: Action, rank: int) -> Features:
 
 @dataclass(frozen=True)
 class CostModel:
-    """What work costs: FLOPs of a whole model, or seconds of one rank.
+    """Prices of work: FLOPs of a whole model, or seconds of one rank.
 
     Attributes:
         prices: of a unit of each feature, of forwards and then of backwards.
@@ -148,13 +146,7 @@ class CostModel:
 
     @classmethod
     def of_layers(cls, layers: Iterable[LayerWork], hidden_size: int, vocab_size: int) -> CostModel:
-        """Of a model, by what its kinds of layers say.
-
-        Args:
-            layers: what fills the slots of all layers.
-            hidden_size: of a position between layers.
-            vocab_size: of the output layer.
-        """
+        """Of a model; `layers`: of all slots of all layers."""
         layers = list(layers)
         flops = cls.of_flops(
             linear=2.0 * sum(layer.products for layer in layers),
@@ -204,7 +196,7 @@ class CostModel:
         return np.array(self.prices)
 
     def of(self, features: Features) -> float:
-        """Cost of forwards and backwards, without the factors of whole steps."""
+        """Cost of features, without the factors of whole steps."""
         return float(features @ self._vector)
 
     def of_work(self, work: Work, kind: str = "F") -> float:

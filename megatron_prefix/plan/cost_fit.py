@@ -85,7 +85,7 @@ class Evidence:
         return evidence
 
     def and_also(self, later: Evidence, weight: float = 1.0) -> Evidence:
-        """With what was measured later; this counts `weight` times as much."""
+        """Combined with later measurements; this one is weighted by `weight`."""
         shared, stock = (
             (self.measured(share) + later.measured(share))[-_MOST_STEPS:] for share in (True, False)
         )
@@ -95,7 +95,7 @@ class Evidence:
         )  # fmt: skip
 
     def measured(self, share: bool) -> list[StepTime]:
-        """Whole steps of a schedule that have been timed."""
+        """Timed steps of a schedule."""
         return [step for step in self.steps if step.share == share]
 
     def times(self, prior: CostModel) -> CostModel:

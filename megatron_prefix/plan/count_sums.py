@@ -18,7 +18,7 @@ from megatron_prefix.plan.actions import Plan
 
 
 def progress(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[tuple[int, int]]:
-    """Per action of a rank how far its counting is before it, and how far it must be.
+    """Per action of a rank the number of microbatches counted before it, and the number needed.
 
     Args:
         plan: the step's plan.

@@ -1,10 +1,10 @@
 """Buffers of messages between data-parallel ranks while a program runs.  Pure.
 
-A payload that comes from another rank (features/across/exchanges.py) waits in a buffer of its own
-until a segment reads it. What leaves is a view of the sidecar where the spans that a rank
-gets are neighbours, else a copy, which lives until that rank's gradients are back: no sooner does
-one know everywhere that it has left. The gradients of a level have buffers from the first backward
-of the level on, those of all ranks that send some, and each until the segment's own backward.
+A received payload (features/across/exchanges.py) waits in its own buffer until a segment reads it.
+A sent payload is a view of the sidecar if its spans are neighbours, else a copy, which lives until
+the peer's gradients are back: only then is it certain everywhere that the send has ended. Gradients
+of a level have buffers, one per sending rank, from the first backward of the level to each
+segment's own backward.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class ExchangeMemory:
 
     @property
     def held(self) -> float:
-        """Bytes now."""
+        """Bytes."""
         return self._returned + sum(
             sum(buffers.values()) for buffers in (self._coming, self._copies, self._back)
         )
 
     def post(self, action: Action) -> None:
-        """Takes what begins to cross with an action."""
+        """Allocates buffers of messages that start with an action."""
         for index in self._forward.pop(action, ()):
             transfer = self._sent(index)
             if transfer is None:
@@ -75,7 +75,7 @@ class ExchangeMemory:
             self._back[index] = 0.0 if transfer is None else self._gradients(index, transfer[:2])
 
     def take(self, action: Action) -> None:
-        """Frees what an action waits for before it computes."""
+        """Frees buffers of messages that an action waits for."""
         index = action.segment
         if action.kind == "F":
             received = self._plan.segments[index].source >= 0  # what it continues may be on its way
@@ -94,7 +94,7 @@ class ExchangeMemory:
     def _payloads_by_level(
         self, program: Sequence[Action], chunk: int
     ) -> Iterator[tuple[Action, list[int]]]:
-        """What follows every level, and the segments of that."""
+        """The action after each level's forwards, and the level's segments."""
         segments: dict[int, list[int]] = {}
         behind: dict[int, int] = {}
         for place, action in enumerate(program):
@@ -109,7 +109,7 @@ class ExchangeMemory:
     def _gradients_by_level(
         self, program: Sequence[Action], chunk: int
     ) -> Iterator[tuple[Action, list[int]]]:
-        """The first backward of every level, with the segments whose gradients it waits for."""
+        """The first backward of each level, and the segments whose gradients it waits for."""
         levels: dict[int, tuple[Action, list[int]]] = {}
         for action in program:
             level = self._level(action, "B", chunk)
@@ -119,7 +119,7 @@ class ExchangeMemory:
         yield from levels.values()
 
     def _level(self, action: Action, kind: str, chunk: int) -> int | None:
-        """Of what an action of a kind and a model chunk gets or sends; None if it does not."""
+        """Level of an action of this kind and chunk that crosses; None for all others."""
         index = action.segment
         received = self._plan.segments[index].source >= 0
         if action.kind != kind or action.chunk != chunk:
@@ -137,8 +137,7 @@ class ExchangeMemory:
         return segment.padded_length, len(segment.spans)
 
     def _values(self, index: int, rows: tuple[int, ...]) -> float:
-        """Of payloads of so many positions and spans; received states are counted by who keeps
-        them."""
+        """Bytes of payloads of `rows` (positions, spans); received states are counted elsewhere."""
         scored = self._plan.segments[index].scored and self._is_last
         is_counted = self._plan.segments[index].source >= 0 and self._footprint.parts == 1
         state = self._footprint.state if scored and not is_counted else 0.0

@@ -1,10 +1,10 @@
 """Bytes of device memory that a position of a segment takes on one rank.  Pure.
 
-Adds up what Megatron-Core's layers save for backward, as their kinds say it (layers/), with a norm
-in front of each and the output layer behind them. With transformer-engine's layers a norm saves its
-input and output, the gated activation its input, every matrix product its input; Megatron's local,
-unfused layers save more. A storage that several operators save counts once. ("Reducing Activation
-Recomputation in Large Transformer Models", section 4.1, counts another layer likewise.)
+Adds up what kinds of layers save for backward (layers/), a norm before each of them, and the output
+layer. With transformer-engine's layers a norm saves its input and output, the gated activation its
+input, every matrix product its input; Megatron's local, unfused layers save more. Storage saved by
+several operators counts once. ("Reducing Activation Recomputation in Large Transformer Models",
+section 4.1, counts another layer likewise.)
 """
 
 from __future__ import annotations
@@ -243,15 +243,15 @@ class Footprint:
         return (self.num_layers - 1) * layer + last_layer + self.after(read)
 
     def computed(self, policy: str, inner: bool) -> float:
-        """Transient bytes a position of a layer's forward: what it keeps is counted there, and its
-        last product and what that is added to are not kept as they are."""
+        """Transient bytes a position of a layer's forward, beyond those that it saves; at least the
+        last product and the residual."""
         layer = self.inner if inner else self.wave
         saved = layer - (self.act if policy == "recompute_act" else 0.0)
         return max(self.temporary - saved, 2 * self.stage_input)
 
     def exchanged(self, backward: bool) -> float:
-        """Transient, of one layer's own attention on context-parallel ranks: K/V of all of them,
-        and those of the rank's runs (tree/cp_layout.py, `own_runs`), with their gradients."""
+        """Transient bytes of one layer's own attention with context parallelism: K/V of all ranks
+        and of this rank's runs (tree/cp_layout.py, `own_runs`), with their gradients."""
         if self.parts == 1:
             return 0.0
         runs = self.parts + 0.5
@@ -259,7 +259,8 @@ class Footprint:
         return self.keys * (self.parts + runs) + (reduced if backward else 0.0)
 
     def last_layer(self, read: float) -> float:
-        """Saved by the last layer of the last stage: what follows attention, of what is read."""
+        """Saved by the last layer of the last stage, where all after attention runs on scored
+        positions only."""
         unscored = self.unread + (self.attention if read else 0.0)
         return unscored + read * max(0.0, self.inner - unscored)
 
@@ -268,13 +269,13 @@ class Footprint:
         return self.norm + read * (self.head - self.norm)
 
     def released(self, read: float) -> float:
-        """What of that is released before a layer runs backward: of what is between the last one
-        and multi-token prediction, nothing."""
+        """The part of `after` that is freed before a layer's backward; with multi-token prediction
+        the final norm is not."""
         return self.after(read) - (self.norm if self.behind_wave else 0.0)
 
 
 def _keys(part: LayerMemory) -> tuple[float, float]:
-    """Bytes of K and V of a position, and of their sums."""
+    """Bytes of K and V of a position, and of their gradients."""
     of = part.payload
     rows = (of.values, of.gradients) if of and of.form == Form.POSITIONS else (0.0, 0.0)
     return part.keys or rows[0], part.keys_grad or rows[1]
@@ -286,7 +287,7 @@ def _saved(
     form: Execution,
     hidden: float,
 ) -> dict[str, float]:
-    """What layers save with a norm in front of every part; `hidden` numbers a position."""
+    """Saved by layers with a norm before every part, of `hidden` numbers a position."""
     norm = (2 * hidden if form.fused_layers else 3 * hidden + 1) * form.itemsize
     recomputed, output = form.selects("layernorm"), hidden * form.itemsize
     before = functools.partial(_in_front, norm=norm, output=output, recomputed=recomputed)
@@ -325,18 +326,18 @@ def _saved(
 
 
 def _ends_early(layers: Sequence[Sequence[LayerMemory]], behind: Sequence[LayerMemory]) -> bool:
-    """Whether the end of the last layer runs on what is read only."""
+    """Whether the end of the last layer runs on scored positions only."""
     last = layers[-1]
     return len(last) > 1 and not behind and all(part.unread is not None for part in last)
 
 
 def _mean(layers: Sequence[Sequence[LayerMemory]], name: str) -> float:
-    """Of what the parts of a layer say."""
+    """Per layer, of the sums over its parts."""
     return sum(getattr(part, name) for layer in layers for part in layer) / len(layers)
 
 
 def _in_front(part: LayerMemory, norm: float, output: float, *, recomputed: bool) -> float:
-    """Bytes saved of a norm in front of a part, which itself saves `norm`, its output among it."""
+    """Bytes saved by the norm before a part; by itself it saves `norm`, including its output."""
     if recomputed:  # it saves its input only
         return norm - output
     return norm if part.given is None else norm - output + part.given
@@ -345,8 +346,7 @@ def _in_front(part: LayerMemory, norm: float, output: float, *, recomputed: bool
 def _by_stage(
     layers: Sequence[Sequence[LayerMemory]], behind: Sequence[LayerMemory], form: Execution
 ) -> tuple[tuple[Payload, ...], ...]:
-    """Payloads of every stage; the layers are spread as evenly as can be, `behind` is on the
-    last."""
+    """Payloads of every stage; layers are spread evenly, `behind` is on the last."""
     ends = [len(layers) * stage // form.num_stages for stage in range(form.num_stages + 1)]
     stages = [[*layers[start:end]] for start, end in itertools.pairwise(ends)]
     stages[-1].append(behind)
@@ -355,7 +355,7 @@ def _by_stage(
 
 
 def spread(num_layers: int, num_host: int) -> list[int]:
-    """Which of some layers are on the host where `num_host` are: evenly spread, the last always."""
+    """Numbers of the layers on the host, evenly spread and including the last."""
     share = min(num_host, num_layers)
     return [
         layer
@@ -367,8 +367,8 @@ def spread(num_layers: int, num_host: int) -> list[int]:
 def _behind_layers(
     form: Execution, hidden: float, hidden_size: int, vocab_size: int, num_losses: int
 ) -> dict[str, float]:
-    """What follows the last layer, `num_losses` times with a row of logits for a position that
-    carries loss; `hidden` numbers a position on this rank."""
+    """Saved after the last layer, with `num_losses` rows of logits a scored position; `hidden`
+    numbers a position on this rank."""
     size, wide, logits = form.itemsize, max(4, form.itemsize), vocab_size / form.tp
     norm = (hidden if form.fused_layers else 2 * hidden + 1) * size
     return dict(
@@ -382,8 +382,8 @@ def _behind_layers(
 def _checkpointed(
     form: Execution, input_bytes: float, inner: float, wave: float, largest: float, num_layers: int
 ) -> tuple[float, float, float]:
-    """Full recomputation: only the input of one or a few layers is saved, and the rest is there
-    while their backward runs, `largest` where it is the layer with most."""
+    """(inner, wave, recomputed) bytes with full recomputation: the input of one or a few layers is
+    saved, the rest exists while their backward runs; `largest` is of the layer with most."""
     if form.method == "block":
         share = min(1.0, form.num_layers / num_layers)
         saved = share * input_bytes

@@ -50,8 +50,8 @@ def decide(config: PrefixConfig, speedup: float) -> Decision:
 
 
 def kept_to_limit(config: PrefixConfig, decision: Decision, peak: float, limit: float) -> Decision:
-    """The decision, unless mode "auto" would share and needs more memory than it may; mode "on"
-    shares all the same, and says so of a budget.
+    """The decision, unless mode "auto" would share and exceed the limit. Mode "on" shares in any
+    case, and the reason names a budget that is exceeded.
 
     Args:
         config: of the schedule.
@@ -73,7 +73,7 @@ def kept_to_limit(config: PrefixConfig, decision: Decision, peak: float, limit: 
 
 
 def other_way(config: PrefixConfig, decision: Decision) -> Decision:
-    """The other schedule, to time it, where the prediction leaves that open; else the decision."""
+    """The other schedule, to time it, if the prediction is close to the bar; else the decision."""
     ratio = decision.predicted_speedup / config.min_speedup
     if config.mode != "auto" or not 1 / DOUBT <= ratio <= DOUBT:
         return decision
@@ -85,12 +85,12 @@ def other_way(config: PrefixConfig, decision: Decision) -> Decision:
 def without_sharing(
     config: PrefixConfig, rollouts: Sequence[Pairs], align: int, head: float = 0.0
 ) -> bool:
-    """Whether a look at the first positions shows that mode "auto" will not share; builds no tree.
+    """Whether the first positions already show that mode "auto" will not share; builds no tree.
 
-    What rollouts share is computed at least once, so sharing S of R positions is no more than
-    R / (R - S) times as fast; and the output layer runs on the T trained ones at least. What is
-    behind a rollout's last loss is not computed: N of its L positions take at least N^2 / L of its
-    time, as attention's grows with the position.
+    A shared position is computed at least once, so sharing S of R positions is at most R / (R - S)
+    times as fast; and the output layer runs at least on the T trained ones. Positions after a
+    rollout's last loss are not computed: the first N of its L positions take at least N^2 / L of
+    its time, as the cost of attention grows with the position.
 
     Args:
         config: of the schedule.

@@ -2,15 +2,15 @@
 
 Ranks that share experts exchange tokens in every expert layer: a backward returns gradients to the
 ranks whose tokens came in the forward. So segments that run forward together must run backward
-together, on every stage. The F-orders of these ranks are laid side by side, those that others wait
-for beside one another, and so waves and joined segments. The union is one forest, in which a
-segment has the parents that it has on any rank, and its plan is a plan for all ranks. Where a rank
-has no segment, it gets a filler, which is only padding. Ranks that all-gather their tokens need
-equally many, so there all segments at one place are padded to the longest.
+together, on every stage. The F-orders of these ranks are aligned: segments with readers run beside
+segments with readers, waves and joined segments beside waves. The union is one forest, in which a
+segment has the parents that it has on any rank; its plan is the plan of all ranks. A rank without a
+segment at a place runs a dummy segment, which is only padding. Ranks that all-gather their tokens
+need equally many, so there all segments at one place are padded to the longest.
 
-What crosses data-parallel ranks comes first, level by level of its trees: the segments that ranks
-compute side by side, then those that they receive, where nothing runs on any rank. Level by level,
-so that nothing that ranks wait for together waits for what comes later on one of them.
+Segments that cross data-parallel ranks come first, level by level of their trees: those that ranks
+compute, then those that they receive, where nothing runs on any rank. So nothing that ranks wait
+for together depends on a later action of one of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_prefix.tree import Forest, Segment, Span
 from megatron_prefix.tree.forest import Exchange
 
 _Node = tuple[int | None, ...]
-"""Per forest the segment at one place of the union; None: it has none there."""
+"""Per forest the segment at one place of the union; None: no segment."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,17 @@ class JointForest:
     """A rank's forest, and its union with those of ranks that run together with it.
 
     Attributes:
-        forest: the rank's own, with fillers.
+        forest: the rank's own, with dummy segments.
         microbatch_of: the trainer's microbatch of each of its rollouts.
         union: all forests as one; rollouts are numbered on from one forest to the next, and so are
             microbatches unless the forests are ordered.
         union_microbatch_of: the microbatch of each rollout of the union.
         microbatches_of: per forest the microbatch of each of its own rollouts.
         lengths: per place of the union the positions of every forest's segment.
-        spans: per place of the union the most spans of a forest's segment.
-        sent: per place of the union the most that a forest's segment sends; empty: nothing.
-        mixed: whether some pipelines join all prompts with their suffixes (tree/joining.py) and
-            others do not: then their segments can hardly run side by side, and fillers take the
-            places.
+        spans: per place of the union the largest number of spans.
+        sent: per place of the union the most that a segment sends; empty: nothing.
+        mixed: whether only some pipelines join prompts with their suffixes (tree/joining.py): then
+            most places pair a segment with dummy segments.
     """
 
     forest: Forest
@@ -61,7 +60,7 @@ class JointForest:
 
     @classmethod
     def alone(cls, forest: Forest, microbatch_of: Sequence[int]) -> JointForest:
-        """A forest that runs together with no other: its own union."""
+        """A forest that is its own union."""
         owners, segments = tuple(microbatch_of), forest.segments
         lengths = tuple((segment.padded_length,) for segment in segments)
         spans = tuple(len(segment.spans) for segment in segments)
@@ -81,13 +80,13 @@ def joint_forest(
     *,
     even: bool = False,
 ) -> JointForest:
-    """Merges forests.
+    """Merges forests, one per pipeline.
 
     Args:
-        forests: one a pipeline.
+        forests: of all pipelines.
         microbatches_of: per forest the trainer's microbatch of every rollout.
         place: number of the rank's own pipeline.
-        even: pad segments that run together to the length of the longest of them.
+        even: pad segments that run together to the length of the longest.
     """
     levels, crossing = _crossing(forests)
     nodes = crossing + _side_by_side(forests)
@@ -126,13 +125,13 @@ def joint_forest(
 
 
 def _mixed(forests: Sequence[Forest]) -> bool:
-    """See JointForest; a forest without inner segments fits both."""
+    """`JointForest.mixed`; a forest without inner segments fits both."""
     inner = [[segment for segment in forest.segments if segment.inner] for forest in forests]
     return len({any(segment.waits for segment in segments) for segments in inner if segments}) == 2
 
 
 def _sent(forests: Sequence[Forest]) -> tuple[Sent, ...]:
-    """Per place the most that one of some forests sends; they have equally many segments."""
+    """Per place the most that a forest sends; all have equally many segments."""
     most = [[0, 0, 0, 0, -1] for _ in forests[0].segments]
     for forest in forests:
         for exchange in forest.exchanges:
@@ -170,15 +169,15 @@ def _crossing(forests: Sequence[Forest]) -> tuple[list[int], list[_Node]]:
 
 
 def _source(forests: Sequence[Forest], node: _Node) -> int:
-    """At or above 0: what is at a place is received."""
+    """`Segment.source` of a place; -1: computed."""
     indexed = zip(forests, node, strict=True)
     return max(forest.segments[index].source for forest, index in indexed if index is not None)
 
 
 def _side_by_side(forests: Sequence[Forest]) -> list[_Node]:
-    """Places of the union behind what crosses, in F-order: what nobody waits for first where some
-    have such a segment next and some have not. Ordered forests go round by round, as losses wait
-    for all ranks."""
+    """Places after the crossing segments, in F-order. If some forests have a segment without
+    waiting readers next, those run first. Ordered forests go round by round, as losses wait for all
+    ranks."""
     nodes: list[_Node] = []
     done = [len(forest.exchanges) for forest in forests]
     rounds = [(f.ordered and f.rounds) or (0,) * len(f.segments) for f in forests]
@@ -202,8 +201,7 @@ def _filled(
     levels: Sequence[int],
     place: int,
 ) -> Forest:
-    """One of the forests, with fillers where it has no segment; those for what others receive say
-    so, and nothing runs there."""
+    """A forest with dummy segments at its empty places; nothing runs at received places."""
     length = math.lcm(forest.multiple, forest.pad_multiple)
     filler = Segment((Span(0, 0, length, ()),), inner=False, scored=False, trained=0)
     new: dict[int, int] = {}
@@ -224,7 +222,7 @@ def _filled(
 
 
 def _evened(forests: Sequence[Forest]) -> list[Forest]:
-    """Forests of equally many segments, each padded to the longest at its place."""
+    """Each segment padded to the longest at its place."""
     places = [*zip(*(forest.segments for forest in forests), strict=True)]
     longest = [max(segment.padded_length for segment in place) for place in places]
     return [
@@ -240,7 +238,6 @@ def _lengthened(segment: Segment, length: int) -> Segment:
 
 
 def _moved(segment: Segment, new: Mapping[int, int]) -> Segment:
-    """A segment whose parents have new numbers."""
     spans = (
         span if span.parent is None
         else span._replace(parent=span.parent._replace(segment=new[span.parent.segment]))

@@ -1,6 +1,6 @@
-"""What fills a slot of a layer computes and keeps, as numbers.  Pure.
+"""Computation and memory of one slot of a layer, as numbers.  Pure.
 
-Every kind of layer says its own (layers/kind.py). This folder adds them up and knows no kind.
+Every kind of layer states its own (layers/kind.py); this folder only adds them up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LayerWork:
     launches: float = 0.5
 
     def at(self, rate: float) -> LayerWork:
-        """With matrix products that are so many times as fast as those of pairs."""
+        """With matrix products `rate` times as fast as those of pairs."""
         return replace(self, products=self.products / rate, seen=self.seen / rate)
 
 

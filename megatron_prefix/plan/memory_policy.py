@@ -14,13 +14,13 @@ from megatron_prefix.plan.peak_memory import RankMemory, predict
 from megatron_prefix.tree import Segment
 
 MOST_TRIES = 32
-"""Peaks that are looked at one after the other; where more would have to be, all is recomputed."""
+"""Peaks that a search lowers; after that all inner segments are recomputed."""
 BACKWARDS_AHEAD = 4
-"""An offloaded segment is loaded during at most so many backwards before its own."""
+"""Backwards before its own during which an offloaded segment may be loaded."""
 
 
 def leaner(plan: Plan) -> Plan | None:
-    """The plan with every inner segment recomputed; None if it is already."""
+    """The plan with every inner segment recomputed; None if that changes nothing."""
     waiting = policies(plan.segments, "recompute")
     lean = tuple(
         plan.policy(i) if policy == "retain" else policy for i, policy in enumerate(waiting)
@@ -31,12 +31,8 @@ def leaner(plan: Plan) -> Plan | None:
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a rank computes and copies.
-
-    Attributes:
-        flops: FLOPs a second of matrix products in training.
-        link: bytes a second between device and host, in each direction.
-    """
+    """Of a rank: FLOPs a second of matrix products in training, and bytes a second between device
+    and host in each direction."""
 
     flops: float
     link: float
@@ -53,12 +49,12 @@ def automatic(
 ) -> tuple[str, ...]:
     """The cheapest policies with which a plan's predicted peak fits.
 
-    While a rank's predicted peak is above `free`, inner segments that it holds at the peak change
-    to a cheaper policy, those with the lowest price a byte first: from "retain", or, where that
-    takes less time or only that fits, from "recompute_act" of all. "recompute" costs a forward.
-    "offload" costs the time of its copies that computation does not hide: stores hide behind what
-    runs between the segment's forward and backward, loads behind that backward and those right
-    before it. The answer depends on the arguments only, so all ranks of a pipeline agree.
+    While a rank's predicted peak is above `free`, inner segments alive at the peak change their
+    policy, those with the lowest price a byte first. The search starts from "retain", and from
+    "recompute_act" of all segments if that is cheaper or only that fits. "recompute" costs a
+    forward. "offload" costs the time of copies that computation does not hide: stores hide behind
+    what runs between the segment's forward and backward, loads behind that backward and those right
+    before it. The result depends on the arguments only, so all ranks of a pipeline agree.
 
     Args:
         plan: its own policies are ignored.
@@ -89,12 +85,11 @@ def automatic(
 
 
 def _peak(plan: Plan, footprint: Footprint) -> float:
-    """Of the rank with most."""
     return max(memory.peak for memory in predict(plan, footprint))
 
 
 def _computed(segment: Segment) -> bool:
-    """Whether a segment waits for others, and this rank runs it itself."""
+    """Whether this rank computes the segment, and its backward waits for others."""
     return segment.waits and segment.source < 0
 
 
@@ -119,7 +114,7 @@ class _Choice:
         self._become(plan)
 
     def fitting(self, free: float) -> tuple[str, ...]:
-        """Policies that keep a limit; where none do, those that keep least."""
+        """Policies within a limit; if none are, those with the lowest peak."""
         lean = leaner(self.plan)
         if lean is None or _peak(self.plan, self._footprint) <= free:
             return self.plan.policies
@@ -139,8 +134,8 @@ class _Choice:
         return self.plan.policies
 
     def _spare(self, free: float) -> None:
-        """Takes back what was chosen first as long as the rest is enough: the peak may have been
-        another's, whom the search found later."""
+        """Undoes the first choices while the later ones suffice: those may have been the ones that
+        lower the peak."""
         own = self._begun.policies or ("retain",) * len(self.plan.segments)
         for index in self._chosen[:-1][:MOST_TRIES]:
             if self.plan.policy(index) == "recompute":
@@ -152,7 +147,7 @@ class _Choice:
                 self.price -= self._seconds[index]
 
     def _become(self, plan: Plan) -> tuple[str, ...]:
-        """Takes a plan's policies, all on the device."""
+        """Sets policies that are all on the device."""
         recomputed_shares = (
             AGAIN.get(plan.policy(index), 0.0) for index in range(len(plan.segments))
         )
@@ -160,7 +155,7 @@ class _Choice:
         return plan.policies
 
     def give(self, rank: int, memory: RankMemory, excess: float) -> bool:
-        """Changes policies of segments that a rank holds at its peak; False where none is left."""
+        """Changes policies of segments alive at a rank's peak; False if none is left."""
         index_at_peak = memory.action.segment
         recomputing = memory.action.kind == "B" and self.plan.policy(index_at_peak) == "recompute"
         if recomputing and self._may_offload:
@@ -209,8 +204,8 @@ class _Choice:
         self.plan = replace(self.plan, policies=tuple(changed))
 
     def _windows(self, rank: int) -> dict[int, tuple[float, float]]:
-        """Per inner segment the seconds a rank computes between its forward and its backward, and
-        those during which it may be loaded: its backward and the backwards right before it."""
+        """Per inner segment the seconds of computation between its forward and backward, and those
+        of its backward and the backwards right before it, during which it may be loaded."""
         program, share = self.plan.programs[rank], 1 / self.plan.num_chunks
         lengths = [
             self._seconds[action.segment] * share * (1 if action.kind == "F" else 2)

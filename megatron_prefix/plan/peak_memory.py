@@ -1,9 +1,9 @@
 """Predicted memory of every rank of a pipeline in one step.  Pure.
 
-Goes through a rank's program action by action. A forward adds what the segment's policy keeps. The
-first inner segment that is live adds the arena of K/V, the first backward that reads it that of
-gK/gV, and both go with the last one. A backward adds for its duration what it recomputes or loads,
-and then releases its segment. Weights, their gradients and the optimizer are not counted.
+Goes through a rank's program action by action. A forward adds what the segment's policy saves. The
+first live inner segment adds the arena of K/V, the first backward that reads it that of gK/gV; the
+last one frees both. A backward adds for its duration what it recomputes or loads, then frees its
+segment. Weights, their gradients and the optimizer are not counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_prefix.tree import Segment
 from megatron_prefix.tree.payload_map import Level, PayloadMap, batches, payload_map
 
 Sizes = list[tuple[float, float]]
-"""Of some layers the bytes of their payload, and of its gradient."""
+"""Per layer the bytes of its payload, and of its gradient."""
 
 MESSAGES = 4
 """Receives posted ahead and sends under way, both directions together (run/execute/messages.py)."""
@@ -38,17 +38,17 @@ class RankMemory:
     """One rank's peak, in bytes, besides weights and gradients.
 
     Attributes:
-        peak: the most that is in use at once.
-        saved: the most that autograd and the sidecar hold at once, without temporaries.
-        action: the one that runs at the peak.
+        peak: largest sum.
+        saved: largest sum of autograd and sidecar, without temporaries.
+        action: at the peak.
         activations, kv, kv_grad, messages, temporary: the parts of `peak`; `temporary` includes
             what the action recomputes or loads.
-        cache_peak: the most that K/V and gK/gV take on the device.
-        wave_peak: the most in use while a wave runs (0 without waves).
-        staged: the most that offloaded segments take on the host.
-        cache_staged: the most that K/V and gK/gV take on the host.
-        exchanged: the most that messages between data-parallel ranks take.
-        held: at the peak, the segments between forward and backward and the bytes of each.
+        cache_peak: largest K/V and gK/gV on the device.
+        wave_peak: largest sum while a wave runs (0 without waves).
+        staged: largest offloaded segments on the host.
+        cache_staged: largest K/V and gK/gV on the host.
+        exchanged: largest messages between data-parallel ranks.
+        held: at the peak, (segment, bytes) of segments between forward and backward.
     """
 
     peak: float
@@ -67,8 +67,8 @@ class RankMemory:
     exchanged: float = 0.0
 
     def within(self, room: float) -> RankMemory:
-        """The peaks where `room` bytes may be used: copies to the host are not waited for before
-        memory is short, so offloaded tensors may stay on the device longer."""
+        """The peaks with `room` bytes: copies to the host are waited for only when memory is short,
+        so offloaded tensors may stay on the device longer."""
         lingering = min(room, self.cache_peak + self.staged) if self.staged else 0.0
         wave = max(self.wave_peak, lingering) if self.wave_peak else 0.0
         return replace(self, peak=max(self.peak, lingering), wave_peak=wave)
@@ -76,7 +76,7 @@ class RankMemory:
 
 @functools.lru_cache(maxsize=16)
 def predict(plan: Plan, footprint: Footprint) -> tuple[RankMemory, ...]:
-    """The memory of every rank of a plan's pipeline."""
+    """Of every rank of a plan's pipeline."""
     run = _MemoryRun(plan, footprint)
     return tuple(run.rank(rank) for rank in range(plan.num_ranks))
 
@@ -109,7 +109,7 @@ class _MemoryRun:
     def __init__(self, plan: Plan, footprint: Footprint) -> None:
         self.plan, self.footprint = plan, footprint
         self.payloads = [Counter(stage) for stage in footprint.payloads]
-        # Of what another rank computes no layer saves anything here.
+        # Layers save nothing for segments of other ranks.
         self.positions = [
             segment.padded_length / footprint.parts if segment.source < 0 else 0.0
             for segment in plan.segments
@@ -119,7 +119,6 @@ class _MemoryRun:
         self.messages = MESSAGES * message if plan.num_ranks > 1 else 0.0
 
     def rank(self, rank: int) -> RankMemory:
-        """Goes through one rank's program."""
         live_bytes: dict[tuple[int, int], float] = {}
         arenas = self._arenas(rank)
         messages = self._exchanges(rank, arenas)
@@ -144,7 +143,7 @@ class _MemoryRun:
             before = sum(exchange.held for exchange in messages)
             messages[action.chunk].take(action)
             crossing = sum(exchange.held for exchange in messages)
-            # What has arrived is in the sidecar before the action computes.
+            # Received payloads are in the sidecar before the action computes.
             at_once = max(reloaded + temporary + crossing, before)
             late = min(sum(arena.late for arena in arenas), live_bytes[key])
             used, exchanged = total - late + at_once + self.messages, max(exchanged, before)
@@ -182,14 +181,14 @@ class _MemoryRun:
         return 0.0 if places is None else places.saved(self.plan, self.footprint, rank, action)
 
     def _exchanges(self, rank: int, arenas: Sequence[_Arena]) -> list[ExchangeMemory]:
-        """Messages between data-parallel ranks, of every model chunk of a rank."""
+        """Per model chunk of a rank."""
         return [
             ExchangeMemory(self.plan, rank, chunk, self.footprint, arena.map.visible)
             for chunk, arena in enumerate(arenas)
         ]
 
     def _arenas(self, rank: int) -> list[_Arena]:
-        """The sidecar of every model chunk of a rank."""
+        """The sidecar per model chunk of a rank."""
         plan, footprint = self.plan, self.footprint
         arenas = []
         for chunk in range(plan.num_chunks):
@@ -220,8 +219,8 @@ class _MemoryRun:
         return self.positions[action.segment] * row_bytes + spans
 
     def _of_spans(self, rank: int, action: Action) -> float:
-        """Bytes that layers save for the spans of a segment: all of a stage, or where each is
-        recomputed alone the one with most."""
+        """Bytes saved per span by the layers of a stage, or by the largest if layers are recomputed
+        one by one."""
         payloads = self.payloads[self.plan.stage(rank, action.chunk)]
         if not any(of.initial or of.edge or of.batched for of in payloads):
             return 0.0
@@ -252,7 +251,7 @@ class _MemoryRun:
                 yield staged
 
     def _moment(self, rank: int, action: Action, arena: _Arena) -> tuple[float, float]:
-        """Bytes in use only while an action runs: saved ones, and temporaries."""
+        """Transient bytes of an action: saved tensors that it makes again, and temporaries."""
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
         _, last = self._ends(rank, action)
         positions, footprint = self.positions[action.segment], self.footprint
@@ -271,7 +270,7 @@ class _MemoryRun:
         if segment.inner or arena.map.levels[action.segment]:
             temporary += arena.visited(action.kind == "B")
         read = self.read[action.segment]
-        if last and action.kind == "B":  # what is behind the layers runs backward before them
+        if last and action.kind == "B":  # the head runs backward before the layers
             unused = footprint.unread * (policy != "offload")  # that is on the host until then
             temporary -= positions * (footprint.released(read) if segment.scored else unused)
         head = 0.0
@@ -283,7 +282,7 @@ class _MemoryRun:
         return self._again(rank, action), temporary
 
     def _again(self, rank: int, action: Action) -> float:
-        """Bytes that layers save while an action runs: of what is computed or loaded once more."""
+        """Bytes of saved tensors that an action recomputes or loads."""
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
         first, last = self._ends(rank, action)
         positions, read, footprint = (
@@ -310,8 +309,7 @@ class _MemoryRun:
         return positions * row_bytes + spans
 
     def _arriving(self, action: Action, scored: bool) -> float:
-        """Transient bytes of a segment of another rank: what the output layer needs where it is
-        scored."""
+        """Transient bytes of a received segment: those of the output layer if it is scored."""
         segment = self.plan.segments[action.segment]
         positions, read = segment.padded_length / self.footprint.parts, self.read[action.segment]
         head = positions * read * self.footprint.head_temporary * scored
@@ -331,21 +329,20 @@ class _MemoryRun:
 
 
 def _read(segment: Segment, parts: int) -> float:
-    """Share of a segment's positions that carry loss, on the context-parallel rank with most: those
-    at the end of a span may all be on one."""
+    """Largest share of positions with loss on a context-parallel rank; one may hold all of them."""
     return min(1.0, parts * segment.num_read / segment.padded_length)
 
 
 class _Arena:
-    """How much of a model chunk's sidecar is in use while a program runs.
+    """Memory of a model chunk's sidecar while a program runs.
 
     Attributes:
         map: where segments lie.
-        here, there: of the layers on the device, on the host.
+        here, there: sizes of the layers on the device, and on the host.
         live: inner segments between forward and backward.
-        returned: whether gradients have come back.
-        late: bytes of those that come in the action that runs, layer by layer, as what its segment
-            has saved goes: all but one layer's, where it sends to spans of its own first.
+        returned: whether the arenas of gradients exist.
+        late: bytes of gradients that the running action adds layer by layer, while the saved
+            tensors of its segment are freed: all but one layer's, for a joined segment.
     """
 
     def __init__(
@@ -362,11 +359,11 @@ class _Arena:
         self.map, self.live, self.returned, self.late = planned, 0, False, 0.0
 
     def values(self, layers: Sizes) -> float:
-        """Bytes of payloads of some layers."""
+        """Bytes of payloads of `layers`."""
         return sum(values for values, _ in layers) if self.live else 0.0
 
     def gradients(self, layers: Sizes) -> float:
-        """Bytes of their gradients."""
+        """Bytes of gradients of `layers`."""
         return sum(gradients for _, gradients in layers) if self.returned else 0.0
 
     def visited(self, backward: bool) -> float:
@@ -377,7 +374,7 @@ class _Arena:
         return total + (sum(gradients[:GRADIENTS_VISITED]) if backward else 0.0)
 
     def begin(self, action: Action) -> None:
-        """Takes what an action needs."""
+        """Allocates for an action."""
         if action.kind == "F":
             self.live += self.map.positions.intervals[action.segment] is not None
         elif self.map.levels[action.segment]:
@@ -387,7 +384,7 @@ class _Arena:
             self.returned = True
 
     def end(self, action: Action) -> None:
-        """Gives it back after a backward."""
+        """Frees after a backward."""
         self.live -= self.map.positions.intervals[action.segment] is not None
         self.returned, self.late = self.returned and self.live > 0, 0.0
 
@@ -396,12 +393,7 @@ class _Arena:
 
 
 class Peaks(NamedTuple):
-    """What the allocator of a device says, in bytes.
-
-    Attributes:
-        used: allocated now.
-        allocated, reserved: the most so far.
-    """
+    """Bytes of a device's allocator: `used` now; `allocated` and `reserved` at most so far."""
 
     used: float
     allocated: float
@@ -409,24 +401,19 @@ class Peaks(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Peaks of a schedule's steps over the predicted ones, besides what was there before a step;
-    0 where none was seen.
-
-    Attributes:
-        allocated: by tensors.
-        reserved: by the allocator.
-    """
+    """Measured over predicted peaks of a schedule's steps, above the bytes before a step: allocated
+    by tensors, and reserved by the allocator; 0: not measured."""
 
     allocated: float = 0.0
     reserved: float = 0.0
 
     @classmethod
     def of_step(cls, before: Peaks, after: Peaks, predicted: float) -> Seen:
-        """Of one step. Nobody resets the counters, so only a new maximum tells.
+        """Of one step. Counters are never reset, so only a new maximum counts.
 
         Args:
             before, after: the step.
-            predicted: bytes besides weights and gradients; 0: nothing was.
+            predicted: bytes besides weights and gradients; 0: no prediction.
         """
         if not predicted:
             return cls()
@@ -435,7 +422,7 @@ class Seen(NamedTuple):
 
     @classmethod
     def most(cls, ranks: Iterable[Seen]) -> Seen:
-        """Of the rank that has most of each."""
+        """Maxima over ranks."""
         return cls(*map(max, zip(*ranks, strict=True)))
 
     def then(self, later: Seen) -> Seen:
@@ -444,11 +431,10 @@ class Seen(NamedTuple):
 
 
 def factors(stock: Seen, ours: Seen) -> tuple[float, float]:
-    """By what predictions are multiplied, of the stock schedule and of ours.
+    """Correction factors of predictions for the stock schedule and for ours.
 
-    What is wrong with the prediction of one is thought to be wrong with that of the other until
-    that was seen, too. Where our steps reserve more of the device than they allocate, compared
-    with the stock schedule, that counts as if it were allocated.
+    Until both are measured, the error of one is assumed for the other. If our steps reserve more
+    per allocated byte than the stock schedule's, the difference counts as allocated.
     """
     by_stock = stock.allocated or ours.allocated or 1.0
     by_ours = ours.allocated or by_stock

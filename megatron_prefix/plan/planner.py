@@ -66,12 +66,18 @@ def loss_ready_after(forest: Forest, microbatches: Sequence[int] | None = None) 
         {microbatch_of[rollout] for span in segment.spans for rollout in span.rollouts}
         for segment in forest.segments
     ]
-    last = {one: index for index, microbatches_of in enumerate(owners) for one in microbatches_of}
+    last = {
+        microbatch: index
+        for index, microbatches_of in enumerate(owners)
+        for microbatch in microbatches_of
+    }
     if forest.ordered:
         running = itertools.accumulate((last[m] for m in sorted(last)), max)
         last = dict(zip(sorted(last), running, strict=True))
     return [
-        max([index, *(last[one] for one in microbatches_of)]) if segment.scored else index
+        max([index, *(last[microbatch] for microbatch in microbatches_of)])
+        if segment.scored
+        else index
         for index, (segment, microbatches_of) in enumerate(
             zip(forest.segments, owners, strict=True)
         )
@@ -79,7 +85,7 @@ def loss_ready_after(forest: Forest, microbatches: Sequence[int] | None = None) 
 
 
 def turns(order: Sequence[int], chunks: Sequence[int], group_size: int) -> list[tuple[int, int]]:
-    """An order of segments over model chunks: (segment, model chunk), `group_size` segments a turn.
+    """(segment, model chunk) in order, `group_size` segments of a chunk at a time.
 
     Megatron's order with virtual stages (`get_schedule_table` in
     megatron/core/pipeline_parallel/schedules.py); with one model chunk it is that of the segments.
@@ -234,7 +240,7 @@ class _Merge:
         return tuple(map(tuple, self.programs))
 
     def _choice(self, rank: int) -> tuple[float, int, str] | None:
-        """(start, preference, kind) of the rank's next action; None: it has to wait."""
+        """(start, preference, kind) of the rank's next action; None: it must wait."""
         clock = self.clock[rank]
         forward, backward = self._forward_ready(rank), self._backward_ready(rank)
         if forward is not None and (backward is None or forward <= max(clock, backward)):
@@ -282,20 +288,19 @@ class _Merge:
 
 
 def with_crossing(plan: Plan, forest: Forest) -> Plan:
-    """A plan in which what crosses data-parallel ranks does so when the step begins and ends.
+    """A plan whose exchanges between data-parallel ranks come at the begin and end of the step.
 
-    A segment of another rank has an F, which gets its payload, and a B, which sends its gradients
-    back. The F of a segment that others get sends its payload as well, and its B gets their
-    gradients first. All ranks have the same order: the payloads that cross when a step begins,
-    level by level of the trees, what a rank runs for itself, the gradients that cross when the step
-    ends. A level crosses at once: forward when a rank has computed what it owns of it, backward
-    before a rank needs what others send back; so what ranks own of a level runs side by side.
-    Whatever an exchange waits for comes before it on every rank, and none waits in a circle, even
-    if every exchange holds up both of its ranks. Where a rank has several model chunks, what
-    crosses does so chunk by chunk: forward from the first, backward from the last.
+    A received segment has an F, which receives its payload, and a B, which returns its gradients.
+    The F of a segment that others read also sends its payload, and its B first receives their
+    gradients. All ranks have one order: payloads level by level of the trees, local segments,
+    gradients level by level. A level crosses at once, forward after a rank has computed its own
+    segments of it, backward before it needs gradients from others, so the owned segments of a level
+    run on all ranks at the same time. Everything that an exchange waits for comes before it on
+    every rank, so no ranks wait in a circle, even if every exchange blocks both of its ranks.
+    Several model chunks exchange chunk by chunk, forward from the first, backward from the last.
 
     Args:
-        plan: that runs segments in F-order, and a segment's backward after that of its readers.
+        plan: runs segments in F-order, and a segment's backward after that of its readers.
         forest: its segments.
     """
     if not forest.exchanges:

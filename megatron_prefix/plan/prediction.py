@@ -1,7 +1,5 @@
-"""What a step takes with either schedule.  Pure.
-
-Time, waiting in the pipeline included; and of memory what Megatron's own schedule takes, as a plan,
-which ours must not exceed.
+"""Predicted time of a step with either schedule, including waits in the pipeline; and the stock
+schedule as a plan, whose memory ours must not exceed.  Pure.
 """
 
 from __future__ import annotations
@@ -29,15 +27,12 @@ from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Segment, Span
 
 OVER_STOCK, LEAST_OVER = 0.05, 0.5 * 2**30
-"""What a step may take beyond Megatron's own: a share of its peak, weights and gradients included,
-and no less than so many bytes, which nobody misses."""
+"""Memory beyond the stock schedule's that a step may take: a share of its peak, weights and
+gradients included, and at least so many bytes."""
 
 
 class Prediction(NamedTuple):
-    """What both schedules would compute in a step on one rank, and how long they would take.
-
-    Waiting is in the features, as if it were work.
-    """
+    """Features and seconds of a step on one rank with both schedules; waits count as work."""
 
     stock_features: Features
     prefix_features: Features
@@ -96,7 +91,7 @@ def _stock(
 
 
 def _prefix(cost: CostModel, plan: Plan, kinds: str, num_pipelines: int) -> Features:
-    """The plan on one rank; where stages wait for one another, as long as it is simulated."""
+    """The plan on one rank, scaled to the simulated time of a pipeline."""
     work = np.array([segment_work(s) for s in plan.segments]).reshape(-1, len(Work._fields))
     work /= (num_pipelines, num_pipelines, num_pipelines, 1 / plan.num_chunks, 1, num_pipelines)
     recomputed = np.array([AGAIN.get(plan.policy(i), 0.0) for i in range(len(work))])[:, None]
@@ -119,8 +114,12 @@ def _prefix(cost: CostModel, plan: Plan, kinds: str, num_pipelines: int) -> Feat
 
 
 def limit_of(stock: float, static: float) -> float:
-    """Bytes besides weights and gradients that a step may take, of what the stock schedule takes,
-    likewise, and those of weights and gradients."""
+    """Bytes that a step may take besides weights and gradients.
+
+    Args:
+        stock: bytes of the stock schedule besides weights and gradients.
+        static: bytes of weights and gradients.
+    """
     return stock + max(OVER_STOCK * (stock + static), LEAST_OVER)
 
 
@@ -130,17 +129,16 @@ def heaviest_stock_plan(
     num_ranks: int,
     num_chunks: int = 1,
 ) -> Plan:
-    """One forward one backward over the neighbouring microbatches with the most positions, of the
-    pipeline that has them.
+    """One forward one backward over the consecutive microbatches with the most positions, of any
+    pipeline.
 
-    As many as a pipeline holds at once, and as many again (with virtual stages all of them), so its
-    peak of memory is that of the whole step. Padding is of the rollouts as they were read, and
-    counts.
+    Twice as many microbatches as a pipeline holds at once (with virtual stages all), so its peak of
+    memory is that of the whole step. Padding of rollouts counts.
 
     Args:
-        forest: of the step; its segments are not looked at.
-        microbatches_of: of every pipeline that runs side by side the trainer's microbatch of each
-            of its rollouts, which the forest has one pipeline behind the other.
+        forest: of the step; its segments are ignored.
+        microbatches_of: per pipeline the trainer's microbatch of each of its rollouts; the forest
+            has the rollouts of all pipelines, one pipeline after another.
         num_ranks: pipeline size.
         num_chunks: model chunks a rank.
     """

@@ -1,7 +1,7 @@
 """Segments and plan of every step of one pipeline.  Pure.
 
-Planning a step takes milliseconds, choosing its chunk length tenths of a second. Results are kept:
-further passes over the same rollouts (log-probs, several epochs) ask for the same plan.
+Planning a step takes milliseconds, choosing its chunk length tenths of a second. Results are
+cached, as further passes over the same rollouts (log-probs, several epochs) need the same plan.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megatron_prefix.tree.packing import MicrobatchRows
 
 
 class Verdict(NamedTuple):
-    """What a plan would do.
+    """Prediction of a plan.
 
     Attributes:
-        over: bytes by which its predicted peak is above the limit.
-        seconds: predicted.
-        retains: whether every segment keeps what it has saved.
+        over: bytes by which its peak is above the limit.
+        seconds: of the step.
+        retains: whether every segment has policy "retain".
     """
 
     over: float
@@ -39,17 +39,17 @@ class Verdict(NamedTuple):
 
     @property
     def settles(self) -> bool:
-        """Whether nothing better need be looked for."""
+        """Whether the search can stop."""
         return self.retains and not self.over
 
 
 T = TypeVar("T")
 Tried = tuple[Verdict, int, JointForest]
-"""What a step's segments would do, the most positions in one, and the segments."""
+"""Verdict, most positions in a segment, and the segments."""
 Common = tuple[Sequence[int], CommonSpans]
 """Per rollout the number of its beginning, and what data-parallel ranks have in common."""
 Judge = Callable[[JointForest, Plan], Verdict]
-"""Of a step's segments, and a plan."""
+"""Predicts a plan of a step's segments."""
 
 
 class StepPlanner:
@@ -64,7 +64,7 @@ class StepPlanner:
         group_size: Megatron's microbatch_group_size_per_vp_stage.
         whole: what segments are padded to; see TreeOptions.
         joins: whether the model can run a span in the segment of its parent.
-        even: up to which length segments are padded so that lengths come again; see TreeOptions.
+        even: see TreeOptions.
 
     Attributes:
         options: of trees, with the longest segments that are tried.
@@ -85,7 +85,7 @@ class StepPlanner:
         joins: bool = False,
         even: int = 0,
     ) -> None:
-        # A pipeline waits less for short segments, and what is not kept must be apart.
+        # A pipeline waits less for short segments, and recomputed segments cannot be joined.
         joins = joins and num_ranks * num_chunks == 1 and config.memory in ("auto", *ON_DEVICE)
         joins = joins and config.min_gain > 0
         joins = joins and not (config.chunk_tokens or config.cache_host_layers or config.plan_file)
@@ -93,14 +93,14 @@ class StepPlanner:
         self._shape = num_ranks, num_chunks
         self._memory = config.memory
         self._lengths = _lengths(config)
-        # Alone a rank launches least with the longest; in a pipeline shorter ones may wait less.
+        # Longest segments have fewest launches; in a pipeline shorter ones may wait less.
         self._least = len(self._lengths) if config.segment_tokens == "auto" else min(2, num_ranks)
         self._file = None
         if config.plan_file:
             self._file = features.load(features.PLAN_FILE)(config.plan_file, config.memory)
         self._chooser: ChunkChooser | None = None
         pipeline: dict[str, Any] = dict(num_chunks=num_chunks, group_size=group_size)
-        # Where the limit of memory is in the way, stages run less ahead; alone a rank never does.
+        # If memory is short, stages run less ahead; a single stage never runs ahead.
         self._lookaheads = range(config.run_ahead, -1, -1) if num_ranks > 1 else (config.run_ahead,)
         if config.chunk_tokens == "auto":
             lookahead = config.run_ahead
@@ -143,7 +143,7 @@ class StepPlanner:
             joint = JointForest.alone(cut(length, joined), microbatch_of)
             return judge(joint, self.plan(joint)), length, joint
 
-        # What is joined waits for nothing, so nothing of it can be kept otherwise to fit.
+        # Joined segments wait for nothing, so no other policy would save memory.
         for joined in (True, False) if joins else (False,):
             tried += self._by_length(functools.partial(judged, joined=joined))
             if any(not verdict.over for verdict, *_ in tried):
@@ -155,8 +155,8 @@ class StepPlanner:
         return length, joint.forest
 
     def _by_length(self, judged: Callable[[int], Tried]) -> list[Tried]:
-        """Lengths in turn until there is nothing better to look for, and one between the longest
-        that settles it and the next: two answers of 2,050 positions fit no segment of 4,096."""
+        """Tries lengths until one settles the search, and then one between that and the next longer
+        length: two answers of 2,050 positions do not fit a segment of 4,096."""
         tried: list[Tried] = []
         for length in self._lengths:
             tried.append(judged(length))
@@ -169,7 +169,7 @@ class StepPlanner:
         return tried
 
     def _leaner(self, judge: Judge, joint: JointForest) -> Verdict:
-        """On the best of a pipeline's plans, those that hold less among them."""
+        """The verdict on the best of `plans`, which include those that run less ahead."""
         return fitting((judge(joint, plan) for plan in self.plans(joint)), lambda verdict: verdict)
 
     def build_at(
@@ -182,16 +182,13 @@ class StepPlanner:
         rows: MicrobatchRows | None = None,
         joins: bool = True,
     ) -> Forest:
-        """The step's segments, of at most so many positions; see `build`.
-
-        `rows`: see `Tries.forest`; they have nothing in common with other data-parallel ranks.
-        `joins`: whether any may be joined.
-        """
+        """As `build`, in segments of at most `length` positions; `rows`: see `Tries.forest`, only
+        without `common`."""
         shared = self._shared(rollouts, common)
         return self._cut(shared, rollouts, microbatch_of, length, joins, rows)
 
     def _shared(self, rollouts: Sequence[Pairs], common: Common | None) -> Tries:
-        """What the rollouts share, however long segments are."""
+        """The tries, before segments are cut."""
         if common is not None:
             return find_below(rollouts, *common, self.options)
         return find_shared(rollouts, options=self.options)
@@ -205,8 +202,7 @@ class StepPlanner:
         joins: bool,
         rows: MicrobatchRows | None = None,
     ) -> Forest:
-        """The same in segments of at most so many positions, in chunks where these are chosen;
-        `joins`: whether any may be joined, where the model can do so."""
+        """Segments of at most `length` positions, with chunks if their length is "auto"."""
         joins = joins and self.options.joins
         options = replace(self.options, segment_tokens=length, joins=joins)
         if self._chooser is not None and shared.common is NOTHING_IN_COMMON:
@@ -215,12 +211,11 @@ class StepPlanner:
         return replace(shared, options=options).forest(microbatch_of=microbatch_of, rows=rows)
 
     def plan(self, joint: JointForest) -> Plan:
-        """The first of `plans`."""
         return next(self.plans(joint))
 
     def plans(self, joint: JointForest) -> Iterator[Plan]:
-        """The rank's plans: the user's, where there is one, else the planner's best, and those
-        that hold less, as stages run less ahead.
+        """The rank's plans: the user's if there is one, else the planner's best, then those whose
+        stages run less ahead and so hold less.
 
         Args:
             joint: the rank's pipeline, and those that run together with it.
@@ -242,8 +237,8 @@ class StepPlanner:
 
 
 def fitting(tried: Iterable[T], verdict: Callable[[T], Verdict]) -> T:
-    """The first of some plans, and no other is made, if it settles it; else the quickest that
-    keeps the limit; else the one that is least over it."""
+    """The first plan if it settles the search (no other is made then); else the fastest within the
+    limit; else the one least over it."""
     results: list[T] = []
     for candidate in tried:
         results.append(candidate)
@@ -253,7 +248,7 @@ def fitting(tried: Iterable[T], verdict: Callable[[T], Verdict]) -> T:
 
 
 def _lengths(config: PrefixConfig) -> tuple[int, ...]:
-    """Lengths of segments to try."""
+    """Segment lengths to try."""
     number = config.segment_tokens
     if config.plan_file or not number:
         return (0,)

@@ -91,8 +91,8 @@ class Gap(NamedTuple):
     """A rank's messages between two of its actions.
 
     Attributes:
-        before: those of earlier phases than the next action's: issued behind the action before.
-        after: the others, if a level crosses in between: issued behind that.
+        before: issued right after the previous action: those of phases before the next action's.
+        after: the others, issued after the level that crosses in between.
     """
 
     before: tuple[Message, ...]

@@ -344,5 +344,5 @@ TABLE: tuple[Refusal, ...] = tuple(
     value for value in list(globals().values()) if isinstance(value, Refusal)
 )
 """All of the above, in their order."""
-OPTIONS: tuple[Refusal, ...] = tuple(one for one in TABLE if one.is_on is not None)
+OPTIONS: tuple[Refusal, ...] = tuple(refusal for refusal in TABLE if refusal.is_on is not None)
 """Those that a TransformerConfig alone shows."""

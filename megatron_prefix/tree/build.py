@@ -191,22 +191,22 @@ def find_below(
 
     Args:
         rollouts: the step's, on this rank.
-        beginnings: number of each rollout's beginning; see `across_ranks.beginnings_of`.
+        beginnings: number of each rollout's beginning; see `common_spans.beginnings_of`.
         common: what the ranks have in common.
         options: see TreeOptions; all rollouts are compared.
     """
     members: dict[int, list[int]] = {}
-    for rollout, number in enumerate(beginnings):
-        members.setdefault(common.below[number], []).append(rollout)
+    for member, number in enumerate(beginnings):
+        members.setdefault(common.below[number], []).append(member)
     ends = {number: common.spans[number].end if number >= 0 else 0 for number in members}
-    trained = tuple(one.trained for one in rollouts)
-    first = tuple(one.first_trained for one in rollouts)
+    trained = tuple(rollout.trained for rollout in rollouts)
+    first = tuple(rollout.first_trained for rollout in rollouts)
     below = {
         number: _worth(rollouts, group, first, options, ends[number])
         for number, group in members.items()
     }
     tries = Tries((tree_of(common, below),), trained, first, options, common=common)
-    if not any(rollout.routes is not None for rollout in rollouts):
+    if not any(member.routes is not None for member in rollouts):
         return tries
     unrouted = find_shared(rollouts, options=options)
     return replace(tries, unshared_by_routes=unrouted.unshared_by_routes)

@@ -315,8 +315,8 @@ def padded(spans: tuple[Span, ...], options: TreeOptions, *, inner: bool) -> tup
         return spans
     if inner:
         return *spans, Span(0, 0, missing, ())
-    *rest, last = spans
-    return *rest, last._replace(padded=last.padded + missing)
+    *leading, last = spans
+    return *leading, last._replace(padded=last.padded + missing)
 
 
 def with_above(segments: Sequence[Segment]) -> Iterator[Segment]:

@@ -182,9 +182,9 @@ def autocast_now(device_type: str) -> torch.autocast:
     return torch.autocast(device_type, dtype, torch.is_autocast_enabled(device_type), False)
 
 
-def sum_of(total: Tensor | None, other: Tensor | None) -> Tensor | None:
+def sum_of(total: Tensor | None, addend: Tensor | None) -> Tensor | None:
     """Of two gradients, each of which may be None."""
-    return total if other is None else other if total is None else total + other
+    return total if addend is None else addend if total is None else total + addend
 
 
 def _selected(x: Tensor, rows: Rows, dim: int = 0) -> Tensor:
