@@ -25,11 +25,11 @@ class Swap(AfterImport):
     `begin` raises a UserError if Megatron's schedules are there and have no such function.
 
     Args:
-        replace: gets Megatron's function and returns what replaces it.
+        make_ours: gets Megatron's function and returns what replaces it.
     """
 
-    def __init__(self, replace: Callable[[Any], Any]) -> None:
-        self._replace = replace
+    def __init__(self, make_ours: Callable[[Any], Any]) -> None:
+        self._make_ours = make_ours
         self._stock: Any = None
         self._ours: Any = None
         super().__init__(MODULE, self._swap)
@@ -48,7 +48,7 @@ class Swap(AfterImport):
                 " imported, not during that, and with a version that `megatron-prefix doctor` knows"
             )
         self._stock = vars(module)[NAME]
-        self._ours = self._replace(self._stock)
+        self._ours = self._make_ours(self._stock)
         _exchange(self._stock, self._ours)
 
 

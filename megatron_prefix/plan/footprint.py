@@ -292,16 +292,13 @@ def _saved(
     recomputed, output = form.selects("layernorm"), hidden * form.itemsize
     before = functools.partial(_in_front, norm=norm, output=output, recomputed=recomputed)
     repeated = norm * recomputed
-    all_layers = [*layers, behind]
+    stack = [*layers, behind]
     act = _mean(layers, "act") * (form.recompute != "full")
-    *inners, behind_inner = [
-        sum(before(part) + part.inner for part in layer) for layer in all_layers
-    ]
-    *waves, behind_wave = [sum(before(part) + part.wave for part in layer) for layer in all_layers]
+    *inners, behind_inner = [sum(before(part) + part.inner for part in layer) for layer in stack]
+    *waves, behind_wave = [sum(before(part) + part.wave for part in layer) for layer in stack]
     inner, wave = sum(inners) / len(layers), sum(waves) / len(layers)
     repeated = max(
-        max((part.again for part in layer), default=0.0) + repeated * len(layer)
-        for layer in all_layers
+        max((part.again for part in layer), default=0.0) + repeated * len(layer) for layer in stack
     )
     unused, last = inner, layers[-1]
     if form.recompute == "full":

@@ -91,9 +91,7 @@ def joint_forest(
     levels, crossing = _crossing(forests)
     nodes = crossing + _side_by_side(forests)
     sources = [_source(forests, node) for node in nodes]
-    filled = [
-        _filled(forest, nodes, sources, levels, number) for number, forest in enumerate(forests)
-    ]
+    filled = [_filled(forest, nodes, sources, levels, i) for i, forest in enumerate(forests)]
     if even:
         filled = _evened(filled)
     ordered = any(forest.ordered for forest in forests)

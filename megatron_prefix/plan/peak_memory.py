@@ -119,51 +119,45 @@ class _MemoryRun:
         self.messages = MESSAGES * message if plan.num_ranks > 1 else 0.0
 
     def rank(self, rank: int) -> RankMemory:
-        live_bytes: dict[tuple[int, int], float] = {}
+        live: dict[tuple[int, int], float] = {}
         arenas = self._arenas(rank)
         messages = self._exchanges(rank, arenas)
         activations = self._held_by_places(rank)
-        saved = host_peak = cache_peak = wave = exchanged = 0.0
-        result = RankMemory(0.0, 0.0, Action("F", 0), *(0.0,) * 9, ())
+        saved = staged = cache = wave = exchanged = 0.0
+        peak = RankMemory(0.0, 0.0, Action("F", 0), *(0.0,) * 9, ())
         for action in self.plan.programs[rank]:
             key = action.chunk, action.segment
             if action.kind == "F":
-                live_bytes[key] = self._kept(rank, action) - self._kept_in_places(rank, action)
-                activations += live_bytes[key]
+                live[key] = self._kept(rank, action) - self._kept_in_places(rank, action)
+                activations += live[key]
             arenas[action.chunk].begin(action)
             kv = sum(arena.values(arena.here) for arena in arenas)
             kv_grad = sum(arena.gradients(arena.here) for arena in arenas)
-            host_peak = max(
-                host_peak, sum(a.values(a.there) + a.gradients(a.there) for a in arenas)
-            )
+            staged = max(staged, sum(a.values(a.there) + a.gradients(a.there) for a in arenas))
             reloaded, temporary = self._moment(rank, action, arenas[action.chunk])
             total = activations + kv + kv_grad
-            saved, cache_peak = max(saved, total + reloaded), max(cache_peak, kv + kv_grad)
+            saved, cache = max(saved, total + reloaded), max(cache, kv + kv_grad)
             messages[action.chunk].post(action)
             before = sum(exchange.held for exchange in messages)
             messages[action.chunk].take(action)
             crossing = sum(exchange.held for exchange in messages)
             # Received payloads are in the sidecar before the action computes.
             at_once = max(reloaded + temporary + crossing, before)
-            late = min(sum(arena.late for arena in arenas), live_bytes[key])
+            late = min(sum(arena.late for arena in arenas), live[key])
             used, exchanged = total - late + at_once + self.messages, max(exchanged, before)
             if not self.plan.segments[action.segment].waits:
                 wave = max(wave, used)
-            if used > result.peak:
-                result = RankMemory(
+            if used > peak.peak:
+                peak = RankMemory(
                     used, 0.0, action, activations, kv, kv_grad - late, self.messages + crossing,
                     at_once - crossing, 0.0, 0.0, 0.0, 0.0,
-                    tuple((index, size) for (_, index), size in live_bytes.items()),
+                    tuple((index, size) for (_, index), size in live.items()),
                 )  # fmt: skip
             if action.kind == "B":
-                activations -= live_bytes.pop(key)
+                activations -= live.pop(key)
                 arenas[action.chunk].end(action)
-        result = replace(
-            result, staged=max(self._staged(rank), default=0.0), cache_staged=host_peak
-        )
-        return replace(
-            result, saved=saved, wave_peak=wave, exchanged=exchanged, cache_peak=cache_peak
-        )
+        peak = replace(peak, staged=max(self._staged(rank), default=0.0), cache_staged=staged)
+        return replace(peak, saved=saved, wave_peak=wave, exchanged=exchanged, cache_peak=cache)
 
     def _held_by_places(self, rank: int) -> float:
         """Bytes of places that layers save in."""
