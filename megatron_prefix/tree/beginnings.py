@@ -1,7 +1,6 @@
-"""Bounds of what rollouts share, from their first positions alone.  Pure: numpy only.
+"""An upper bound of what the tree of a step saves, from first positions alone.  Pure: numpy only.
 
-A tree reads every position of every rollout. How rollouts begin, at growing lengths, says less and
-costs less: an upper bound of what the tree of a step saves.
+Building a tree reads every position; comparing the first ones, at growing lengths, is cheaper.
 """
 
 from __future__ import annotations
