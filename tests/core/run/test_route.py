@@ -1,0 +1,75 @@
+"""Who runs a call: every way to Megatron's schedule, and the way to segments."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.errors import refused
+from megatron_prefix.plan.gate import Decision
+from megatron_prefix.refusals.table import NO_CALL
+from megatron_prefix.run import route as routes
+from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.run.pause import STEPS, Pause
+from megatron_prefix.run.request import Request, StepKind
+from megatron_prefix.run.route import Share, Stock, Watch, route
+
+
+@pytest.fixture(autouse=True)
+def _first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What watches a step says only whether its forward steps are suspended."""
+
+    def first(_: Any, __: Any, *, suspended: bool, masks_tell_loss: bool) -> Any:
+        return SimpleNamespace(suspended=suspended, masks_tell_loss=masks_tell_loss)
+
+    monkeypatch.setattr(routes, "FirstStep", first)
+
+
+def request_of(kind: StepKind, *, experts: Any = None, may_cross: bool = False) -> Request:
+    rank: Any = SimpleNamespace(experts=experts, may_cross=may_cross)
+    return Request({"forward_step_func": None}, rank, kind, Callbacks(masks_tokens=True))
+
+
+def taken(request: Request, mode: str, *, looks_first: bool = True) -> Any:
+    return route(request, PrefixConfig(mode=mode), looks_first=looks_first)
+
+
+@pytest.mark.parametrize("mode", ["auto", "observe"])
+def test_the_first_step_of_a_kind_is_watched(mode: str) -> None:
+    way = taken(request_of(StepKind(None)), mode)
+    assert isinstance(way, Watch) and not way.first.masks_tell_loss
+    assert taken(request_of(StepKind(None)), mode, looks_first=False) == Share(None)
+
+
+def test_in_mode_on_it_is_shared_meanwhile() -> None:
+    way = taken(request_of(StepKind(None)), "on")
+    assert isinstance(way, Share) and way.first is not None and way.first.suspended
+
+
+@pytest.mark.parametrize("rank", [{"experts": object()}, {"may_cross": True}])
+def test_ranks_that_meet_in_segments_watch_it_with_stock(rank: dict[str, Any]) -> None:
+    assert isinstance(taken(request_of(StepKind(None), **rank), "on"), Watch)
+
+
+def test_a_kind_that_is_known_is_shared() -> None:
+    assert taken(request_of(StepKind(Pause(), watched=True)), "auto") == Share(None)
+
+
+def test_a_kind_that_was_refused_is_stocks() -> None:
+    kind = StepKind(None, watched=True, refusal=refused(NO_CALL))
+    way = taken(request_of(kind), "auto")
+    assert isinstance(way, Stock) and str(way.reason) == str(kind.refusal)
+    assert way.reason is not kind.refusal  # raised, it would hold frames
+
+
+def test_steps_of_a_pause_are_stocks() -> None:
+    pause = Pause()
+    request = request_of(StepKind(pause, watched=True))
+    pause.begin()
+    for _ in range(STEPS - 1):
+        way = taken(request, "auto")
+        assert isinstance(way, Stock) and isinstance(way.reason, Decision) and way.reason.fallback
+    assert taken(request, "auto") == Share(None)
