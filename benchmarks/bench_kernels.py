@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from megatron_prefix.layers.blocks.kernels import Kernel, Partial, Runs, available, choose
+from megatron_prefix.layers.blocks.kernels import Kernel, Partial, Runs, available, choose_kernel
 from megatron_prefix.layers.blocks.merge import merge
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -85,7 +85,7 @@ class Device:
     def kernel(self, name: str) -> Kernel:
         """The kernel for these heads."""
         group = self.heads // self.kv_heads
-        return choose(name, self.name, self.dtype, self.dim, group=group)
+        return choose_kernel(name, self.name, self.dtype, self.dim, group=group)
 
     def rows(self, num: int, heads: int) -> Tensor:
         """[num, heads, dim], normally distributed."""

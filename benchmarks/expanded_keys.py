@@ -23,7 +23,7 @@ from megatron_prefix.lab.rl.baseline import PACK_TOKENS, pack_sizes
 from megatron_prefix.layers.model import cost_of, footprint_of
 from megatron_prefix.plan.cost import CostModel, segment_work
 from megatron_prefix.plan.footprint import Execution
-from megatron_prefix.plan.peak_memory import predict
+from megatron_prefix.plan.peak_memory import predict_memory
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.plan.prediction import heaviest_stock_plan
 from megatron_prefix.tree import find_shared
@@ -49,8 +49,8 @@ def row(path: Path, groups: int, spec: ModelSpec, segment_tokens: int) -> str:
     plan = replace(
         plan, policies=tuple("recompute" if s.inner else "retain" for s in plan.segments)
     )
-    [ours] = predict(plan, footprint)
-    [stock] = predict(heaviest_stock_plan(forest, [owners], 1), footprint)
+    [ours] = predict_memory(plan, footprint)
+    [stock] = predict_memory(heaviest_stock_plan(forest, [owners], 1), footprint)
     latents = sum(one.values + one.gradients for one in footprint.payloads[0])
     heads = spec.num_attention_heads
     width = spec.qk_head_dim + spec.qk_pos_emb_head_dim + spec.v_head_dim

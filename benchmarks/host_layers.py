@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.layers.blocks import operators
-from megatron_prefix.layers.blocks.core import own_runs, segment_attention
-from megatron_prefix.layers.blocks.kernels import KERNELS, Kernel, choose
+from megatron_prefix.layers.blocks.core import own_kernel_runs, segment_attention
+from megatron_prefix.layers.blocks.kernels import KERNELS, Kernel, choose_kernel
 from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree.payload_map import Form, Level, PayloadMap, RowMap, Run
@@ -71,7 +71,7 @@ def wave(spans: int, rows: int, layers: int, device: str, new: int) -> Any:
     for layer in range(layers):
         cache.capture(layer, 0, (key, key))
     where = torch.zeros(rows, dtype=torch.int64, device=device)
-    context = SegmentContext(1, False, own_runs(lengths, 0, 1), where, cache)
+    context = SegmentContext(1, False, own_kernel_runs(lengths, 0, 1), where, cache)
     query = torch.zeros(rows, 1, HEADS, DIM, dtype=dtype, device=device)
     return context, query
 
@@ -92,7 +92,7 @@ def run(context: SegmentContext, query: Tensor, layers: int, kernel: Kernel) -> 
 def kernel_of(device: str) -> Iterator[Kernel]:
     """The best kernel of a GPU; on the CPU `fa4` without its library."""
     if device == "cuda":
-        yield choose("auto", device, torch.bfloat16, DIM, group=HEADS // KV_HEADS)
+        yield choose_kernel("auto", device, torch.bfloat16, DIM, group=HEADS // KV_HEADS)
         return
     library = Idle()
     with mock.patch.object(operators, "flash_attn_4", return_value=library):

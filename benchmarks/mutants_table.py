@@ -419,7 +419,7 @@ _VISION = (
     _vision(
         "positions-of-another-slice",
         "run/read/given.py",
-        "cp_layout.positions(size * len(rows), self._cp.rank(), size)",
+        "cp_layout.rank_positions(size * len(rows), self._cp.rank(), size)",
         "np.arange(len(rows))",
         f"{_STEPS} -k 'stock_schedules and CP2 and False'",
     ),

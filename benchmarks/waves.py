@@ -27,7 +27,7 @@ from megatron_prefix.plan.cost import FLOPS_PER_SECOND
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.memory_policy import Rates, automatic
-from megatron_prefix.plan.peak_memory import predict as predict_memory
+from megatron_prefix.plan.peak_memory import predict_memory
 from megatron_prefix.plan.prediction import heaviest_stock_plan, limit_of, predict
 from megatron_prefix.plan.step_planner import StepPlanner, Verdict, fitting
 from megatron_prefix.tree import Forest

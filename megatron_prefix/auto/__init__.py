@@ -13,7 +13,7 @@ import os
 from typing import Any
 
 from megatron_prefix import __version__, trainers
-from megatron_prefix.auto.settings import described, read_config
+from megatron_prefix.auto.settings import described_config, read_config
 from megatron_prefix.auto.swap import Swap
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import Refusal
@@ -64,7 +64,7 @@ def _replacement(stock: Any, *, config: PrefixConfig) -> Any:
     @functools.wraps(stock)
     def get_forward_backward_func(*args: Any, **options: Any) -> Any:
         if not decision:
-            trainer = trainers.running()
+            trainer = trainers.running_trainer()
             refusal = trainer.refusal() if trainer and config.mode != "off" else None
             _tell(config, trainer, refusal)
             masks = trainer.samples if trainer and config.trainer_masks else None
@@ -105,5 +105,5 @@ def _tell(config: PrefixConfig, trainer: Trainer | None, refusal: Refusal | None
         logger.warning(
             "megatron_prefix %s in %s (megatron-core %s, torch %s): %s",
             __version__, named, version_of("megatron.core", "megatron-core"),
-            torch.__version__, stock or described(config),
+            torch.__version__, stock or described_config(config),
         )  # fmt: skip

@@ -135,7 +135,7 @@ def _parsed(name: str, text: str, where: str) -> Any:
     raise UserError(f"{where} is {shown(text)}: give {wanted(kinds)}")
 
 
-def described(config: PrefixConfig) -> str:
+def described_config(config: PrefixConfig) -> str:
     """The mode and what is not at its default, on one line."""
     changed = [
         f"{name} {getattr(config, field.name)}"

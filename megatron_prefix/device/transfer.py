@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def on(device: torch.device, index: np.ndarray) -> Tensor:
+def to_device(device: torch.device, index: np.ndarray) -> Tensor:
     """Indices on the device; the host does not wait."""
     host_index = torch.from_numpy(index)
     if device.type != "cuda":

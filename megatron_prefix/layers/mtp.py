@@ -386,22 +386,22 @@ def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[
         device: where the model is.
         ranks, rank: see `StepAhead`.
     """
-    from megatron_prefix.device.transfer import on
+    from megatron_prefix.device.transfer import to_device
 
     rows = [_padded(one, ranks) for one in tables.rows()]
     nums = [len(one.labels) for one in rows]
     mine = [np.unique(np.split(one.places, ranks)[rank], return_inverse=True) for one in rows]
     labels, *several = (
-        on(device, np.concatenate([np.zeros(0, np.int64), *parts]))
+        to_device(device, np.concatenate([np.zeros(0, np.int64), *parts]))
         for parts in ([one.labels for one in rows], *zip(*mine, strict=True))
     )
     distinct, repeats = several or (labels, labels)
     parts = [np.zeros((3, 0)), *(one.weights[:3] for one in rows)]
-    weights = on(device, np.concatenate(parts, 1))
+    weights = to_device(device, np.concatenate(parts, 1))
     return [
         _Segment(*each)
         for each in zip(
-            on(device, tables.following())[:, None].split(tables.lengths, 2),
+            to_device(device, tables.following())[:, None].split(tables.lengths, 2),
             distinct.split([len(unique) for unique, _ in mine]),
             repeats.split([len(numbers) for _, numbers in mine]),
             labels[None].split(nums, 1),
@@ -414,15 +414,15 @@ def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[
 
 def _shares(rows: Sequence[Rows], device: Any) -> Iterable[_Shares | None]:
     """Of all segments, on the model's device; None where microbatches are not told apart."""
-    from megatron_prefix.device.transfer import on
+    from megatron_prefix.device.transfer import to_device
 
     if all(len(one.weights) == 3 for one in rows):
         return [None] * len(rows)
     places = [np.stack(np.nonzero(one.weights[3:])) for one in rows]
     weights = [one.weights[3:][tuple(place)] for one, place in zip(rows, places, strict=True)]
     sizes = [len(each) for each in weights]
-    microbatch, row = on(device, np.concatenate(places, axis=1))
-    columns = microbatch, row, on(device, np.concatenate(weights))
+    microbatch, row = to_device(device, np.concatenate(places, axis=1))
+    columns = microbatch, row, to_device(device, np.concatenate(weights))
     return [*map(_Shares, *(column.split(sizes) for column in columns))]
 
 

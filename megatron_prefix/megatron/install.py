@@ -37,11 +37,11 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
 from megatron_prefix.device.modules import modules_of
-from megatron_prefix.device.transfer import on
+from megatron_prefix.device.transfer import to_device
 from megatron_prefix.errors import refused
 from megatron_prefix.layers import table
 from megatron_prefix.layers.attention import window_of
-from megatron_prefix.layers.blocks.kernels import Kernel, choose
+from megatron_prefix.layers.blocks.kernels import Kernel, choose_kernel
 from megatron_prefix.layers.blocks.merge import prepare
 from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.layers.blocks.unread import picked, skipped
@@ -307,8 +307,8 @@ class Hooks:
             raise refused(ROTARY_TABLES, _described(given))
         if len(given) == num:
             return given
-        slots = cp_layout.positions(len(given), group.rank(), group.size())
-        return given.index_select(0, on(given.device, slots))
+        slots = cp_layout.rank_positions(len(given), group.rank(), group.size())
+        return given.index_select(0, to_device(given.device, slots))
 
     def _saving(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -521,7 +521,7 @@ def _described(rotary: Any) -> str:
 
 def _choose_kernel(name: str, model: Any, num_layers: int, window: int | None) -> Kernel:
     parameter, heads = next(model.parameters()), table.heads(model.config)
-    kernel = choose(
+    kernel = choose_kernel(
         name, parameter.device, parameter.dtype, heads.width, heads.value_width, num_layers,
         heads.group, window=window,
     )  # fmt: skip

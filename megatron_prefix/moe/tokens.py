@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_prefix.device.transfer import on
+from megatron_prefix.device.transfer import to_device
 from megatron_prefix.tree import Forest, Span, cp_layout
 
 
@@ -83,7 +83,7 @@ class LogicalTokens:
         self._packed = tuple(packed) or (False,) * len(self._members)
         self._closings: dict[tuple[int, ...], Closing] = {}
         columns = [c for segment in forest.segments for c in columns_of(segment.spans, rank, size)]
-        table = on(device, np.concatenate([np.zeros(0, np.int64), *columns]))
+        table = to_device(device, np.concatenate([np.zeros(0, np.int64), *columns]))
         pieces = iter(table.split([len(column) for column in columns]))
         fours = zip(pieces, pieces, pieces, pieces, strict=True)
         self._segments = [
@@ -122,7 +122,7 @@ class LogicalTokens:
                 for rollout in rollouts
             ]
             # In the middle of a step: a plain copy to the device would wait for all before it.
-            closing = Closing(*on(self._device, np.array(columns)).unbind(1))
+            closing = Closing(*to_device(self._device, np.array(columns)).unbind(1))
             self._closings[microbatches] = closing
         return closing
 

@@ -34,7 +34,7 @@ class PlanError(UserError):
         super().__init__(f"{message}\n{self.grid}")
 
 
-def check(plan: Plan, ready_after: Sequence[int] | None = None) -> None:
+def check_plan(plan: Plan, ready_after: Sequence[int] | None = None) -> None:
     """Checks everything but deadlocks, which `simulate` finds.
 
     Args:

@@ -79,7 +79,7 @@ class ChunkChooser:
         if (forest, numbers) not in self._known:
             if len(self._known) == MOST_KNOWN:
                 self._known.clear()
-            lengths = {0, *_lengths(forest, options)}
+            lengths = {0, *_chunk_lengths(forest, options)}
             self._known[forest, numbers] = self._best(shared, lengths, numbers)
         return self._known[forest, numbers]
 
@@ -110,7 +110,7 @@ def first_groups(groups: Sequence[int]) -> list[int]:
     return [rollout for rollout, group in enumerate(groups) if group in selected]
 
 
-def _lengths(forest: Forest, options: TreeOptions) -> set[int]:
+def _chunk_lengths(forest: Forest, options: TreeOptions) -> set[int]:
     """Chunk lengths to try."""
     longest = max(span.length for segment in forest.segments for span in segment.spans)
     wave = min(options.segment_tokens or longest, longest)

@@ -197,7 +197,7 @@ class Footprint:
             payload for stage in payloads for payload in stage if payload.form == Form.POSITIONS
         ]
         parts = [part for layer in (*layers, behind) for part in layer]
-        keys = [_keys(part) for part in parts]
+        keys = [_key_value_bytes(part) for part in parts]
         return cls(
             **_saved(layers, behind, form, hidden),
             **_behind_layers(form, hidden, hidden_size, vocab_size, 2 if behind else 1),
@@ -274,7 +274,7 @@ class Footprint:
         return self.after(read) - (self.norm if self.behind_wave else 0.0)
 
 
-def _keys(part: LayerMemory) -> tuple[float, float]:
+def _key_value_bytes(part: LayerMemory) -> tuple[float, float]:
     """Bytes of K and V of a position, and of their gradients."""
     of = part.payload
     rows = (of.values, of.gradients) if of and of.form == Form.POSITIONS else (0.0, 0.0)
@@ -351,7 +351,7 @@ def _by_stage(
     return tuple(map(tuple, payloads))
 
 
-def spread(num_layers: int, num_host: int) -> list[int]:
+def spread_evenly(num_layers: int, num_host: int) -> list[int]:
     """Numbers of the layers on the host, evenly spread and including the last."""
     share = min(num_host, num_layers)
     return [

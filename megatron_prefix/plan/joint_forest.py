@@ -88,10 +88,10 @@ def joint_forest(
         place: number of the rank's own pipeline.
         even: pad segments that run together to the length of the longest.
     """
-    levels, crossing = _crossing(forests)
-    nodes = crossing + _side_by_side(forests)
+    levels, crossing = _crossing_places(forests)
+    nodes = crossing + _aligned_places(forests)
     sources = [_source(forests, node) for node in nodes]
-    filled = [_filled(forest, nodes, sources, levels, i) for i, forest in enumerate(forests)]
+    filled = [_with_dummies(forest, nodes, sources, levels, i) for i, forest in enumerate(forests)]
     if even:
         filled = _evened(filled)
     ordered = any(forest.ordered for forest in forests)
@@ -118,11 +118,11 @@ def joint_forest(
         ),
         tuple(max(len(f.segments[index].spans) for f in filled) for index in range(len(nodes))),
         _sent(filled),
-        _mixed(forests),
+        _is_mixed(forests),
     )
 
 
-def _mixed(forests: Sequence[Forest]) -> bool:
+def _is_mixed(forests: Sequence[Forest]) -> bool:
     """`JointForest.mixed`; a forest without inner segments fits both."""
     inner = [[segment for segment in forest.segments if segment.inner] for forest in forests]
     return len({any(segment.waits for segment in segments) for segments in inner if segments}) == 2
@@ -152,7 +152,7 @@ def _numbered(microbatches_of: Sequence[Sequence[int]], ordered: bool) -> Iterat
         first += 0 if ordered else max(microbatch_of, default=-1) + 1
 
 
-def _crossing(forests: Sequence[Forest]) -> tuple[list[int], list[_Node]]:
+def _crossing_places(forests: Sequence[Forest]) -> tuple[list[int], list[_Node]]:
     """Levels and places of segments that cross data-parallel ranks; forests begin with them."""
     rows: dict[tuple[int, bool], list[list[int]]] = {}
     for place, forest in enumerate(forests):
@@ -172,7 +172,7 @@ def _source(forests: Sequence[Forest], node: _Node) -> int:
     return max(forest.segments[index].source for forest, index in indexed if index is not None)
 
 
-def _side_by_side(forests: Sequence[Forest]) -> list[_Node]:
+def _aligned_places(forests: Sequence[Forest]) -> list[_Node]:
     """Places after the crossing segments, in F-order. If some forests have a segment without
     waiting readers next, those run first. Ordered forests go round by round, as losses wait for all
     ranks."""
@@ -192,7 +192,7 @@ def _side_by_side(forests: Sequence[Forest]) -> list[_Node]:
     return nodes
 
 
-def _filled(
+def _with_dummies(
     forest: Forest,
     nodes: Sequence[_Node],
     sources: Sequence[int],
@@ -210,7 +210,7 @@ def _filled(
             segments.append(filler._replace(source=source))
         else:
             new[index] = number
-            segments.append(_moved(forest.segments[index], new))
+            segments.append(_renumbered(forest.segments[index], new))
     exchanges = [exchange._replace(segment=new[exchange.segment]) for exchange in forest.exchanges]
     for number, (level, node) in enumerate(zip(levels, nodes, strict=False)):
         if node[place] is None:
@@ -235,7 +235,7 @@ def _lengthened(segment: Segment, length: int) -> Segment:
     return segment._replace(spans=segment.spans + padding)
 
 
-def _moved(segment: Segment, new: Mapping[int, int]) -> Segment:
+def _renumbered(segment: Segment, new: Mapping[int, int]) -> Segment:
     spans = (
         span if span.parent is None
         else span._replace(parent=span.parent._replace(segment=new[span.parent.segment]))

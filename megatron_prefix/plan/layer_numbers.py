@@ -43,7 +43,7 @@ class Payload:
         initial: saved for a span with a parent, whose payload it begins with.
         edge: saved for any span: its first positions once more.
         batched: saved for a position, not a span, where a batch of spans has a row for each, as
-            long as the longest (tree/payload_map.py, `batches`); 0 elsewhere.
+            long as the longest (tree/payload_map.py, `length_batches`); 0 elsewhere.
     """
 
     form: Form

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from megatron_prefix.plan.actions import ON_DEVICE, Plan, policies
 from megatron_prefix.plan.cost import AGAIN, CostModel
 from megatron_prefix.plan.footprint import Footprint
-from megatron_prefix.plan.peak_memory import RankMemory, predict
+from megatron_prefix.plan.peak_memory import RankMemory, predict_memory
 from megatron_prefix.tree import Segment
 
 MOST_TRIES = 32
@@ -68,7 +68,7 @@ def automatic(
         A policy a segment, or () where all retain. If nothing fits, the one with the lowest peak.
     """
     plan = replace(plan, policies=())
-    if _peak(plan, footprint) <= free:
+    if _largest_peak(plan, footprint) <= free:
         return ()
     retaining = _Choice(plan, footprint, cost, rates, may_offload)
     selected = retaining.fitting(free)
@@ -76,16 +76,16 @@ def automatic(
         return selected
     light = replace(plan, policies=policies(plan.segments, "recompute_act"))
     leaving = _Choice(light, footprint, cost, rates, may_offload)
-    fits = _peak(replace(plan, policies=selected), footprint) <= free
+    fits = _largest_peak(replace(plan, policies=selected), footprint) <= free
     if fits and retaining.price <= leaving.price:  # a search only adds to it
         return selected
     less = leaving.fitting(free)
-    cheaper = leaving.price < retaining.price and _peak(leaving.plan, footprint) <= free
+    cheaper = leaving.price < retaining.price and _largest_peak(leaving.plan, footprint) <= free
     return less if cheaper or not fits else selected
 
 
-def _peak(plan: Plan, footprint: Footprint) -> float:
-    return max(memory.peak for memory in predict(plan, footprint))
+def _largest_peak(plan: Plan, footprint: Footprint) -> float:
+    return max(memory.peak for memory in predict_memory(plan, footprint))
 
 
 def _computed(segment: Segment) -> bool:
@@ -116,19 +116,19 @@ class _Choice:
     def fitting(self, free: float) -> tuple[str, ...]:
         """Policies within a limit; if none are, those with the lowest peak."""
         lean = leaner(self.plan)
-        if lean is None or _peak(self.plan, self._footprint) <= free:
+        if lean is None or _largest_peak(self.plan, self._footprint) <= free:
             return self.plan.policies
-        least = _peak(lean, self._footprint)
+        least = _largest_peak(lean, self._footprint)
         if least > free and not self._may_offload:  # a search would take long, and find as little
             return self._become(lean)
         for _ in range(min(MOST_TRIES, 2 * len(lean.segments))):
-            memory = predict(self.plan, self._footprint)
+            memory = predict_memory(self.plan, self._footprint)
             worst = max(range(len(memory)), key=lambda rank: memory[rank].peak)
             if memory[worst].peak <= free or not self.give(
                 worst, memory[worst], memory[worst].peak - free
             ):
                 break
-        if _peak(self.plan, self._footprint) > max(free, least):
+        if _largest_peak(self.plan, self._footprint) > max(free, least):
             return self._become(lean)
         self._spare(free)
         return self.plan.policies
@@ -141,7 +141,7 @@ class _Choice:
             if self.plan.policy(index) == "recompute":
                 chosen = self.plan
                 self._set(index, own[index])
-                if _peak(self.plan, self._footprint) > free:
+                if _largest_peak(self.plan, self._footprint) > free:
                     self.plan = chosen
                     return
                 self.price -= self._seconds[index]

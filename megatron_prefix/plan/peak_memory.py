@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from megatron_prefix.plan.actions import ON_DEVICE, Action, Plan
 from megatron_prefix.plan.exchange_memory import ExchangeMemory
-from megatron_prefix.plan.footprint import Footprint, spread
+from megatron_prefix.plan.footprint import Footprint, spread_evenly
 from megatron_prefix.plan.layer_numbers import Payload
 from megatron_prefix.tree import Segment
-from megatron_prefix.tree.payload_map import Level, PayloadMap, batches, payload_map
+from megatron_prefix.tree.payload_map import Level, PayloadMap, length_batches, payload_map
 
 Sizes = list[tuple[float, float]]
 """Per layer the bytes of its payload, and of its gradient."""
@@ -75,13 +75,13 @@ class RankMemory:
 
 
 @functools.lru_cache(maxsize=16)
-def predict(plan: Plan, footprint: Footprint) -> tuple[RankMemory, ...]:
+def predict_memory(plan: Plan, footprint: Footprint) -> tuple[RankMemory, ...]:
     """Of every rank of a plan's pipeline."""
     run = _MemoryRun(plan, footprint)
     return tuple(run.rank(rank) for rank in range(plan.num_ranks))
 
 
-def table(plan: Plan, memory: Sequence[RankMemory]) -> str:
+def memory_table(plan: Plan, memory: Sequence[RankMemory]) -> str:
     """A table of what every rank holds at its peak, in GiB."""
     lines = ["rank   peak  activations    K/V  gK/gV  temporary  at    segments held"]
     for rank, peak_memory in enumerate(memory):
@@ -114,7 +114,7 @@ class _MemoryRun:
             segment.padded_length / footprint.parts if segment.source < 0 else 0.0
             for segment in plan.segments
         ]
-        self.read = [_read(segment, footprint.parts) for segment in plan.segments]
+        self.read = [_scored_share(segment, footprint.parts) for segment in plan.segments]
         message = footprint.stage_input * max(self.positions, default=0.0)
         self.messages = MESSAGES * message if plan.num_ranks > 1 else 0.0
 
@@ -174,14 +174,14 @@ class _MemoryRun:
         places = self.footprint.places
         return 0.0 if places is None else places.saved(self.plan, self.footprint, rank, action)
 
-    def _exchanges(self, rank: int, arenas: Sequence[_Arena]) -> list[ExchangeMemory]:
+    def _exchanges(self, rank: int, arenas: Sequence[_ArenaMemory]) -> list[ExchangeMemory]:
         """Per model chunk of a rank."""
         return [
             ExchangeMemory(self.plan, rank, chunk, self.footprint, arena.map.visible)
             for chunk, arena in enumerate(arenas)
         ]
 
-    def _arenas(self, rank: int) -> list[_Arena]:
+    def _arenas(self, rank: int) -> list[_ArenaMemory]:
         """The sidecar per model chunk of a rank."""
         plan, footprint = self.plan, self.footprint
         arenas = []
@@ -192,7 +192,7 @@ class _MemoryRun:
             )
             forms = [payload.form for payload in payloads]
             planned = payload_map(plan.segments, actions, footprint.parts, footprint.shares, forms)
-            arenas.append(_Arena(planned, footprint, payloads))
+            arenas.append(_ArenaMemory(planned, footprint, payloads))
         return arenas
 
     def _ends(self, rank: int, action: Action) -> tuple[bool, bool]:
@@ -220,7 +220,7 @@ class _MemoryRun:
             return 0.0
         footprint, spans = self.footprint, self.plan.segments[action.segment].spans
         with_parents, lengths = sum(s.parent is not None for s in spans), [s.padded for s in spans]
-        rows = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches(lengths))
+        rows = sum(len(batch) * max(lengths[i] for i in batch) for batch in length_batches(lengths))
         padding = (rows - sum(lengths)) / footprint.parts
         layers = {
             of: of.initial * with_parents + of.edge * len(spans) + of.batched * padding
@@ -244,7 +244,7 @@ class _MemoryRun:
                 staged += sign * (away + spans)
                 yield staged
 
-    def _moment(self, rank: int, action: Action, arena: _Arena) -> tuple[float, float]:
+    def _moment(self, rank: int, action: Action, arena: _ArenaMemory) -> tuple[float, float]:
         """Transient bytes of an action: saved tensors that it makes again, and temporaries."""
         segment, policy = self.plan.segments[action.segment], self.plan.policy(action.segment)
         _, last = self._ends(rank, action)
@@ -322,12 +322,12 @@ class _MemoryRun:
         return total + (2 * footprint.kv * sum(visible) if footprint.shares > 1 else 0.0)
 
 
-def _read(segment: Segment, parts: int) -> float:
+def _scored_share(segment: Segment, parts: int) -> float:
     """Largest share of positions with loss on a context-parallel rank; one may hold all of them."""
     return min(1.0, parts * segment.num_read / segment.padded_length)
 
 
-class _Arena:
+class _ArenaMemory:
     """Memory of a model chunk's sidecar while a program runs.
 
     Attributes:
@@ -347,7 +347,7 @@ class _Arena:
             (rows[payload.form] * payload.values, rows[payload.form] * payload.gradients)
             for payload in payloads
         ]
-        on_host = spread(len(sizes), footprint.host_layers)
+        on_host = spread_evenly(len(sizes), footprint.host_layers)
         self.there = [sizes[layer] for layer in on_host]
         self.here = [size for layer, size in enumerate(sizes) if layer not in on_host]
         self.map, self.live, self.returned, self.late = planned, 0, False, 0.0

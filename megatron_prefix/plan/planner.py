@@ -84,7 +84,9 @@ def loss_ready_after(forest: Forest, microbatches: Sequence[int] | None = None) 
     ]
 
 
-def turns(order: Sequence[int], chunks: Sequence[int], group_size: int) -> list[tuple[int, int]]:
+def chunk_turns(
+    order: Sequence[int], chunks: Sequence[int], group_size: int
+) -> list[tuple[int, int]]:
     """(segment, model chunk) in order, `group_size` segments of a chunk at a time.
 
     Megatron's order with virtual stages (`get_schedule_table` in
@@ -133,8 +135,8 @@ def make_plan(
     size = (group_size or num_ranks) if num_chunks > 1 else 1
     ready_after = loss_ready_after(forest, microbatches)
     chunks, order = range(num_chunks), backward_order(forest.segments, ready_after)
-    forwards = turns(range(len(forest.segments)), chunks, size)
-    backwards = turns(order, chunks[::-1], size)  # the last model chunk first
+    forwards = chunk_turns(range(len(forest.segments)), chunks, size)
+    backwards = chunk_turns(order, chunks[::-1], size)  # the last model chunk first
     place = {item: position for position, item in enumerate(forwards)}
     demands = (place[ready_after[segment], num_chunks - 1] + 1 for segment, _ in backwards)
     orders = _Orders(

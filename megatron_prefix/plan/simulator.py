@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import NamedTuple, NoReturn
 
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.check import PlanError, check
+from megatron_prefix.plan.check import PlanError, check_plan
 from megatron_prefix.tree import Segment
 
 Cost = Callable[[Segment, str], float]
@@ -107,7 +107,7 @@ def simulate(
     Raises:
         PlanError: the plan cannot run.
     """
-    check(plan, ready_after)
+    check_plan(plan, ready_after)
     return _Simulation(plan, cost, action_time).run()
 
 

@@ -92,7 +92,7 @@ class StepPlanner:
         self.options = replace(config.tree_options(align, pad_multiple), joins=joins, even=even)
         self._shape = num_ranks, num_chunks
         self._memory = config.memory
-        self._lengths = _lengths(config)
+        self._lengths = _segment_lengths(config)
         # Longest segments have fewest launches; in a pipeline shorter ones may wait less.
         self._least = len(self._lengths) if config.segment_tokens == "auto" else min(2, num_ranks)
         self._file = None
@@ -247,7 +247,7 @@ def fitting(tried: Iterable[T], verdict: Callable[[T], Verdict]) -> T:
     return min(results, key=lambda candidate: verdict(candidate)[:2])
 
 
-def _lengths(config: PrefixConfig) -> tuple[int, ...]:
+def _segment_lengths(config: PrefixConfig) -> tuple[int, ...]:
     """Segment lengths to try."""
     number = config.segment_tokens
     if config.plan_file or not number:

@@ -34,7 +34,7 @@ from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.simulator import Event, simulate
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """What a stage sends to its neighbour.
 
     Attributes:
@@ -57,7 +57,7 @@ _OWN = (1, 0, 0)
 
 
 @functools.lru_cache(maxsize=4)
-def timetable(plan: Plan, levels: Levels = ()) -> tuple[Event | Message, ...]:
+def timetable(plan: Plan, levels: Levels = ()) -> tuple[Event | StageMessage, ...]:
     """The order of all actions and messages; the same on every rank for the same arguments.
 
     Args:
@@ -67,7 +67,7 @@ def timetable(plan: Plan, levels: Levels = ()) -> tuple[Event | Message, ...]:
     Raises:
         PlanError: the plan cannot run.
     """
-    entries: list[tuple[tuple[int, int, int], float, int, Event | Message]] = []
+    entries: list[tuple[tuple[int, int, int], float, int, Event | StageMessage]] = []
     level_of = dict(levels)
     for event in simulate(plan).events:
         clock = phase(event.action, level_of)
@@ -95,18 +95,18 @@ class Gap(NamedTuple):
         after: the others, issued after the level that crosses in between.
     """
 
-    before: tuple[Message, ...]
-    after: tuple[Message, ...] = ()
+    before: tuple[StageMessage, ...]
+    after: tuple[StageMessage, ...] = ()
 
 
-def exchanges(plan: Plan, rank: int, levels: Levels = ()) -> list[Gap]:
+def message_gaps(plan: Plan, rank: int, levels: Levels = ()) -> list[Gap]:
     """A rank's messages: those before its first action, between it and the next, and so on.
 
     Args:
         plan, levels: see `timetable`.
         rank: pipeline rank.
     """
-    gaps: list[list[Message]] = [[]]
+    gaps: list[list[StageMessage]] = [[]]
     for entry in timetable(plan, levels):
         if isinstance(entry, Event):
             if entry.rank == rank:
@@ -121,7 +121,7 @@ def exchanges(plan: Plan, rank: int, levels: Levels = ()) -> list[Gap]:
 
 
 def _gap(
-    messages: Sequence[Message],
+    messages: Sequence[StageMessage],
     level_of: Mapping[int, int],
     before: tuple[int, int, int],
     after: tuple[int, int, int],
@@ -132,7 +132,7 @@ def _gap(
     return Gap(tuple(messages[:num]), tuple(messages[num:]))
 
 
-def _message(plan: Plan, event: Event) -> Message | None:
+def _message(plan: Plan, event: Event) -> StageMessage | None:
     """The message that an action makes, if any."""
     if plan.segments[event.action.segment].source >= 0:
         return None
@@ -141,4 +141,4 @@ def _message(plan: Plan, event: Event) -> Message | None:
     if not 0 <= stage < plan.num_stages:
         return None
     used_by = event.action._replace(chunk=stage // plan.num_ranks)
-    return Message(event.rank, stage % plan.num_ranks, event.action, used_by)
+    return StageMessage(event.rank, stage % plan.num_ranks, event.action, used_by)

@@ -24,7 +24,7 @@ def as_refusal(error: Exception) -> UserError:
     if isinstance(error, UserError):
         return error.with_traceback(None)
     _log("".join(traceback.format_exception(error)))
-    return refused(OWN_ERROR, _place(error), named(error))
+    return refused(OWN_ERROR, _last_own_line(error), named(error))
 
 
 def softened(error: BaseException | None, mode: str) -> BaseException | None:
@@ -42,7 +42,7 @@ def is_own(error: Exception) -> bool:
     return bool(raising) and raising[-1] == _PACKAGE
 
 
-def _place(error: Exception) -> str:
+def _last_own_line(error: Exception) -> str:
     """The last line of this package that an error has passed."""
     lines = [line for name, line in _frames(error.__traceback__) if name.startswith(_PACKAGE + ".")]
     return lines[-1] if lines else "an unknown place"

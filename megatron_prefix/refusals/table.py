@@ -51,14 +51,14 @@ Test = Callable[[str, Any], bool]
 of one, so that a refusal can be sent to another rank."""
 
 
-def _on(name: str, config: Any) -> bool:
+def _is_on(name: str, config: Any) -> bool:
     """Set to something that is not false, zero or empty."""
     return bool(getattr(config, name, None))
 
 
 def _with_experts(name: str, config: Any) -> bool:
     """On in a model with experts."""
-    return _on("num_moe_experts", config) and _on(name, config)
+    return _is_on("num_moe_experts", config) and _is_on(name, config)
 
 
 def _above(name: str, config: Any, *, most: int) -> bool:
@@ -69,7 +69,7 @@ def _above(name: str, config: Any, *, most: int) -> bool:
 def _cut_wider(name: str, config: Any) -> bool:
     """Experts in more parts than other layers."""
     parts = getattr(config, name, None) or 1
-    return _on("num_moe_experts", config) and parts > config.tensor_model_parallel_size
+    return _is_on("num_moe_experts", config) and parts > config.tensor_model_parallel_size
 
 
 def _other_than(name: str, config: Any, *, usual: str) -> bool:
@@ -81,22 +81,22 @@ def _balances(name: str, config: Any, *, kinds: tuple[str, ...], negated: bool =
     """One of these load-balancing types in a model with experts; with `negated`, any but these."""
     types = getattr(config, name, "none")
     types = [types] if isinstance(types, str) else types
-    return _on("num_moe_experts", config) and any((kind in kinds) != negated for kind in types)
+    return _is_on("num_moe_experts", config) and any((kind in kinds) != negated for kind in types)
 
 
 def _scaled_by(name: str, config: Any, *, recipes: tuple[str, ...], negated: bool = False) -> bool:
     """Products in FP8 by one of these recipes; with `negated`, by any but these."""
     recipe = getattr(config, name, "delayed")  # Megatron's default
-    return _on("fp8", config) and (recipe in recipes) != negated
+    return _is_on("fp8", config) and (recipe in recipes) != negated
 
 
 def _with_context(name: str, config: Any) -> bool:
     """An option of ranks that share the positions of a sample."""
-    return _on(name, config) and getattr(config, "context_parallel_size", 1) > 1
+    return _is_on(name, config) and getattr(config, "context_parallel_size", 1) > 1
 
 
 def _option(
-    name: str, kind: str, fix: str, test: Test = _on, attribute: str | None = None
+    name: str, kind: str, fix: str, test: Test = _is_on, attribute: str | None = None
 ) -> Refusal:
     """An option of TransformerConfig, which may be called otherwise than its attribute."""
     return Refusal(name, "config", kind, fix, partial(test, attribute or name))

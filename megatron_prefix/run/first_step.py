@@ -440,7 +440,7 @@ class FirstStep:
                 self._note(DATA_EXCHANGE.given())
         if both := sorted(self._random[0] & self._random[1]):
             self._note(RANDOM_IN_BOTH.given(", ".join(both)))
-        trainer = trainers.running()
+        trainer = trainers.running_trainer()
         # Names of which is known that no forward step reads them.
         unread = trainer.losses_set if trainer and trainer.is_tried else frozenset()
         for old, new in zip(step.resumed.bound, now.bound, strict=True):

@@ -150,7 +150,7 @@ class Requests:
             raise refused(FP8_UNTRIED)
         if rank.scales_auxiliary_losses and len(rank.models) > 1:
             raise refused(SCALES_INTERLEAVED)
-        trainer = trainers.running() if rank.has_images else None
+        trainer = trainers.running_trainer() if rank.has_images else None
         if trainer is not None and trainer.images is not None:
             raise refused(trainer.images)
         if rank.siblings is None or rank.siblings.size() > 1:

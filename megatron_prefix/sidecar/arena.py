@@ -90,10 +90,12 @@ class LocalKeys:
         self._both = gradients
 
     def take(self) -> KeyValue:
-        return added(self._both, self._cache.take(*self._place)) if self._inner else self._both
+        return (
+            with_returned(self._both, self._cache.take(*self._place)) if self._inner else self._both
+        )
 
 
-def added(local: KeyValue, returned: Payload | None) -> KeyValue:
+def with_returned(local: KeyValue, returned: Payload | None) -> KeyValue:
     """Own gradients of K and V plus those that descendants returned, not yet rounded."""
     return local if returned is None else (returned[0] + local[0], returned[1] + local[1])
 
@@ -178,7 +180,7 @@ class Arena:
         if not self.sums:
             if isinstance(rows, slice) and len(gradients[0]) == self.rows.length:
                 self.sums = [part.to(wider(part.dtype), copy=True) for part in gradients]
-                self._device_bytes.add(_size(self.sums))
+                self._device_bytes.add(_num_bytes(self.sums))
                 return
             self.allocate(self.values, sums=True)
         for total, part in zip(self.sums, gradients, strict=True):
@@ -202,7 +204,7 @@ class Arena:
 
     def drop(self) -> None:
         """Frees all memory."""
-        self._device_bytes.add(-_size([*self.values, *self.sums]))
+        self._device_bytes.add(-_num_bytes([*self.values, *self.sums]))
         self.values, self.sums = [], []
 
     def allocate(self, likes: Sequence[Tensor], *, sums: bool = False) -> None:
@@ -213,7 +215,7 @@ class Arena:
             else like.new_empty((self.rows.length, *like.shape[1:]))
             for like in likes
         ]  # fmt: skip
-        self._device_bytes.add(_size(tensors))
+        self._device_bytes.add(_num_bytes(tensors))
         with torch.no_grad():
             for tensor in tensors:
                 for row in range(self.rows.zeros):
@@ -229,5 +231,5 @@ def wider(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _size(tensors: Sequence[Tensor]) -> int:
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
     return sum([tensor.nbytes for tensor in tensors])

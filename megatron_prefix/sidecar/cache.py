@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_prefix.device.transfer import on
+from megatron_prefix.device.transfer import to_device
 from megatron_prefix.sidecar.arena import (
     Arena,
     DeviceBytes,
@@ -57,7 +57,7 @@ class SegmentState(Enum):
 
 
 @dataclass(eq=False)
-class _Layer:
+class _LayerState:
     """One layer: its payloads, and the states of segments in it.
 
     Attributes:
@@ -103,7 +103,7 @@ class SidecarCache:
         self.map, self.forms, self.exchange = planned, tuple(forms), exchange
         self._host = host
         self.device_bytes, self._device = DeviceBytes(), torch.device("cpu")
-        self._layers: list[_Layer] = []
+        self._layers: list[_LayerState] = []
         for number, form in enumerate(forms):
             rows = planned.rows(form)
             # All positions are exchanged; of last ones every rank has a copy.
@@ -113,7 +113,7 @@ class SidecarCache:
                 arena = host.arena(rows, self.device_bytes)
             else:
                 arena = Arena(rows, self.device_bytes)
-            self._layers.append(_Layer(arena, rows.visible, rereads=form.name == "positions"))
+            self._layers.append(_LayerState(arena, rows.visible, rereads=form.name == "positions"))
         self._ahead = {n for n, layer in enumerate(self._layers) if layer.arena.looks_ahead}
         self.looks_ahead = bool(self._ahead)
         self._made: dict[tuple[int, Any], Any] = {}
@@ -151,8 +151,8 @@ class SidecarCache:
         reading: LevelReading | None = self._made.get((index, number))
         if reading is None:
             level, parts = self.map.levels[index][number], self.map.shares
-            queries = _rows(self._device, [(run.first, run.stop) for run in level.runs])
-            keys = _rows(self._device, [(run.start, run.end) for run in level.runs])
+            queries = _as_rows(self._device, [(run.first, run.stop) for run in level.runs])
+            keys = _as_rows(self._device, [(run.start, run.end) for run in level.runs])
             key_lengths = tuple(num * parts for num in level.keys)
             reading = LevelReading(keys, index, level.queries, key_lengths, queries)
             self._made[index, number] = reading
@@ -168,7 +168,7 @@ class SidecarCache:
     def tail(self, index: int, form: Form) -> TailReading | None:
         """Window keys of a segment; None if it reads none."""
         tail = self.map.tails[form][1][index]
-        return TailReading(_rows(self._device, tail.rows), tail.spans) if tail.rows else None
+        return TailReading(_as_rows(self._device, tail.rows), tail.spans) if tail.rows else None
 
     def read(self, layer: int, index: int, what: Reading) -> Payload:
         """Rows of other segments: views, or copies if they are not one interval."""
@@ -241,9 +241,9 @@ class SidecarCache:
         bounds = [(ends[span], ends[span + 1]) for span in spans]
         if held_rows is None:
             start = interval.start
-            return _rows(self._device, [(start + begin, start + end) for begin, end in bounds])
+            return _as_rows(self._device, [(start + begin, start + end) for begin, end in bounds])
         rows = np.concatenate([held_rows[begin:end] for begin, end in bounds])
-        return on(self._device, rows + interval.start)
+        return to_device(self._device, rows + interval.start)
 
     def prefetch(self, layer: int, index: int, *, backward: bool = False) -> None:
         """Announces that a segment will run in a layer.
@@ -302,7 +302,7 @@ class SidecarCache:
             f" {self.state(layer, closed).value}: before its forward or after its backward"
         )
 
-    def _expect(self, layer: int, index: int, expected: SegmentState) -> _Layer:
+    def _expect(self, layer: int, index: int, expected: SegmentState) -> _LayerState:
         """The layer; raises RuntimeError unless the segment is in the state `expected`."""
         layer_state = self._layers[layer]
         state = layer_state.states.get(index, SegmentState.EMPTY)
@@ -313,10 +313,12 @@ class SidecarCache:
         return layer_state
 
 
-def _rows(device: torch.device, intervals: Sequence[tuple[int, int]]) -> Rows:
+def _as_rows(device: torch.device, intervals: Sequence[tuple[int, int]]) -> Rows:
     """Intervals one after another: one interval if they are neighbours, else an index."""
     interval = one_interval(intervals)
     if interval is not None:
         return interval
-    index: Tensor = on(device, np.concatenate([np.arange(*interval) for interval in intervals]))
+    index: Tensor = to_device(
+        device, np.concatenate([np.arange(*interval) for interval in intervals])
+    )
     return index

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.device.fusion import has_triton
-from megatron_prefix.device.transfer import on
-from megatron_prefix.sidecar.arena import KeyValue, Lengths, Payload, added, wider
+from megatron_prefix.device.transfer import to_device
+from megatron_prefix.sidecar.arena import KeyValue, Lengths, Payload, wider, with_returned
 from megatron_prefix.tree import cp_layout
 
 
@@ -93,7 +93,7 @@ class Exchange:
         """
         places = self._tables.get((name, lengths))
         if places is None:
-            places = on(device, _TABLES[name](lengths, self.rank, self.size))
+            places = to_device(device, _TABLES[name](lengths, self.rank, self.size))
             self._tables[name, lengths] = places
         return places
 
@@ -116,10 +116,10 @@ class Exchange:
 
 
 _TABLES: dict[str, Callable[[Lengths, int, int], cp_layout.Index]] = {
-    "order": lambda lengths, rank, size: cp_layout.order(lengths, size),
-    "dealt": lambda lengths, rank, size: cp_layout.dealt(lengths, size),
+    "order": lambda lengths, rank, size: cp_layout.view_order(lengths, size),
+    "dealt": lambda lengths, rank, size: cp_layout.view_positions(lengths, size),
     "runs": lambda lengths, rank, size: cp_layout.runs_in_view(lengths, size),
-    "own": lambda lengths, rank, size: cp_layout.order(lengths, size)[
+    "own": lambda lengths, rank, size: cp_layout.view_order(lengths, size)[
         cp_layout.own_runs(lengths, rank, size).visible
     ],
     "own sums": cp_layout.own_sums,
@@ -170,7 +170,7 @@ class GatheredKeys:
         """In fp32 or wider."""
         (key_value,) = self._coming.wait()
         local = halves(key_value, self._width)
-        return local if self._returned is None else added(local, self._returned())
+        return local if self._returned is None else with_returned(local, self._returned())
 
 
 def key_sums(

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_prefix.offload.pool import Lease, StagingPool
 from megatron_prefix.offload.segment import Offloader
 from megatron_prefix.offload.transfers import Pairs
-from megatron_prefix.plan.footprint import spread
+from megatron_prefix.plan.footprint import spread_evenly
 from megatron_prefix.sidecar.arena import Arena, DeviceBytes, LevelReading, Payload, Reading, wider
 from megatron_prefix.tree.payload_map import RowMap
 
@@ -41,7 +41,7 @@ class HostLayers:
     def __init__(self, offloader: Offloader, num_layers: int, num_host: int) -> None:
         self.transfers, self.pool = offloader.transfers, offloader.pool
         self._counts = offloader.counts
-        self._layers = spread(num_layers, num_host)
+        self._layers = spread_evenly(num_layers, num_host)
         self._leaving: collections.deque[tuple[Any, Sequence[Tensor]]] = collections.deque()
 
     def __contains__(self, layer: int) -> bool:

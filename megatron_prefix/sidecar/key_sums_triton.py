@@ -33,7 +33,7 @@ def _half(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 @triton.jit(do_not_specialize=["num", "heads"])
-def _sums(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _key_sums_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     key_grad, value_grad, sources, total, num, heads,  # noqa: ANN001
     BEGUN: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,  # noqa: N803
     PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
@@ -58,7 +58,7 @@ def key_sums_triton(gradients: Payload, sources: Tensor, begin: Tensor | None) -
     total = begin
     if total is None:
         total = key_grad.new_empty((num, heads, width + value_width), dtype=wider(key_grad.dtype))
-    _sums[heads, triton.cdiv(num, BLOCK)](
+    _key_sums_kernel[heads, triton.cdiv(num, BLOCK)](
         key_grad, value_grad, sources, total, num, heads, BEGUN=begin is not None, WIDTH=width,
         VALUE_WIDTH=value_width, PADDED=triton.next_power_of_2(width),
         VALUE_PADDED=triton.next_power_of_2(value_width), BLOCK=BLOCK,

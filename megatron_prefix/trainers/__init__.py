@@ -9,7 +9,7 @@ from megatron_prefix.trainers.table import TRAINERS, arguments
 from megatron_prefix.trainers.trainer import Trainer
 from megatron_prefix.tree.cp_layout import Slices
 
-__all__ = ["TRAINERS", "Trainer", "running", "slices"]
+__all__ = ["TRAINERS", "Trainer", "running_trainer", "slices"]
 
 
 def slices() -> Slices:
@@ -19,6 +19,6 @@ def slices() -> Slices:
     return Slices.CONTIGUOUS if flag else Slices.ZIGZAG
 
 
-def running() -> Trainer | None:
+def running_trainer() -> Trainer | None:
     """The trainer that this process has imported; None if it is a training loop of its own."""
     return next((trainer for trainer in TRAINERS if trainer.is_running()), None)

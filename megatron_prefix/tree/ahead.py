@@ -262,5 +262,5 @@ def _owners(samples: Sequence[Pairs], size: int) -> Iterator[Numbers]:
     for sample in samples:
         owners = np.zeros(len(sample), np.int64)
         for rank in range(size):
-            owners[cp_layout.positions(len(sample), rank, size)] = rank
+            owners[cp_layout.rank_positions(len(sample), rank, size)] = rank
         yield owners

@@ -97,11 +97,13 @@ class Tries:
         """The cheaper packing: with and without spans inside the waves that read them. Trees in
         waves are not cut, so they may fill segments worse."""
         raw, first = sum(map(len, self.trained)), self.first_trained
-        packed = _worthwhile(_copied(roots), first, options, owner, raw, self.common)
+        packed = _worthwhile_packing(_copied_nodes(roots), first, options, owner, raw, self.common)
         if not any(node.joins for node in preorder(packed.roots)):
             return packed
         options = replace(options, joins=False)
-        without_joins = _worthwhile(_copied(roots), first, options, owner, raw, self.common)
+        without_joins = _worthwhile_packing(
+            _copied_nodes(roots), first, options, owner, raw, self.common
+        )
         return min(packed, without_joins, key=lambda packing: _cost(packing.lengths, options))
 
     def _joined(
@@ -291,7 +293,7 @@ def _shared(
         yield (min(shared, first[a], first[b]) if first else shared) // boundary * boundary
 
 
-def _worthwhile(
+def _worthwhile_packing(
     roots: list[Node],
     first: Sequence[int],
     options: TreeOptions,
@@ -325,7 +327,7 @@ def _worthwhile(
         roots = dissolved(roots, stays)
 
 
-def _copied(roots: list[Node]) -> list[Node]:
+def _copied_nodes(roots: list[Node]) -> list[Node]:
     top = Node(0, 0, [], roots)
     for node in preorder([top]):
         node.children = [

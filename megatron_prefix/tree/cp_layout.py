@@ -48,7 +48,7 @@ class OwnRuns(NamedTuple):
     visible: Index
 
 
-def positions(length: int, rank: int, size: int) -> Index:
+def rank_positions(length: int, rank: int, size: int) -> Index:
     """Positions that a rank holds of a span of `length`, ascending.
 
     Raises:
@@ -64,18 +64,20 @@ def positions(length: int, rank: int, size: int) -> Index:
 def held_positions(lengths: Sequence[int], rank: int, size: int) -> Index:
     """Positions that a rank holds of a segment with spans of these lengths, each cut by itself."""
     starts = np.cumsum([0, *lengths])[:-1]
-    by_span = [positions(n, rank, size) + start for n, start in zip(lengths, starts, strict=True)]
+    by_span = [
+        rank_positions(n, rank, size) + start for n, start in zip(lengths, starts, strict=True)
+    ]
     return np.concatenate(by_span) if by_span else np.zeros(0, np.int64)
 
 
-def dealt(lengths: Sequence[int], size: int) -> Index:
-    """The segment's positions in the order of the view: `segment[dealt]` is the view."""
+def view_positions(lengths: Sequence[int], size: int) -> Index:
+    """The segment's positions in the order of the view: `segment[view_positions]` is the view."""
     return np.concatenate([held_positions(lengths, rank, size) for rank in range(size)])
 
 
-def order(lengths: Sequence[int], size: int) -> Index:
-    """Where the segment's positions are in the view: `view[order]` is the segment."""
-    view = dealt(lengths, size)
+def view_order(lengths: Sequence[int], size: int) -> Index:
+    """Where the segment's positions are in the view: `view[view_order]` is the segment."""
+    view = view_positions(lengths, size)
     places_of = np.empty_like(view)
     places_of[view] = np.arange(len(view))
     return places_of
@@ -136,7 +138,7 @@ def last_positions(
     """
     local, places, begin, at = [], [], 0, 0
     for length, num in zip(lengths, last, strict=True):
-        offsets = positions(length, rank, size) - (length - num)
+        offsets = rank_positions(length, rank, size) - (length - num)
         hits = np.flatnonzero(offsets >= 0)
         local.append(hits + begin)
         places.append(offsets[hits] + at)
@@ -150,7 +152,7 @@ def own_sums(lengths: tuple[int, ...], rank: int, size: int) -> Index:
     A key is in the run of the rank's late piece, in both runs, or in none.
     """
     runs = own_runs(lengths, rank, size)
-    places = order(lengths, size)[runs.visible]
+    places = view_order(lengths, size)[runs.visible]
     late = np.repeat(np.arange(len(runs.keys)) % 2 == 1, runs.keys)
     key_at = np.full((2, sum(lengths)), -1, np.int64)
     keys = np.arange(len(places))

@@ -80,11 +80,11 @@ def even_parts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
     ends = [*itertools.accumulate(lengths)]
     if not budget or ends[-1] <= budget:
         return [(0, len(lengths))]
-    parts, longest, _ = _parts(ends, budget)
+    parts, longest, _ = _filled_parts(ends, budget)
     low, high = -(-ends[-1] // len(parts)), min(longest, budget)
     while low < high:  # only sums that occur are tried
         middle = (low + high) // 2
-        candidate, longest, next_budget = _parts(ends, middle)
+        candidate, longest, next_budget = _filled_parts(ends, middle)
         if len(candidate) > len(parts):
             low = next_budget
         else:
@@ -92,7 +92,7 @@ def even_parts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
     return parts
 
 
-def _parts(ends: Sequence[int], budget: int) -> tuple[list[tuple[int, int]], int, int]:
+def _filled_parts(ends: Sequence[int], budget: int) -> tuple[list[tuple[int, int]], int, int]:
     """Greedily filled parts, the largest of their sums, and the next budget that changes them.
 
     Args:

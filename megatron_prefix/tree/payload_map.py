@@ -204,7 +204,7 @@ def payload_map(
     )  # fmt: skip
 
 
-def batches(lengths: Sequence[int]) -> list[list[int]]:
+def length_batches(lengths: Sequence[int]) -> list[list[int]]:
     """Numbers of spans in batches whose lengths differ by less than a factor of two."""
     order = sorted(range(len(lengths)), key=lambda number: lengths[number].bit_length())
     groups = itertools.groupby(order, key=lambda number: lengths[number].bit_length())

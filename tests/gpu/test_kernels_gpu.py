@@ -14,7 +14,7 @@ from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.layers.blocks import merge as merging
 from megatron_prefix.layers.blocks import operators
 from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
-from megatron_prefix.layers.blocks.kernels import KERNELS, available, choose
+from megatron_prefix.layers.blocks.kernels import KERNELS, available, choose_kernel
 from megatron_prefix.layers.blocks.merge import formula, merge
 from megatron_prefix.sidecar import context_parallel as sums
 from megatron_prefix.tree import cp_layout
@@ -58,7 +58,7 @@ def working(
 ) -> Kernel:
     """The kernel, or a skip that says why this machine cannot run it."""
     try:
-        return choose(name, "cuda", dtype, head_dim, head_dim_v, group=group)
+        return choose_kernel(name, "cuda", dtype, head_dim, head_dim_v, group=group)
     except UserError as reason:
         pytest.skip(str(reason))
 
@@ -69,11 +69,11 @@ def test_a_fused_kernel_works_on_this_device() -> None:
         pytest.skip("the fused kernels need compute capability 8.0")
     reasons = available("cuda", torch.bfloat16, 128)
     assert reasons["math"] is None and reasons["flash"] is None, reasons
-    auto = choose("auto", "cuda", torch.bfloat16, 128).name
+    auto = choose_kernel("auto", "cuda", torch.bfloat16, 128).name
     others = ("cudnn or flash by shape", "cudnn", "flash")
     assert auto in (("fa4",) if reasons["fa4"] is None else others), reasons
-    assert choose("auto", "cuda", torch.float64, 128).name == "math"
-    assert choose("auto", "cuda", torch.float32, 128).name == "math"
+    assert choose_kernel("auto", "cuda", torch.float64, 128).name == "math"
+    assert choose_kernel("auto", "cuda", torch.float32, 128).name == "math"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_causal_runs_with_more_keys_than_queries(
 def test_a_window(name: str, window: int, shape: tuple[int, int]) -> None:
     """Runs of a layer with a window: own keys, and the last ones of ancestors before them."""
     group, width = shape
-    kernel = choose(name, "cuda", torch.bfloat16, width, group=group, window=window)
+    kernel = choose_kernel(name, "cuda", torch.bfloat16, width, group=group, window=window)
     math = KERNELS["math"].windowed(window)
     assert math is not None
     for queries in ((300, 300), (700,), (5, 64, 1, 129, 400), tuple(range(1, 60))):
@@ -352,7 +352,7 @@ def test_sums_of_own_keys_are_those_of_torch(
     for rank in range(size):
         seen = cp_layout.own_runs(lengths, rank, size).visible
         tables = {
-            "own": cp_layout.order(lengths, size)[seen],
+            "own": cp_layout.view_order(lengths, size)[seen],
             "own sums": cp_layout.own_sums(lengths, rank, size),
         }
         tables = {name: torch.from_numpy(table).cuda() for name, table in tables.items()}

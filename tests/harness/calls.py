@@ -133,7 +133,7 @@ class Trainer:
     def cut(self, rows: list[np.ndarray]) -> list[np.ndarray]:
         """This context-parallel rank's parts of samples."""
         rank, size = parallel_state.get_context_parallel_rank(), self.layout.cp
-        return [row[cp_layout.positions(len(row), rank, size)] for row in rows]
+        return [row[cp_layout.rank_positions(len(row), rank, size)] for row in rows]
 
     def iterator(self) -> Any:
         """What is passed as `data_iterator` for one model chunk."""

@@ -47,7 +47,7 @@ def forward_backward(chunks: list[Any], data: list[torch.Tensor]) -> list[float]
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     group = parallel_state.get_context_parallel_group()
-    held = torch.from_numpy(cp_layout.positions(LENGTH, group.rank(), group.size()))
+    held = torch.from_numpy(cp_layout.rank_positions(LENGTH, group.rank(), group.size()))
 
     def loss_of(losses: torch.Tensor) -> Any:
         loss = losses.sum() / LENGTH

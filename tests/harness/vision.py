@@ -257,7 +257,7 @@ class VisionLanguage(MegatronModule):
         if self.pre_process:
             given = self._embedded(input_ids, pixel_values, image_grid_thw)
         cp = parallel_state.get_context_parallel_group()
-        held = torch.from_numpy(cp_layout.positions(input_ids.shape[1], cp.rank(), cp.size()))
+        held = torch.from_numpy(cp_layout.rank_positions(input_ids.shape[1], cp.rank(), cp.size()))
         if not kind.slices:
             position_ids = position_ids[..., held]
             self.language_model.rotary_pos_emb.is_thd_format = True
@@ -279,7 +279,7 @@ class VisionLanguage(MegatronModule):
             parallel_state.get_context_parallel_group(),
             parallel_state.get_tensor_model_parallel_group(),
         )
-        held = torch.from_numpy(cp_layout.positions(tokens.shape[1], cp.rank(), cp.size()))
+        held = torch.from_numpy(cp_layout.rank_positions(tokens.shape[1], cp.rank(), cp.size()))
         rows, mask = rows[:, held].transpose(0, 1).contiguous(), mask[:, held]
         dense = [one[:, held] for one in dense]
         if self.config.sequence_parallel:

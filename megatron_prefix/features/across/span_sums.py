@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_prefix.device.transfer import on
+from megatron_prefix.device.transfer import to_device
 
 
 class SpanSums:
@@ -70,7 +70,7 @@ class SpanSums:
         whole = whole.flatten(1)
         if len(spans) == len(whole):
             return (whole,)
-        return (whole.index_select(0, on(whole.device, np.array(spans, np.int64))),)
+        return (whole.index_select(0, to_device(whole.device, np.array(spans, np.int64))),)
 
     def add(self, index: int, num_spans: int, spans: Sequence[int], rows: Sequence[Tensor]) -> None:
         """Adds rows of some of a segment's spans, as `rows` returns them."""
@@ -78,5 +78,5 @@ class SpanSums:
             part = row.view(len(spans), len(self._places), -1)
             if index not in self._of:
                 self._of[index] = part.new_zeros((num_spans, *part.shape[1:]))
-            numbers = on(part.device, np.array(spans, np.int64))
+            numbers = to_device(part.device, np.array(spans, np.int64))
             self._of[index].index_add_(0, numbers, part)

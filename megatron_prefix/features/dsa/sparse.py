@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_prefix.device.transfer import on
+from megatron_prefix.device.transfer import to_device
 from megatron_prefix.layers.blocks.core import autocast_now, sum_of
 from megatron_prefix.layers.blocks.latent import Latents
 from megatron_prefix.layers.blocks.shared import Pull
@@ -367,7 +367,9 @@ def seen_of(context: SegmentContext, num_heads: int, device: torch.device) -> li
         ends = itertools.accumulate(context.cache.map.lengths[context.index], initial=0)
         found = []
         for first, stop in itertools.pairwise(ends):
-            rows: Tensor = on(device, _rows(context.cache.map.levels[context.index], first, stop))
+            rows: Tensor = to_device(
+                device, _rows(context.cache.map.levels[context.index], first, stop)
+            )
             step = max(1, MAX_SCORES // (num_heads * len(rows)))
             for begin in range(first, stop, step):
                 end = min(begin + step, stop)

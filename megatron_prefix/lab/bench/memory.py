@@ -31,7 +31,7 @@ from megatron_prefix.lab.verify import align
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.offload.segment import addresses
 from megatron_prefix.plan.actions import Action, Plan, policies
-from megatron_prefix.plan.peak_memory import RankMemory, predict
+from megatron_prefix.plan.peak_memory import RankMemory, predict_memory
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.execute.oom_retry import free_memory
 from megatron_prefix.run.rank import Rank
@@ -269,7 +269,7 @@ def predicted(shape: GroupShape, way: Way, chunks: list[Any], config: PrefixConf
     if way.policy == STOCK:
         length = shape.prompt + shape.response - 1
         footprint = with_saved_scores(footprint, unwrap(chunks[0]).config, length)
-    return predict(_plan(shape, way, config), footprint)[0]
+    return predict_memory(_plan(shape, way, config), footprint)[0]
 
 
 def _plan(shape: GroupShape, way: Way, config: PrefixConfig) -> Plan:

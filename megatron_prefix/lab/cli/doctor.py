@@ -229,7 +229,7 @@ def _what_runs(device: str, spec: ModelSpec | None, probes: bool) -> dict[str, A
     for name in DTYPES:
         heads_of = device, getattr(torch, name), heads.width
         reasons[name] = kernels.available(*heads_of, **probed)
-        chosen[name] = kernels.choose("auto", *heads_of, **probed).name
+        chosen[name] = kernels.choose_kernel("auto", *heads_of, **probed).name
         why[name] = kernels.why(*heads_of, **probed)
     recurrent = _recurrent(functools.partial(probe.refusals, compiles=probes), device, spec)
     untried = [] if probes or device == "cpu" else [*kernels.COMPILED, *probe.COMPILED]

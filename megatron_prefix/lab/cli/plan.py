@@ -28,7 +28,7 @@ from megatron_prefix.plan.actions import POLICIES, Plan, policies
 from megatron_prefix.plan.chunking import ChunkChooser
 from megatron_prefix.plan.files import check_folder_writable
 from megatron_prefix.plan.footprint import Execution
-from megatron_prefix.plan.peak_memory import RankMemory, predict
+from megatron_prefix.plan.peak_memory import RankMemory, predict_memory
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.prediction import Prediction
 from megatron_prefix.plan.prediction import predict as predicted_times
@@ -352,5 +352,5 @@ def peaks(
     found = {}
     for policy in POLICIES:
         one = replace(plan, policies=policies(plan.segments, policy))
-        found[policy] = max(predict(one, footprint), key=lambda memory: memory.peak)
+        found[policy] = max(predict_memory(one, footprint), key=lambda memory: memory.peak)
     return found

@@ -90,7 +90,7 @@ class LocalAttention(DotProductAttention):
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         lengths = _lengths(packed_seq_params) if packed else [group.size() * len(query)]
         if group.size() > 1:
-            order = torch.from_numpy(cp_layout.order(lengths, group.size())).to(query.device)
+            order = torch.from_numpy(cp_layout.view_order(lengths, group.size())).to(query.device)
             key, value = (
                 gather_from_sequence_parallel_region(x.contiguous(), group=group)[order]
                 for x in (key, value)
@@ -255,7 +255,7 @@ def _hidden(
     """
     if size == 1:
         return None
-    held = torch.from_numpy(cp_layout.positions(length, rank, size)).to(device)[:, None]
+    held = torch.from_numpy(cp_layout.rank_positions(length, rank, size)).to(device)[:, None]
     keys = torch.arange(length, device=device)
     hidden = keys > held
     if window is not None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.count_sums import sums_behind
-from megatron_prefix.plan.timetable import Message, exchanges
+from megatron_prefix.plan.timetable import StageMessage, message_gaps
 from megatron_prefix.tree import Forest
 from megatron_prefix.tree.forest import Exchange
 
@@ -167,7 +167,7 @@ class _Writer:
     def steps(self) -> Iterator[Step]:
         """All of them."""
         levels = tuple((one.segment, one.level) for one in self.pipeline.forest.exchanges)
-        gaps = exchanges(self.pipeline.union, self.rank.stage, levels)
+        gaps = message_gaps(self.pipeline.union, self.rank.stage, levels)
         program = self.pipeline.plan.programs[self.rank.stage]
         sums = iter(sums_behind(self.pipeline.union, self.rank.stage, self.pipeline.owners))
         yield from self._messages(gaps[0].before)
@@ -199,7 +199,7 @@ class _Writer:
         """The ranks of other pipelines at this stage."""
         return tuple(Rank(one, self.rank.stage) for one in datas)
 
-    def _messages(self, messages: Sequence[Message]) -> Iterator[Batch]:
+    def _messages(self, messages: Sequence[StageMessage]) -> Iterator[Batch]:
         """Between stages, each for itself."""
         for one in messages:
             sends = one.sender == self.rank.stage

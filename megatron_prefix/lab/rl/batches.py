@@ -139,7 +139,7 @@ def on_cp_rank(item: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
     unchanged. The same slices as Megatron's get_batch_on_this_cp_rank.
     """
     length = item["tokens"].shape[1]
-    held = torch.from_numpy(cp_layout.positions(length, rank, size))
+    held = torch.from_numpy(cp_layout.rank_positions(length, rank, size))
 
     def sliced(value: Any) -> Any:
         per_position = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length

@@ -48,7 +48,7 @@ def like_for_like(
     if config.kernel == "auto":
         heads, dtype = table.heads(spec), getattr(torch, options.dtype)
         widths = heads.width, heads.value_width
-        fastest = kernels.choose("auto", "cpu", dtype, *widths, group=heads.group).name
+        fastest = kernels.choose_kernel("auto", "cpu", dtype, *widths, group=heads.group).name
         config = replace(config, kernel=fastest if plain else MATH)
     return replace(options, sdpa=plain and config.kernel == FLASH), config
 

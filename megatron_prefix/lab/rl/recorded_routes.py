@@ -75,7 +75,7 @@ def _of_all_ranks(items: Sequence[Microbatch], table: NDArray[np.int16]) -> Rout
     for rank, parts in everyone:
         for name, part in parts:
             whole = routes.setdefault(name, np.zeros((len(part) * size, *part.shape[1:]), np.int16))
-            whole[cp_layout.positions(len(whole), rank, size)] = part
+            whole[cp_layout.rank_positions(len(whole), rank, size)] = part
     return routes
 
 

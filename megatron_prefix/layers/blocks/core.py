@@ -64,7 +64,7 @@ def segment_attention(
     cast = _AS_IT_IS if shared.is_keys else autocast_now(query.device.type)
     saved = context.inner and shared.is_keys
     num_levels = context.num_levels if shared.window is None else 0
-    call = _Call(context, layer, scale, kernel, shared, cast, into, saved, num_levels)
+    call = _AttentionCall(context, layer, scale, kernel, shared, cast, into, saved, num_levels)
     # Where nothing is expanded here, weights have no gradient to get.
     weights = shared.weights if num_levels else ()
     out: Tensor = _SegmentAttention.apply(
@@ -74,13 +74,13 @@ def segment_attention(
 
 
 @functools.lru_cache(maxsize=256)
-def own_runs(lengths: tuple[int, ...], rank: int, size: int) -> Runs:
+def own_kernel_runs(lengths: tuple[int, ...], rank: int, size: int) -> Runs:
     """Runs of a rank's queries over their own segment, for spans of these (whole) lengths."""
     own = cp_layout.own_runs(lengths, rank, size)
     return Runs(own.queries, own.keys, causal=True)
 
 
-class _Call(NamedTuple):
+class _AttentionCall(NamedTuple):
     """Arguments of `segment_attention` that are not differentiated.
 
     Attributes:
@@ -107,7 +107,7 @@ class _SegmentAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sink: Tensor | None,
-        call: _Call,
+        call: _AttentionCall,
         *weights: Tensor,
     ) -> Tensor:
         context, layer, scale, kernel, shared, *_ = call
@@ -122,7 +122,7 @@ class _SegmentAttention(torch.autograd.Function):
             key_value = shared.keys(cache.read(layer, context.index, level))
             runs = context.level_runs[number]
             part = kernel.forward(_selected(query, level.queries), *key_value, runs, scale)
-            above.append(_spread(part, level.queries, len(query)))
+            above.append(_scattered(part, level.queries, len(query)))
         parts = [kernel.forward(query, *(own_kv or keys.runs()), own, scale), *above]
         out, lse = merge(parts)
         if sink is not None:
@@ -137,7 +137,7 @@ class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: _AttentionCall = ctx.call
         context, layer, scale, kernel, shared, autocast, *_ = call
         cache, (query, out, lse, sink, *saved) = context.cache, ctx.saved_tensors
         key, value = saved or cache.own(layer, context.index)
@@ -194,7 +194,7 @@ def _selected(x: Tensor, rows: Rows, dim: int = 0) -> Tensor:
     return x.index_select(dim, rows)
 
 
-def _spread(part: Partial, rows: Rows, num_queries: int) -> Partial:
+def _scattered(part: Partial, rows: Rows, num_queries: int) -> Partial:
     """The result of `rows` as one of all queries; the others see no key."""
     if isinstance(rows, slice) and rows == slice(0, num_queries):
         return part

@@ -32,7 +32,16 @@ from megatron_prefix.layers.blocks.operators import (
     MathKernel,
 )
 
-__all__ = ["KERNELS", "CompositeKernel", "Kernel", "Partial", "Runs", "available", "choose", "why"]
+__all__ = [
+    "KERNELS",
+    "CompositeKernel",
+    "Kernel",
+    "Partial",
+    "Runs",
+    "available",
+    "choose_kernel",
+    "why",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +85,7 @@ def available(
     return {name: probe(name) for name in KERNELS}
 
 
-def choose(
+def choose_kernel(
     name: str,
     device: torch.device | str,
     dtype: torch.dtype,
@@ -97,7 +106,7 @@ def choose(
     """
     probe = _probe(device, dtype, head_dim, head_dim_v, group, compiles, window)
     if name == "auto":
-        best = _best(probe, torch.device(device), dtype)
+        best = _first_working(probe, torch.device(device), dtype)
         if best == "cudnn" and probe("flash") is None:
             return AdaptiveKernel(KERNELS["cudnn"], KERNELS["flash"], num_layers)
         return _with_window(KERNELS[best], window)
@@ -130,13 +139,13 @@ def why(
 
     Raises UserError if none works.
     """
-    chosen = choose(
+    chosen = choose_kernel(
         "auto", device, dtype, head_dim, head_dim_v, group=group, compiles=compiles
     ).name
     if dtype is torch.float64:
         return f"{chosen}, which is exact"
     probe = _probe(device, dtype, head_dim, head_dim_v, group, compiles)
-    order = _order(device, dtype)
+    order = _auto_order(device, dtype)
     better: dict[str, list[str]] = {}  # by what is in the way
     for name in order[: order.index(chosen.split()[0])]:
         better.setdefault(probe(name) or "", []).append(name)
@@ -149,15 +158,15 @@ def why(
     return f"{chosen}: {'; '.join(lines)}"
 
 
-def _order(device: torch.device | str, dtype: torch.dtype) -> tuple[str, ...]:
+def _auto_order(device: torch.device | str, dtype: torch.dtype) -> tuple[str, ...]:
     """Kernels that "auto" may take, the best first."""
     if dtype is torch.float64:
         return ("math",)
     return _AUTO.get(torch.device(device).type, ("math",))
 
 
-def _best(probe: Probe, device: torch.device, dtype: torch.dtype) -> str:
-    for name in _order(device, dtype):
+def _first_working(probe: Probe, device: torch.device, dtype: torch.dtype) -> str:
+    for name in _auto_order(device, dtype):
         reason = probe(name)
         if reason is None:
             return name

@@ -133,7 +133,7 @@ class Latents(Shared):
         context = self._running.current
         self._latents = None  # of a layer that has failed
         if self._running.tap is not None:
-            x, self._latents = _crossing(x)
+            x, self._latents = _with_wide_copy(x)
         elif context is not None and context.inner:
             self._keep(context, x)
             x = with_backward(lambda x: x.view_as(x), self._pulled, x)
@@ -214,7 +214,7 @@ class Latents(Shared):
         return get_cached_cos_sin
 
 
-def _crossing(latents: Tensor) -> tuple[Tensor, Tensor]:
+def _with_wide_copy(latents: Tensor) -> tuple[Tensor, Tensor]:
     """Latents, and a wider copy of them; the gradients of both are summed before rounding."""
     dtype, wide = latents.dtype, wider(latents.dtype)
     result: tuple[Tensor, Tensor] = with_backward(

@@ -40,7 +40,7 @@ def attend(
     keys, values = k.transpose(1, 2).to(wide), v.transpose(1, 2).to(wide)
     out = q.new_empty(num, length, heads, v.shape[-1])
     lse = torch.empty(num, heads, length, dtype=wide, device=q.device)
-    for start, stop, num_visible in _pieces(q, k, causal):
+    for start, stop, num_visible in _query_pieces(q, k, causal):
         scores = _scores(q[:, start:stop], keys[:, :, :num_visible], scale, causal, window)
         total = torch.logsumexp(scores, -1, keepdim=True)
         weighted = torch.exp(scores - total) @ values[:, :, :num_visible]
@@ -65,7 +65,7 @@ def attend_backward(
     keys, values = k.transpose(1, 2).to(wide), v.transpose(1, 2).to(wide)
     dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for start, stop, num_visible in _pieces(q, k, causal):
+    for start, stop, num_visible in _query_pieces(q, k, causal):
         part = slice(start, stop)
         scores = _scores(q[:, part], keys[:, :, :num_visible], scale, causal, window)
         p = torch.exp_(scores.sub_(lse[:, :, part].to(wide).reshape(*scores.shape[:3], 1)))
@@ -75,10 +75,10 @@ def attend_backward(
         ds = (do @ values[:, :, :num_visible].transpose(2, 3)).sub_(d).mul_(p).mul_(scale)
         dkeys[:, :, :num_visible] += ds.transpose(2, 3) @ _group(q[:, part], kv_heads).to(wide)
         dq[:, part] = _ungroup(ds @ keys[:, :, :num_visible], stop - start)
-    return dq, _positions_first(dkeys, k.dtype), _positions_first(dvalues, v.dtype)
+    return dq, _to_positions_first(dkeys, k.dtype), _to_positions_first(dvalues, v.dtype)
 
 
-def _pieces(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[int, int, int]]:
+def _query_pieces(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[int, int, int]]:
     """(first query, one past the last, number of keys that they can see), in order."""
     num, length, heads, _ = q.shape
     num_keys = k.shape[1]
@@ -112,6 +112,6 @@ def _ungroup(x: Tensor, length: int) -> Tensor:
     return x.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _positions_first(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _to_positions_first(x: Tensor, dtype: torch.dtype) -> Tensor:
     """[n, h, s, d] -> contiguous [n, s, h, d] in ``dtype``."""
     return x.transpose(1, 2).to(dtype).contiguous()

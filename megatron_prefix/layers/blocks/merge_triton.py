@@ -17,7 +17,7 @@ BLOCK = 32
 
 
 @triton.jit
-def _weight(lse, largest):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+def _exp_weight(lse, largest):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     """exp(lse - largest); 0 if no block of the query has a key, instead of -inf - -inf."""
     return tl.exp(lse - tl.where(largest == float("-inf"), 0.0, largest))
 
@@ -31,7 +31,7 @@ def _share(part, places, inside, weight, share):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["rows", "heads"])
-def _merge(  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _merge_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     a, b, c, lse_a, lse_b, lse_c, out, lse_out, rows, heads,  # noqa: ANN001
     NUM: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
@@ -47,10 +47,10 @@ def _merge(  # type: ignore[no-untyped-def]  # noqa: ANN202
     if NUM == 3:
         third = tl.load(lse_c + of_row, mask=in_range, other=0.0)
         largest = tl.maximum(largest, third)
-    weight_a, weight_b = _weight(first, largest), _weight(second, largest)
+    weight_a, weight_b = _exp_weight(first, largest), _exp_weight(second, largest)
     total = weight_a + weight_b
     if NUM == 3:
-        weight_c = _weight(third, largest)
+        weight_c = _exp_weight(third, largest)
         total += weight_c
     share = tl.where(total == 0, 0.0, 1.0 / total)
     merged = _share(a, places, inside, weight_a, share)
@@ -70,7 +70,7 @@ def merge_triton(
     rows, heads, width = parts[0].shape
     out, lse = torch.empty_like(parts[0], dtype=dtype), torch.empty_like(sums[0])
     grid = heads, triton.cdiv(rows, BLOCK)
-    _merge[grid](
+    _merge_kernel[grid](
         parts[0], parts[1], parts[-1], sums[0], sums[1], sums[-1], out, lse, rows, heads,
         NUM=len(parts), WIDTH=width, PADDED=triton.next_power_of_2(width), BLOCK=BLOCK,
     )  # fmt: skip

@@ -77,7 +77,7 @@ class FlashCpuKernel(SplitCausal):
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             *heads, 0.0, causal, scale=scale
         )
-        return _positions_first(out, q), lse.reshape(q.shape[0], q.shape[2], q.shape[1]), ()
+        return _from_query_heads(out, q), lse.reshape(q.shape[0], q.shape[2], q.shape[1]), ()
 
     def attend_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
         dout, q, k, v, out, lse = saved
@@ -94,8 +94,8 @@ class FlashCpuKernel(SplitCausal):
             scale=scale,
         )
         group = (k.shape[2], -1)
-        dk, dv = (_positions_first(x, q).unflatten(2, group).sum(3) for x in (dk, dv))
-        return _positions_first(dq, q), dk, dv
+        dk, dv = (_from_query_heads(x, q).unflatten(2, group).sum(3) for x in (dk, dv))
+        return _from_query_heads(dq, q), dk, dv
 
 
 class _Aligned(Batched):
@@ -463,7 +463,7 @@ def _kv_heads(q: Tensor, x: Tensor) -> Tensor:
     return repeated[0].permute(1, 2, 0, 3)
 
 
-def _positions_first(x: Tensor, q: Tensor) -> Tensor:
+def _from_query_heads(x: Tensor, q: Tensor) -> Tensor:
     """The inverse of `_query_heads`."""
     if q.shape[0] > 1:
         return x.transpose(1, 2)

@@ -70,7 +70,7 @@ class Repeated:
         if not hasattr(function, "compile_cache"):
             out, lse, *_ = function(q, k, v, **options)
             return out, lse
-        named = ((name, _told(value)) for name, value in options.items())
+        named = ((name, _option_key(value)) for name, value in options.items())
         key = (q.device, *map(_layout, (q, k, v)), *named)
         launch = self._known.get(key)
         if launch is not None:
@@ -88,7 +88,7 @@ def _layout(x: Tensor) -> Hashable:
     return x.dtype, x.shape, x.stride(), x.data_ptr() % ALIGNED
 
 
-def _told(option: Any) -> Hashable:
+def _option_key(option: Any) -> Hashable:
     """An option as a key; the launch keeps a tensor alive, so its id is unique."""
     return (id(option), option.data_ptr()) if isinstance(option, Tensor) else option
 
@@ -134,7 +134,7 @@ def _watched(
     if len(watched.launches) != 1 or not (out.is_contiguous() and lse.is_contiguous()):
         return out, lse, None
     kernel, arguments = watched.launches[0]
-    all_places = [_place(tensor, arguments) for tensor in (*tensors, out, lse)]
+    all_places = [_argument_index(tensor, arguments) for tensor in (*tensors, out, lse)]
     places = [place for place in all_places if place is not None]
     if len({*places}) < len(all_places):
         return out, lse, None
@@ -146,7 +146,7 @@ def _watched(
     return out, lse, _Launch(kernel, (*fixed,), (*places,), written, (*option_tensors,))
 
 
-def _place(tensor: Tensor, arguments: Sequence[Any]) -> int | None:
+def _argument_index(tensor: Tensor, arguments: Sequence[Any]) -> int | None:
     """Index of the argument with a tensor's address and layout."""
     for place, argument in enumerate(arguments):
         if isinstance(argument, Tensor) and _identity(argument) == _identity(tensor):

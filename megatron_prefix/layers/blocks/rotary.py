@@ -52,7 +52,7 @@ class Rotary:
             # Not `forward`, which caches per class and slices by context-parallel rank.
             table = None if like is None else self.tables[id(like)]
             self._names[id(module)] = id(module if like is None else like)
-            self.tables[id(module)] = table or _table(module.get_emb(self._length))
+            self.tables[id(module)] = table or _with_scale(module.get_emb(self._length))
         # Megatron's modules move their numbers to the device when they are called first.
         self._made_of = [_made_of(module) for module in self.modules]
 
@@ -72,7 +72,7 @@ class Rotary:
         return self._rows[name]
 
 
-def _table(embedding: Tensor | tuple[Tensor, float]) -> tuple[Tensor, float]:
+def _with_scale(embedding: Tensor | tuple[Tensor, float]) -> tuple[Tensor, float]:
     return embedding if isinstance(embedding, tuple) else (embedding, 1.0)
 
 
@@ -80,18 +80,18 @@ def _made_of(module: nn.Module) -> list[Any]:
     """The numbers of a rotary embedding, with the versions of its tensors: equal if unchanged."""
     return [
         (name, id(value), value._version) if isinstance(value, Tensor) else (name, value)
-        for name, value in _numbers(module).items()
+        for name, value in _values(module).items()
     ]
 
 
 def _equal(first: nn.Module, second: nn.Module) -> bool:
     """Whether two modules make the same table."""
-    numbers, theirs = _numbers(first), _numbers(second)
+    numbers, theirs = _values(first), _values(second)
     same = type(first) is type(second) and numbers.keys() == theirs.keys()
-    return same and all(_same(value, theirs[name]) for name, value in numbers.items())
+    return same and all(_equal_values(value, theirs[name]) for name, value in numbers.items())
 
 
-def _numbers(module: nn.Module) -> dict[str, Any]:
+def _values(module: nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(module).items()
@@ -99,7 +99,7 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _same(first: Any, second: Any) -> bool:
+def _equal_values(first: Any, second: Any) -> bool:
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return first.device == second.device and torch.equal(first, second)
     return bool(type(first) is type(second) and first == second)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_prefix.device.transfer import on
+from megatron_prefix.device.transfer import to_device
 from megatron_prefix.layers.blocks.interface import Runs
 from megatron_prefix.layers.blocks.shared import Shared
 from megatron_prefix.sidecar.arena import KeyValue, OwnKeys, Payload, TailReading, wider
@@ -158,7 +158,9 @@ def window_keys(context: SegmentContext, form: Form, device: torch.device) -> Wi
     rank, size = (cache.exchange.rank, cache.exchange.size) if cache.exchange else (0, 1)
     spans = ((),) * len(own) if reading is None else reading.spans
     num_read = max((stop for span in spans for _, stop in span), default=0)
-    view = cp_layout.order(own, size) + num_read if size > 1 else np.arange(sum(own)) + num_read
+    view = (
+        cp_layout.view_order(own, size) + num_read if size > 1 else np.arange(sum(own)) + num_read
+    )
     order, queries, keys = [], [], []
     for above, begin, length in zip(spans, itertools.accumulate(own, initial=0), own, strict=False):
         ancestors = np.concatenate([np.arange(0), *(np.arange(*bounds) for bounds in above)])
@@ -172,6 +174,7 @@ def window_keys(context: SegmentContext, form: Form, device: torch.device) -> Wi
     last, places = cp_layout.last_positions(own, last_counts, rank, size)
     return WindowKeys(
         reading, num_read, sum(own),
-        None if reading is None and size == 1 else on(device, np.concatenate(order)),
-        runs, on(device, last), sum(last_counts), None if size == 1 else on(device, places),
+        None if reading is None and size == 1 else to_device(device, np.concatenate(order)),
+        runs, to_device(device, last), sum(last_counts),
+        None if size == 1 else to_device(device, places),
     )  # fmt: skip

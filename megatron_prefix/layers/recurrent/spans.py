@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_prefix.device.transfer import on
+from megatron_prefix.device.transfer import to_device
 from megatron_prefix.sidecar.arena import Reading
 from megatron_prefix.tree import cp_layout
-from megatron_prefix.tree.payload_map import batches
+from megatron_prefix.tree.payload_map import length_batches
 
 
 class Edges(NamedTuple):
@@ -145,7 +145,7 @@ class Spans:
     @functools.cached_property
     def _numbers(self) -> list[list[int]]:
         """Of the spans of every batch."""
-        return batches(self.lengths)
+        return length_batches(self.lengths)
 
     def batches(self, before: int) -> tuple[Batch, ...]:
         """All spans in batches whose lengths differ by less than a factor of two.
@@ -199,9 +199,12 @@ class Spans:
             size: ranks, each with two pieces of every span.
         """
         if size not in self._dealt:
-            order = cp_layout.order(self.lengths, size)
-            self._dealt[size] = self._on(order), self._on(cp_layout.dealt(self.lengths, size))
+            order = cp_layout.view_order(self.lengths, size)
+            self._dealt[size] = (
+                self._on(order),
+                self._on(cp_layout.view_positions(self.lengths, size)),
+            )
         return self._dealt[size]
 
     def _on(self, index: Sequence[int] | np.ndarray) -> Tensor:
-        return on(self._device, np.asarray(index, np.int64))
+        return to_device(self._device, np.asarray(index, np.int64))

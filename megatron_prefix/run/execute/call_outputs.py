@@ -25,7 +25,7 @@ from torch.utils import (
     _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
 )
 
-from megatron_prefix.device.transfer import on
+from megatron_prefix.device.transfer import to_device
 from megatron_prefix.errors import refused
 from megatron_prefix.refusals.table import DIFFERENT_OUTPUTS, FLAT_ROWS, OTHER_OUTPUT, OTHER_SHAPE
 from megatron_prefix.run.execute.inputs import ReadRows
@@ -257,7 +257,7 @@ class CallOutputs:
         """This context-parallel rank's positions of samples that lie one behind the other."""
         if lengths not in self._index:
             mine = cp_layout.held_positions(lengths, exchange.rank, exchange.size)
-            self._index[lengths] = on(whole.device, mine)
+            self._index[lengths] = to_device(whole.device, mine)
         return whole.index_select(0, self._index[lengths])
 
     def _joined(self, rollouts: Sequence[int], number: int) -> Tensor:
@@ -282,7 +282,7 @@ class CallOutputs:
             index.append(np.arange(start, start + length))
         outputs = [self.kept[segment].leaves[number] for segment in used]
         whole = torch.cat([*outputs, self._guard(like, missing - total)])
-        return whole.index_select(0, on(like.device, np.concatenate(index)))
+        return whole.index_select(0, to_device(like.device, np.concatenate(index)))
 
     def _places(self, rollout: int) -> Iterator[tuple[Place | None, int]]:
         """Where a rollout's outputs are, and of how many positions; None: nobody computed them."""
@@ -310,7 +310,7 @@ class CallOutputs:
             unread.append(offset + np.setdiff1d(np.arange(length), local))
             offset += length
         missing = np.concatenate(unread)
-        index = on(like.device, np.concatenate([*targets, missing]))
+        index = to_device(like.device, np.concatenate([*targets, missing]))
         *places_of, others = index.split([*map(len, targets), len(missing)])
         rows = [_as_interval(*both) for both in zip(targets, places_of, strict=True)]
         guard = self._guard(like, min(1, len(missing)))

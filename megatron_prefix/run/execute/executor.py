@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_prefix.features.across.exchanges import Exchanges
 from megatron_prefix.features.across.final_states import FinalStates
-from megatron_prefix.layers.blocks.core import own_runs
+from megatron_prefix.layers.blocks.core import own_kernel_runs
 from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.megatron.install import Hooks
 from megatron_prefix.moe.ledger import RouterLedger
@@ -215,7 +215,7 @@ class Executor:
 
     def _context(self, index: int, stage: Stage, backward: bool = False) -> SegmentContext:
         segment, final = self._plan.segments[index], stage.final
-        runs = own_runs(stage.cache.map.lengths[index], *self._inputs.place)
+        runs = own_kernel_runs(stage.cache.map.lengths[index], *self._inputs.place)
         positions = self._inputs[index][2]
         unread, scored = stage.is_last and not segment.scored, self._scored(index, stage)
         return SegmentContext(

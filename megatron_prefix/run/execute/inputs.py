@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_prefix.device.transfer import on
+from megatron_prefix.device.transfer import to_device
 from megatron_prefix.run.read import heads
 from megatron_prefix.tree import Forest, Pairs, cp_layout
 from megatron_prefix.tree.forest import any_trained
@@ -79,7 +79,7 @@ class SegmentInputs:
             held = cp_layout.held_positions([span.padded for span in spans], rank, size)
             table = np.ascontiguousarray(table[:, held])
             self._offsets //= size
-        self._table = on(device, table[:3])
+        self._table = to_device(device, table[:3])
         self.rows: list[ReadRows | None] = [None] * len(forest.segments)
         if samples is not None:
             self.rows = self._read_rows(table[3], device)
@@ -142,7 +142,7 @@ class SegmentInputs:
             num += -num % self._multiple
             rows = np.concatenate([read, others[: num - len(read)]])  # these make up the number
             by_segment.append(rows if num == len(read) else np.sort(rows))
-        whole = on(device, np.concatenate([np.zeros(0, np.int64), *by_segment]))
+        whole = to_device(device, np.concatenate([np.zeros(0, np.int64), *by_segment]))
         parts = whole.split([len(rows) for rows in by_segment])
         lengths = np.diff(self._offsets)
         return [

@@ -22,7 +22,7 @@ from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.footprint import Footprint
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.memory_policy import Rates, automatic
-from megatron_prefix.plan.peak_memory import RankMemory, predict, table
+from megatron_prefix.plan.peak_memory import RankMemory, memory_table, predict_memory
 from megatron_prefix.plan.prediction import heaviest_stock_plan, limit_of
 from megatron_prefix.run.execute import oom_retry
 from megatron_prefix.run.execute.oom_retry import Result
@@ -97,7 +97,7 @@ class MemoryControl:
             self._settled += 1
         if self._free:
             longest = replace(plan, segments=longest_segments(joint))
-            peaks = predict(longest, self._footprint(rank, gathers=True))
+            peaks = predict_memory(longest, self._footprint(rank, gathers=True))
             self.gathers = max(one.peak for one in peaks) <= min(*self._free, self.limit)
 
     def ask_once(self, rank: Rank) -> None:
@@ -151,7 +151,7 @@ class MemoryControl:
                 plan, footprint, rank.cost, self._rates, self.limit / by_ours, may_offload
             )
             plan = replace(plan, policies=policies)
-        return plan, by_ours * max(one.peak for one in predict(plan, footprint))
+        return plan, by_ours * max(one.peak for one in predict_memory(plan, footprint))
 
     def stock_peak(self, joint: JointForest, rank: Rank) -> float:
         """What the stock schedule is predicted to take on this rank, besides weights and gradients;
@@ -163,7 +163,7 @@ class MemoryControl:
             joint.union, joint.microbatches_of, rank.num_stages, len(rank.models)
         )
         stock = replace(self._before_settled(rank), places=None)
-        return [one.peak for one in predict(plan, stock)]
+        return [one.peak for one in predict_memory(plan, stock)]
 
     def _before_settled(self, rank: Rank) -> Footprint:
         """Before it is known whether a rank keeps K/V of all: only if the user says so."""
@@ -183,7 +183,7 @@ class MemoryControl:
 
     def predicted(self, plan: Plan, rank: Rank) -> RankMemory:
         """What a rank is predicted to hold."""
-        return predict(plan, self._footprint(rank))[rank.stage]
+        return predict_memory(plan, self._footprint(rank))[rank.stage]
 
     def give_back(self, used: int, reserved: int, device: torch.device) -> None:
         """In mode "auto" returns to the device the blocks that torch's allocator has cached in a
@@ -246,7 +246,7 @@ class MemoryControl:
         )  # fmt: skip
 
     def _failure(self, reason: str, plan: Plan, rank: Rank) -> StepOutOfMemory:
-        rows = table(plan, predict(plan, self._footprint(rank)))
+        rows = memory_table(plan, predict_memory(plan, self._footprint(rank)))
         keeps = "cp_reduce 'wave', " if self.gathers else ""
         logger.error("predicted besides weights and gradients, GiB:\n%s", rows)
         return StepOutOfMemory(

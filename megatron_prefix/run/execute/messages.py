@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.timetable import Gap, Levels, Message, exchanges
+from megatron_prefix.plan.timetable import Gap, Levels, StageMessage, message_gaps
 from megatron_prefix.run.hosts import naming
 
 ShapeOf = Callable[[int], tuple[int, ...]]
@@ -147,8 +147,8 @@ class Links:
     ) -> None:
         self._channels, self._shape, self._dtype, self._device = channels, shape, dtype, device
         self._kinds = ("F", "B") if backward else ("F",)
-        self._gaps = iter(exchanges(plan, channels.rank, levels) if channels.size > 1 else ())
-        self._later: tuple[Message, ...] = ()
+        self._gaps = iter(message_gaps(plan, channels.rank, levels) if channels.size > 1 else ())
+        self._later: tuple[StageMessage, ...] = ()
         self._made: dict[Action, Tensor] = {}
         self._sent: list[tuple[Any, Tensor, int]] = []
         self._coming: dict[Action, tuple[Any, int, Tensor]] = {}
@@ -183,7 +183,7 @@ class Links:
         later, self._later = self._later, ()
         self._issue_all(later)
 
-    def _issue_all(self, messages: Sequence[Message]) -> None:
+    def _issue_all(self, messages: Sequence[StageMessage]) -> None:
         for message in messages:
             if message.used_by.kind in self._kinds:
                 self._issue(message)
@@ -195,7 +195,7 @@ class Links:
             with self._named("sending the last message of the step to", receiver):
                 work.wait()
 
-    def _issue(self, message: Message) -> None:
+    def _issue(self, message: StageMessage) -> None:
         """Issues one; a neighbour that is gone may show here already."""
         action, sender, receiver = message.used_by, message.sender, message.receiver
         group = self._channels.groups[action.kind, colour(sender, self._channels.size)]

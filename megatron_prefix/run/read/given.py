@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_prefix.device.transfer import on, to_host
+from megatron_prefix.device.transfer import to_device, to_host
 from megatron_prefix.errors import refused
 from megatron_prefix.megatron import families
 from megatron_prefix.refusals.table import AHEAD_GIVEN, NO_POSITION_IDS, PACKS_INSIDE
@@ -111,7 +111,7 @@ class Given:
             lengths: positions of every sample, whole.
             tokens: of this rank's positions; used where no embeddings are given.
         """
-        held = on(self._device, self._held(lengths))
+        held = to_device(self._device, self._held(lengths))
         if self._calls:
             columns = [
                 torch.stack([one.words(), (one.numbers >= 0).long()], -1) for one in self._calls
@@ -150,7 +150,7 @@ class Given:
             calls, at, samples = self._places[:, every]
             for number, one in enumerate(self._calls):
                 places = at[calls == number], samples[calls == number]
-                one.keep((on(self._device, places[0]), on(self._device, places[1])))
+                one.keep((to_device(self._device, places[0]), to_device(self._device, places[1])))
 
     def _find_places(self, lengths: Sequence[int]) -> None:
         """Where each position of the samples is on this rank: its call, and where in that; -1."""
@@ -178,16 +178,19 @@ class Given:
         if self._positions is not None:
             named["position_ids"] = self._own_positions(rows[held])
         if self._tokens is not None:
-            named["input_ids"] = self._tokens[on(self._tokens.device, rows[held])][None]
+            named["input_ids"] = self._tokens[to_device(self._tokens.device, rows[held])][None]
         if not self._calls:
             return named
         mine = np.array_split(held, self._sequence_ranks)[
             self._tp.rank() if self._sequence_ranks > 1 else 0
         ]
         images = self._images[rows]
-        here = on(self._device, mine)
+        here = to_device(self._device, mine)
         parts = [part.index_select(0, here) for part in self._gathered(rows, images)]
-        seen, some = on(self._device, images[mine]), on(self._device, np.flatnonzero(images[mine]))
+        seen, some = (
+            to_device(self._device, images[mine]),
+            to_device(self._device, np.flatnonzero(images[mine])),
+        )
         tensors = [parts[0].unsqueeze(1), *(part.index_select(0, some) for part in parts[1:])]
         if torch.is_grad_enabled() and self.trains:
             tensors = [tensor.requires_grad_() for tensor in tensors]
@@ -203,12 +206,12 @@ class Given:
     def _own_positions(self, rows: Numbers) -> Tensor:
         """Positions [3, 1, positions] of rows of this rank. With context parallelism they are put
         where this rank's slice of the whole would be, as models slice their rotary tables."""
-        ids = self._positions.index_select(1, on(self._device, rows))[:, None]  # type: ignore[union-attr]
+        ids = self._positions.index_select(1, to_device(self._device, rows))[:, None]  # type: ignore[union-attr]
         if (size := self._cp.size()) == 1:
             return ids
         whole = ids.new_zeros((3, 1, size * len(rows)))
-        slots = cp_layout.positions(size * len(rows), self._cp.rank(), size)
-        return whole.index_copy_(2, on(self._device, slots), ids)
+        slots = cp_layout.rank_positions(size * len(rows), self._cp.rank(), size)
+        return whole.index_copy_(2, to_device(self._device, slots), ids)
 
     def _gathered(self, rows: Numbers, images: Numbers) -> list[Tensor]:
         """Rows of the whole segment: embeddings, and deepstack rows where it has any image."""
@@ -229,7 +232,7 @@ class Given:
         for layer, tensor in enumerate(leaf.tensors):
             mine = leaf.mine if layer == 0 else leaf.mine[images[leaf.mine]]
             if tensor.grad is not None:
-                sent[layer, on(sent.device, mine)] = tensor.grad.view(-1, like.shape[-1])
+                sent[layer, to_device(sent.device, mine)] = tensor.grad.view(-1, like.shape[-1])
         sent = self._exchanged(sent)
         for number in self._all_calls(leaf.rows):
             self._calls[number].begin_gradients()
@@ -246,9 +249,14 @@ class Given:
         calls, at, samples = np.where(rows < 0, -1, self._places[:, rows])
         for number in np.unique(calls[calls >= 0]):
             (here,) = np.nonzero(calls == number)
-            places = on(self._device, at[here]), on(self._device, samples[here])
+            places = to_device(self._device, at[here]), to_device(self._device, samples[here])
             images = np.flatnonzero(self._images[rows[here]])
-            yield self._calls[number], places, on(self._device, here), on(self._device, images)
+            yield (
+                self._calls[number],
+                places,
+                to_device(self._device, here),
+                to_device(self._device, images),
+            )
 
     def _all_calls(self, rows: Numbers) -> Numbers:
         """Calls that have some of the rows on any rank."""
@@ -274,7 +282,7 @@ class Given:
         """Of whole samples, one behind the other: every rank's [positions, ...]."""
         if self._cp.size() == 1:
             return mine
-        order = on(mine.device, cp_layout.order(lengths, self._cp.size()))
+        order = to_device(mine.device, cp_layout.view_order(lengths, self._cp.size()))
         return gathered(mine, self._cp).index_select(0, order)
 
     def _whole_positions(self, lengths: Sequence[int]) -> Tensor:

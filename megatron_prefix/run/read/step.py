@@ -277,7 +277,7 @@ def _whole(
     paths = _joined_routes(routes, num) if routes else None
     if size > 1:
         check_cut(lengths, size)
-        order = cp_layout.order(lengths, size)
+        order = cp_layout.view_order(lengths, size)
         rows = [*_of_ranks(np.stack(rows, axis=1), group, device)[order].T]
         paths = None if paths is None else _of_ranks(paths, group, device)[order]
     return rows, paths

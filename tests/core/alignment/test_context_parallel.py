@@ -138,7 +138,7 @@ def test_the_data_has_what_it_is_for() -> None:
                 rollouts += steps.pairs_of(item)
                 numbers.append(number)
         forests[name] = build(rollouts, numbers, TreeOptions(4, min_gain=0))
-        middle = [r.trained[cp_layout.positions(len(r), 1, 2)].any() for r in rollouts]
+        middle = [r.trained[cp_layout.rank_positions(len(r), 1, 2)].any() for r in rollouts]
         assert any(middle) == (name != "long prompt")
         together = [len({*numbers}) for numbers in trees(forests[name].segments)]
         assert max(together) == 2, "no segment has spans of both trees"

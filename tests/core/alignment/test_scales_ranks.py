@@ -65,7 +65,9 @@ def step(case: Case, trainer: Contract, schedule: Any) -> dict[str, Any]:
     items = hybrid.items()[:4][number :: layout.dp]
     for item in items if layout.cp * layout.tp > 1 else ():
         length = item["tokens"].shape[1] // 4 * 4
-        held = cp_layout.positions(length, parallel_state.get_context_parallel_rank(), layout.cp)
+        held = cp_layout.rank_positions(
+            length, parallel_state.get_context_parallel_rank(), layout.cp
+        )
         for name in ("tokens", "labels", "loss_mask", "position_ids", "weight"):
             item[name] = item[name][:, held]
     spec = resolve(

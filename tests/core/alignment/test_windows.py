@@ -19,7 +19,7 @@ from megatron_prefix.layers.blocks import core, windowed
 from megatron_prefix.layers.blocks.windowed import Tails, WindowKeys
 from megatron_prefix.layers.model import footprint_of
 from megatron_prefix.plan.footprint import Execution
-from megatron_prefix.plan.peak_memory import predict
+from megatron_prefix.plan.peak_memory import predict_memory
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness import hybrid, steps
@@ -177,7 +177,7 @@ def test_copies_of_common_rows_count() -> None:
     for tail in (0.0, 1000.0):
         spec = resolve("tiny-gpt-oss", num_moe_experts=None, window_size=(8, 0))
         one = dataclasses.replace(footprint_of(spec, Execution()), tail=tail)
-        peaks.append(max(rank.peak for rank in predict(make_plan(forest), one)))
+        peaks.append(max(rank.peak for rank in predict_memory(make_plan(forest), one)))
     assert peaks[1] >= 1000.0 * reads[wave].repeated
 
 

@@ -17,7 +17,7 @@ from megatron.core import pipeline_parallel
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_prefix import auto
-from megatron_prefix.auto.settings import FIELDS, described, flag, read_config, variable
+from megatron_prefix.auto.settings import FIELDS, described_config, flag, read_config, variable
 from megatron_prefix.auto.swap import NAME
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
@@ -221,7 +221,7 @@ def test_the_documents_table_has_every_setting() -> None:
 def test_without_settings_the_mode_is_auto() -> None:
     assert read_config({}) == PrefixConfig(mode="auto")
     assert read_config({"MEGATRON_PREFIX_MODE": "", "PATH": "x"}) == PrefixConfig(mode="auto")
-    assert described(read_config({})) == "mode auto"
+    assert described_config(read_config({})) == "mode auto"
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -256,7 +256,7 @@ def test_a_flag_wins_over_a_variable_and_that_over_the_file(tmp_path: Path) -> N
     }  # fmt: skip
     found = read_config(environ, {"mode": "on"})
     assert found == PrefixConfig(mode="on", min_gain=2, run_ahead=1)
-    assert described(found) == "mode on, min_gain 2, run_ahead 1"
+    assert described_config(found) == "mode on, min_gain 2, run_ahead 1"
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_places_of_own_keys_say_the_same_both_ways(lengths: tuple[int, ...], siz
     num = sum(lengths)
     for rank in range(size):
         runs = cp_layout.own_runs(lengths, rank, size)
-        own = cp_layout.order(lengths, size)[runs.visible]
+        own = cp_layout.view_order(lengths, size)[runs.visible]
         gradients = torch.randn(len(own), 2, 3), torch.randn(len(own), 2, 5)
         for begin in (None, torch.randn(num, 2, 8)):
             tables = {"own": torch.from_numpy(own)}

@@ -43,7 +43,7 @@ from megatron_prefix.tree import cp_layout
 lengths, size, heads = (24, 48, 8), 2, 3
 for rank in range(size):
     seen = cp_layout.own_runs(lengths, rank, size).visible
-    places = torch.from_numpy(cp_layout.order(lengths, size)[seen])
+    places = torch.from_numpy(cp_layout.view_order(lengths, size)[seen])
     table = {"own": places, "own sums": torch.from_numpy(cp_layout.own_sums(lengths, rank, size))}
     for begun, width in [(False, (16, 16)), (True, (12, 20))]:
         parts = tuple(torch.randn(len(seen), heads, w) for w in width)

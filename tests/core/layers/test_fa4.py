@@ -17,7 +17,7 @@ from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.layers.blocks import kernels, operators
 from megatron_prefix.layers.blocks.batched import batches
 from megatron_prefix.layers.blocks.interface import Runs
-from megatron_prefix.layers.blocks.kernels import KERNELS, choose, why
+from megatron_prefix.layers.blocks.kernels import KERNELS, choose_kernel, why
 from tests.harness.attention_cases import CASES, LAYOUTS, NARROW, Case, check, make, on_cuda
 
 MATH, FA4 = KERNELS["math"], KERNELS["fa4"]
@@ -247,7 +247,7 @@ def test_auto_prefers_it_where_it_works(reasons: tuple[Reasons, list[str]]) -> N
     found, asked = reasons
 
     def auto() -> str:
-        return choose("auto", "cuda:0", torch.bfloat16, 128).name
+        return choose_kernel("auto", "cuda:0", torch.bfloat16, 128).name
 
     assert auto() == "fa4" and asked == ["fa4"]
     found["fa4"] = "runs on Hopper and Blackwell"
@@ -256,7 +256,7 @@ def test_auto_prefers_it_where_it_works(reasons: tuple[Reasons, list[str]]) -> N
     assert auto() == "cudnn"
     found["cudnn"], found["flash"] = "broken", None
     assert auto() == "flash"
-    assert choose("auto", "cuda:0", torch.float64, 128).name == "math"
+    assert choose_kernel("auto", "cuda:0", torch.float64, 128).name == "math"
 
 
 def test_auto_says_why(reasons: tuple[Reasons, list[str]]) -> None:
@@ -278,8 +278,8 @@ def test_auto_says_why(reasons: tuple[Reasons, list[str]]) -> None:
 
 def test_only_kernels_that_could_be_chosen_are_tried(reasons: tuple[Reasons, list[str]]) -> None:
     found, asked = reasons
-    choose("cudnn+flash", "cuda:0", torch.bfloat16, 128)
+    choose_kernel("cudnn+flash", "cuda:0", torch.bfloat16, 128)
     assert asked == ["cudnn", "flash"]
     found["fa4"] = "no"
     with pytest.raises(UserError, match="'fa4' does not work here: no; use math, flash_cpu, flash"):
-        choose("fa4", "cuda:0", torch.bfloat16, 128)
+        choose_kernel("fa4", "cuda:0", torch.bfloat16, 128)

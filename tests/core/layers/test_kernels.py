@@ -17,7 +17,7 @@ from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.layers.blocks import kernels, math, operators
 from megatron_prefix.layers.blocks.batched import Batch, batches
 from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
-from megatron_prefix.layers.blocks.kernels import KERNELS, CompositeKernel, available, choose
+from megatron_prefix.layers.blocks.kernels import KERNELS, CompositeKernel, available, choose_kernel
 from tests.harness.attention_cases import (
     CASES,
     DTYPES,
@@ -103,9 +103,9 @@ def test_a_window_of_math_is_a_mask(window: int) -> None:
 def test_kernels_without_a_window_say_so() -> None:
     assert KERNELS["flash_cpu"].windowed(3) is None
     cpu = torch.device("cpu")
-    assert choose("auto", cpu, torch.float32, 8, window=3).name == "math"
+    assert choose_kernel("auto", cpu, torch.float32, 8, window=3).name == "math"
     with pytest.raises(UserError, match="has no sliding window; use math"):
-        choose("flash_cpu", cpu, torch.float32, 8, window=3)
+        choose_kernel("flash_cpu", cpu, torch.float32, 8, window=3)
 
 
 class _Recorded(operators.MathKernel):
@@ -301,9 +301,9 @@ def test_refusals_name_what_is_wrong() -> None:
     [(torch.float64, "math"), (torch.float32, "flash_cpu"), (torch.bfloat16, "flash_cpu")],
 )
 def test_auto_on_the_cpu(dtype: torch.dtype, best: str) -> None:
-    assert choose("auto", "cpu", dtype, 16).name == best
-    assert choose("auto", "cpu", dtype, 24, 16).name == "math"
-    assert choose("flash_cpu+math", "cpu", dtype, 16).name == "flash_cpu+math"
+    assert choose_kernel("auto", "cpu", dtype, 16).name == best
+    assert choose_kernel("auto", "cpu", dtype, 24, 16).name == "math"
+    assert choose_kernel("flash_cpu+math", "cpu", dtype, 16).name == "flash_cpu+math"
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_auto_on_the_cpu(dtype: torch.dtype, best: str) -> None:
 )
 def test_a_kernel_that_cannot_work_is_a_user_error(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message.replace("+", r"\+")):
-        choose(name, "cpu", torch.float32, 16)
+        choose_kernel(name, "cpu", torch.float32, 16)
 
 
 class _Wrong(operators.FlashCpuKernel):
@@ -358,9 +358,9 @@ def test_probing_refuses_a_broken_kernel(
     monkeypatch.setattr(kernels, "probed", functools.cache(kernels.probed.__wrapped__))
     found = available("cpu", torch.float32, 16)["flash_cpu"]
     assert found is not None and reason in found and "\n" not in found
-    assert choose("auto", "cpu", torch.float32, 16).name == "math"
+    assert choose_kernel("auto", "cpu", torch.float32, 16).name == "math"
     with pytest.raises(UserError, match=reason):
-        choose("flash_cpu", "cpu", torch.float32, 16)
+        choose_kernel("flash_cpu", "cpu", torch.float32, 16)
 
 
 RUNS = {

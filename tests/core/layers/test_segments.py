@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_prefix.lab.numerics import assert_close
-from megatron_prefix.layers.blocks.core import own_runs, segment_attention
+from megatron_prefix.layers.blocks.core import own_kernel_runs, segment_attention
 from megatron_prefix.layers.blocks.kernels import KERNELS
 from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.offload.segment import Offloader
@@ -130,7 +130,7 @@ def by_segments(
 def context_of(
     index: int, segment: Segment, cache: SidecarCache, place: tuple[int, int] = (0, 1)
 ) -> SegmentContext:
-    runs = own_runs(cache.map.lengths[index], *place)
+    runs = own_kernel_runs(cache.map.lengths[index], *place)
     return SegmentContext(index, segment.inner, runs, torch.zeros(0), cache)
 
 
@@ -382,7 +382,7 @@ def test_many_trees_on_two_context_parallel_ranks(name: str, reduce: str) -> Non
         cache = spread(reduce, partial(planned, forest, 2), NUM_LAYERS, rank)
         return by_segments(forest, mine, heads, "math", cache=cache, place=(rank.rank, 2))
 
-    orders = [torch.from_numpy(cp_layout.order(n, 2)) for n in lengths]
+    orders = [torch.from_numpy(cp_layout.view_order(n, 2)) for n in lengths]
     halves = play(2, part)
     whole = {
         name: [

@@ -15,7 +15,7 @@ from megatron_prefix.layers.model import footprint_of
 from megatron_prefix.megatron.features import pattern_of
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.joint_forest import joint_forest
-from megatron_prefix.plan.peak_memory import predict
+from megatron_prefix.plan.peak_memory import predict_memory
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.run.execute.memory_control import longest_segments
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
@@ -53,7 +53,7 @@ def test_parallel_pipelines_are_predicted_with_all_spans(place: int) -> None:
         run_ahead=None, group_size=None,
     )  # fmt: skip
     bound, real = (
-        predict(replace(plan, segments=segments), footprint)[0]
+        predict_memory(replace(plan, segments=segments), footprint)[0]
         for segments in (longest, mine.segments)
     )
     assert bound.peak >= real.peak and bound.cache_peak >= real.cache_peak

@@ -17,7 +17,7 @@ from megatron_prefix.plan.actions import Plan, policies
 from megatron_prefix.plan.cost import AGAIN
 from megatron_prefix.plan.footprint import Execution, Footprint
 from megatron_prefix.plan.memory_policy import Rates, automatic, leaner
-from megatron_prefix.plan.peak_memory import predict
+from megatron_prefix.plan.peak_memory import predict_memory
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import TreeOptions, build
@@ -41,7 +41,7 @@ def plan_of(prompt: int = 10240, response: int = 2048, num: int = 8, num_ranks: 
 
 
 def peak(plan: Plan, chosen: tuple[str, ...], footprint: Footprint = FOOTPRINT) -> float:
-    return max(one.peak for one in predict(replace(plan, policies=chosen), footprint))
+    return max(one.peak for one in predict_memory(replace(plan, policies=chosen), footprint))
 
 
 def chosen(plan: Plan, free: float, rates: Rates = FAST, may_offload: bool = True, **more: Any):

@@ -24,7 +24,7 @@ from megatron_prefix.moe.versions import forget_logged_losses
 from megatron_prefix.offload.segment import addresses
 from megatron_prefix.plan.actions import Plan, policies
 from megatron_prefix.plan.footprint import Execution, Footprint
-from megatron_prefix.plan.peak_memory import RankMemory, predict, table
+from megatron_prefix.plan.peak_memory import RankMemory, memory_table, predict_memory
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar import cache as cache_module
@@ -84,10 +84,10 @@ def test_the_output_layer_on_received_rows_takes_memory() -> None:
     peaks = []
     for scored in (False, True):
         one = received._replace(source=1, scored=scored, trained=384 * scored)
-        [found] = predict(replace(plan, segments=(one, *others)), footprint)
+        [found] = predict_memory(replace(plan, segments=(one, *others)), footprint)
         peaks.append(found.peak)
     assert peaks[1] > peaks[0] + 384 * footprint.stage_input
-    alone = predict(plan, footprint)[0].peak
+    alone = predict_memory(plan, footprint)[0].peak
     assert peaks[0] < alone
 
 
@@ -281,7 +281,7 @@ def test_graphs_have_places_for_keys_of_all_segments() -> None:
     """As many sets as segments about as long are live at once, each as large as the longest's."""
     footprint = replace(footprint_of(resolve("llama3-8b")), places=places(16384))
     plan = plan_of(16384, 16384, 2, 1)
-    [found] = predict(plan, footprint)
+    [found] = predict_memory(plan, footprint)
     layers = footprint.num_layers - 1
     assert footprint.inner < footprint.wave
     assert found.activations >= 2 * 16384 * layers * footprint.wave
@@ -294,7 +294,7 @@ def test_segments_that_are_recomputed_have_one_set_of_graphs() -> None:
     assert sum(segment.inner for segment in plan.segments) == 4
 
     def static(policy: str) -> float:
-        [found] = predict(replace(plan, policies=policies(plan.segments, policy)), footprint)
+        [found] = predict_memory(replace(plan, policies=policies(plan.segments, policy)), footprint)
         return found.activations - sum(size for _, size in found.held)
 
     layer = footprint.num_layers - 1
@@ -307,7 +307,7 @@ def test_segments_that_are_recomputed_have_one_set_of_graphs() -> None:
     assert static("recompute_act") == pytest.approx(4 * one + wave - dropped * (4 * 4096 + 64))
     recomputed = replace(plan, policies=policies(plan.segments, "recompute"))
     both = footprint, replace(footprint, places=None)
-    [graphed], [plain] = (predict(recomputed, one) for one in both)
+    [graphed], [plain] = (predict_memory(recomputed, one) for one in both)
     assert graphed.temporary < plain.temporary and graphed.peak >= plain.peak
 
 
@@ -320,7 +320,7 @@ def test_what_is_on_the_host_is_not_released_from_the_device() -> None:
     peaks = []
     for unread in (footprint.unread, 0.0):
         offloaded = replace(plan, policies=policies(plan.segments, "offload"))
-        [found] = predict(offloaded, replace(footprint, unread=unread))
+        [found] = predict_memory(offloaded, replace(footprint, unread=unread))
         assert found.action.kind == "B" and plan.segments[found.action.segment].inner
         peaks.append(found.peak)
     assert peaks[0] == peaks[1]
@@ -341,8 +341,8 @@ def test_a_stage_counts_its_own_layers() -> None:
     footprint = footprint_of(resolve("llama3-8b"), num_stages=2)
     rollouts, groups = flat_rollouts(1024, 256, 4, 1)
     plan = make_plan(build(rollouts, groups, TreeOptions(segment_tokens=256)), 2)
-    first, last = predict(plan, footprint)
-    whole = predict(make_plan(build(rollouts, groups, TreeOptions(segment_tokens=256))),
+    first, last = predict_memory(plan, footprint)
+    whole = predict_memory(make_plan(build(rollouts, groups, TreeOptions(segment_tokens=256))),
                     footprint_of(resolve("llama3-8b")))[0]  # fmt: skip
     assert first.messages == last.messages > 0 == whole.messages
     assert whole.cache_peak == first.cache_peak + last.cache_peak
@@ -355,7 +355,7 @@ def test_gradients_of_a_joined_segment_come_as_activations_go() -> None:
     plan = make_plan(build(rollouts, groups, options, [0] * 8))
     [segment], [memory] = (
         plan.segments,
-        predict(plan, footprint := footprint_of(resolve("llama3-8b"))),
+        predict_memory(plan, footprint := footprint_of(resolve("llama3-8b"))),
     )
     [layers] = footprint.payloads
     assert segment.joined == 0 and segment.padded_length == 2 * (100 + 4 * 20)
@@ -364,7 +364,7 @@ def test_gradients_of_a_joined_segment_come_as_activations_go() -> None:
     assert memory.cache_peak == values + gradients
     apart = make_plan(build(rollouts, groups, replace(options, joins=False), [0] * 8))
     assert memory.kv_grad in (0.0, gradients / len(layers))
-    assert predict(apart, footprint)[0].kv_grad > memory.kv_grad
+    assert predict_memory(apart, footprint)[0].kv_grad > memory.kv_grad
 
 
 def footprint_of(spec: ModelSpec, **execution: Any) -> Footprint:
@@ -400,7 +400,7 @@ def test_peaks_of_a_gpu(
 ) -> None:
     plan = plan_of(*shape, **options)
     plan = replace(plan, policies=policies(plan.segments, policy))
-    (memory,) = predict(plan, WHOLE)
+    (memory,) = predict_memory(plan, WHOLE)
     assert 0.98 <= memory.peak / GIB / (measured - 45.0) <= 1.02
 
 
@@ -420,9 +420,9 @@ def test_peaks_of_waves_of_a_gpu(
 ) -> None:
     footprint = WHOLE
     plan = plan_of(*shape)
-    (memory,) = predict(replace(plan, policies=policies(plan.segments, policy)), footprint)
+    (memory,) = predict_memory(replace(plan, policies=policies(plan.segments, policy)), footprint)
     assert 0.98 <= memory.wave_peak / GIB / measured <= 1.02
-    (stock,) = predict(plan_of(*shape[:2], 2, 1, min_gain=STOCK), footprint)
+    (stock,) = predict_memory(plan_of(*shape[:2], 2, 1, min_gain=STOCK), footprint)
     assert 1 - memory.wave_peak / stock.peak >= asked / 100
 
 
@@ -430,7 +430,7 @@ def test_peak_of_the_longest_sequence_of_a_gpu() -> None:
     """235,520 tokens in chunks, every layer recomputed: 87.52 GiB in Phase B, the step's peak."""
     plan = plan_of(233_472, 2048, 2, 1, 2048)
     plan = replace(plan, policies=policies(plan.segments, "recompute"))
-    (memory,) = predict(plan, whole(recompute="full"))
+    (memory,) = predict_memory(plan, whole(recompute="full"))
     assert memory.peak == memory.wave_peak
     assert 0.98 <= memory.peak / GIB / 87.52 <= 1.02
 
@@ -444,14 +444,17 @@ def test_what_is_offloaded_may_linger() -> None:
     for chunk, room, most in ((0, 90, kv + offloaded), (2048, 30, 30 * GIB), (0, 10, None)):
         plan = plan_of(10240, 2048, 16, 1, chunk)
         plan = replace(plan, policies=policies(plan.segments, "offload"))
-        (memory,) = predict(plan, footprint)
+        (memory,) = predict_memory(plan, footprint)
         assert memory.peak == memory.wave_peak == pytest.approx(14.02 * GIB, rel=0.02)
         bound = memory.within(room * GIB)
         assert bound.peak == bound.wave_peak == pytest.approx(most or memory.peak, rel=0.003)
         assert memory.wave_peak < {0: 30.95, 2048: 16.16}[chunk] * GIB
         assert most is None or {0: 30.95, 2048: 16.16}[chunk] * GIB < bound.wave_peak
         lean = replace(plan, policies=policies(plan.segments, "recompute"))
-        assert predict(lean, footprint)[0].within(room * GIB) == predict(lean, footprint)[0]
+        assert (
+            predict_memory(lean, footprint)[0].within(room * GIB)
+            == predict_memory(lean, footprint)[0]
+        )
 
 
 def test_activations_of_llama3_8b() -> None:
@@ -465,8 +468,8 @@ def test_activations_of_llama3_8b() -> None:
     assert whole.inner / 2 < footprint_of(spec, tp=2).inner < whole.inner
     assert footprint_of(spec, num_stages=4).num_layers == 8
     plan = plan_of(1024, 256, 4, 256)
-    spread = predict(plan, footprint_of(spec, cp=2))[0]
-    assert 2 * spread.activations == predict(plan, whole)[0].activations
+    spread = predict_memory(plan, footprint_of(spec, cp=2))[0]
+    assert 2 * spread.activations == predict_memory(plan, whole)[0].activations
 
 
 def test_norms_of_queries_and_keys_keep_copies_or_views() -> None:
@@ -511,7 +514,9 @@ def test_what_fp8_keeps_less_in_the_steps_that_were_measured(
     plan = make_plan(build(rollouts, groups, options, packs))
     plan = replace(plan, policies=policies(plan.segments, "retain"))
     peaks = [
-        predict(plan, footprint_of(resolve("llama3-8b", num_layers=8, vocab_size=32768, **fields)))
+        predict_memory(
+            plan, footprint_of(resolve("llama3-8b", num_layers=8, vocab_size=32768, **fields))
+        )
         for fields in ({}, {"fp8": "e4m3", "fp8_recipe": "blockwise"})
     ]
     (wide,), (narrow,) = peaks
@@ -521,7 +526,7 @@ def test_what_fp8_keeps_less_in_the_steps_that_were_measured(
 def test_cp_ranks_keep_a_share_of_the_sidecar_or_all_of_it() -> None:
     plan = plan_of(1024, 256, 4, 512)
     shared = footprint_of(resolve("llama3-8b"), cp=2)
-    (cut,), (kept,) = predict(plan, shared), predict(plan, replace(shared, shares=1))
+    (cut,), (kept,) = predict_memory(plan, shared), predict_memory(plan, replace(shared, shares=1))
     assert kept.cache_peak == 2 * cut.cache_peak > 0
     assert shared.exchanged(backward=True) > shared.exchanged(backward=False) > 0
     assert footprint_of(resolve("llama3-8b")).exchanged(backward=True) == 0
@@ -533,18 +538,18 @@ def test_phase_b_of_the_issue() -> None:
     for prompt, response, least in ((2048, 10240, 14), (6144, 6144, 45), (8192, 4096, 60),
                                     (10240, 2048, 75)):  # fmt: skip
         plan = plan_of(prompt, response, 8, 1)
-        (stock,) = predict(plan_of(prompt, response, 2, 1, min_gain=STOCK), footprint)
+        (stock,) = predict_memory(plan_of(prompt, response, 2, 1, min_gain=STOCK), footprint)
         one = Footprint.kept(footprint, "retain", False, 1.0, True, True)
         chain = 32 * (footprint.kv + footprint.kv_grad) * prompt
         assert 1 - (chain + one * response) / stock.activations >= least / 100
         lean = replace(plan, policies=policies(plan.segments, "recompute"))
-        assert predict(lean, footprint)[0].peak < stock.peak
+        assert predict_memory(lean, footprint)[0].peak < stock.peak
 
 
 def test_the_table_names_what_is_held() -> None:
     footprint = footprint_of(resolve("llama3-8b"))
     plan = plan_of(1024, 256, 4, 256)
-    text = table(plan, predict(plan, footprint))
+    text = memory_table(plan, predict_memory(plan, footprint))
     assert text.splitlines()[1].split()[-2:] == ["2", "(retain)"]
     assert len(text.splitlines()) == 2
 
@@ -575,7 +580,7 @@ def test_prompts_that_follow_one_another_share_an_arena() -> None:
     for budget in (one, two):
         options = TreeOptions(segment_tokens=budget, min_gain=0)
         plan = make_plan(build(rollouts, groups, options))
-        (memory,) = predict(plan, footprint)
+        (memory,) = predict_memory(plan, footprint)
         each = footprint.num_layers * (footprint.kv + footprint.kv_grad)
         rows[budget] = memory.cache_peak / each
     assert rows == {one: num_groups * prompt, two: 4 * prompt}

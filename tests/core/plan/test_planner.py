@@ -13,9 +13,9 @@ from megatron_prefix.plan.actions import Action
 from megatron_prefix.plan.planner import (
     backward_order,
     best_plan,
+    chunk_turns,
     loss_ready_after,
     make_plan,
-    turns,
 )
 from megatron_prefix.plan.simulator import Timeline, simulate
 from megatron_prefix.tree import Forest, TreeOptions, build
@@ -287,7 +287,7 @@ def test_a_bound_on_live_rows_is_kept_but_for_what_must_be_held(
 def test_without_running_ahead_only_what_is_needed_runs(forest, num_ranks, num_chunks) -> None:
     plan = make_plan(forest, num_ranks, num_chunks=num_chunks, run_ahead=0)
     size = num_ranks if num_chunks > 1 else 1
-    items = turns(range(len(forest.segments)), range(num_chunks), size)
+    items = chunk_turns(range(len(forest.segments)), range(num_chunks), size)
     place = {item: number for number, item in enumerate(items)}
     ready_after, last = loss_ready_after(forest), num_chunks - 1
     for program in plan.programs:

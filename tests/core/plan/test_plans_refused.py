@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.plan_files.segments import check_segments
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.check import PlanError, check, marked_grid
+from megatron_prefix.plan.check import PlanError, check_plan, marked_grid
 from megatron_prefix.plan.planner import loss_ready_after
 from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Place, Segment, Span, build
@@ -147,7 +147,7 @@ def test_a_deadlock() -> None:
     assert headline(error).startswith("deadlock: rank 0 at B0 for rank 1, rank 1 at F1 for rank 0")
     assert error.marked == ((0, 1), (1, 1))
     assert marked_cells(error) == ["B0", "F1"]
-    check(plan)  # nothing but the play finds it
+    check_plan(plan)  # nothing but the play finds it
 
 
 def test_a_loss_that_does_not_exist_yet() -> None:

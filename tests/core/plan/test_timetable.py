@@ -20,7 +20,7 @@ from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan, make_plan
 from megatron_prefix.plan.simulator import Event, simulate
-from megatron_prefix.plan.timetable import Message, exchanges, timetable
+from megatron_prefix.plan.timetable import StageMessage, message_gaps, timetable
 from megatron_prefix.run.execute import messages
 from megatron_prefix.run.execute.messages import Channels
 from megatron_prefix.tree import TreeOptions, build
@@ -158,10 +158,10 @@ def test_messages_leave_after_their_action_and_arrive_before_use(num_ranks, num_
         key = (entry.rank, entry.action) if isinstance(entry, Event) else entry
         assert key not in place
         place[key] = number
-    messages = [key for key in place if isinstance(key, Message)]
+    messages = [key for key in place if isinstance(key, StageMessage)]
     assert len(messages) == 2 * (plan.num_stages - 1) * len(forest.segments)
     for sender, receiver, made_by, used_by in messages:
-        here = place[Message(sender, receiver, made_by, used_by)]
+        here = place[StageMessage(sender, receiver, made_by, used_by)]
         assert place[sender, made_by] < here < place[receiver, used_by]
         assert made_by[:2] == used_by[:2]
         step = 1 if made_by.kind == "F" else -1
@@ -171,7 +171,7 @@ def test_messages_leave_after_their_action_and_arrive_before_use(num_ranks, num_
         events = [entry for entry in timetable(plan) if isinstance(entry, Event)]
         mine = tuple(event.action for event in events if event.rank == rank)
         assert mine == plan.programs[rank]
-        gaps = exchanges(plan, rank)
+        gaps = message_gaps(plan, rank)
         assert len(gaps) == len(plan.programs[rank]) + 1
         ours = [m for m in sorted(messages, key=place.__getitem__) if rank in m[:2]]
         assert [message for gap in gaps for message in gap.before] == ours
@@ -188,7 +188,7 @@ def test_a_message_is_issued_when_its_sender_ends() -> None:
         starts[event.rank].append(event.start)
         ends[event.rank, event.action] = event.end
     for rank in range(4):
-        for number, gap in enumerate(exchanges(plan, rank)):
+        for number, gap in enumerate(message_gaps(plan, rank)):
             before = starts[rank][number - 1] if number else -1.0
             after = starts[rank][number] if number < len(starts[rank]) else float("inf")
             for message in gap.before:

@@ -164,7 +164,7 @@ def test_an_empty_argument_does_not_get_lost() -> None:
 def test_a_trainers_vision_language_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NeMo-RL's are refused by name, as none was tried in it; its other models are not."""
     trainer = next(one for one in trainers.TRAINERS if one.name == name)
-    monkeypatch.setattr(trainers, "running", lambda: trainer)
+    monkeypatch.setattr(trainers, "running_trainer", lambda: trainer)
     model, shares = small_model(), []
     for has_images in (False, True):
         change_rank(monkeypatch, has_images=has_images)

@@ -16,7 +16,7 @@ from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.rl.batches import on_cp_rank
 from megatron_prefix.layers.blocks.adaptive import AdaptiveKernel
-from megatron_prefix.layers.blocks.core import own_runs
+from megatron_prefix.layers.blocks.core import own_kernel_runs
 from megatron_prefix.layers.blocks.interface import Kernel, Runs
 from megatron_prefix.layers.blocks.kernels import KERNELS, CompositeKernel
 from megatron_prefix.plan.planner import make_plan
@@ -120,7 +120,7 @@ def test_ranks_compute_together_what_one_does(
         mine = torch.from_numpy(cp_layout.held_positions(lengths, rank.rank, size))
         cache = spread("segment", lambda shares: planned, 1, rank)
         keys = cache.own_keys(0, 0, kept, (k[mine], v[mine]))
-        runs = own_runs(lengths, rank.rank, size)
+        runs = own_kernel_runs(lengths, rank.rank, size)
         forward = KERNELS[name].forward(q[mine], *keys.runs(), runs, scale)
         if not kept:
             keys = cache.own_keys(0, 0, kept, (k[mine], v[mine]))
@@ -130,7 +130,7 @@ def test_ranks_compute_together_what_one_does(
         keys.send((gradients[0], gradients[1]))
         return [forward.out, forward.lse.T, query_grad, *keys.take()]
 
-    in_order = torch.from_numpy(cp_layout.order(lengths, size))
+    in_order = torch.from_numpy(cp_layout.view_order(lengths, size))
     wanted = [whole.out, whole.lse.T, *gradients]
     for what, (pieces, expected) in enumerate(
         zip(zip(*play(size, part), strict=True), wanted, strict=True)

@@ -29,7 +29,7 @@ def filled(rank: PlayedRank, reduce: str, dtype: torch.dtype = torch.float64) ->
     cache = spread(reduce, partial(payload_map, tree.segments, None, 2), NUM_LAYERS, rank)
     for layer in range(NUM_LAYERS):
         for index in (0, 1):
-            held = torch.from_numpy(cp_layout.positions(8, rank.rank, 2) + 8 * index)
+            held = torch.from_numpy(cp_layout.rank_positions(8, rank.rank, 2) + 8 * index)
             key = (100.0 * layer + held).to(dtype).view(-1, 1, 1).expand(-1, 2, 3)
             cache.capture(layer, index, (key, -key[..., :2]))
     rank.sent.clear()
@@ -77,7 +77,7 @@ def test_what_comes_for_an_inner_segment_is_gathered_once() -> None:
 
     def part(rank: PlayedRank) -> None:
         cache = spread("segment", partial(payload_map, tree.segments, None, 2), NUM_LAYERS, rank)
-        held = torch.from_numpy(cp_layout.positions(8, rank.rank, 2)).double()
+        held = torch.from_numpy(cp_layout.rank_positions(8, rank.rank, 2)).double()
         key = held.view(-1, 1, 1).expand(-1, 2, 3)
         for _ in range(2):
             own = cache.own_keys(0, 0, True, (key, -key[..., :2]))
@@ -118,7 +118,8 @@ def test_reads_are_gathered_ahead_once_and_released() -> None:
 @both_ways
 def test_gradients_reach_the_owners_of_the_keys(reduce: str) -> None:
     held = [
-        np.concatenate([cp_layout.positions(8, rank, 2) + c for c in (0, 8)]) for rank in (0, 1)
+        np.concatenate([cp_layout.rank_positions(8, rank, 2) + c for c in (0, 8)])
+        for rank in (0, 1)
     ]
     parts = [[random(16, 2, 5, seed=10 * wave + rank) for wave in (0, 1)] for rank in (0, 1)]
     total = torch.zeros(16, 2, 5, dtype=torch.float64)
@@ -133,7 +134,7 @@ def test_gradients_reach_the_owners_of_the_keys(reduce: str) -> None:
         for index in (1, 0):
             taken = cache.take(0, index)
             assert taken is not None and cache.state(0, index) is SegmentState.CONSUMED
-            mine = total[8 * index + cp_layout.positions(8, rank.rank, 2)]
+            mine = total[8 * index + cp_layout.rank_positions(8, rank.rank, 2)]
             assert_close(torch.cat(taken, -1), mine, 4)
         # Two waves of the whole chain, or the two chunks once each.
         lengths = {"wave": [16, 16], "segment": [8, 8]}[reduce]
@@ -229,7 +230,7 @@ def test_other_ranks_get_and_send_the_part_of_a_rank(reduce: str) -> None:
 
     def part(rank: PlayedRank) -> None:
         cache = filled(rank, reduce)
-        held = torch.from_numpy(cp_layout.positions(8, rank.rank, 2) + 8).double()
+        held = torch.from_numpy(cp_layout.rank_positions(8, rank.rank, 2) + 8).double()
         for layer, (key, value) in enumerate(cache.leaving(CHUNK, [0])):
             assert torch.equal(key[:, 0, 0], 100 * layer + held)
             assert torch.equal(value, -key[..., :2])

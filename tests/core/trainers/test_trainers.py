@@ -40,11 +40,11 @@ def arguments(monkeypatch: pytest.MonkeyPatch, **given: object) -> None:
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda one: one.name)
 def test_a_trainer_that_is_imported_is_the_one_that_runs(monkeypatch, trainer: Trainer) -> None:
-    assert trainers.running() is None
+    assert trainers.running_trainer() is None
     arguments(monkeypatch, perform_rl_step=trainer.name == "Megatron-RL")
     imported(monkeypatch, "megatron.rl.rl_utils")  # by megatron.training, too
     imported(monkeypatch, trainer.module, get_args=trainer.module)
-    assert trainers.running() is trainer
+    assert trainers.running_trainer() is trainer
 
 
 def test_a_version_that_was_not_tried_is_said(monkeypatch) -> None:

@@ -116,7 +116,7 @@ def mcore_qwen3(name: str, config: Any, spec: Any, **options: Any) -> Any:
     forward, cp = model.forward, parallel_state.get_context_parallel_group()
 
     def cut(input_ids: Any, position_ids: Any, **given: Any) -> Any:
-        held = cp_layout.positions(input_ids.shape[1], cp.rank(), cp.size())
+        held = cp_layout.rank_positions(input_ids.shape[1], cp.rank(), cp.size())
         return forward(input_ids, position_ids[..., torch.from_numpy(held)], **given)
 
     model.forward = cut

@@ -53,7 +53,7 @@ def expected(
     for m in sorted(set(owners)):
         mine = [one for one, of in zip(some, owners, strict=True) if of == m]
         for rank in range(size):
-            held = [cp_layout.positions(len(one), rank, size) for one in mine]
+            held = [cp_layout.rank_positions(len(one), rank, size) for one in mine]
             moved = [np.append(one.weights[1:], 0.0) for one in mine]  # type: ignore[index]
             left = sum(one[at].sum() for one, at in zip(moved, held, strict=True))
             whole = sum(one.weights[at].sum() for one, at in zip(mine, held, strict=True))  # type: ignore[index]

@@ -24,15 +24,15 @@ def segments(draw: Any) -> tuple[tuple[int, ...], int]:
 
 
 def test_positions_of_a_row() -> None:
-    assert cp_layout.positions(12, 0, 2).tolist() == [0, 1, 2, 9, 10, 11]
-    assert cp_layout.positions(12, 1, 2).tolist() == [3, 4, 5, 6, 7, 8]
-    assert cp_layout.positions(5, 0, 1).tolist() == [0, 1, 2, 3, 4]
+    assert cp_layout.rank_positions(12, 0, 2).tolist() == [0, 1, 2, 9, 10, 11]
+    assert cp_layout.rank_positions(12, 1, 2).tolist() == [3, 4, 5, 6, 7, 8]
+    assert cp_layout.rank_positions(5, 0, 1).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("length", [6, 10, 2])
 def test_a_row_that_cannot_be_cut_is_refused(length: int) -> None:
     with pytest.raises(ValueError, match=f"{length} positions .* multiple of 4"):
-        cp_layout.positions(length, 0, 2)
+        cp_layout.rank_positions(length, 0, 2)
 
 
 @given(segments())
@@ -41,8 +41,8 @@ def test_every_row_is_held_once_and_the_order_is_found_again(case: Any) -> None:
     held = [cp_layout.held_positions(lengths, rank, size) for rank in range(size)]
     assert sorted(np.concatenate(held)) == list(range(sum(lengths)))
     assert len({len(rows) for rows in held}) == 1
-    assert np.array_equal(np.concatenate(held), cp_layout.dealt(lengths, size))
-    in_order = np.concatenate(held)[cp_layout.order(lengths, size)]
+    assert np.array_equal(np.concatenate(held), cp_layout.view_positions(lengths, size))
+    in_order = np.concatenate(held)[cp_layout.view_order(lengths, size)]
     assert in_order.tolist() == list(range(sum(lengths)))
 
 

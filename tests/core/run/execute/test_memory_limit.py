@@ -17,7 +17,7 @@ from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.offload.segment import addresses
 from megatron_prefix.plan import prediction
 from megatron_prefix.plan.footprint import Execution
-from megatron_prefix.plan.peak_memory import predict
+from megatron_prefix.plan.peak_memory import predict_memory
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.plan.prediction import heaviest_stock_plan
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -155,6 +155,6 @@ def test_the_heaviest_microbatches_are_the_steps_peak(num_ranks: int, num_chunks
         each = list(range(len(lengths)))
         whole = make_plan(forest, num_ranks, num_chunks=num_chunks, run_ahead=1)
         part = heaviest_stock_plan(forest, [each], num_ranks, num_chunks)
-        peaks = [max(one.peak for one in predict(plan, footprint)) for plan in (part, whole)]
+        peaks = [max(one.peak for one in predict_memory(plan, footprint)) for plan in (part, whole)]
         assert 0.8 * peaks[1] <= peaks[0] <= peaks[1]
         assert seed or peaks[0] == peaks[1]
