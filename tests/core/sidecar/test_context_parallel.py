@@ -222,7 +222,7 @@ def test_every_rank_keeps_all_if_the_least_room_allows_it(
     monkeypatch.setattr(control, "_footprint", lambda rank, gathers: gathers)
     peaks = {True: 5.0, False: 1.0}
     monkeypatch.setattr(
-        memory_control, "predict", lambda plan, kept: [SimpleNamespace(peak=peaks[kept])]
+        memory_control, "predict_memory", lambda plan, kept: [SimpleNamespace(peak=peaks[kept])]
     )
     forest_of_one = forest()
     joint: Any = SimpleNamespace(lengths=[(1,)], forest=forest_of_one, num_pipelines=1)
