@@ -201,7 +201,9 @@ def test_kernels_are_probed_with_the_heads_of_a_rank(
 ) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(
-        installing, "choose_kernel", lambda *how, **window: asked.append((*how, window)) or KERNELS["math"]
+        installing,
+        "choose_kernel",
+        lambda *how, **window: asked.append((*how, window)) or KERNELS["math"],
     )
     config = SimpleNamespace(
         kv_channels=16, num_attention_heads=heads, num_query_groups=kv_heads,
