@@ -30,7 +30,7 @@ from megatron_prefix.plan.gate import (
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.prediction import Prediction, predict
 from megatron_prefix.plan.step_planner import Common, Judge, StepPlanner, Verdict, fitting
-from megatron_prefix.refusals.own_errors import as_refusal
+from megatron_prefix.refusals.own_errors import softened
 from megatron_prefix.refusals.table import SCALES_ORDER
 from megatron_prefix.run import agreement
 from megatron_prefix.run.cost_meter import CostMeter, guessed
@@ -314,9 +314,7 @@ class Planning:
         has something to share or not."""
         propose = self._proposed_together if rank.crosses else self._proposed_alone
         report, problem = agreement.tried(lambda: propose(step, joint, rank))
-        if problem is not None and self.config.mode != "on":
-            problem = as_refusal(problem)
-        reason = agreement.agree(problem, rank.together, rank.device)
+        reason = agreement.agree(softened(problem, self.config.mode), rank.together, rank.device)
         if reason is not None or report is None:
             raise reason or RuntimeError("no rank says why there is no plan")
         return report

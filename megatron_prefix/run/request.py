@@ -24,9 +24,9 @@ from megatron_prefix.refusals.table import (
     SCALES_INTERLEAVED,
 )
 from megatron_prefix.run.agreement import agree, tried
+from megatron_prefix.run.backoff import Backoff
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.execute.messages import channels_of
-from megatron_prefix.run.pause import Pause, Rest
 from megatron_prefix.run.rank import Rank, meeting
 from megatron_prefix.run.read.loss_variables import code_name
 
@@ -39,7 +39,7 @@ class StepKind:
     """What is known of calls of one kind: of one forward step, on the same models.
 
     Attributes:
-        pause: when nobody looks at them; only in mode "auto".
+        backoff: of looking at them; only in mode "auto".
         watched: whether the first of them has been watched, if that is wanted.
         told: whether the first of them that was shared has been told of.
         refusal: what was in its way; None: nothing.
@@ -47,7 +47,7 @@ class StepKind:
         ordered: whether losses have to be called in the trainer's order.
     """
 
-    pause: Pause | None
+    backoff: Backoff | None
     watched: bool = False
     told: bool = False
     refusal: UserError | None = None
@@ -81,7 +81,7 @@ class Requests:
         kept: what features keep from call to call, by layout of a model.
 
     Attributes:
-        rest: when data-parallel ranks do not ask one another what crosses them.
+        backoff: of data-parallel ranks that ask one another what crosses them.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Requests:
         kept: Mapping[Hashable, dict[str, dict[str, Any]]],
     ) -> None:
         self._config, self._logged, self._kept = config, logged, kept
-        self.rest = Rest()
+        self.backoff = Backoff()
         self._errors: dict[Any, UserError | None] = {}
         self._kinds: dict[Any, StepKind] = {}
 
@@ -139,7 +139,7 @@ class Requests:
     def _kind(self, forward_step: Any, rank: Rank) -> StepKind:
         key = rank.forward_only, code_name(forward_step), *map(weakref.ref, rank.language_models)
         if key not in self._kinds:  # a reference to a model that has gone equals no other
-            self._kinds[key] = StepKind(Pause() if self._config.mode == "auto" else None)
+            self._kinds[key] = StepKind(Backoff() if self._config.mode == "auto" else None)
         return self._kinds[key]
 
     def _suited(self, rank: Rank, callbacks: Callbacks) -> Rank:
@@ -157,7 +157,7 @@ class Requests:
             rank.reduces |= callbacks.sums_gradients
             together = callbacks.passes_together or not rank.forward_only
             alone = across_step.why_alone(self._config, rank, together=together)
-            if alone is None and self._config.across == "auto" and self.rest.next():
+            if alone is None and self._config.across == "auto" and self.backoff.skips():
                 alone = across_step.RESTS
             rank.may_cross, rank.why_alone = alone is None, alone or ""
             across_step.tell_alone(rank.why_alone, rank, self._logged)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.plan.gate import Decision
+from megatron_prefix.run.backoff import unlooked
 from megatron_prefix.run.first_step import FirstStep
 from megatron_prefix.run.request import Request
 
@@ -26,7 +27,7 @@ class Stock(NamedTuple):
     """Megatron's schedule runs the step, and nobody looks at it.
 
     Attributes:
-        reason: what is in the way of its kind, or the decision in a pause.
+        reason: what is in the way of its kind, or the decision not to look.
     """
 
     reason: UserError | Decision
@@ -57,8 +58,9 @@ def route(request: Request, config: PrefixConfig, *, looks_first: bool) -> Watch
             return Watch(first)
     if kind.refusal is not None:
         return Stock(copy.copy(kind.refusal))
-    decision = None if kind.pause is None else kind.pause.next()
-    return Share(first) if decision is None else Stock(decision)
+    if kind.backoff is not None and kind.backoff.skips():
+        return Stock(unlooked())
+    return Share(first)
 
 
 def _first(request: Request, config: PrefixConfig) -> FirstStep:

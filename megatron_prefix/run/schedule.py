@@ -94,7 +94,7 @@ class PrefixSchedule:
         self.planning = Planning(self.config, self.memory)
         self._reports = Reports(self.config.mode)
         self._requests = Requests(self.config, self._reports.logged, self.planning.kept)
-        self._reader = StepReader(self.memory, self.planning, self._reports, self._requests.rest)
+        self._reader = StepReader(self.memory, self.planning, self._reports, self._requests.backoff)
         self._features = chosen(self.config, self._reports)
 
     @property
@@ -283,8 +283,9 @@ class PrefixSchedule:
         if (shares or self.config.mode == "observe") and self.looks_first and not kind.told:
             kind.told = True
             tell_shared(report.forest, rank, self._reports.logged, shares)
-        if kind.pause and not (rank.forward_only or self.planning.meter(rank).due):
-            kind.pause.note(report.decision)  # in others it may run to be timed
+        if kind.backoff and not (rank.forward_only or self.planning.meter(rank).due):
+            # In others it may run to be timed.
+            kind.backoff.note(useful=not report.decision.fallback)
         return joint if shares else None
 
 

@@ -15,10 +15,10 @@ from megatron_prefix.layers import fused_yarn
 from megatron_prefix.refusals.own_errors import is_own, softened
 from megatron_prefix.refusals.table import FUSED_YARN
 from megatron_prefix.run.agreement import agree, agree_on, tried
+from megatron_prefix.run.backoff import Backoff, unlooked
 from megatron_prefix.run.execute import ahead
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.first_step import FirstStep
-from megatron_prefix.run.pause import Rest
 from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read.read_calls import ReadCalls, read_calls
@@ -39,14 +39,14 @@ class StepReader:
         memory: asked what gradients are before a step.
         planning: makes segments.
         reports: of the schedule's steps.
-        rest: when data-parallel ranks do not ask one another what crosses them.
+        backoff: of data-parallel ranks that ask one another what crosses them.
     """
 
     def __init__(
-        self, memory: MemoryControl, planning: Planning, reports: Reports, rest: Rest
+        self, memory: MemoryControl, planning: Planning, reports: Reports, backoff: Backoff
     ) -> None:
         self._memory, self._planning = memory, planning
-        self._config, self._reports, self._rest = planning.config, reports, rest
+        self._config, self._reports, self._backoff = planning.config, reports, backoff
 
     def read(self, capture: Capture, request: Request, first: FirstStep | None) -> Step | None:
         """The step; None, with a report, if its calls cannot be answered from segments.
@@ -88,16 +88,19 @@ class StepReader:
         problem: BaseException | None = kind.problem
         if problem is None:
             calls, problem = self._calls(capture, request, first)
-        wish = kind.pause is not None and kind.pause.wanted(rank)
-        reason, is_paused = agree_on(problem, wish, rank.agreeing, rank.device)
+        # Where a trainer's groups do not say which ranks are data-parallel, these may meet later
+        # without having agreed on this.
+        wish = kind.backoff is not None and kind.backoff.is_due and rank.data_ranks is not None
+        reason, is_skipped = agree_on(problem, wish, rank.agreeing, rank.device)
         if reason is not None:
             kind.refusal = reason if reason.lasts else None  # all ranks have heard
             self._reports.refused(reason)
             return None
-        if is_paused and kind.pause is not None:
-            decision = kind.pause.begin()
-            self._reports.stock(decision)
-            self._reports.logged.add(decision.reason)  # of the whole pause
+        if is_skipped and kind.backoff is not None:
+            kind.backoff.begin()
+            kind.backoff.skips()  # this step
+            report = self._reports.stock(unlooked())
+            self._reports.logged.add(report.decision.reason)  # of all of them
             return None
         return calls
 
@@ -140,7 +143,9 @@ class StepReader:
             raise RuntimeError("no rank says why a step has no segments")
         if rank.may_cross:
             across_step.tell_alone(whole.why_alone, rank, self._reports.logged)
-            self._rest.note(whole.crosses)
+            self._backoff.note(useful=whole.crosses)
+            if self._backoff.is_due:
+                self._backoff.begin()
         if whole.crosses:
             rank.cross()
         return whole

@@ -37,7 +37,7 @@ from megatron_prefix.parts import Attempt, around
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.count_sums import sums_behind
 from megatron_prefix.plan.joint_forest import JointForest
-from megatron_prefix.refusals.own_errors import as_refusal
+from megatron_prefix.refusals.own_errors import as_refusal, softened
 from megatron_prefix.refusals.table import CHANGED_OUTPUT, NO_COPY
 from megatron_prefix.run import agreement
 from megatron_prefix.run.calls import FILLED_BY_MODEL, ModelCall
@@ -211,9 +211,9 @@ class StepRun:
 
     def _agreed(self, problem: Exception | None) -> Exception | None:
         """What any rank has met of those that run the step together; all of these call this."""
-        if problem is not None and self._config.mode != "on":
-            problem = as_refusal(problem)
-        return agreement.agree(problem, self._rank.together, self._rank.device)
+        return agreement.agree(
+            softened(problem, self._config.mode), self._rank.together, self._rank.device
+        )
 
     def _complete(self, problem: Exception | None) -> None:
         """What follows the plan's last action; with a problem gradients are finalized only where

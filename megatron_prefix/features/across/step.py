@@ -33,7 +33,7 @@ from megatron_prefix.refusals.table import (
 )
 from megatron_prefix.run import agreement
 from megatron_prefix.run.agreement import all_say, tried, worst
-from megatron_prefix.run.pause import AFTER, STEPS
+from megatron_prefix.run.backoff import AFTER, STEPS
 from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.rank import Rank, several
 from megatron_prefix.run.read.step import Step

@@ -36,7 +36,7 @@ from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan import cost
 from megatron_prefix.refusals.table import ACROSS_EXPERTS, ACROSS_GATHERS, ACROSS_UNREDUCED
 from megatron_prefix.run import planning
-from megatron_prefix.run.pause import Rest
+from megatron_prefix.run.backoff import Backoff
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
@@ -180,11 +180,13 @@ def test_each_rank_is_alone_where_one_would_take_too_much_memory() -> None:
 
 
 def test_ranks_ask_again_after_a_while() -> None:
-    rest, asked = Rest(), []
+    backoff, asked = Backoff(), []
     for step in range(60):
-        if not rest.next():
+        if not backoff.skips():
             asked.append(step)
-            rest.note(crosses=step == 26)
+            backoff.note(useful=step == 26)
+            if backoff.is_due:
+                backoff.begin()
     assert asked == [0, 1, 26, 27, 28, 53], "what crossed once begins anew"
     for said, *_ in run_ranks(2, run, AUTO, Layout(dp=2), slow_messages, 4):
         assert [why.startswith(SLOWER) for why in said] == [True, True, False, False]

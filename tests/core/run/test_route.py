@@ -12,8 +12,8 @@ from megatron_prefix.errors import refused
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.refusals.table import NO_CALL
 from megatron_prefix.run import route as routes
+from megatron_prefix.run.backoff import STEPS, Backoff
 from megatron_prefix.run.calls import Callbacks
-from megatron_prefix.run.pause import STEPS, Pause
 from megatron_prefix.run.request import Request, StepKind
 from megatron_prefix.run.route import Share, Stock, Watch, route
 
@@ -55,7 +55,7 @@ def test_ranks_that_meet_in_segments_watch_it_with_stock(rank: dict[str, Any]) -
 
 
 def test_a_kind_that_is_known_is_shared() -> None:
-    assert taken(request_of(StepKind(Pause(), watched=True)), "auto") == Share(None)
+    assert taken(request_of(StepKind(Backoff(), watched=True)), "auto") == Share(None)
 
 
 def test_a_kind_that_was_refused_is_stocks() -> None:
@@ -65,11 +65,11 @@ def test_a_kind_that_was_refused_is_stocks() -> None:
     assert way.reason is not kind.refusal  # raised, it would hold frames
 
 
-def test_steps_of_a_pause_are_stocks() -> None:
-    pause = Pause()
-    request = request_of(StepKind(pause, watched=True))
-    pause.begin()
-    for _ in range(STEPS - 1):
+def test_steps_that_nobody_looks_at_are_stocks() -> None:
+    backoff = Backoff()
+    request = request_of(StepKind(backoff, watched=True))
+    backoff.begin()
+    for _ in range(STEPS):
         way = taken(request, "auto")
         assert isinstance(way, Stock) and isinstance(way.reason, Decision) and way.reason.fallback
     assert taken(request, "auto") == Share(None)
