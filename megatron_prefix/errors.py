@@ -73,18 +73,18 @@ def refused(refusal: Refusal, *values: object) -> UserError:
 
 
 def shown(value: object, limit: int = 48) -> str:
-    """`value` on one line, cut to `limit` characters, for a message."""
+    """repr on one line, cut to `limit` characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def named(error: BaseException) -> str:
-    """The kind of an error that somebody else raised, and its first line."""
+    """Type and first line of a foreign error."""
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
 def listed(names: Iterable[Any], most: int = 3) -> str:
-    """The first few names or numbers in order, and how many more there are."""
+    """The first `most` in order, and how many more there are."""
     names = sorted(names)
     num_more = len(names) - most
     return ", ".join(map(str, names[:most])) + (f" and {num_more} more" if num_more > 0 else "")
@@ -120,8 +120,8 @@ MOST_LETTERS = 1000
 
 
 def bounded(text: str) -> str:
-    """A message whose first line has at most `MOST_LETTERS`: of a longer one the begin, the end,
-    where the fix is, and how many characters are between. Tables below it stay."""
+    """A message with the middle of its first line cut to `MOST_LETTERS`; the end has the fix. Later
+    lines stay."""
     line, newline, tables = text.partition("\n")
     if len(line) <= MOST_LETTERS:
         return text

@@ -25,12 +25,11 @@ _running: list[Swap] = []
 
 
 def on(config: PrefixConfig | None = None) -> None:
-    """Turns the prefix schedule on in this process, wherever Megatron is or will be imported.
-
-    Once more: with the new configuration.
+    """Turns the prefix schedule on in this process, wherever Megatron is or will be imported; a
+    second call replaces the configuration.
 
     Args:
-        config: default: what variables and file say; mode "auto" if they do not name one.
+        config: default: from the environment and its file; mode "auto" if they name none.
 
     Raises:
         UserError: a variable, or the file, that is wrong.
@@ -43,7 +42,7 @@ def on(config: PrefixConfig | None = None) -> None:
 
 
 def off() -> None:
-    """Puts Megatron's own function back, in every module that has the other one."""
+    """Puts Megatron's own function back in every module."""
     while _running:
         _running.pop().end()
 
@@ -57,7 +56,7 @@ def init(*_: Any) -> None:
 
 
 def _replacement(stock: Any, *, config: PrefixConfig) -> Any:
-    """What runs instead of `stock`, Megatron's function."""
+    """The function that replaces `stock`, Megatron's."""
     # Why the trainer gets `stock`, and where its masks are; at the first call: then it is imported.
     decision: list[tuple[Refusal | None, dict[str, Any]]] = []
 

@@ -1,6 +1,6 @@
-"""[pure] Something is done to a module as soon as it is there: now, or when it is imported.
+"""[pure] Calls a function with a module, now or when it is imported.
 
-Nothing is imported here, so a trainer's own order of imports stays.
+Imports nothing itself, so that a trainer's order of imports stays.
 """
 
 from __future__ import annotations
@@ -14,30 +14,26 @@ from typing import Any
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls `then(module)` once, unless it has ended before.
-
-    Args:
-        name: of the module.
-        then: what is to be done; what it raises, the module's import raises.
-    """
+    """Calls `then(module)` once for the module `name`, unless `end` comes first; the import raises
+    what `then` raises."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name, self._then = name, then
 
     def begin(self) -> None:
-        """Calls it now, or when the module is imported."""
+        """Calls `then` now, or when the module is imported."""
         if self._name in sys.modules:
             self._then(sys.modules[self._name])
         else:
             sys.meta_path.insert(0, self)
 
     def end(self) -> None:
-        """Waits no longer."""
+        """Stops waiting."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The finder's part; see importlib. Others find the module; its loader calls at the end."""
+        """importlib's protocol: other finders find the module, and its loader then calls `then`."""
         if name != self._name:
             return None
         finders = (finder for finder in list(sys.meta_path) if finder is not self)

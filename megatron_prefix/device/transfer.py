@@ -19,8 +19,8 @@ def to_device(device: torch.device, index: np.ndarray) -> Tensor:
 
 
 def to_host(numbers: Tensor) -> np.ndarray:
-    """Numbers of the device as an array; the host waits for them. To memory that is not page-locked
-    5 MB took 2.6 ms (benchmarks/LOG.md)."""
+    """Numbers of the device as an array; the host waits. To pageable memory 5 MB took 2.6 ms
+    (benchmarks/LOG.md)."""
     if numbers.device.type != "cuda":
         array: np.ndarray = numbers.cpu().numpy()
         return array

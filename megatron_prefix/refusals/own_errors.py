@@ -17,8 +17,8 @@ _LIBRARIES = {"torch", "numpy", "greenlet", *sys.stdlib_module_names}
 
 
 def as_refusal(error: Exception) -> UserError:
-    """An error as what stands in the way of a step: itself if it says so, else by type and place;
-    then its traceback is logged once. It holds no frame of the step."""
+    """An error as the reason why a step cannot run: a UserError itself, else type and place, with
+    the traceback logged once. It holds no frame of the step."""
     if isinstance(error, StepOutOfMemory):
         return refused(NO_MEMORY, str(error).partition("; ")[0].partition("\n")[0])
     if isinstance(error, UserError):
@@ -43,7 +43,7 @@ def is_own(error: Exception) -> bool:
 
 
 def _last_own_line(error: Exception) -> str:
-    """The last line of this package that an error has passed."""
+    """The innermost line of this package in the traceback."""
     lines = [line for name, line in _frames(error.__traceback__) if name.startswith(_PACKAGE + ".")]
     return lines[-1] if lines else "an unknown place"
 
