@@ -43,7 +43,6 @@ class SegmentContext:
         between: what one method of a layer leaves for another, by what it is and the layer.
         joined: whether spans of it continue others of it (tree/joining.py).
         activates_again: whether its MLPs drop what "recompute_act" computes again.
-        recomputed: whether its forward runs again before its backward, by policy "recompute".
     """
 
     index: int
@@ -63,7 +62,6 @@ class SegmentContext:
     between: dict[tuple[str, int], Any] = field(default_factory=dict)
     joined: bool = False
     activates_again: bool = False
-    recomputed: bool = False
 
     def capture(self, layer: int, shared: Shared, key: Tensor, value: Tensor) -> None:
         """Puts what an inner segment leaves into the sidecar, once: recomputation calls again."""

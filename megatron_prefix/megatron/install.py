@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -179,6 +179,11 @@ class Hooks:
             for one in overrides:
                 self._override(*one)
             self._undo_kept[part] = self._undo[before:]
+
+    def keep_only(self, parts: Collection[Any]) -> None:
+        """Lets other parts than these keep nothing more."""
+        for part in self.kept.keys() - parts:
+            self.keep(part, None)
 
     def _override_parts(self, parts: Sequence[Part]) -> None:
         for number, (kind, module) in enumerate(parts):

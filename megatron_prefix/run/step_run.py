@@ -363,10 +363,8 @@ class StepRun:
         stages = []
         for chunk, model in enumerate(self._rank.models):
             hooks, number = install(model, self._config.kernel), plan.stage(self._rank.stage, chunk)
-            # Calls without gradients may be another schedule's than the part's.
-            absent = {*hooks.kept} - {type(part) for part in self._rank.step_parts}
-            for part in () if self._rank.forward_only else absent:
-                hooks.keep(part, None)
+            if not self._rank.forward_only:  # it may be another schedule's than what parts keep
+                hooks.keep_only({type(part) for part in self._rank.step_parts})
             steps, hooks.ahead = self._capture.steps[chunk], None
             hooks.packed = all(self._step.packed)
             call = steps[0].call if steps else ModelCall(0, {})

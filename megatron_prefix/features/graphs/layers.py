@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,7 @@ class LayerGraphs:
         self._seen: Counter[int] = Counter()
         self._free: list[SegmentGraphs] = []
         self._taken: dict[int, SegmentGraphs] = {}
+        self._recomputed: Collection[int] = ()
         self._addresses: tuple[int, ...] = ()
         self._is_new, self._watched, self._said = True, False, False
 
@@ -127,7 +128,9 @@ class LayerGraphs:
     def _forward(self, layer: CutLayer) -> Callable[..., Any]:
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             context, saves = self._running.current, torch.is_grad_enabled()
-            if context is None or context.backward or not (saves or context.recomputed):
+            if context is None or context.backward:
+                return layer.stock(hidden_states, *args, **kwargs)
+            if not saves and context.index not in self._recomputed:
                 return layer.stock(hidden_states, *args, **kwargs)
             if self.layers and layer is self.layers[0] and not args:
                 self._take(context, hidden_states)
@@ -141,11 +144,15 @@ class LayerGraphs:
 
         return forward
 
-    def begin_step(self) -> None:
+    def begin_step(self, recomputed: Collection[int] = ()) -> None:
         """Whether anything has moved is looked at in the first forward with gradients: in passes
-        without them a trainer may have put gradients away."""
+        without them a trainer may have put gradients away.
+
+        Args:
+            recomputed: segments whose forward runs again before their backward.
+        """
         self.end_step()
-        self._is_new, self.captured = True, False
+        self._is_new, self.captured, self._recomputed = True, False, recomputed
 
     def _look(self) -> None:
         """Gives up what reads weights or writes gradients that lie elsewhere now."""
@@ -212,6 +219,7 @@ class LayerGraphs:
         """Whatever has happened, no segment is between its forward and its backward."""
         self._free += (one for one in self._taken.values() if one.layers is self.layers)
         self._taken.clear()
+        self._recomputed = ()
 
     def _current_addresses(self) -> tuple[int, ...]:
         weights = [one for layer in self.layers for one in layer.parameters()]

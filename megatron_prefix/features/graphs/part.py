@@ -68,10 +68,13 @@ class Graphs(StepPart):
     def begin(self, attempt: Attempt) -> None:
         """See StepPart: before another attempt what graphs hold is given back: as much as all
         segments keep that had some at once, while the leaner plan is to hold one of them."""
-        hooks = [stage.hooks for stage in attempt.stages]
-        self._graphs = [one for each in hooks if (one := self._of(each)) is not None]
+        made = (self._of(stage.hooks) for stage in attempt.stages)
+        self._graphs = [graphs for graphs in made if graphs is not None]
+        plan = attempt.plan
+        policies = map(plan.policy, range(len(plan.segments)))
+        recomputed = {index for index, policy in enumerate(policies) if policy == "recompute"}
         for graphs in self._graphs:
-            graphs.begin_step()
+            graphs.begin_step(recomputed)
             if self._has_begun:
                 graphs.give_back()
         if self._has_begun:
@@ -82,19 +85,20 @@ class Graphs(StepPart):
         """Of the layers of a model chunk, for segments of up to `even` positions. The last layer of
         the last stage runs on what is read."""
         graphs: LayerGraphs | None = hooks.kept.get(Graphs)
-        if self.even and (graphs is None or graphs.most != self.even):
-            layers = [*hooks.model.decoder.layers]
-            if hooks.keys_only is not None:
-                layers.pop()
-            ranks = self.rank.sequence_ranks * self.rank.config.context_parallel_size
-            # Layers inside multi-token prediction have slots, too, and come last.
-            both, group = zip(layers, hooks.slots, strict=False), hooks.model.pg_collection.tp
-            hooks.keep(Graphs, None)  # and its memory
-            graphs = LayerGraphs(both, hooks, self.even, ranks, group)
-            hooks.keep(Graphs, graphs, graphs.overrides())
-        elif not self.even:
-            hooks.keep(Graphs, None)
-        return graphs if self.even else None
+        if graphs is not None and graphs.most == self.even:
+            return graphs
+        hooks.keep(Graphs, None)
+        if not self.even:
+            return None
+        layers = [*hooks.model.decoder.layers]
+        if hooks.keys_only is not None:
+            layers.pop()
+        # Layers inside multi-token prediction have slots, too, and come last.
+        filled = zip(layers, hooks.slots, strict=False)
+        ranks = self.rank.sequence_ranks * self.rank.config.context_parallel_size
+        graphs = LayerGraphs(filled, hooks, self.even, ranks, hooks.model.pg_collection.tp)
+        hooks.keep(Graphs, graphs, graphs.overrides())
+        return graphs
 
     def freed(self, segment: int, chunk: int) -> None:
         """See StepPart."""

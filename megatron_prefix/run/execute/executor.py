@@ -225,7 +225,6 @@ class Executor:
             self._inputs.read(index, stage.moves_labels) if scored else None, stage.moves_labels,
             *((None, None) if final is None else final.of(index)), joined=segment.joined >= 0,
             activates_again=self._plan.policy(index) == "recompute_act" and not self._forward_only,
-            recomputed=self._plan.policy(index) == "recompute" and not self._forward_only,
         )  # fmt: skip
 
     def _forward(self, action: Action, stage: Stage) -> None:
