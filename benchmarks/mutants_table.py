@@ -108,12 +108,12 @@ _ACROSS = (
 
 # Graphs --------------------------------------------------------------------------------------
 
-_G = "tests/core/layers/test_graphs.py"
-_G_EXPERTS = "tests/core/layers/test_graphs_experts.py"
-_G_HYBRID = "tests/core/layers/test_graphs_hybrid.py"
-_G_MEMORY = "tests/core/layers/test_graphs_memory.py"
-_G_RANKS = "tests/core/layers/test_graphs_ranks.py"
-_CHOICE = "tests/core/plan/test_graph_choice.py"
+_G = "tests/core/features/graphs/test_graphs.py"
+_G_EXPERTS = "tests/core/features/graphs/test_graphs_experts.py"
+_G_HYBRID = "tests/core/features/graphs/test_graphs_hybrid.py"
+_G_MEMORY = "tests/core/features/graphs/test_graphs_memory.py"
+_G_RANKS = "tests/core/features/graphs/test_graphs_ranks.py"
+_CHOICE = "tests/core/features/graphs/test_graph_choice.py"
 _graphs = _area("graphs", _G)
 _GRAPHS = (
     _graphs(

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from megatron_prefix.features.graphs import cuda
 from megatron_prefix.features.graphs.pieces import Piece
+from megatron_prefix.features.graphs.places import GraphPlaces
 from megatron_prefix.features.graphs.segment_graphs import Form, SegmentGraphs
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.layers.model import footprint_of
+from megatron_prefix.layers.model import footprint_of, layers_of
 from megatron_prefix.megatron.features import pattern_of
 from megatron_prefix.offload.segment import addresses
 from megatron_prefix.plan.footprint import Execution
-from tests.core.layers.test_graphs import config, made, steps
-from tests.core.layers.test_graphs_experts import MIXED
+from tests.core.features.graphs.test_graphs import config, made, steps
+from tests.core.features.graphs.test_graphs_experts import MIXED
 from tests.harness.hybrid import GDN, MAMBA, gated_delta, mamba
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.recorded import recorded_graphs  # noqa: F401
@@ -141,12 +142,14 @@ def test_sets_hold_what_is_predicted(
     """To the byte: what pieces save, and places of what attention and experts save."""
     model = small_model(name, spec={"num_layers": LAYERS, **fields})
     own = unwrap(model).config
-    one = footprint_of(own, Execution.of_config(own), 64, "")
+    form = Execution.of_config(own)
+    one = footprint_of(own, form, 64, "")
+    places = GraphPlaces.of_layers(1, own, layers_of(own, ""), form)
     assert one.ends_early == (name == "tiny-llama")
     # What the last of them gives has a place, too, unless experts give it.
     last = one.ends_early * one.stage_input
     dropped = one.act * (memory == "recompute_act")
-    each = (LAYERS - one.ends_early) * (one.wave - one.apart + one.twice - dropped) + last
+    each = (LAYERS - one.ends_early) * (one.wave - places.apart + places.twice - dropped) + last
     for positions, held, *_ in new_sets(model, monkeypatch, memory):
         assert held == pytest.approx(positions * each, rel=1e-12)
 
@@ -162,11 +165,13 @@ def test_sets_of_recurrent_layers_hold_what_is_predicted(
     """The same, but for numbers that no position has: two a head of a rule, made of weights."""
     model = small_model(name, spec=fields)
     own, pattern = unwrap(model).config, pattern_of(unwrap(model))
-    one = footprint_of(own, Execution.of_config(own), 64, pattern)
+    form = Execution.of_config(own)
+    one = footprint_of(own, form, 64, pattern)
+    places = GraphPlaces.of_layers(1, own, layers_of(own, pattern), form)
     assert not one.ends_early
     num = fields["num_layers"]
     last = one.stage_input * (pattern[-1:] != "-")  # what an MLP has saved is in its place
-    each = num * (one.wave - one.apart + one.twice) + last
+    each = num * (one.wave - places.apart + places.twice) + last
     more = 2 * num * own.linear_num_value_heads * 8 if name == GDN else 0
     for positions, held, *_ in new_sets(model, monkeypatch):
         assert held == pytest.approx(positions * each + more, rel=1e-12)
@@ -271,7 +276,7 @@ def test_places_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model(spec={"num_layers": LAYERS})
     steps(model, config(), 3)
     here = [sizes[id(one)] for one in made(model).sets]
-    assert made(model).placed_bytes == sum(sum(one.values()) for one in here) > 0
+    assert made(model).device_bytes == sum(sum(one.values()) for one in here) > 0
 
 
 def test_what_only_graphs_use_is_what_torch_reserves(monkeypatch: pytest.MonkeyPatch) -> None:

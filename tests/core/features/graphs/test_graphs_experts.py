@@ -17,7 +17,7 @@ from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.moe.versions import routers
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.alignment.test_replay import CONTRACT, ROUTED, SIZES, items, set_action
-from tests.core.layers.test_graphs import TOKENS, config, made, same, steps, without
+from tests.core.features.graphs.test_graphs import TOKENS, config, made, same, steps, without
 from tests.harness import steps as one_step
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.recorded import RecordedGraph, recorded_graphs  # noqa: F401

@@ -16,7 +16,7 @@ from megatron_prefix.layers.mamba import Mamba2
 from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.layers.recurrent import delta
 from megatron_prefix.megatron.install import installed
-from tests.core.layers.test_graphs import config, made, same, steps, without
+from tests.core.features.graphs.test_graphs import config, made, same, steps, without
 from tests.harness.hybrid import GDN, MAMBA, gated_delta, mamba
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.recorded import RecordedGraph, cores_in_fp64, recorded_graphs  # noqa: F401

@@ -15,7 +15,7 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run import cost_meter
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.core.run.test_graphs_auto import CONFIG
+from tests.core.features.graphs.test_graphs_auto import CONFIG
 from tests.harness.ranks import run_ranks
 from tests.harness.recorded import RecordedGraph, choice_of, recorded_graphs  # noqa: F401
 from tests.harness.rows import rows

@@ -20,7 +20,7 @@ from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.core.layers.test_graphs import made, same
+from tests.core.features.graphs.test_graphs import made, same
 from tests.harness import one_group
 from tests.harness.fuzzing import rounds
 from tests.harness.hybrid import GDN, MAMBA, gated_delta, mamba
