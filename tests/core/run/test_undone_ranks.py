@@ -18,7 +18,7 @@ from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.refusals import table
-from megatron_prefix.run import planning, schedule, step_run
+from megatron_prefix.run import planning, step_reader, step_run
 from megatron_prefix.run import rank as rank_module
 from megatron_prefix.run.execute import memory_control
 from megatron_prefix.run.read import suspend
@@ -152,7 +152,7 @@ def test_what_is_met_while_segments_run(name: str) -> None:
 
 PHASES = {
     "a call is caught": (suspend, "bound"),
-    "calls are read": (schedule, "read_calls"),
+    "calls are read": (step_reader, "read_calls"),
     "a plan is made": (planning.Planning, "proposed"),
     "payloads are placed": (step_run, "payload_map"),
     "memory is settled": (memory_control.MemoryControl, "settle"),
