@@ -108,8 +108,8 @@ TOWERS = {
     ),
 }  # fmt: skip
 """Classes of vision towers that are called with patches and grids of images, and in which an image
-sees itself alone; they run once an image (run/read/tower.py) unless they drop anything at random,
-others once a call."""
+sees itself alone; they run once an image unless they drop anything at random, others once a
+call."""
 SPLIT_IMAGES = {
     "mbridge.models.qwen3_vl.model.Qwen3VLModel",
     "mbridge.models.qwen3_5.model.Qwen3_5VLModel",

@@ -305,8 +305,7 @@ class Hooks:
 
     def _own_slice(self, given: Any, num: int) -> Any:
         """A rotary table [positions, 1, 1, width] that the model has made from a segment's own
-        positions (run/read/given.py); of all context-parallel ranks, where it has left the slicing
-        to whoever called it."""
+        positions; of all context-parallel ranks, where it has left the slicing to its caller."""
         group = self.model.pg_collection.cp
         if not isinstance(given, Tensor) or len(given) not in (num, num * group.size()):
             raise refused(ROTARY_TABLES, _described(given))

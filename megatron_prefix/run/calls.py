@@ -45,7 +45,7 @@ PER_POSITION = ("input_ids", "position_ids", "labels", "loss_mask")
 
 EMBEDDINGS, MASK, DEEPSTACK = "decoder_input", "visual_pos_masks", "deepstack_visual_embeds"
 GIVEN = (EMBEDDINGS, MASK, DEEPSTACK)
-"""Arguments of a vision-language model's call of its language model: see read/given.py."""
+"""Arguments of a vision-language model's call of its language model: see features/vision."""
 BLOCK = "extra_block_kwargs"
 """Keywords for the decoder, which may hold some of them."""
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_prefix.features.across.exchanges import Exchanges
 from megatron_prefix.features.across.final_states import FinalStates
+from megatron_prefix.features.vision.chunk_rows import Given
 from megatron_prefix.layers.blocks.core import own_kernel_runs
 from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.megatron.install import Hooks
@@ -35,7 +36,6 @@ from megatron_prefix.run.execute.inputs import SegmentInputs
 from megatron_prefix.run.execute.losses import Losses
 from megatron_prefix.run.execute.messages import Links
 from megatron_prefix.run.read.forward_step_state import Settings
-from megatron_prefix.run.read.given import Given
 from megatron_prefix.run.read.heads import FilledDict
 from megatron_prefix.sidecar.cache import SidecarCache
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_prefix.device.transfer import to_host
 from megatron_prefix.errors import refused
+from megatron_prefix.features.vision.chunk_rows import Given, given
 from megatron_prefix.layers import mtp
 from megatron_prefix.layers.table import payload_parts
 from megatron_prefix.megatron import features
@@ -47,7 +48,6 @@ from megatron_prefix.run.calls import (
 )
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read import heads
-from megatron_prefix.run.read.given import Given, given
 from megatron_prefix.run.read.samples import trained_positions
 from megatron_prefix.run.read.suspend import Capture
 

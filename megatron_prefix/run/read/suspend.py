@@ -34,6 +34,8 @@ import greenlet
 import torch
 
 from megatron_prefix.errors import DataEnded, UserError, refused
+from megatron_prefix.features.vision.chunk_rows import Given
+from megatron_prefix.features.vision.tower import TowerOnce
 from megatron_prefix.megatron.install import intercepted, vision_tower
 from megatron_prefix.parts import StepPart
 from megatron_prefix.refusals.table import (
@@ -51,10 +53,8 @@ from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read import forward_step_state
 from megatron_prefix.run.read.data_iterators import observed, single
 from megatron_prefix.run.read.forward_step_state import Settings, Swap, fixed, quantises
-from megatron_prefix.run.read.given import Given
 from megatron_prefix.run.read.loss_variables import LossVariables
 from megatron_prefix.run.read.model_state import ModelState, StateOfSteps, outer_modules
-from megatron_prefix.run.read.tower import TowerOnce
 from megatron_prefix.tree import Forest
 
 _running: SuspendedStep | None = None

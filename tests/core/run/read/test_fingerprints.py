@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_prefix.run.read.fingerprints import ROWS, combined, fingerprints
+from megatron_prefix.features.vision.fingerprints import ROWS, combined, fingerprints
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])

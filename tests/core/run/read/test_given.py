@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_prefix.errors import CannotShare
+from megatron_prefix.features.vision.call_rows import CallRows
+from megatron_prefix.features.vision.chunk_rows import Given, given
 from megatron_prefix.run.calls import BLOCK, DEEPSTACK, EMBEDDINGS, MASK, ModelCall
-from megatron_prefix.run.read.call_rows import CallRows
-from megatron_prefix.run.read.given import Given, given
 
 ONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 WIDTH = 3

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.vision.tower import TowerOnce
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.megatron import families
-from megatron_prefix.run.read.tower import TowerOnce
 from tests.harness.vision import Kept
 
 pytestmark = pytest.mark.turns

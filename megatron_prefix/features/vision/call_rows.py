@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.variable import Variable
 
+from megatron_prefix.features.vision.fingerprints import combined, fingerprints
 from megatron_prefix.run.calls import DEEPSTACK, EMBEDDINGS, MASK, ModelCall
-from megatron_prefix.run.read.fingerprints import combined, fingerprints
 
 Places = tuple[Tensor, Tensor]
 """Positions of a call on this rank, and their samples: int64 [rows] each."""

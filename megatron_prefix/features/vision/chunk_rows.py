@@ -24,12 +24,12 @@ from torch import Tensor
 
 from megatron_prefix.device.transfer import to_device, to_host
 from megatron_prefix.errors import refused
+from megatron_prefix.features.vision.call_rows import CallRows, Places
+from megatron_prefix.features.vision.fingerprints import combined
 from megatron_prefix.megatron import families
 from megatron_prefix.refusals.table import AHEAD_GIVEN, NO_POSITION_IDS, PACKS_INSIDE
 from megatron_prefix.run.calls import BLOCK, DEEPSTACK, EMBEDDINGS, MASK, ModelCall
 from megatron_prefix.run.rank import Rank, gathered
-from megatron_prefix.run.read.call_rows import CallRows, Places
-from megatron_prefix.run.read.fingerprints import combined
 from megatron_prefix.tree import Forest, cp_layout
 
 Numbers = np.ndarray

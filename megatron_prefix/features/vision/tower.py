@@ -28,10 +28,10 @@ from torch.utils import (
 
 from megatron_prefix.device.transfer import to_host
 from megatron_prefix.errors import refused
+from megatron_prefix.features.vision.fingerprints import fingerprints
 from megatron_prefix.megatron import families
 from megatron_prefix.megatron.install import replaced
 from megatron_prefix.refusals.table import OVERWRITTEN
-from megatron_prefix.run.read.fingerprints import fingerprints
 from megatron_prefix.run.read.forward_step_state import Settings
 from megatron_prefix.sidecar.arena import wider
 

@@ -36,7 +36,7 @@ def combined(one: Tensor, other: Tensor) -> Tensor:
 def _sums(words: Tensor, keys: Tensor) -> Tensor:
     """Of words [rows, width], each by a function of its column, int64 [rows]."""
     if has_triton(words.device.type):
-        from megatron_prefix.run.read.fingerprints_triton import sums_triton
+        from megatron_prefix.features.vision.fingerprints_triton import sums_triton
 
         return sums_triton(words, keys, _FACTOR)
     return torch.cat(

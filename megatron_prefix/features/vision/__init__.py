@@ -1,0 +1,1 @@
+"""Images: vision towers, and embeddings that a call has instead of tokens."""
