@@ -4,7 +4,7 @@ The tower ("Qwen3-VL Technical Report", section 2) is a plain one: patches see t
 four neighbours become a row of the language model, and its earlier layers give rows that the
 language model's first ones add (deepstack). The language model is called as by mbridge and
 Megatron-Bridge: embeddings, three positions a token, the mask of images and their deepstack rows.
-Classes have the names of mbridge's: megatron_prefix/megatron/families.py knows models by them.
+Classes have the names of mbridge's: megatron_prefix/features/vision/models.py knows models by them.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_prefix import features
@@ -18,13 +18,15 @@ from megatron_prefix.errors import named, refused
 from megatron_prefix.refusals.table import FEATURE_MISSING
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from megatron_prefix.config import PrefixConfig
     from megatron_prefix.errors import Reason
     from megatron_prefix.plan.actions import Action, Plan
     from megatron_prefix.plan.footprint import Footprint
-    from megatron_prefix.run.calls import Callbacks, CallLayout
+    from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall
     from megatron_prefix.run.execute.executor import Stage
     from megatron_prefix.run.rank import Rank
     from megatron_prefix.run.read.forward_step_state import Swap
@@ -72,9 +74,11 @@ class TimedStep(NamedTuple):
 class StepPart:
     """What a feature adds to a step. One object a call; methods that a class leaves out do nothing.
 
-    They are called in this order: `refusals`; of every forward step `swaps` before it begins and
-    `suspended` at its model call; `read`, `same` and `check`; of every attempt `begin`, and
-    `action` of each action; `behind` and `finished`.
+    They are called in this order: `refusals`; `around` all forward steps, of each of them `swaps`
+    before it begins and `suspended` at its model call; `check_model`, `read`, `same`, `tokens` and
+    `check`; of every attempt `begin`, `action` of each action, `arguments` in it, and
+    `input_backwards`; `behind` and `finished`. Where the stock schedule takes the step after
+    forward steps have been suspended: `stock`.
 
     Args:
         config: what the user set.
@@ -83,6 +87,8 @@ class StepPart:
 
     Attributes:
         kept: what the feature keeps from call to call of a model in one layout, by name.
+        runs_outside: whether what is around a language model runs in forward steps before that is
+            called.
         counts_calls: whether a second call of the model in a forward step, without gradients, is
             one too many.
         even: segments of at most so many positions are padded so that lengths come again
@@ -94,7 +100,7 @@ class StepPart:
         problem: what makes the step wrong, known when all actions have run; None: nothing.
     """
 
-    counts_calls = is_tuning = holds_memory = False
+    runs_outside = counts_calls = is_tuning = holds_memory = False
     even = 0
     why_final = ""
     problem: Exception | None = None
@@ -106,6 +112,13 @@ class StepPart:
     def refusals(self) -> Iterator[Reason]:
         """What is in the way of any step of the model."""
         yield from ()
+
+    def around(self, capture: Capture) -> contextlib.AbstractContextManager:
+        """Around all forward steps, up to their ends."""
+        return contextlib.nullcontext()
+
+    def check_model(self, chunk: int) -> None:
+        """Raises CannotShare if a model chunk cannot be run in segments, in every step."""
 
     def swaps(self, chunk: int) -> Sequence[Swap]:
         """What else is put back when a forward step of a model chunk is suspended."""
@@ -130,6 +143,21 @@ class StepPart:
         """
         return ()
 
+    def tokens(
+        self, lengths: Sequence[int], tokens: NDArray[np.int64] | None
+    ) -> NDArray[np.int64] | None:
+        """What stands for this rank's tokens, int64 [positions]: equal numbers where they may be
+        shared. All ranks of the first stage call it.
+
+        Args:
+            lengths: positions of every sample, whole.
+            tokens: those of the calls; None if they have none.
+        """
+        return tokens
+
+    def stock(self) -> None:
+        """The stock schedule takes the step: forward steps go on with the model itself."""
+
     def check(self, step: Step) -> None:
         """Raises CannotShare if segments cannot do what the calls of a step ask."""
 
@@ -147,6 +175,14 @@ class StepPart:
     def freed(self, segment: int, chunk: int) -> None:
         """What a segment's forward has saved in a model chunk is gone: after its backward, or after
         the forward itself where that runs again."""
+
+    def arguments(self, segment: int, chunk: int) -> dict[str, Any]:
+        """Further arguments of a model chunk for a segment, each time that it runs."""
+        return {}
+
+    def input_backwards(self) -> Sequence[Callable[[], None]]:
+        """Backwards of what has made the models' inputs, to run behind an attempt's actions."""
+        return ()
 
     def behind(self) -> None:
         """All actions of the step have run here, or the step has failed here; before ranks ask one
@@ -192,10 +228,28 @@ def chosen(
         CannotShare: one without which the step would be wrong cannot be imported, or refuses the
             model.
     """
+    wanted = [feature for feature in features.PARTS if feature.wanted(config, rank)]
+    return made(wanted, config, rank, callbacks, kept)
+
+
+def missing(calls: Sequence[ModelCall], parts: Sequence[StepPart]) -> list[features.Feature]:
+    """Features that answer for keywords of calls and have no part in them yet."""
+    names = {name for call in calls for name in features.TAKEN if call.keyword(name) is not None}
+    paths = {f"{type(part).__module__}:{type(part).__name__}" for part in parts}
+    takers = (feature for feature in features.PARTS if names.intersection(feature.takes))
+    return [feature for feature in takers if feature.path not in paths]
+
+
+def made(
+    taken: Sequence[features.Feature],
+    config: PrefixConfig,
+    rank: Rank,
+    callbacks: Callbacks,
+    kept: dict[str, dict[str, Any]] | None = None,
+) -> tuple[StepPart, ...]:
+    """The parts of some features; see `chosen`."""
     parts = []
-    for feature in features.PARTS:
-        if not feature.wanted(config, rank):
-            continue
+    for feature in taken:
         make = loaded(feature, config.mode)
         if make is None:
             continue

@@ -31,12 +31,14 @@ class Feature(NamedTuple):
         wanted: whether a call has it, by what the user set and what this rank is in it.
         needed: whether a step without it is wrong, and not just slower. All ranks have one that is
             not, or none has: ranks run one installation.
+        takes: keywords of the language model that it answers for: calls with one of them have it.
     """
 
     name: str
     path: str
     wanted: Callable[[PrefixConfig, Rank], bool]
     needed: bool = True
+    takes: tuple[str, ...] = ()
 
 
 class FeatureAround(NamedTuple):
@@ -113,6 +115,28 @@ def _is_routed(_: PrefixConfig, rank: Rank) -> bool:
     return any(getattr(router, name, None) is not None for router in every for name in names)
 
 
+def _has_images(_: PrefixConfig, rank: Rank) -> bool:
+    return any(map(is_of_images, rank.models, rank.language_models))
+
+
+def is_of_images(model: Any, inner: Any) -> bool:
+    """Nothing is around most models but Megatron's wrappers: those have no images."""
+    from megatron_prefix.megatron.families import calls_parent, has_mrope
+
+    if has_mrope(inner):
+        return True
+    outer = model
+    while outer is not inner and type(outer).__module__.startswith("megatron.core."):
+        children = [*outer.children()]
+        if len(children) != 1:
+            break
+        outer = children[0]
+    if outer is inner and calls_parent(inner) is None:
+        return False
+    has_images: bool = load(f"{_FOLDER}vision.models:has_images")(model, inner)
+    return has_images
+
+
 PARTS: tuple[Feature, ...] = (
     Feature("the replay of routes", f"{_FOLDER}replay.part:RoutedStep", _is_routed),
     Feature(
@@ -126,8 +150,16 @@ PARTS: tuple[Feature, ...] = (
         lambda config, rank: bool(config.graph_tokens) and not rank.forward_only,
         needed=False,
     ),
+    Feature(
+        "images",
+        f"{_FOLDER}vision.part:Images",
+        _has_images,
+        takes=("decoder_input", "visual_pos_masks", "deepstack_visual_embeds"),
+    ),
 )
 """In the order in which each step asks them."""
+TAKEN = tuple(name for feature in PARTS for name in feature.takes)
+"""Keywords of language models that features answer for."""
 
 PLAN_FILE = f"{_FOLDER}plan_files.plan_file:PlanFile"
 """The plan that `PrefixConfig.plan_file` names, which a planner takes instead of making one."""

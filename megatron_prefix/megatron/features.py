@@ -29,7 +29,6 @@ from megatron_prefix.refusals.table import (
     DROPOUT,
     FULLY_SHARDED,
     GRADIENT_HOOKS,
-    IMAGES_OF_RANKS,
     OFFLOAD_FP8,
     OFFLOAD_OVERLAP,
     OLD_MEGATRON,
@@ -39,7 +38,6 @@ from megatron_prefix.refusals.table import (
     OTHER_SYMBOLS,
     OVERLAPPED_EXPERTS,
     PARTIAL_CHECKPOINTS,
-    SPLIT_IMAGES,
     TORCH_DDP,
     UNMARKED_BIAS,
 )
@@ -108,7 +106,7 @@ def _wrapper_refusals(model: Any) -> Iterator[Reason]:
 
 def _module_refusals(model: Any) -> Iterator[Reason]:
     """What is refused of the modules of a language model."""
-    own = families.owner_of_class(model).startswith(("megatron.core.", "megatron_prefix."))
+    own = families.forward_owner(model).startswith(("megatron.core.", "megatron_prefix."))
     if not own and families.family(model) is None:
         yield OTHER_FORWARD.given(type(model).__name__)
     yield from rotary_refusals(model)
@@ -120,22 +118,6 @@ def _module_refusals(model: Any) -> Iterator[Reason]:
             yield DROPOUT.given(module.p, name)
 
 
-def image_refusals(model: Any, inner: Any) -> Iterator[Reason]:
-    """What is refused of a vision-language model, wrapped or not, around its language model, in
-    every step: towers are frozen and thawed."""
-    for module in families.around(model, inner):
-        if families.owner_of_class(module) not in families.SPLIT_IMAGES:
-            continue
-        tower = [*module.vision_model.parameters()] if module.vision_model is not None else []
-        trains = any(parameter.requires_grad for parameter in tower)
-        if trains and module.config.context_parallel_size > 1:
-            yield SPLIT_IMAGES.given(type(module).__name__)
-    own, config = families.own_tower(inner), inner.config
-    ranks = config.tensor_model_parallel_size * config.context_parallel_size
-    if ranks > 1 and own is not None and any(one.requires_grad for one in own.parameters()):
-        yield IMAGES_OF_RANKS.given(type(inner).__name__)
-
-
 def rotary_refusals(model: Any) -> Iterator[Reason]:
     """What is refused of a language model's rotary embedding."""
     rotary = getattr(model, "rotary_pos_emb", None)
@@ -144,7 +126,7 @@ def rotary_refusals(model: Any) -> Iterator[Reason]:
     if (kind := families.length_scaling(model)) is not None:
         yield OTHER_ROTARY.given(f"of rope_type {kind}, which depends on the length of the call")
     known = {owner(rotary, name) for name in ("forward", "get_emb")} <= attention.ROTARY
-    if not (families.knows_rotary(rotary) if families.is_multimodal(model) else known):
+    if not (known or families.has_mrope(model)):
         yield OTHER_ROTARY.given(type(rotary).__name__)
 
 
@@ -210,7 +192,7 @@ def check(model: Any, wrapped: Any = None) -> None:
     reasons = [reason for config in _configs(model) for reason in refusals(config)]
     reasons += _wrapper_refusals(wrapped)
     whole = model if wrapped is None else wrapped
-    reasons += [*image_refusals(whole, model), *gradient_hooks(whole)]
+    reasons += gradient_hooks(whole)
     reasons += _module_refusals(model)
     if reasons:
         raise reasons[0].error(CANNOT_RUN)
@@ -230,8 +212,6 @@ def check_again(model: Any, wrapped: Any, known: Iterable[Part], numbers: Any) -
         CannotShare: as of `check`.
     """
     reasons = [*numbers.refused, *option_refusals(known, model.config), *gradient_hooks(wrapped)]
-    if numbers.has_images:
-        reasons += image_refusals(wrapped, model)
     if numbers.looks_ahead or hasattr(model, "mtp"):
         reasons += mtp.refusals(model)
     reasons += quantisers.refusals(model)

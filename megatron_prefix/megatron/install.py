@@ -37,7 +37,6 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
 from megatron_prefix.device.modules import modules_of
-from megatron_prefix.device.transfer import to_device
 from megatron_prefix.errors import refused
 from megatron_prefix.layers import table
 from megatron_prefix.layers.attention import window_of
@@ -53,7 +52,6 @@ from megatron_prefix.megatron import families, features, parents
 from megatron_prefix.megatron.cross_entropy import without_waiting
 from megatron_prefix.moe import versions
 from megatron_prefix.refusals.table import NO_LANGUAGE_MODEL, ROTARY_TABLES
-from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.payload_map import Form
 
 logger = logging.getLogger(__name__)
@@ -88,6 +86,8 @@ class Hooks:
         around_router: (router, segment, its tokens) -> what is around the choice of experts in this
             step; None: nothing.
         rotary: tables of its rotary embeddings.
+        rotary_slice: (the table that the model has made from positions of its call, how many
+            positions) -> the running segment's, in this step; None where tables are ours.
         ahead: what multi-token prediction reads in this step; None if it does not run.
         slots: what fills those of every layer, the MLP's last.
         tap: see Running.
@@ -118,10 +118,11 @@ class Hooks:
         self.around_router: AroundRouter | None = None
         self.packed = False
         self.rotary = Rotary()
-        self._rope = getattr(self.model, "rotary_pos_emb", None)
-        self._is_multimodal = families.is_multimodal(self.model)
+        self.rotary_slice: Callable[[Any, int], Any] | None = None
+        has_own = families.has_mrope(self.model)
+        self._rope = None if has_own else getattr(self.model, "rotary_pos_emb", None)
         self._calls_parent = families.calls_parent(self.model)
-        if self._rope is not None and not self._is_multimodal:
+        if self._rope is not None:
             self.rotary.add(self._rope)
         self.ahead: StepAhead | None = None
         self.tap: Tap | None = None
@@ -277,7 +278,7 @@ class Hooks:
 
     def end_step(self) -> None:
         """Whatever has happened, nothing of a step is left."""
-        self.around_router = self.ahead = None
+        self.around_router = self.rotary_slice = self.ahead = None
         versions.forget_graphs(self.model)
 
     def _entering(self, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -292,27 +293,16 @@ class Hooks:
         if hidden is not None and torch.is_grad_enabled() and not hidden.requires_grad:
             kwargs["hidden_states"] = hidden.detach().requires_grad_()
         given = kwargs.get("rotary_pos_emb")
-        if self._is_multimodal:
-            kwargs["rotary_pos_emb"] = self._own_slice(given, len(self.current.positions))
+        if self.rotary_slice is not None:
+            kwargs["rotary_pos_emb"] = self.rotary_slice(given, len(self.current.positions))
         elif self._rope is not None:
             angles = self.rotary.of(self._rope, self.current.positions)[0]
             if not isinstance(given, Tensor) or given.shape[1:] != angles.shape[1:]:
-                raise refused(ROTARY_TABLES, _described(given))
+                raise refused(ROTARY_TABLES, described(given))
             self._turned = kwargs["rotary_pos_emb"] = angles
         given = kwargs.get("rotary_pos_emb")
         self.angles = given if isinstance(given, Tensor) else None
         return args, kwargs
-
-    def _own_slice(self, given: Any, num: int) -> Any:
-        """A rotary table [positions, 1, 1, width] that the model has made from a segment's own
-        positions; of all context-parallel ranks, where it has left the slicing to its caller."""
-        group = self.model.pg_collection.cp
-        if not isinstance(given, Tensor) or len(given) not in (num, num * group.size()):
-            raise refused(ROTARY_TABLES, _described(given))
-        if len(given) == num:
-            return given
-        slots = cp_layout.rank_positions(len(given), group.rank(), group.size())
-        return given.index_select(0, to_device(given.device, slots))
 
     def _saving(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -493,13 +483,6 @@ def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             module.forward = before
 
 
-def vision_tower(model: nn.Module) -> nn.Module | None:
-    """The vision tower of a model chunk, wrapped or not; None without one, or if what an image's
-    rows depend on is not known, or chance."""
-    around = families.around(model, language_model(model))
-    return next((module for module in around if families.tower(module) is not None), None)
-
-
 def _windows(parts: Sequence[Part]) -> list[Any]:
     """Positions that queries see in every layer of attention."""
     return [window_of(part.module) for part in parts if hasattr(part.module, "core_attention")]
@@ -517,7 +500,7 @@ def _can_end_early(layer: Any) -> bool:
     return modules and plain and not hasattr(mlp, "router")
 
 
-def _described(rotary: Any) -> str:
+def described(rotary: Any) -> str:
     """What a decoder's argument is, for people."""
     shape = f" of shape {[*rotary.shape]}" if isinstance(rotary, Tensor) else ""
     return f"{type(rotary).__name__}{shape}"

@@ -20,6 +20,7 @@ from torch.utils import (
     _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
 )
 
+from megatron_prefix import features
 from megatron_prefix.errors import refused
 from megatron_prefix.layers.attention import MaskUse
 from megatron_prefix.refusals.table import (
@@ -43,11 +44,10 @@ from megatron_prefix.tree.cp_layout import Slices
 PER_POSITION = ("input_ids", "position_ids", "labels", "loss_mask")
 """Arguments of the model that have a value for every position."""
 
-EMBEDDINGS, MASK, DEEPSTACK = "decoder_input", "visual_pos_masks", "deepstack_visual_embeds"
-GIVEN = (EMBEDDINGS, MASK, DEEPSTACK)
-"""Arguments of a vision-language model's call of its language model: see features/vision."""
+EMBEDDINGS = "decoder_input"
+"""Argument of the model instead of tokens: [positions, samples, hidden_size]."""
 BLOCK = "extra_block_kwargs"
-"""Keywords for the decoder, which may hold some of them."""
+"""Keywords for the decoder, which may hold some that features take."""
 
 FILLED_BY_MODEL = "output_processor_context"
 """Keyword for a dict that the model's head may fill: see read/heads.py."""
@@ -88,7 +88,7 @@ class ModelCall:
 
     def without_tensors(self) -> ModelCall:
         """The call with True for every tensor and packing."""
-        held = (*GIVEN, "packed_seq_params")
+        held = (*features.TAKEN, "packed_seq_params")
         plain = {
             name: True if isinstance(value, Tensor) or name in held else value
             for name, value in self.arguments.items()
@@ -108,8 +108,8 @@ class ModelCall:
         outlined["packed_seq_params"] = self["packed_seq_params"]
         return ModelCall(self.microbatch, outlined, _versions(outlined))
 
-    def given(self, name: str) -> Any:
-        """One of `GIVEN`, of the call itself or of what it hands to the decoder."""
+    def keyword(self, name: str) -> Any:
+        """What the call itself, or what it hands to the decoder, has of a name."""
         value = self[name]
         return (self[BLOCK] or {}).get(name) if value is None else value
 
@@ -119,10 +119,12 @@ class ModelCall:
     @property
     def others(self) -> dict[str, Any]:
         """Arguments that are about no position and go along with every segment."""
-        own = {*PER_POSITION, *GIVEN, *REFUSED, *MASKS, "packed_seq_params"}
+        own = {*PER_POSITION, *features.TAKEN, *REFUSED, *MASKS, "packed_seq_params"}
         others = {n: v for n, v in self.arguments.items() if n not in own and v is not None}
         if isinstance(block := others.get(BLOCK), dict):
-            others[BLOCK] = {name: value for name, value in block.items() if name not in GIVEN}
+            others[BLOCK] = {
+                name: value for name, value in block.items() if name not in features.TAKEN
+            }
         # Keywords for something else: an empty dict is as good as none.
         return {n: v for n, v in others.items() if not (n.endswith("_kwargs") and v == {})}
 
@@ -178,7 +180,7 @@ def bound(
 
 
 def _versions(arguments: Mapping[str, Any]) -> tuple[int, ...]:
-    tensors = [arguments.get(name) for name in (*PER_POSITION, *MASKS, EMBEDDINGS, MASK)]
+    tensors = [arguments.get(name) for name in (*PER_POSITION, *MASKS, *features.TAKEN)]
     packing = arguments.get("packed_seq_params")
     tensors += [getattr(packing, name, None) for name in ("cu_seqlens_q", "cu_seqlens_q_padded")]
     return tuple(

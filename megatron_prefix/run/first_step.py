@@ -287,7 +287,7 @@ class FirstStep:
                 return output
             step.num_calls += 1
             self._compare_modes(step)
-            self._compare_state(step, inner=self.rank.has_images)
+            self._compare_state(step, inner=self.rank.runs_outside)
             self._seen += [("an argument of the model", one) for one in (*args, kwargs)]
             begin, brought = traces.next_number(), dict(_filled(kwargs))
             self._enter()

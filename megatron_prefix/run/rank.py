@@ -23,7 +23,6 @@ from megatron_prefix.errors import Reason
 from megatron_prefix.layers import mtp, precision, table
 from megatron_prefix.layers.model import cost_of, footprint_of, leaves_positions
 from megatron_prefix.megatron import features
-from megatron_prefix.megatron.families import has_images
 from megatron_prefix.megatron.features import pattern_of, recomputes
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.megatron.scale_functions import own_scale_functions
@@ -132,8 +131,6 @@ class Rank(ModelNumbers):
         device: where the model is.
         stage: its place in the pipeline, from 0.
         num_stages: ranks of its pipeline.
-        has_images: whether it is a vision-language model; looked at in every call, as a trainer may
-            give a tower to a model that has run.
         is_first: whether it holds the embedding: its model calls have the tokens.
         is_last: whether it holds the output layer: its model calls have the labels.
         overlaps: whether Megatron's DDP is to reduce gradients during backwards.
@@ -177,7 +174,6 @@ class Rank(ModelNumbers):
         self.config = config = get_model_config(models[0])
         vars(self).update(vars(_numbers(config, self.language_models)))
         self.ordered = self.has_global_loss and not forward_only
-        self.has_images = any(map(has_images, models, self.language_models))
         self.device = next(models[0].parameters()).device
         self.groups = groups = groups or default_groups()
         self.stage, self.num_stages = groups.pp.rank(), groups.pp.size()
@@ -221,6 +217,11 @@ class Rank(ModelNumbers):
         if self.overlaps and not self.forward_only:  # see Planning: they take one schedule
             groups += several(self.data_ranks or default_groups().dp_cp)
         return [*{id(group): group for group in groups}.values()]
+
+    @property
+    def runs_outside(self) -> bool:
+        """Whether what is around a language model runs in forward steps before that is called."""
+        return any(part.runs_outside for part in self.step_parts)
 
     @property
     def predicts_further(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_prefix import parts, trainers
+from megatron_prefix import parts
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError, refused
 from megatron_prefix.features.across import step as across_step
@@ -150,9 +150,6 @@ class Requests:
             raise refused(FP8_UNTRIED)
         if rank.scales_auxiliary_losses and len(rank.models) > 1:
             raise refused(SCALES_INTERLEAVED)
-        trainer = trainers.running_trainer() if rank.has_images else None
-        if trainer is not None and trainer.images is not None:
-            raise refused(trainer.images)
         if rank.siblings is None or rank.siblings.size() > 1:
             rank.reduces |= callbacks.sums_gradients
             together = callbacks.passes_together or not rank.forward_only

@@ -225,6 +225,8 @@ class PrefixSchedule:
                     step = joint = run = None  # type: ignore[assignment]
                 elif not capture.is_broken:
                     idle.close()
+                    for part in rank.step_parts:
+                        part.stock()
                     return run_stock(arguments, forward_step_func=capture.stock_step)
                 idle.close()
                 around.close()

@@ -6,9 +6,11 @@ All ranks that make a step together end, or fall back, together where one of the
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable
 
+from megatron_prefix import parts
 from megatron_prefix.errors import UserError, refused
 from megatron_prefix.features.across import step as across_step
 from megatron_prefix.layers import fused_yarn
@@ -117,6 +119,10 @@ class StepReader:
         try:
             if first is not None:
                 first.check()
+            called = itertools.chain(*map(capture.calls, range(len(capture.steps))))
+            if lacking := parts.missing([*called], request.rank.step_parts):
+                more = parts.made(lacking, self._config, request.rank, request.callbacks)
+                request.rank.step_parts = (*request.rank.step_parts, *more)
             calls = read_calls(capture, request.rank, request.callbacks)
             if self._config.mode != "observe":
                 self._memory.begin(request.rank)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -131,7 +132,6 @@ class StepRun:
         self._first: Executor | None = None
         self._random_use: SegmentRandomUse | None = None
         self._problem: Exception | None = None
-        self._is_behind = False  # behind the model, in what has made its inputs
 
     def run(self) -> list[Any]:
         """Runs the step; returns Megatron's `forward_data_store`.
@@ -246,8 +246,6 @@ class StepRun:
         for part in self._rank.step_parts:
             if part.why_final:
                 return part.why_final
-        if self._is_behind:
-            return "it was in the backward of embeddings, or of a vision tower"
         if self._losses is not None and not self._losses.repeatable:
             return "it was in the trainer's loss, or the loss looks at logits"
         return ""
@@ -322,12 +320,12 @@ class StepRun:
         embedding = clear_embedding_activation_buffer(rank.config, rank.models, stages[-1].is_last)
         with contextlib.nullcontext() if rank.forward_only else _no_sync(rank), watching:
             executor.run(rank.stage, self._links(plan) if rank.num_stages > 1 else None)
-            behind = [] if rank.forward_only else self._capture.behind()
-            self._is_behind = bool(behind)
-            if behind:
+            parts = () if rank.forward_only else rank.step_parts
+            backwards = [*itertools.chain(*(part.input_backwards() for part in parts))]
+            if backwards:
                 with around(rank.step_parts, None):
-                    for one in behind:
-                        one.backward()
+                    for backward in backwards:
+                        backward()
         crossed = executor.exchanges
         report.crossed = crossed.crossed if crossed is not None else None
         report.cache_bytes = sum(stage.cache.device_bytes.peak for stage in stages)
@@ -359,7 +357,6 @@ class StepRun:
         """The rank's model chunks with hooks and sidecars; the last stage's has the losses."""
         cp = self._rank.groups.cp
         exchange = Exchange(cp) if cp.size() > 1 else None
-        self._capture.begin(self._step.forest)
         stages = []
         for chunk, model in enumerate(self._rank.models):
             hooks, number = install(model, self._config.kernel), plan.stage(self._rank.stage, chunk)
@@ -377,7 +374,7 @@ class StepRun:
             stage = Stage(
                 model, hooks, self._cache(plan, chunk, hooks, exchange, offloader),
                 number == 0, is_last, steps[0].called if steps else Settings.now(), has_labels,
-                call.others, self._capture.given[chunk],
+                call.others, chunk,
             )  # fmt: skip
             if stage.others:
                 stage.moves_labels = heads.moves_labels(stage.others)

@@ -53,6 +53,9 @@ def _check(rank: Rank) -> None:
     for inner, model in zip(rank.language_models, rank.models, strict=True):
         if installed(model) is None:
             features.check(inner, model)
+    for part in rank.step_parts:
+        for chunk in range(len(rank.models)):
+            part.check_model(chunk)
 
 
 def _has_graph(value: Any) -> bool:

@@ -33,6 +33,7 @@ WORDS = {
     "overlap": r"Reductions|start_grad_sync",
     "replay": r"[rR]outer_?[rR]eplay|routing_replay|may_replay",
     "plan_files": r"PlanFile|(to|from)_csv|check_segments",
+    "vision": r"[iI]mages|\b[vV]ision|[tT]ower|visual|deepstack",
     "own_gdn": r"own_gdn|own_delta|OwnGated|linear_attn|hf_forward",
     "verify": r"[Vv]erif|VERIF",
     "watchdog": r"[Ww]atchdog",
@@ -43,17 +44,16 @@ STAYS = {
     "graphs": {"config.py", "refusals/table.py"},
     "replay": {"refusals/table.py", "run/read/model_walk.py"},
     "verify": {"config.py", "refusals/table.py"},
+    "vision": {"refusals/table.py", "trainers/table.py", "trainers/trainer.py"},
     "watchdog": {"config.py"},
 }
-"""Files of the core that name a feature all the same: refusals and options have one place each, and
-a walk of a model passes by attributes that other files look at."""
+"""Files of the core that name a feature all the same: refusals, options and what trainers can do
+have one place each, and a walk of a model passes by attributes that other files look at."""
 IMPORTS_ACROSS = {
     "moe/ledger.py", "run/execute/ahead.py", "run/execute/executor.py", "run/report.py",
     "run/request.py", "run/step_reader.py", "run/step_run.py",
 }  # fmt: skip
 """Files of the core that still import `across`, which is not in the table yet. It shrinks."""
-IMPORTS_VISION = {"run/execute/executor.py", "run/read/read_calls.py", "run/read/suspend.py"}
-"""Likewise `vision`."""
 
 
 def _files() -> Iterator[tuple[str, ast.Module]]:
@@ -86,7 +86,7 @@ def test_every_folder_of_a_feature_is_in_the_table() -> None:
     folders = {path.parent.name for path in (PACKAGE / "features").glob("*/__init__.py")}
     table = (*features.KINDS, *features.PARTS, *features.AROUND)
     paths = [*(feature.path for feature in table), features.DEALING, features.PLAN_FILE]
-    assert {path.split(".")[2] for path in paths} == folders - {"across", "vision"} == WORDS.keys()
+    assert {path.split(".")[2] for path in paths} == folders - {"across"} == WORDS.keys()
 
 
 @pytest.mark.parametrize("name", WORDS)
@@ -95,7 +95,7 @@ def test_nothing_in_the_core_names_a_feature(name) -> None:
 
 
 def test_the_core_imports_the_table_of_features_only() -> None:
-    assert _naming(r"megatron_prefix\.features\.") == IMPORTS_ACROSS | IMPORTS_VISION
+    assert _naming(r"megatron_prefix\.features\.") == IMPORTS_ACROSS
 
 
 def test_a_name_of_any_kind_is_seen() -> None:
@@ -113,7 +113,7 @@ def test_the_package_loads_no_feature() -> None:
         "from megatron_prefix.layers.model import cost_of\n"
         "for spec in PRESETS.values():\n    cost_of(spec)\n"
         "loaded = [n for n in sys.modules if n.startswith('megatron_prefix.features.')]\n"
-        "loaded = [n for n in loaded if '.across' not in n and '.vision' not in n]\n"
+        "loaded = [n for n in loaded if '.across' not in n]\n"
         "assert not loaded, loaded\n"
     )
 
@@ -127,7 +127,7 @@ with tempfile.TemporaryDirectory() as folder, step_trace.joined(case, 0, folder)
     _, step = step_trace.prepared(case, device, folder)
     step()
 loaded = [name for name in sys.modules if name.startswith("megatron_prefix.features.")]
-loaded = [name for name in loaded if ".across" not in name and ".vision" not in name]
+loaded = [name for name in loaded if ".across" not in name]
 assert not loaded, loaded
 """
 

@@ -14,8 +14,11 @@ from torch import Tensor
 from torch.autograd.variable import Variable
 
 from megatron_prefix.features.vision.fingerprints import combined, fingerprints
-from megatron_prefix.run.calls import DEEPSTACK, EMBEDDINGS, MASK, ModelCall
+from megatron_prefix.run.calls import EMBEDDINGS, ModelCall
 
+MASK, DEEPSTACK = "visual_pos_masks", "deepstack_visual_embeds"
+"""Arguments of a call, or of its decoder: which positions are of images, and what first layers add
+to these."""
 Places = tuple[Tensor, Tensor]
 """Positions of a call on this rank, and their samples: int64 [rows] each."""
 
@@ -43,7 +46,7 @@ class CallRows:
     @classmethod
     def of(cls, call: ModelCall, positions_first: bool) -> CallRows:
         """Those of a call, whose mask of images is [samples, positions] or the other way round."""
-        hidden, mask, deep = (call.given(name) for name in (EMBEDDINGS, MASK, DEEPSTACK))
+        hidden, mask, deep = (call.keyword(name) for name in (EMBEDDINGS, MASK, DEEPSTACK))
         none = torch.full(hidden.shape[:2], -1, device=hidden.device)
         if mask is None or deep is None or not len(deep):
             return cls(hidden, [], none, hidden.shape)

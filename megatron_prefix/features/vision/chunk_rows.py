@@ -24,11 +24,12 @@ from torch import Tensor
 
 from megatron_prefix.device.transfer import to_device, to_host
 from megatron_prefix.errors import refused
-from megatron_prefix.features.vision.call_rows import CallRows, Places
+from megatron_prefix.features.vision.call_rows import DEEPSTACK, MASK, CallRows, Places
 from megatron_prefix.features.vision.fingerprints import combined
-from megatron_prefix.megatron import families
+from megatron_prefix.features.vision.models import POSITIONS_FIRST
+from megatron_prefix.megatron.families import calls_parent, forward_owner, has_mrope
 from megatron_prefix.refusals.table import AHEAD_GIVEN, NO_POSITION_IDS, PACKS_INSIDE
-from megatron_prefix.run.calls import BLOCK, DEEPSTACK, EMBEDDINGS, MASK, ModelCall
+from megatron_prefix.run.calls import BLOCK, EMBEDDINGS, ModelCall
 from megatron_prefix.run.rank import Rank, gathered
 from megatron_prefix.tree import Forest, cp_layout
 
@@ -51,8 +52,8 @@ class Leaf:
     tensors: list[Tensor]
 
 
-class Given:
-    """What the calls of one model chunk give instead of tokens.
+class ChunkRows:
+    """What the calls of one model chunk have instead of tokens.
 
     Args:
         calls: of the chunk, in order.
@@ -67,11 +68,11 @@ class Given:
         model = rank.language_models[chunk]
         self._cp, self._tp, self._device = rank.groups.cp, rank.groups.tp, rank.device
         self._sequence_ranks = rank.sequence_ranks
-        self._positions_first = families.positions_first(model)
+        self._positions_first = forward_owner(model) in POSITIONS_FIRST
         self._in_block = any(DEEPSTACK in (call[BLOCK] or {}) for call in calls)
         self._block = dict(calls[0].others.get(BLOCK, {})) if calls else {}
-        self._stacked = any(isinstance(call.given(DEEPSTACK), Tensor) for call in calls)
-        multimodal = families.is_multimodal(model)
+        self._stacked = any(isinstance(call.keyword(DEEPSTACK), Tensor) for call in calls)
+        multimodal = has_mrope(model)
         self._ids = [call["position_ids"] for call in calls] if multimodal else []
         if any(ids is None for ids in self._ids):
             raise refused(NO_POSITION_IDS)
@@ -85,21 +86,9 @@ class Given:
         self._leaves: dict[int, Leaf] = {}
 
     @property
-    def has_rows(self) -> bool:
-        """Whether the calls give embeddings."""
-        return bool(self._calls)
-
-    @property
     def trains(self) -> bool:
         """Whether gradients go on behind the rows."""
         return any(one.trains for one in self._calls)
-
-    def first_row(self, num: int) -> Numbers | None:
-        """The first row of the positions, int64 [positions], where this rank has just its own."""
-        flat = [_three(ids)[0].flatten() for ids in self._ids]
-        if sum(map(len, flat)) != num or not flat:
-            return None
-        return to_host(torch.cat(flat))
 
     # Rows as tokens -------------------------------------------------------------------------------
 
@@ -295,22 +284,22 @@ class Given:
         return self._over_cp(ids.T.contiguous(), lengths).T.contiguous()
 
 
-def given(calls: Sequence[ModelCall], rank: Rank, chunk: int) -> Given | None:
-    """What the calls of a model chunk give instead of tokens; None if nothing.
+def chunk_rows(calls: Sequence[ModelCall], rank: Rank, chunk: int) -> ChunkRows | None:
+    """What the calls of a model chunk have instead of tokens; None if nothing.
 
     Raises:
         CannotShare: the model needs positions, and a call has none; or it has multi-token
             prediction; or it packs rows inside.
     """
     model = rank.language_models[chunk]
-    multimodal = families.is_multimodal(model)
+    multimodal = has_mrope(model)
     if not calls or not (multimodal or calls[0][EMBEDDINGS] is not None):
         return None
     if rank.looks_ahead:
         raise refused(AHEAD_GIVEN)
-    if families.calls_parent(model) and any(call["packed_seq_params"] for call in calls):
+    if calls_parent(model) and any(call["packed_seq_params"] for call in calls):
         raise refused(PACKS_INSIDE, type(model).__name__)
-    return Given(calls, rank, chunk)
+    return ChunkRows(calls, rank, chunk)
 
 
 def _rows_of(segment: Any, lengths: Sequence[int]) -> tuple[Numbers, Numbers]:

@@ -7,7 +7,7 @@ copies of an image at once, a few images at a time; or, if the stock schedule ta
 microbatch's own backward, as Megatron's recomputation does.
 
 Copies of an image get the very same rows, so that they are equal bit by bit, whatever else is in a
-call.  Towers are known by name (megatron/families.py): a frame's rows do not depend on others, so
+call.  Towers are known by name (models.py): a frame's rows do not depend on others, so
 [t, h, w] is t images; or they do, and it is one.
 """
 
@@ -28,8 +28,8 @@ from torch.utils import (
 
 from megatron_prefix.device.transfer import to_host
 from megatron_prefix.errors import refused
+from megatron_prefix.features.vision import models
 from megatron_prefix.features.vision.fingerprints import fingerprints
-from megatron_prefix.megatron import families
 from megatron_prefix.megatron.install import replaced
 from megatron_prefix.refusals.table import OVERWRITTEN
 from megatron_prefix.run.read.forward_step_state import Settings
@@ -75,7 +75,7 @@ class TowerOnce:
 
     Args:
         tower: (patches [n, ...], grids [images, 3]) -> a tree of rows, or a list of those of every
-            image; one of the table of megatron/families.py, or called as most of these.
+            image; one of the table of models.py, or called as most of these.
         step: tells which of the trainer's microbatches runs; -1: none, and it runs as ever.
 
     Attributes:
@@ -84,7 +84,7 @@ class TowerOnce:
 
     def __init__(self, tower: nn.Module, step: Callable[[], int]) -> None:
         self._tower, self._step = tower, step
-        self._kind = families.tower(tower) or families.Tower("")
+        self._kind = models.tower(tower) or models.Tower("")
         self._stock: Callable[..., Any] = tower.forward
         self._signature = inspect.signature(self._stock)
         self._images: dict[Key, Image] = {}

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from megatron_prefix.features.across.exchanges import Exchanges
 from megatron_prefix.features.across.final_states import FinalStates
-from megatron_prefix.features.vision.chunk_rows import Given
 from megatron_prefix.layers.blocks.core import own_kernel_runs
 from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.megatron.install import Hooks
@@ -53,7 +52,7 @@ class Stage:
         called: settings of the trainer's model calls.
         has_labels: whether these have labels.
         others: their other arguments that are about no position.
-        given: what they give instead of tokens; None: nothing.
+        chunk: its number on the rank.
         moves_labels: whether their head moves labels by one: see run/read/heads.py.
         filled: what they put into a dict that calls bring; None: these bring none.
         losses: on the last stage only.
@@ -74,7 +73,7 @@ class Stage:
     called: Settings
     has_labels: bool
     others: Mapping[str, Any]
-    given: Given | None = None
+    chunk: int = 0
     moves_labels: bool = False
     filled: FilledDict | None = None
     losses: Losses | None = None
@@ -258,8 +257,8 @@ class Executor:
         with stage.hooks.running(context, scored=scored), stage.called.autocasting():
             forward = stage.hooks.forward
             others = dict(stage.others)
-            if stage.given is not None:
-                others |= stage.given.arguments(index)
+            for part in self._parts:
+                others |= part.arguments(index, stage.chunk)
             if stage.filled is not None:
                 others[FILLED_BY_MODEL] = dict(stage.filled.brought)
             moves_labels = scored and stage.moves_labels
@@ -295,8 +294,6 @@ class Executor:
                 else:
                     gradient = torch.zeros_like(output) if gradient is None else gradient
                     torch.autograd.backward(output, gradient)
-        if stage.given is not None:
-            stage.given.collect(index)
         if received is not None:
             if received.grad is None:
                 raise RuntimeError(f"{action}: no gradient has reached the stage's input")

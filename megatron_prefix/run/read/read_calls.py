@@ -20,7 +20,6 @@ from torch import Tensor
 
 from megatron_prefix.device.transfer import to_host
 from megatron_prefix.errors import refused
-from megatron_prefix.features.vision.chunk_rows import Given, given
 from megatron_prefix.layers import mtp
 from megatron_prefix.layers.table import payload_parts
 from megatron_prefix.megatron import features
@@ -86,15 +85,13 @@ class ReadCalls(NamedTuple):
     Attributes:
         first: of the first stage's calls, on that stage.
         last: of the last stage's calls, on that stage, where they are not the first's.
-        given: what the first stage's calls give instead of tokens; None: nothing.
-        parts: say further what positions must have in common.
+        parts: say what stands for tokens, and further what positions must have in common.
         up_to_loss: whether what is behind a sample's last loss has no effect: some routers count
             all tokens, and multi-token prediction has losses of its own.
     """
 
     first: CallTokens | None
     last: CallTokens | None
-    given: Given | None = None
     parts: Sequence[StepPart] = ()
     up_to_loss: bool = False
 
@@ -108,7 +105,9 @@ def read_calls(capture: Capture, rank: Rank, callbacks: Callbacks) -> ReadCalls:
     for chunk in range(len(rank.models)):
         _check_chunk(capture, rank, callbacks, chunk)
     capture.check_settings()
-    first = last = given = None
+    for part in rank.step_parts:
+        part.read(capture)
+    first = last = None
     cp = rank.groups.cp
     read = functools.partial(
         read_tokens, cp_size=cp.size(), callbacks=callbacks, forward_only=rank.forward_only,
@@ -116,13 +115,10 @@ def read_calls(capture: Capture, rank: Rank, callbacks: Callbacks) -> ReadCalls:
         ahead=rank.predicts_further,
     )  # fmt: skip
     if rank.is_first:
-        calls, given = capture.calls(0), capture.given[0]
+        calls = capture.calls(0)
         first = read(calls)
-        if first is None or (first.tokens is None and not (given and given.has_rows)):
+        if first is None or (first.tokens is None and calls[0][EMBEDDINGS] is None):
             raise refused(NO_TOKENS)
-        if given is not None:
-            row = given.first_row(sum(first.lengths) // cp.size())
-            first = first if row is None else first._replace(positions=row)
         embedding = getattr(rank.language_models[0], "position_embedding_type", "")
         used = embedding == "learned_absolute"
         if used or cp.size() > 1:
@@ -132,14 +128,12 @@ def read_calls(capture: Capture, rank: Rank, callbacks: Callbacks) -> ReadCalls:
         last = read(calls) if rank.looks_ahead or _tell_loss(calls, callbacks) else None
     if rank.looks_ahead and rank.is_last:
         check_ahead(first if last is None else last, rank)
-    for part in rank.step_parts:
-        part.read(capture)
     up_to_loss = not (rank.forward_only or rank.counts_tokens or rank.looks_ahead)
-    return ReadCalls(first, last, given, rank.step_parts, up_to_loss)
+    return ReadCalls(first, last, rank.step_parts, up_to_loss)
 
 
 def _check_chunk(capture: Capture, rank: Rank, callbacks: Callbacks, chunk: int) -> None:
-    """Refuses what segments of one model chunk cannot be, and keeps what its calls have given.
+    """Refuses what segments of one model chunk cannot be.
 
     Modules are looked at until a chunk has hooks; options in every step, since Megatron reads some
     of them in every forward, and windows of attention.
@@ -155,14 +149,14 @@ def _check_chunk(capture: Capture, rank: Rank, callbacks: Callbacks, chunk: int)
     else:
         features.check(model, wrapped)
         use = features.mask_use(payload_parts(model))
+    for part in rank.step_parts:
+        part.check_model(chunk)
     model_calls.check(calls)
     check_masks(calls, use, counts_tokens=rank.counts_tokens, sequence_ranks=rank.sequence_ranks)
     if rank.looks_ahead:
         heads.check(calls)
     if rank.groups.cp.size() > 1 and are_contiguous(calls, callbacks.slices):
         raise refused(CONTIGUOUS)
-    if rank.has_images or (calls and calls[0][EMBEDDINGS] is not None):
-        capture.given[chunk] = given(calls, rank, chunk)
 
 
 def check_ahead(known: CallTokens | None, rank: Rank) -> None:
@@ -237,9 +231,14 @@ def read_tokens(
         for value, num in zip(column, lengths, strict=True):
             if value is not None and not value.is_nested and value.numel() != num:
                 raise refused(COLUMN_LENGTH, name, value.numel(), num)
-    positions = [call["position_ids"] for call in calls]
+    positions = [_counted(call["position_ids"], cp_size) for call in calls]
     tokens, labels, flags, *weights = columns.values()
     return CallTokens(where, *_on_host([tokens, labels, flags, positions, *weights], lengths))
+
+
+def _counted(ids: Tensor | None, cp_size: int) -> Tensor | None:
+    """Of position_ids with three rows (mrope) the first, where ranks look who holds what."""
+    return ids[0] if cp_size > 1 and ids is not None and ids.dim() == 3 else ids
 
 
 def _weights(call: ModelCall) -> Tensor | None:

@@ -168,8 +168,8 @@ def _read(
     routes = [*itertools.chain(*(part.same(layouts) for part in calls.parts))]
     if calls.first is None or known is None:
         return None if calls.last is None else _samples(calls.last, (), cp, device)
-    if calls.given is not None:  # a number for each position, instead of tokens
-        known = known._replace(tokens=calls.given.codes(known.lengths, known.tokens))
+    for part in calls.parts:
+        known = known._replace(tokens=part.tokens(known.lengths, known.tokens))
     return _samples(known, routes, cp, device, up_to_loss=calls.up_to_loss)
 
 

@@ -34,9 +34,7 @@ import greenlet
 import torch
 
 from megatron_prefix.errors import DataEnded, UserError, refused
-from megatron_prefix.features.vision.chunk_rows import Given
-from megatron_prefix.features.vision.tower import TowerOnce
-from megatron_prefix.megatron.install import intercepted, vision_tower
+from megatron_prefix.megatron.install import intercepted
 from megatron_prefix.parts import StepPart
 from megatron_prefix.refusals.table import (
     DIFFERENT_AUTOCAST,
@@ -55,7 +53,6 @@ from megatron_prefix.run.read.data_iterators import observed, single
 from megatron_prefix.run.read.forward_step_state import Settings, Swap, fixed, quantises
 from megatron_prefix.run.read.loss_variables import LossVariables
 from megatron_prefix.run.read.model_state import ModelState, StateOfSteps, outer_modules
-from megatron_prefix.tree import Forest
 
 _running: SuspendedStep | None = None
 
@@ -63,11 +60,6 @@ _running: SuspendedStep | None = None
 def running() -> SuspendedStep | None:
     """The forward step whose code runs now; None outside of all."""
     return _running
-
-
-def _number() -> int:
-    """The microbatch whose forward step runs now; -1 outside of all."""
-    return -1 if _running is None else _running.number
 
 
 class SuspendedStep:
@@ -230,8 +222,7 @@ class Capture:
     Attributes:
         steps: per model chunk the suspended forward steps in the trainer's order.
         is_broken: whether they cannot go on, since suspending them has failed.
-        given: per model chunk what their calls give instead of tokens, once they are read.
-        towers: vision towers, each of which runs once an image.
+        state: what they change of models before they call them.
         tokens: input_ids of the first chunk's calls, from `forget_arguments` on.
     """
 
@@ -255,16 +246,14 @@ class Capture:
         self.steps: list[list[SuspendedStep]] = [[] for _ in rank.models]
         self.is_broken = False
         self.tokens: list[Any] = []
-        self.given: list[Given | None] = [None] * len(rank.models)
-        self.towers: list[TowerOnce] = []
         self._loss_variables = LossVariables(forward_step, *rank.scale_functions)
         self._left = [deque[SuspendedStep]() for _ in rank.models]
         models = [*rank.language_models, *rank.models]
-        self._state = StateOfSteps(
+        self.state = StateOfSteps(
             lambda: ModelState(
                 models, len(rank.models), outer_modules(self._loss_variables.places, models)
             ),
-            is_inside=rank.has_images,
+            is_inside=rank.runs_outside,
         )
 
     @contextlib.contextmanager
@@ -274,11 +263,8 @@ class Capture:
             self._forks = stack.enter_context(forward_step_state.watched_forks())
             for model in self._rank.models:
                 stack.enter_context(intercepted(model, self._intercepting))
-                if self._rank.has_images:
-                    stack.callback(model.register_forward_pre_hook(self._state.called).remove)
-                if self._rank.has_images and (tower := vision_tower(model)) is not None:
-                    self.towers.append(stack.enter_context(TowerOnce(tower, _number).running()))
-                    stack.enter_context(self._state.owning(tower))
+            for part in self._rank.step_parts:
+                stack.enter_context(part.around(self))
             try:
                 yield
             finally:
@@ -305,7 +291,7 @@ class Capture:
             ]
             parts = self._rank.step_parts
             swaps += itertools.chain(*(part.swaps(chunk) for part in parts))
-            swaps.append(self._state.swap)  # behind the model's mode, which is put back
+            swaps.append(self.state.swap)  # behind the model's mode, which is put back
             for number in range(self._num):
                 step = SuspendedStep(
                     functools.partial(self._call, chunk), model, tuple(swaps), number, chunk, parts
@@ -318,11 +304,11 @@ class Capture:
                     raise DataEnded(
                         f"the data iterator ended after {number} of {self._num} microbatches"
                     ) from None
-                self._state.check(step.kept[-1])
+                self.state.check(step.kept[-1])
                 if self._drawn is not None:
                     step.call = replace(step.call, drawn=single(self._drawn))
                     self._drawn.clear()
-        self._state.forget()
+        self.state.forget()
 
     def calls(self, chunk: int) -> list[ModelCall]:
         """The model calls of a chunk, in the trainer's order."""
@@ -345,18 +331,6 @@ class Capture:
         if self._rank.counts_without_backward and any(step.called.grad for step in steps):
             raise refused(FORWARD_COUNTS)
 
-    def begin(self, forest: Forest) -> None:
-        """Begins to run segments, or begins again, with what is given instead of tokens."""
-        for given in filter(None, self.given):
-            given.prepare(forest)
-        for tower in self.towers:
-            tower.begin()
-
-    def behind(self) -> list[Given | TowerOnce]:
-        """What goes on behind the models' inputs when all segments are through, in that order."""
-        trained = [given for given in self.given if given is not None and given.trains]
-        return [*trained, *self.towers] if trained else []
-
     def forget_arguments(self) -> None:
         """Drops the tensors of all calls, once they are read, but for the tokens."""
         self.tokens = [step.call["input_ids"] for step in self.steps[0]]
@@ -367,7 +341,6 @@ class Capture:
         """A `forward_step_func` for the stock schedule: the suspended steps go on, in order, and
         those that have not begun begin."""
         chunk = next(i for i, one in enumerate(self._rank.models) if one is model)
-        self.given[chunk] = None
         if self._left[chunk]:
             return self._left[chunk].popleft().run_model()
         return self._forward_step(self._iterators[chunk], model)
@@ -391,7 +364,7 @@ class Capture:
             if step is None or step.model is not model or step.goes_on_itself:
                 return stock(*args, **kwargs)
             if self._takes_beside and is_beside(model, called=step.call is not None):
-                with self._state.own():
+                with self.state.own():
                     return stock(*args, **kwargs)
             if step.call is not None:
                 return step.answer_again()
@@ -405,14 +378,11 @@ def takes_beside(rank: Rank) -> bool:
     """Whether forward steps of a call of the schedule may call the model without gradients, too.
 
     Without gradients nothing tells a microbatch's own call from another. Behind the first pipeline
-    stage a call's input is what the stage before it has sent, which segments do not send. A vision
-    tower's rows are kept for a microbatch, whichever call they are for.
+    stage a call's input is what the stage before it has sent, which segments do not send.
     """
     alone = len(rank.models) == 1 and rank.num_stages == 1
     counted = any(part.counts_calls for part in rank.step_parts)
-    if not alone or counted or rank.forward_only or not torch.is_grad_enabled():
-        return False
-    return not rank.has_images or vision_tower(rank.models[0]) is None
+    return alone and not counted and not rank.forward_only and torch.is_grad_enabled()
 
 
 def is_beside(model: Any, *, called: bool) -> bool:

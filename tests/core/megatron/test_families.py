@@ -14,13 +14,17 @@ from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import nn
 
+from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.features.overlap import reductions as overlap
+from megatron_prefix.features.vision import models
+from megatron_prefix.features.vision.part import Images
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers import attention
 from megatron_prefix.layers.kind import PATCHES
 from megatron_prefix.megatron import families, features
-from megatron_prefix.megatron.install import install, language_model, uninstall, vision_tower
+from megatron_prefix.megatron.install import install, language_model, uninstall
+from megatron_prefix.run.calls import Callbacks
 from tests.harness.one_rank import one_rank, small_model
 
 
@@ -47,7 +51,6 @@ def test_known_language_models_are_taken(line: families.Family) -> None:
     model = small_model(wrap_ddp=False)
     model.__class__ = named(line.forward, type(model))
     assert families.family(model) is line
-    assert families.positions_first(model) == line.forward.startswith("mcore_bridge.")
     install(model)
     uninstall(model)
 
@@ -77,9 +80,9 @@ def test_known_attention_is_taken(full: str) -> None:
 def test_rotary_embeddings(known: bool) -> None:
     model = small_model(wrap_ddp=False)
     model.position_embedding_type = "mrope"
-    full = sorted(families.ROTARY)[0] if known else "someone.elses.Rotary"
+    full = sorted(models.ROTARY)[0] if known else "someone.elses.Rotary"
     model.rotary_pos_emb.__class__ = named(full, nn.Module)
-    reasons = [reason.refusal.name for reason in features.rotary_refusals(model)]
+    reasons = [reason.refusal.name for reason in models.rotary_refusals(model)]
     assert reasons == ([] if known else ["rotary embedding …"])
 
 
@@ -93,16 +96,16 @@ def test_tables_that_depend_on_the_length_of_a_call(kind: str) -> None:
 
 def test_a_forward_that_models_set_themselves() -> None:
     rotary = named("megatron.core.X", nn.Module)()
-    assert not families.knows_rotary(rotary)
+    assert not models.knows_rotary(rotary)
 
     def mrope_forward_thd_cp(self: Any) -> None:
         """As mbridge's Qwen2.5-VL sets it for packs."""
 
     mrope_forward_thd_cp.__module__ = "mbridge.models.qwen2_5_vl.rope_utils"
     rotary.forward = types.MethodType(mrope_forward_thd_cp, rotary)
-    assert families.knows_rotary(rotary)
+    assert models.knows_rotary(rotary)
     mrope_forward_thd_cp.__module__ = "someone.elses"
-    assert not families.knows_rotary(rotary)
+    assert not models.knows_rotary(rotary)
 
 
 REPLACED = {
@@ -166,11 +169,11 @@ def test_wrappers_in_classes_of_megatron(part: str, monkeypatch: pytest.MonkeyPa
 
 def test_multimodal_positions_of_latent_attention_are_plain() -> None:
     model = small_model(wrap_ddp=False)
-    assert not families.is_multimodal(model)
+    assert not families.has_mrope(model)
     model.position_embedding_type = "mrope"
-    assert families.is_multimodal(model)
+    assert families.has_mrope(model)
     model.config.multi_latent_attention = True
-    assert not families.is_multimodal(model)
+    assert not families.has_mrope(model)
 
 
 class Wrapper(nn.Module):
@@ -191,10 +194,10 @@ def test_towers_are_found_by_their_class() -> None:
     full = "transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel"
     tower = named(full, nn.Linear)(2, 2)
     model = Wrapper(tower)
-    assert vision_tower(model) is tower
+    assert models.vision_tower(model) is tower
     assert language_model(model) is unwrap(model.language_model)
     model = Wrapper(nn.Linear(2, 2))
-    assert vision_tower(model) is None
+    assert models.vision_tower(model) is None
 
 
 @pytest.mark.parametrize("where", ["module", "number", "config", "nowhere", "not in training"])
@@ -204,38 +207,39 @@ def test_towers_that_drop_at_random_are_not_run_twice(where: str) -> None:
     tower[0].attention_dropout = 0.1 if where in ("number", "not in training") else 0.0
     tower.config = types.SimpleNamespace(hidden_dropout=0.1 if where == "config" else 0.0)
     tower.train(where != "not in training")
-    found = vision_tower(Wrapper(tower))
+    found = models.vision_tower(Wrapper(tower))
     assert found is (tower if where in ("nowhere", "not in training") else None)
 
 
 def test_nothing_is_looked_for_inside_the_language_model() -> None:
     """A model of thousands of modules is not walked through in every step."""
     model = Wrapper(nn.Linear(2, 2))
-    found = [*families.around(model, model.language_model)]
+    found = [*models.around(model, model.language_model)]
     assert found == [model, model.vision_model]
 
 
 def test_what_changes_around_the_language_model_is_seen() -> None:
     model = Wrapper(nn.Linear(2, 2).requires_grad_(False))
-    model.__class__ = named(sorted(families.SPLIT_IMAGES)[0], Wrapper)
+    model.__class__ = named(sorted(models.SPLIT_BY_RANKS)[0], Wrapper)
     inner = model.language_model
-    numbers = types.SimpleNamespace(
-        refused=[], has_images=families.has_images(model, inner), looks_ahead=False
-    )
+    numbers: Any = types.SimpleNamespace(refused=[], looks_ahead=False)
     features.check_again(inner, model, (), numbers)
     handle = model.vision_model.requires_grad_().weight.register_hook(lambda one: one.clamp(-1, 1))
     with pytest.raises(CannotShare, match=r"hooks on the gradient of vision_model\.weight"):
         features.check_again(inner, model, (), numbers)
     handle.remove()
     features.check_again(inner, model, (), numbers)
+    rank: Any = types.SimpleNamespace(models=[model], language_models=[inner])
+    images = Images(PrefixConfig(), rank, Callbacks())
+    images.check_model(0)
     model.config.context_parallel_size = 2
-    with pytest.raises(CannotShare, match="share the images of a call"):
-        features.check_again(inner, model, (), numbers)
+    with pytest.raises(CannotShare, match=r"run this model with .* share the images of a call"):
+        images.check_model(0)
 
 
 def own_model() -> Any:
     """A language model that has a tower itself, as ROLL's."""
-    full = next(line.forward for line in families.FAMILIES if line.tower)
+    full = next(line.forward for line in families.FAMILIES if line.calls_parent)
     model = small_model(wrap_ddp=False)
     model.__class__ = named(full, type(model))
     tower = "transformers.models.qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel"
@@ -245,9 +249,9 @@ def own_model() -> Any:
 
 def test_a_model_that_is_its_own_language_model() -> None:
     model = own_model()
-    assert language_model(model) is model and families.has_images(model, model)
-    assert vision_tower(model) is families.own_tower(model) is model.vision_model
-    assert [*families.around(model, model)] == [model.vision_model]
+    assert language_model(model) is model and models.has_images(model, model)
+    assert models.vision_tower(model) is models.own_tower(model) is model.vision_model
+    assert [*models.around(model, model)] == [model.vision_model]
     places = overlap.places_of(model, model)
     assert {places[one] for one in model.vision_model.parameters()} == {-1}
 
@@ -259,7 +263,7 @@ def test_images_that_all_ranks_of_a_model_share(frozen: bool, ranks: tuple[int, 
     model.vision_model.requires_grad_(not frozen)
     tp, cp = ranks
     model.config.tensor_model_parallel_size, model.config.context_parallel_size = tp, cp
-    refused = [reason.text for reason in features.image_refusals(model, model)]
+    refused = [reason.text for reason in models.refusals(model, model)]
     assert bool(refused) == (tp * cp > 1 and not frozen)
     assert all("tensor- and context-parallel ranks share" in one for one in refused)
 
@@ -268,8 +272,8 @@ def test_images_that_all_ranks_of_a_model_share(frozen: bool, ranks: tuple[int, 
 @pytest.mark.parametrize("size", [1, 2])
 def test_images_that_ranks_share_without_adding_up(frozen: bool, size: int) -> None:
     model = Wrapper(nn.Linear(2, 2).requires_grad_(not frozen))
-    model.__class__ = named(sorted(families.SPLIT_IMAGES)[0], Wrapper)
+    model.__class__ = named(sorted(models.SPLIT_BY_RANKS)[0], Wrapper)
     model.config.context_parallel_size = size
-    refused = [reason.text for reason in features.image_refusals(model, model.language_model)]
+    refused = [reason.text for reason in models.refusals(model, model.language_model)]
     assert bool(refused) == (size > 1 and not frozen)
     assert all("context-parallel ranks share the images of a call" in one for one in refused)

@@ -10,13 +10,14 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 from torch import nn
 
-from megatron_prefix import trainers
+from megatron_prefix import features, trainers
 from megatron_prefix.errors import CannotShare
+from megatron_prefix.features.vision import models
 from megatron_prefix.megatron.install import language_model, uninstall
 from megatron_prefix.refusals import table
 from tests.harness import steps
 from tests.harness.one_group import assert_bitwise, items, run, schedule_with
-from tests.harness.one_rank import change_rank, one_rank, small_model
+from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract
 
 
@@ -167,7 +168,8 @@ def test_a_trainers_vision_language_models(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(trainers, "running_trainer", lambda: trainer)
     model, shares = small_model(), []
     for has_images in (False, True):
-        change_rank(monkeypatch, has_images=has_images)
+        for module, asked in ((models, "has_images"), (features, "is_of_images")):
+            monkeypatch.setattr(module, asked, lambda *_, has_images=has_images: has_images)
         ours = schedule_with(mode="auto", min_speedup=0.01)
         run(ours, model)
         assert ours.report is not None

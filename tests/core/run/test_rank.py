@@ -8,7 +8,10 @@ import weakref
 
 from torch import nn
 
-from megatron_prefix.megatron import families
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.vision import models
+from megatron_prefix.parts import chosen
+from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.rank import Rank
 from tests.core.megatron.test_families import Wrapper, named
 from tests.harness.one_rank import one_rank, small_model
@@ -39,9 +42,10 @@ def test_other_chunks_have_numbers_of_their_own() -> None:
 def test_a_tower_that_comes_later_is_seen() -> None:
     with one_rank():
         model = Wrapper(nn.Linear(2, 2))
-        assert not Rank([model]).has_images
-        model.vision_model = named(next(iter(families.TOWERS)), nn.Linear)(2, 2)
-        assert Rank([model]).has_images
+        assert not chosen(PrefixConfig(), Rank([model]), Callbacks())
+        model.vision_model = named(next(iter(models.TOWERS)), nn.Linear)(2, 2)
+        (images,) = chosen(PrefixConfig(), Rank([model]), Callbacks())
+        assert images.runs_outside
 
 
 def test_numbers_do_not_keep_a_model() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_prefix.errors import CannotShare
-from megatron_prefix.features.vision.call_rows import CallRows
-from megatron_prefix.features.vision.chunk_rows import Given, given
-from megatron_prefix.run.calls import BLOCK, DEEPSTACK, EMBEDDINGS, MASK, ModelCall
+from megatron_prefix.features.vision.call_rows import DEEPSTACK, MASK, CallRows
+from megatron_prefix.features.vision.chunk_rows import ChunkRows, chunk_rows
+from megatron_prefix.run.calls import BLOCK, EMBEDDINGS, Callbacks, ModelCall, bound
+from megatron_prefix.run.read.read_calls import read_tokens
 
 ONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 WIDTH = 3
@@ -48,7 +50,7 @@ def call(
 
 
 def codes(*calls: ModelCall, num: int = 6) -> list[list[int]]:
-    found = Given(calls, rank(), 0).codes([num] * len(calls), None)
+    found = ChunkRows(calls, rank(), 0).codes([num] * len(calls), None)
     assert found.dtype == np.int64 and (found >= 0).all()
     return found.reshape(len(calls), num).tolist()
 
@@ -100,8 +102,8 @@ def test_tokens_with_positions_of_their_own() -> None:
     ids = torch.arange(4).expand(3, 1, 4)
     calls = [ModelCall(n, {"position_ids": one}) for n, one in enumerate([ids, ids, ids + 1])]
     tokens = np.array([7, 8, 7, 9] * 3)
-    made = given(calls, rank(), 0)
-    assert made is not None and not made.has_rows
+    made = chunk_rows(calls, rank(), 0)
+    assert made is not None
     found = made.codes([4, 4, 4], tokens).reshape(3, 4)
     assert (found[0] == found[1]).all() and (found[0] != found[2]).all()
     assert len({*found[0].tolist()}) == 4  # the same token at two places
@@ -119,12 +121,13 @@ def test_text_has_one_row_of_positions() -> None:
 
 
 def test_what_has_nothing_to_give() -> None:
-    assert given([], rank(), 0) is None
-    assert given([ModelCall(0, {"input_ids": torch.zeros(1, 4)})], rank(mrope=False), 0) is None
+    assert chunk_rows([], rank(), 0) is None
+    text = [ModelCall(0, {"input_ids": torch.zeros(1, 4)})]
+    assert chunk_rows(text, rank(mrope=False), 0) is None
     with pytest.raises(CannotShare, match="the model looks at positions"):
-        given([ModelCall(0, {"input_ids": torch.zeros(1, 4)})], rank(), 0)
+        chunk_rows(text, rank(), 0)
     with pytest.raises(CannotShare, match="multi-token prediction in a vision-language model"):
-        given([call(0)], rank(ahead=True), 0)
+        chunk_rows([call(0)], rank(ahead=True), 0)
 
 
 def forest(spans: list[tuple[int, int, int, int]], lengths: list[int]) -> Any:
@@ -136,8 +139,10 @@ def forest(spans: list[tuple[int, int, int, int]], lengths: list[int]) -> Any:
     return SimpleNamespace(num_positions=lengths, segments=[SimpleNamespace(spans=made)])
 
 
-def segment_of(calls: list[ModelCall], spans: list[tuple[int, int, int, int]]) -> tuple[Given, Any]:
-    made = Given(calls, rank(), 0)
+def segment_of(
+    calls: list[ModelCall], spans: list[tuple[int, int, int, int]]
+) -> tuple[ChunkRows, Any]:
+    made = ChunkRows(calls, rank(), 0)
     made.codes([6] * len(calls), None)
     made.prepare(forest(spans, [6] * len(calls)))
     return made, made.arguments(0)
@@ -179,7 +184,7 @@ def test_gradients_go_to_the_copies_that_rows_were_taken_from() -> None:
 
 def test_gradients_of_several_segments_come_together() -> None:
     calls, spans = [call(0)], [[(0, 0, 4, 4)], [(0, 4, 2, 2)]]
-    made = Given(calls, rank(), 0)
+    made = ChunkRows(calls, rank(), 0)
     made.codes([6], None)
     both = [forest(one, [6]).segments[0] for one in spans]
     made.prepare(SimpleNamespace(num_positions=[6], segments=both))  # type: ignore[arg-type]
@@ -201,12 +206,16 @@ def test_a_second_attempt_begins_with_nothing() -> None:
     assert calls[0][EMBEDDINGS].grad is None
 
 
-def test_the_first_row_of_positions_where_ranks_have_their_own() -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_first_row_of_positions_where_ranks_have_their_own(size: int) -> None:
     ids = torch.arange(6) + 10 * torch.arange(3)[:, None, None]
-    made = Given([call(0, position_ids=ids), call(1)], rank(), 0)
-    found = made.first_row(12)
-    assert found is not None and found.tolist() == [*range(6), *range(6)]
-    assert made.first_row(6) is None  # they have whole ones
+    every = [call(0, position_ids=ids).arguments, call(1).arguments]
+    signature = inspect.signature(lambda **_: None)
+    calls = [bound(signature, (), {**one}, number) for number, one in enumerate(every)]
+    known = read_tokens(calls, size, Callbacks())
+    assert known is not None
+    found = None if known.positions is None else known.positions.tolist()
+    assert found == {1: None, 2: [*range(6), *range(6)]}[size]  # alone nobody looks at them
 
 
 def test_without_gradients_nothing_is_kept_of_a_segment() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.vision import models
 from megatron_prefix.features.vision.tower import TowerOnce
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.megatron import families
@@ -126,7 +127,7 @@ def frames(tower: Any) -> Iterator[list[int]]:
 @pytest.mark.parametrize("name", list(TOWERS))
 def test_rows_and_gradients_are_those_of_a_call(name: str, waits: bool) -> None:
     tower = built(name)
-    assert families.owner_of_class(tower) in families.TOWERS
+    assert families.forward_owner(tower) in models.TOWERS
     expected, gradients = step(tower)
     with frames(tower) as seen:
         found, own = step(tower, once_around(tower), waits)
@@ -335,7 +336,7 @@ def test_towers_that_list_their_images() -> None:
         found = pooled_step(tower, once)
     torch.testing.assert_close(found, expected)
     assert sum(tower.seen) == 2 * len(GRIDS)  # the video is one
-    assert families.tower(Pooled("eager")) is None  # there images see one another
+    assert models.tower(Pooled("eager")) is None  # there images see one another
 
 
 def test_calls_without_images_are_the_towers_own() -> None:
