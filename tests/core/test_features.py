@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func as stock_s
 from megatron_prefix import features, parts
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare
-from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.run.calls import Callbacks, ModelCall
 from tests.core.test_purity import in_fresh_interpreter
 from tests.harness import data
 from tests.harness.one_group import assert_bitwise, run, schedule_with
@@ -176,6 +176,20 @@ def test_calls_that_need_a_missing_feature_are_stocks(monkeypatch, caplog) -> No
         with pytest.raises(CannotShare, match="another cannot be imported"):
             run(schedule_with(), model)
     assert "another is left out" in caplog.text
+
+
+def test_a_keyword_of_a_call_brings_its_feature() -> None:
+    """Embeddings of a model without images, too."""
+    rank: Any = SimpleNamespace(models=[], language_models=[])
+    options = PrefixConfig(), rank, Callbacks()
+    plain = ModelCall(0, {"input_ids": None, "extra_block_kwargs": {}})
+    assert parts.missing([plain], ()) == []
+    for name in features.TAKEN:
+        for arguments in ({name: 1}, {"extra_block_kwargs": {name: 1}}):
+            lacking = parts.missing([plain, ModelCall(1, arguments)], ())
+            assert [feature.name for feature in lacking] == ["images"]
+            made = parts.made(lacking, *options)
+            assert parts.missing([ModelCall(1, arguments)], made) == []
 
 
 def test_parts_around_an_action_are_left_if_one_fails() -> None:
