@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 GAP = "…"
 """Stands for a value in the name of a refusal."""
 WRONG, NOT_YET = "wrong", "not yet"
+CANNOT_RUN = "the prefix schedule cannot run this model with "
+"""How the message begins of what is refused of a model."""
 
 
 @dataclass(frozen=True)

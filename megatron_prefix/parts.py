@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_prefix import features
-from megatron_prefix.errors import named, refused
+from megatron_prefix.errors import CANNOT_RUN, named, refused
 from megatron_prefix.refusals.table import FEATURE_MISSING
 
 if TYPE_CHECKING:
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from megatron_prefix.plan.footprint import Footprint
     from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall
     from megatron_prefix.run.execute.executor import Stage
+    from megatron_prefix.run.execute.losses import LossContract
     from megatron_prefix.run.rank import Rank
     from megatron_prefix.run.read.forward_step_state import Swap
+    from megatron_prefix.run.read.read_calls import CallTokens
     from megatron_prefix.run.read.step import Step
     from megatron_prefix.run.read.suspend import Capture, SuspendedStep
     from megatron_prefix.run.report import StepReport
@@ -44,12 +46,17 @@ class Attempt(NamedTuple):
         step: what it is of.
         plan: what runs.
         stages: the rank's model chunks.
+        contract: how its losses are made.
+        communicator: of the data-parallel ranks that payloads cross (features/across); None: they
+            cross none.
         force_all_reduce: see Megatron's schedules.
     """
 
     step: Step
     plan: Plan
     stages: Sequence[Stage]
+    contract: LossContract
+    communicator: Any
     force_all_reduce: bool | None
 
 
@@ -128,7 +135,14 @@ class StepPart:
         """What of a forward step that calls its model now is needed later; in `step.notes`."""
 
     def read(self, capture: Capture) -> None:
-        """Reads the model calls of this rank.
+        """Reads the model calls of this rank, before the core does.
+
+        Raises:
+            CannotShare: they cannot be run in segments.
+        """
+
+    def read_last(self, last: CallTokens | None) -> None:
+        """Looks at what the calls of the last stage say, on that stage; None: nothing.
 
         Raises:
             CannotShare: they cannot be run in segments.
@@ -257,7 +271,7 @@ def made(
         if kept is not None:
             part.kept = kept.setdefault(feature.name, part.kept)
         for reason in part.refusals():
-            raise reason.error()
+            raise reason.error(CANNOT_RUN)
         parts.append(part)
     return tuple(parts)
 

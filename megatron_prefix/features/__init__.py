@@ -77,6 +77,11 @@ def _attention(layer: Any) -> Any:
 
 KINDS: tuple[FeatureKind, ...] = (
     FeatureKind(
+        f"{_FOLDER}mtp.kind:NextToken",
+        lambda config: bool(getattr(config, "mtp_num_layers", None)),
+        lambda _: False,
+    ),
+    FeatureKind(
         f"{_FOLDER}own_gdn.kind:OwnGatedDeltaNet",
         lambda config: hasattr(config, "own_delta_layers"),
         lambda layer: hasattr(_attention(layer), "linear_attn"),
@@ -137,7 +142,12 @@ def is_of_images(model: Any, inner: Any) -> bool:
     return has_images
 
 
+def _has_further_layer(_: PrefixConfig, rank: Rank) -> bool:
+    return rank.looks_ahead or any(hasattr(model, "mtp") for model in rank.language_models)
+
+
 PARTS: tuple[Feature, ...] = (
+    Feature("multi-token prediction", f"{_FOLDER}mtp.part:MultiToken", _has_further_layer),
     Feature("the replay of routes", f"{_FOLDER}replay.part:RoutedStep", _is_routed),
     Feature(
         "the overlap of reductions with backwards",

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from megatron_prefix.layers.blocks.interface import Kernel
     from megatron_prefix.layers.blocks.rotary import Rotary
-    from megatron_prefix.layers.mtp import StepAhead
     from megatron_prefix.layers.segment import SegmentContext
 
 Override = tuple[Any, str, Callable[..., Any]]
@@ -91,7 +90,6 @@ class Running(Protocol):
         around_router: (router, segment, its tokens) -> what is around the choice of experts in this
             step; None: nothing.
         rotary: tables of rotary embeddings; it is told of every module that it is asked for.
-        ahead: what multi-token prediction reads in this step; None if it does not run.
         tap: called where a layer's core begins, in its place; None: the core runs.
         packed: whether the step's calls are packs.
         angles: what its layers may be given of rotary embeddings, [positions, 1, 1, width] if they
@@ -104,7 +102,6 @@ class Running(Protocol):
     kernels: dict[int | None, Kernel]
     around_router: AroundRouter | None
     rotary: Rotary
-    ahead: StepAhead | None
     angles: Tensor | None
 
 
@@ -132,6 +129,11 @@ class Kind:
     def fills(self, config: Any, layer: int) -> bool:
         """Whether it fills its slot in a layer of a GPTModel, counted from 0, unless a kind before
         it in the table does; hybrid models name their kinds by symbol."""
+        return False
+
+    def is_behind(self, config: Any) -> bool:
+        """Whether a model has it behind its decoder, around one more of the decoder's last layer,
+        and with the output layer once more; such a kind fills no slot."""
         return False
 
     def parameters(self, config: Any) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_prefix.layers import mtp, precision, table
+from megatron_prefix.layers import precision, table
 from megatron_prefix.layers.kind import Kind, Slot
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.footprint import Execution, Footprint
@@ -46,9 +46,10 @@ def _of_symbol(config: Any, layer: int, symbol: str) -> tuple[Kind, ...]:
 
 
 def behind_decoder(config: Any, pattern: str | None = None) -> tuple[Kind, ...]:
-    """What fills the slots of the layer inside multi-token prediction, which is like the last of
-    the decoder; () without. Arguments as of `layers_of`."""
-    return layers_of(config, pattern)[-1] if mtp.is_in(config) else ()
+    """What a model has behind its decoder: the kinds of one more of its last layer, and what is
+    around it; () without. Arguments as of `layers_of`."""
+    around = table.behind(config)
+    return () if around is None else (*layers_of(config, pattern)[-1], around)
 
 
 def cost_of(config: Any, vocab_size: int | None = None, pattern: str | None = None) -> CostModel:
@@ -56,12 +57,10 @@ def cost_of(config: Any, vocab_size: int | None = None, pattern: str | None = No
     `vocab_size` of the output layer (default: the spec's)."""
     layers = layers_of(config, pattern)
     parts = [kind.work(config) for layer in layers for kind in layer]
-    ahead = mtp.is_in(config)
-    if ahead:
-        parts += [kind.work(config) for kind in behind_decoder(config, pattern)]
-        parts.append(mtp.work(config))
+    behind = behind_decoder(config, pattern)
+    parts += [kind.work(config) for kind in behind]
     # Of the labels after next as many count as of the next.
-    outputs = (1 + ahead) * _vocabulary(config, vocab_size)
+    outputs = (2 if behind else 1) * _vocabulary(config, vocab_size)
     parts = [part.at(precision.rate(config)) for part in parts]
     return CostModel.of_layers(parts, config.hidden_size, outputs)
 
@@ -78,11 +77,11 @@ def footprint_of(
     `Footprint.of_layers`."""
     layers = layers_of(config, pattern)
     memory = {kind: kind.memory(config, execution) for layer in layers for kind in layer}
-    behind = [memory[kind] for kind in behind_decoder(config, pattern)]
+    behind = [kind.memory(config, execution) for kind in behind_decoder(config, pattern)]
     return Footprint.of_layers(
         [[memory[kind] for kind in layer] for layer in layers], config.hidden_size,
         _vocabulary(config, vocab_size), execution, gathers, host_layers,
-        [*behind, mtp.memory(config, execution)] if behind else (),
+        behind,
     )  # fmt: skip
 
 
@@ -92,7 +91,8 @@ def leaves_positions(config: Any, pattern: str | None) -> bool:
     form = Execution()
     every = {kind for layer in layers_of(config, pattern) for kind in layer}
     left = [kind.memory(config, form).payload for kind in every]
-    return not mtp.is_in(config) and all(one is None or one.form == Form.POSITIONS for one in left)
+    are_rows = all(payload is None or payload.form == Form.POSITIONS for payload in left)
+    return table.behind(config) is None and are_rows
 
 
 def _vocabulary(config: Any, given: int | None) -> int:

@@ -49,6 +49,11 @@ def _loaded(path: str) -> Kind:
     return kind
 
 
+def behind(config: Any) -> Kind | None:
+    """The kind of what a model has behind its decoder; None: nothing."""
+    return next((kind for kind in kinds_of(config) if kind.is_behind(config)), None)
+
+
 def heads(config: Any) -> Heads:
     """Heads of a model's attention on a rank."""
     return next(found for kind in kinds_of(config) if (found := kind.heads(config)) is not None)

@@ -18,8 +18,8 @@ from megatron.core.utils import get_model_config
 from packaging.version import Version
 
 from megatron_prefix.device.modules import modules_of
-from megatron_prefix.errors import Reason, refused
-from megatron_prefix.layers import attention, mtp, quantisers, table
+from megatron_prefix.errors import CANNOT_RUN, Reason, refused
+from megatron_prefix.layers import attention, quantisers, table
 from megatron_prefix.layers.kind import Part, owner
 from megatron_prefix.layers.precision import is_fp8
 from megatron_prefix.megatron import families
@@ -45,7 +45,6 @@ from megatron_prefix.refusals.table import (
 logger = logging.getLogger(__name__)
 OTHER_STEPS = (PARTIAL_CHECKPOINTS, OVERLAPPED_EXPERTS, DELAYED_WGRAD)
 """Options with which Megatron's schedule gives forward steps more than an iterator and a model."""
-CANNOT_RUN = "the prefix schedule cannot run this model with "
 OLDEST = Version("0.16.1")
 NEWEST_TRIED = Version("0.19.2")
 OF_SLIME = Version("0.16.0rc0")
@@ -158,7 +157,6 @@ def layer_refusals(model: Any) -> Iterator[Reason]:
     unknown = {*pattern_of(model)} - table.SYMBOLS
     if unknown:  # on any stage: else ranks that have none would wait for those that refuse
         yield OTHER_SYMBOLS.given(", ".join(sorted(unknown)))
-    yield from mtp.refusals(model)
     yield from table.refusals(model)
     yield from option_refusals(table.payload_parts(model), model.config)
 
@@ -212,8 +210,6 @@ def check_again(model: Any, wrapped: Any, known: Iterable[Part], numbers: Any) -
         CannotShare: as of `check`.
     """
     reasons = [*numbers.refused, *option_refusals(known, model.config), *gradient_hooks(wrapped)]
-    if numbers.looks_ahead or hasattr(model, "mtp"):
-        reasons += mtp.refusals(model)
     reasons += quantisers.refusals(model)
     if reasons:
         raise reasons[0].error(CANNOT_RUN)

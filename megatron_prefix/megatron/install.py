@@ -11,10 +11,8 @@ runs on the positions whose output is read (`linear_proj`, `self_attn_bda`, `mlp
 hook on every layer says where one ends; its output is kept for other ranks, and what another rank
 has computed is its output, without a layer;
 6. the *instance's* `compute_language_model_loss` does not wait for the device (cross_entropy.py);
-7. the *instance's* `_postprocess` of a model with multi-token prediction adds its loss
-(layers/mtp.py);
-8. what a part of the step has in the place of methods (`Hooks.keep`);
-9. for the time of a step, the *instance's* `forward` of the language model is where the trainer's
+7. what a part of the step has in the place of methods (`Hooks.keep`);
+8. for the time of a step, the *instance's* `forward` of the language model is where the trainer's
 forward steps are suspended (`intercepted`); where that calls its parent class's for the language
 model, it is the parent's (parents.py).
 
@@ -45,7 +43,6 @@ from megatron_prefix.layers.blocks.merge import prepare
 from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.layers.blocks.unread import picked, skipped
 from megatron_prefix.layers.kind import AroundRouter, Override, Part, Slot, Tap
-from megatron_prefix.layers.mtp import LooksAhead, StepAhead
 from megatron_prefix.layers.precision import is_fp8
 from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.megatron import families, features, parents
@@ -88,7 +85,8 @@ class Hooks:
         rotary: tables of its rotary embeddings.
         rotary_slice: (the table that the model has made from positions of its call, how many
             positions) -> the running segment's, in this step; None where tables are ours.
-        ahead: what multi-token prediction reads in this step; None if it does not run.
+        predicts_further: whether what is behind its decoder runs in this step.
+        turned: the rotary table of the segment that runs; None without.
         slots: what fills those of every layer, the MLP's last.
         tap: see Running.
         kept: what parts of steps keep with the model, by the class of the part; see `keep`.
@@ -103,7 +101,7 @@ class Hooks:
         # Kinds do not know modules whose methods are overridden.
         self.slots = [*zip(*(table.parts(self.model, slot) for slot in Slot), strict=True)]
         self._forms, self._windows = table.forms(self.parts), _windows(self.parts)
-        self._looks_ahead = hasattr(self.model, "mtp")
+        self._reads_all = hasattr(self.model, "mtp")  # behind the decoder
         self.mask_use = features.mask_use(self.parts)
         self.routers: dict[int, Any] = versions.routers(self.model)
         config = self.model.config
@@ -111,7 +109,7 @@ class Hooks:
         # A stage for the loss alone has no layer.
         last = next(reversed(self.model.decoder.layers), None)
         ends_early = self.model.post_process and last is not None and _can_end_early(last)
-        ends_early = ends_early and not self._looks_ahead  # it reads all positions
+        ends_early = ends_early and not self._reads_all
         self.keys_only = len(self.parts) - 1 if ends_early else None
         self.use(kernel)
         self.current: SegmentContext | None = None
@@ -124,11 +122,11 @@ class Hooks:
         self._calls_parent = families.calls_parent(self.model)
         if self._rope is not None:
             self.rotary.add(self._rope)
-        self.ahead: StepAhead | None = None
+        self.predicts_further = False
         self.tap: Tap | None = None
         self.kept: dict[Any, Any] = {}
         self._undo_kept: dict[Any, list[Callable[[], None]]] = {}
-        self._turned: Tensor | None = None  # the rotary table of the segment that runs
+        self.turned: Tensor | None = None
         self.angles: Tensor | None = None
         self._undo: list[Callable[[], None]] = []
         try:
@@ -143,7 +141,7 @@ class Hooks:
         self._undo.append(handle.remove)
         self._override(decoder, "forward", self._saving(decoder.forward))
         for layer in decoder.layers:
-            self._undo.append(layer.register_forward_hook(self._layer_done).remove)
+            self._undo.append(layer.register_forward_hook(self.layer_done).remove)
         self._override_parts(self.parts)
         self._override_parts([mlp for _, mlp in self.slots])
         if self.keys_only is not None:
@@ -153,11 +151,6 @@ class Hooks:
             self._override(projection, "forward", projecting)
             self._override(last, "self_attn_bda", self._adding(last.self_attn_bda))
             self._override(last.mlp, "forward", self._skipping(last.mlp, 1))
-        if self._looks_ahead:
-            inside = LooksAhead(self.model, self, self._read, lambda: self._turned)
-            self._undo.append(inside.layer.register_forward_hook(self._layer_done).remove)
-            for one in inside.overrides():
-                self._override(*one)
         self._override_loss()
         setattr(self.model, _INSTALLED, self)
         self._undo.append(lambda: delattr(self.model, _INSTALLED))
@@ -206,7 +199,8 @@ class Hooks:
     @property
     def forms(self) -> list[Form]:
         """Of the payloads that its layers leave in this step."""
-        return self._forms[:-1] if self._looks_ahead and self.ahead is None else self._forms
+        unused = self._reads_all and not self.predicts_further
+        return self._forms[:-1] if unused else self._forms
 
     def is_current(self) -> bool:
         """Whether its layers have the windows that they had: else all of it is made anew."""
@@ -252,7 +246,7 @@ class Hooks:
         try:
             yield
         finally:
-            self.current = self._turned = self.angles = None
+            self.current = self.turned = self.angles = None
             self.model.post_process = head
 
     def prepare(self, max_position: int) -> None:
@@ -278,7 +272,7 @@ class Hooks:
 
     def end_step(self) -> None:
         """Whatever has happened, nothing of a step is left."""
-        self.around_router = self.rotary_slice = self.ahead = None
+        self.around_router = self.rotary_slice = None
         versions.forget_graphs(self.model)
 
     def _entering(self, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -299,7 +293,7 @@ class Hooks:
             angles = self.rotary.of(self._rope, self.current.positions)[0]
             if not isinstance(given, Tensor) or given.shape[1:] != angles.shape[1:]:
                 raise refused(ROTARY_TABLES, described(given))
-            self._turned = kwargs["rotary_pos_emb"] = angles
+            self.turned = kwargs["rotary_pos_emb"] = angles
         given = kwargs.get("rotary_pos_emb")
         self.angles = given if isinstance(given, Tensor) else None
         return args, kwargs
@@ -309,7 +303,7 @@ class Hooks:
             current = self.current
             if current is not None and current.decoded is not None:
                 hidden = current.decoded
-                return hidden if self._looks_ahead else self._read(hidden, current.rows)
+                return hidden if self._reads_all else self.read(hidden, current.rows)
             if current is None or current.offload is None:
                 hidden = stock(*args, **kwargs)
             else:
@@ -319,8 +313,8 @@ class Hooks:
                 return hidden
             if current.on_decoded is not None:
                 current.on_decoded(hidden)
-            whole = self._early_rows() is not None or self._looks_ahead
-            return hidden if whole else self._read(hidden, current.rows)
+            whole = self._early_rows() is not None or self._reads_all
+            return hidden if whole else self.read(hidden, current.rows)
 
         return forward
 
@@ -330,7 +324,8 @@ class Hooks:
         early = self.keys_only is not None and current is not None and current.on_decoded is None
         return current.rows if early else None  # type: ignore[union-attr]
 
-    def _layer_done(self, *_: Any) -> None:
+    def layer_done(self, *_: Any) -> None:
+        """The forward of a layer is over."""
         if self.current is not None and self.current.offload is not None:
             self.current.offload.layer_done()
 
@@ -360,13 +355,11 @@ class Hooks:
 
         def self_attn_bda(*args: Any) -> Callable[..., Any]:
             add = stock(*args)
-            return lambda x, residual, *rest: add(
-                x, self._read(residual, self._early_rows()), *rest
-            )
+            return lambda x, residual, *rest: add(x, self.read(residual, self._early_rows()), *rest)
 
         return self_attn_bda
 
-    def _read(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
+    def read(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
         """The positions of hidden states [positions on this rank, 1, hidden_size] that are read; of
         sequence-parallel ranks each gets as many."""
         if rows is None:

@@ -20,7 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.layers import mtp, precision, table
+from megatron_prefix.layers import precision, table
 from megatron_prefix.layers.model import cost_of, footprint_of, leaves_positions
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.features import pattern_of, recomputes
@@ -74,7 +74,7 @@ class ModelNumbers:
         self.whole = precision.whole(config, self.sequence_ranks, cp)
         self.rows = precision.rows(config, self.sequence_ranks)
         self.has_experts = bool(config.num_moe_experts)
-        self.looks_ahead = mtp.is_in(config)
+        self.looks_ahead = bool(getattr(config, "mtp_num_layers", None))
         self.gathers_tokens = config.moe_token_dispatcher_type == "allgather"
         self.counts_tokens = counts_tokens(config)
         self.has_global_loss = has_global_loss(config)

@@ -18,7 +18,6 @@ from megatron_prefix.refusals.own_errors import is_own, softened
 from megatron_prefix.refusals.table import FUSED_YARN
 from megatron_prefix.run.agreement import agree, agree_on, tried
 from megatron_prefix.run.backoff import Backoff, unlooked
-from megatron_prefix.run.execute import ahead
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.first_step import FirstStep
 from megatron_prefix.run.planning import Planning
@@ -171,5 +170,3 @@ def _check_step(step: Step, rank: Rank) -> None:
         raise refused(FUSED_YARN, "packs and rows of one step")
     for part in rank.step_parts:
         part.check(step)
-    if rank.looks_ahead:
-        ahead.check(step, rank)

@@ -29,7 +29,6 @@ from megatron_prefix.features.across.carried import Carried
 from megatron_prefix.features.across.communicator import Communicator, communicator_of
 from megatron_prefix.features.across.exchanges import Exchanges
 from megatron_prefix.features.across.final_states import FinalStates
-from megatron_prefix.layers.mtp import StepAhead
 from megatron_prefix.megatron.install import Hooks, install, installed
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.offload.segment import Offloader
@@ -42,7 +41,7 @@ from megatron_prefix.refusals.own_errors import as_refusal, softened
 from megatron_prefix.refusals.table import CHANGED_OUTPUT, NO_COPY
 from megatron_prefix.run import agreement
 from megatron_prefix.run.calls import FILLED_BY_MODEL, ModelCall
-from megatron_prefix.run.execute import ahead, routers
+from megatron_prefix.run.execute import routers
 from megatron_prefix.run.execute.call_outputs import AnswerForm
 from megatron_prefix.run.execute.executor import Executor, Stage
 from megatron_prefix.run.execute.inputs import SegmentInputs
@@ -128,7 +127,6 @@ class StepRun:
         self._report = schedule.report
         self._losses: Losses | None = None
         self._communicator: Communicator | None = None
-        self._ahead: StepAhead | None = None
         self._first: Executor | None = None
         self._random_use: SegmentRandomUse | None = None
         self._problem: Exception | None = None
@@ -227,8 +225,6 @@ class StepRun:
             for part in rank.step_parts:
                 part.finished()
             report.memory = self._memory.predicted(report.plan, rank)
-            if self._ahead is not None:
-                self._ahead.log()
 
     def _undo(self) -> None:
         if self._first is not None:  # it has not run
@@ -292,8 +288,11 @@ class StepRun:
             self._step.forest, self._step.samples, rank.device, cp.rank(), cp.size(), rank.rows
         )
         stages = self._stages(plan, offloader)
+        attempt = Attempt(
+            self._step, plan, stages, self._contract, self._communicator, self._force_all_reduce
+        )
         for part in rank.step_parts:
-            part.begin(Attempt(self._step, plan, stages, self._force_all_reduce))
+            part.begin(attempt)
         counts = None
         if rank.has_experts:
             counts = routers.begin(stages, self._step, self._contract, rank)
@@ -362,15 +361,10 @@ class StepRun:
             hooks, number = install(model, self._config.kernel), plan.stage(self._rank.stage, chunk)
             if not self._rank.forward_only:  # it may be another schedule's than what parts keep
                 hooks.keep_only({type(part) for part in self._rank.step_parts})
-            steps, hooks.ahead = self._capture.steps[chunk], None
+            steps, hooks.predicts_further = self._capture.steps[chunk], self._rank.predicts_further
             hooks.packed = all(self._step.packed)
             call = steps[0].call if steps else ModelCall(0, {})
             has_labels, is_last = call["labels"] is not None, number == plan.num_stages - 1
-            if is_last and self._rank.predicts_further:  # it leaves a payload, too
-                self._ahead = hooks.ahead = ahead.begin(
-                    self._step, self._rank, self._contract, self._communicator,
-                    has_labels=has_labels,
-                )  # fmt: skip
             stage = Stage(
                 model, hooks, self._cache(plan, chunk, hooks, exchange, offloader),
                 number == 0, is_last, steps[0].called if steps else Settings.now(), has_labels,

@@ -31,6 +31,7 @@ WORDS = {
     "dsa": r"dsa|DSA|indexer",
     "graphs": r"graph_tokens|Graphs|(?i:graphed|cuda.?graph(?!able))",
     "overlap": r"Reductions|start_grad_sync",
+    "mtp": r"StepAhead|LooksAhead|multi_token|eh_proj",
     "replay": r"[rR]outer_?[rR]eplay|routing_replay|may_replay",
     "plan_files": r"PlanFile|(to|from)_csv|check_segments",
     "vision": r"[iI]mages|\b[vV]ision|[tT]ower|visual|deepstack",

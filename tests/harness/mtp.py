@@ -24,11 +24,11 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, 
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_prefix.features.mtp import layer as mtp
+from megatron_prefix.features.mtp.layer import WithoutLabels
 from megatron_prefix.lab import numerics, runtime
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.layers import mtp
-from megatron_prefix.layers.mtp import WithoutLabels
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.moe import versions
 from megatron_prefix.run.schedule import PrefixSchedule

@@ -80,10 +80,11 @@ class RoutedStep(StepPart):
 
     def same(self, layouts: Sequence[CallLayout]) -> Sequence[Tensor | None]:
         """See StepPart: int [positions, layers, topk] of every call."""
-        if self._of_routers is None:
-            return self._of_calls
-        groups = self.rank.groups
-        return self._of_routers.gathered(layouts, groups.cp.size(), groups.pp, self.rank.device)
+        groups, of_routers, of_calls = self.rank.groups, self._of_routers, self._of_calls
+        self._of_routers, self._of_calls = None, ()  # nobody needs them twice
+        if of_routers is None:
+            return of_calls
+        return of_routers.gathered(layouts, groups.cp.size(), groups.pp, self.rank.device)
 
     def check(self, step: Step) -> None:
         """See StepPart.

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prefix.errors import UserError, shown
-from megatron_prefix.layers import mtp
 from megatron_prefix.layers.kind import Kind, Slot
 from megatron_prefix.layers.model import behind_decoder, layers_of
 from megatron_prefix.layers.precision import BY_BLOCKS
@@ -458,7 +457,7 @@ class ModelSpec:
         tables = (1 if self.tie_embeddings else 2) * (self.vocab_size or 0) * self.hidden_size
         layers = sum(self.layer_parameters(layer) for layer in range(self.num_layers))
         inside = sum(kind.parameters(self) for kind in behind_decoder(self))
-        ahead = (self.mtp_num_layers or 0) * (inside + mtp.parameters(self))
+        ahead = (self.mtp_num_layers or 0) * inside
         return tables + layers + ahead
 
 

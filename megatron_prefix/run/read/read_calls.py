@@ -9,7 +9,6 @@ them).
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,15 +19,11 @@ from torch import Tensor
 
 from megatron_prefix.device.transfer import to_host
 from megatron_prefix.errors import refused
-from megatron_prefix.layers import mtp
 from megatron_prefix.layers.table import payload_parts
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.parts import StepPart
 from megatron_prefix.refusals.table import (
-    AHEAD_BEHIND,
-    AHEAD_LABELS,
-    AHEAD_TOKENS,
     COLUMN_LENGTH,
     CONTIGUOUS,
     NO_POSITION_IDS,
@@ -126,8 +121,9 @@ def read_calls(capture: Capture, rank: Rank, callbacks: Callbacks) -> ReadCalls:
     if rank.is_last and not (rank.is_first and len(rank.models) == 1):
         calls = capture.calls(-1)
         last = read(calls) if rank.looks_ahead or _tell_loss(calls, callbacks) else None
-    if rank.looks_ahead and rank.is_last:
-        check_ahead(first if last is None else last, rank)
+    if rank.is_last:
+        for part in rank.step_parts:
+            part.read_last(first if last is None else last)
     up_to_loss = not (rank.forward_only or rank.counts_tokens or rank.looks_ahead)
     return ReadCalls(first, last, rank.step_parts, up_to_loss)
 
@@ -157,24 +153,6 @@ def _check_chunk(capture: Capture, rank: Rank, callbacks: Callbacks, chunk: int)
         heads.check(calls)
     if rank.groups.cp.size() > 1 and are_contiguous(calls, callbacks.slices):
         raise refused(CONTIGUOUS)
-
-
-def check_ahead(known: CallTokens | None, rank: Rank) -> None:
-    """Refuses calls of the last stage with which Megatron's multi-token prediction fails, or does
-    not move all labels."""
-    if known is None or known.tokens is None:
-        raise refused(AHEAD_TOKENS)
-    if known.weights is None and rank.predicts_further:
-        raise refused(AHEAD_TOKENS)
-    if known.labels is None and mtp.without_labels() is mtp.WithoutLabels.FAILS:
-        raise refused(AHEAD_LABELS)
-    size = rank.groups.cp.size()
-    ends = itertools.accumulate(sum(layout.lengths) // size for layout in known.layouts)
-    for layout, end in zip(known.layouts, ends, strict=True):
-        over = layout.behind // size
-        behind = known.weights[end - over : end] if known.weights is not None else ()
-        if np.any(behind) or (layout.behind and rank.counts_tokens):
-            raise refused(AHEAD_BEHIND)
 
 
 def _tell_loss(calls: Sequence[ModelCall], callbacks: Callbacks) -> bool:

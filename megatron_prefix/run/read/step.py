@@ -29,7 +29,6 @@ from megatron_prefix.run.calls import CallLayout, check_cut
 from megatron_prefix.run.rank import gathered
 from megatron_prefix.run.read.read_calls import CallTokens, Numbers, ReadCalls
 from megatron_prefix.tree import Forest, Pairs, cp_layout
-from megatron_prefix.tree.ahead import told_apart
 from megatron_prefix.tree.forest import check_routes, up_to_losses
 
 MESSAGE_NUMBERS = 1 << 13
@@ -258,7 +257,15 @@ def _samples(
         samples.append(Pairs(*own, routed, weights_of, None, most))
     if paths is not None:
         check_routes(samples)
-    return samples if known.weights is None else told_apart(samples)
+    return samples if known.weights is None else with_next_token(samples)
+
+
+def with_next_token(samples: Sequence[Pairs]) -> list[Pairs]:
+    """Samples whose positions are shared only where next inputs are the same, too: where labels are
+    masked these tell, else the labels do."""
+    if all(np.array_equal(one.labels[:-1], one.inputs[1:]) for one in samples):
+        return [*samples]
+    return [replace(one, following=np.append(one.inputs[1:], -1)) for one in samples]
 
 
 def _whole(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,10 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare
+from megatron_prefix.features.mtp import layer
+from megatron_prefix.features.mtp.layer import WithoutLabels, without_labels
+from megatron_prefix.features.mtp.part import MultiToken
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.layers.mtp import WithoutLabels, without_labels
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.run.calls import Callbacks
@@ -42,6 +44,14 @@ pytestmark = pytest.mark.turns
 
 
 @pytest.fixture(scope="module", autouse=True)
+def step_of(model: Any) -> layer.StepAhead | None:
+    """What the layer of a model that has run reads now."""
+    hooks = installed(model)
+    assert hooks is not None
+    inside: layer.LooksAhead = hooks.kept[MultiToken]
+    return inside.step
+
+
 def _rank() -> Iterator[None]:
     with one_rank():
         yield
@@ -163,7 +173,7 @@ def test_it_logs_in_training_with_gradients_or_without(training: bool, forward_o
     assert_same(found, expected, items)
     assert bool(found.logged) == training
     hooks = installed(models[1])
-    assert hooks is not None and hooks.ahead is None
+    assert hooks is not None and step_of(models[1]) is None
 
 
 def test_a_layer_that_does_not_run_leaves_nothing() -> None:
@@ -268,7 +278,7 @@ def test_a_failure_leaves_nothing_behind(place: str, after: int) -> None:
             with pytest.raises(Fault):
                 run(schedule, model, Contract(), items)
         hooks = installed(model)
-        assert hooks is not None and hooks.ahead is None and hooks.current is None
+        assert hooks is not None and step_of(model) is None and hooks.current is None
         assert "values" not in MTPLossLoggingHelper.tracker
         assert unwrap(model).config.mtp_num_layers == 1
         found = run(schedule, model, Contract(), items)
@@ -381,8 +391,9 @@ def test_calls_that_megatron_itself_cannot_run() -> None:
 def test_a_last_stage_without_tokens() -> None:
     from megatron_prefix.errors import refused as error
     from megatron_prefix.refusals.table import AHEAD_TOKENS
-    from megatron_prefix.run.read import read_calls
 
+    rank: Any = SimpleNamespace(is_last=True)
+    part = MultiToken(PrefixConfig(), rank, Callbacks())
     with pytest.raises(CannotShare) as caught:
-        read_calls.check_ahead(None, None)  # type: ignore[arg-type]
+        part.read(None, None)  # type: ignore[arg-type]
     assert str(caught.value) == str(error(AHEAD_TOKENS))

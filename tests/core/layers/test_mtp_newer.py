@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_prefix.layers.mtp import WithoutLabels, without_labels
+from megatron_prefix.features.mtp.layer import WithoutLabels, without_labels
 from tests.core.trainers.registry import installed
 from tests.harness.data import REPOSITORY
 

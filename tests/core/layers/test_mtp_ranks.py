@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_prefix.errors import CannotShare
+from megatron_prefix.features.mtp import layer as mtp
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.cli.matrix import align_row
 from megatron_prefix.lab.models.build import build_model
@@ -17,7 +18,6 @@ from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import matrix
 from megatron_prefix.lab.verify.matrix import Row
-from megatron_prefix.layers import mtp
 from tests.core.alignment.test_overlap import Job, trees
 from tests.core.layers.test_mtp_packs import WithPositions
 from tests.harness import calls

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from megatron_prefix.features.mtp.tables import AheadTables, Division, Rows, sums
+from megatron_prefix.run.read.step import with_next_token
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build, cp_layout
-from megatron_prefix.tree.ahead import AheadTables, Division, Rows, sums, told_apart
 from tests.core.tree.test_across_ranks import dealt, forests_of
 
 DIVISIONS = [
@@ -34,7 +35,7 @@ def samples(masked: bool = False) -> list[Pairs]:
         )
         weights = draw.choice([0.0, 1.0, 0.25], len(tokens) - 1)
         found.append(Pairs(tokens[:-1], labels, weights != 0, weights=weights))
-    return told_apart([*found, found[0]])
+    return with_next_token([*found, found[0]])
 
 
 MICROBATCHES = (0, 0, 1, 2, 2, 2, 1)
@@ -116,7 +117,7 @@ def test_every_label_counts_as_in_its_microbatches(
 @pytest.mark.parametrize("seed", range(8))
 def test_owners_hear_what_counts_on_other_data_parallel_ranks(seed: int, size: int) -> None:
     draw = np.random.default_rng(seed)
-    ranks = [told_apart([weighed(one, draw) for one in rank]) for rank in dealt(seed, 3)]
+    ranks = [with_next_token([weighed(one, draw) for one in rank]) for rank in dealt(seed, 3)]
     options = TreeOptions(1 if size == 1 else 2 * size, chunk_tokens=8, min_gain=0)
     forests, owners = forests_of(ranks, options)
     both = [*zip(forests, ranks, owners, strict=True)]
@@ -173,7 +174,7 @@ def test_a_position_is_shared_where_the_next_input_is() -> None:
     for masked in (False, True):
         pairs = ([5, 6, 7], [6, 7, 9]), ([5, 6, 8], [6, 8, 9]), ([5, 6], [6, 7])
         plain = [made(inputs, [0] * len(inputs) if masked else labels) for inputs, labels in pairs]
-        one, other, shorter = told_apart(plain)
+        one, other, shorter = with_next_token(plain)
         assert (one.following is not None) == masked
         assert one.codes().shape == (3, 1 + masked)
         assert (one.codes() == other.codes()).all(axis=1).tolist() == [True, False, False]
@@ -186,7 +187,7 @@ def test_one_masked_sample_is_enough() -> None:
     some = samples()
     assert all(one.following is None for one in some)
     last = replace(some[-1], labels=np.where(some[-1].labels > 20, -100, some[-1].labels))
-    assert all(one.following is not None for one in told_apart([*some[:-1], last]))
+    assert all(one.following is not None for one in with_next_token([*some[:-1], last]))
 
 
 def test_megatron_divides_by_zero() -> None:

@@ -1,65 +1,37 @@
 """Multi-token prediction: one layer behind the decoder, which predicts the label after next.
 
-Inside is one of Megatron's layers, whose parts are of the kinds of table.py and leave a payload as
-any other's. Around it are two norms, a projection of the decoder's output and the next input, and
-the output layer once more. A segment runs the layer on its own positions; next inputs, labels and
-weights come from tables of the step (tree/ahead.py), where Megatron moves those of a microbatch by
-one. The loss goes into the backward as Megatron has it: beside the decoder's output, with a scale
-that its schedule sets.  Pure, until it is hooked.
+Inside is one of Megatron's layers, whose parts are of the kinds of layers/table.py and leave a
+payload as any other's. Around it are two norms, a projection of the decoder's output and the next
+input, and the output layer once more. A segment runs the layer on its own positions; next inputs,
+labels and weights come from tables of the step (tables.py), where Megatron moves those of a
+microbatch by one. The loss goes into the backward as Megatron has it: beside the decoder's output,
+with a scale that its schedule sets.  Pure, until it is hooked.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.layers import precision
-from megatron_prefix.layers.kind import Override, Running, owner
-from megatron_prefix.plan.footprint import Execution
-from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
+from megatron_prefix.features.mtp.tables import AheadTables, Division, Rows
+from megatron_prefix.layers.kind import Override, owner
 from megatron_prefix.refusals.table import OTHER_AHEAD, OWN_POSTPROCESS
-from megatron_prefix.tree.ahead import AheadTables, Division, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_prefix.layers.segment import SegmentContext
+    from megatron_prefix.megatron.install import Hooks
 
 _MODEL = "megatron.core.models.gpt.gpt_model.GPTModel"
 _BLOCK = "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionBlock"
 _LAYER = "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayer"
-
-
-def is_in(config: Any) -> bool:
-    """Whether a model has a layer of multi-token prediction, on any of its stages."""
-    return bool(getattr(config, "mtp_num_layers", None))
-
-
-def work(config: Any) -> LayerWork:
-    """What is computed around its inner layer, without the output layer."""
-    return LayerWork(parameters(config))
-
-
-def parameters(config: Any) -> int:
-    """Weights around its inner layer, without norms."""
-    weights: int = 2 * config.hidden_size**2
-    return weights
-
-
-def memory(config: Any, form: Execution) -> LayerMemory:
-    """What is saved around its inner layer, without one norm: two more, of which nobody saves the
-    output, and what the projection is given, two rows wide."""
-    hidden = config.hidden_size / form.sequence_ranks
-    local = 0 if form.fused_layers else 2 * hidden + 2  # norms save what they have normed
-    numbers = 3 * hidden + local
-    kept = numbers * form.itemsize - precision.less(2 * hidden, config, form)
-    return LayerMemory(kept, kept, temporary=(numbers + 2 * hidden) * form.itemsize)
 
 
 def division(config: Any) -> Division:
@@ -99,7 +71,7 @@ def refusals(model: Any) -> Iterator[Reason]:
     """What is refused of a model chunk that has the layer; in every step, since trainers replace
     these methods for the time of a pass."""
     block = getattr(model, "mtp", None)
-    if is_in(model.config) and model.post_process != (block is not None):
+    if model.config.mtp_num_layers and model.post_process != (block is not None):
         yield OTHER_AHEAD.given("another stage than the last, or by none")
     if block is None:
         return
@@ -136,7 +108,7 @@ class _Segment(NamedTuple):
             computes.
         repeats: per row of logits which of them it is of; likewise.
         labels: int64 [1, rows], of all ranks of sequence parallelism.
-        weights: see `tree.ahead.Rows`, float64 [3, rows].
+        weights: see `tables.Rows`, float64 [3, rows].
         shares: of the first of these; None where microbatches are not told apart.
     """
 
@@ -242,19 +214,18 @@ class LooksAhead:
 
     Args:
         model: the language model that has it.
-        running: says which segment runs.
-        read: (hidden states, rows) -> those rows; see `Hooks._read`.
-        rotary: gives the rotary table of the segment that runs; None without.
+        hooks: its own; they say which segment runs.
+
+    Attributes:
+        step: what the layer reads in this step; None if it does not run.
+        device_bytes: that it holds between steps.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        running: Running,
-        read: Callable[[Tensor, Tensor | None], Tensor],
-        rotary: Callable[[], Tensor | None],
-    ) -> None:
-        self._model, self._running, self._read, self._rotary = model, running, read, rotary
+    device_bytes = 0
+
+    def __init__(self, model: Any, hooks: Hooks) -> None:
+        self._model, self._hooks = model, hooks
+        self.step: StepAhead | None = None
         self.layer = model.mtp.layers[0]
         self._stock, self._stock_embeddings = model._postprocess, self.layer._get_embeddings
 
@@ -265,7 +236,7 @@ class LooksAhead:
 
     def _next_embeddings(self, *args: Any, embedding: Any, **named: Any) -> Any:
         """Megatron's, with the embedding of the segment's next inputs."""
-        current = self._running.current
+        current = self._hooks.current
         if current is None:
             return self._stock_embeddings(*args, embedding=embedding, **named)
         inputs, positions = self._step[current.index].following
@@ -281,28 +252,27 @@ class LooksAhead:
     def _after_decoder(self, *args: Any, **named: Any) -> Any:
         """Megatron's, for a segment: the loss goes along with the decoder's output, of which the
         positions that are read go on."""
-        current = self._running.current
+        current = self._hooks.current
         if current is None:
             return self._stock(*args, **named)
         hidden = named.pop("hidden_states")
-        if self._running.ahead is not None and current.decoded is None:  # else its owner has it
+        if self.step is not None and current.decoded is None:  # else its owner has it
             hidden = self._with_loss(hidden, current, named)
         config, num = self._model.config, self._model.config.mtp_num_layers
         config.mtp_num_layers = None
         try:
             return self._stock(
                 *args, **{**named, "mtp_in_postprocess": False},
-                hidden_states=self._read(hidden, current.rows),
+                hidden_states=self._hooks.read(hidden, current.rows),
             )  # fmt: skip
         finally:
             config.mtp_num_layers = num
 
     @property
     def _step(self) -> StepAhead:
-        step = self._running.ahead
-        if step is None:
+        if self.step is None:
             raise RuntimeError("a segment predicts further, and its step has no tables")
-        return step
+        return self.step
 
     def _with_loss(self, hidden: Tensor, current: SegmentContext, named: Any) -> Tensor:
         """The decoder's output [positions, 1, hidden_size]; backward from it begins with the
@@ -327,9 +297,10 @@ class LooksAhead:
         with saving:
             found: Tensor = self.layer(
                 input_ids=named["input_ids"], position_ids=named["position_ids"],
-                hidden_states=given, attention_mask=None, rotary_pos_emb=self._rotary(),
+                hidden_states=given, attention_mask=None, rotary_pos_emb=self._hooks.turned,
                 embedding=self._model.embedding, **(named.get("extra_block_kwargs") or {}),
             )[0]  # fmt: skip
+            self._hooks.layer_done()
         return found
 
     def _logits(self, predicted: Tensor, segment: _Segment, named: Any) -> Tensor:
@@ -369,6 +340,12 @@ class LooksAhead:
     def _is_detached(self) -> bool:
         """Whether nothing of this loss goes into the rest of the model (since 0.19)."""
         return bool(getattr(self._model.config, "mtp_detach_heads", False))
+
+
+def installed(model: Any) -> LooksAhead | None:
+    """What takes the place of a model's methods in segments, if it has been."""
+    ours = getattr(vars(model).get("_postprocess"), "__self__", None)
+    return ours if isinstance(ours, LooksAhead) else None
 
 
 def _process() -> Any:

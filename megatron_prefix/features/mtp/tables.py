@@ -2,9 +2,10 @@
 
 Multi-token prediction ("DeepSeek-V3 Technical Report", section 2.2) sees at position i the input of
 i+1 and predicts the label of i+1. Inside a span both are the same for all rollouts. At a span's
-last position the next input still is (`told_apart`), and the label after it differs by rollout:
-the position has a row of logits for each. A span that several data-parallel ranks have in common
-runs on one of them, with the labels and weights of all, which are known before it runs.
+last position the next input still is (`with_next_token` in run/read/step.py), and the label after
+it differs by rollout: the position has a row of logits for each. A span that several data-parallel
+ranks have in common runs on one of them, with the labels and weights of all, which are known before
+it runs.
 
 Megatron divides the loss of a microbatch by the weights that are left when they have moved by one
 (`process_mtp_loss` in megatron/core/transformer/multi_token_prediction.py, before 0.17 in
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -74,14 +75,6 @@ class Division:
         """What it counts in the logged mean; 0 in a microbatch without any."""
         left = np.maximum(left, 1) if self.clamps_mean else left
         return np.divide(1.0, left, out=np.zeros_like(left), where=left != 0)
-
-
-def told_apart(samples: Sequence[Pairs]) -> list[Pairs]:
-    """Samples whose positions are shared only where next inputs are the same, too: where labels are
-    masked these are told, else the labels tell them."""
-    if all(np.array_equal(one.labels[:-1], one.inputs[1:]) for one in samples):
-        return [*samples]
-    return [replace(one, following=np.append(one.inputs[1:], -1)) for one in samples]
 
 
 class AheadTables:

@@ -1,0 +1,155 @@
+"""What multi-token prediction of the last stage is given at the beginning of a step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from megatron_prefix.errors import Reason, refused
+from megatron_prefix.features.across.communicator import Communicator
+from megatron_prefix.features.mtp import layer
+from megatron_prefix.features.mtp.tables import AheadTables, sums
+from megatron_prefix.parts import Attempt, StepPart
+from megatron_prefix.refusals.table import (
+    AHEAD_BEHIND,
+    AHEAD_LABELS,
+    AHEAD_NOTHING,
+    AHEAD_TOKENS,
+)
+from megatron_prefix.run.execute.losses import set_auxiliary_scales
+from megatron_prefix.run.read.read_calls import CallTokens
+from megatron_prefix.run.read.step import Step
+from megatron_prefix.tree import Forest
+
+
+class MultiToken(StepPart):
+    """Multi-token prediction in a call; without gradients it may have nothing to do."""
+
+    _step: layer.StepAhead | None = None  # of the last attempt
+    _inside: layer.LooksAhead | None = None
+
+    def refusals(self) -> Iterator[Reason]:
+        """See StepPart."""
+        for model in self.rank.language_models:
+            yield from layer.refusals(model)
+
+    def read_last(self, last: CallTokens | None) -> None:
+        """See StepPart: refuses calls with which Megatron's fails, or does not move all labels."""
+        if last is None or last.tokens is None:
+            raise refused(AHEAD_TOKENS)
+        if last.weights is None and self.rank.predicts_further:
+            raise refused(AHEAD_TOKENS)
+        if last.labels is None and layer.without_labels() is layer.WithoutLabels.FAILS:
+            raise refused(AHEAD_LABELS)
+        size = self.rank.groups.cp.size()
+        ends = itertools.accumulate(sum(layout.lengths) // size for layout in last.layouts)
+        for layout, end in zip(last.layouts, ends, strict=True):
+            over = layout.behind // size
+            behind = last.weights[end - over : end] if last.weights is not None else ()
+            if np.any(behind) or (layout.behind and self.rank.counts_tokens):
+                raise refused(AHEAD_BEHIND)
+
+    def check(self, step: Step) -> None:
+        """See StepPart.
+
+        Raises:
+            CannotShare: Megatron divides by zero: a microbatch has no weight on this rank.
+        """
+        samples, cp = step.samples, self.rank.groups.cp
+        if not (self.rank.is_last and samples and samples[0].weights is not None):
+            return
+        division = layer.division(self.rank.config)
+        if division.per_token or division.clamps:
+            return
+        left, _ = sums(samples, step.microbatch_of, cp.size())
+        if (left[:, cp.rank()] == 0).any():
+            raise refused(AHEAD_NOTHING)
+
+    def begin(self, attempt: Attempt) -> None:
+        """See StepPart."""
+        stage = attempt.stages[-1]
+        hooks, model = stage.hooks, stage.hooks.model
+        if not hasattr(model, "mtp"):
+            return
+        inside = hooks.kept.get(MultiToken)
+        if inside is None:
+            inside = layer.LooksAhead(model, hooks)
+            hooks.keep(MultiToken, inside, inside.overrides())
+        self._step = self._read_tables(attempt) if self.rank.predicts_further else None
+        inside.step, self._inside = self._step, inside
+
+    def end(self) -> None:
+        """See StepPart."""
+        if self._inside is not None:
+            self._inside.step = None
+
+    def finished(self) -> None:
+        """See StepPart."""
+        if self._step is not None:
+            self._step.log()
+            self._step = None
+
+    def _read_tables(self, attempt: Attempt) -> layer.StepAhead:
+        """What the layer reads in a step; with a communicator all its ranks call this."""
+        step, contract, rank = attempt.step, attempt.contract, self.rank
+        samples = step.samples
+        if samples is None:
+            raise RuntimeError("the last stage has no samples")
+        logs = rank.language_models[-1].training
+        labels = attempt.stages[-1].has_labels
+        if not labels and layer.without_labels() is layer.WithoutLabels.NO_LOSS:
+            samples = [replace(one, weights=np.zeros(len(one))) for one in samples]
+            logs = False
+        cp, tp, ranks = rank.groups.cp, rank.groups.tp, rank.sequence_ranks
+        tables = AheadTables(
+            step.forest, samples, step.microbatch_of, layer.division(rank.config), cp.rank(),
+            cp.size(), apart=contract.scales is not None,
+        )  # fmt: skip
+        if attempt.communicator is not None:
+            scale = 1.0
+            if not rank.forward_only:
+                set_auxiliary_scales(contract, rank.models[-1], step.num_microbatches)
+                scale = layer.loss_scale()
+            _tell_owners(tables, step.forest, attempt.communicator, scale)
+        return layer.StepAhead(
+            tables, rank.device, ranks, tp.rank() if ranks > 1 else 0,
+            rank.config.mtp_num_layers if logs else 0,
+            None if contract.scales is None else contract.scales.further,
+        )  # fmt: skip
+
+
+def _tell_owners(
+    tables: AheadTables, forest: Forest, communicator: Communicator, scale: float
+) -> None:
+    """Ranks tell the owners of what they have in common which labels follow there, and what each
+    weighs in their losses.
+
+    Args:
+        tables: of this rank.
+        forest: its segments.
+        communicator: of the ranks.
+        scale: of this rank's loss; by its number of microbatches it can be another on each.
+    """
+    told: list[tuple[int, np.ndarray]] = []
+    asked: list[tuple[int, int, tuple[int, ...]]] = []
+    for one in forest.exchanges:
+        for peer, spans in one.peers:
+            if forest.segments[one.segment].source < 0:
+                asked.append((peer, one.segment, spans))
+                continue
+            rows = tables.told(one.segment)
+            rows[3] *= scale
+            told.append((peer, rows))
+    sizes = [(peer, np.array([rows.shape[1]])) for peer, rows in told]
+    heard = communicator.numbers(sizes, [(peer, (1,), torch.int64) for peer, *_ in asked])
+    wanted = [
+        (peer, (6, int(size[0])), torch.float64)
+        for (peer, *_), size in zip(asked, heard, strict=True)
+    ]
+    for (_, segment, spans), rows in zip(asked, communicator.numbers(told, wanted), strict=True):
+        rows[3] /= scale
+        tables.hear(segment, spans, rows)
