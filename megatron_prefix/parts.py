@@ -82,8 +82,8 @@ class StepPart:
     """What a feature adds to a step. One object a call; methods that a class leaves out do nothing.
 
     They are called in this order: `refusals`; `around` all forward steps, of each of them `swaps`
-    before it begins and `suspended` at its model call; `check_model`, `read`, `read_last`, `same`, `tokens` and
-    `check`; of every attempt `begin`, `action` of each action, `arguments` in it, and
+    before it begins and `suspended` at its model call; `check_model`, `read`, `read_last`, `same`,
+    `tokens` and `check`; of every attempt `begin`, `action` of each action, `arguments` in it, and
     `input_backwards`; `behind` and `finished`. Where the stock schedule takes the step after
     forward steps have been suspended: `stock`.
 
