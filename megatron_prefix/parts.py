@@ -141,8 +141,12 @@ class StepPart:
             CannotShare: they cannot be run in segments.
         """
 
-    def read_last(self, last: CallTokens | None) -> None:
-        """Looks at what the calls of the last stage say, on that stage; None: nothing.
+    def read_last(self, capture: Capture, last: CallTokens | None) -> None:
+        """Reads what is left when the core has read the calls of this rank.
+
+        Args:
+            capture: has them.
+            last: on the last stage what its calls say; None: nothing.
 
         Raises:
             CannotShare: they cannot be run in segments.

@@ -23,6 +23,7 @@ from megatron_prefix.refusals.table import (
 from megatron_prefix.run.execute.losses import set_auxiliary_scales
 from megatron_prefix.run.read.read_calls import CallTokens
 from megatron_prefix.run.read.step import Step
+from megatron_prefix.run.read.suspend import Capture
 from megatron_prefix.tree import Forest
 
 
@@ -37,8 +38,10 @@ class MultiToken(StepPart):
         for model in self.rank.language_models:
             yield from layer.refusals(model)
 
-    def read_last(self, last: CallTokens | None) -> None:
+    def read_last(self, capture: Capture, last: CallTokens | None) -> None:
         """See StepPart: refuses calls with which Megatron's fails, or does not move all labels."""
+        if not self.rank.is_last:
+            return
         if last is None or last.tokens is None:
             raise refused(AHEAD_TOKENS)
         if last.weights is None and self.rank.predicts_further:

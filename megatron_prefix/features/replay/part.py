@@ -23,6 +23,7 @@ from megatron_prefix.refusals.table import (
 )
 from megatron_prefix.run.calls import CallLayout
 from megatron_prefix.run.read.forward_step_state import Swap
+from megatron_prefix.run.read.read_calls import CallTokens
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.run.read.suspend import Capture, SuspendedStep
 
@@ -63,7 +64,7 @@ class RoutedStep(StepPart):
         by_layer = {layer: told(one, step.number) for layer, one in routers.items()}
         return {layer: one and one.kept() for layer, one in by_layer.items()}
 
-    def read(self, capture: Capture) -> None:
+    def read_last(self, capture: Capture, last: CallTokens | None) -> None:
         """See StepPart."""
         rank, given = self.rank, self.callbacks.routes
         self._told = [

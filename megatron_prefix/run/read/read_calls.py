@@ -121,9 +121,8 @@ def read_calls(capture: Capture, rank: Rank, callbacks: Callbacks) -> ReadCalls:
     if rank.is_last and not (rank.is_first and len(rank.models) == 1):
         calls = capture.calls(-1)
         last = read(calls) if rank.looks_ahead or _tell_loss(calls, callbacks) else None
-    if rank.is_last:
-        for part in rank.step_parts:
-            part.read_last(first if last is None else last)
+    for part in rank.step_parts:
+        part.read_last(capture, first if last is None else last)
     up_to_loss = not (rank.forward_only or rank.counts_tokens or rank.looks_ahead)
     return ReadCalls(first, last, rank.step_parts, up_to_loss)
 

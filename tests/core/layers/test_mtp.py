@@ -395,5 +395,5 @@ def test_a_last_stage_without_tokens() -> None:
     rank: Any = SimpleNamespace(is_last=True)
     part = MultiToken(PrefixConfig(), rank, Callbacks())
     with pytest.raises(CannotShare) as caught:
-        part.read_last(None)
+        part.read_last(None, None)  # type: ignore[arg-type]
     assert str(caught.value) == str(error(AHEAD_TOKENS))
