@@ -92,7 +92,8 @@ def place(
         greedy: whole groups, the costliest first, each to the rank with the least load.
         tokens: the same with a group's raw tokens as its cost, as trainers without sharing do.
         equal: equally many rollouts a rank, and whole groups as far as that allows
-            (tree/dealing.py); Megatron's own schedule needs that if ranks meet in every microbatch.
+            (features/dealing/deal.py); Megatron's own schedule needs that if ranks meet in every
+            microbatch.
         auto: the better of "whole" and "greedy"; "cut" where its largest load is lower by more than
             MIN_GAIN_OF_CUT.
 

@@ -31,8 +31,8 @@ HOOK = "megatron_prefix.auto.whole_groups"
 
 
 def balanced() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What verl's two trainers did with the batch of verl_batches.py, by their own method and by
-    the one that is in its place."""
+    """What verl's two trainers did with the batch of tests/core/trainers/verl_batches.py, by their
+    own method and by the one that is in its place."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.core.trainers.verl_batches", str(installed("verl"))],
         cwd=REPOSITORY, env={**os.environ, "VERL_USE_EXTERNAL_MODULES": HOOK},
