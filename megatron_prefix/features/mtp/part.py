@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,8 +18,10 @@ from megatron_prefix.refusals.table import (
     AHEAD_BEHIND,
     AHEAD_LABELS,
     AHEAD_NOTHING,
+    AHEAD_PADDED,
     AHEAD_TOKENS,
 )
+from megatron_prefix.run.calls import ModelCall
 from megatron_prefix.run.execute.losses import set_auxiliary_scales
 from megatron_prefix.run.read.read_calls import CallTokens
 from megatron_prefix.run.read.step import Step
@@ -48,6 +50,8 @@ class MultiToken(StepPart):
             raise refused(AHEAD_TOKENS)
         if last.labels is None and layer.without_labels() is layer.WithoutLabels.FAILS:
             raise refused(AHEAD_LABELS)
+        if self.rank.predicts_further and _leave_padding_out(capture.calls(-1)):
+            raise refused(AHEAD_PADDED)
         size = self.rank.groups.cp.size()
         ends = itertools.accumulate(sum(layout.lengths) // size for layout in last.layouts)
         for layout, end in zip(last.layouts, ends, strict=True):
@@ -123,6 +127,18 @@ class MultiToken(StepPart):
             rank.config.mtp_num_layers if logs else 0,
             None if contract.scales is None else contract.scales.further,
         )  # fmt: skip
+
+
+def _leave_padding_out(calls: Sequence[ModelCall]) -> bool:
+    """Whether packs have padding that their `cu_seqlens_q` does not count; the host waits once."""
+    packings = [call["packed_seq_params"] for call in calls]
+    pairs = [
+        (packing.cu_seqlens_q, padded)
+        for packing in packings
+        if (padded := getattr(packing, "cu_seqlens_q_padded", None)) is not None
+        and padded is not packing.cu_seqlens_q
+    ]
+    return bool(pairs) and bool(torch.stack([(a != b).any() for a, b in pairs]).any())
 
 
 def _tell_owners(
