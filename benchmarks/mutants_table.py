@@ -450,10 +450,10 @@ _VISION = (
         f"{_STEPS} -k 'stock_schedules and SP and False'",
     ),
     _vision(
-        "positions-of-height",
+        "positions-in-another-order",
         "features/vision/chunk_rows.py",
-        "flat = [_three(ids)[0].flatten() for ids in self._ids]",
-        "flat = [_three(ids)[1].flatten() for ids in self._ids]",
+        "ids = torch.cat([_three(one).flatten(1) for one in self._ids], 1)",
+        "ids = torch.cat([_three(one).flatten(1).flip(0) for one in self._ids], 1)",
     ),
     _vision(
         "sum-is-a-gradient-of-others",

@@ -398,7 +398,8 @@ def compare_with(what: tuple[str, str], layout: Layout) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if mistake:
             _, where, wrong = MISTAKES[mistake]
-            patch.setattr(f"megatron_prefix.moe.{where}", wrong)
+            folder = "features.across" if where.startswith("span_sums.") else "moe"
+            patch.setattr(f"megatron_prefix.{folder}.{where}", wrong)
         return compare(CASES[name], layout)
 
 

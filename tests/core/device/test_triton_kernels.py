@@ -56,7 +56,7 @@ for rank in range(size):
 
 PRINTS = """
 import torch
-from megatron_prefix.run.read import fingerprints as prints
+from megatron_prefix.features.vision import fingerprints as prints
 from megatron_prefix.features.vision.fingerprints_triton import BLOCK, sums_triton
 
 for width, dtype in [(24, torch.bfloat16), (BLOCK + 5, torch.float32), (2 * BLOCK, torch.int64)]:

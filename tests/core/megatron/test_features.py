@@ -229,14 +229,6 @@ def test_steps_with_other_arguments_are_never_called(
     assert caught.value.refusal is refusal and not calls
 
 
-def test_a_rotary_embedding_of_another_kind_is_refused(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(unwrap(model), "position_embedding_type", "mrope")
-    with pytest.raises(UserError, match="rotary embedding RotaryEmbedding: "):
-        install(model)
-
-
 def test_a_layer_without_core_attention_is_refused(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
+from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.megatron import features, install
@@ -20,7 +21,10 @@ from megatron_prefix.moe import versions
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.moe.ledger import LOGGED_AS, RouterLedger
 from megatron_prefix.moe.tokens import LogicalTokens
+from megatron_prefix.parts import StepPart, chosen
 from megatron_prefix.plan.planner import backward_order
+from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.run.rank import Rank
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.trees import as_pairs, rollout_sets, tree_options
@@ -263,13 +267,17 @@ def test_taking_the_hooks_off_leaves_the_routers_as_they_were(model):
 def test_a_queue_of_routes_that_is_not_known_is_refused(model):
     """As slime's register_routing_replay and miles' register_to_module leave a router; and else."""
     router = versions.routers(model)[1]
+
+    def parts() -> tuple[StepPart, ...]:
+        return chosen(PrefixConfig(), Rank([model]), Callbacks())
+
     router.routing_replay = SimpleNamespace(forward_index=0, backward_index=0, top_indices_list=[])
-    features.check(model, model)
+    assert [type(part).__name__ for part in parts()] == ["RoutedStep"]
     router.routing_replay = SimpleNamespace(forward_index=0)
     with pytest.raises(CannotShare, match="layer 1's router takes its routes from a queue that is"):
-        features.check(model, model)
+        parts()
     del router.routing_replay
-    features.check(model, model)
+    assert not parts()
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ class Cut(NamedTuple):
     """How a rank has cut a step that it runs side by side with another.
 
     Attributes:
-        wanted: the length of segments that it would choose.
+        requested_length: of segments, that it would choose.
         longest: segment of several spans; a single one may exceed the length.
         places: segments side by side.
         seconds: predicted.
@@ -49,7 +49,7 @@ class Cut(NamedTuple):
         joined: whether prompts run with their suffixes.
     """
 
-    wanted: int
+    requested_length: int
     longest: int
     places: int
     seconds: float

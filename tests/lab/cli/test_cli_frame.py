@@ -57,8 +57,6 @@ def test_every_verb_has_help_with_examples_and_json(capsys, verb) -> None:
 def test_help_names_every_attention_kernel(capsys, verb) -> None:
     _, out, _ = run(capsys, verb, "--help")
     told = " ".join(out.partition("  --kernel NAME")[2].split()).partition(" (A for")[0]
-    names = {kernel.name for kernel in kernels._HERE}
-    assert names == set(kernels.KERNELS)
     assert told == f"attention kernel: {', '.join(kernels.KERNELS)}, A+B"
 
 
