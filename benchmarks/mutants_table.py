@@ -454,6 +454,7 @@ _VISION = (
         "features/vision/chunk_rows.py",
         "ids = torch.cat([_three(one).flatten(1) for one in self._ids], 1)",
         "ids = torch.cat([_three(one).flatten(1).flip(0) for one in self._ids], 1)",
+        f"{_STEPS} -k 'stock_schedules and False'",
     ),
     _vision(
         "sum-is-a-gradient-of-others",
