@@ -249,6 +249,7 @@ def test_what_the_stock_module_cannot_do_is_refused(
 
 def _layout(**broken: Callable[..., Any]) -> Callable[[Any], Any]:
     """The layout with other functions, for window layers only."""
+    assert broken.keys() <= vars(cp_layout).keys()
     return lambda stock: types.SimpleNamespace(**{**vars(stock), **broken})
 
 
@@ -273,7 +274,7 @@ BROKEN: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     ),
     "pieces in another order": (windowed, "cp_layout", _layout(pieces=_reversed)),
     "keys as they were gathered": (
-        windowed, "cp_layout", _layout(order=lambda lengths, size: np.arange(sum(lengths))),
+        windowed, "cp_layout", _layout(view_order=lambda lengths, size: np.arange(sum(lengths))),
     ),
 }  # fmt: skip
 
