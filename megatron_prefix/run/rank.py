@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,8 +29,6 @@ from megatron_prefix.moe.options import counts_tokens, has_global_loss
 from megatron_prefix.moe.versions import is_since
 from megatron_prefix.parts import StepPart
 from megatron_prefix.plan.footprint import Execution, Footprint
-
-logger = logging.getLogger(__name__)
 
 
 class ModelNumbers:
@@ -294,12 +291,6 @@ class Rank(ModelNumbers):
         total = sum(weight.numel() for weight in weights)
         frozen = sum(weight.numel() for weight in weights if not weight.requires_grad)
         return frozen / total if total else 0.0
-
-
-@functools.cache
-def _warn(text: str) -> None:
-    """Once for each text."""
-    logger.warning(text)
 
 
 def _reduces(model: Any) -> bool:

@@ -41,6 +41,10 @@ class Restart:
         self._iterators = RepeatedIterators(data_iterator)
         self.data_iterator = self._iterators.first
 
+    def close(self) -> None:
+        """The call is over."""
+        self._iterators.close()
+
     def run(self, arguments: Mapping[str, Any], tokens: Sequence[Tensor | None]) -> list[Any]:
         """Runs the stock schedule from the call's begin.
 

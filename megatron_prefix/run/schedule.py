@@ -202,9 +202,19 @@ class PrefixSchedule:
         decision = meter.begin(rank)
         if decision is not None:
             return self._timed(decision, request)
-        restart = None if self.config.mode == "on" else Restart(iterator, rank)
-        iterator = iterator if restart is None else restart.data_iterator
-        capture = _capture(iterator, first, request)
+        if self.config.mode == "on":
+            return self._suspended(_capture(iterator, first, request), None, first, request)
+        with contextlib.closing(Restart(iterator, rank)) as restart:
+            capture = _capture(restart.data_iterator, first, request)
+            return self._suspended(capture, restart, first, request)
+
+    def _suspended(
+        self, capture: Capture, restart: Restart | None, first: FirstStep | None, request: Request
+    ) -> list[Any]:
+        """Reads, plans and runs a step, or gives it to the stock schedule: from its begin, where
+        segments have run."""
+        rank, arguments = request.rank, request.arguments
+        meter = self.planning.meter(rank)
         with contextlib.ExitStack() as around, contextlib.ExitStack() as idle:
             around.enter_context(capture.running())
             around.enter_context(contextlib.nullcontext() if first is None else first.watching())

@@ -93,6 +93,11 @@ class RepeatedIterators:
             source.rewind()
         return wrapped(self._data_iterator, lambda iterator: self._source(iterator).again)
 
+    def close(self) -> None:
+        """The call is over: the trainer's objects hold their own iterators again."""
+        for source in self._sources.values():
+            source.close()
+
     def copied(self, value: Any) -> Any:
         """What is drawn first: a deep copy; where there can be none the value, and `problem` is
         set."""
@@ -145,6 +150,9 @@ class _Items:
             self._owner.problem = f"the data iterator is asked for {name}"
         return value
 
+    def close(self) -> None:
+        """Nothing of the trainer's has been changed."""
+
     def rewind(self) -> None:
         if any(tensor._version != old for item in self._items for tensor, old in item.versions):
             raise refused(OTHER_DRAWS, "write into tensors that they have drawn")
@@ -152,16 +160,36 @@ class _Items:
 
 
 class _Attributes:
-    """An object without `__next__`: it is copied, or its attributes are put back."""
+    """An object without `__next__`: it is copied, or its attributes are put back. Iterators among
+    these keep what is drawn, until the call is over."""
 
     def __init__(self, iterator: Any, owner: RepeatedIterators) -> None:
         self.again = iterator
         self.first = owner.copied(iterator)
-        self._attributes = dict(getattr(iterator, "__dict__", {}))
+        self._attributes: dict[str, Any] = dict(getattr(iterator, "__dict__", {}))
+        inside = () if self.first is not iterator or owner.problem else self._attributes.items()
+        self._iterators = {name: value for name, value in inside if _is_plain_iterator(value)}
+        self._items = {name: _Items(value, owner) for name, value in self._iterators.items()}
+        if self._items:
+            vars(iterator).update(self._items)
 
     def rewind(self) -> None:
         if self._attributes:
-            vars(self.again).update(self._attributes)
+            vars(self.again).update(self._attributes | self._items)
+        for items in self._items.values():
+            items.rewind()
+
+    def close(self) -> None:
+        for name, items in self._items.items():
+            members = vars(self.again)
+            if members.get(name) is items:
+                members[name] = self._iterators[name]
+
+
+def _is_plain_iterator(value: Any) -> bool:
+    """Whether a value is a generator or another of Python's own, of which nothing is asked but the
+    next item."""
+    return hasattr(value, "__next__") and type(value).__module__ in ("builtins", "itertools")
 
 
 def _versions(item: Any) -> list[tuple[Tensor, int]]:

@@ -85,6 +85,23 @@ def test_an_object_that_counts_begins_anew(copies: bool) -> None:
     assert iterators.again() is source and source.place == 0
 
 
+def test_an_object_that_holds_a_generator_begins_anew() -> None:
+    """And when the call is over it holds its own."""
+    inside = (batch for batch in batches())
+    source = SimpleNamespace(items=inside, place=0)
+    iterators = RepeatedIterators(source)
+    assert drawn(iterators.first.items, 2) == [[0, 0], [1, 1]]
+    assert drawn(iterators.again().items, 3) == [[0, 0], [1, 1], [2, 2]]
+    iterators.close()
+    assert source.items is inside and drawn(inside, 9) == [[3, 3]]
+
+
+def test_iterators_of_a_trainers_own_inside_an_object_stay() -> None:
+    inside = Source(batches())
+    source = SimpleNamespace(items=inside)
+    assert RepeatedIterators(source).first.items is inside
+
+
 def test_what_cannot_be_drawn_twice_is_a_problem() -> None:
     iterators = RepeatedIterators(Source([(_ for _ in ())]), copies=True)
     next(iterators.first)
