@@ -74,9 +74,9 @@ def _watched(schedule: Any, executor: Any) -> tuple[Callable[..., Any], list[flo
     before: list[float] = []
     run = executor.run
 
-    def marked(self: Any, rank: int) -> None:
+    def marked(*arguments: Any) -> None:
         begun.append(time.perf_counter())
-        run(self, rank)
+        run(*arguments)
 
     def called(**arguments: Any) -> Any:
         begin = time.perf_counter()
