@@ -250,7 +250,7 @@ class Capture:
         self._left = [deque[SuspendedStep]() for _ in rank.models]
         models = [*rank.language_models, *rank.models]
         self.state = StateOfSteps(
-            lambda: ModelState(
+            lambda: ModelState.of_step(
                 models, len(rank.models), outer_modules(self._loss_variables.places, models)
             ),
             is_inside=rank.runs_outside,
@@ -272,6 +272,7 @@ class Capture:
                     for step in itertools.chain(*self.steps):
                         closing.callback(step.close)
                 self._loss_variables.end()
+                self.state.forget()
 
     def run(self) -> None:
         """Runs every forward step up to its model call.
