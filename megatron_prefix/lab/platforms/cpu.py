@@ -377,7 +377,8 @@ def _route_without_transformer_engine() -> None:
     transformer-engine is missing. transformer/moe/token_dispatcher.py:879 makes the split sizes a
     numpy array only for tensors on a GPU (transformer/moe/moe_utils.py:1093), and the all-to-all
     wants numbers. transformer/multi_latent_attention.py:54 takes transformer-engine for installed,
-    as its import of stand-ins succeeds, and :143 asks for instances of one.
+    as its import of stand-ins succeeds, and :143 asks for instances of one. So does 0.20's
+    transformer/multi_token_prediction.py:1193, of classes that are made of stand-ins.
     """
     with _quiet_import():
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -393,6 +394,11 @@ def _route_without_transformer_engine() -> None:
 
     if not isinstance(multi_latent_attention.TELinear, type):
         _set(multi_latent_attention, HAVE_TE=False, Linear=Linear)
+
+    from megatron.core.transformer import multi_token_prediction
+
+    if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
+        _set(multi_token_prediction, is_inference_column_parallel_linear=lambda _: False)
 
     for module in (moe_utils, token_dispatcher):
         if hasattr(module, "maybe_move_tensor_to_cpu"):
