@@ -111,8 +111,8 @@ def may_replay(config: Any) -> bool:
 
 
 def _is_routed(_: PrefixConfig, rank: Rank) -> bool:
-    if not rank.has_experts or may_replay(rank.config):
-        return rank.has_experts
+    if not rank.model.has_experts or may_replay(rank.config):
+        return rank.model.has_experts
     from megatron_prefix.moe.versions import routers
 
     every = [router for model in rank.language_models for router in routers(model).values()]
@@ -143,7 +143,7 @@ def is_of_images(model: Any, inner: Any) -> bool:
 
 
 def _has_further_layer(_: PrefixConfig, rank: Rank) -> bool:
-    return rank.looks_ahead or any(hasattr(model, "mtp") for model in rank.language_models)
+    return rank.model.looks_ahead or any(hasattr(model, "mtp") for model in rank.language_models)
 
 
 PARTS: tuple[Feature, ...] = (

@@ -196,7 +196,7 @@ def check(model: Any, wrapped: Any = None) -> None:
         raise reasons[0].error(CANNOT_RUN)
 
 
-def check_again(model: Any, wrapped: Any, known: Iterable[Part], numbers: Any) -> None:
+def check_again(model: Any, wrapped: Any, known: Iterable[Part], facts: Any) -> None:
     """Refuses what may have changed since `check`: options, hooks on gradients, quantisers, and
     what is frozen.
 
@@ -204,12 +204,12 @@ def check_again(model: Any, wrapped: Any, known: Iterable[Part], numbers: Any) -
         model: the language model.
         wrapped: the same in its wrappers, if it has any.
         known: what leaves a payload in its layers.
-        numbers: what its options say now: `ModelNumbers` of run/rank.py.
+        facts: what its options say now: `Model` of run/rank.py.
 
     Raises:
         CannotShare: as of `check`.
     """
-    reasons = [*numbers.refused, *option_refusals(known, model.config), *gradient_hooks(wrapped)]
+    reasons = [*facts.refused, *option_refusals(known, model.config), *gradient_hooks(wrapped)]
     reasons += quantisers.refusals(model)
     if reasons:
         raise reasons[0].error(CANNOT_RUN)

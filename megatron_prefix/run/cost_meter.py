@@ -12,7 +12,7 @@ import contextlib
 import importlib.metadata
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ from megatron_prefix import __version__
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.device.clock import wait_for
 from megatron_prefix.errors import UserError
-from megatron_prefix.parts import TimedStep
+from megatron_prefix.parts import StepPart, TimedStep
 from megatron_prefix.plan.cost import FLOPS_PER_SECOND, CostModel, action_features
 from megatron_prefix.plan.cost_file import read_costs, write_costs
 from megatron_prefix.plan.cost_fit import KEPT, Evidence, StepTime, together
@@ -28,8 +28,9 @@ from megatron_prefix.plan.files import check_writable
 from megatron_prefix.plan.gate import Decision, decide, other_way
 from megatron_prefix.plan.peak_memory import Peaks, Seen, factors
 from megatron_prefix.run.agreement import all_say, first_says
-from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.rank import Rank, layer_ranks
 from megatron_prefix.run.report import StepReport
+from megatron_prefix.run.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,13 @@ _KERNELS = ("flash-attn", "flash-attn-4", "nvidia-cudnn-frontend", "transformer-
 def guessed(rank: Rank, frozen: float = 0.0) -> CostModel:
     """What work of a rank takes, until actions have been measured; see `CostModel.in_seconds`."""
     rate = FLOPS_PER_SECOND.get(rank.device.type, FLOPS_PER_SECOND["cuda"])
-    return rank.cost.in_seconds(
-        rate * rank.parts, rank.config.num_layers, rank.num_stages, len(rank.models), frozen
+    rate *= layer_ranks(rank.groups)
+    return rank.model.cost.in_seconds(
+        rate * layer_ranks(rank.groups),
+        rank.config.num_layers,
+        rank.num_stages,
+        len(rank.models),
+        frozen,
     )
 
 
@@ -94,7 +100,7 @@ class CostMeter:
             raise UserError(read)
         return read
 
-    def begin(self, rank: Rank) -> Decision | None:
+    def begin(self, request: Request) -> Decision | None:
         """Counts a step; all ranks call this for every step, and measure the same ones (`due`).
 
         Returns:
@@ -105,7 +111,7 @@ class CostMeter:
             UserError: the user's file cannot be read or written; on every rank.
         """
         self.due = False
-        if rank.forward_only:
+        if request.rank.forward_only:
             return None
         if not self._num_steps:
             self._measured = self._loaded() if self._config.cost_file else Evidence()
@@ -113,7 +119,7 @@ class CostMeter:
         self._num_steps += 1
         if self._config.mode != "auto":
             return None
-        tunes = any(part.is_tuning for part in rank.step_parts)
+        tunes = any(part.is_tuning for part in request.parts)
         first = self._num_steps in FIRST and (tunes or not self._knows_both)
         self.due = first or self._num_steps % EVERY == 0
         if not self.due or self._doubted is None or self._measured.measured(False):
@@ -139,13 +145,13 @@ class CostMeter:
 
     @contextlib.contextmanager
     def step(
-        self, report: StepReport, rank: Rank, complete: Callable[[], None] = lambda: None
+        self, report: StepReport, request: Request, complete: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
         """Surrounds a step after its planning, whichever schedule runs it.
 
         Args:
             report: of the step, with decision and prediction.
-            rank: that runs it.
+            request: the call.
             complete: called when the step's time is taken, to put a prediction into the report.
         """
         if due := self.due:
@@ -156,26 +162,26 @@ class CostMeter:
             wait_for(self._device)
             seconds = time.perf_counter() - begin
             complete()
-            self._learn(report, rank, seconds, self._looked(report, rank, before))
+            self._learn(report, request, seconds, self._looked(report, request, before))
         self._ran.add(report.decision.share)
 
-    def _looked(self, report: StepReport, rank: Rank, before: Peaks | None) -> Seen:
+    def _looked(self, report: StepReport, request: Request, before: Peaks | None) -> Seen:
         """This rank's peak of memory in a step."""
         after = peaks(self._device)
         # What parts hold is there before a step, and in what is predicted of it.
-        held = report.decision.share and any(part.holds_memory for part in rank.step_parts)
+        held = report.decision.share and any(part.holds_memory for part in request.parts)
         if before is None or after is None or report.retried or held:
             return Seen()
         ours = report.memory.within(report.room_bytes).peak if report.memory else 0.0
         predicted = ours if report.decision.share else report.stock_bytes
         return Seen.of_step(before, after, predicted)
 
-    def _learn(self, report: StepReport, rank: Rank, seconds: float, seen: Seen) -> None:
+    def _learn(self, report: StepReport, request: Request, seconds: float, seen: Seen) -> None:
         """Fits prices to what all ranks have measured in a step, and keeps peaks that they saw."""
         mine, share = Evidence(), report.decision.share
         if report.stopwatch is not None and share and not report.retried:
             timed = report.stopwatch.seconds()
-            work = [action_features(report.plan, action, rank.stage) for action in timed]
+            work = [action_features(report.plan, action, request.rank.stage) for action in timed]
             mine = Evidence.of_actions(work, list(timed.values()), self._prior)
         if report.prediction is not None and share in self._ran and not report.retried:
             both = report.prediction
@@ -192,7 +198,7 @@ class CostMeter:
         for one, most in zip(self._seen, by_schedule, strict=True):
             self._seen[one] = self._seen[one].then(most)
         self.memory_factors = factors(self._seen[False], self._seen[True])
-        if self._is_typical(report, rank, seconds):
+        if self._is_typical(report, request.parts, seconds):
             self._measured = self._measured.and_also(mine, KEPT)
         times = self._measured.times(self._prior)
         mine_next = times, self._doubt(report, times)
@@ -200,9 +206,9 @@ class CostMeter:
         logger.info("measured step %d: %s", self._num_steps, self.times)
         self._save()
 
-    def _is_typical(self, report: StepReport, rank: Rank, seconds: float) -> bool:
+    def _is_typical(self, report: StepReport, parts: Sequence[StepPart], seconds: float) -> bool:
         """Whether a step's times say what later ones take, by the parts of it, which see them."""
-        if not rank.step_parts:
+        if not parts:
             return True
         both, predicted = report.prediction, 0.0
         if both is not None and report.decision.share in self._ran and not report.retried:
@@ -210,7 +216,7 @@ class CostMeter:
             predicted = self._prior.of(features)
         is_settled = self._num_steps >= FIRST[-1]
         step = TimedStep(report, seconds, predicted, is_settled, self._groups)
-        typical = [part.timed(step) for part in rank.step_parts]  # all parts see it
+        typical = [part.timed(step) for part in parts]  # all parts see it
         return all(typical)
 
     def _doubt(self, report: StepReport, times: CostModel) -> float | None:
@@ -253,7 +259,7 @@ def key_of(rank: Rank, kernel: str) -> str:
         rank: with the model.
         kernel: see PrefixConfig.
     """
-    config, device, unit = rank.config, rank.device, rank.cost.forward
+    config, device, unit = rank.config, rank.device, rank.model.cost.forward
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     versions = [f"megatron_prefix {__version__}", f"torch {torch.__version__}"]
     for package in _KERNELS:

@@ -61,13 +61,14 @@ from megatron_prefix.refusals.table import (
 )
 from megatron_prefix.run.calls import FILLED_BY_MODEL
 from megatron_prefix.run.execute.call_outputs import CHECKED_ROWS, largest
-from megatron_prefix.run.rank import Rank, default_groups
+from megatron_prefix.run.rank import default_groups
 from megatron_prefix.run.read import heads, random_numbers, traces
 from megatron_prefix.run.read.data_iterators import observed
 from megatron_prefix.run.read.forward_step_state import fixed, quantises
 from megatron_prefix.run.read.loss_variables import Place, code_of, places, used_names
 from megatron_prefix.run.read.model_state import ModelState, outer_modules
 from megatron_prefix.run.read.suspend import is_beside, takes_beside
+from megatron_prefix.run.request import Request
 
 HELD = 256
 """Values that one loss may read, and places of them, that are looked at."""
@@ -127,29 +128,21 @@ class FirstStep:
     """Watches a step; its microbatches run one after another, or are suspended in their calls.
 
     Args:
-        function: the trainer's `forward_step_func`.
-        rank: with the model chunks that it calls.
+        request: the call.
         suspended: whether forward steps are suspended in their calls, which stock does not run.
-        masks_tell_loss: whether a call's loss_mask says which positions carry loss.
 
     Attributes:
-        rank, suspended: as given.
+        rank: this one.
         reason: why steps of this kind cannot be shared; None if nothing is in the way.
         losses_exchange: whether losses, or what follows a model call, exchange with other
             data-parallel ranks; only where the stock schedule runs, which calls them in order.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        rank: Rank,
-        *,
-        suspended: bool,
-        masks_tell_loss: bool,
-    ) -> None:
-        self._function, self.rank, self.suspended = function, rank, suspended
-        self._masks_tell_loss = masks_tell_loss
-        self._takes_beside = takes_beside(rank)
+    def __init__(self, request: Request, *, suspended: bool) -> None:
+        self.rank = rank = request.rank
+        self._function = function = request.arguments["forward_step_func"]
+        self.suspended, self._masks_tell_loss = suspended, not request.callbacks.masks_tokens
+        self._takes_beside, self._runs_outside = takes_beside(request), request.runs_outside
         self.reason: Reason | None = None
         self.losses_exchange = False
         self._places = [*places(function, *rank.scale_functions)]
@@ -287,7 +280,7 @@ class FirstStep:
                 return output
             step.num_calls += 1
             self._compare_modes(step)
-            self._compare_state(step, inner=self.rank.runs_outside)
+            self._compare_state(step, inner=self._runs_outside)
             self._seen += [("an argument of the model", one) for one in (*args, kwargs)]
             begin, brought = traces.next_number(), dict(_filled(kwargs))
             self._enter()
@@ -377,10 +370,10 @@ class FirstStep:
         """Notes an output that is not per position."""
         if shape is None:
             return
-        if self.rank.looks_ahead and not isinstance(output, Tensor):  # Megatron's head gives one
+        if self.rank.model.looks_ahead and not isinstance(output, Tensor):  # Megatron's gives one
             self._note(AHEAD_HEAD.given())
         rows, num = shape[0], shape[1] - heads.moves_labels(given)
-        shares = (num // self.rank.sequence_ranks, rows)
+        shares = (num // self.rank.model.sequence_ranks, rows)
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, _NUMBERS):
                 continue

@@ -39,6 +39,7 @@ from megatron_prefix.run.execute.memory_control import MemoryControl, longest_se
 from megatron_prefix.run.rank import Rank, default_groups
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.run.report import StepReport
+from megatron_prefix.run.request import Request
 from megatron_prefix.tree import Forest, Pairs
 from megatron_prefix.tree.packing import MicrobatchRows
 
@@ -117,15 +118,16 @@ class Planning:
         self.meters: dict[Any, CostMeter] = {}
         self.kept: defaultdict[Any, dict[str, dict[str, Any]]] = defaultdict(dict)
 
-    def planner(self, rank: Rank) -> StepPlanner:
+    def planner(self, request: Request) -> StepPlanner:
         """The planner of a rank's pipeline, which remembers its plans."""
+        rank, model = request.rank, request.rank.model
         turn = rank.config.microbatch_group_size_per_vp_stage
-        even = max((part.even for part in rank.step_parts), default=0)
-        key = rank.layout, rank.device.type, turn, rank.alignment, rank.whole, rank.joins, even
+        even = max((part.even for part in request.parts), default=0)
+        key = rank.layout, rank.device.type, turn, model.alignment, model.whole, model.joins, even
         if key not in self._planners:
             self._planners[key] = StepPlanner(
-                self.config, guessed(rank), rank.alignment, rank.num_stages, len(rank.models),
-                turn, rank.whole, rank.joins, even,
+                self.config, guessed(rank), model.alignment, rank.num_stages, len(rank.models),
+                turn, model.whole, model.joins, even,
             )  # fmt: skip
         return self._planners[key]
 
@@ -138,12 +140,11 @@ class Planning:
     def shares_nothing(self, samples: Sequence[Pairs] | None, rank: Rank) -> bool:
         """Whether a step in mode "auto" is without sharing, for which no tree is built; all ranks
         of a first stage that share experts ask, and all of their steps must be such."""
-        unit = rank.cost.forward
+        unit = rank.model.cost.forward
         head = unit.scored / (unit.positions + unit.scored)
+        align = rank.model.alignment
         mine, _ = agreement.tried(  # what fails here fails again in `build`
-            lambda: (
-                samples is not None and without_sharing(self.config, samples, rank.alignment, head)
-            )
+            lambda: samples is not None and without_sharing(self.config, samples, align, head)
         )
         return agreement.all_agree(bool(mine), rank.experts, rank.device)
 
@@ -151,7 +152,7 @@ class Planning:
         self,
         samples: Sequence[Pairs],
         microbatch_of: Sequence[int],
-        rank: Rank,
+        request: Request,
         judge: Judge | None,
         *,
         common: Common | None = None,
@@ -162,7 +163,7 @@ class Planning:
         the shortest length that any of them would choose, under the limit of the largest. They know
         both of the step before, as they hear of one another's segments when those are made.
         """
-        planner = self.planner(rank)
+        planner, rank = self.planner(request), request.rank
         length, forest = planner.build(samples, microbatch_of, judge, common)
         if rank.experts is not None and judge is not None:
             known = self._beside.get(planner)
@@ -176,7 +177,7 @@ class Planning:
         self,
         samples: Sequence[Pairs],
         microbatch_of: Sequence[int],
-        rank: Rank,
+        request: Request,
         judge: Judge | None,
     ) -> Forest:
         """As `build`, in the same rounds on all ranks that share experts, by the rank that has most
@@ -186,7 +187,7 @@ class Planning:
         Raises:
             Exception: what went wrong on this rank, or that something did on another.
         """
-        planner = self.planner(rank)
+        planner = self.planner(request)
 
         def make() -> tuple[int, MicrobatchRows]:
             # Rounds by which all are cut have prompts apart.
@@ -197,7 +198,7 @@ class Planning:
         mine, problem = agreement.tried(make)
         if problem is not None:
             mine = f"rank {dist.get_rank()}: {type(problem).__name__}: {problem}"
-        heard = agreement.all_say(mine, rank.experts)
+        heard = agreement.all_say(mine, request.rank.experts)
         if problem is not None:
             raise problem
         if failed := next((one for one in heard if isinstance(one, str)), ""):
@@ -209,35 +210,39 @@ class Planning:
         forest = planner.build_at(length, samples, microbatch_of, rows=rows)
         return replace(forest, ordered=True)
 
-    def judge(self, rank: Rank) -> Judge | None:
+    def judge(self, request: Request) -> Judge | None:
         """Says of plans whether they keep the limit of memory, and how long they take; all ranks
         call this. None if there is no choice."""
-        if rank.forward_only:
+        if request.rank.forward_only:
             return None
-        self._memory.ask_once(rank)
-        known = self._beside.get(self.planner(rank))
+        self._memory.ask_once(request.rank)
+        known = self._beside.get(self.planner(request))
         least = 0.0 if known is None else known.limit
 
-        return lambda joint, plan: self._forecast(plan, joint, rank, least).verdict
+        return lambda joint, plan: self._forecast(plan, joint, request, least).verdict
 
-    def forecast(self, forest: Forest, microbatch_of: Sequence[int], rank: Rank) -> Prediction:
+    def forecast(
+        self, forest: Forest, microbatch_of: Sequence[int], request: Request
+    ) -> Prediction:
         """What a pipeline's segments would take if they ran side by side with no others; asks no
         other rank. Ranks have called `judge` for the step."""
         joint = JointForest.alone(forest, microbatch_of)
-        return self._fitting(joint, rank).prediction
+        return self._fitting(joint, request).prediction
 
-    def _fitting(self, joint: JointForest, rank: Rank) -> Forecast:
+    def _fitting(self, joint: JointForest, request: Request) -> Forecast:
         """Of the plan that keeps the limit of memory, if one does."""
-        plans = self.planner(rank).plans(joint)
-        tried = (self._forecast(plan, joint, rank) for plan in plans)
+        plans = self.planner(request).plans(joint)
+        tried = (self._forecast(plan, joint, request) for plan in plans)
         return fitting(tried, lambda one: one.verdict)
 
-    def _forecast(self, plan: Plan, joint: JointForest, rank: Rank, least: float = 0.0) -> Forecast:
-        peak = limit = 0.0
+    def _forecast(
+        self, plan: Plan, joint: JointForest, request: Request, least: float = 0.0
+    ) -> Forecast:
+        rank, peak, limit = request.rank, 0.0, 0.0
         if not rank.forward_only:
             longest = replace(plan, segments=longest_segments(joint))
             factors = self.meter(rank).memory_factors
-            longest, peak = self._memory.limited(longest, joint, rank, factors, least)
+            longest, peak = self._memory.limited(longest, joint, request, factors, least)
             limit = self._memory.limit
             plan = replace(plan, policies=longest.policies)
         union = plan
@@ -251,34 +256,35 @@ class Planning:
         verdict = Verdict(max(0.0, peak - limit), prediction.prefix_seconds, retains)
         return Forecast(plan, union, peak, limit, prediction, verdict)
 
-    def of_stock(self, step: Step, rank: Rank) -> tuple[Prediction, float]:
+    def of_stock(self, step: Step, request: Request) -> tuple[Prediction, float]:
         """Of a step without segments what the stock schedule computes, with nothing beside it, and
         the bytes that it is predicted to take on this rank; it asks no other rank."""
-        joint = JointForest.alone(step.forest, step.microbatch_of)
+        joint, rank = JointForest.alone(step.forest, step.microbatch_of), request.rank
         plan = Plan((), ((),) * rank.num_stages, len(rank.models))
         prediction = predict(self.meter(rank).times, joint.union, joint.union_microbatch_of, plan)
-        return prediction, self._memory.stock_peak(joint, rank)
+        return prediction, self._memory.stock_peak(joint, request)
 
-    def decided(self, step: Step, rank: Rank) -> tuple[StepReport, JointForest]:
+    def decided(self, step: Step, request: Request) -> tuple[StepReport, JointForest]:
         """Which schedule runs a step, and by which plan; all ranks that meet call this.
 
         Raises:
             UserError: ranks that meet would not run the same, or would wait for ever.
         """
+        rank = request.rank
         experts = None if step.unshared else rank.experts
-        even = rank.gathers_tokens
+        even = rank.model.gathers_tokens
         joint = agreement.meet(step.forest, step.microbatch_of, experts, even=even)
         if joint.mixed:  # where segments are joined there is one stage, which knows the samples
-            step, joint = self._all_apart(step, joint.union.requested_length, rank)
-        report = self._agreed_proposal(step, joint, rank)
+            step, joint = self._all_apart(step, joint.union.requested_length, request)
+        report = self._agreed_proposal(step, joint, request)
         if joint.union.requested_length:
-            self._beside[self.planner(rank)] = Beside(
+            self._beside[self.planner(request)] = Beside(
                 joint.union.requested_length, self._memory.limit
             )
-        report.decision = self._together(report.decision, step, rank)
+        report.decision = self._together(report.decision, step, request)
         if rank.scale_functions and not rank.forward_only and report.decision.share:
             beside = replace(step, forest=joint.forest)
-            report.decision = self._in_order(report, beside, rank)
+            report.decision = self._in_order(report, beside, request)
         if rank.ordered and not step.unshared:
             count_sums.prove(report.joint, rank.stage, joint.union_microbatch_of)
         if rank.experts is not None:
@@ -291,17 +297,18 @@ class Planning:
             agreement.check_programs(alone, rank.experts)
         return report, joint
 
-    def _in_order(self, report: StepReport, step: Step, rank: Rank) -> Decision:
+    def _in_order(self, report: StepReport, step: Step, request: Request) -> Decision:
         """The decision where functions of the trainer's own scale losses, and may count their
         calls; all ranks that meet call this.
 
         Raises:
             CannotShare: losses are in another order, in mode "on".
         """
+        rank = request.rank
         last = report.plan.actions_of(rank.num_stages - 1, len(rank.models) - 1)
         problem = None if are_in_order(step, last) else refused(SCALES_ORDER)
         meeting = rank.same_schedule if rank.experts is not None else ()
-        groups = rank.companions if rank.crosses else meeting
+        groups = rank.companions if step.crosses else meeting
         reason = agreement.agree(problem, groups, rank.device)
         if reason is None:
             return report.decision
@@ -309,26 +316,29 @@ class Planning:
             raise reason
         return replace(report.decision, share=False, fallback=True, reason=str(reason))
 
-    def _agreed_proposal(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:
+    def _agreed_proposal(self, step: Step, joint: JointForest, request: Request) -> StepReport:
         """What this rank would decide, if none fails of those that must decide alike, whether it
         has something to share or not."""
-        propose = self._proposed_together if rank.crosses else self._proposed_alone
-        report, problem = agreement.tried(lambda: propose(step, joint, rank))
-        reason = agreement.agree(softened(problem, self.config.mode), rank.together, rank.device)
+        propose = self._proposed_together if step.crosses else self._proposed_alone
+        report, problem = agreement.tried(lambda: propose(step, joint, request))
+        groups = request.rank.together(crosses=step.crosses)
+        refusal = softened(problem, self.config.mode)
+        reason = agreement.agree(refusal, groups, request.rank.device)
         if reason is not None or report is None:
             raise reason or RuntimeError("no rank says why there is no plan")
         return report
 
-    def _proposed_alone(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:
+    def _proposed_alone(self, step: Step, joint: JointForest, request: Request) -> StepReport:
         if step.unshared:
+            rank = request.rank
             plan = union = Plan((), ((),) * rank.num_stages, len(rank.models))
             return StepReport(step.forest, unshared(self.config), plan, union)
-        return self.proposed(step, joint, rank)[0]
+        return self.proposed(step, joint, request)[0]
 
-    def _all_apart(self, step: Step, length: int, rank: Rank) -> tuple[Step, JointForest]:
+    def _all_apart(self, step: Step, length: int, request: Request) -> tuple[Step, JointForest]:
         """A step with prompts apart beside those of ranks that share experts, in segments of at
         most so many positions (0: as many as the user allows); all that meet call this."""
-        planner = self.planner(rank)
+        planner, rank = self.planner(request), request.rank
         length = length or planner.options.segment_tokens
 
         def apart() -> Step:
@@ -342,13 +352,14 @@ class Planning:
         if reason is not None:
             raise reason
         step = made or step
-        even = rank.gathers_tokens
+        even = rank.model.gathers_tokens
         return step, agreement.meet(step.forest, step.microbatch_of, rank.experts, even=even)
 
-    def _proposed_together(self, step: Step, joint: JointForest, rank: Rank) -> StepReport:
+    def _proposed_together(self, step: Step, joint: JointForest, request: Request) -> StepReport:
         """The decision of all data-parallel ranks where payloads cross them, as the slowest sets
         the pace and the most cautious of them decides, and what it rests on for this one."""
-        mine, problem = agreement.tried(lambda: self.proposed(step, joint, rank))
+        rank = request.rank
+        mine, problem = agreement.tried(lambda: self.proposed(step, joint, request))
         numbers = [0.0] * 3
         if mine is not None:
             seconds: Any = mine[0].prediction
@@ -366,14 +377,17 @@ class Planning:
         report.decision = kept_to_limit(self.config, decision, limit + over, limit)
         return report
 
-    def proposed(self, step: Step, joint: JointForest, rank: Rank) -> tuple[StepReport, float]:
+    def proposed(
+        self, step: Step, joint: JointForest, request: Request
+    ) -> tuple[StepReport, float]:
         """What this rank alone would decide, and by how many bytes its predicted peak is above the
         limit; it asks no other rank."""
-        forecast, meter = self._fitting(joint, rank), self.meter(rank)
+        rank = request.rank
+        forecast, meter = self._fitting(joint, request), self.meter(rank)
         decision = decide(self.config, forecast.prediction.speedup)
         # Ranks that share experts need equally many microbatches for one schedule and may need
         # segments of equal lengths for the other, so nothing is tried there.
-        if meter.due and not (forecast.verdict.over or rank.experts or rank.crosses):
+        if meter.due and not (forecast.verdict.over or rank.experts or step.crosses):
             decision = meter.chosen(decision)
         decision = kept_to_limit(self.config, decision, forecast.peak, forecast.limit)
         if decision.share and decision.over_limit and rank.is_first and not self._warned:
@@ -385,13 +399,14 @@ class Planning:
         )  # fmt: skip
         return report, forecast.verdict.over
 
-    def _together(self, decision: Decision, step: Step, rank: Rank) -> Decision:
+    def _together(self, decision: Decision, step: Step, request: Request) -> Decision:
         """The decision of all data-parallel ranks where they need one."""
+        rank = request.rank
         if rank.ordered:
             agreement.check_counts(step.num_microbatches, rank.groups.dp_cp, rank.device)
             why = "global_aux_loss needs one schedule"
             return agreement.share_together(decision, rank.groups.dp_cp, rank.device, why)
-        if rank.crosses:  # all have come to it together
+        if step.crosses:  # all have come to it together
             return decision
         # Buckets that are reduced during the backward are reduced in the order in which the stock
         # schedule's backward completes them, and ours is a fixed one

@@ -1,14 +1,15 @@
-"""One rank in one call of the schedule: its model, its place in the job, and numbers of its model.
+"""One rank of the job: its place, its part of the model, and what the model says.
 
-Whatever asks for numbers of the model (FLOPs, bytes, vocabulary, layers) asks here.
+Whatever asks for numbers of the model (FLOPs, bytes, vocabulary, layers) asks here. Nothing in here
+is set once it is made; what a call decides is in its `Request` (run/request.py).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,16 +28,13 @@ from megatron_prefix.megatron.install import language_model
 from megatron_prefix.megatron.scale_functions import own_scale_functions
 from megatron_prefix.moe.options import counts_tokens, has_global_loss
 from megatron_prefix.moe.versions import is_since
-from megatron_prefix.parts import StepPart
+from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.footprint import Execution, Footprint
 
 
-class ModelNumbers:
+@dataclass(frozen=True, eq=False)
+class Model:
     """What a model and its options say, the same in every call until an option changes.
-
-    Args:
-        config: Megatron's configuration of the model.
-        models: the language models of a rank.
 
     Attributes:
         other_steps: why forward steps get more than an iterator and a model; None if they do not.
@@ -60,36 +58,58 @@ class ModelNumbers:
         footprints: those that were asked for; see `Rank.footprint`.
     """
 
-    def __init__(self, config: Any, models: Sequence[Any]) -> None:
-        self.other_steps: Reason | None = features.other_steps(config)
+    other_steps: Reason | None
+    refused: list[Reason]
+    sequence_ranks: int
+    alignment: int
+    whole: int
+    rows: int
+    has_experts: bool
+    looks_ahead: bool
+    gathers_tokens: bool
+    counts_tokens: bool
+    has_global_loss: bool
+    vocab_size: int
+    pattern: str
+    cost: CostModel
+    joins: bool
+    footprints: dict[tuple[bool, int], Footprint] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: Any, models: Sequence[Any]) -> Model:
+        """Reads Megatron's configuration and the language models of a rank."""
         # Around a language model others may have a configuration of their own.
-        own = {id(model.config): model.config for model in models}
-        self.refused = [one for each in own.values() for one in features.refusals(each)]
+        configs = {id(model.config): model.config for model in models}.values()
         tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
-        self.sequence_ranks = tp if config.sequence_parallel else 1
-        self.alignment = self.sequence_ranks * (2 * cp if cp > 1 else 1)
-        self.whole = precision.whole(config, self.sequence_ranks, cp)
-        self.rows = precision.rows(config, self.sequence_ranks)
-        self.has_experts = bool(config.num_moe_experts)
-        self.looks_ahead = bool(getattr(config, "mtp_num_layers", None))
-        self.gathers_tokens = config.moe_token_dispatcher_type == "allgather"
-        self.counts_tokens = counts_tokens(config)
-        self.has_global_loss = has_global_loss(config)
-        self.vocab_size: int = getattr(models[0], "vocab_size", 0)
-        self.pattern = pattern_of(models[0])
-        told = table.told(config, models)
-        self.cost = cost_of(told, self.vocab_size, self.pattern)
-        self.joins = leaves_positions(told, self.pattern)
-        self.footprints: dict[tuple[bool, int], Footprint] = {}
+        sequence_ranks = tp if config.sequence_parallel else 1
+        vocab_size, pattern = getattr(models[0], "vocab_size", 0), pattern_of(models[0])
+        layers = table.told(config, models)
+        return cls(
+            other_steps=features.other_steps(config),
+            refused=[reason for each in configs for reason in features.refusals(each)],
+            sequence_ranks=sequence_ranks,
+            alignment=sequence_ranks * (2 * cp if cp > 1 else 1),
+            whole=precision.whole(config, sequence_ranks, cp),
+            rows=precision.rows(config, sequence_ranks),
+            has_experts=bool(config.num_moe_experts),
+            looks_ahead=bool(getattr(config, "mtp_num_layers", None)),
+            gathers_tokens=config.moe_token_dispatcher_type == "allgather",
+            counts_tokens=counts_tokens(config),
+            has_global_loss=has_global_loss(config),
+            vocab_size=vocab_size,
+            pattern=pattern,
+            cost=cost_of(layers, vocab_size, pattern),
+            joins=leaves_positions(layers, pattern),
+        )
 
 
-_known: WeakKeyDictionary[Any, tuple[Any, ModelNumbers]] = WeakKeyDictionary()
-"""By a rank's first language model: the models and options that its numbers are of, and these;
-nothing in them refers to the model."""
+_models: WeakKeyDictionary[Any, tuple[Any, Model]] = WeakKeyDictionary()
+"""By a rank's first language model: the chunks and options that were read, and what they say;
+nothing in that refers to the model."""
 
 
-def _numbers(config: Any, models: Sequence[Any]) -> ModelNumbers:
-    """The numbers of a model, made again where an option or a model is another one.
+def model_of(config: Any, models: Sequence[Any]) -> Model:
+    """What a model says, read again where an option or a chunk is another one.
 
     An option whose value is an object, such as a recipe, is only asked whether it is set
     (refusals/table.py).
@@ -104,26 +124,23 @@ def _numbers(config: Any, models: Sequence[Any]) -> ModelNumbers:
         }
         for one in {id(each): each for each in every}.values()  # each once; usually there is one
     ]
-    of = [*map(id, models)], options
-    if models[0] not in _known or _known[models[0]][0] != of:
-        _known[models[0]] = of, ModelNumbers(config, models)
-    return _known[models[0]][1]
+    key = [*map(id, models)], options
+    if models[0] not in _models or _models[models[0]][0] != key:
+        _models[models[0]] = key, Model.of(config, models)
+    return _models[models[0]][1]
 
 
-class Rank(ModelNumbers):
-    """What a call of the schedule finds on one rank.
-
-    Args:
-        models: its model chunks, wrapped or not.
-        groups: process groups, the trainer's; None: Megatron's own, which must be there.
-        forward_only: whether the call has no backward.
+@dataclass(frozen=True, eq=False)
+class Rank:
+    """Where a call of the schedule runs: one rank's part of the model, and its place in the job.
 
     Attributes:
         models: the rank's model chunks as the trainer knows them, wrappers included.
-        groups: process groups, Megatron's own where the trainer gave none.
-        forward_only: as given.
         language_models: the language models inside the wrappers.
+        groups: process groups, Megatron's own where the trainer gave none.
+        forward_only: whether the call has no backward.
         config: Megatron's configuration of the model.
+        model: what the model and its options say.
         ordered: whether losses of the call's microbatches need those of all before them.
         device: where the model is.
         stage: its place in the pipeline, from 0.
@@ -144,99 +161,123 @@ class Rank(ModelNumbers):
         companions: process groups whose grid holds all ranks that take part in a step. Here and
             below groups of one rank are left out.
         same_schedule: groups that take the same schedule in every step.
-        may_cross: whether data-parallel ranks decide together if payloads cross in this call.
-        crosses: whether they do.
-        why_alone: why they cannot.
-        step_parts: what features add to the call.
-        waiting: groups whose ranks wait for one another in the middle of a step.
-        parts: ranks that share the work of every layer: tensor and context parallelism.
+        waiting: groups whose ranks wait for one another in the middle of a step in which no payload
+            crosses data-parallel ranks.
         layout: tells models, and layouts of one model, apart; the same on every rank.
     """
 
-    may_cross = crosses = False
-    why_alone = ""
-    step_parts: Sequence[StepPart] = ()
+    models: list[Any]
+    language_models: list[Any]
+    groups: ProcessGroupCollection
     forward_only: bool
+    config: Any
+    model: Model
+    ordered: bool
+    device: torch.device
+    stage: int
+    num_stages: int
+    is_first: bool
+    is_last: bool
     overlaps: bool
+    gathers_late: bool
+    reduces: bool
+    scale_functions: Sequence[Any]
+    experts: Any
+    data_ranks: Any
+    siblings: Any
+    companions: list[Any]
+    same_schedule: list[Any]
+    waiting: list[Any]
+    layout: Hashable
 
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         models: Sequence[Any],
         groups: ProcessGroupCollection | None = None,
         *,
         forward_only: bool = False,
-    ) -> None:
-        self.models, self.forward_only = list(models), forward_only
-        self.language_models = [language_model(model) for model in models]
-        self.config = config = get_model_config(models[0])
-        vars(self).update(vars(_numbers(config, self.language_models)))
-        self.ordered = self.has_global_loss and not forward_only
-        self.device = next(models[0].parameters()).device
-        self.groups = groups = groups or default_groups()
-        self.stage, self.num_stages = groups.pp.rank(), groups.pp.size()
-        self.is_first, self.is_last = self.stage == 0, self.stage == self.num_stages - 1
-        ddp = [getattr(model, "ddp_config", None) for model in models]
-        self.overlaps = any(getattr(one, "overlap_grad_reduce", False) for one in ddp)
-        self.gathers_late = any(getattr(one, "overlap_param_gather", False) for one in ddp)
-        self.scale_functions = own_scale_functions(config)
-        self.reduces = all(map(_reduces, models))
-        # A trainer's own collection of groups need not have `ep` and `dp_cp`.
-        experts = getattr(groups, "ep", None)
-        experts = experts or parallel_state.get_expert_model_parallel_group(check_initialized=False)
-        self.experts = experts if experts is not None and experts.size() > 1 else None
-        self.data_ranks = getattr(groups, "dp_cp", None)
-        alone = groups.cp.size() == 1
-        self.siblings = self.data_ranks if alone else getattr(groups, "dp", None)
-        self.companions = several(groups.tp, groups.pp, self.data_ranks or groups.cp)
-        self.same_schedule = several(groups.tp, groups.cp, groups.pp, self.experts)
-        data = several(groups.dp_cp) if self.has_global_loss else []
-        self.waiting = self.same_schedule + data
-        self.parts = groups.tp.size() * groups.cp.size()
-        self.layout = self.cost, config.num_layers, self.num_stages, len(models), self.parts
+        sums_gradients: bool = False,
+    ) -> Rank:
+        """This rank.
 
-    def cross(self) -> None:
-        """Payloads cross data-parallel ranks in this call, so that these wait for one another."""
-        self.crosses = True
-        self.waiting = self.waiting + several(self.data_ranks)
+        Args:
+            models: its model chunks, wrapped or not.
+            groups: process groups, the trainer's; None: Megatron's own, which must be there.
+            forward_only: whether the call has no backward.
+            sums_gradients: the trainer sums gradients over data-parallel ranks.
+        """
+        groups, config = groups or default_groups(), get_model_config(models[0])
+        language_models = [language_model(model) for model in models]
+        model = model_of(config, language_models)
+        stage, num_stages = groups.pp.rank(), groups.pp.size()
+        ddp = [getattr(chunk, "ddp_config", None) for chunk in models]
+        experts, data_ranks = _experts(groups), getattr(groups, "dp_cp", None)
+        same_schedule = several(groups.tp, groups.cp, groups.pp, experts)
+        return cls(
+            models=list(models),
+            language_models=language_models,
+            groups=groups,
+            forward_only=forward_only,
+            config=config,
+            model=model,
+            ordered=model.has_global_loss and not forward_only,
+            device=next(models[0].parameters()).device,
+            stage=stage,
+            num_stages=num_stages,
+            is_first=not stage,
+            is_last=stage == num_stages - 1,
+            overlaps=any(getattr(each, "overlap_grad_reduce", False) for each in ddp),
+            gathers_late=any(getattr(each, "overlap_param_gather", False) for each in ddp),
+            reduces=sums_gradients or all(map(_reduces, models)),
+            scale_functions=own_scale_functions(config),
+            experts=experts,
+            data_ranks=data_ranks,
+            siblings=data_ranks if groups.cp.size() == 1 else getattr(groups, "dp", None),
+            companions=several(groups.tp, groups.pp, data_ranks or groups.cp),
+            same_schedule=same_schedule,
+            waiting=same_schedule + (several(groups.dp_cp) if model.has_global_loss else []),
+            layout=(model.cost, config.num_layers, num_stages, len(models), layer_ranks(groups)),
+        )
 
-    @property
-    def agreeing(self) -> list[Any]:
-        """Groups whose ranks end or fall back together.  Data-parallel ranks need not make equally
-        many calls without gradients (evaluation, log-probs), so none waits for another there."""
-        apart = self.forward_only and not self.may_cross
-        return self.same_schedule if apart else self.companions
+    def waits_for(self, *, crosses: bool) -> list[Any]:
+        """Groups whose ranks wait for one another in the middle of a step.
 
-    @property
-    def together(self) -> list[Any]:
-        """Groups whose ranks all run segments in a step, or none does, and end it together."""
-        apart = self.forward_only and not self.crosses  # see `agreeing`
-        groups = list(self.same_schedule if apart else self.waiting)
+        Args:
+            crosses: whether payloads cross data-parallel ranks in it.
+        """
+        return self.waiting + several(self.data_ranks) if crosses else self.waiting
+
+    def together(self, *, crosses: bool) -> list[Any]:
+        """Groups whose ranks all run segments in a step, or none does, and end it together.
+
+        Args:
+            crosses: see `waits_for`.
+        """
+        alone = self.forward_only and not crosses  # see `Request.agreeing`
+        groups = list(self.same_schedule if alone else self.waits_for(crosses=crosses))
         if self.overlaps and not self.forward_only:  # see Planning: they take one schedule
             groups += several(self.data_ranks or default_groups().dp_cp)
         return [*{id(group): group for group in groups}.values()]
 
     @property
-    def runs_outside(self) -> bool:
-        """Whether what is around a language model runs in forward steps before that is called."""
-        return any(part.runs_outside for part in self.step_parts)
-
-    @property
     def predicts_further(self) -> bool:
         """Whether multi-token prediction has anything to do in a call: Megatron computes its loss
         in evaluation, too, and does nothing with it."""
-        return self.looks_ahead and (not self.forward_only or self.language_models[0].training)
+        computed = not self.forward_only or self.language_models[0].training
+        return self.model.looks_ahead and computed
 
     @property
     def scales_auxiliary_losses(self) -> bool:
         """Whether functions of the trainer's own scale losses of routers, or of multi-token
         prediction, in a call with gradients."""
-        has_losses = self.has_experts or self.looks_ahead
+        has_losses = self.model.has_experts or self.model.looks_ahead
         return bool(self.scale_functions) and has_losses and not self.forward_only
 
     @property
     def counts_without_backward(self) -> bool:
         """Whether routers count tokens in a call with forward_only, if gradients are enabled."""
-        if not (self.forward_only and self.counts_tokens):
+        if not (self.forward_only and self.model.counts_tokens):
             return False
         bias = getattr(self.config, "moe_router_enable_expert_bias", False)
         return bool(bias) or self.language_models[0].training
@@ -256,12 +297,13 @@ class Rank(ModelNumbers):
             host_layers: see `PrefixConfig.cache_host_layers`.
         """
         key = gathers, host_layers
-        if key not in self.footprints:
-            self.footprints[key] = footprint_of(
-                table.told(self.config, self.language_models), self.execution, self.vocab_size,
-                self.pattern, *key,
-            )  # fmt: skip
-        return self.footprints[key]
+        model = self.model
+        if key not in model.footprints:
+            layers = table.told(self.config, self.language_models)
+            model.footprints[key] = footprint_of(
+                layers, self.execution, model.vocab_size, model.pattern, *key
+            )
+        return model.footprints[key]
 
     @property
     def static_bytes(self) -> float:
@@ -291,6 +333,19 @@ class Rank(ModelNumbers):
         total = sum(weight.numel() for weight in weights)
         frozen = sum(weight.numel() for weight in weights if not weight.requires_grad)
         return frozen / total if total else 0.0
+
+
+def _experts(groups: Any) -> Any:
+    """Of a trainer's own collection of groups, which need not have `ep`."""
+    experts = getattr(groups, "ep", None)
+    experts = experts or parallel_state.get_expert_model_parallel_group(check_initialized=False)
+    return experts if experts is not None and experts.size() > 1 else None
+
+
+def layer_ranks(groups: Any) -> int:
+    """Ranks that share the work of every layer: tensor and context parallelism."""
+    num: int = groups.tp.size() * groups.cp.size()
+    return num
 
 
 def _reduces(model: Any) -> bool:

@@ -1,16 +1,146 @@
-"""Who runs a call, as far as that is known before its microbatches are read."""
+"""Who runs a call, as far as that is known before its microbatches are read.
+
+A call is made a `Request` if its model and its layout can be shared at all. All ranks have the same
+options in every call, and so come to the same; but in the first call on a model they ask one
+another, and an error of one of them is remembered by all.
+"""
 
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple
+import weakref
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+import torch
+from torch.utils import (
+    _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
+)
+
+from megatron_prefix import parts
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.errors import UserError
+from megatron_prefix.errors import CannotShare, UserError, refused
+from megatron_prefix.features.across import step as across_step
+from megatron_prefix.layers.precision import is_untried
+from megatron_prefix.megatron import features
+from megatron_prefix.megatron.install import installed
+from megatron_prefix.megatron.stock import run_stock
 from megatron_prefix.plan.gate import Decision
-from megatron_prefix.run.backoff import unlooked
+from megatron_prefix.refusals.own_errors import softened
+from megatron_prefix.refusals.table import (
+    DATA_EXCHANGE,
+    FORWARD_GRAPH,
+    FP8_UNTRIED,
+    HOST_LAYERS_CP,
+    OWN_ERROR,
+    SCALES_INTERLEAVED,
+)
+from megatron_prefix.run.agreement import agree, tried
+from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.run.execute.messages import channels_of
 from megatron_prefix.run.first_step import FirstStep
-from megatron_prefix.run.request import Request
+from megatron_prefix.run.rank import Rank, meeting
+from megatron_prefix.run.read.loss_variables import code_name
+from megatron_prefix.run.request import Backoff, Request, StepKind, unlooked
+
+LOSSES_EXCHANGE = "losses exchange with other data-parallel ranks"
+"""Why prompts do not cross these."""
+
+
+class Requests:
+    """Makes the requests of one schedule, and remembers errors and kinds of earlier ones.
+
+    Args:
+        config: what the user set.
+        logged: lines that have been logged, once each.
+        kept: what features keep from call to call, by layout of a model.
+
+    Attributes:
+        backoff: of data-parallel ranks that ask one another what crosses them.
+    """
+
+    def __init__(
+        self,
+        config: PrefixConfig,
+        logged: set[str],
+        kept: Mapping[Hashable, dict[str, dict[str, Any]]],
+    ) -> None:
+        self._config, self._logged, self._kept = config, logged, kept
+        self.backoff = Backoff()
+        self._errors: dict[Any, UserError | None] = {}
+        self._kinds: dict[Any, StepKind] = {}
+
+    def of(self, arguments: Mapping[str, Any], callbacks: Callbacks) -> Request | UserError:
+        """A call, or why it cannot be shared; all ranks that make it together come here.
+
+        Raises:
+            Exception: what went wrong on this rank and is no refusal, or that something did on
+                another.
+        """
+        model, groups = arguments["model"], arguments["pg_collection"]
+        models = model if isinstance(model, list) else [model]
+        forward_only: bool = arguments["forward_only"]
+        key = forward_only, *map(weakref.ref, models)
+        if (error := self._errors.get(key)) is not None:
+            return error
+        request, problem = tried(lambda: self._suited(arguments, models, callbacks))
+        reason = softened(problem, self._config.mode)
+        if key not in self._errors:
+            device = next(models[0].parameters()).device
+            reason = agree(reason, meeting(groups, forward_only=forward_only), device)
+            is_own = reason is not None and reason.refusal == OWN_ERROR
+            self._errors[key] = reason if is_own else None
+        if reason is not None and not isinstance(reason, CannotShare):
+            raise reason
+        if request is None or reason is not None:
+            return reason  # type: ignore[return-value]
+        rank, kind = request.rank, request.kind
+        if self._config.mode != "observe" and rank.num_stages > 1:
+            # By all ranks of the job, whichever schedule each of them takes.
+            channels_of(rank.groups.pp, rank.device)
+        if kind.ordered and kind.refusal is None:
+            request = replace(request, may_cross=False, why_alone=LOSSES_EXCHANGE)
+            across_step.tell_alone(request.why_alone, rank, self._logged)
+        return request
+
+    def _suited(
+        self, arguments: Mapping[str, Any], models: list[Any], callbacks: Callbacks
+    ) -> Request:
+        """The call, if its model and its layout suit the configuration."""
+        rank = Rank.of(
+            models, arguments["pg_collection"], forward_only=arguments["forward_only"],
+            sums_gradients=callbacks.sums_gradients,
+        )  # fmt: skip
+        if rank.model.other_steps is not None:
+            raise rank.model.other_steps.error()
+        if self._config.mode == "auto" and is_untried(rank.config):
+            raise refused(FP8_UNTRIED)
+        if rank.scales_auxiliary_losses and len(rank.models) > 1:
+            raise refused(SCALES_INTERLEAVED)
+        alone = self._why_alone(rank, callbacks)
+        if self._config.cache_host_layers and rank.groups.cp.size() > 1:
+            raise refused(HOST_LAYERS_CP)
+        chosen = parts.chosen(self._config, rank, callbacks, self._kept[rank.layout])
+        kind = self._kind(arguments["forward_step_func"], rank)
+        return Request(arguments, rank, kind, callbacks, chosen, alone is None, alone or "")
+
+    def _why_alone(self, rank: Rank, callbacks: Callbacks) -> str | None:
+        """See `across_step.why_alone`; logged once."""
+        if rank.siblings is not None and rank.siblings.size() == 1:
+            return ""
+        together = callbacks.passes_together or not rank.forward_only
+        alone = across_step.why_alone(self._config, rank, together=together)
+        if alone is None and self._config.across == "auto" and self.backoff.skips():
+            alone = across_step.RESTS
+        across_step.tell_alone(alone or "", rank, self._logged)
+        return alone
+
+    def _kind(self, forward_step: Any, rank: Rank) -> StepKind:
+        key = rank.forward_only, code_name(forward_step), *map(weakref.ref, rank.language_models)
+        if key not in self._kinds:  # a reference to a model that has gone equals no other
+            self._kinds[key] = StepKind(Backoff() if self._config.mode == "auto" else None)
+        return self._kinds[key]
 
 
 class Watch(NamedTuple):
@@ -46,6 +176,9 @@ class Share(NamedTuple):
 def route(request: Request, config: PrefixConfig, *, looks_first: bool) -> Watch | Stock | Share:
     """The route of a call; the same on all ranks that make it together.
 
+    In mode "on" the first step of a kind is shared while it is watched, but for ranks that share
+    experts or prompts: those would wait for ever for ranks that exchange in a loss.
+
     Args:
         request: the call.
         config: what the user set.
@@ -53,8 +186,9 @@ def route(request: Request, config: PrefixConfig, *, looks_first: bool) -> Watch
     """
     kind, first = request.kind, None
     if looks_first and not kind.watched:
-        first = _first(request, config)
-        if not first.suspended:
+        shares = config.mode == "on" and request.rank.experts is None and not request.may_cross
+        first = FirstStep(request, suspended=shares)
+        if not shares:
             return Watch(first)
     if kind.refusal is not None:
         return Stock(copy.copy(kind.refusal))
@@ -63,15 +197,42 @@ def route(request: Request, config: PrefixConfig, *, looks_first: bool) -> Watch
     return Share(first)
 
 
-def _first(request: Request, config: PrefixConfig) -> FirstStep:
-    """What watches the first step of a kind.
+def run_watched(first: FirstStep, request: Request, config: PrefixConfig) -> list[Any]:
+    """Runs the first step of a kind with Megatron's schedule, and watches it; what is in the way of
+    its kind is remembered there, and the same on all ranks that later look at steps together."""
+    rank, kind = request.rank, request.kind
+    with first.watching():
+        store = run_stock(
+            request.arguments, forward_step_func=first.forward_step,
+            data_iterator=first.iterator(request.arguments["data_iterator"]),
+        )  # fmt: skip
+    # A model that cannot run in segments is never captured: its dropout draws in stock's order.
+    refusal: BaseException | None = softened(tried(lambda: _check(request))[1], config.mode)
+    refusal, exchange = refusal or first.error, None
+    must_cross = request.may_cross and config.across != "auto"
+    if first.losses_exchange and (must_cross or rank.experts is not None):
+        refusal = refusal or refused(DATA_EXCHANGE)  # ranks meet in segments, too
+    elif first.losses_exchange:
+        exchange = refused(DATA_EXCHANGE)
+    if rank.forward_only and any(map(_has_graph, pytree.tree_leaves(store))):
+        refusal = refusal or refused(FORWARD_GRAPH)
+    groups = request.agreeing
+    kind.refusal = copy.copy(agree(refusal, groups, rank.device))  # no traceback: models
+    kind.ordered = agree(exchange, groups, rank.device) is not None
+    kind.watched = True
+    return store
 
-    In mode "on" it is shared meanwhile, but for ranks that share experts or prompts: those would
-    wait for ever for ranks that exchange in a loss.
-    """
+
+def _check(request: Request) -> None:
+    """Raises CannotShare if the model cannot run in segments."""
     rank = request.rank
-    shares = config.mode == "on" and rank.experts is None and not rank.may_cross
-    return FirstStep(
-        request.arguments["forward_step_func"], rank, suspended=shares,
-        masks_tell_loss=not request.callbacks.masks_tokens,
-    )  # fmt: skip
+    for inner, model in zip(rank.language_models, rank.models, strict=True):
+        if installed(model) is None:
+            features.check(inner, model)
+    for part in request.parts:
+        for chunk in range(len(rank.models)):
+            part.check_model(chunk)
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad

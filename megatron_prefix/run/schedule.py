@@ -37,18 +37,24 @@ from megatron_prefix.run.execute.losses import are_in_order
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.first_step import FirstStep
 from megatron_prefix.run.planning import Planning, uncollected
-from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read.loss_variables import code_name
 from megatron_prefix.run.read.outlines import Outlines
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.run.read.suspend import Capture
 from megatron_prefix.run.report import Reports, StepReport, tell_shared
-from megatron_prefix.run.request import LOSSES_EXCHANGE, Request, Requests, StepKind
+from megatron_prefix.run.request import Request, StepKind
 from megatron_prefix.run.restart import Restart
-from megatron_prefix.run.route import Share, Stock, Watch, route
+from megatron_prefix.run.route import (
+    LOSSES_EXCHANGE,
+    Requests,
+    Share,
+    Stock,
+    Watch,
+    route,
+    run_watched,
+)
 from megatron_prefix.run.step_reader import StepReader
 from megatron_prefix.run.step_run import StepRun, StepUndone
-from megatron_prefix.run.watched_step import run_watched
 from megatron_prefix.tree.cp_layout import Slices
 
 logger = logging.getLogger(__name__)
@@ -199,13 +205,13 @@ class PrefixSchedule:
         """
         rank, arguments = request.rank, request.arguments
         iterator, meter = arguments["data_iterator"], self.planning.meter(rank)
-        decision = meter.begin(rank)
+        decision = meter.begin(request)
         if decision is not None:
             return self._timed(decision, request)
         if self.config.mode == "on":
-            return self._suspended(_capture(iterator, first, request), None, first, request)
+            return self._suspended(_capture(request, iterator, first), None, first, request)
         with contextlib.closing(Restart(iterator, rank)) as restart:
-            capture = _capture(restart.data_iterator, first, request)
+            capture = _capture(request, restart.data_iterator, first)
             return self._suspended(capture, restart, first, request)
 
     def _suspended(
@@ -220,13 +226,13 @@ class PrefixSchedule:
             around.enter_context(contextlib.nullcontext() if first is None else first.watching())
             around.enter_context(self.memory.step())
             idle.enter_context(uncollected())
-            step = self._reader.read(capture, request, first)
+            step, request = self._reader.read(capture, request, first)
             joint = None if step is None else self._plan(step, request)
-            with meter.step(self.report, rank):  # type: ignore[arg-type]
+            with meter.step(self.report, request):  # type: ignore[arg-type]
                 if step is not None and joint is not None:
                     capture.forget_arguments()
                     times = self.measures or meter.due
-                    run = StepRun(self, capture, rank, step, joint, arguments, times, idle)
+                    run = StepRun(self, capture, request, step, joint, times, idle)
                     try:
                         return run.run()
                     except StepUndone as undone:
@@ -235,7 +241,7 @@ class PrefixSchedule:
                     step = joint = run = None  # type: ignore[assignment]
                 elif not capture.is_broken:
                     idle.close()
-                    for part in rank.step_parts:
+                    for part in request.parts:
                         part.stock()
                     return run_stock(arguments, forward_step_func=capture.stock_step)
                 idle.close()
@@ -264,15 +270,15 @@ class PrefixSchedule:
         def complete() -> None:
             step = outlines.step(request.arguments["num_microbatches"])
             if step is not None:
-                report.prediction, report.stock_bytes = self.planning.of_stock(step, rank)
+                report.prediction, report.stock_bytes = self.planning.of_stock(step, request)
 
-        with self.planning.meter(rank).step(report, rank, complete), outlines.noted():
+        with self.planning.meter(rank).step(report, request, complete), outlines.noted():
             return run_stock(request.arguments)
 
     def _plan(self, step: Step, request: Request) -> JointForest | None:
         """The segments that run; None if the stock schedule is the better one, or no plan can be
         made on a rank. Either is reported."""
-        joint, error = tried(lambda: self._planned(step, request.rank, request.kind))
+        joint, error = tried(lambda: self._planned(step, request))
         problem = softened(error, self.config.mode)
         if problem is None:
             return joint
@@ -281,9 +287,10 @@ class PrefixSchedule:
         self._reports.refused(problem)
         return None
 
-    def _planned(self, step: Step, rank: Rank, kind: StepKind) -> JointForest | None:
-        report, joint = self.planning.decided(step, rank)
-        report.why_alone = step.why_alone or rank.why_alone
+    def _planned(self, step: Step, request: Request) -> JointForest | None:
+        rank, kind = request.rank, request.kind
+        report, joint = self.planning.decided(step, request)
+        report.why_alone = step.why_alone or request.why_alone
         if kind.ordered and report.decision.share:
             last = report.plan.actions_of(rank.num_stages - 1, len(rank.models) - 1)
             if not are_in_order(step, last):
@@ -292,8 +299,8 @@ class PrefixSchedule:
                 report.decision = stock
         self._reports.put(report)
         shares = report.decision.share
-        if (shares or self.config.mode == "observe") and self.looks_first and not kind.told:
-            kind.told = True
+        if (shares or self.config.mode == "observe") and self.looks_first and not kind.logged:
+            kind.logged = True
             tell_shared(report.forest, rank, self._reports.logged, shares)
         if kind.backoff and not (rank.forward_only or self.planning.meter(rank).due):
             # In others it may run to be timed.
@@ -301,14 +308,11 @@ class PrefixSchedule:
         return joint if shares else None
 
 
-def _capture(iterator: Any, first: FirstStep | None, request: Request) -> Capture:
+def _capture(request: Request, iterator: Any, first: FirstStep | None) -> Capture:
     """The forward steps of a call, which draw from an iterator; `first` watches them."""
-    arguments, rank = request.arguments, request.rank
-    return Capture(
-        arguments["forward_step_func"], iterator if first is None else first.iterator(iterator),
-        rank, arguments["num_microbatches"], request.callbacks.needs_drawn(rank.forward_only),
-        None if first is None else first.forward_step,
-    )  # fmt: skip
+    if first is None:
+        return Capture(request, iterator)
+    return Capture(request, first.iterator(iterator), first.forward_step)
 
 
 @functools.lru_cache(maxsize=8)  # a new callback every step must not fill the memory

@@ -9,6 +9,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from megatron_prefix import parts
 from megatron_prefix.errors import UserError, refused
@@ -17,16 +18,14 @@ from megatron_prefix.layers import fused_yarn
 from megatron_prefix.refusals.own_errors import is_own, softened
 from megatron_prefix.refusals.table import FUSED_YARN
 from megatron_prefix.run.agreement import agree, agree_on, tried
-from megatron_prefix.run.backoff import Backoff, unlooked
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.first_step import FirstStep
 from megatron_prefix.run.planning import Planning
-from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read.read_calls import ReadCalls, read_calls
 from megatron_prefix.run.read.step import Step, read_step, told
 from megatron_prefix.run.read.suspend import Capture
 from megatron_prefix.run.report import Reports
-from megatron_prefix.run.request import Request
+from megatron_prefix.run.request import Backoff, Request, unlooked
 from megatron_prefix.tree import Forest
 
 logger = logging.getLogger(__name__)
@@ -49,124 +48,130 @@ class StepReader:
         self._memory, self._planning = memory, planning
         self._config, self._reports, self._backoff = planning.config, reports, backoff
 
-    def read(self, capture: Capture, request: Request, first: FirstStep | None) -> Step | None:
-        """The step; None, with a report, if its calls cannot be answered from segments.
+    def read(
+        self, capture: Capture, request: Request, first: FirstStep | None
+    ) -> tuple[Step | None, Request]:
+        """The step; None, with a report, if its calls cannot be answered from segments; and the
+        call with the parts of features that they need.
 
         Args:
             capture: its forward steps, which have not begun.
             request: the call.
             first: watches the step; None if its kind is known.
         """
-        calls = self._agreed_calls(capture, request, first)
-        if calls is None:
-            return None
+        calls, request = self._agreed_calls(capture, request, first)
+        return None if calls is None else self._step(calls, request), request
+
+    def _step(self, calls: ReadCalls, request: Request) -> Step | None:
         planning, rank = self._planning, request.rank
-        judge, unjudged = tried(lambda: planning.judge(rank))
-        build: Build = functools.partial(planning.build, rank=rank, judge=judge)
+        judge, unjudged = tried(lambda: planning.judge(request))
+        build: Build = functools.partial(planning.build, request=request, judge=judge)
         build_alone, has_rounds = build, rank.experts is not None and rank.ordered
         if has_rounds and not self._config.plan_file:
-            build_alone = functools.partial(planning.build_together, rank=rank, judge=judge)
-        is_later = rank.may_cross or build_alone is not build  # when ranks have agreed to go on
-        filters = self._config.mode == "auto" and not rank.may_cross
+            build_alone = functools.partial(planning.build_together, request=request, judge=judge)
+        is_later = request.may_cross or build_alone is not build  # when ranks have agreed to go on
+        filters = self._config.mode == "auto" and not request.may_cross
         step, problem = read_step(
             calls, rank.groups, None if is_later else build, rank.device,
             functools.partial(planning.shares_nothing, rank=rank) if filters else None,
         )  # fmt: skip
         if step is not None:
-            _, problem = tried(functools.partial(_check_step, step, rank))
-        if self._is_refused(problem or unjudged, rank):
+            _, problem = tried(functools.partial(_check_step, step, request))
+        if self._is_refused(problem or unjudged, request):
             return None
         if step is None or not is_later or step.unshared:
             return step
-        return self._together(step, rank, build, build_alone)
+        return self._together(step, request, build, build_alone)
 
     def _agreed_calls(
         self, capture: Capture, request: Request, first: FirstStep | None
-    ) -> ReadCalls | None:
+    ) -> tuple[ReadCalls | None, Request]:
         """This rank's model calls; None, with a report, if a rank cannot read its own, or if no
-        rank wants to."""
+        rank wants to. See `read`."""
         rank, kind, calls = request.rank, request.kind, None
         problem: BaseException | None = kind.problem
         if problem is None:
-            calls, problem = self._calls(capture, request, first)
+            calls, request, problem = self._calls(capture, request, first)
         # Where a trainer's groups do not say which ranks are data-parallel, these may meet later
         # without having agreed on this.
         wish = kind.backoff is not None and kind.backoff.is_due and rank.data_ranks is not None
-        reason, is_skipped = agree_on(problem, wish, rank.agreeing, rank.device)
+        reason, is_skipped = agree_on(problem, wish, request.agreeing, rank.device)
         if reason is not None:
             kind.refusal = reason if reason.lasts else None  # all ranks have heard
             self._reports.refused(reason)
-            return None
+            return None, request
         if is_skipped and kind.backoff is not None:
             kind.backoff.begin()
             kind.backoff.skips()  # this step
             report = self._reports.stock(unlooked())
             self._reports.logged.add(report.decision.reason)  # of all of them
-            return None
-        return calls
+            return None, request
+        return calls, request
 
     def _calls(
         self, capture: Capture, request: Request, first: FirstStep | None
-    ) -> tuple[ReadCalls | None, BaseException | None]:
-        """What this rank's model calls say, or what is wrong with them."""
+    ) -> tuple[ReadCalls | None, Request, BaseException | None]:
+        """What this rank's model calls say, or what is wrong with them. See `read`."""
         try:
             capture.run()
         except BaseException as error:  # noqa: BLE001  # the other ranks wait to hear of it
             own = isinstance(error, Exception) and not isinstance(error, UserError)
             capture.is_broken = own and is_own(error)  # type: ignore[arg-type]
-            return None, softened(error, self._config.mode) if capture.is_broken else error
+            problem = softened(error, self._config.mode) if capture.is_broken else error
+            return None, request, problem
         try:
             if first is not None:
                 first.check()
             called = itertools.chain(*map(capture.calls, range(len(capture.steps))))
-            if lacking := parts.missing([*called], request.rank.step_parts):
+            if lacking := parts.missing([*called], request.parts):
                 more = parts.made(lacking, self._config, request.rank, request.callbacks)
-                request.rank.step_parts = (*request.rank.step_parts, *more)
-            calls = read_calls(capture, request.rank, request.callbacks)
+                request = replace(request, parts=(*request.parts, *more))
+            calls = read_calls(capture, request)
             if self._config.mode != "observe":
                 self._memory.begin(request.rank)
         except BaseException as error:  # likewise
             logger.debug("this rank's microbatches cannot be read", exc_info=True)
-            return None, softened(error, self._config.mode)
-        return calls, None
+            return None, request, softened(error, self._config.mode)
+        return calls, request, None
 
-    def _together(self, step: Step, rank: Rank, build: Build, build_alone: Build) -> Step | None:
+    def _together(
+        self, step: Step, request: Request, build: Build, build_alone: Build
+    ) -> Step | None:
         """A step with segments that data-parallel ranks make together, some of which may cross
         them; they end or fall back together. `build`, `build_alone`: see `across_step.across`."""
+        rank = request.rank
 
         def make() -> Step:
-            if rank.may_cross:
-                return across_step.across(step, rank, self._planning, build, build_alone)
+            if request.may_cross:
+                return across_step.across(step, request, self._planning, build, build_alone)
             return step.with_forest(build_alone(step.samples or (), step.microbatch_of))
 
         whole, problem = tried(make) if rank.is_first else (None, None)
         if rank.num_stages > 1:
             whole = told(whole, step.samples, rank.groups.pp, rank.device)
-        if self._is_refused(problem, rank):
+        if self._is_refused(problem, request):
             return None
         if whole is None:
             raise RuntimeError("no rank says why a step has no segments")
-        if rank.may_cross:
+        if request.may_cross:
             across_step.tell_alone(whole.why_alone, rank, self._reports.logged)
             self._backoff.note(useful=whole.crosses)
             if self._backoff.is_due:
                 self._backoff.begin()
-        if whole.crosses:
-            rank.cross()
         return whole
 
-    def _is_refused(self, problem: BaseException | None, rank: Rank) -> bool:
+    def _is_refused(self, problem: BaseException | None, request: Request) -> bool:
         """Whether any rank has a problem: then there is a report; all ranks call this."""
         problem = softened(problem, self._config.mode)
-        reason = agree(problem, rank.agreeing, rank.device)
+        reason = agree(problem, request.agreeing, request.rank.device)
         if reason is not None:
             self._reports.refused(reason)
         return reason is not None
 
 
-def _check_step(step: Step, rank: Rank) -> None:
+def _check_step(step: Step, request: Request) -> None:
     """Raises what is in the way of a step that was read."""
-    if len({*step.packed}) > 1 and fused_yarn.differs(rank.config):
+    if len({*step.packed}) > 1 and fused_yarn.differs(request.rank.config):
         raise refused(FUSED_YARN, "packs and rows of one step")
-    for part in rank.step_parts:
+    for part in request.parts:
         part.check(step)

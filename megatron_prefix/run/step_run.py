@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ from megatron_prefix.run.read.random_numbers import SegmentRandomUse
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.run.read.suspend import Capture, SuspendedStep
 from megatron_prefix.run.report import Stopwatch
+from megatron_prefix.run.request import Request
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.context_parallel import Exchange
 from megatron_prefix.sidecar.gathered import GatheredArena
@@ -94,10 +95,9 @@ class StepRun:
     Args:
         schedule: whose step it is; its `report` has the plan and is completed here.
         capture: the trainer's suspended forward steps.
-        rank: with the model chunks.
+        request: the call.
         step: its segments and microbatches.
         joint: the segments among those of ranks that share experts.
-        arguments: of the call of the schedule; see Megatron's schedules.
         measures: time every action.
         idle: ends with the first action: until then the device has nothing to do.
     """
@@ -106,15 +106,16 @@ class StepRun:
         self,
         schedule: Any,
         capture: Capture,
-        rank: Rank,
+        request: Request,
         step: Step,
         joint: JointForest,
-        arguments: Mapping[str, Any],
         measures: bool,
         idle: contextlib.ExitStack,
     ) -> None:
         self._measures, self._idle = measures, idle
-        self._schedule, self._capture, self._rank, self._joint = schedule, capture, rank, joint
+        self._schedule, self._capture, self._joint = schedule, capture, joint
+        self._request, rank, arguments = request, request.rank, request.arguments
+        self._rank, self._parts = rank, request.parts
         self._force_all_reduce = arguments["force_all_reduce"]
         collects = arguments["collect_non_loss_data"]
         scales = None
@@ -150,7 +151,7 @@ class StepRun:
             has_run = problem is None
             if has_run:
                 problem = self._ran()
-                for part in rank.step_parts:
+                for part in self._parts:
                     part.behind()
                 problem = problem or self._agreed(self._found())
                 self._complete(problem)
@@ -164,14 +165,14 @@ class StepRun:
     def _ready(self, stack: contextlib.ExitStack) -> None:
         """Makes what runs the plan, and enters all that is around it; nothing has run."""
         report, rank = self._report, self._rank
-        self._memory.settle(report.plan, self._joint, rank)
+        self._memory.settle(report.plan, self._joint, self._request)
         if self._config.mode == "auto" and self._memory.before is not None:
             self._keep(self._memory.before)
         if rank.config.timers is not None:
             stack.enter_context(_timed(rank.config))
         if rank.num_stages > 1:
             stack.enter_context(closing_on_failure(rank.groups.pp))
-        if rank.crosses:
+        if self._step.crosses:
             crossing = communicator_of(rank.siblings, rank.device)
             self._communicator = stack.enter_context(crossing)
         if report.plan.num_stages > 1:
@@ -189,10 +190,13 @@ class StepRun:
         waits for, and is not the trainer's, is returned."""
         report, rank = self._report, self._rank
         try:
-            embedding, plan = self._memory.run(self._attempt, report.plan, rank, self._why_final)
+            embedding, plan = self._memory.run(
+                self._attempt, report.plan, self._request, self._why_final,
+                is_alone=not rank.waits_for(crosses=self._step.crosses),
+            )  # fmt: skip
         except Exception as error:
             inside = self._losses is not None and self._losses.is_inside
-            if self._config.mode == "on" or rank.together or inside:
+            if self._config.mode == "on" or self._together or inside:
                 raise
             return as_refusal(error)
         report.retried, report.plan = plan is not report.plan, plan
@@ -202,29 +206,33 @@ class StepRun:
 
     def _found(self) -> Exception | None:
         """What this rank has met; the host may wait for the device."""
-        of_parts = next((part.problem for part in self._rank.step_parts if part.problem), None)
+        of_parts = next((part.problem for part in self._parts if part.problem), None)
         of_losses = self._losses.problem() if self._losses is not None else None
         of_model = self._random_use.problem if self._random_use is not None else None
         return self._problem or of_parts or of_model or of_losses or None
 
+    @property
+    def _together(self) -> list[Any]:
+        return self._rank.together(crosses=self._step.crosses)
+
     def _agreed(self, problem: Exception | None) -> Exception | None:
         """What any rank has met of those that run the step together; all of these call this."""
         return agreement.agree(
-            softened(problem, self._config.mode), self._rank.together, self._rank.device
+            softened(problem, self._config.mode), self._together, self._rank.device
         )
 
     def _complete(self, problem: Exception | None) -> None:
         """What follows the plan's last action; with a problem gradients are finalized only where
         some have left this rank."""
         report, rank = self._report, self._rank
-        is_final = any(part.why_final for part in rank.step_parts)
+        is_final = any(part.why_final for part in self._parts)
         if not rank.forward_only and (problem is None or is_final):
             num_tokens = self._losses.num_tokens if self._losses is not None else 0
             _finalize(rank, num_tokens, self._force_all_reduce)
         if problem is None:
-            for part in rank.step_parts:
+            for part in self._parts:
                 part.finished()
-            report.memory = self._memory.predicted(report.plan, rank)
+            report.memory = self._memory.predicted(report.plan, self._request)
 
     def _undo(self) -> None:
         if self._first is not None:  # it has not run
@@ -239,7 +247,7 @@ class StepRun:
 
     def _why_final(self) -> str:
         """Why an attempt that has failed cannot be repeated; empty if it can."""
-        for part in self._rank.step_parts:
+        for part in self._parts:
             if part.why_final:
                 return part.why_final
         if self._losses is not None and not self._losses.repeatable:
@@ -262,7 +270,7 @@ class StepRun:
                 self._problem = self._problem or suspended.twice
                 if self._problem is None and (output is not hidden or hidden._version):
                     self._problem = refused(CHANGED_OUTPUT)
-                if self._rank.has_experts or self._rank.looks_ahead:
+                if self._rank.model.has_experts or self._rank.model.looks_ahead:
                     set_auxiliary_scales(self._contract, self._rank.models[chunk], len(steps))
                 if self._contract.scales is not None:
                     self._contract.scales.note(microbatch)
@@ -282,19 +290,21 @@ class StepRun:
 
     def _executor(self, plan: Plan) -> Executor:
         """What runs a plan on this rank."""
-        rank, report, offloader = self._rank, self._report, self._memory.offloader(plan, self._rank)
+        rank, report = self._rank, self._report
+        offloader = self._memory.offloader(plan, self._request)
         cp = rank.groups.cp
         inputs = SegmentInputs(
-            self._step.forest, self._step.samples, rank.device, cp.rank(), cp.size(), rank.rows
-        )
+            self._step.forest, self._step.samples, rank.device, cp.rank(), cp.size(),
+            rank.model.rows,
+        )  # fmt: skip
         stages = self._stages(plan, offloader)
         attempt = Attempt(
             self._step, plan, stages, self._contract, self._communicator, self._force_all_reduce
         )
-        for part in rank.step_parts:
+        for part in self._parts:
             part.begin(attempt)
         counts = None
-        if rank.has_experts:
+        if rank.model.has_experts:
             counts = routers.begin(stages, self._step, self._contract, rank)
         if report.stopwatch is not None:
             report.stopwatch.forget()
@@ -307,7 +317,7 @@ class StepRun:
             self._schedule.watch or (report.stopwatch.timing if report.stopwatch else None),
             offloader, exchanges, self._idle,
             None if counts is None else self._summing(counts), self._random_use.checking,
-            rank.step_parts,
+            self._parts,
         )  # fmt: skip
 
     def _attempt(self, plan: Plan) -> Any:
@@ -319,10 +329,10 @@ class StepRun:
         embedding = clear_embedding_activation_buffer(rank.config, rank.models, stages[-1].is_last)
         with contextlib.nullcontext() if rank.forward_only else _no_sync(rank), watching:
             executor.run(rank.stage, self._links(plan) if rank.num_stages > 1 else None)
-            parts = () if rank.forward_only else rank.step_parts
+            parts = () if rank.forward_only else self._parts
             backwards = [*itertools.chain(*(part.input_backwards() for part in parts))]
             if backwards:
-                with around(rank.step_parts, None):
+                with around(self._parts, None):
                     for backward in backwards:
                         backward()
         crossed = executor.exchanges
@@ -360,7 +370,7 @@ class StepRun:
         for chunk, model in enumerate(self._rank.models):
             hooks, number = install(model, self._config.kernel), plan.stage(self._rank.stage, chunk)
             if not self._rank.forward_only:  # it may be another schedule's than what parts keep
-                hooks.keep_only({type(part) for part in self._rank.step_parts})
+                hooks.keep_only({type(part) for part in self._parts})
             steps, hooks.predicts_further = self._capture.steps[chunk], self._rank.predicts_further
             hooks.packed = all(self._step.packed)
             call = steps[0].call if steps else ModelCall(0, {})
@@ -387,7 +397,7 @@ class StepRun:
         if self._losses is not None:  # memory ran out in an attempt before
             self._losses.begin_again()
         else:
-            sequence = Exchange(rank.groups.tp) if rank.sequence_ranks > 1 else None
+            sequence = Exchange(rank.groups.tp) if rank.model.sequence_ranks > 1 else None
             form = AnswerForm(exchange, sequence, int(stage.moves_labels), stage.filled)
             self._losses = Losses(step, self._contract, stage.model, steps, form)
         stage.losses = self._losses

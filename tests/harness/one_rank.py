@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.run import request
 from megatron_prefix.run.rank import Rank
 from tests.harness import ranks  # noqa: F401  # applies the CPU platform
 
@@ -65,9 +65,12 @@ def small_model(
 def change_rank(patch: pytest.MonkeyPatch, **attributes: Any) -> None:
     """The schedule's ranks say something else of themselves."""
 
-    class Changed(Rank):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            vars(self).update(attributes)
+    make = Rank.of
 
-    patch.setattr(request, "Rank", Changed)
+    def changed(*arguments: Any, **options: Any) -> Rank:
+        rank = make(*arguments, **options)
+        own = {name: value for name, value in attributes.items() if hasattr(rank, name)}
+        of_model = {name: attributes[name] for name in attributes.keys() - own}
+        return replace(rank, model=replace(rank.model, **of_model), **own)
+
+    patch.setattr(Rank, "of", changed)

@@ -33,10 +33,10 @@ from megatron_prefix.refusals.table import (
 )
 from megatron_prefix.run import agreement
 from megatron_prefix.run.agreement import all_say, tried, worst
-from megatron_prefix.run.backoff import AFTER, STEPS
 from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.rank import Rank, several
 from megatron_prefix.run.read.step import Step
+from megatron_prefix.run.request import AFTER, STEPS, Request
 from megatron_prefix.sidecar.arena import wider
 from megatron_prefix.tree import Forest
 from megatron_prefix.tree.common_spans import CommonSpans
@@ -98,13 +98,13 @@ def tell_alone(why: str, rank: Rank, told: set[str]) -> None:
 def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
     if rank.data_ranks is None or rank.siblings is None:
         return ACROSS_NO_GROUP
-    if rank.experts and rank.gathers_tokens:
+    if rank.experts and rank.model.gathers_tokens:
         return ACROSS_EXPERTS
     if rank.gathers_late:
         return ACROSS_GATHERS
     if config.plan_file:
         return ACROSS_PLAN
-    if rank.looks_ahead and rank.scales_auxiliary_losses:
+    if rank.model.looks_ahead and rank.scales_auxiliary_losses:
         return ACROSS_SCALES
     if not (rank.forward_only or rank.reduces):
         return ACROSS_UNREDUCED
@@ -113,7 +113,7 @@ def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
 
 def across(
     step: Step,
-    rank: Rank,
+    request: Request,
     planning: Planning,
     build: Callable[..., Forest],
     build_alone: Callable[..., Forest],
@@ -122,7 +122,7 @@ def across(
 
     Args:
         step: this rank's, without segments.
-        rank: this one, on a first stage.
+        request: the call, on a first stage.
         planning: knows the trees' options, and predicts.
         build: makes segments of samples, their microbatches, and what is `common`.
         build_alone: the same where nothing crosses; all ranks that share experts call it.
@@ -131,8 +131,9 @@ def across(
         Exception: what went wrong on this rank; the others wait to hear of it. Where it went wrong
             on another one, the step comes back as it is, or every rank is alone.
     """
+    rank = request.rank
     group: Any = rank.siblings
-    mine, problem = tried(lambda: Across(step, rank, planning, build))
+    mine, problem = tried(lambda: Across(step, request, planning, build))
     heard = all_say(None if mine is None else mine.told, group)
     if mine is not None and None not in heard:
         _, problem = tried(lambda: mine.build(heard))
@@ -155,7 +156,7 @@ class Across:
     """A rank's step in which payloads cross, made in two parts.
 
     Args:
-        step, rank, planning, build: see `across`.
+        step, request, planning, build: see `across`.
 
     Attributes:
         told: what the others hear of this rank's rollouts.
@@ -165,11 +166,11 @@ class Across:
     """
 
     def __init__(
-        self, step: Step, rank: Rank, planning: Planning, build: Callable[..., Forest]
+        self, step: Step, request: Request, planning: Planning, build: Callable[..., Forest]
     ) -> None:
-        self._rank, self._build, self._before = rank, build, step
+        self._request, self._build, self._before = request, build, step
         self._planning = planning
-        self._options = planning.planner(rank).options
+        self._options = planning.planner(request).options
         self.told, self._numbers = beginnings_of(step.samples or (), self._options)
         self.step: Step | None = None
         self.alone: Step | None = None
@@ -177,7 +178,7 @@ class Across:
 
     def build(self, heard: Sequence[Any]) -> None:
         """Makes the segments."""
-        group: Any = self._rank.siblings
+        group: Any = self._request.rank.siblings
         self.common = common_spans(heard, group.rank(), self._options)
         common = self._built(common=(self._numbers, self.common))
         self.step = replace(common, crosses=True)
@@ -202,12 +203,12 @@ class Across:
             met: the segments among those of ranks that share experts.
             bytes_per_second: of messages.
         """
-        rank, self.alone = self._rank, self._built()
+        rank, self.alone = self._request.rank, self._built()
         across, alone = (
-            self._planning.forecast(one.forest, one.microbatch_of, rank)
+            self._planning.forecast(one.forest, one.microbatch_of, self._request)
             for one in (step, self.alone)
         )
-        _, over = self._planning.proposed(step, met, rank)
+        _, over = self._planning.proposed(step, met, self._request)
         moved = _crossing(step.forest, rank)
         moved += rank.gradient_bytes * (rank.overlaps and not rank.forward_only)
         seconds = across.prefix_seconds + moved / bytes_per_second

@@ -42,7 +42,7 @@ class Graphs(StepPart):
     def _layers(self) -> tuple[Any, list[tuple[Any, ...]]]:
         """The model's config, and what fills the slots of each layer."""
         config = table.told(self.rank.config, self.rank.language_models)
-        return config, layers_of(config, self.rank.pattern)
+        return config, layers_of(config, self.rank.model.pattern)
 
     @functools.cached_property
     def even(self) -> int:  # type: ignore[override]
@@ -95,7 +95,7 @@ class Graphs(StepPart):
             layers.pop()
         # Layers inside multi-token prediction have slots, too, and come last.
         filled = zip(layers, hooks.slots, strict=False)
-        ranks = self.rank.sequence_ranks * self.rank.config.context_parallel_size
+        ranks = self.rank.model.sequence_ranks * self.rank.config.context_parallel_size
         graphs = LayerGraphs(filled, hooks, self.even, ranks, hooks.model.pg_collection.tp)
         hooks.keep(Graphs, graphs, graphs.overrides())
         return graphs
@@ -139,7 +139,7 @@ class Graphs(StepPart):
         report, waits = step.report, 0
         if report.stopwatch is not None and report.decision.share and not report.retried:
             # In forwards of experts the host reads from the device how many tokens each gets.
-            without_waiting = "B" if self.rank.has_experts else "F"
+            without_waiting = "B" if self.rank.model.has_experts else "F"
             times = report.stopwatch.seconds(), report.stopwatch.host_seconds()
             waits = longest_waiting(report.plan, *times, without_waiting)
         captured = any(graphs.captured for graphs in self._graphs)

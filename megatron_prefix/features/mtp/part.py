@@ -57,7 +57,7 @@ class MultiToken(StepPart):
         for layout, end in zip(last.layouts, ends, strict=True):
             over = layout.behind // size
             behind = last.weights[end - over : end] if last.weights is not None else ()
-            if np.any(behind) or (layout.behind and self.rank.counts_tokens):
+            if np.any(behind) or (layout.behind and self.rank.model.counts_tokens):
                 raise refused(AHEAD_BEHIND)
 
     def check(self, step: Step) -> None:
@@ -111,7 +111,7 @@ class MultiToken(StepPart):
         if not labels and layer.without_labels() is layer.WithoutLabels.NO_LOSS:
             samples = [replace(one, weights=np.zeros(len(one))) for one in samples]
             logs = False
-        cp, tp, ranks = rank.groups.cp, rank.groups.tp, rank.sequence_ranks
+        cp, tp, ranks = rank.groups.cp, rank.groups.tp, rank.model.sequence_ranks
         tables = AheadTables(
             step.forest, samples, step.microbatch_of, layer.division(rank.config), cp.rank(),
             cp.size(), apart=contract.scales is not None,

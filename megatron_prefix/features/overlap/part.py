@@ -27,7 +27,8 @@ class Overlap(StepPart):
         Raises:
             RuntimeError: reductions of another step are under way.
         """
-        self._reductions = Reductions(self.rank, attempt.force_all_reduce)
+        crosses = attempt.step.crosses
+        self._reductions = Reductions(self.rank, attempt.force_all_reduce, crosses=crosses)
         self._hooks = [stage.hooks for stage in attempt.stages]
         program = attempt.plan.programs[self.rank.stage]
         self._last = {one.chunk: one.segment for one in program if one.kind == "B"}

@@ -67,12 +67,13 @@ class Reductions:
     Args:
         rank: whose gradients they are.
         force_all_reduce: see Megatron's schedules.
+        crosses: whether payloads cross data-parallel ranks.
 
     Raises:
         RuntimeError: reductions of another step are under way.
     """
 
-    def __init__(self, rank: Rank, force_all_reduce: bool | None) -> None:
+    def __init__(self, rank: Rank, force_all_reduce: bool | None, *, crosses: bool) -> None:
         self._rank, self._force_all_reduce = rank, force_all_reduce
         self._queue, config = _in_order(rank), rank.config
         if any(one.buckets.grad_reduce_handle is not None for one in self._queue):
@@ -83,7 +84,7 @@ class Reductions:
         self._finalizes = config.finalize_model_grads_func is not None
         may_start = (
             self._finalizes
-            and not rank.crosses
+            and not crosses
             and any(_travels(one.buckets) for one in self._queue)
             and not any(_starts_twice(one.buckets) for one in self._queue)
             # The output layer's gradient is computed after the last backward.

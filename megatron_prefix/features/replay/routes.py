@@ -149,7 +149,7 @@ def read(told: Sequence[Mapping[int, tuple[Any, Sequence[Told]]]], rank: Rank) -
     layers = tuple(sorted(followed))
     rows = tuple(map(_stacked, zip(*(followed[layer] for layer in layers), strict=True)))
     shape = rank.config.num_layers, rank.config.moe_router_topk
-    group = rank.groups.tp if rank.sequence_ranks > 1 else None
+    group = rank.groups.tp if rank.model.sequence_ranks > 1 else None
     return ToldRoutes(layers, rows, shape, group)
 
 

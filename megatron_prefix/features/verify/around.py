@@ -38,12 +38,12 @@ class Verify(Around):
         outcome = run_both(run, request, self.reports)
         if outcome.problem:
             self._compared[kind] = most
-            tell_unverified(outcome.problem, request.rank)
+            tell_unverified(outcome.problem, request)
         elif outcome.verification is not None:
             self._compared[kind] = number
             report: Any = self.reports.last
             report.features[NAME] = outcome.verification
-            tell_verified(report, outcome.verification, request.rank, number, most)
+            tell_verified(report, outcome.verification, request, number, most)
             if outcome.verification.failure:
                 self._disproved(kind, report, outcome.verification.failure)
         return outcome.store

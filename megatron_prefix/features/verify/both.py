@@ -88,7 +88,7 @@ class Outcome:
 def run_both(run: Run, request: Request, reports: Reports) -> Outcome:
     """Runs the prefix schedule, and where any rank has shared something the stock one as well.
 
-    All ranks that make a step together call this; see `Rank.agreeing`.
+    All ranks that make a step together call this; see `Request.agreeing`.
 
     Args:
         run: the prefix schedule.
@@ -106,7 +106,7 @@ def run_both(run: Run, request: Request, reports: Reports) -> Outcome:
     report: Any = reports.last
     (shares,), problem = agreement.worst(
         [float(report.decision.share)], _Problem(drawn.problem) if drawn.problem else None,
-        rank.agreeing, rank.device,
+        request.agreeing, rank.device,
     )  # fmt: skip
     if problem or not shares:
         return Outcome(ours.store, problem=drawn.problem or problem)
@@ -123,13 +123,13 @@ def run_both(run: Run, request: Request, reports: Reports) -> Outcome:
         "expert biases": limits.of(logs.moved(ours.buffers, stock.buffers, before)),
     }
     compared = {kind: worst for kind, worst in distances.items() if worst is not None}
-    worst_of_kind = _worst_anywhere(compared, rank)
+    worst_of_kind = _worst_anywhere(compared, request)
     failure = judge.failure(worst_of_kind)
     return Outcome(stock.store, Verification(worst_of_kind, failure, ours.cost, stock.cost))
 
 
 def tell_verified(
-    report: StepReport, result: Verification, rank: Rank, number: int, num_steps: int
+    report: StepReport, result: Verification, request: Request, number: int, num_steps: int
 ) -> None:
     """Logs on the first rank how far a step was from the stock schedule's.
 
@@ -138,12 +138,12 @@ def tell_verified(
     Args:
         report: of the step.
         result: of the comparison.
-        rank: this one.
+        request: the call.
         number, num_steps: which step of its kind that is compared it was, and of how many.
     """
-    if any(group.rank() for group in rank.agreeing):
+    if any(group.rank() for group in request.agreeing):
         return
-    named = "pass without gradients" if rank.forward_only else "update"
+    named = "pass without gradients" if request.rank.forward_only else "update"
     verdict = f"DIFFERENT ({result.failure})" if result.failure else "equal within rounding"
     logger.warning(
         "verify, %s %d of %d: the prefix schedule and the stock schedule are %s. Largest"
@@ -154,9 +154,9 @@ def tell_verified(
     )  # fmt: skip
 
 
-def tell_unverified(problem: str, rank: Rank) -> None:
+def tell_unverified(problem: str, request: Request) -> None:
     """Logs on the first rank why steps of a kind cannot be compared; they are shared unverified."""
-    if not any(group.rank() for group in rank.agreeing):
+    if not any(group.rank() for group in request.agreeing):
         logger.warning("verify: steps of this kind cannot be compared: %s", problem)
 
 
@@ -197,9 +197,9 @@ def _peak(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def _worst_anywhere(compared: dict[str, judge.Worst], rank: Rank) -> dict[str, judge.Worst]:
+def _worst_anywhere(compared: dict[str, judge.Worst], request: Request) -> dict[str, judge.Worst]:
     """The largest differences on all ranks that make a step together; all of them call this."""
-    for group in rank.agreeing:
+    for group in request.agreeing:
         of_ranks = all_say(compared, group)
         kinds = {kind for of_rank in of_ranks for kind in of_rank}
         compared = {

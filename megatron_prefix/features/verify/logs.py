@@ -31,9 +31,9 @@ def logged_ahead() -> dict[str, Tensor]:
 def auxiliary(rank: Rank) -> dict[str, Tensor]:
     """Logged losses of layers, summed over the ranks that share them, float64; all ranks that make
     a training step together call this."""
-    logged = dict(versions.logged_losses()) if rank.has_experts else {}
+    logged = dict(versions.logged_losses()) if rank.model.has_experts else {}
     # Another model of the process may have logged.
-    logged |= logged_ahead() if rank.looks_ahead else {}
+    logged |= logged_ahead() if rank.model.looks_ahead else {}
     # Parts of a span may be another data-parallel rank's.
     groups = [] if rank.forward_only else [rank.groups.tp, rank.data_ranks or rank.groups.cp]
     sums = {}

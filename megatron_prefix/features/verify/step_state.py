@@ -60,7 +60,7 @@ class StepState(Rewind):
         self._replays = [
             (holder, {name: copy.copy(value) for name, value in vars(holder).items()})
             for model in rank.language_models
-            for router in (versions.routers(model).values() if rank.has_experts else ())
+            for router in (versions.routers(model).values() if rank.model.has_experts else ())
             for holder in (
                 getattr(router, "routing_replay", None),
                 getattr(router, "router_replay", None),

@@ -67,7 +67,7 @@ class ChunkRows:
     def __init__(self, calls: Sequence[ModelCall], rank: Rank, chunk: int) -> None:
         model = rank.language_models[chunk]
         self._cp, self._tp, self._device = rank.groups.cp, rank.groups.tp, rank.device
-        self._sequence_ranks = rank.sequence_ranks
+        self._sequence_ranks = rank.model.sequence_ranks
         self._positions_first = forward_owner(model) in POSITIONS_FIRST
         self._in_block = any(DEEPSTACK in (call[BLOCK] or {}) for call in calls)
         self._block = dict(calls[0].others.get(BLOCK, {})) if calls else {}
@@ -295,7 +295,7 @@ def chunk_rows(calls: Sequence[ModelCall], rank: Rank, chunk: int) -> ChunkRows 
     multimodal = has_mrope(model)
     if not calls or not (multimodal or calls[0][EMBEDDINGS] is not None):
         return None
-    if rank.looks_ahead:
+    if rank.model.looks_ahead:
         raise refused(AHEAD_GIVEN)
     if calls_parent(model) and any(call["packed_seq_params"] for call in calls):
         raise refused(PACKS_INSIDE, type(model).__name__)

@@ -265,7 +265,7 @@ def recomputing(chunks: list[Any], recompute: str) -> Iterator[None]:
 
 def predicted(shape: GroupShape, way: Way, chunks: list[Any], config: PrefixConfig) -> RankMemory:
     """Predicted memory of a shape (memory "auto": as if all were retained)."""
-    footprint = Rank(chunks).footprint(gathers=False, host_layers=config.cache_host_layers)
+    footprint = Rank.of(chunks).footprint(gathers=False, host_layers=config.cache_host_layers)
     if way.policy == STOCK:
         length = shape.prompt + shape.response - 1
         footprint = with_saved_scores(footprint, unwrap(chunks[0]).config, length)

@@ -28,6 +28,7 @@ from megatron_prefix.run.execute import oom_retry
 from megatron_prefix.run.execute.oom_retry import Result
 from megatron_prefix.run.execute.rewind import Rewind
 from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.request import Request
 from megatron_prefix.tree import Place, Segment, Span
 
 STEPS_ASKED, STEPS_BETWEEN = 3, 50
@@ -75,7 +76,7 @@ class MemoryControl:
         finally:
             self.before = None
 
-    def settle(self, plan: Plan, joint: JointForest, rank: Rank) -> None:
+    def settle(self, plan: Plan, joint: JointForest, request: Request) -> None:
         """Decides where K/V are with context parallelism, alike on all ranks that make this step
         together: those of the pipeline and those that share experts; all of them call this.
 
@@ -85,8 +86,9 @@ class MemoryControl:
         Args:
             plan: of the step, before `chosen`.
             joint: its segments among those of ranks that share experts.
-            rank: that runs it.
+            request: the call.
         """
+        rank = request.rank
         several, wanted = rank.groups.cp.size() > 1, self._config.cp_reduce
         self.gathers = several and wanted == "segment"
         if not several or wanted != "auto":
@@ -97,7 +99,7 @@ class MemoryControl:
             self._settled += 1
         if self._free:
             longest = replace(plan, segments=longest_segments(joint))
-            peaks = predict_memory(longest, self._footprint(rank, gathers=True))
+            peaks = predict_memory(longest, self._footprint(request, gathers=True))
             self.gathers = max(one.peak for one in peaks) <= min(*self._free, self.limit)
 
     def ask_once(self, rank: Rank) -> None:
@@ -120,7 +122,7 @@ class MemoryControl:
         self,
         plan: Plan,
         joint: JointForest,
-        rank: Rank,
+        request: Request,
         factors: tuple[float, float],
         least: float = 0.0,
     ) -> tuple[Plan, float]:
@@ -134,56 +136,57 @@ class MemoryControl:
         Args:
             plan: of the step, on segments as long as on the longest rank.
             joint: the step, of all ranks that share experts.
-            rank: that runs it.
+            request: the call.
             factors: by what predictions are multiplied, of the stock schedule and of ours.
             least: of the limit, where it is known to be that of a rank that is not in `joint`.
         """
-        by_stock, by_ours = factors
-        stock = self._stock_peaks(joint, rank)
+        rank, (by_stock, by_ours) = request.rank, factors
+        stock = self._stock_peaks(joint, request)
         self.stock_bytes, limit = stock[rank.stage], self._budget
         if limit is None:
             limit = limit_of(by_stock * max(stock), self._static)
         self.limit = max(least, limit)
-        footprint = self._before_settled(rank)
+        footprint = self._before_settled(request)
         if self._config.memory == "auto" and not self._config.plan_file:
             may_offload = self._budget is not None and not any(map(offload_refusal, rank.models))
             policies = automatic(
-                plan, footprint, rank.cost, self._rates, self.limit / by_ours, may_offload
+                plan, footprint, rank.model.cost, self._rates, self.limit / by_ours, may_offload
             )
             plan = replace(plan, policies=policies)
         return plan, by_ours * max(one.peak for one in predict_memory(plan, footprint))
 
-    def stock_peak(self, joint: JointForest, rank: Rank) -> float:
+    def stock_peak(self, joint: JointForest, request: Request) -> float:
         """What the stock schedule is predicted to take on this rank, besides weights and gradients;
         of a step without segments, too."""
-        return self._stock_peaks(joint, rank)[rank.stage]
+        return self._stock_peaks(joint, request)[request.rank.stage]
 
-    def _stock_peaks(self, joint: JointForest, rank: Rank) -> list[float]:
+    def _stock_peaks(self, joint: JointForest, request: Request) -> list[float]:
+        rank = request.rank
         plan = heaviest_stock_plan(
             joint.union, joint.microbatches_of, rank.num_stages, len(rank.models)
         )
-        stock = replace(self._before_settled(rank), places=None)
+        stock = replace(self._before_settled(request), places=None)
         return [one.peak for one in predict_memory(plan, stock)]
 
-    def _before_settled(self, rank: Rank) -> Footprint:
+    def _before_settled(self, request: Request) -> Footprint:
         """Before it is known whether a rank keeps K/V of all: only if the user says so."""
-        return self._footprint(rank, gathers=self._config.cp_reduce == "segment")
+        return self._footprint(request, gathers=self._config.cp_reduce == "segment")
 
-    def _footprint(self, rank: Rank, gathers: bool | None = None) -> Footprint:
+    def _footprint(self, request: Request, gathers: bool | None = None) -> Footprint:
         """Bytes per row of the model on a rank, in the step that runs unless `gathers` is given."""
         gathers = self.gathers if gathers is None else gathers
-        found = rank.footprint(gathers, self._config.cache_host_layers)
-        for part in rank.step_parts:
-            found = part.footprint(found)
-        return found
+        footprint = request.rank.footprint(gathers, self._config.cache_host_layers)
+        for part in request.parts:
+            footprint = part.footprint(footprint)
+        return footprint
 
     def _least_of(self, groups: Sequence[Any], rank: Rank) -> float:
         free = [float(free_bytes(rank.device, self._budget))]
         return _rounded(_least(free, groups, rank.device)[0])
 
-    def predicted(self, plan: Plan, rank: Rank) -> RankMemory:
+    def predicted(self, plan: Plan, request: Request) -> RankMemory:
         """What a rank is predicted to hold."""
-        return predict_memory(plan, self._footprint(rank))[rank.stage]
+        return predict_memory(plan, self._footprint(request))[request.rank.stage]
 
     def give_back(self, used: int, reserved: int, device: torch.device) -> None:
         """In mode "auto" returns to the device the blocks that torch's allocator has cached in a
@@ -206,13 +209,14 @@ class MemoryControl:
             torch.cuda.empty_cache()
             self._resting = STEPS_BETWEEN
 
-    def offloader(self, plan: Plan, rank: Rank) -> Offloader | None:
+    def offloader(self, plan: Plan, request: Request) -> Offloader | None:
         """What takes tensors to the host in a step that begins; None if all stay. The first step
         with gradients in which all do gives the host memory back.
 
         Raises:
             UserError: the model cannot run with "offload".
         """
+        rank = request.rank
         offloads = "offload" in plan.policies and not rank.forward_only
         if not (offloads or self._config.cache_host_layers):
             self._offloader = self._offloader if rank.forward_only else None
@@ -223,7 +227,7 @@ class MemoryControl:
         if self._offloader is None:
             transfers = transfers_of(rank.device, self._budget)
             self._offloader = Offloader(transfers)
-        predicted = self.predicted(plan, rank)
+        predicted = self.predicted(plan, request)
         staged = predicted.staged if offloads else 0.0
         self._offloader.begin_step(predicted.peak, staged + predicted.cache_staged)
         return self._offloader
@@ -232,21 +236,23 @@ class MemoryControl:
         self,
         attempt: Callable[[Plan], Result],
         plan: Plan,
-        rank: Rank,
+        request: Request,
         why_final: Callable[[], str] = str,
+        *,
+        is_alone: bool,
     ) -> tuple[Result, Plan]:
         """Runs a step, and again if memory runs out and it can be undone; see `oom_retry.run`."""
         if self.before is not None:
             self.before.looked()
-        leaner_left = not rank.forward_only and self._config.memory != "recompute"
-        before = self.before if leaner_left and not rank.waiting else None
+        leaner_left = not request.rank.forward_only and self._config.memory != "recompute"
+        before = self.before if leaner_left and is_alone else None
         return oom_retry.run(
-            attempt, plan, before, is_alone=not rank.waiting, why_final=why_final,
-            failure=lambda reason, tried: self._failure(reason, tried, rank),
+            attempt, plan, before, is_alone=is_alone, why_final=why_final,
+            failure=lambda reason, tried: self._failure(reason, tried, request),
         )  # fmt: skip
 
-    def _failure(self, reason: str, plan: Plan, rank: Rank) -> StepOutOfMemory:
-        rows = memory_table(plan, predict_memory(plan, self._footprint(rank)))
+    def _failure(self, reason: str, plan: Plan, request: Request) -> StepOutOfMemory:
+        rows = memory_table(plan, predict_memory(plan, self._footprint(request)))
         keeps = "cp_reduce 'wave', " if self.gathers else ""
         logger.error("predicted besides weights and gradients, GiB:\n%s", rows)
         return StepOutOfMemory(

@@ -32,7 +32,7 @@ class Rewind:
 
     def __init__(self, rank: Rank) -> None:
         self.models, self._copies_of_totals = rank.models, list[Tensor]()
-        self._logged = versions.logged_losses if rank.has_experts else dict
+        self._logged = versions.logged_losses if rank.model.has_experts else dict
         modules = list(modules_of(*rank.models))
         self._parameters = [
             p for module in modules for p in module._parameters.values() if p is not None

@@ -66,8 +66,8 @@ class Outlines:
         rank = self._rank
         if are_contiguous(self._calls, self._slices):
             return None
-        places = layouts(self._calls, rank.groups.cp.size(), rank.sequence_ranks)
-        return None if places is None else Step.of(places, align=rank.alignment)
+        places = layouts(self._calls, rank.groups.cp.size(), rank.model.sequence_ranks)
+        return None if places is None else Step.of(places, align=rank.model.alignment)
 
     def _intercepting(self, _: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
         """A `forward` that goes straight on with the model's."""

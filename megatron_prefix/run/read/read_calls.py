@@ -40,10 +40,10 @@ from megatron_prefix.run.calls import (
     check_masks,
     layouts,
 )
-from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read import heads
 from megatron_prefix.run.read.samples import trained_positions
 from megatron_prefix.run.read.suspend import Capture
+from megatron_prefix.run.request import Request
 
 Numbers = NDArray[np.int64]
 
@@ -91,22 +91,23 @@ class ReadCalls(NamedTuple):
     up_to_loss: bool = False
 
 
-def read_calls(capture: Capture, rank: Rank, callbacks: Callbacks) -> ReadCalls:
+def read_calls(capture: Capture, request: Request) -> ReadCalls:
     """Reads the model calls that forward steps are suspended in; the host waits for the device.
 
     Raises:
         CannotShare: the model or its calls cannot be run in segments.
     """
+    rank, callbacks = request.rank, request.callbacks
     for chunk in range(len(rank.models)):
-        _check_chunk(capture, rank, callbacks, chunk)
+        _check_chunk(capture, request, chunk)
     capture.check_settings()
-    for part in rank.step_parts:
+    for part in request.parts:
         part.read(capture)
     first = last = None
     cp = rank.groups.cp
     read = functools.partial(
         read_tokens, cp_size=cp.size(), callbacks=callbacks, forward_only=rank.forward_only,
-        cp_rank=cp.rank(), sequence_ranks=rank.sequence_ranks,
+        cp_rank=cp.rank(), sequence_ranks=rank.model.sequence_ranks,
         ahead=rank.predicts_further,
     )  # fmt: skip
     if rank.is_first:
@@ -120,37 +121,39 @@ def read_calls(capture: Capture, rank: Rank, callbacks: Callbacks) -> ReadCalls:
             check_positions(first, cp.rank(), cp.size(), used=used)
     if rank.is_last and not (rank.is_first and len(rank.models) == 1):
         calls = capture.calls(-1)
-        last = read(calls) if rank.looks_ahead or _tell_loss(calls, callbacks) else None
-    for part in rank.step_parts:
+        last = read(calls) if rank.model.looks_ahead or _tell_loss(calls, callbacks) else None
+    for part in request.parts:
         part.read_last(capture, first if last is None else last)
-    up_to_loss = not (rank.forward_only or rank.counts_tokens or rank.looks_ahead)
-    return ReadCalls(first, last, rank.step_parts, up_to_loss)
+    up_to_loss = not (rank.forward_only or rank.model.counts_tokens or rank.model.looks_ahead)
+    return ReadCalls(first, last, request.parts, up_to_loss)
 
 
-def _check_chunk(capture: Capture, rank: Rank, callbacks: Callbacks, chunk: int) -> None:
+def _check_chunk(capture: Capture, request: Request, chunk: int) -> None:
     """Refuses what segments of one model chunk cannot be.
 
     Modules are looked at until a chunk has hooks; options in every step, since Megatron reads some
     of them in every forward, and windows of attention.
     """
-    model, wrapped, calls = rank.language_models[chunk], rank.models[chunk], capture.calls(chunk)
+    rank, calls = request.rank, capture.calls(chunk)
+    model, wrapped = rank.language_models[chunk], rank.models[chunk]
     hooks = installed(wrapped)
     if hooks is not None and not hooks.is_current():
         hooks.uninstall()
         hooks = None
     if hooks is not None:
-        features.check_again(model, wrapped, hooks.parts, rank)
+        features.check_again(model, wrapped, hooks.parts, rank.model)
         use = hooks.mask_use
     else:
         features.check(model, wrapped)
         use = features.mask_use(payload_parts(model))
-    for part in rank.step_parts:
+    for part in request.parts:
         part.check_model(chunk)
     model_calls.check(calls)
-    check_masks(calls, use, counts_tokens=rank.counts_tokens, sequence_ranks=rank.sequence_ranks)
-    if rank.looks_ahead:
+    facts = rank.model
+    check_masks(calls, use, counts_tokens=facts.counts_tokens, sequence_ranks=facts.sequence_ranks)
+    if facts.looks_ahead:
         heads.check(calls)
-    if rank.groups.cp.size() > 1 and are_contiguous(calls, callbacks.slices):
+    if rank.groups.cp.size() > 1 and are_contiguous(calls, request.callbacks.slices):
         raise refused(CONTIGUOUS)
 
 

@@ -47,12 +47,12 @@ from megatron_prefix.refusals.table import (
     TWO_CALLS,
 )
 from megatron_prefix.run.calls import ModelCall, bound
-from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read import forward_step_state
 from megatron_prefix.run.read.data_iterators import observed, single
 from megatron_prefix.run.read.forward_step_state import Settings, Swap, fixed, quantises
 from megatron_prefix.run.read.loss_variables import LossVariables
 from megatron_prefix.run.read.model_state import ModelState, StateOfSteps, outer_modules
+from megatron_prefix.run.request import Request
 
 _running: SuspendedStep | None = None
 
@@ -211,13 +211,11 @@ class Capture:
     """The forward steps of one schedule call, which are suspended inside of `running`.
 
     Args:
-        forward_step: the trainer's `forward_step_func`.
-        data_iterator: the trainer's: one, or a list with one per model chunk; it may be anything.
-        rank: with the model chunks that they call.
-        num_microbatches: of the trainer on this rank.
-        keeps_drawn: whether model calls keep what their forward step drew; iterators that have no
-            `__next__` stay as they are.
-        watched: `forward_step` in what watches it, if anything does (run/first_step.py).
+        request: the call.
+        data_iterator: what they draw from: one, or a list with one per model chunk; it may be
+            anything, and stays as it is if it has no `__next__`.
+        watched: the trainer's forward step in what watches it, if anything does
+            (run/first_step.py).
 
     Attributes:
         steps: per model chunk the suspended forward steps in the trainer's order.
@@ -228,16 +226,15 @@ class Capture:
 
     def __init__(
         self,
-        forward_step: Callable[..., Any],
+        request: Request,
         data_iterator: Any,
-        rank: Rank,
-        num_microbatches: int,
-        keeps_drawn: bool,
-        watched: Callable[..., Any] | None,
+        watched: Callable[..., Any] | None = None,
     ) -> None:
+        rank, forward_step = request.rank, request.arguments["forward_step_func"]
         self._forward_step, self._rank = watched or forward_step, rank
-        self._takes_beside = takes_beside(rank)
-        self._num = num_microbatches
+        self._parts, self._takes_beside = request.parts, takes_beside(request)
+        self._num: int = request.arguments["num_microbatches"]
+        keeps_drawn = request.callbacks.needs_drawn(rank.forward_only)
         self._drawn: list[Any] | None = [] if keeps_drawn else None
         if self._drawn is not None:
             data_iterator = observed(data_iterator, self._drawn.append)
@@ -253,7 +250,7 @@ class Capture:
             lambda: ModelState.of_step(
                 models, len(rank.models), outer_modules(self._loss_variables.places, models)
             ),
-            is_inside=rank.runs_outside,
+            is_inside=request.runs_outside,
         )
 
     @contextlib.contextmanager
@@ -263,7 +260,7 @@ class Capture:
             self._forks = stack.enter_context(forward_step_state.watched_forks())
             for model in self._rank.models:
                 stack.enter_context(intercepted(model, self._intercepting))
-            for part in self._rank.step_parts:
+            for part in self._parts:
                 stack.enter_context(part.around(self))
             try:
                 yield
@@ -290,12 +287,16 @@ class Capture:
                 self._forks,
                 self._loss_variables.swap,
             ]
-            parts = self._rank.step_parts
-            swaps += itertools.chain(*(part.swaps(chunk) for part in parts))
+            swaps += itertools.chain(*(part.swaps(chunk) for part in self._parts))
             swaps.append(self.state.swap)  # behind the model's mode, which is put back
             for number in range(self._num):
                 step = SuspendedStep(
-                    functools.partial(self._call, chunk), model, tuple(swaps), number, chunk, parts
+                    functools.partial(self._call, chunk),
+                    model,
+                    tuple(swaps),
+                    number,
+                    chunk,
+                    self._parts,
                 )
                 self.steps[chunk].append(step)
                 self._left[chunk].append(step)
@@ -375,14 +376,15 @@ class Capture:
         return forward
 
 
-def takes_beside(rank: Rank) -> bool:
+def takes_beside(request: Request) -> bool:
     """Whether forward steps of a call of the schedule may call the model without gradients, too.
 
     Without gradients nothing tells a microbatch's own call from another. Behind the first pipeline
     stage a call's input is what the stage before it has sent, which segments do not send.
     """
+    rank = request.rank
     alone = len(rank.models) == 1 and rank.num_stages == 1
-    counted = any(part.counts_calls for part in rank.step_parts)
+    counted = any(part.counts_calls for part in request.parts)
     return alone and not counted and not rank.forward_only and torch.is_grad_enabled()
 
 

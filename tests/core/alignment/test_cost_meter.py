@@ -139,8 +139,8 @@ def test_graphs_that_leave_no_room_end(why: str, monkeypatch) -> None:
     assert choice_of(schedule).tokens > 0
     run, limited = memory.run, memory.limited
 
-    def run_again(*args: Any) -> Any:
-        result, plan = run(*args)
+    def run_again(*args: Any, **options: Any) -> Any:
+        result, plan = run(*args, **options)
         return result, replace(plan)
 
     if why == "retried":

@@ -109,8 +109,8 @@ def compare(case: Case) -> None:
         for one in found:
             steps.assert_gradients(one, steps.Reference(stock, terms), 1000)
         (meter,) = ours.planning.meters.values()
-        frozen = Rank(chunks).frozen_share
-        assert 0.8 < frozen < 1 and "of the weights frozen" in key_of(Rank(chunks), "math")
+        frozen = Rank.of(chunks).frozen_share
+        assert 0.8 < frozen < 1 and "of the weights frozen" in key_of(Rank.of(chunks), "math")
         # A frozen weight has no gradient: its backward is one product, and not two.
         forward, backward = meter.times.prices[0], meter.times.prices[NUM_FEATURES // 2]
         assert backward == pytest.approx((2 - frozen) * forward, rel=0.05)  # the first rank's

@@ -499,7 +499,7 @@ def test_groups_start_from_the_last_layer_to_the_first() -> None:
                 names[one] for one in group.params
             )
         overlap.fits[chunk] = True
-        reductions = overlap.Reductions(Rank([chunk]), False)
+        reductions = overlap.Reductions(Rank.of([chunk]), False, crosses=False)
         passing = reductions.passing(0)
         assert passing is not None
         found = []
@@ -526,7 +526,7 @@ def test_hooks_cost_little() -> None:
         spec = resolve("tiny-qwen3", num_layers=33, hidden_size=16).with_vocab(VOCAB)
         (chunk,) = build_model(spec, layout=Layout(dp=2), overlap_grad_reduce=True)
         assert len(chunk.grad_accs) > 250
-        rank, overlap.fits[chunk] = Rank([chunk]), True
+        rank, overlap.fits[chunk] = Rank.of([chunk]), True
         spent = []
         for _ in range(5):
             for group in chunk.bucket_groups:
@@ -536,7 +536,7 @@ def test_hooks_cost_little() -> None:
             begin = time.process_time()
             total.backward(retain_graph=True)
             middle = time.process_time()
-            reductions = overlap.Reductions(rank, False)
+            reductions = overlap.Reductions(rank, False, crosses=False)
             with reductions.watching(0):
                 total.backward()
             spent.append(time.process_time() - middle - (middle - begin))

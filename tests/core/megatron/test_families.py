@@ -222,13 +222,13 @@ def test_what_changes_around_the_language_model_is_seen() -> None:
     model = Wrapper(nn.Linear(2, 2).requires_grad_(False))
     model.__class__ = named(sorted(models.SPLIT_BY_RANKS)[0], Wrapper)
     inner = model.language_model
-    numbers: Any = types.SimpleNamespace(refused=[], looks_ahead=False)
-    features.check_again(inner, model, (), numbers)
+    facts: Any = types.SimpleNamespace(refused=[], looks_ahead=False)
+    features.check_again(inner, model, (), facts)
     handle = model.vision_model.requires_grad_().weight.register_hook(lambda one: one.clamp(-1, 1))
     with pytest.raises(CannotShare, match=r"hooks on the gradient of vision_model\.weight"):
-        features.check_again(inner, model, (), numbers)
+        features.check_again(inner, model, (), facts)
     handle.remove()
-    features.check_again(inner, model, (), numbers)
+    features.check_again(inner, model, (), facts)
     rank: Any = types.SimpleNamespace(models=[model], language_models=[inner])
     images = Images(PrefixConfig(), rank, Callbacks())
     images.check_model(0)

@@ -269,7 +269,7 @@ def test_a_queue_of_routes_that_is_not_known_is_refused(model):
     router = versions.routers(model)[1]
 
     def parts() -> tuple[StepPart, ...]:
-        return chosen(PrefixConfig(), Rank([model]), Callbacks())
+        return chosen(PrefixConfig(), Rank.of([model]), Callbacks())
 
     router.routing_replay = SimpleNamespace(forward_index=0, backward_index=0, top_indices_list=[])
     assert [type(part).__name__ for part in parts()] == ["RoutedStep"]

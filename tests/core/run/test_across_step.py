@@ -36,7 +36,7 @@ from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan import cost
 from megatron_prefix.refusals.table import ACROSS_EXPERTS, ACROSS_GATHERS, ACROSS_UNREDUCED
 from megatron_prefix.run import planning
-from megatron_prefix.run.backoff import Backoff
+from megatron_prefix.run.request import Backoff
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
@@ -268,14 +268,16 @@ def test_failing_to_plan_what_crosses_ends_the_step_of_all() -> None:
 # Who asks -----------------------------------------------------------------------------------------
 
 GROUP = SimpleNamespace(size=lambda: 2)
-FREE = {
-    "experts": None, "gathers_late": False, "looks_ahead": False, "forward_only": False,
-    "reduces": True,
-}  # fmt: skip
+FREE = {"experts": None, "gathers_late": False, "forward_only": False, "reduces": True}
 
 
-def asked(mode: str, across: str | None, together: bool = True, **has: Any) -> str | None:
-    rank: Any = SimpleNamespace(**{"data_ranks": GROUP, "siblings": GROUP, **FREE, **has})
+def asked(
+    mode: str, across: str | None, together: bool = True, gathers_tokens: bool = False, **has: Any
+) -> str | None:
+    model = SimpleNamespace(looks_ahead=False, gathers_tokens=gathers_tokens)
+    rank: Any = SimpleNamespace(
+        **{"model": model, "data_ranks": GROUP, "siblings": GROUP, **FREE, **has}
+    )
     return why_alone(PrefixConfig(mode=mode, across_ranks=across), rank, together=together)
 
 

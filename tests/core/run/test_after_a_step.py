@@ -15,8 +15,10 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan.actions import policies
 from megatron_prefix.plan.planner import make_plan
+from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.request import Request, StepKind
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness import steps
@@ -73,16 +75,19 @@ def test_a_step_holds_next_to_nothing(way: str, monkeypatch: pytest.MonkeyPatch)
 def test_host_memory_goes_with_the_first_step_without_offload() -> None:
     """A pass without gradients in between does not count."""
     model = small_model()
-    control, rank = MemoryControl(PrefixConfig()), Rank([model])
-    no_gradients = Rank([model], forward_only=True)
+    control = MemoryControl(PrefixConfig())
+    trains, no_gradients = (
+        Request({}, Rank.of([model], forward_only=forward_only), StepKind(None), Callbacks())
+        for forward_only in (False, True)
+    )
     rollouts, groups = flat_rollouts(12, 6, 3, 1)
     plain = make_plan(build(rollouts, groups, TreeOptions(min_gain=0)))
     away = replace(plain, policies=policies(plain.segments, "offload"))
-    first = control.offloader(away, rank)
+    first = control.offloader(away, trains)
     assert first is not None
     assert control.offloader(plain, no_gradients) is None
-    assert control.offloader(away, rank) is first
-    assert control.offloader(plain, rank) is None
+    assert control.offloader(away, trains) is first
+    assert control.offloader(plain, trains) is None
     kept = weakref.ref(first)
     del first
     assert kept() is None

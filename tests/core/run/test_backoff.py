@@ -16,7 +16,7 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.run import backoff
+from megatron_prefix.run import request
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.one_group import assert_bitwise, run, schedule_with
 from tests.harness.one_rank import one_rank, small_model
@@ -42,7 +42,7 @@ def letter(schedule: Any) -> str:
 def test_steps_that_do_not_pay_are_not_looked_at(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(backoff, "STEPS", 4)
+    monkeypatch.setattr(request, "STEPS", 4)
     with one_rank():
         model = small_model()
         schedule = schedule_with(mode="auto", min_speedup=100.0)
@@ -59,7 +59,7 @@ def test_steps_that_do_not_pay_are_not_looked_at(
 def test_passes_without_gradients_and_mode_on_are_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(backoff, "STEPS", 4)
+    monkeypatch.setattr(request, "STEPS", 4)
     with one_rank():
         model = small_model()
         schedule = schedule_with(mode="auto", min_speedup=100.0)
@@ -69,7 +69,7 @@ def test_passes_without_gradients_and_mode_on_are_looked_at(
 
 def letters_of(least: tuple[float, float], across_ranks: str = "off") -> list[str]:
     """What every data-parallel rank does in twelve steps, with a `min_speedup` each."""
-    backoff.STEPS = 4
+    request.STEPS = 4
     layout = Layout(dp=2)
     runtime.initialize(layout)
     chunks = build_model(resolve("tiny-llama", num_layers=1).with_vocab(VOCAB), layout=layout)

@@ -261,7 +261,7 @@ def test_an_odd_trainer_gets_what_stock_gives(kind: type[Trainer], mode: str) ->
 
 
 def test_mode_auto_gives_untried_fp8_to_the_stock_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_prefix.run.request.is_untried", lambda config: True)
+    monkeypatch.setattr("megatron_prefix.run.route.is_untried", lambda config: True)
     schedule = watching("auto")
     found, wanted = two_steps(schedule, Trainer()), two_steps(stock_schedule(), Trainer())
     for mine, its in zip(found, wanted, strict=True):

@@ -1,11 +1,13 @@
-"""Numbers of a model: made once, and again where an option changes; they keep no model."""
+"""What a model says: read once, and again where an option changes; it keeps no model."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import weakref
+from dataclasses import FrozenInstanceError, fields
 
+import pytest
 from torch import nn
 
 from megatron_prefix.config import PrefixConfig
@@ -13,6 +15,7 @@ from megatron_prefix.features.vision import models
 from megatron_prefix.parts import chosen
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.request import Request, StepKind
 from tests.core.megatron.test_families import Wrapper, named
 from tests.harness.one_rank import one_rank, small_model
 
@@ -20,31 +23,34 @@ from tests.harness.one_rank import one_rank, small_model
 def test_numbers_are_made_once_until_an_option_changes() -> None:
     with one_rank():
         model = small_model()
-        first, again = Rank([model]), Rank([model], forward_only=True)
-        assert again.cost is first.cost and again.footprints is first.footprints
+        first, again = Rank.of([model]), Rank.of([model], forward_only=True)
+        assert (
+            again.model.cost is first.model.cost
+            and again.model.footprints is first.model.footprints
+        )
         kept = first.footprint(False, 0)
         assert again.footprint(False, 0) is kept
         first.config.recompute_granularity = "full"
         first.config.recompute_method, first.config.recompute_num_layers = "uniform", 1
-        assert Rank([model]).footprint(False, 0) != kept
+        assert Rank.of([model]).footprint(False, 0) != kept
         first.config.recompute_granularity, first.config.recompute_modules = "selective", []
-        nothing = Rank([model]).footprint(False, 0)
+        nothing = Rank.of([model]).footprint(False, 0)
         first.config.recompute_modules.append("core_attn")  # in place
-        assert Rank([model]).footprint(False, 0) != nothing
+        assert Rank.of([model]).footprint(False, 0) != nothing
 
 
 def test_other_chunks_have_numbers_of_their_own() -> None:
     with one_rank():
         model, other = small_model(), small_model()
-        assert Rank([model, other]).cost is not Rank([model]).cost
+        assert Rank.of([model, other]).model.cost is not Rank.of([model]).model.cost
 
 
 def test_a_tower_that_comes_later_is_seen() -> None:
     with one_rank():
         model = Wrapper(nn.Linear(2, 2))
-        assert not chosen(PrefixConfig(), Rank([model]), Callbacks())
+        assert not chosen(PrefixConfig(), Rank.of([model]), Callbacks())
         model.vision_model = named(next(iter(models.TOWERS)), nn.Linear)(2, 2)
-        (images,) = chosen(PrefixConfig(), Rank([model]), Callbacks())
+        (images,) = chosen(PrefixConfig(), Rank.of([model]), Callbacks())
         assert images.runs_outside
 
 
@@ -52,7 +58,7 @@ def test_numbers_do_not_keep_a_model() -> None:
     with one_rank():
         model = small_model()
         gone = weakref.ref(model)
-        Rank([model]).footprint(False, 0)
+        Rank.of([model]).footprint(False, 0)
         del model
         gc.collect()
         assert gone() is None
@@ -61,17 +67,17 @@ def test_numbers_do_not_keep_a_model() -> None:
 def test_what_is_refused_of_options_is_that_of_now() -> None:
     with one_rank():
         model = small_model()
-        config = Rank([model]).config
-        assert Rank([model]).refused == [] and Rank([model]).other_steps is None
+        config = Rank.of([model]).config
+        assert Rank.of([model]).model.refused == [] and Rank.of([model]).model.other_steps is None
         for name, value in (("flash_decode", True), ("quant_recipe", object())):
             before = getattr(config, name, None)
             setattr(config, name, value)
-            (reason,) = Rank([model]).refused
+            (reason,) = Rank.of([model]).model.refused
             assert reason.text.startswith(name)
             setattr(config, name, before)
-            assert Rank([model]).refused == []
+            assert Rank.of([model]).model.refused == []
         config.delay_wgrad_compute = True
-        assert Rank([model]).other_steps is not None
+        assert Rank.of([model]).model.other_steps is not None
 
 
 def test_what_is_around_a_language_model_has_options_of_its_own() -> None:
@@ -79,7 +85,16 @@ def test_what_is_around_a_language_model_has_options_of_its_own() -> None:
         model = small_model()
         model.config = copy.copy(model.config)
         model.config.hidden_dropout = 0.1
-        rank = Rank([model])
-        assert rank.config.hidden_dropout and rank.refused == []
+        rank = Rank.of([model])
+        assert rank.config.hidden_dropout and rank.model.refused == []
         rank.language_models[0].config.hidden_dropout = 0.1
-        assert len(Rank([model]).refused) == 1
+        assert len(Rank.of([model]).model.refused) == 1
+
+
+def test_a_request_and_its_rank_are_frozen() -> None:
+    with one_rank():
+        rank = Rank.of([small_model()])
+        for made in (rank.model, rank, Request({}, rank, StepKind(None), Callbacks())):
+            for field in fields(made):
+                with pytest.raises(FrozenInstanceError):
+                    setattr(made, field.name, getattr(made, field.name))

@@ -12,25 +12,20 @@ from megatron_prefix.errors import refused
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.refusals.table import NO_CALL
 from megatron_prefix.run import route as routes
-from megatron_prefix.run.backoff import STEPS, Backoff
 from megatron_prefix.run.calls import Callbacks
-from megatron_prefix.run.request import Request, StepKind
+from megatron_prefix.run.request import STEPS, Backoff, Request, StepKind
 from megatron_prefix.run.route import Share, Stock, Watch, route
 
 
 @pytest.fixture(autouse=True)
 def _first(monkeypatch: pytest.MonkeyPatch) -> None:
     """What watches a step says only whether its forward steps are suspended."""
-
-    def first(_: Any, __: Any, *, suspended: bool, masks_tell_loss: bool) -> Any:
-        return SimpleNamespace(suspended=suspended, masks_tell_loss=masks_tell_loss)
-
-    monkeypatch.setattr(routes, "FirstStep", first)
+    monkeypatch.setattr(routes, "FirstStep", lambda _, **options: SimpleNamespace(**options))
 
 
 def request_of(kind: StepKind, *, experts: Any = None, may_cross: bool = False) -> Request:
-    rank: Any = SimpleNamespace(experts=experts, may_cross=may_cross)
-    return Request({"forward_step_func": None}, rank, kind, Callbacks(masks_tokens=True))
+    rank: Any = SimpleNamespace(experts=experts)
+    return Request({}, rank, kind, Callbacks(), may_cross=may_cross)
 
 
 def taken(request: Request, mode: str, *, looks_first: bool = True) -> Any:
@@ -40,7 +35,7 @@ def taken(request: Request, mode: str, *, looks_first: bool = True) -> Any:
 @pytest.mark.parametrize("mode", ["auto", "observe"])
 def test_the_first_step_of_a_kind_is_watched(mode: str) -> None:
     way = taken(request_of(StepKind(None)), mode)
-    assert isinstance(way, Watch) and not way.first.masks_tell_loss
+    assert isinstance(way, Watch) and not way.first.suspended
     assert taken(request_of(StepKind(None)), mode, looks_first=False) == Share(None)
 
 

@@ -219,7 +219,7 @@ def test_every_rank_keeps_all_if_the_least_room_allows_it(
     control = MemoryControl(PrefixConfig(cp_reduce=reduce))
     rooms = iter(free)
     monkeypatch.setattr(control, "_least_of", lambda groups, rank: next(rooms))
-    monkeypatch.setattr(control, "_footprint", lambda rank, gathers: gathers)
+    monkeypatch.setattr(control, "_footprint", lambda request, gathers: gathers)
     peaks = {True: 5.0, False: 1.0}
     monkeypatch.setattr(
         memory_control, "predict_memory", lambda plan, kept: [SimpleNamespace(peak=peaks[kept])]
@@ -228,14 +228,15 @@ def test_every_rank_keeps_all_if_the_least_room_allows_it(
     joint: Any = SimpleNamespace(lengths=[(1,)], forest=forest_of_one, num_pipelines=1)
     plan = make_plan(forest_of_one)
     rank: Any = SimpleNamespace(groups=SimpleNamespace(cp=Alone(2)), same_schedule=[])
+    request: Any = SimpleNamespace(rank=rank)
     found = ""
     for kind in steps:
         rank.forward_only = kind == "f"
-        control.settle(plan, joint, rank)
+        control.settle(plan, joint, request)
         found += "y" if control.gathers else "n"
     assert found == gathers
     rank.groups.cp = Alone()
-    control.settle(plan, joint, rank)
+    control.settle(plan, joint, request)
     assert not control.gathers
 
 

@@ -31,7 +31,7 @@ def rank(mrope: bool = True, ahead: bool = False) -> Any:
     model.position_embedding_type = "mrope" if mrope else "rope"
     return SimpleNamespace(
         language_models=[model], groups=SimpleNamespace(cp=ONE, tp=ONE), device=torch.device("cpu"),
-        sequence_ranks=1, looks_ahead=ahead,
+        model=SimpleNamespace(sequence_ranks=1, looks_ahead=ahead),
     )  # fmt: skip
 
 
