@@ -351,7 +351,7 @@ def test_a_model_takes_its_walk_with_it() -> None:
     assert alive() is None
 
 
-def test_what_a_step_has_read_serves_the_next_one_if_that_holds_the_same() -> None:
+def test_what_a_step_has_read_serves_the_next_if_it_is_the_same() -> None:
     """But for tensors, which an optimizer writes. Nothing of the step itself is kept."""
     model, schedule = small_model(), watching("on")
     inner = unwrap(model)
