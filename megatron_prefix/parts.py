@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from megatron_prefix.errors import Reason
     from megatron_prefix.plan.actions import Action, Plan
     from megatron_prefix.plan.footprint import Footprint
+    from megatron_prefix.plan.memory_policy import Rates
+    from megatron_prefix.plan.peak_memory import RankMemory
     from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall
     from megatron_prefix.run.execute.executor import Stage
     from megatron_prefix.run.execute.losses import LossContract
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from megatron_prefix.run.read.step import Step
     from megatron_prefix.run.read.suspend import Capture, SuspendedStep
     from megatron_prefix.run.report import StepReport
+    from megatron_prefix.sidecar.arena import Elsewhere
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ class Attempt(NamedTuple):
         communicator: of the data-parallel ranks that payloads cross (features/across); None: they
             cross none.
         force_all_reduce: see Megatron's schedules.
+        report: of the step.
     """
 
     step: Step
@@ -58,6 +62,7 @@ class Attempt(NamedTuple):
     contract: LossContract
     communicator: Any
     force_all_reduce: bool | None
+    report: StepReport
 
 
 class TimedStep(NamedTuple):
@@ -83,8 +88,9 @@ class StepPart:
 
     They are called in this order: `refusals`; `around` all forward steps, of each of them `swaps`
     before it begins and `suspended` at its model call; `check_model`, `read`, `read_last`, `same`,
-    `tokens` and `check`; of every attempt `begin`, `action` of each action, `arguments` in it, and
-    `input_backwards`; `behind` and `finished`. Where the stock schedule takes the step after
+    `tokens` and `check`; of every attempt `prepare`, `elsewhere`, `begin`, `action` of each action,
+    in it `arguments`, `saving`, `backward` and `layer_left`, and `input_backwards`; `behind` and
+    `finished`. Where the stock schedule takes the step after
     forward steps have been suspended: `stock`.
 
     Args:
@@ -102,12 +108,13 @@ class StepPart:
             (TreeOptions); the same on all ranks. 0: none are.
         is_tuning: whether it decides by times of the first steps, which are measured then.
         holds_memory: whether it may hold device memory between steps.
+        may_offload: whether memory "auto" may give segments the policy "offload".
         why_final: why an attempt that has failed cannot be repeated, and a step that has not failed
             not be given up before its gradients are final; "" if they can.
         problem: what makes the step wrong, known when all actions have run; None: nothing.
     """
 
-    runs_outside = counts_calls = is_tuning = holds_memory = False
+    runs_outside = counts_calls = is_tuning = holds_memory = may_offload = False
     even = 0
     why_final = ""
     problem: Exception | None = None
@@ -183,12 +190,48 @@ class StepPart:
         """Bytes of the model's layers in the segments of this step."""
         return footprint
 
+    def rates(self) -> Rates | None:
+        """How fast this rank computes and copies, where policies depend on it; None: they do not.
+        It may wait for the device."""
+        return None
+
+    def prepare(self, plan: Plan, predicted: Callable[[], RankMemory]) -> None:
+        """Before the stages of an attempt are made.
+
+        Args:
+            plan: that it runs.
+            predicted: what this rank will hold.
+        """
+
+    def elsewhere(self, num_layers: int) -> Elsewhere | None:
+        """What keeps payloads of some of a model chunk's `num_layers` layers that have one; None:
+        all are on the device."""
+        return None
+
     def begin(self, attempt: Attempt) -> None:
         """Before the first action of an attempt, whose stages are made."""
 
     def action(self, action: Action | None) -> contextlib.AbstractContextManager:
         """Around an action; None: around the backward of what has made the models' inputs."""
         return contextlib.nullcontext()
+
+    def saving(
+        self, segment: int, chunk: int, received: Tensor | None
+    ) -> Callable[[], contextlib.AbstractContextManager] | None:
+        """What is around the decoder in the forward of a segment whose backward needs what that
+        saves; None: nothing.
+
+        Args:
+            segment, chunk: where.
+            received: the stage's input; None on the first.
+        """
+        return None
+
+    def backward(self, segment: int, chunk: int) -> None:
+        """The backward of a segment begins: the gradient of its output is there."""
+
+    def layer_left(self) -> None:
+        """In the backward of a segment a layer's mixer is done."""
 
     def freed(self, segment: int, chunk: int) -> None:
         """What a segment's forward has saved in a model chunk is gone: after its backward, or after

@@ -142,6 +142,13 @@ def is_of_images(model: Any, inner: Any) -> bool:
     return has_images
 
 
+def _uses_host(config: PrefixConfig, _: Rank) -> bool:
+    """Memory "auto" keeps a given budget so, a plan file names policies."""
+    chooses = config.memory == "auto" and config.memory_budget is not None
+    is_planned = config.plan_file is not None
+    return config.memory == "offload" or config.cache_host_layers > 0 or chooses or is_planned
+
+
 def _has_further_layer(_: PrefixConfig, rank: Rank) -> bool:
     return rank.model.looks_ahead or any(hasattr(model, "mtp") for model in rank.language_models)
 
@@ -160,6 +167,7 @@ PARTS: tuple[Feature, ...] = (
         lambda config, rank: bool(config.graph_tokens) and not rank.forward_only,
         needed=False,
     ),
+    Feature("host memory", f"{_FOLDER}host.part:HostMemory", _uses_host),
     Feature(
         "images",
         f"{_FOLDER}vision.part:Images",

@@ -71,7 +71,6 @@ def footprint_of(
     vocab_size: int | None = None,
     pattern: str | None = None,
     gathers: bool = False,
-    host_layers: int = 0,
 ) -> Footprint:
     """Bytes a position of a model on one rank; arguments as of `cost_of` and
     `Footprint.of_layers`."""
@@ -80,8 +79,7 @@ def footprint_of(
     behind = [kind.memory(config, execution) for kind in behind_decoder(config, pattern)]
     return Footprint.of_layers(
         [[memory[kind] for kind in layer] for layer in layers], config.hidden_size,
-        _vocabulary(config, vocab_size), execution, gathers, host_layers,
-        behind,
+        _vocabulary(config, vocab_size), execution, gathers, behind,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,9 @@ from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 if TYPE_CHECKING:
     from megatron_prefix.layers.blocks.shared import Shared
     from megatron_prefix.moe.ledger import RouterLedger
-    from megatron_prefix.offload.segment import OffloadedSegment
+    from megatron_prefix.parts import StepPart
+
+Saving = Callable[[], AbstractContextManager]
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ class SegmentContext:
         ledger: counts for its routers' losses; None without routers or without gradients.
         backward: whether its backward runs; a forward is then recomputation, from the last layer to
             the first.
-        offload: takes what its forward saves; None if that stays on the device.
-        wanted_next: segments on the host that the next backwards need; the executor changes it.
+        saving: what is around its decoder, which takes what that saves; None: nothing.
+        parts: of the step; told where a layer's backward is done.
         keys_only: the layer of which only its K and V are computed (layers/blocks/unread.py).
         rows: the positions on this rank whose output is read, int64, ascending, the last perhaps
             more than once (`repeats`); None if all are, or the stage is not the last.
@@ -52,8 +55,8 @@ class SegmentContext:
     cache: SidecarCache
     ledger: RouterLedger | None = None
     backward: bool = False
-    offload: OffloadedSegment | None = None
-    wanted_next: Sequence[OffloadedSegment] = ()
+    saving: Saving | None = None
+    parts: Sequence[StepPart] = ()
     keys_only: int | None = None
     rows: Tensor | None = None
     repeats: bool = False
@@ -83,8 +86,8 @@ class SegmentContext:
         if self.cache.looks_ahead and (backward or not self.backward):
             self.cache.release(layer)
         if backward:
-            for waiting in self.wanted_next:
-                waiting.prefetch(early=True)
+            for part in self.parts:
+                part.layer_left()
 
     @functools.cached_property
     def spans(self) -> Spans:

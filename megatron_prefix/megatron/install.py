@@ -140,8 +140,6 @@ class Hooks:
         handle = decoder.register_forward_pre_hook(self._entering, with_kwargs=True)
         self._undo.append(handle.remove)
         self._override(decoder, "forward", self._saving(decoder.forward))
-        for layer in decoder.layers:
-            self._undo.append(layer.register_forward_hook(self.layer_done).remove)
         self._override_parts(self.parts)
         self._override_parts([mlp for _, mlp in self.slots])
         if self.keys_only is not None:
@@ -304,10 +302,10 @@ class Hooks:
             if current is not None and current.decoded is not None:
                 hidden = current.decoded
                 return hidden if self._reads_all else self.read(hidden, current.rows)
-            if current is None or current.offload is None:
+            if current is None or current.saving is None:
                 hidden = stock(*args, **kwargs)
             else:
-                with current.offload.saving():
+                with current.saving():
                     hidden = stock(*args, **kwargs)
             if current is None:
                 return hidden
@@ -323,11 +321,6 @@ class Hooks:
         current = self.current
         early = self.keys_only is not None and current is not None and current.on_decoded is None
         return current.rows if early else None  # type: ignore[union-attr]
-
-    def layer_done(self, *_: Any) -> None:
-        """The forward of a layer is over."""
-        if self.current is not None and self.current.offload is not None:
-            self.current.offload.layer_done()
 
     def _skipping(self, module: Any, ranks: int, *, picks: bool = False) -> Callable[..., Any]:
         """A module's forward, [positions, 1, hidden_size] and a bias, that computes neither where

@@ -176,7 +176,6 @@ class Footprint:
         vocab_size: int,
         form: Execution,
         gathers: bool = False,
-        host_layers: int = 0,
         behind: Sequence[LayerMemory] = (),
     ) -> Footprint:
         """Of a model, by what its kinds of layers say.
@@ -187,7 +186,6 @@ class Footprint:
             vocab_size: of the whole output layer.
             form: how it is computed.
             gathers: whether every context-parallel rank keeps K/V of all.
-            host_layers: see PrefixConfig.cache_host_layers.
             behind: what multi-token prediction is made of, whose loss has as many rows of logits as
                 the model's; () without.
         """
@@ -211,8 +209,8 @@ class Footprint:
             tail=max((part.tail for part in parts), default=0.0),
             num_layers=max(1, len(layers) // form.num_stages), parts=form.cp,
             shares=1 if gathers else form.cp, keeps_outputs=form.keeps_outputs,
-            host_layers=host_layers, ends_early=_ends_early(layers, behind), payloads=payloads,
-            places=None,
+            ends_early=_ends_early(layers, behind), payloads=payloads,
+            host_layers=0, places=None,
             state=hidden_size * form.itemsize,
             state_grad=hidden_size * max(4, form.itemsize),
             checkpointed=form.recompute == "full",

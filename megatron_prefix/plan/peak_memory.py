@@ -28,9 +28,9 @@ MESSAGES = 4
 """Receives posted ahead and sends under way, both directions together (run/execute/messages.py)."""
 LAYERS_VISITED, GRADIENTS_VISITED = 2, 3
 """With layers on the host, so many of them have K/V, or gK/gV, on the device at once: the one that
-runs, the next, and for gK/gV those on their way back (megatron_prefix/sidecar/host_arena.py)."""
+runs, the next, and for gK/gV those on their way back (features/host/arena.py)."""
 LAYERS_LOADED = 3
-"""Layers of an offloaded segment on the device at once (megatron_prefix/offload/segment.py)."""
+"""Layers of an offloaded segment on the device at once (features/host/segment.py)."""
 
 
 @dataclass(frozen=True)

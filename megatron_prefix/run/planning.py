@@ -215,7 +215,7 @@ class Planning:
         call this. None if there is no choice."""
         if request.rank.forward_only:
             return None
-        self._memory.ask_once(request.rank)
+        self._memory.ask_once(request)
         known = self._beside.get(self.planner(request))
         least = 0.0 if known is None else known.limit
 

@@ -73,7 +73,7 @@ class Model:
     pattern: str
     cost: CostModel
     joins: bool
-    footprints: dict[tuple[bool, int], Footprint] = field(default_factory=dict)
+    footprints: dict[bool, Footprint] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Any, models: Sequence[Any]) -> Model:
@@ -289,21 +289,19 @@ class Rank:
         stages = self.num_stages * len(self.models)  # a trainer's config may say another number
         return replace(form, num_stages=stages, holds_projection=is_since("0.18"))
 
-    def footprint(self, gathers: bool, host_layers: int) -> Footprint:
+    def footprint(self, gathers: bool) -> Footprint:
         """Bytes per row of the model on this rank.
 
         Args:
             gathers: whether it keeps K/V of all context-parallel ranks.
-            host_layers: see `PrefixConfig.cache_host_layers`.
         """
-        key = gathers, host_layers
         model = self.model
-        if key not in model.footprints:
+        if gathers not in model.footprints:
             layers = table.told(self.config, self.language_models)
-            model.footprints[key] = footprint_of(
-                layers, self.execution, model.vocab_size, model.pattern, *key
+            model.footprints[gathers] = footprint_of(
+                layers, self.execution, model.vocab_size, model.pattern, gathers
             )
-        return model.footprints[key]
+        return model.footprints[gathers]
 
     @property
     def static_bytes(self) -> float:

@@ -32,7 +32,6 @@ from megatron_prefix.refusals.table import (
     DATA_EXCHANGE,
     FORWARD_GRAPH,
     FP8_UNTRIED,
-    HOST_LAYERS_CP,
     OWN_ERROR,
     SCALES_INTERLEAVED,
 )
@@ -119,8 +118,6 @@ class Requests:
         if rank.scales_auxiliary_losses and len(rank.models) > 1:
             raise refused(SCALES_INTERLEAVED)
         alone = self._why_alone(rank, callbacks)
-        if self._config.cache_host_layers and rank.groups.cp.size() > 1:
-            raise refused(HOST_LAYERS_CP)
         chosen = parts.chosen(self._config, rank, callbacks, self._kept[rank.layout])
         kind = self._kind(arguments["forward_step_func"], rank)
         return Request(arguments, rank, kind, callbacks, chosen, alone is None, alone or "")

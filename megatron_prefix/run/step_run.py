@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel.schedules import (
 )
 from torch import Tensor
 
+from megatron_prefix.device.memory import free_bytes
 from megatron_prefix.errors import named, refused
 from megatron_prefix.features.across.carried import Carried
 from megatron_prefix.features.across.communicator import Communicator, communicator_of
@@ -31,8 +32,6 @@ from megatron_prefix.features.across.exchanges import Exchanges
 from megatron_prefix.features.across.final_states import FinalStates
 from megatron_prefix.megatron.install import Hooks, install, installed
 from megatron_prefix.moe.group_counts import GroupCounts
-from megatron_prefix.offload.segment import Offloader
-from megatron_prefix.offload.transfers import free_bytes
 from megatron_prefix.parts import Attempt, around
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.count_sums import sums_behind
@@ -66,7 +65,6 @@ from megatron_prefix.run.request import Request
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.context_parallel import Exchange
 from megatron_prefix.sidecar.gathered import GatheredArena
-from megatron_prefix.sidecar.host_arena import HostLayers
 from megatron_prefix.sidecar.sharded import ShardedArena
 from megatron_prefix.tree.payload_map import payload_map
 
@@ -291,15 +289,22 @@ class StepRun:
     def _executor(self, plan: Plan) -> Executor:
         """What runs a plan on this rank."""
         rank, report = self._rank, self._report
-        offloader = self._memory.offloader(plan, self._request)
+        for part in self._parts:
+            part.prepare(plan, functools.partial(self._memory.predicted, plan, self._request))
         cp = rank.groups.cp
         inputs = SegmentInputs(
             self._step.forest, self._step.samples, rank.device, cp.rank(), cp.size(),
             rank.model.rows,
         )  # fmt: skip
-        stages = self._stages(plan, offloader)
+        stages = self._stages(plan)
         attempt = Attempt(
-            self._step, plan, stages, self._contract, self._communicator, self._force_all_reduce
+            self._step,
+            plan,
+            stages,
+            self._contract,
+            self._communicator,
+            self._force_all_reduce,
+            report,
         )
         for part in self._parts:
             part.begin(attempt)
@@ -315,7 +320,7 @@ class StepRun:
         return Executor(
             plan, stages, inputs, rank.forward_only,
             self._schedule.watch or (report.stopwatch.timing if report.stopwatch else None),
-            offloader, exchanges, self._idle,
+            exchanges, self._idle,
             None if counts is None else self._summing(counts), self._random_use.checking,
             self._parts,
         )  # fmt: skip
@@ -362,7 +367,7 @@ class StepRun:
         chunks = [Carried(s.model, s.cache, s.ledger, s.final, scored) for s in stages]
         return Exchanges(forest, communicator, chunks, rank.device, rank.forward_only)
 
-    def _stages(self, plan: Plan, offloader: Offloader | None) -> list[Stage]:
+    def _stages(self, plan: Plan) -> list[Stage]:
         """The rank's model chunks with hooks and sidecars; the last stage's has the losses."""
         cp = self._rank.groups.cp
         exchange = Exchange(cp) if cp.size() > 1 else None
@@ -376,7 +381,7 @@ class StepRun:
             call = steps[0].call if steps else ModelCall(0, {})
             has_labels, is_last = call["labels"] is not None, number == plan.num_stages - 1
             stage = Stage(
-                model, hooks, self._cache(plan, chunk, hooks, exchange, offloader),
+                model, hooks, self._cache(plan, chunk, hooks, exchange),
                 number == 0, is_last, steps[0].called if steps else Settings.now(), has_labels,
                 call.others, chunk,
             )  # fmt: skip
@@ -415,21 +420,16 @@ class StepRun:
         return FinalStates(stage.cache, self._rank.groups.tp, config.sequence_parallel, leaving)
 
     def _cache(
-        self,
-        plan: Plan,
-        chunk: int,
-        hooks: Hooks,
-        exchange: Exchange | None,
-        offloader: Offloader | None,
+        self, plan: Plan, chunk: int, hooks: Hooks, exchange: Exchange | None
     ) -> SidecarCache:
         """The sidecar of one model chunk on this rank."""
         actions, parts = plan.actions_of(self._rank.stage, chunk), self._rank.groups.cp.size()
         gathers = self._memory.gathers
-        forms, share = hooks.forms, self._config.cache_host_layers
+        forms = hooks.forms
         planned = payload_map(plan.segments, actions, parts, 1 if gathers else parts, forms)
         if exchange is None:
-            host = HostLayers(offloader, len(forms), share) if offloader and share else None
-            return SidecarCache(planned, forms, host)
+            every = (part.elsewhere(len(forms)) for part in self._parts)
+            return SidecarCache(planned, forms, next(filter(None, every), None))
         store = GatheredArena if gathers else ShardedArena
         transport = functools.partial(store, exchange)
         return SidecarCache(planned, forms, transport=transport, exchange=exchange)

@@ -116,7 +116,7 @@ class DeviceBytes:
 class Arena:
     """Payloads of one layer on the device, and their gradients in fp32 or wider.
 
-    The sidecar checks that they are present. Subclasses keep them on the host (host_arena.py), or
+    The sidecar checks that they are present. Subclasses keep them elsewhere (`Elsewhere`), or
     exchange payloads of positions among context-parallel ranks when they are written (gathered.py)
     or read (sharded.py); of states every rank keeps those of its own heads. The first `write`
     allocates payloads, the first `add` gradients.
@@ -233,3 +233,21 @@ def wider(dtype: torch.dtype) -> torch.dtype:
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:
     return sum([tensor.nbytes for tensor in tensors])
+
+
+class Elsewhere(Protocol):
+    """Layers of a model chunk whose arenas are on the device only while they are used."""
+
+    def __contains__(self, layer: int) -> bool: ...
+
+    def near(self, layer: int, backward: bool) -> int | None:
+        """The next of them from `layer` on, in the order in which layers run; None: no more."""
+        ...
+
+    def arena(self, rows: RowMap, device_bytes: DeviceBytes) -> Arena:
+        """The arena of one of them; arguments as of Arena."""
+        ...
+
+    def clear(self) -> None:
+        """Waits for all copies."""
+        ...

@@ -39,8 +39,8 @@ from megatron_prefix.sidecar.arena import (
 from megatron_prefix.tree.payload_map import Form, PayloadMap, RowMap, one_interval
 
 if TYPE_CHECKING:
+    from megatron_prefix.sidecar.arena import Elsewhere
     from megatron_prefix.sidecar.context_parallel import Exchange
-    from megatron_prefix.sidecar.host_arena import HostLayers
 
 T = TypeVar("T")
 Transport = Callable[[RowMap, DeviceBytes, tuple[Lengths, ...]], Arena]
@@ -83,7 +83,7 @@ class SidecarCache:
     Args:
         planned: their places; of this rank's part of every segment.
         forms: of the payloads of the layers that have one, in the order in which they run.
-        host: layers whose arena is on the host, and on the device only while it is used.
+        elsewhere: keeps the arenas of some layers; None: all are on the device.
         transport: how rows of positions cross ranks; None: they do not.
         exchange: of context-parallel ranks, for payloads that every rank has whole; None: without.
 
@@ -96,12 +96,12 @@ class SidecarCache:
         self,
         planned: PayloadMap,
         forms: Sequence[Form],
-        host: HostLayers | None = None,
+        elsewhere: Elsewhere | None = None,
         transport: Transport | None = None,
         exchange: Exchange | None = None,
     ) -> None:
         self.map, self.forms, self.exchange = planned, tuple(forms), exchange
-        self._host = host
+        self._elsewhere = elsewhere
         self.device_bytes, self._device = DeviceBytes(), torch.device("cpu")
         self._layers: list[_LayerState] = []
         for number, form in enumerate(forms):
@@ -109,8 +109,8 @@ class SidecarCache:
             # All positions are exchanged; of last ones every rank has a copy.
             if transport is not None and form == Form.POSITIONS:
                 arena = transport(rows, self.device_bytes, planned.lengths)
-            elif host is not None and number in host:
-                arena = host.arena(rows, self.device_bytes)
+            elif elsewhere is not None and number in elsewhere:
+                arena = elsewhere.arena(rows, self.device_bytes)
             else:
                 arena = Arena(rows, self.device_bytes)
             self._layers.append(_LayerState(arena, rows.visible, rereads=form.name == "positions"))
@@ -253,7 +253,7 @@ class SidecarCache:
             index: the segment.
             backward: whether gradients are needed, too; layers then run from last to first.
         """
-        near = layer if self._host is None else self._host.near(layer, backward)
+        near = layer if self._elsewhere is None else self._elsewhere.near(layer, backward)
         if near is None or near not in self._ahead:
             return
         layer_state = self._layers[near]
@@ -288,8 +288,8 @@ class SidecarCache:
             layer.states.clear()
             layer.live.clear()
         self._made.clear()
-        if self._host is not None:
-            self._host.clear()
+        if self._elsewhere is not None:
+            self._elsewhere.clear()
 
     def _closed(self, layer: int, index: int) -> RuntimeError:
         """The error if `index` reads a segment that is not captured, or is consumed."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_prefix.offload.rates import measured
-from megatron_prefix.offload.segment import Offloader, addresses
-from megatron_prefix.offload.transfers import CudaTransfers, free_bytes
+from megatron_prefix.device.memory import free_bytes
+from megatron_prefix.features.host.arena import HostLayers
+from megatron_prefix.features.host.rates import measured
+from megatron_prefix.features.host.segment import Offloader, addresses
+from megatron_prefix.features.host.transfers import CudaTransfers
 from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.sidecar.host_arena import HostLayers
 from megatron_prefix.tree.payload_map import Form
-from tests.core.offload.test_offload import expected_gradient, layers
+from tests.core.features.host.test_offload import expected_gradient, layers
 from tests.harness.sidecar import LAYERS, step, tree
 
 pytestmark = [

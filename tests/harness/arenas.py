@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_prefix.offload.segment import Offloader
+from megatron_prefix.features.host.segment import Offloader
 from megatron_prefix.sidecar.arena import Arena
 
 Seen = Callable[[Tensor], Any]

@@ -252,7 +252,7 @@ def _decided(
 
 def _crossing(forest: Forest, rank: Rank) -> float:
     """Bytes that a rank sends and receives in a step; states of recurrent layers do not count."""
-    stages = rank.footprint(gathers=False, host_layers=0).payloads
+    stages = rank.footprint(gathers=False).payloads
     rows = [one for of in stages[rank.stage :: rank.num_stages] for one in of]
     rows = [one for one in rows if one.form == Form.POSITIONS]
     back = not rank.forward_only

@@ -232,7 +232,7 @@ class LayerGraphs:
     def _take(self, context: SegmentContext, hidden: Tensor) -> None:
         """Gives a segment a set of graphs, with some of its length."""
         length = len(hidden)
-        plain = context.offload is None and not torch.is_autocast_enabled(hidden.device.type)
+        plain = context.saving is None and not torch.is_autocast_enabled(hidden.device.type)
         if not plain or length * self._ranks > self.most or self.refused:
             return
         if self._is_new:

@@ -293,14 +293,12 @@ class LooksAhead:
     def _predicted(self, hidden: Tensor, current: SegmentContext, named: Any) -> Tensor:
         """The layer's output, like the decoder's."""
         given = hidden.detach() if self._is_detached else hidden
-        saving = contextlib.nullcontext() if current.offload is None else current.offload.saving()
-        with saving:
+        with contextlib.nullcontext() if current.saving is None else current.saving():
             found: Tensor = self.layer(
                 input_ids=named["input_ids"], position_ids=named["position_ids"],
                 hidden_states=given, attention_mask=None, rotary_pos_emb=self._hooks.turned,
                 embedding=self._model.embedding, **(named.get("extra_block_kwargs") or {}),
             )[0]  # fmt: skip
-            self._hooks.layer_done()
         return found
 
     def _logits(self, predicted: Tensor, segment: _Segment, named: Any) -> Tensor:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.device.memory import free_bytes
 from megatron_prefix.lab.bench.memory import Way, measure, predicted, recomputing
 from megatron_prefix.lab.bench.work import GroupShape
-from megatron_prefix.offload.transfers import free_bytes
 
 LONGEST = 10**7
 """No longer sequence is looked for, whatever the capacity."""

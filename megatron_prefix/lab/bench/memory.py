@@ -20,6 +20,8 @@ import torch
 
 from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
 from megatron_prefix.errors import StepOutOfMemory, UserError, shown
+from megatron_prefix.features.host.part import NAME as HOST_MEMORY
+from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.bench.counted import SavedBytes
 from megatron_prefix.lab.bench.scores import held_by_math, with_saved_scores
 from megatron_prefix.lab.bench.timing import GIB
@@ -29,7 +31,6 @@ from megatron_prefix.lab.rl import loss, passes
 from megatron_prefix.lab.rl.updates import now
 from megatron_prefix.lab.verify import align
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.offload.segment import addresses
 from megatron_prefix.plan.actions import Action, Plan, policies
 from megatron_prefix.plan.peak_memory import RankMemory, predict_memory
 from megatron_prefix.plan.planner import make_plan
@@ -172,13 +173,13 @@ def _filled(row: Row, schedule: Any, results: Sequence[_Peaks], base: float) -> 
         )
     elif report is None:
         wave = max(result.peak for result in results)
-    offloader = schedule.memory._offloader if report is not None else None
+    copied = report.features.get(HOST_MEMORY) if report is not None else None
     return replace(
         row,
         peak_gib=(max(result.peak for result in results) - base) / GIB,
         wave_gib=None if wave is None else (wave - base) / GIB,
         ms=1e3 * min(result.seconds for result in results),
-        offloaded_gib=offloader.counts.stored / GIB if offloader is not None else 0.0,
+        offloaded_gib=copied.stored / GIB if copied is not None else 0.0,
     )
 
 
@@ -265,7 +266,8 @@ def recomputing(chunks: list[Any], recompute: str) -> Iterator[None]:
 
 def predicted(shape: GroupShape, way: Way, chunks: list[Any], config: PrefixConfig) -> RankMemory:
     """Predicted memory of a shape (memory "auto": as if all were retained)."""
-    footprint = Rank.of(chunks).footprint(gathers=False, host_layers=config.cache_host_layers)
+    footprint = Rank.of(chunks).footprint(gathers=False)
+    footprint = replace(footprint, host_layers=config.cache_host_layers)
     if way.policy == STOCK:
         length = shape.prompt + shape.response - 1
         footprint = with_saved_scores(footprint, unwrap(chunks[0]).config, length)

@@ -348,7 +348,7 @@ def peaks(
         num_stages=plan.num_stages, tp=layout.tp, cp=layout.cp,
         sequence_parallel=layout.sequence_parallel,
     )  # fmt: skip
-    footprint = footprint_of(spec, execution, host_layers=host_layers)
+    footprint = replace(footprint_of(spec, execution), host_layers=host_layers)
     found = {}
     for policy in POLICIES:
         one = replace(plan, policies=policies(plan.segments, policy))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,13 +22,11 @@ from torch import Tensor
 from megatron_prefix.features.across.exchanges import Exchanges
 from megatron_prefix.features.across.final_states import FinalStates
 from megatron_prefix.layers.blocks.core import own_kernel_runs
-from megatron_prefix.layers.segment import SegmentContext
+from megatron_prefix.layers.segment import Saving, SegmentContext
 from megatron_prefix.megatron.install import Hooks
 from megatron_prefix.moe.ledger import RouterLedger
-from megatron_prefix.offload.segment import OffloadedSegment, Offloader, addresses
 from megatron_prefix.parts import StepPart, around
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.memory_policy import BACKWARDS_AHEAD
 from megatron_prefix.run.calls import FILLED_BY_MODEL
 from megatron_prefix.run.execute.inputs import SegmentInputs
 from megatron_prefix.run.execute.losses import Losses
@@ -59,8 +56,6 @@ class Stage:
         final: what of its decoder's output crosses data-parallel ranks; None elsewhere, and where
             nothing does.
         ledger: accounts for the routers' losses; None without routers and without gradients.
-        offloads: saved tensors of segments that wait on the host for their backward.
-        wanted_next: those of them that the backwards after the one that runs want back.
         live: input and output of segments whose backward is still to come; the output with its
             graph, or None if the forward will run again.
     """
@@ -79,8 +74,6 @@ class Stage:
     losses: Losses | None = None
     final: FinalStates | None = None
     ledger: RouterLedger | None = None
-    offloads: dict[int, OffloadedSegment] = field(default_factory=dict)
-    wanted_next: list[OffloadedSegment] = field(default_factory=list)
     live: dict[int, tuple[Tensor | None, Any]] = field(default_factory=dict)
 
 
@@ -93,7 +86,6 @@ class Executor:
         inputs: tokens, labels and positions of the segments.
         forward_only: run without gradients; a backward then only releases its segment.
         timing: what times the computation of an action, if anything does.
-        offloader: takes what segments with policy "offload" save.
         exchanges: with other data-parallel ranks; None without.
         idle: ends with the first action.
         acted: called behind every action with its place, and behind what it sends.
@@ -111,7 +103,6 @@ class Executor:
         inputs: SegmentInputs,
         forward_only: bool,
         timing: Callable[[Action], contextlib.AbstractContextManager] | None,
-        offloader: Offloader | None,
         exchanges: Exchanges | None,
         idle: contextlib.ExitStack,
         acted: Callable[[int], None] | None = None,
@@ -119,7 +110,7 @@ class Executor:
         parts: Sequence[StepPart] = (),
     ) -> None:
         self._acted, self._drawing = acted, drawing
-        self._offloader, self._parts = offloader, parts
+        self._parts = parts
         self.exchanges, self._idle = exchanges, idle
         self._timing = timing or contextlib.nullcontext
         self._plan, self.stages, self._inputs = plan, stages, inputs
@@ -148,8 +139,6 @@ class Executor:
                 program = self._plan.programs[rank]
                 for place, action in enumerate(program):
                     stage = self.stages[action.chunk]
-                    if self._offloader is not None:
-                        stage.wanted_next[:] = self._wanted(program, place)
                     with _annotated(action), around(self._parts, action):
                         if self.exchanges is None:
                             self._handlers[action.kind](action, stage)
@@ -170,14 +159,11 @@ class Executor:
         """Nothing of the step is left."""
         for stage in self.stages:
             stage.hooks.end_step()
-            parts = stage.live, stage.offloads, stage.wanted_next, stage.cache
-            for kept in (*parts, stage.final, stage.ledger):
+            for kept in (stage.live, stage.cache, stage.final, stage.ledger):
                 if kept is not None:
                     kept.clear()
         for part in self._parts:
             part.end()
-        if self._offloader is not None:
-            self._offloader.end_step()
 
     def _crossing(self, action: Action, stage: Stage, exchanges: Exchanges) -> None:
         """An action, and what crosses data-parallel ranks before it."""
@@ -212,14 +198,16 @@ class Executor:
             with stage.hooks.running(self._context(index, stage, backward=True)):
                 torch.autograd.backward(*stage.losses.gradients(index, output))  # type: ignore[union-attr]
 
-    def _context(self, index: int, stage: Stage, backward: bool = False) -> SegmentContext:
+    def _context(
+        self, index: int, stage: Stage, backward: bool = False, saving: Saving | None = None
+    ) -> SegmentContext:
         segment, final = self._plan.segments[index], stage.final
         runs = own_kernel_runs(stage.cache.map.lengths[index], *self._inputs.place)
         positions = self._inputs[index][2]
         unread, scored = stage.is_last and not segment.scored, self._scored(index, stage)
         return SegmentContext(
             index, segment.inner, runs, positions, stage.cache, stage.ledger,
-            backward, None if backward else stage.offloads.get(index), stage.wanted_next,
+            backward, saving, self._parts,
             stage.hooks.keys_only if unread else None,
             self._inputs.read(index, stage.moves_labels) if scored else None, stage.moves_labels,
             *((None, None) if final is None else final.of(index)), joined=segment.joined >= 0,
@@ -232,11 +220,13 @@ class Executor:
         if received is not None and not self._forward_only:
             received.requires_grad_()
         again = self._plan.policy(index) == "recompute"
-        if self._plan.policy(index) == "offload" and not self._forward_only:
-            stage.offloads[index] = self._offloaded(stage, received)
+        saving = None
+        if not (again or self._forward_only):
+            every = (part.saving(index, action.chunk, received) for part in self._parts)
+            saving = next(filter(None, every), None)
         with self._timing(action):
             with torch.no_grad() if again else contextlib.nullcontext(), self._drawing():
-                output = self._call(index, stage, received)
+                output = self._call(index, stage, received, saving)
             for part in self._parts if again else ():
                 part.freed(index, action.chunk)
             if self._scored(index, stage):
@@ -249,11 +239,13 @@ class Executor:
             if self._frees_outputs(stage) and not again:
                 deallocate_output_tensor(output, True)
 
-    def _call(self, index: int, stage: Stage, received: Tensor | None) -> Any:
+    def _call(
+        self, index: int, stage: Stage, received: Tensor | None, saving: Saving | None = None
+    ) -> Any:
         """Runs the model chunk on a segment: its forward, or its forward again."""
         stage.hooks.model.set_input_tensor(received)
         scored = self._scored(index, stage)
-        context = self._context(index, stage)
+        context = self._context(index, stage, saving=saving)
         with stage.hooks.running(context, scored=scored), stage.called.autocasting():
             forward = stage.hooks.forward
             others = dict(stage.others)
@@ -276,8 +268,8 @@ class Executor:
             with self._timing(action):
                 output = self._call(index, stage, received)
         gradient = None if stage.is_last else self._links.receive(action)  # type: ignore[union-attr]
-        if index in stage.offloads:
-            stage.offloads[index].prefetch()
+        for part in self._parts:
+            part.backward(index, action.chunk)
         context = self._context(index, stage, backward=True)
         with self._timing(action):
             if scored:  # outside of the hooks: a loss may call the model
@@ -298,24 +290,10 @@ class Executor:
             if received.grad is None:
                 raise RuntimeError(f"{action}: no gradient has reached the stage's input")
             self._links.send(action, received.grad)  # type: ignore[union-attr]
-        stage.offloads.pop(index, None)
         self._release(action, stage)
 
     def _scored(self, index: int, stage: Stage) -> bool:
         return stage.losses is not None and self._plan.segments[index].scored
-
-    def _offloaded(self, stage: Stage, received: Tensor | None) -> OffloadedSegment:
-        if self._offloader is None:
-            raise RuntimeError("the plan offloads, and nothing is there to do it")
-        model = stage.hooks.model
-        return self._offloader.segment(addresses(received, *model.parameters(), *model.buffers()))
-
-    def _wanted(self, program: Sequence[Action], place: int) -> list[OffloadedSegment]:
-        """What the backwards right after the action there, a backward too, want back."""
-        near = program[place : place + 1 + BACKWARDS_AHEAD]
-        backwards = itertools.takewhile(lambda action: action.kind == "B", near)
-        stages = ((index, self.stages[chunk]) for _, index, chunk, _ in [*backwards][1:])
-        return [stage.offloads[index] for index, stage in stages if index in stage.offloads]
 
     def _release(self, action: Action, stage: Stage) -> None:
         for part in self._parts:

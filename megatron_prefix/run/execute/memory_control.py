@@ -13,11 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.device.memory import free_bytes
 from megatron_prefix.errors import StepOutOfMemory
-from megatron_prefix.megatron.features import offload_refusal
-from megatron_prefix.offload import rates
-from megatron_prefix.offload.segment import Offloader
-from megatron_prefix.offload.transfers import free_bytes, transfers_of
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.footprint import Footprint
 from megatron_prefix.plan.joint_forest import JointForest
@@ -54,7 +51,6 @@ class MemoryControl:
     def __init__(self, config: PrefixConfig) -> None:
         self._config, self._budget = config, config.memory_budget
         self.gathers = False
-        self._offloader: Offloader | None = None
         self._free: list[float] = []
         self._settled = 0
         self._known: dict[Any, tuple[float, Rates]] = {}
@@ -102,20 +98,22 @@ class MemoryControl:
             peaks = predict_memory(longest, self._footprint(request, gathers=True))
             self.gathers = max(one.peak for one in peaks) <= min(*self._free, self.limit)
 
-    def ask_once(self, rank: Rank) -> None:
+    def ask_once(self, request: Request) -> None:
         """Asks what weights and their gradients take on the stage with the least, and how fast the
         slowest rank is, where something may be offloaded; all ranks that meet call this."""
+        rank = request.rank
         if rank.layout not in self._known:
             stages = [rank.groups.pp] if rank.num_stages > 1 else []
             static = _least([rank.static_bytes], stages, rank.device)[0]
-            self._known[rank.layout] = static, self._slowest(rank)
+            self._known[rank.layout] = static, self._slowest(request)
         self._static, self._rates = self._known[rank.layout]
 
-    def _slowest(self, rank: Rank) -> Rates:
-        if self._config.memory != "auto" or self._budget is None:
-            return Rates(1.0, 1.0)  # nothing is offloaded, so only their ratio would matter
-        measured = rates.measured(rank.device, rank.config.params_dtype)
-        numbers = _least([measured.flops, measured.link], rank.waiting, rank.device)
+    def _slowest(self, request: Request) -> Rates:
+        every = (part.rates() for part in request.parts)
+        measured = next(filter(None, every), None)
+        if measured is None:
+            return Rates(1.0, 1.0)  # all stays on the device, so only their ratio would matter
+        numbers = _least([measured.flops, measured.link], request.rank.waiting, request.rank.device)
         return Rates(*map(_rounded, numbers))
 
     def limited(
@@ -148,7 +146,7 @@ class MemoryControl:
         self.limit = max(least, limit)
         footprint = self._before_settled(request)
         if self._config.memory == "auto" and not self._config.plan_file:
-            may_offload = self._budget is not None and not any(map(offload_refusal, rank.models))
+            may_offload = any(part.may_offload for part in request.parts)
             policies = automatic(
                 plan, footprint, rank.model.cost, self._rates, self.limit / by_ours, may_offload
             )
@@ -175,7 +173,7 @@ class MemoryControl:
     def _footprint(self, request: Request, gathers: bool | None = None) -> Footprint:
         """Bytes per row of the model on a rank, in the step that runs unless `gathers` is given."""
         gathers = self.gathers if gathers is None else gathers
-        footprint = request.rank.footprint(gathers, self._config.cache_host_layers)
+        footprint = request.rank.footprint(gathers)
         for part in request.parts:
             footprint = part.footprint(footprint)
         return footprint
@@ -208,29 +206,6 @@ class MemoryControl:
             logger.info("the step's cached blocks are more than its limit: they are given back")
             torch.cuda.empty_cache()
             self._resting = STEPS_BETWEEN
-
-    def offloader(self, plan: Plan, request: Request) -> Offloader | None:
-        """What takes tensors to the host in a step that begins; None if all stay. The first step
-        with gradients in which all do gives the host memory back.
-
-        Raises:
-            UserError: the model cannot run with "offload".
-        """
-        rank = request.rank
-        offloads = "offload" in plan.policies and not rank.forward_only
-        if not (offloads or self._config.cache_host_layers):
-            self._offloader = self._offloader if rank.forward_only else None
-            return None
-        reasons = [reason for reason in map(offload_refusal, rank.models) if reason]
-        if offloads and reasons:
-            raise reasons[0].error()
-        if self._offloader is None:
-            transfers = transfers_of(rank.device, self._budget)
-            self._offloader = Offloader(transfers)
-        predicted = self.predicted(plan, request)
-        staged = predicted.staged if offloads else 0.0
-        self._offloader.begin_step(predicted.peak, staged + predicted.cache_staged)
-        return self._offloader
 
     def run(
         self,

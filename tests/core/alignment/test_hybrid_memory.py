@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.bench.counted import SavedBytes
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.megatron.install import install, language_model
 from megatron_prefix.moe.versions import is_since
-from megatron_prefix.offload.segment import addresses
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 from megatron_prefix.tree import Pairs

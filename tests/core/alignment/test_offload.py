@@ -11,11 +11,11 @@ import pytest
 from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.host.segment import OffloadedSegment, addresses
+from megatron_prefix.features.host.transfers import Transfers
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.verify import align
-from megatron_prefix.offload.segment import OffloadedSegment, addresses
-from megatron_prefix.offload.transfers import Transfers
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.arenas import offloaders, watch_arenas

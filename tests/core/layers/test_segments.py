@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from megatron_prefix.features.host.arena import HostLayers
+from megatron_prefix.features.host.segment import Offloader
+from megatron_prefix.features.host.transfers import Transfers
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.layers.blocks.core import own_kernel_runs, segment_attention
 from megatron_prefix.layers.blocks.kernels import KERNELS
 from megatron_prefix.layers.segment import SegmentContext
-from megatron_prefix.offload.segment import Offloader
-from megatron_prefix.offload.transfers import Transfers
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.sidecar.host_arena import HostLayers
 from megatron_prefix.tree import Forest, Pairs, Segment, TreeOptions, build, cp_layout, trees
 from megatron_prefix.tree.payload_map import Form, PayloadMap, payload_map
 from tests.harness.played_ranks import PlayedRank, play, spread
@@ -362,7 +362,7 @@ def test_many_trees_with_arenas_on_the_host(name: str, num_host: int) -> None:
     offloader = Offloader(Transfers())
     offloader.begin_step()
     host = HostLayers(offloader, NUM_LAYERS, num_host)
-    cache = SidecarCache(planned(PACKED[name]), [Form.POSITIONS] * NUM_LAYERS, host=host)
+    cache = SidecarCache(planned(PACKED[name]), [Form.POSITIONS] * NUM_LAYERS, elsewhere=host)
     check(PACKED[name], Heads(), torch.float64, "math", cache=cache)
     assert offloader.counts.stored > 0
     cache.clear()

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.graphs.places import GraphPlaces
+from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.bench.counted import SavedBytes
 from megatron_prefix.lab.models import build as models_build
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.layers import model as layers_model
 from megatron_prefix.moe.versions import forget_logged_losses
-from megatron_prefix.offload.segment import addresses
 from megatron_prefix.plan.actions import Plan, policies
 from megatron_prefix.plan.footprint import Execution, Footprint
 from megatron_prefix.plan.peak_memory import RankMemory, memory_table, predict_memory

@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.host.part import HostMemory
+from megatron_prefix.features.host.segment import Offloader
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.plan.actions import policies
+from megatron_prefix.plan.actions import Plan, policies
+from megatron_prefix.plan.peak_memory import predict_memory
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.rank import Rank
-from megatron_prefix.run.request import Request, StepKind
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness import steps
@@ -74,23 +76,26 @@ def test_a_step_holds_next_to_nothing(way: str, monkeypatch: pytest.MonkeyPatch)
 
 def test_host_memory_goes_with_the_first_step_without_offload() -> None:
     """A pass without gradients in between does not count."""
-    model = small_model()
-    control = MemoryControl(PrefixConfig())
-    trains, no_gradients = (
-        Request({}, Rank.of([model], forward_only=forward_only), StepKind(None), Callbacks())
-        for forward_only in (False, True)
-    )
+    model, kept = small_model(), dict[str, Any]()
+    with_gradients, no_gradients = Rank.of([model]), Rank.of([model], forward_only=True)
     rollouts, groups = flat_rollouts(12, 6, 3, 1)
     plain = make_plan(build(rollouts, groups, TreeOptions(min_gain=0)))
     away = replace(plain, policies=policies(plain.segments, "offload"))
-    first = control.offloader(away, trains)
+
+    def offloader(plan: Plan, rank: Rank) -> Offloader | None:
+        part = HostMemory(PrefixConfig(memory="offload"), rank, Callbacks())
+        part.kept = kept
+        part.prepare(plan, lambda: predict_memory(plan, rank.footprint(gathers=False))[0])
+        return part._offloader
+
+    first = offloader(away, with_gradients)
     assert first is not None
-    assert control.offloader(plain, no_gradients) is None
-    assert control.offloader(away, trains) is first
-    assert control.offloader(plain, trains) is None
-    kept = weakref.ref(first)
+    assert offloader(plain, no_gradients) is None
+    assert offloader(away, with_gradients) is first
+    assert offloader(plain, with_gradients) is None
+    alive = weakref.ref(first)
     del first
-    assert kept() is None
+    assert alive() is None
 
 
 @pytest.mark.parametrize(

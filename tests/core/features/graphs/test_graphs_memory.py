@@ -14,10 +14,10 @@ from megatron_prefix.features.graphs import cuda
 from megatron_prefix.features.graphs.pieces import Piece
 from megatron_prefix.features.graphs.places import GraphPlaces
 from megatron_prefix.features.graphs.segment_graphs import Form, SegmentGraphs
+from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.model import footprint_of, layers_of
 from megatron_prefix.megatron.features import pattern_of
-from megatron_prefix.offload.segment import addresses
 from megatron_prefix.plan.footprint import Execution
 from tests.core.features.graphs.test_graphs import config, made, steps
 from tests.core.features.graphs.test_graphs_experts import MIXED

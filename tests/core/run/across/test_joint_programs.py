@@ -210,8 +210,7 @@ def stage_of(pipeline: Pipeline, rank: Rank, chunk: int, act: Any) -> Any:
     cache = SimpleNamespace(map=seen, clear=lambda: None, free=lambda *_, **__: None)
     hooks = SimpleNamespace(prepare=lambda _: None, end_step=lambda: None)
     return SimpleNamespace(
-        hooks=hooks, cache=cache, final=None, ledger=None, losses=None, live={}, offloads={},
-        wanted_next=[], act=act,
+        hooks=hooks, cache=cache, final=None, ledger=None, losses=None, live={}, act=act,
     )  # fmt: skip
 
 

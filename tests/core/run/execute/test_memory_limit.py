@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.bench.counted import SavedBytes
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.model import footprint_of
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.offload.segment import addresses
 from megatron_prefix.plan import prediction
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.peak_memory import predict_memory

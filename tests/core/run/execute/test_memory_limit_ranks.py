@@ -14,12 +14,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.device.tolerance import tolerance
 from megatron_prefix.errors import StepFailed
+from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.bench.counted import SavedBytes
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.offload.segment import addresses
 from megatron_prefix.plan import prediction
 from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.run.schedule import PrefixSchedule

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from megatron_prefix.offload import pool as pools
 from megatron_prefix.offload import transfers as module
-from megatron_prefix.offload.segment import Offloader, addresses
-from tests.core.offload.test_offload import expected_gradient, layers
+from torch import Tensor
+
+from megatron_prefix.device.memory import free_bytes
+from megatron_prefix.features.host.segment import Offloader, addresses
+from tests.core.features.host.test_offload import expected_gradient, layers
 
 DEVICE = torch.device("cpu")
 
@@ -233,5 +234,5 @@ def test_a_limit_counts_from_what_is_in_use_when_the_step_begins(
     limited.begin_step(expected=25.0)
     used = 35.0
     assert limited.room() == limited.room(as_planned=True) == 30 + 20 - 35
-    assert module.free_bytes(torch.device("cuda"), None) == 100 - 35 - 5
-    assert module.free_bytes(torch.device("cuda"), 10.0) == 10
+    assert free_bytes(torch.device("cuda"), None) == 100 - 35 - 5
+    assert free_bytes(torch.device("cuda"), 10.0) == 10

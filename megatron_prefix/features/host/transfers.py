@@ -1,19 +1,17 @@
-"""Copies between device and host, and how much free memory the device has."""
+"""Copies between device and host."""
 
 from __future__ import annotations
 
 import collections
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Pairs = Sequence[tuple[Tensor, Tensor]]
+from megatron_prefix.device.memory import MARGIN, cuda_memory, free_host_bytes
 
-MARGIN = 0.05
-"""Share of a device's memory that is left for fragmentation and other libraries."""
+Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
 class Transfers:
@@ -79,7 +77,7 @@ class Transfers:
         Args:
             as_planned: within the predicted peak of the step.
         """
-        return _free_host_bytes() if self.limit is None else self.limit
+        return free_host_bytes() if self.limit is None else self.limit
 
 
 class CudaTransfers(Transfers):
@@ -109,7 +107,7 @@ class CudaTransfers(Transfers):
 
     def begin_step(self, expected: float) -> None:
         """See `Transfers.begin_step`."""
-        self._base = _cuda_memory(self._device)[2]
+        self._base = cuda_memory(self._device)[2]
         self._expected = expected
 
     def store(self, pairs: Pairs, *, held: bool = False) -> torch.cuda.Event:
@@ -164,7 +162,7 @@ class CudaTransfers(Transfers):
 
     def room(self, *, as_planned: bool = False) -> float:
         """See `Transfers.room`."""
-        most, total, used = _cuda_memory(self._device)
+        most, total, used = cuda_memory(self._device)
         room = most - MARGIN * total
         if self.limit is not None:
             room = min(room, self._base + self.limit)
@@ -176,33 +174,3 @@ class CudaTransfers(Transfers):
 def transfers_of(device: torch.device, limit: float | None) -> Transfers:
     """The transfers of a device; `limit`: see PrefixConfig.memory_budget."""
     return CudaTransfers(device, limit) if device.type == "cuda" else Transfers(limit)
-
-
-def free_bytes(device: torch.device, limit: float | None = None) -> float:
-    """Bytes that a step may still allocate, without the margin; the host does not wait.
-
-    Args:
-        device: of the model.
-        limit: bytes that a step may use; None: what is free.
-    """
-    if device.type != "cuda":
-        return _free_host_bytes() * (1 - MARGIN) if limit is None else limit
-    free, total, used = _cuda_memory(device)
-    room = free - used - MARGIN * total
-    return room if limit is None else min(room, limit)
-
-
-def _cuda_memory(device: torch.device) -> tuple[float, float, float]:
-    """Bytes that the process can have, the size of the device, and bytes in use.
-
-    The process can have what the driver reports as free and what the allocator has reserved. Memory
-    that waits for a copy on a side stream counts as used (`active`).
-    """
-    free, total = torch.cuda.mem_get_info(device)
-    stats = torch.cuda.memory_stats(device)
-    used = stats.get("active_bytes.all.current", 0)
-    return free + stats.get("reserved_bytes.all.current", 0), total, used
-
-
-def _free_host_bytes() -> float:
-    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

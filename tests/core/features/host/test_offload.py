@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_prefix.offload import pool as pools
 from torch import Tensor
 
-from megatron_prefix.offload import pool as pools
-from megatron_prefix.offload.pool import StagingPool
-from megatron_prefix.offload.segment import (
+from megatron_prefix.features.host.pool import StagingPool
+from megatron_prefix.features.host.segment import (
     Entry,
     OffloadedSegment,
     Offloader,
     StorageState,
     addresses,
 )
-from megatron_prefix.offload.transfers import Transfers
+from megatron_prefix.features.host.transfers import Transfers
 
 ROOM = 1 << 30
 

@@ -12,12 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
-from megatron_prefix.offload.segment import Offloader
-from megatron_prefix.offload.transfers import CudaTransfers, Transfers
-from megatron_prefix.sidecar import host_arena as module
+from megatron_prefix.features.host import arena as module
+from megatron_prefix.features.host.arena import HostLayers
+from megatron_prefix.features.host.segment import Offloader
+from megatron_prefix.features.host.transfers import CudaTransfers, Transfers
 from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.sidecar.host_arena import HostLayers
-from tests.core.offload.test_transfers import DEVICE, streams
+from tests.core.features.host.test_transfers import DEVICE, streams
 from tests.harness.sidecar import (
     DIM,
     HEADS,
@@ -140,7 +140,7 @@ def test_a_failed_step_leaves_nothing_behind(
     cache.prefetch(1, 4, backward=True)  # on its way when the step fails
     cache.clear()
     assert cache.device_bytes.held == 0 == offloader.pool.used_bytes
-    assert not cache._host._leaving  # type: ignore[union-attr]
+    assert not cache._elsewhere._leaving  # type: ignore[union-attr]
 
 
 def test_what_is_loaded_in_vain_is_waited_for() -> None:

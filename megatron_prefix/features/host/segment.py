@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_prefix.offload.pool import Lease, StagingPool
-from megatron_prefix.offload.transfers import Transfers
+from megatron_prefix.features.host.pool import Lease, StagingPool
+from megatron_prefix.features.host.transfers import Transfers
 
 LAYERS_AHEAD = 2
 """Layers that are loaded while the backward of one layer runs."""
