@@ -14,14 +14,12 @@ from typing import Any
 import megatron.core
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_model_config
 from packaging.version import Version
 
 from megatron_prefix.device.modules import modules_of
 from megatron_prefix.errors import CANNOT_RUN, Reason, refused
 from megatron_prefix.layers import attention, quantisers, table
 from megatron_prefix.layers.kind import Part, owner
-from megatron_prefix.layers.precision import is_fp8
 from megatron_prefix.megatron import families
 from megatron_prefix.refusals.table import (
     DDP_DELAYED_WGRAD,
@@ -29,8 +27,6 @@ from megatron_prefix.refusals.table import (
     DROPOUT,
     FULLY_SHARDED,
     GRADIENT_HOOKS,
-    OFFLOAD_FP8,
-    OFFLOAD_OVERLAP,
     OLD_MEGATRON,
     OPTIONS,
     OTHER_FORWARD,
@@ -159,21 +155,6 @@ def layer_refusals(model: Any) -> Iterator[Reason]:
         yield OTHER_SYMBOLS.given(", ".join(sorted(unknown)))
     yield from table.refusals(model)
     yield from option_refusals(table.payload_parts(model), model.config)
-
-
-def offload_refusal(model: Any) -> Reason | None:
-    """Why a model chunk cannot run with memory policy "offload"; None if it can.
-
-    Fused weight gradients set a flag on the weight, which Megatron's overlapped reduction reads;
-    but a weight that comes back through autograd's saved-tensor hooks is another object.
-    """
-    if is_fp8(get_model_config(model)):
-        return OFFLOAD_FP8.given()
-    ddp = getattr(model, "ddp_config", None)
-    fused = getattr(get_model_config(model), "gradient_accumulation_fusion", False)
-    if fused and ddp is not None and ddp.overlap_grad_reduce:
-        return OFFLOAD_OVERLAP.given()
-    return None
 
 
 def check(model: Any, wrapped: Any = None) -> None:

@@ -34,6 +34,7 @@ WORDS = {
     "mtp": r"StepAhead|LooksAhead|multi_token|eh_proj",
     "replay": r"[rR]outer_?[rR]eplay|routing_replay|may_replay",
     "plan_files": r"PlanFile|(to|from)_csv|check_segments",
+    "host": r"[oO]ffload(?!ing)|[hH]ost_?([lL]ayers|[aA]rena)|HostMemory",
     "vision": r"[iI]mages|\b[vV]ision|[tT]ower|visual|deepstack",
     "own_gdn": r"own_gdn|own_delta|OwnGated|linear_attn|hf_forward",
     "verify": r"[Vv]erif|VERIF",
@@ -43,6 +44,17 @@ WORDS = {
 STAYS = {
     "dsa": {"refusals/table.py"},
     "graphs": {"config.py", "refusals/table.py"},
+    "host": {
+        "config.py",
+        "parts.py",
+        "plan/actions.py",
+        "plan/footprint.py",
+        "plan/memory_policy.py",
+        "plan/peak_memory.py",
+        "plan/step_planner.py",
+        "refusals/table.py",
+        "run/execute/memory_control.py",
+    },
     "mtp": {"run/execute/scales.py"},
     "replay": {"refusals/table.py", "run/read/model_walk.py"},
     "verify": {"config.py", "refusals/table.py"},
@@ -50,7 +62,8 @@ STAYS = {
     "watchdog": {"config.py"},
 }
 """Files of the core that name a feature all the same: refusals, options and what trainers can do
-have one place each, a walk of a model passes by attributes that other files look at, and all
+have one place each, "offload" is one of the policies that planning prices and predicts, a walk of a
+model passes by attributes that other files look at, and all
 auxiliary losses get their scales in one place."""
 IMPORTS_ACROSS = {
     "moe/ledger.py", "run/execute/executor.py", "run/report.py",

@@ -8,20 +8,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.utils import get_model_config
+
 from megatron_prefix.errors import refused
 from megatron_prefix.features.host import rates
 from megatron_prefix.features.host.arena import HostLayers
 from megatron_prefix.features.host.segment import OffloadedSegment, Offloader, addresses
 from megatron_prefix.features.host.transfers import transfers_of
-from megatron_prefix.megatron.features import offload_refusal
+from megatron_prefix.layers.precision import is_fp8
 from megatron_prefix.parts import Attempt, StepPart
 from megatron_prefix.plan.memory_policy import BACKWARDS_AHEAD
-from megatron_prefix.refusals.table import HOST_LAYERS_CP
+from megatron_prefix.refusals.table import HOST_LAYERS_CP, OFFLOAD_FP8, OFFLOAD_OVERLAP
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_prefix.config import PrefixConfig
+    from megatron_prefix.errors import Reason
     from megatron_prefix.plan.actions import Action, Plan
     from megatron_prefix.plan.footprint import Footprint
     from megatron_prefix.plan.memory_policy import Rates
@@ -163,3 +166,18 @@ class HostMemory(StepPart):
         backwards = itertools.takewhile(lambda action: action.kind == "B", near)
         places = [(action.segment, action.chunk) for action in backwards][1:]
         return [self._segments[each] for each in places if each in self._segments]
+
+
+def offload_refusal(model: Any) -> Reason | None:
+    """Why a model chunk cannot run with memory policy "offload"; None if it can.
+
+    Fused weight gradients set a flag on the weight, which Megatron's overlapped reduction reads;
+    but a weight that comes back through autograd's saved-tensor hooks is another object.
+    """
+    if is_fp8(get_model_config(model)):
+        return OFFLOAD_FP8.given()
+    ddp = getattr(model, "ddp_config", None)
+    fused = getattr(get_model_config(model), "gradient_accumulation_fusion", False)
+    if fused and ddp is not None and ddp.overlap_grad_reduce:
+        return OFFLOAD_OVERLAP.given()
+    return None

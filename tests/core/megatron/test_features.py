@@ -22,6 +22,7 @@ from torch import nn
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, Refusal, UserError
 from megatron_prefix.features import replays_routes
+from megatron_prefix.features.host.part import offload_refusal
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import install
@@ -166,9 +167,9 @@ def test_scales_of_blocks_are_taken(recipe: str) -> None:
 
 
 def test_the_host_takes_no_quantised_weights(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert features.offload_refusal(model) is None
+    assert offload_refusal(model) is None
     monkeypatch.setattr(unwrap(model).config, "fp8", "e4m3")
-    found = features.offload_refusal(model)
+    found = offload_refusal(model)
     assert found is not None and found.refusal is table.OFFLOAD_FP8
 
 

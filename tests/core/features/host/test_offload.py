@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_prefix.offload import pool as pools
 from torch import Tensor
 
+from megatron_prefix.features.host import pool as pools
 from megatron_prefix.features.host.pool import StagingPool
 from megatron_prefix.features.host.segment import (
     Entry,

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_prefix.offload import pool as pools
-from megatron_prefix.offload import transfers as module
 from torch import Tensor
 
 from megatron_prefix.device.memory import free_bytes
+from megatron_prefix.features.host import pool as pools
+from megatron_prefix.features.host import transfers as module
 from megatron_prefix.features.host.segment import Offloader, addresses
 from tests.core.features.host.test_offload import expected_gradient, layers
 

@@ -85,7 +85,7 @@ def issued(
     reductions = reductions_of(pipeline, steps, early=early)
     overlap = overlap_of(reductions, plan, rank.stage)
     executor = Recording(
-        plan, stages, inputs, False, None, None,
+        plan, stages, inputs, False, None,
         exchanges_of(pipeline, rank, steps), contextlib.ExitStack(),
         acted if sizes.counts else None, parts=[overlap],
     )  # fmt: skip
