@@ -82,17 +82,17 @@ def test_host_memory_goes_with_the_first_step_without_offload() -> None:
     plain = make_plan(build(rollouts, groups, TreeOptions(min_gain=0)))
     away = replace(plain, policies=policies(plain.segments, "offload"))
 
-    def offloader(plan: Plan, rank: Rank) -> Offloader | None:
+    def kept_after(plan: Plan, rank: Rank) -> Offloader | None:
         part = HostMemory(PrefixConfig(memory="offload"), rank, Callbacks())
         part.kept = kept
         part.prepare(plan, lambda: predict_memory(plan, rank.footprint(gathers=False))[0])
-        return part._offloader
+        return next(iter(kept.values()), None)
 
-    first = offloader(away, with_gradients)
+    first = kept_after(away, with_gradients)
     assert first is not None
-    assert offloader(plain, no_gradients) is None
-    assert offloader(away, with_gradients) is first
-    assert offloader(plain, with_gradients) is None
+    assert kept_after(plain, no_gradients) is first
+    assert kept_after(away, with_gradients) is first
+    assert kept_after(plain, with_gradients) is None
     alive = weakref.ref(first)
     del first
     assert alive() is None
