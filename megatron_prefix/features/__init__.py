@@ -142,6 +142,11 @@ def is_of_images(model: Any, inner: Any) -> bool:
     return has_images
 
 
+def _may_have_quantisers(*_: Any) -> bool:
+    """Nobody can have made one before that is imported."""
+    return "modelopt.torch.quantization.nn.modules.tensor_quantizer" in sys.modules
+
+
 def _uses_host(config: PrefixConfig, _: Rank) -> bool:
     """Memory "auto" keeps a given budget so, a plan file names policies."""
     chooses = config.memory == "auto" and config.memory_budget is not None
@@ -167,6 +172,7 @@ PARTS: tuple[Feature, ...] = (
         lambda config, rank: bool(config.graph_tokens) and not rank.forward_only,
         needed=False,
     ),
+    Feature("quantisers", f"{_FOLDER}qat.quantisers:Quantisers", _may_have_quantisers),
     Feature("host memory", f"{_FOLDER}host.part:HostMemory", _uses_host),
     Feature(
         "images",

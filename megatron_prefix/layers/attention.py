@@ -23,7 +23,6 @@ from megatron_prefix.layers.kind import (
     Slot,
     owner,
 )
-from megatron_prefix.layers.quantisers import quantised
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
 from megatron_prefix.refusals.table import (
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 
     from megatron_prefix.layers.blocks.shared import Shared
 
+QUANTISERS = ("q_bmm_quantizer", "k_bmm_quantizer", "v_bmm_quantizer")
 _QUANTISED = "modelopt.torch.quantization.plugins.megatron._QuantTEDotProductAttention"
 CORES = {
     "megatron.core.transformer.dot_product_attention.DotProductAttention",
@@ -305,6 +305,15 @@ class InSegments:
 def _has_sinks(config: Any) -> bool:
     """Whether a core attention has one more score of every head, its `softmax_offset`, [heads]."""
     return getattr(config, "softmax_type", "vanilla") != "vanilla"
+
+
+def quantised(core: Any, *tensors: Any) -> tuple[Any, ...]:
+    """Queries, keys and values as quantisers of ModelOpt leave them, where a core attention has
+    some (features/qat)."""
+    if not hasattr(core, QUANTISERS[0]):
+        return tensors
+    pairs = zip(QUANTISERS, tensors, strict=True)
+    return tuple(getattr(core, name)(tensor) for name, tensor in pairs)
 
 
 def _softmax_scale(attention: Any, core: Any) -> float:

@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from megatron_prefix.device.modules import modules_of
 from megatron_prefix.errors import CANNOT_RUN, Reason, refused
-from megatron_prefix.layers import attention, quantisers, table
+from megatron_prefix.layers import attention, table
 from megatron_prefix.layers.kind import Part, owner
 from megatron_prefix.megatron import families
 from megatron_prefix.refusals.table import (
@@ -107,7 +107,6 @@ def _module_refusals(model: Any) -> Iterator[Reason]:
     yield from rotary_refusals(model)
     yield from head_refusals(model)
     yield from layer_refusals(model)
-    yield from quantisers.refusals(model)
     for name, module in model.named_modules():
         if "Dropout" in type(module).__name__ and (getattr(module, "p", None) or 0) > 0:
             yield DROPOUT.given(module.p, name)
@@ -178,8 +177,8 @@ def check(model: Any, wrapped: Any = None) -> None:
 
 
 def check_again(model: Any, wrapped: Any, known: Iterable[Part], facts: Any) -> None:
-    """Refuses what may have changed since `check`: options, hooks on gradients, quantisers, and
-    what is frozen.
+    """Refuses what may have changed since `check`: options, hooks on gradients, and what is
+    frozen.
 
     Args:
         model: the language model.
@@ -191,7 +190,6 @@ def check_again(model: Any, wrapped: Any, known: Iterable[Part], facts: Any) -> 
         CannotShare: as of `check`.
     """
     reasons = [*facts.refused, *option_refusals(known, model.config), *gradient_hooks(wrapped)]
-    reasons += quantisers.refusals(model)
     if reasons:
         raise reasons[0].error(CANNOT_RUN)
 

@@ -15,9 +15,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from megatron_prefix.features.qat.quantisers import QUANTISER
 from megatron_prefix.lab.models import build
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.layers.quantisers import QUANTISER
 
 LARGEST = 3.0
 """Of all inputs of a linear layer, so that few are clipped."""

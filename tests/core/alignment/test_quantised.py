@@ -14,6 +14,7 @@ import torch
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare
+from megatron_prefix.features.qat import quantisers
 from megatron_prefix.lab.data.rollouts import dense_vocabulary
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
@@ -21,7 +22,6 @@ from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.lab.verify.matrix import SHAPES
-from megatron_prefix.layers import quantisers
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.trainers.registry import installed
 from tests.harness import quantised, steps

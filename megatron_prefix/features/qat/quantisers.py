@@ -1,4 +1,4 @@
-"""Quantisers that ModelOpt puts into Megatron's layers for quantisation-aware training.  Pure.
+"""Quantisers that ModelOpt puts into Megatron's layers for quantisation-aware training.
 
 A linear layer then multiplies a fake-quantised weight by fake-quantised inputs. What becomes of a
 weight depends on no token. What becomes of an input depends on its own token alone if the scale is
@@ -12,12 +12,13 @@ is told by its class and its own attributes.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 from megatron_prefix.device.modules import modules_of
 from megatron_prefix.errors import Reason
+from megatron_prefix.layers.attention import QUANTISERS
+from megatron_prefix.parts import StepPart
 from megatron_prefix.refusals.table import (
     QUANTISER_CALIBRATES,
     QUANTISER_DYNAMIC,
@@ -26,24 +27,30 @@ from megatron_prefix.refusals.table import (
 )
 
 QUANTISER = "modelopt.torch.quantization.nn.modules.tensor_quantizer.TensorQuantizer"
-_IN_ATTENTION = ("q_bmm_quantizer", "k_bmm_quantizer", "v_bmm_quantizer")
 _OF_WEIGHTS = "weight_quantizer"
 _EXPONENTS = (8, 0)
 """Scales that are powers of two: those of MX formats, which have no second scale of a tensor."""
 
 
+class Quantisers(StepPart):
+    """Looks at the quantisers of every step."""
+
+    def refusals(self) -> Iterator[Reason]:
+        """See StepPart."""
+        for model in self.rank.language_models:
+            yield from refusals(model)
+
+
 def refusals(model: Any) -> Iterator[Reason]:
     """What is refused of a language model's quantisers, in every step: they are calibrated, and
     turned on and off, between steps."""
-    if QUANTISER.rpartition(".")[0] not in sys.modules:  # nobody can have made one
-        return
     kinds = {kind for kind in {type(one) for one in modules_of(model)} if _is_quantiser(kind)}
     latent = getattr(model.config, "multi_latent_attention", False)
     for name, module in model.named_modules() if kinds else ():
         if type(module) not in kinds or module._disabled:
             continue
         parts = name.split(".")
-        in_attention = not {*_IN_ATTENTION}.isdisjoint(parts)
+        in_attention = not {*QUANTISERS}.isdisjoint(parts)
         if module._if_calib and not module._dynamic:
             yield QUANTISER_CALIBRATES.given(name)
         elif not module._if_quant or any(_OF_WEIGHTS in part for part in parts):
@@ -54,14 +61,6 @@ def refusals(model: Any) -> Iterator[Reason]:
             yield QUANTISER_OTHER.given(name, what)
         elif not (_has_static_scale(module) or _is_by_token(module, parts, in_attention)):
             yield QUANTISER_DYNAMIC.given(name)
-
-
-def quantised(core: Any, *tensors: Any) -> tuple[Any, ...]:
-    """Queries, keys and values as a core attention's quantisers leave them."""
-    if not hasattr(core, _IN_ATTENTION[0]):
-        return tensors
-    pairs = zip(_IN_ATTENTION, tensors, strict=True)
-    return tuple(getattr(core, name)(tensor) for name, tensor in pairs)
 
 
 def _is_quantiser(kind: type) -> bool:

@@ -1,0 +1,1 @@
+"""Quantisation-aware training: which of ModelOpt's quantisers segments can run."""
