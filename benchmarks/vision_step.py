@@ -53,7 +53,7 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.run.execute import executor
-from megatron_prefix.run.execute.oom_retry import free_memory
+from megatron_prefix.run.execute.memory_control import free_memory
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import build as build_forest
 

@@ -7,7 +7,8 @@ refuse programs that differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -23,8 +24,29 @@ from megatron_prefix.refusals.table import (
 )
 from megatron_prefix.tree import Forest
 
+MOST_HOSTS = 8
+"""Hosts, or ranks, that a message lists."""
+hosts: tuple[str, ...] = ()
+"""By rank, where they are known: then an error can name the one that is gone."""
 _FINE, _CANNOT_SHARE, _FAILED = range(3)
 T = TypeVar("T")
+
+
+def named(rank: int) -> str:
+    """`rank 3 on node-b`, or `rank 3` where hosts are not known."""
+    return f"rank {rank} on {hosts[rank]}" if hosts else f"rank {rank}"
+
+
+@contextlib.contextmanager
+def naming(what: str, rank: int) -> Iterator[None]:
+    """Says in an error of communication what this rank was doing, and whose log says why."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what}: {error}. A neighbour has failed, hangs, or needs longer than"
+            f" --message-timeout-minutes; the log of {named(rank)} says why"
+        ) from error
 
 
 def tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:

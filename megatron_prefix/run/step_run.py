@@ -40,11 +40,15 @@ from megatron_prefix.refusals.own_errors import as_refusal, softened
 from megatron_prefix.refusals.table import CHANGED_OUTPUT, NO_COPY
 from megatron_prefix.run import agreement
 from megatron_prefix.run.calls import FILLED_BY_MODEL, ModelCall
-from megatron_prefix.run.execute import routers
+from megatron_prefix.run.execute.auxiliary import (
+    AuxiliaryScales,
+    begin_ledgers,
+    set_auxiliary_scales,
+)
 from megatron_prefix.run.execute.call_outputs import AnswerForm
 from megatron_prefix.run.execute.executor import Executor, Stage
 from megatron_prefix.run.execute.inputs import SegmentInputs
-from megatron_prefix.run.execute.losses import LossContract, Losses, set_auxiliary_scales
+from megatron_prefix.run.execute.losses import LossContract, Losses
 from megatron_prefix.run.execute.messages import (
     Links,
     channels_of,
@@ -53,7 +57,6 @@ from megatron_prefix.run.execute.messages import (
     message_shape,
 )
 from megatron_prefix.run.execute.rewind import Rewind
-from megatron_prefix.run.execute.scales import AuxiliaryScales
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read import heads
 from megatron_prefix.run.read.forward_step_state import Settings
@@ -310,7 +313,7 @@ class StepRun:
             part.begin(attempt)
         counts = None
         if rank.model.has_experts:
-            counts = routers.begin(stages, self._step, self._contract, rank)
+            counts = begin_ledgers(stages, self._step, self._contract, rank)
         if report.stopwatch is not None:
             report.stopwatch.forget()
         exchanges = None

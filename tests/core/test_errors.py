@@ -8,7 +8,7 @@ import pytest
 
 from megatron_prefix.auto.settings import read_config
 from megatron_prefix.errors import MOST_LETTERS, UserError, bounded, listed
-from megatron_prefix.run import hosts
+from megatron_prefix.lab.runtime import hosts
 from tests.harness.command_line import BUNDLED, failure
 
 LONG = "x" * 5000

@@ -56,7 +56,7 @@ STAYS = {
         "refusals/table.py",
         "run/execute/memory_control.py",
     },
-    "mtp": {"run/execute/scales.py"},
+    "mtp": {"run/execute/auxiliary.py"},
     "qat": {"layers/attention.py", "refusals/table.py"},
     "replay": {"refusals/table.py", "run/read/model_walk.py"},
     "verify": {"config.py", "refusals/table.py"},

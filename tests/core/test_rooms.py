@@ -27,7 +27,7 @@ STILL = ("megatron_prefix.features.across.",)
 COMMANDS = {"__main__.py", "run/__main__.py"}
 """Of the core: they start the lab's command line, and nothing imports them."""
 RUN = PACKAGE / "run"
-KNOWN = {"agreement", "calls", "hosts", "rank", "request"}
+KNOWN = {"agreement", "calls", "rank", "request"}
 """Files of run/ that its rooms import; they import no others of run/ themselves."""
 STOCK = r"^megatron\.(.*\.get_forward_backward_func|core\.pipeline_parallel(\.schedules)?)$"
 NAMED = re.compile(r"\bmegatron_prefix(?:\.\w+)+")

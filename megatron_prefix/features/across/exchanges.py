@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_prefix.device.clock import elapsed, now
 from megatron_prefix.features.across.carried import Carried, Row
 from megatron_prefix.features.across.communicator import Communicator, Message
-from megatron_prefix.run.hosts import naming
+from megatron_prefix.run.agreement import naming
 from megatron_prefix.sidecar.arena import Payload, wider
 from megatron_prefix.tree import Forest
 from megatron_prefix.tree.forest import Exchange

@@ -18,7 +18,7 @@ from megatron_prefix.megatron.install import Hooks, installed
 from megatron_prefix.parts import Attempt, StepPart, TimedStep
 from megatron_prefix.plan.footprint import Footprint
 from megatron_prefix.run.agreement import all_say, first_says
-from megatron_prefix.run.execute.oom_retry import free_memory
+from megatron_prefix.run.execute.memory_control import free_memory
 
 logger = logging.getLogger(__name__)
 _CHOICE = "choice"

@@ -22,7 +22,7 @@ from megatron_prefix.refusals.table import (
     AHEAD_TOKENS,
 )
 from megatron_prefix.run.calls import ModelCall
-from megatron_prefix.run.execute.losses import set_auxiliary_scales
+from megatron_prefix.run.execute.auxiliary import set_auxiliary_scales
 from megatron_prefix.run.read.read_calls import CallTokens
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.run.read.suspend import Capture

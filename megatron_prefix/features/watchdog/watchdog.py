@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megatron_prefix.errors import listed
-from megatron_prefix.run import hosts
+from megatron_prefix.run import agreement
 from megatron_prefix.run.read import suspend
 
 logger = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ def place(ident: int) -> str:
 
 
 def _rank() -> str:
-    return hosts.named(dist.get_rank()) if dist.is_initialized() else "a process"
+    return agreement.named(dist.get_rank()) if dist.is_initialized() else "a process"
 
 
 def _stack(frame: FrameType | None) -> list[FrameType]:
@@ -223,7 +223,7 @@ def _waits(stack: list[FrameType]) -> str:
 def _members(group: Any) -> str:
     """The ranks of a process group; None: of all."""
     ranks = dist.get_process_group_ranks(group)
-    return f" of ranks {listed(ranks, hosts.MOST_HOSTS)}"
+    return f" of ranks {listed(ranks, agreement.MOST_HOSTS)}"
 
 
 def _layer(stack: list[FrameType]) -> str:

@@ -34,7 +34,7 @@ from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan.actions import Action, Plan, policies
 from megatron_prefix.plan.peak_memory import RankMemory, predict_memory
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.run.execute.oom_retry import free_memory
+from megatron_prefix.run.execute.memory_control import free_memory
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs, TreeOptions, build

@@ -33,7 +33,7 @@ from megatron_prefix.lab.verify import align
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.moe.versions import forget_logged_losses
 from megatron_prefix.run.calls import Callbacks
-from megatron_prefix.run.execute.oom_retry import free_memory
+from megatron_prefix.run.execute.memory_control import free_memory
 from megatron_prefix.run.schedule import PrefixSchedule
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NoReturn
 from megatron_prefix.errors import UserError, shown
 from megatron_prefix.lab import platforms
 from megatron_prefix.lab.platforms import Platform
+from megatron_prefix.lab.runtime import hosts
 from megatron_prefix.lab.runtime.layout import Layout
-from megatron_prefix.run import hosts
 
 if TYPE_CHECKING:
     import torch

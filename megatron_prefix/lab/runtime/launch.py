@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab import platforms
-from megatron_prefix.lab.runtime import folders
+from megatron_prefix.lab.runtime import folders, hosts
 from megatron_prefix.lab.runtime.groups import (
     RENDEZVOUS,
     end,
@@ -30,7 +30,6 @@ from megatron_prefix.lab.runtime.groups import (
     env_world_size,
     shutdown,
 )
-from megatron_prefix.run import hosts
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +115,7 @@ def _as_this_rank(fn: Callable[..., T], args: Sequence[Any]) -> T:
     try:
         return fn(*args)
     except RuntimeError as error:
-        said = hosts.told(int(os.environ.get("RANK", "0")), error)
+        said = hosts.loss(int(os.environ.get("RANK", "0")), error)
         if said is None:
             raise
         raise RankError(f"{said}\n{traceback.format_exc()}") from None

@@ -27,9 +27,9 @@ from megatron_prefix.errors import UserError, refused
 from megatron_prefix.layers.own_backward import with_backward
 from megatron_prefix.refusals.own_errors import is_own
 from megatron_prefix.refusals.table import FORWARD_GRAPH, STRAY_GRADIENT
+from megatron_prefix.run.execute.auxiliary import AuxiliaryScales
 from megatron_prefix.run.execute.call_outputs import AnswerForm, CallOutputs
 from megatron_prefix.run.execute.inputs import ReadRows
-from megatron_prefix.run.execute.scales import AuxiliaryScales
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.run.read.suspend import SuspendedStep
 from megatron_prefix.tree import Forest
@@ -50,21 +50,6 @@ class LossContract:
     cp_size: int
     collect_non_loss_data: bool
     scales: AuxiliaryScales | None = None
-
-
-def set_auxiliary_scales(contract: LossContract, model: Any, num_microbatches: int) -> None:
-    """Tells Megatron how to weigh the losses of routers and of multi-token prediction, as a stage
-    without losses does in its schedule for each microbatch.
-
-    The scales are read when a backward runs, on every stage, and only the last has `Losses`.
-    """
-    config = contract.config
-    if config.timers is not None:
-        config.timers("forward-compute", log_level=2).start()
-    forward_step_calc_loss(
-        model, next(model.parameters()), None, config, getattr(model, "vp_stage", None),
-        contract.collect_non_loss_data, max(num_microbatches, 1), [], contract.cp_size, False,
-    )  # fmt: skip
 
 
 class Losses:

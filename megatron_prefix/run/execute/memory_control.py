@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,9 @@ from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.footprint import Footprint
 from megatron_prefix.plan.joint_forest import JointForest
-from megatron_prefix.plan.memory_policy import Rates, automatic
+from megatron_prefix.plan.memory_policy import Rates, automatic, leaner
 from megatron_prefix.plan.peak_memory import RankMemory, memory_table, predict_memory
 from megatron_prefix.plan.prediction import heaviest_stock_plan, limit_of
-from megatron_prefix.run.execute import oom_retry
-from megatron_prefix.run.execute.oom_retry import Result
 from megatron_prefix.run.execute.rewind import Rewind
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.request import Request
@@ -33,6 +32,7 @@ STEPS_ASKED, STEPS_BETWEEN = 3, 50
 optimizer's state is there from the second one on; other things may come later."""
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class MemoryControl:
@@ -212,19 +212,61 @@ class MemoryControl:
         attempt: Callable[[Plan], Result],
         plan: Plan,
         request: Request,
-        why_final: Callable[[], str] = str,
+        why_final: Callable[[], str],
         *,
         is_alone: bool,
     ) -> tuple[Result, Plan]:
-        """Runs a step, and again if memory runs out and it can be undone; see `oom_retry.run`."""
+        """Runs a step; if memory runs out, undoes it and runs it once more, with every inner
+        segment recomputed.
+
+        That takes a rank that no other waits for: where others wait for it in a collective it
+        cannot go back alone, and to ask them first would cost every step a collective. Then the
+        step ends with an error, and so do the other ranks, which lose a neighbour.
+
+        Args:
+            attempt: runs a plan, and leaves nothing behind when it fails.
+            plan: of the step.
+            request: the call.
+            why_final: asked when memory has run out; why the step cannot run again, else empty.
+            is_alone: whether no other rank waits for this one in the middle of a step.
+
+        Returns:
+            What `attempt` returned, and the plan that it ran.
+
+        Raises:
+            StepOutOfMemory: the step does not fit.
+        """
         if self.before is not None:
             self.before.looked()
-        leaner_left = not request.rank.forward_only and self._config.memory != "recompute"
-        before = self.before if leaner_left and is_alone else None
-        return oom_retry.run(
-            attempt, plan, before, is_alone=is_alone, why_final=why_final,
-            failure=lambda reason, tried: self._failure(reason, tried, request),
-        )  # fmt: skip
+        try:
+            return attempt(plan), plan
+        except torch.OutOfMemoryError as error:
+            reason = _first_sentence(error)
+        # The frames of the failed step, and all tensors in them, are gone by now.
+        free_memory()
+        lean = None if request.rank.forward_only else leaner(plan)
+        if self._config.memory == "recompute" or self.before is None or not is_alone:
+            lean = None
+        if lean is None:
+            why = "nothing leaner is left" if is_alone else "other ranks wait in this step"
+        else:
+            why = why_final() or self._why_not_undone()
+        if lean is None or why:
+            raise self._failure(f"{reason}; not tried again: {why}", plan, request)
+        self.before.undo()  # type: ignore[union-attr]
+        free_memory()
+        logger.warning("%s: the step runs again, every inner segment recomputed", reason)
+        try:
+            return attempt(lean), lean
+        except torch.OutOfMemoryError as error:
+            reason = _first_sentence(error)
+        free_memory()
+        raise self._failure(f"{reason}; with all inner segments recomputed, too", lean, request)
+
+    def _why_not_undone(self) -> str:
+        if self.before is None or self.before.possible():
+            return ""
+        return "gradients were not zero when the step began"
 
     def _failure(self, reason: str, plan: Plan, request: Request) -> StepOutOfMemory:
         rows = memory_table(plan, predict_memory(plan, self._footprint(request)))
@@ -234,6 +276,21 @@ class MemoryControl:
             f"{reason}. Give {keeps}fewer segment_tokens, chunk_tokens, Megatron's"
             f" recompute_granularity, or more ranks\n{rows}"
         )
+
+
+def free_memory() -> None:
+    """Returns what is no longer used to the device; models and their hooks refer to one another.
+
+    Twice: what a suspended generator holds goes only after it has been closed.
+    """
+    gc.collect()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _first_sentence(error: BaseException) -> str:
+    return "out of device memory: " + str(error).partition(". ")[0]
 
 
 def _least(numbers: list[float], groups: Sequence[Any], device: torch.device) -> list[float]:

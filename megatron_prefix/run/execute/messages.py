@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.timetable import Gap, Levels, StageMessage, message_gaps
-from megatron_prefix.run.hosts import naming
+from megatron_prefix.run.agreement import naming
 
 ShapeOf = Callable[[int], tuple[int, ...]]
 """Shape of a segment's message."""

@@ -9,6 +9,7 @@ them).
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,16 +37,17 @@ from megatron_prefix.run.calls import (
     Callbacks,
     CallLayout,
     ModelCall,
+    Samples,
     are_contiguous,
     check_masks,
     layouts,
 )
 from megatron_prefix.run.read import heads
-from megatron_prefix.run.read.samples import trained_positions
 from megatron_prefix.run.read.suspend import Capture
 from megatron_prefix.run.request import Request
 
 Numbers = NDArray[np.int64]
+logger = logging.getLogger(__name__)
 
 
 class CallTokens(NamedTuple):
@@ -214,6 +216,56 @@ def read_tokens(
     positions = [_counted(call["position_ids"], cp_size) for call in calls]
     tokens, labels, flags, *weights = columns.values()
     return CallTokens(where, *_on_host([tokens, labels, flags, positions, *weights], lengths))
+
+
+def trained_positions(
+    calls: Sequence[ModelCall],
+    layouts: Sequence[CallLayout],
+    samples: Samples,
+    rank: int,
+    size: int,
+) -> list[Tensor | None]:
+    """Which positions of each call carry loss, bool like its input_ids; None for all of them where
+    one is not known.  The host waits for the device.
+
+    Some trainers keep the mask for their loss in what the forward step draws from its data
+    iterator; where it is, megatron_prefix/trainers/table.py says.  It is used only where the tokens
+    there are those of the model call, position by position: else, and in passes without gradients,
+    all positions count.  A loss that looks at others is an error at the step's end
+    (`Losses.problem`).
+
+    Args:
+        calls: of one model chunk, with what was drawn for them.
+        layouts: of the calls.
+        samples: the trainer's.
+        rank: place among the ranks of context parallelism.
+        size: their number.
+    """
+    pairs = zip(calls, layouts, strict=True)
+    masks = [_trained_in(call, layout, samples, rank, size) for call, layout in pairs]
+    if all(mask is not None for mask in masks):
+        return masks
+    logger.debug("masks of the microbatches do not fit the model calls: all positions count")
+    return [None] * len(masks)
+
+
+def _trained_in(
+    call: ModelCall, layout: CallLayout, samples: Samples, rank: int, size: int
+) -> Tensor | None:
+    tokens, whole = call["input_ids"], layout.lengths
+    drawn = None if call.drawn is None else samples(call.drawn)
+    if drawn is None or tokens is None or tokens.is_nested or len(drawn) > len(whole):
+        return None
+    ids, flags, known = tokens.new_zeros(3, sum(whole))
+    starts = np.cumsum([0, *whole]).tolist()
+    for (own, trained), start, room in zip(drawn, starts, whole, strict=False):
+        if own.dim() != 1 or trained.shape != own.shape or len(own) > room:
+            return None
+        held = slice(start, start + len(own))
+        ids[held], flags[held], known[held] = own, trained, 1
+    local = torch.from_numpy(layout.held(rank, size)).to(tokens.device)
+    same = (tokens.reshape(-1) == ids[local]) | (known[local] == 0)
+    return (flags[local] != 0).view_as(tokens) if bool(same.all()) else None
 
 
 def _counted(ids: Tensor | None, cp_size: int) -> Tensor | None:

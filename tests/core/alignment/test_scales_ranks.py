@@ -1,7 +1,7 @@
 """Losses of routers and of multi-token prediction that are scaled by microbatch, on several ranks.
 
 In a pipeline stock's backward of a microbatch reads the number of a later one, on all stages but
-the last (run/execute/scales.py).
+the last (run/execute/auxiliary.py).
 """
 
 from __future__ import annotations

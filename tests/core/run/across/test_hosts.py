@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,8 +11,8 @@ import torch.distributed as dist
 
 from megatron_prefix.errors import StepFailed, UserError
 from megatron_prefix.lab import runtime
-from megatron_prefix.lab.runtime import RankError
-from megatron_prefix.run import hosts
+from megatron_prefix.lab.runtime import RankError, hosts
+from megatron_prefix.run import agreement
 
 SOON = timedelta(milliseconds=50)
 LOST = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 24000ms for recv operation"
@@ -22,7 +21,7 @@ LOST = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 24000ms for 
 @pytest.fixture(autouse=True)
 def _unknown_again() -> Iterator[None]:
     yield
-    importlib.reload(hosts)
+    agreement.hosts = ()
 
 
 def met(*names: str) -> None:
@@ -34,10 +33,10 @@ def met(*names: str) -> None:
 
 
 def test_ranks_tell_one_another_where_they_are() -> None:
-    assert hosts.named(1) == "rank 1"
+    assert agreement.named(1) == "rank 1"
     met("node-a", "here")
-    assert hosts.named(0) == "rank 0 on node-a"
-    assert hosts.named(1) == f"rank 1 on {socket.gethostname()}"
+    assert agreement.named(0) == "rank 0 on node-a"
+    assert agreement.named(1) == f"rank 1 on {socket.gethostname()}"
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
@@ -49,10 +48,10 @@ def test_ranks_that_do_not_come_are_named() -> None:
 
 def test_an_error_in_communication_names_the_other_hosts() -> None:
     error = RuntimeError(LOST)
-    assert hosts.told(0, error) is None, "hosts are not known"
+    assert hosts.loss(0, error) is None, "hosts are not known"
     met("node-a", "node-a", "node-b", "node-b", "node-c", "node-a")
-    assert hosts.told(0, RuntimeError("shapes do not match")) is None
-    said = hosts.told(2, error)
+    assert hosts.loss(0, RuntimeError("shapes do not match")) is None
+    said = hosts.loss(2, error)
     assert said is not None and LOST in said
     here = socket.gethostname()
     where = f"other hosts have 0, 1 on node-a; 4 on node-c; 5 on {here}"
@@ -61,13 +60,13 @@ def test_an_error_in_communication_names_the_other_hosts() -> None:
 
 def test_a_thousand_hosts_are_counted() -> None:
     met(*(f"node-{number}" for number in range(1000)), "here")
-    said = hosts.told(0, dist.DistError(LOST))
+    said = hosts.loss(0, dist.DistError(LOST))
     assert said is not None and "8 on node-8; 992 more hosts)" in said
 
 
 def test_one_host_is_said_to_be_the_only_one() -> None:
     met(*[socket.gethostname()] * 2)
-    assert f"(all are on {socket.gethostname()})" in (hosts.told(0, RuntimeError(LOST)) or "")
+    assert f"(all are on {socket.gethostname()})" in (hosts.loss(0, RuntimeError(LOST)) or "")
 
 
 @pytest.mark.parametrize("error", [StepFailed("rank 3: no data"), UserError("--tp 3: give 2")])

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall
-from megatron_prefix.run.read.samples import trained_positions
+from megatron_prefix.run.read.read_calls import trained_positions
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.trainers.table import NEMO_RL
 from tests.harness import steps
