@@ -34,6 +34,7 @@ from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
+from megatron_prefix.lab.rl.report_numbers import timeline
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.actions import Plan
@@ -144,7 +145,7 @@ def run_rank(setting: Setting, plan_file: str) -> tuple[dict[str, Run], float]:
         report = schedule.report
         if report is None or report.stopwatch is None:
             raise RuntimeError("a measured step left no times")
-        measured[name] = report.plan, report.stopwatch.timeline(report.plan)
+        measured[name] = report.plan, timeline(report.stopwatch, report.plan)
     times: dict[str, list[float]] = {name: [] for name in schedules}
     for _ in range(setting.repeats):
         for name, schedule in schedules.items():

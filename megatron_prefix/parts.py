@@ -1,4 +1,4 @@
-"""Parts of a step: what features add to it, and who takes part in a call.
+"""What features add to a step, and put around calls.
 
 The core asks every part of a call what its methods say, in the order of the table of features, and
 knows none of them by name. A part changes neither the step nor its plan, nor another part; what it
@@ -8,13 +8,15 @@ has changed on the model it puts back.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_prefix import features
-from megatron_prefix.errors import CANNOT_RUN, named, refused
+from megatron_prefix.errors import CANNOT_RUN, CannotShare, named, refused
+from megatron_prefix.megatron.stock import run_stock
 from megatron_prefix.refusals.table import FEATURE_MISSING
 
 if TYPE_CHECKING:
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
     from megatron_prefix.run.read.read_calls import CallTokens
     from megatron_prefix.run.read.step import Step
     from megatron_prefix.run.read.suspend import Capture, SuspendedStep
-    from megatron_prefix.run.report import StepReport
+    from megatron_prefix.run.report import Reports, StepReport
+    from megatron_prefix.run.request import Request
     from megatron_prefix.sidecar.arena import Elsewhere
 
 logger = logging.getLogger(__name__)
@@ -346,6 +349,63 @@ def around(parts: Sequence[StepPart], action: Action | None) -> contextlib.Abstr
         for part in parts:
             stack.enter_context(part.action(action))
         return stack.pop_all()
+
+
+Run = Callable[["Request"], list[Any]]
+"""Runs a call with the prefix schedule, or leaves it to the stock one; returns what Megatron's
+schedules return."""
+
+
+class Around:
+    """A feature around the calls of one schedule: what a class leaves out changes nothing.
+
+    Args:
+        config: what the user set.
+        reports: of the schedule's steps.
+    """
+
+    def __init__(self, config: PrefixConfig, reports: Reports) -> None:
+        self.config, self.reports = config, reports
+
+    def call(self) -> contextlib.AbstractContextManager[Any]:
+        """Entered around every call, whichever schedule runs it."""
+        return contextlib.nullcontext()
+
+    def shared(self, run: Run, request: Request) -> list[Any]:
+        """Runs a call that may be shared; all ranks that make a step together come here.
+
+        Args:
+            run: what this is around; it may be given a changed request.
+            request: the call.
+        """
+        return run(request)
+
+
+class _Missing(Around):
+    """A feature that is needed and cannot be imported: calls are the stock schedule's."""
+
+    def __init__(self, config: PrefixConfig, reports: Reports, reason: CannotShare) -> None:
+        super().__init__(config, reports)
+        self._reason = reason
+
+    def shared(self, run: Run, request: Request) -> list[Any]:
+        self.reports.refused(copy.copy(self._reason))
+        return run_stock(request.arguments)
+
+
+def around_calls(config: PrefixConfig, reports: Reports) -> list[Around]:
+    """The features that these options ask for, imported now; the first is the innermost."""
+    objects: list[Around] = []
+    for feature in features.AROUND:
+        if not feature.wanted(config):
+            continue
+        try:
+            make = loaded(feature, config.mode)
+        except CannotShare as reason:
+            objects.append(_Missing(config, reports, reason.with_traceback(None)))
+        else:
+            objects += [] if make is None else [make(config, reports)]
+    return objects
 
 
 @functools.cache

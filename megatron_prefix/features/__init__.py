@@ -1,7 +1,7 @@
 """What some steps need and most do not: one table of strings.  Pure.
 
 A feature lives in a folder of its own and enters the core by one of three seams: a kind of layer
-(layers/kind.py), a part of the step (parts.py), or what is around a call (run/around.py). It
+(layers/kind.py), a part of the step, or what is around a call (both in parts.py). It
 imports the core, which imports none of it: this table says by name what to import, and when. Entry
 points of packages would not do: the order decides, a test reads it, and ranks with different
 packages would wait for one another.
@@ -46,7 +46,7 @@ class FeatureAround(NamedTuple):
 
     Attributes:
         name: for messages.
-        path: "module:Class" of an `Around` (run/around.py).
+        path: "module:Class" of an `Around` (parts.py).
         wanted: whether a schedule has it, by what the user set.
         needed: whether a call without it is not what the user wants, and is the stock schedule's.
     """

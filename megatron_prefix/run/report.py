@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Iterator
@@ -21,8 +20,6 @@ from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.peak_memory import RankMemory
 from megatron_prefix.plan.prediction import Prediction
-from megatron_prefix.plan.simulator import Event, Timeline, simulate
-from megatron_prefix.run.agreement import all_say
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.tree import Forest
 
@@ -38,10 +35,13 @@ class Stopwatch:
     Args:
         group: the pipeline's process group, whose ranks make theirs together.
         device: of the model.
+
+    Attributes:
+        group: the same.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        self._group, self._device = group, device
+        self.group, self._device = group, device
         self._marks: list[tuple[Action, Any, Any]] = []
         self._host: dict[Action, float] = {}
         dist.barrier(group=group)
@@ -74,35 +74,14 @@ class Stopwatch:
         """What the host took to give the device these actions."""
         return dict(self._host)
 
-    def span(self) -> float:
-        """Seconds from the begin of this rank's first action to the end of its last; waits for the
-        device."""
-        if not self._marks:
-            return 0.0
+    def marks(self) -> list[tuple[Action, float, float]]:
+        """What was timed in its order, from and to how many seconds after the stopwatch was made;
+        waits for the device."""
         wait_for(self._device)
-        return elapsed(self._marks[0][1], self._marks[-1][2])
-
-    def timeline(self, plan: Plan) -> Timeline:
-        """The step of all ranks in milliseconds; every rank of the pipeline calls this together."""
-        wait_for(self._device)
-        mine = [(action, self._ms(begin), self._ms(end)) for action, begin, end in self._marks]
-        ranks = all_say(mine, self._group)
-        first = min((begin for marks in ranks for _, begin, _ in marks), default=0.0)
-        events = tuple(
-            Event(rank, Action(*action), begin - first, end - first)
-            for rank, marks in enumerate(ranks)
-            for action, begin, end in marks
-        )
-        return Timeline(
-            events=events,
-            makespan=max((event.end for event in events), default=0.0),
-            busy=tuple(sum(end - begin for _, begin, end in marks) for marks in ranks),
-            peak_positions=simulate(plan).peak_positions,
-            unit="ms",
-        )
-
-    def _ms(self, mark: Any) -> float:
-        return 1e3 * elapsed(self._zero, mark)
+        return [
+            (action, elapsed(self._zero, begin), elapsed(self._zero, end))
+            for action, begin, end in self._marks
+        ]
 
 
 @dataclass
@@ -155,41 +134,6 @@ class StepReport:
         """Why the stock schedule ran although sharing was wanted; None where it did not."""
         return self.decision.reason if self.decision.fallback else None
 
-    @property
-    def predicted_peak(self) -> float | None:
-        """Predicted peak of device memory in bytes, with what was there when the step began."""
-        if self.memory is None:
-            return None
-        return self.base_bytes + self.memory.within(self.room_bytes).peak
-
-    @property
-    def measured_peak(self) -> int | None:
-        """Peak of allocated device memory in bytes, over all that has run since the process's
-        statistics were last reset; None without a GPU."""
-        return torch.cuda.max_memory_allocated() if self.base_bytes else None
-
-    def phases(self, makespan: float | None = None) -> dict[str, float]:
-        """Seconds that this rank computed in phase A (forwards of inner segments), B (waves) and C
-        (backwards of inner segments), and that it did not compute (`wait`); empty in a step that
-        was not timed.
-
-        Args:
-            makespan: seconds of the whole step; None: from this rank's first action to its last.
-        """
-        if self.stopwatch is None or not self.decision.share:
-            return {}
-        spent = dict.fromkeys("ABC", 0.0)
-        for action, seconds in self.stopwatch.seconds().items():
-            inner = "A" if action.kind == "F" else "C"
-            spent[inner if self.plan.segments[action.segment].waits else "B"] += seconds
-        whole = self.stopwatch.span() if makespan is None else makespan
-        return {**spent, "wait": max(0.0, whole - sum(spent.values()))}
-
-    @property
-    def bubble_fraction(self) -> float:
-        """Share of all ranks' time in which they wait, simulated with what is known of times."""
-        return _bubble_fraction(self.plan, self.times)
-
 
 class Reports:
     """The report of a schedule's last step, and what is logged of its steps.
@@ -230,7 +174,7 @@ class Reports:
         self.logged.add(str(reason))  # it is the same in every step, and logged once
 
 
-def tell_shared(forest: Forest, rank: Rank, told: set[str], runs: bool) -> None:
+def log_shared(forest: Forest, rank: Rank, logged: set[str], runs: bool) -> None:
     """Logs once on the first rank what runs of the first shared pass, and of the first update.
 
     As a warning: many a trainer hides other lines of a package that it does not know.
@@ -238,22 +182,16 @@ def tell_shared(forest: Forest, rank: Rank, told: set[str], runs: bool) -> None:
     Args:
         forest: the step's segments.
         rank: this one.
-        told: what has been logged.
+        logged: what has been logged.
         runs: whether it does; else it would, were the step shared (mode "observe").
     """
     name = "pass without gradients" if rank.forward_only else "update"
     groups = [rank.groups.tp, *filter(None, [rank.data_ranks])]
-    if name in told or not rank.is_first or any(group.rank() for group in groups):
+    if name in logged or not rank.is_first or any(group.rank() for group in groups):
         return
-    told.add(name)
+    logged.add(name)
     schedule, verb = ("shared", "run") if runs else ("observed", "would run")
     logger.warning(
         "%s: %d of %d tokens of this %s %s on the first rank",
         schedule, forest.executed_tokens, forest.raw_tokens, name, verb,
     )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=16)
-def _bubble_fraction(plan: Plan, times: CostModel | None) -> float:
-    action_time = functools.partial(times.action, plan) if times is not None else None
-    return simulate(plan, action_time=action_time).bubble_fraction

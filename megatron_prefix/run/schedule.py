@@ -26,12 +26,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError, keywords, unexpected
 from megatron_prefix.megatron.stock import call_arguments, run_stock, stock_arguments
+from megatron_prefix.parts import Around, around_calls
 from megatron_prefix.plan.actions import Action
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.own_errors import as_refusal, softened
 from megatron_prefix.run.agreement import tried
-from megatron_prefix.run.around import Around, chosen
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
 from megatron_prefix.run.execute.losses import are_in_order
 from megatron_prefix.run.execute.memory_control import MemoryControl
@@ -41,7 +41,7 @@ from megatron_prefix.run.read.loss_variables import code_name
 from megatron_prefix.run.read.outlines import Outlines
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.run.read.suspend import Capture
-from megatron_prefix.run.report import Reports, StepReport, tell_shared
+from megatron_prefix.run.report import Reports, StepReport, log_shared
 from megatron_prefix.run.request import Request, StepKind
 from megatron_prefix.run.restart import Restart
 from megatron_prefix.run.route import (
@@ -101,7 +101,7 @@ class PrefixSchedule:
         self._reports = Reports(self.config.mode)
         self._requests = Requests(self.config, self._reports.logged, self.planning.kept)
         self._reader = StepReader(self.memory, self.planning, self._reports, self._requests.backoff)
-        self._features = chosen(self.config, self._reports)
+        self._features = around_calls(self.config, self._reports)
 
     @property
     def report(self) -> StepReport | None:
@@ -301,7 +301,7 @@ class PrefixSchedule:
         shares = report.decision.share
         if (shares or self.config.mode == "observe") and self.looks_first and not kind.logged:
             kind.logged = True
-            tell_shared(report.forest, rank, self._reports.logged, shares)
+            log_shared(report.forest, rank, self._reports.logged, shares)
         if kind.backoff and not (rank.forward_only or self.planning.meter(rank).due):
             # In others it may run to be timed.
             kind.backoff.note(useful=not report.decision.fallback)

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import refused
 from megatron_prefix.features.verify.both import run_both, tell_unverified, tell_verified
+from megatron_prefix.parts import Around, Run
 from megatron_prefix.refusals.table import NOT_VERIFIED
-from megatron_prefix.run.around import Around, Run
 from megatron_prefix.run.report import Reports
 from megatron_prefix.run.request import Request, StepKind
 

@@ -21,9 +21,9 @@ from megatron_prefix.features.verify.gradients import KeptGradients
 from megatron_prefix.features.verify.outputs import Outputs
 from megatron_prefix.features.verify.step_state import StepState
 from megatron_prefix.megatron.stock import run_stock
+from megatron_prefix.parts import Run
 from megatron_prefix.run import agreement
 from megatron_prefix.run.agreement import all_say
-from megatron_prefix.run.around import Run
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read.data_iterators import RepeatedIterators
 from megatron_prefix.run.report import Reports, StepReport

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.watchdog.watchdog import Watchdog, predicted_seconds
-from megatron_prefix.run.around import Around
+from megatron_prefix.parts import Around
 from megatron_prefix.run.report import Reports
 
 

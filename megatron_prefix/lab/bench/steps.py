@@ -26,7 +26,7 @@ from megatron_prefix.features.graphs.part import graphs_of
 from megatron_prefix.lab.bench.timing import GIB, Measured, Timing, counted, timing, together
 from megatron_prefix.lab.bench.work import GroupShape, Setting, Work
 from megatron_prefix.lab.models.config import alignment
-from megatron_prefix.lab.rl import loss, packing, passes
+from megatron_prefix.lab.rl import loss, packing, passes, report_numbers
 from megatron_prefix.lab.rl.job import ModelOptions
 from megatron_prefix.lab.rl.like_for_like import attention_of
 from megatron_prefix.lab.verify import align
@@ -107,7 +107,7 @@ class _Run:
                 measured.counts.append(counted(spec, report, forward_only))
                 waited = report.crossed.waited() if report.crossed else 0.0
                 measured.exchange_waits.append(1e3 * waited)
-                predicted = (report.predicted_peak or 0.0) / GIB
+                predicted = (report_numbers.predicted_peak(report) or 0.0) / GIB
                 measured.predicted_gib = max(measured.predicted_gib, predicted)
         if self._on_gpu:
             ours = isinstance(self._schedule, PrefixSchedule)
@@ -127,11 +127,12 @@ class _Run:
         report = schedule.report
         if report is None or report.stopwatch is None or not report.decision.share:
             return
-        line = report.stopwatch.timeline(report.plan)
+        line = report_numbers.timeline(report.stopwatch, report.plan)
         measured.phases = {
-            name: 1e3 * spent for name, spent in report.phases(line.makespan / 1e3).items()
+            name: 1e3 * spent
+            for name, spent in report_numbers.phases(report, line.makespan / 1e3).items()
         }
-        measured.bubbles = line.bubble_fraction, report.bubble_fraction
+        measured.bubbles = line.bubble_fraction, report_numbers.bubble_fraction(report)
 
     def _call(self, items: Sequence[Any]) -> float:
         """Milliseconds of one call, those of the slowest rank."""

@@ -33,13 +33,15 @@ def write_traces(trainer: Trainer, paths: Sequence[str], rank: int) -> None:
     Raises:
         UserError: the last update was not measured, since it ran no plan.
     """
+    from megatron_prefix.lab.rl.report_numbers import timeline
+
     last = trainer.report
     if last is None or last.stopwatch is None:
         raise UserError("--trace: the last update ran no plan, so there is nothing to show")
-    timeline = last.stopwatch.timeline(last.plan)
+    measured = timeline(last.stopwatch, last.plan)
     for path in paths if rank == 0 else ():
         if path.endswith(".svg"):
             title = f"Measured: update of step {trainer.num_steps}"
-            write_text(path, timeline_svg(timeline, last.plan, title), makes_folders=True)
+            write_text(path, timeline_svg(measured, last.plan, title), makes_folders=True)
         else:
-            write_text(path, chrome_trace(timeline, last.plan), makes_folders=True)
+            write_text(path, chrome_trace(measured, last.plan), makes_folders=True)

@@ -21,6 +21,7 @@ import torch
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.across.exchanges import Crossed
+from megatron_prefix.lab.rl.report_numbers import bubble_fraction, measured_peak, predicted_peak
 from megatron_prefix.lab.rl.run_folder import METRICS
 from megatron_prefix.lab.rl.updates import Update
 from megatron_prefix.plan.files import check_folder_writable, check_writable, write_text, writing
@@ -53,12 +54,12 @@ def of_report(report: StepReport | None) -> Metrics:
         values["predicted_speedup"] = decision.predicted_speedup
     if decision.share:
         values["kv_cache_gb"] = report.cache_bytes / GIB
-        values["bubble_fraction"] = report.bubble_fraction
+        values["bubble_fraction"] = bubble_fraction(report)
         values["out_of_memory_retried"] = int(report.retried)
         values |= _of_crossed(report.crossed)
     for name, num_bytes in (
-        ("predicted_peak_gb", report.predicted_peak),
-        ("measured_peak_gb", report.measured_peak),
+        ("predicted_peak_gb", predicted_peak(report)),
+        ("measured_peak_gb", measured_peak(report)),
     ):
         if decision.share and num_bytes is not None:
             values[name] = num_bytes / GIB

@@ -14,7 +14,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_prefix.lab.numerics import compare
-from megatron_prefix.lab.rl import passes, snapshot
+from megatron_prefix.lab.rl import passes, report_numbers, snapshot
 from megatron_prefix.lab.rl.flops import of_microbatches, of_report
 from megatron_prefix.lab.rl.loss import forward_step
 from megatron_prefix.lab.rl.passes import Microbatch
@@ -42,7 +42,7 @@ class Update:
         executed_tokens: positions that the schedule computed for them.
         logical_flops: of this data-parallel rank's rollouts, forward and backward; see flops.py.
         executed_flops: of what the schedule computed for them.
-        phases: see `StepReport.phases`; empty if the stock schedule ran.
+        phases: see `report_numbers.phases`; empty if the stock schedule ran.
         skipped: loss or gradient was not finite, the weights are as before.
         outcome: what a comparison looks at, None without one.
         difference: from the stock schedule's update, None without a comparison.
@@ -162,7 +162,7 @@ class Updater:
         flops = executed_flops = of_microbatches(self._cost, items, size)
         executed, phases = raw, {}
         if report and report.decision.share:
-            executed, phases = report.forest.executed_tokens, report.phases()
+            executed, phases = report.forest.executed_tokens, report_numbers.phases(report)
             executed_flops = of_report(self._cost, report)
         outcome = None
         if record:

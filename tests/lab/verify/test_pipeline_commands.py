@@ -13,6 +13,7 @@ from megatron_prefix.device import clock
 from megatron_prefix.features.plan_files.table import from_csv
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.plans import catalogue
+from megatron_prefix.lab.rl import report_numbers
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.command_line import forked
@@ -121,7 +122,7 @@ def on_one_rank_of_two(measures: bool) -> int:
     report = schedule.report
     assert report is not None and (report.stopwatch is not None) == measures
     if report.stopwatch is not None:
-        timeline = report.stopwatch.timeline(report.plan)
+        timeline = report_numbers.timeline(report.stopwatch, report.plan)
         assert (timeline.unit, timeline.num_actions) == ("ms", 36)
         assert timeline.busy == (18e3, 18e3)  # every action lasts from one look to the next
     runtime.shutdown()
