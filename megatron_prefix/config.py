@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_prefix.errors import UserError, shown
@@ -171,11 +171,6 @@ class PrefixConfig:
             raise UserError("graph_tokens 'auto' is measured: give a number, or mode 'auto'")
         if not 0 < self.min_speedup < math.inf:
             raise UserError(f"min_speedup is {self.min_speedup}: give a finite number above 0")
-
-    def turned_on(self, **more: Any) -> PrefixConfig:
-        """The same in mode "on", where nothing is measured, with other fields changed by `more`."""
-        graphs = 0 if isinstance(self.graph_tokens, str) else self.graph_tokens
-        return replace(self, mode="on", graph_tokens=graphs, **more)
 
     @property
     def across(self) -> str:

@@ -59,9 +59,9 @@ def tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 def all_say(value: Any, group: Any) -> list[Any]:
     """What every rank of a group says; all of them call this. The values can be pickled."""
-    said: list[Any] = [None] * group.size()
-    dist.all_gather_object(said, value, group=group)
-    return said
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def share_together(decision: Decision, group: Any, device: torch.device, why: str) -> Decision:
@@ -97,19 +97,19 @@ def worst(
         The largest of each number; and what a rank says of its problem, "" if none has one.
     """
     failed = problem is not None
-    mine = [0.0] * len(numbers) if failed else numbers
-    values = torch.tensor([float(failed), *mine], dtype=torch.float64, device=device)
+    local = [0.0] * len(numbers) if failed else numbers
+    values = torch.tensor([float(failed), *local], dtype=torch.float64, device=device)
     for group in groups:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
     any_failed, *largest = values.tolist()
     return largest, str(_first_reason(problem, groups)) if any_failed else ""
 
 
-def all_agree(mine: bool, group: Any, device: torch.device) -> bool:
+def all_agree(holds: bool, group: Any, device: torch.device) -> bool:
     """Whether something holds on all ranks of a group; without a group, on this one."""
     if group is None:
-        return mine
-    flag = torch.tensor([int(mine)], device=device)
+        return holds
+    flag = torch.tensor([int(holds)], device=device)
     dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
     return bool(flag)
 
@@ -171,15 +171,15 @@ def agree_on(
 
 def _first_reason(problem: BaseException | None, groups: Sequence[Any]) -> CannotShare | str:
     """What a rank that has a problem says about it, on all ranks; called only if one has."""
-    mine: CannotShare | str = ""
+    reason: CannotShare | str = ""
     if isinstance(problem, CannotShare):
-        mine = problem  # with its refusal
+        reason = problem  # with its refusal
     elif problem is not None:
         rank = dist.get_rank() if groups else 0
-        mine = f"rank {rank}: {type(problem).__name__}: {problem}"
+        reason = f"rank {rank}: {type(problem).__name__}: {problem}"
     for group in groups:
-        mine = next((said for said in all_say(mine, group) if said), "")
-    return mine
+        reason = next((text for text in all_say(reason, group) if text), "")
+    return reason
 
 
 def meet(
@@ -214,9 +214,9 @@ def check_counts(num_microbatches: int, group: Any, device: torch.device) -> Non
     Raises:
         UserError: on every rank of the group.
     """
-    mine = torch.tensor([num_microbatches, -num_microbatches], device=device)
-    dist.all_reduce(mine, op=dist.ReduceOp.MIN, group=group)
-    fewest, most = mine.tolist()
+    bounds = torch.tensor([num_microbatches, -num_microbatches], device=device)
+    dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=group)
+    fewest, most = bounds.tolist()
     if fewest != -most:
         raise refused(UNEVEN_MICROBATCHES, fewest, -most)
 

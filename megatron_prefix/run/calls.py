@@ -88,9 +88,9 @@ class ModelCall:
 
     def without_tensors(self) -> ModelCall:
         """The call with True for every tensor and packing."""
-        held = (*features.TAKEN, "packed_seq_params")
+        packings = (*features.TAKEN, "packed_seq_params")
         plain = {
-            name: True if isinstance(value, Tensor) or name in held else value
+            name: True if isinstance(value, Tensor) or name in packings else value
             for name, value in self.arguments.items()
             if value is not None and name != BLOCK
         }
@@ -99,10 +99,10 @@ class ModelCall:
     def outline(self) -> ModelCall:
         """The call with the shapes of what is per position, and its packing: it holds no memory."""
         names = (*PER_POSITION, EMBEDDINGS)
-        held = {name: value for name in names if isinstance(value := self[name], Tensor)}
+        tensors = {name: value for name in names if isinstance(value := self[name], Tensor)}
         outlined: dict[str, Any] = {
             name: torch.empty(value.shape, device="meta")
-            for name, value in held.items()
+            for name, value in tensors.items()
             if not value.is_nested
         }
         outlined["packed_seq_params"] = self["packed_seq_params"]
@@ -120,13 +120,13 @@ class ModelCall:
     def others(self) -> dict[str, Any]:
         """Arguments that are about no position and go along with every segment."""
         own = {*PER_POSITION, *features.TAKEN, *REFUSED, *MASKS, "packed_seq_params"}
-        others = {n: v for n, v in self.arguments.items() if n not in own and v is not None}
-        if isinstance(block := others.get(BLOCK), dict):
-            others[BLOCK] = {
+        arguments = {n: v for n, v in self.arguments.items() if n not in own and v is not None}
+        if isinstance(block := arguments.get(BLOCK), dict):
+            arguments[BLOCK] = {
                 name: value for name, value in block.items() if name not in features.TAKEN
             }
         # Keywords for something else: an empty dict is as good as none.
-        return {n: v for n, v in others.items() if not (n.endswith("_kwargs") and v == {})}
+        return {n: v for n, v in arguments.items() if not (n.endswith("_kwargs") and v == {})}
 
 
 Samples = Callable[[Any], Sequence[tuple[Tensor, Tensor]] | None]
@@ -256,11 +256,11 @@ def check(calls: Sequence[ModelCall]) -> None:
             raise refused(DIFFERENT_ARGUMENTS, ", ".join({*call.others, *calls[0].others}))
 
 
-def are_contiguous(calls: Sequence[ModelCall], told: Slices) -> bool:
+def are_contiguous(calls: Sequence[ModelCall], slices: Slices) -> bool:
     """Whether calls are cut into contiguous parts for context-parallel ranks: as the trainer's
     setting says, or a packing."""
     modes = {getattr(call["packed_seq_params"], "cp_partition_mode", "") for call in calls}
-    return told is Slices.CONTIGUOUS or "contiguous" in modes
+    return slices is Slices.CONTIGUOUS or "contiguous" in modes
 
 
 def layouts(
@@ -317,10 +317,10 @@ def _sample_ends(packings: Sequence[Any]) -> list[list[int] | None]:
         padded = getattr(packing, "cu_seqlens_q_padded", None)
         # Padding inside a pack belongs to the sample before.
         tensors.append(packing.cu_seqlens_q if packing is not None and padded is None else padded)
-    known = [tensor for tensor in tensors if tensor is not None]
-    if not known:
+    read = [tensor for tensor in tensors if tensor is not None]
+    if not read:
         return [None] * len(packings)
-    numbers = iter(torch.cat(known).tolist())
+    numbers = iter(torch.cat(read).tolist())
     return [None if t is None else [next(numbers) for _ in range(len(t))] for t in tensors]
 
 

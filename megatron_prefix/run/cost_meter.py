@@ -169,37 +169,37 @@ class CostMeter:
         """This rank's peak of memory in a step."""
         after = peaks(self._device)
         # What parts hold is there before a step, and in what is predicted of it.
-        held = report.decision.share and any(part.holds_memory for part in request.parts)
-        if before is None or after is None or report.retried or held:
+        holds_memory = report.decision.share and any(part.holds_memory for part in request.parts)
+        if before is None or after is None or report.retried or holds_memory:
             return Seen()
         ours = report.memory.within(report.room_bytes).peak if report.memory else 0.0
         predicted = ours if report.decision.share else report.stock_bytes
         return Seen.of_step(before, after, predicted)
 
-    def _learn(self, report: StepReport, request: Request, seconds: float, seen: Seen) -> None:
+    def _learn(self, report: StepReport, request: Request, seconds: float, peak: Seen) -> None:
         """Fits prices to what all ranks have measured in a step, and keeps peaks that they saw."""
-        mine, share = Evidence(), report.decision.share
+        evidence, share = Evidence(), report.decision.share
         if report.stopwatch is not None and share and not report.retried:
             timed = report.stopwatch.seconds()
             work = [action_features(report.plan, action, request.rank.stage) for action in timed]
-            mine = Evidence.of_actions(work, list(timed.values()), self._prior)
+            evidence = Evidence.of_actions(work, list(timed.values()), self._prior)
         if report.prediction is not None and share in self._ran and not report.retried:
-            both = report.prediction
-            whole = both.prefix_features if share else both.stock_features
-            if whole.any():
-                step = StepTime(share, tuple(whole.tolist()), seconds)
-                mine = mine.and_also(Evidence(steps=(step,)))
+            prediction = report.prediction
+            features = prediction.prefix_features if share else prediction.stock_features
+            if features.any():
+                step = StepTime(share, tuple(features.tolist()), seconds)
+                evidence = evidence.and_also(Evidence(steps=(step,)))
         # By schedule: where nothing crosses them, data-parallel ranks may run different ones.
-        by_schedule = [seen if share is one else Seen() for one in self._seen]
+        by_schedule = [peak if share is one else Seen() for one in self._seen]
         for group in self._groups:
-            measured, peaks_seen = zip(*all_say((mine, by_schedule), group), strict=True)
-            mine = together(measured, self.times)
+            measured, peaks_seen = zip(*all_say((evidence, by_schedule), group), strict=True)
+            evidence = together(measured, self.times)
             by_schedule = [*map(Seen.most, zip(*peaks_seen, strict=True))]
         for one, most in zip(self._seen, by_schedule, strict=True):
             self._seen[one] = self._seen[one].then(most)
         self.memory_factors = factors(self._seen[False], self._seen[True])
         if self._is_typical(report, request.parts, seconds):
-            self._measured = self._measured.and_also(mine, KEPT)
+            self._measured = self._measured.and_also(evidence, KEPT)
         times = self._measured.times(self._prior)
         mine_next = times, self._doubt(report, times)
         self.times, self._doubted = first_says(mine_next, self._groups)
@@ -210,9 +210,10 @@ class CostMeter:
         """Whether a step's times say what later ones take, by the parts of it, which see them."""
         if not parts:
             return True
-        both, predicted = report.prediction, 0.0
-        if both is not None and report.decision.share in self._ran and not report.retried:
-            features = both.prefix_features if report.decision.share else both.stock_features
+        prediction, predicted = report.prediction, 0.0
+        if prediction is not None and report.decision.share in self._ran and not report.retried:
+            share = report.decision.share
+            features = prediction.prefix_features if share else prediction.stock_features
             predicted = self._prior.of(features)
         is_settled = self._num_steps >= FIRST[-1]
         step = TimedStep(report, seconds, predicted, is_settled, self._groups)
@@ -222,13 +223,13 @@ class CostMeter:
     def _doubt(self, report: StepReport, times: CostModel) -> float | None:
         """The predicted speedup of a step, by what is known now, if it is so close that the stock
         schedule is to be timed; of a step that has no prediction what was said before."""
-        both = report.prediction
-        if both is None or not both.prefix_features.any():
+        prediction = report.prediction
+        if prediction is None or not prediction.prefix_features.any():
             return self._doubted
         if not self._agrees or report.crossed is not None or not self._measured.measured(True):
             return None
-        stock = times.stock_factor * times.of(both.stock_features)
-        speedup = stock / (times.prefix_factor * times.of(both.prefix_features))
+        stock = times.stock_factor * times.of(prediction.stock_features)
+        speedup = stock / (times.prefix_factor * times.of(prediction.prefix_features))
         decision = decide(self._config, speedup)
         close = decision.share and not other_way(self._config, decision).share
         return speedup if close else None

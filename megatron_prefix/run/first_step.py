@@ -149,7 +149,7 @@ class FirstStep:
         self._restored = {id(_dict_of(place)) for place in self._places}
         groups = rank.groups
         ranks_of = dist.get_process_group_ranks
-        inside = {r for one in (groups.tp, groups.pp, groups.cp) for r in ranks_of(one)}
+        inside = {r for group in (groups.tp, groups.pp, groups.cp) for r in ranks_of(group)}
         data = rank.data_ranks or default_groups().dp_cp
         self._groups = traces.groups_beyond(inside, ranks_of(data))
         self._drawn: dict[int, traces.Values] = {}
@@ -160,11 +160,11 @@ class FirstStep:
         self._strays: list[Tensor] = []
         self._modes = [m.training for model in rank.models for m in model.modules()]
         self._number, self._called_always = 0, True
-        held = dict(traces.held_generators(rank.language_models))
+        generators = dict(traces.held_generators(rank.language_models))
         counts = random_numbers.counts_taken(rank.device)
         self._random_use = random_numbers.RandomUse(
             rank.language_models,
-            lambda: random_numbers.not_counted(rank.device) | traces.other_states(held),
+            lambda: random_numbers.not_counted(rank.device) | traces.other_states(generators),
             (lambda: random_numbers.taken(rank.device)) if counts else None,
         )
         self._graphs: dict[int, traces.CallGraph] = {}
@@ -281,7 +281,7 @@ class FirstStep:
             step.num_calls += 1
             self._compare_modes(step)
             self._compare_state(step, inner=self._runs_outside)
-            self._seen += [("an argument of the model", one) for one in (*args, kwargs)]
+            self._seen += [("an argument of the model", argument) for argument in (*args, kwargs)]
             begin, brought = traces.next_number(), dict(_filled(kwargs))
             self._enter()
             try:
@@ -331,7 +331,7 @@ class FirstStep:
             self._note(OVERWRITTEN.given(name, step.number - 1))
         # Not what a later step may write to once more: with one microbatch nothing is wrong.
         if step.held and step.number:
-            self._written |= {id(one): one for _, one in step.held.changed()}
+            self._written |= {id(value): value for _, value in step.held.changed()}
         self._reads |= _loads(self._function)
 
     def _leave(self, *_: Any) -> None:
@@ -366,13 +366,15 @@ class FirstStep:
             return None
         return tokens.shape[0], tokens.shape[1]
 
-    def _look_at(self, output: Any, shape: tuple[int, int] | None, given: dict[str, Any]) -> None:
+    def _look_at(
+        self, output: Any, shape: tuple[int, int] | None, arguments: dict[str, Any]
+    ) -> None:
         """Notes an output that is not per position."""
         if shape is None:
             return
         if self.rank.model.looks_ahead and not isinstance(output, Tensor):  # Megatron's gives one
             self._note(AHEAD_HEAD.given())
-        rows, num = shape[0], shape[1] - heads.moves_labels(given)
+        rows, num = shape[0], shape[1] - heads.moves_labels(arguments)
         shares = (num // self.rank.model.sequence_ranks, rows)
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, _NUMBERS):
@@ -410,8 +412,8 @@ class FirstStep:
     def _drew(self, item: Any) -> None:
         if isinstance(item, (*_NUMBERS, tuple)):
             return
-        known = self._drawn.get(id(item))
-        if known is not None and known.changed():
+        values = self._drawn.get(id(item))
+        if values is not None and values.changed():
             self._note(DRAWN_AGAIN.given(type(item).__name__))
         # It holds the item, so that no other gets its id; not all of a step's, for their memory.
         self._drawn[id(item)] = traces.Values([("", item)])
@@ -431,14 +433,14 @@ class FirstStep:
             self.losses_exchange = True
             if self.suspended:  # perhaps in another order than other ranks'
                 self._note(DATA_EXCHANGE.given())
-        if both := sorted(self._random[0] & self._random[1]):
-            self._note(RANDOM_IN_BOTH.given(", ".join(both)))
+        if kinds := sorted(self._random[0] & self._random[1]):
+            self._note(RANDOM_IN_BOTH.given(", ".join(kinds)))
         trainer = trainers.running_trainer()
         # Names of which is known that no forward step reads them.
-        unread = trainer.losses_set if trainer and trainer.is_tried else frozenset()
+        unread_names = trainer.losses_set if trainer and trainer.is_tried else frozenset()
         for old, new in zip(step.resumed.bound, now.bound, strict=True):
             changed = {str(n) for n, value in new.items() if old.get(n, self) is not value}
-            for name in sorted(changed & self._reads - unread):
+            for name in sorted(changed & self._reads - unread_names):
                 self._note(LOSS_LEAVES.given(name))
 
     def _compare_modes(self, step: _Running) -> None:
@@ -479,8 +481,8 @@ def _passed_on(output: Any) -> tuple[Any, ...] | None:
     return output.data_ptr(), output.shape, version
 
 
-def _differ(before: dict[str, bytes], now: dict[str, bytes]) -> set[str]:
-    return {name for name, state in now.items() if before.get(name) != state}
+def _differ(before: dict[str, bytes], after: dict[str, bytes]) -> set[str]:
+    return {name for name, state in after.items() if before.get(name) != state}
 
 
 def _read_by(loss: Callable[..., Any], restored: set[int]) -> Iterator[tuple[str, Any]]:
@@ -492,12 +494,13 @@ def _read_by(loss: Callable[..., Any], restored: set[int]) -> Iterator[tuple[str
     """
     used = used_names(loss)
     while isinstance(loss, functools.partial):
-        given = (*((f"argument {n}", one) for n, one in enumerate(loss.args)),)
-        yield from ((name, one) for name, one in (*given, *loss.keywords.items()) if _holds(one))
+        by_number = (*((f"argument {n}", value) for n, value in enumerate(loss.args)),)
+        named = (*by_number, *loss.keywords.items())
+        yield from ((name, value) for name, value in named if _holds(value))
         loss = loss.func
     for place in itertools.islice(places(loss), HELD):
-        if isinstance(held := _dict_of(place), dict) and id(held) not in restored:
-            yield "a dict", held
+        if isinstance(items := _dict_of(place), dict) and id(items) not in restored:
+            yield "a dict", items
         for name, value in place.read().items():
             if _holds(value) and (used is None or name in used):
                 yield str(name), value
@@ -519,7 +522,7 @@ def _is_large(output: Any) -> bool:
     """Whether a call's output is too large to be there for all microbatches at once, as what a
     suspended forward step holds is; the stock schedule has one at a time."""
     tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    return any(one.squeeze(-1).dim() > LIKE_BATCHES for one in tensors)
+    return any(tensor.squeeze(-1).dim() > LIKE_BATCHES for tensor in tensors)
 
 
 def _loads(function: Any) -> set[str]:

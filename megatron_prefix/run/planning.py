@@ -143,10 +143,10 @@ class Planning:
         unit = rank.model.cost.forward
         head = unit.scored / (unit.positions + unit.scored)
         align = rank.model.alignment
-        mine, _ = agreement.tried(  # what fails here fails again in `build`
+        is_unshared, _ = agreement.tried(  # what fails here fails again in `build`
             lambda: samples is not None and without_sharing(self.config, samples, align, head)
         )
-        return agreement.all_agree(bool(mine), rank.experts, rank.device)
+        return agreement.all_agree(bool(is_unshared), rank.experts, rank.device)
 
     def build(
         self,
@@ -166,9 +166,9 @@ class Planning:
         planner, rank = self.planner(request), request.rank
         length, forest = planner.build(samples, microbatch_of, judge, common)
         if rank.experts is not None and judge is not None:
-            known = self._beside.get(planner)
-            if known is not None and known.shortest < length:
-                most = known.shortest
+            last = self._beside.get(planner)
+            if last is not None and last.shortest < length:
+                most = last.shortest
                 forest = planner.build_at(most, samples, microbatch_of, common=common)
             forest = replace(forest, requested_length=length)
         return replace(forest, ordered=rank.ordered)
@@ -194,18 +194,18 @@ class Planning:
             length, forest = planner.build(samples, microbatch_of, judge, joins=False)
             return length, MicrobatchRows.of(forest, microbatch_of)
 
-        mine: Any
-        mine, problem = agreement.tried(make)
+        local: Any
+        local, problem = agreement.tried(make)
         if problem is not None:
-            mine = f"rank {dist.get_rank()}: {type(problem).__name__}: {problem}"
-        heard = agreement.all_say(mine, request.rank.experts)
+            local = f"rank {dist.get_rank()}: {type(problem).__name__}: {problem}"
+        by_rank = agreement.all_say(local, request.rank.experts)
         if problem is not None:
             raise problem
-        if failed := next((one for one in heard if isinstance(one, str)), ""):
+        if failed := next((error for error in by_rank if isinstance(error, str)), ""):
             raise StepFailed(f"the step ends on all ranks: {failed}")
         length, rows = (
-            min(length for length, _ in heard),
-            MicrobatchRows.most(rows for _, rows in heard),
+            min(length for length, _ in by_rank),
+            MicrobatchRows.most(rows for _, rows in by_rank),
         )
         forest = planner.build_at(length, samples, microbatch_of, rows=rows)
         return replace(forest, ordered=True)
@@ -216,8 +216,8 @@ class Planning:
         if request.rank.forward_only:
             return None
         self._memory.ask_once(request)
-        known = self._beside.get(self.planner(request))
-        least = 0.0 if known is None else known.limit
+        last = self._beside.get(self.planner(request))
+        least = 0.0 if last is None else last.limit
 
         return lambda joint, plan: self._forecast(plan, joint, request, least).verdict
 
@@ -233,7 +233,7 @@ class Planning:
         """Of the plan that keeps the limit of memory, if one does."""
         plans = self.planner(request).plans(joint)
         tried = (self._forecast(plan, joint, request) for plan in plans)
-        return fitting(tried, lambda one: one.verdict)
+        return fitting(tried, lambda forecast: forecast.verdict)
 
     def _forecast(
         self, plan: Plan, joint: JointForest, request: Request, least: float = 0.0
@@ -262,7 +262,7 @@ class Planning:
         joint, rank = JointForest.alone(step.forest, step.microbatch_of), request.rank
         plan = Plan((), ((),) * rank.num_stages, len(rank.models))
         prediction = predict(self.meter(rank).times, joint.union, joint.union_microbatch_of, plan)
-        return prediction, self._memory.stock_peak(joint, request)
+        return prediction, self._memory.stock_peaks(joint, request)[rank.stage]
 
     def decided(self, step: Step, request: Request) -> tuple[StepReport, JointForest]:
         """Which schedule runs a step, and by which plan; all ranks that meet call this.
@@ -283,18 +283,18 @@ class Planning:
             )
         report.decision = self._together(report.decision, step, request)
         if rank.scale_functions and not rank.forward_only and report.decision.share:
-            beside = replace(step, forest=joint.forest)
-            report.decision = self._in_order(report, beside, request)
+            concurrent = replace(step, forest=joint.forest)
+            report.decision = self._in_order(report, concurrent, request)
         if rank.ordered and not step.unshared:
             count_sums.prove(report.joint, rank.stage, joint.union_microbatch_of)
         if rank.experts is not None:
             # Actions that were not planned together with those of the other pipelines.
-            alone: Sequence[Any] | None = None
+            program: Sequence[Any] | None = None
             if not report.decision.share:
-                alone = range(step.num_microbatches)
+                program = range(step.num_microbatches)
             elif self.config.plan_file:
-                alone = report.plan.programs[rank.stage]
-            agreement.check_programs(alone, rank.experts)
+                program = report.plan.programs[rank.stage]
+            agreement.check_programs(program, rank.experts)
         return report, joint
 
     def _in_order(self, report: StepReport, step: Step, request: Request) -> Decision:
@@ -344,14 +344,16 @@ class Planning:
         def apart() -> Step:
             samples = step.samples or ()
             forest = planner.build_at(length, samples, step.microbatch_of, joins=False)
-            wanted = step.forest.requested_length
-            return step.with_forest(replace(forest, ordered=rank.ordered, requested_length=wanted))
+            requested = step.forest.requested_length
+            return step.with_forest(
+                replace(forest, ordered=rank.ordered, requested_length=requested)
+            )
 
-        made, problem = agreement.tried(apart)
+        apart_step, problem = agreement.tried(apart)
         reason = agreement.agree(problem, rank.same_schedule, rank.device)
         if reason is not None:
             raise reason
-        step = made or step
+        step = apart_step or step
         even = rank.model.gathers_tokens
         return step, agreement.meet(step.forest, step.microbatch_of, rank.experts, even=even)
 
@@ -359,18 +361,18 @@ class Planning:
         """The decision of all data-parallel ranks where payloads cross them, as the slowest sets
         the pace and the most cautious of them decides, and what it rests on for this one."""
         rank = request.rank
-        mine, problem = agreement.tried(lambda: self.proposed(step, joint, request))
+        proposal, problem = agreement.tried(lambda: self.proposed(step, joint, request))
         numbers = [0.0] * 3
-        if mine is not None:
-            seconds: Any = mine[0].prediction
-            numbers = [mine[1], seconds.stock_seconds, seconds.prefix_seconds]
+        if proposal is not None:
+            seconds: Any = proposal[0].prediction
+            numbers = [proposal[1], seconds.stock_seconds, seconds.prefix_seconds]
         numbers.append(self.config.min_speedup)
         worst, failed = agreement.worst(numbers, problem, rank.companions, rank.device)
         if problem is not None:
             raise problem
-        if mine is None or failed:
+        if proposal is None or failed:
             raise StepFailed(f"the step ends on all ranks: {failed}")
-        report, (over, stock, prefix, least) = mine[0], worst
+        report, (over, stock, prefix, least) = proposal[0], worst
         config = replace(self.config, min_speedup=least)
         decision = decide(config, stock / prefix if prefix > 0 else 1.0)
         limit = self._memory.limit

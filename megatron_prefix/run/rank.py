@@ -86,7 +86,7 @@ class Model:
         layers = table.told(config, models)
         return cls(
             other_steps=features.other_steps(config),
-            refused=[reason for each in configs for reason in features.refusals(each)],
+            refused=[reason for own_config in configs for reason in features.refusals(own_config)],
             sequence_ranks=sequence_ranks,
             alignment=sequence_ranks * (2 * cp if cp > 1 else 1),
             whole=precision.whole(config, sequence_ranks, cp),
@@ -119,10 +119,10 @@ def model_of(config: Any, models: Sequence[Any]) -> Model:
         {
             # A list may be written in place.
             name: (*value,) if isinstance(value, list) else value
-            for name, value in vars(one).items()
+            for name, value in vars(own).items()
             if isinstance(value, bool | int | float | str | list | tuple | torch.dtype | None)
         }
-        for one in {id(each): each for each in every}.values()  # each once; usually there is one
+        for own in {id(own): own for own in every}.values()  # each once; usually there is one
     ]
     key = [*map(id, models)], options
     if models[0] not in _models or _models[models[0]][0] != key:
@@ -227,8 +227,8 @@ class Rank:
             num_stages=num_stages,
             is_first=not stage,
             is_last=stage == num_stages - 1,
-            overlaps=any(getattr(each, "overlap_grad_reduce", False) for each in ddp),
-            gathers_late=any(getattr(each, "overlap_param_gather", False) for each in ddp),
+            overlaps=any(getattr(options, "overlap_grad_reduce", False) for options in ddp),
+            gathers_late=any(getattr(options, "overlap_param_gather", False) for options in ddp),
             reduces=sums_gradients or all(map(_reduces, models)),
             scale_functions=own_scale_functions(config),
             experts=experts,
@@ -254,8 +254,8 @@ class Rank:
         Args:
             crosses: see `waits_for`.
         """
-        alone = self.forward_only and not crosses  # see `Request.agreeing`
-        groups = list(self.same_schedule if alone else self.waits_for(crosses=crosses))
+        is_local = self.forward_only and not crosses  # see `Request.agreeing`
+        groups = list(self.same_schedule if is_local else self.waits_for(crosses=crosses))
         if self.overlaps and not self.forward_only:  # see Planning: they take one schedule
             groups += several(self.data_ranks or default_groups().dp_cp)
         return [*{id(group): group for group in groups}.values()]
@@ -307,7 +307,8 @@ class Rank:
     def static_bytes(self) -> float:
         """Bytes of the rank's weights and of their gradients."""
         weights = itertools.chain(*(model.parameters() for model in self.models))
-        return float(sum(one.numel() * one.element_size() for one in weights)) + self.gradient_bytes
+        of_weights = sum(weight.numel() * weight.element_size() for weight in weights)
+        return float(of_weights) + self.gradient_bytes
 
     @property
     def gradient_bytes(self) -> float:
@@ -367,11 +368,11 @@ def meeting(groups: Any, *, forward_only: bool) -> list[Any]:
     return several(groups.tp, groups.pp, data or groups.cp, experts)
 
 
-def gathered(mine: torch.Tensor, group: Any) -> torch.Tensor:
+def gathered(local: torch.Tensor, group: Any) -> torch.Tensor:
     """[ranks * n, ...] of every rank's [n, ...]; all ranks of the group call this."""
-    sent = mine.contiguous()
-    views = sent.new_empty((group.size() * len(sent), *sent.shape[1:]))
-    dist.all_gather_into_tensor(views, sent, group)
+    rows = local.contiguous()
+    views = rows.new_empty((group.size() * len(rows), *rows.shape[1:]))
+    dist.all_gather_into_tensor(views, rows, group)
     return views
 
 

@@ -106,8 +106,8 @@ class Request:
         """Groups whose ranks end or fall back together.  Data-parallel ranks need not make equally
         many calls without gradients (evaluation, log-probs), so none waits for another there."""
         rank = self.rank
-        alone = rank.forward_only and not self.may_cross
-        return rank.same_schedule if alone else rank.companions
+        is_local = rank.forward_only and not self.may_cross
+        return rank.same_schedule if is_local else rank.companions
 
     @property
     def runs_outside(self) -> bool:

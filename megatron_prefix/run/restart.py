@@ -71,20 +71,20 @@ def _same_calls(model: Any, tokens: Sequence[Tensor | None]) -> Iterator[None]:
     Raises:
         UserError: at the end, if it was not: the forward steps' data come from elsewhere.
     """
-    left = deque(ids for ids in tokens if ids is not None and not ids.is_nested)
+    expected = deque(ids for ids in tokens if ids is not None and not ids.is_nested)
 
     def intercepting(_: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(stock)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             ids = signature.bind(*args, **kwargs).arguments.get("input_ids")
-            if left and isinstance(ids, Tensor) and torch.equal(ids, left[0]):
-                left.popleft()
+            if expected and isinstance(ids, Tensor) and torch.equal(ids, expected[0]):
+                expected.popleft()
             return stock(*args, **kwargs)
 
         return forward
 
     with intercepted(model, intercepting):
         yield
-    if left:
+    if expected:
         raise refused(OTHER_DRAWS, "draw something else then")

@@ -117,21 +117,21 @@ class Requests:
             raise refused(FP8_UNTRIED)
         if rank.scales_auxiliary_losses and len(rank.models) > 1:
             raise refused(SCALES_INTERLEAVED)
-        alone = self._why_alone(rank, callbacks)
+        obstacle = self._why_alone(rank, callbacks)
         chosen = parts.chosen(self._config, rank, callbacks, self._kept[rank.layout])
         kind = self._kind(arguments["forward_step_func"], rank)
-        return Request(arguments, rank, kind, callbacks, chosen, alone is None, alone or "")
+        return Request(arguments, rank, kind, callbacks, chosen, obstacle is None, obstacle or "")
 
     def _why_alone(self, rank: Rank, callbacks: Callbacks) -> str | None:
         """See `across_step.why_alone`; logged once."""
         if rank.siblings is not None and rank.siblings.size() == 1:
             return ""
         together = callbacks.passes_together or not rank.forward_only
-        alone = across_step.why_alone(self._config, rank, together=together)
-        if alone is None and self._config.across == "auto" and self.backoff.skips():
-            alone = across_step.RESTS
-        across_step.tell_alone(alone or "", rank, self._logged)
-        return alone
+        obstacle = across_step.why_alone(self._config, rank, together=together)
+        if obstacle is None and self._config.across == "auto" and self.backoff.skips():
+            obstacle = across_step.RESTS
+        across_step.tell_alone(obstacle or "", rank, self._logged)
+        return obstacle
 
     def _kind(self, forward_step: Any, rank: Rank) -> StepKind:
         key = rank.forward_only, code_name(forward_step), *map(weakref.ref, rank.language_models)

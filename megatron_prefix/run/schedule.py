@@ -208,10 +208,15 @@ class PrefixSchedule:
         decision = meter.begin(request)
         if decision is not None:
             return self._timed(decision, request)
-        if self.config.mode == "on":
-            return self._suspended(_capture(request, iterator, first), None, first, request)
-        with contextlib.closing(Restart(iterator, rank)) as restart:
-            capture = _capture(request, restart.data_iterator, first)
+        with contextlib.ExitStack() as stack:
+            restart = None
+            if self.config.mode != "on":
+                restart = stack.enter_context(contextlib.closing(Restart(iterator, rank)))
+                iterator = restart.data_iterator
+            if first is None:
+                capture = Capture(request, iterator)
+            else:
+                capture = Capture(request, first.iterator(iterator), first.forward_step)
             return self._suspended(capture, restart, first, request)
 
     def _suspended(
@@ -224,7 +229,7 @@ class PrefixSchedule:
         with contextlib.ExitStack() as around, contextlib.ExitStack() as idle:
             around.enter_context(capture.running())
             around.enter_context(contextlib.nullcontext() if first is None else first.watching())
-            around.enter_context(self.memory.step())
+            around.callback(self.memory.end)
             idle.enter_context(uncollected())
             step, request = self._reader.read(capture, request, first)
             joint = None if step is None else self._plan(step, request)
@@ -306,13 +311,6 @@ class PrefixSchedule:
             # In others it may run to be timed.
             kind.backoff.note(useful=not report.decision.fallback)
         return joint if shares else None
-
-
-def _capture(request: Request, iterator: Any, first: FirstStep | None) -> Capture:
-    """The forward steps of a call, which draw from an iterator; `first` watches them."""
-    if first is None:
-        return Capture(request, iterator)
-    return Capture(request, first.iterator(iterator), first.forward_step)
 
 
 @functools.lru_cache(maxsize=8)  # a new callback every step must not fill the memory

@@ -19,6 +19,7 @@ from megatron_prefix.refusals.own_errors import is_own, softened
 from megatron_prefix.refusals.table import FUSED_YARN
 from megatron_prefix.run.agreement import agree, agree_on, tried
 from megatron_prefix.run.execute.memory_control import MemoryControl
+from megatron_prefix.run.execute.rewind import Rewind
 from megatron_prefix.run.first_step import FirstStep
 from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.read.read_calls import ReadCalls, read_calls
@@ -124,11 +125,12 @@ class StepReader:
                 first.check()
             called = itertools.chain(*map(capture.calls, range(len(capture.steps))))
             if lacking := parts.missing([*called], request.parts):
-                more = parts.made(lacking, self._config, request.rank, request.callbacks)
-                request = replace(request, parts=(*request.parts, *more))
+                parts_needed = parts.made(lacking, self._config, request.rank, request.callbacks)
+                request = replace(request, parts=(*request.parts, *parts_needed))
             calls = read_calls(capture, request)
             if self._config.mode != "observe":
-                self._memory.begin(request.rank)
+                # Before the host plans: the device looks at the gradients in the meantime.
+                self._memory.before = Rewind(request.rank)
         except BaseException as error:  # likewise
             logger.debug("this rank's microbatches cannot be read", exc_info=True)
             return None, request, softened(error, self._config.mode)
@@ -146,19 +148,19 @@ class StepReader:
                 return across_step.across(step, request, self._planning, build, build_alone)
             return step.with_forest(build_alone(step.samples or (), step.microbatch_of))
 
-        whole, problem = tried(make) if rank.is_first else (None, None)
+        step_made, problem = tried(make) if rank.is_first else (None, None)
         if rank.num_stages > 1:
-            whole = told(whole, step.samples, rank.groups.pp, rank.device)
+            step_made = told(step_made, step.samples, rank.groups.pp, rank.device)
         if self._is_refused(problem, request):
             return None
-        if whole is None:
+        if step_made is None:
             raise RuntimeError("no rank says why a step has no segments")
         if request.may_cross:
-            across_step.tell_alone(whole.why_alone, rank, self._reports.logged)
-            self._backoff.note(useful=whole.crosses)
+            across_step.tell_alone(step_made.why_alone, rank, self._reports.logged)
+            self._backoff.note(useful=step_made.crosses)
             if self._backoff.is_due:
                 self._backoff.begin()
-        return whole
+        return step_made
 
     def _is_refused(self, problem: BaseException | None, request: Request) -> bool:
         """Whether any rank has a problem: then there is a report; all ranks call this."""

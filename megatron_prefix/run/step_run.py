@@ -354,7 +354,7 @@ class StepRun:
         return Links(
             channels_of(rank.groups.pp, rank.device), self._report.joint,
             message_shape(config, plan), message_dtype(config), rank.device, not rank.forward_only,
-            tuple((one.segment, one.level) for one in self._step.forest.exchanges),
+            tuple((exchange.segment, exchange.level) for exchange in self._step.forest.exchanges),
         )  # fmt: skip
 
     def _summing(self, counts: GroupCounts) -> Callable[[int], None]:
@@ -415,10 +415,12 @@ class StepRun:
     def _final(self, stage: Stage) -> FinalStates | None:
         """What of a last stage's decoder output crosses data-parallel ranks; None if nothing."""
         forest, config = self._step.forest, stage.hooks.model.config
-        scored = [one for one in forest.exchanges if forest.segments[one.segment].scored]
+        scored = [
+            exchange for exchange in forest.exchanges if forest.segments[exchange.segment].scored
+        ]
         if not scored:
             return None
-        segments = ((one.segment, forest.segments[one.segment]) for one in scored)
+        segments = ((exchange.segment, forest.segments[exchange.segment]) for exchange in scored)
         leaving = {index for index, segment in segments if segment.source < 0}
         return FinalStates(stage.cache, self._rank.groups.tp, config.sequence_parallel, leaving)
 
@@ -441,8 +443,8 @@ class StepRun:
 @contextlib.contextmanager
 def _no_sync(rank: Rank) -> Iterator[None]:
     """No gradient leaves the rank inside; the trainer's own `no_sync_func` where it set one."""
-    given = rank.config.no_sync_func
-    contexts = given if isinstance(given, list) else [given] if given is not None else None
+    own = rank.config.no_sync_func
+    contexts = own if isinstance(own, list) else [own] if own is not None else None
     if contexts is None:
         contexts = [model.no_sync for model in rank.models if hasattr(model, "no_sync")]
     with contextlib.ExitStack() as stack:
@@ -488,4 +490,4 @@ def _timed(config: Any) -> Iterator[None]:
 def _kept(rank: Rank) -> int:
     """Bytes that parts of steps keep on the device with the models."""
     hooks = filter(None, map(installed, rank.models))
-    return sum(kept.device_bytes for each in hooks for kept in each.kept.values())
+    return sum(kept_by_part.device_bytes for hook in hooks for kept_by_part in hook.kept.values())

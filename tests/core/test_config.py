@@ -80,12 +80,7 @@ def test_values_that_mean_nothing_are_refused(fields, message) -> None:
     assert isinstance(caught.value, ValueError)
 
 
-def test_what_is_measured_in_mode_auto_is_not_in_others() -> None:
-    for mode in ("auto", "off", "observe"):
-        config = PrefixConfig(mode=mode, graph_tokens="auto", min_gain=7)
-        assert config.turned_on() == PrefixConfig(mode="on", min_gain=7)
-    turned_on = PrefixConfig(mode="auto", graph_tokens=64).turned_on(min_gain=7)
-    assert turned_on == PrefixConfig(graph_tokens=64, min_gain=7)
+def test_a_negative_number_of_numpy_is_refused() -> None:
     with pytest.raises(UserError, match="graph_tokens is -1"):
         PrefixConfig(graph_tokens=np.int64(-1))
 

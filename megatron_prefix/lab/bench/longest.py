@@ -10,6 +10,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.device.memory import free_bytes
 from megatron_prefix.lab.bench.memory import Way, measure, predicted, recomputing
 from megatron_prefix.lab.bench.work import GroupShape
+from megatron_prefix.lab.verify.align import turned_on
 
 LONGEST = 10**7
 """No longer sequence is looked for, whatever the capacity."""
@@ -57,7 +58,7 @@ def frontier(
     """
     device = next(chunks[0].parameters()).device
     capacity = capacity or free_bytes(device)
-    config = config.turned_on(segment_tokens=1, min_gain=0)
+    config = turned_on(config, segment_tokens=1, min_gain=0)
 
     def shape(steps: int) -> GroupShape:
         return GroupShape(max(1, steps * step - response), response, 2)

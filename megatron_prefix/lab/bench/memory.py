@@ -113,7 +113,7 @@ def measure(
         repeats: measured calls; 0: measure the first call.
         seed: of tokens and advantages.
     """
-    config = config.turned_on(segment_tokens=shape.segment_tokens or 1)
+    config = align.turned_on(config, segment_tokens=shape.segment_tokens or 1)
     vocab_size = unwrap(chunks[0]).vocab_size
     with recomputing(chunks, way.recompute):
         memory = predicted(shape, way, chunks, config)

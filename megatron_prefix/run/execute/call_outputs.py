@@ -151,26 +151,27 @@ class CallOutputs:
         num = sum(lengths) // (1 if self._exchange is None else self._exchange.size)
         leaves, structure = pytree.tree_flatten(output)
         self._remember(leaves, structure, num if rows is None else len(rows.here))
-        taken: list[Any] = []
+        outputs: list[Any] = []
         for leaf, axis in zip(leaves, self._axes, strict=True):
             if axis is None:
-                taken.append(leaf)
+                outputs.append(leaf)
                 continue
-            mine = leaf.detach() if axis.dim == FLAT else leaf.detach().squeeze(1 - axis.dim)
+            values = leaf.detach() if axis.dim == FLAT else leaf.detach().squeeze(1 - axis.dim)
             if axis.parts > 1:
-                (mine,) = self._form.sequence.gather(mine).wait()  # type: ignore[union-attr]
-            if rows is not None and self._is_whole(mine):
-                mine = mine.new_zeros((num, *mine.shape[1:])).index_copy_(0, rows.there, mine)
+                (values,) = self._form.sequence.gather(values).wait()  # type: ignore[union-attr]
+            if rows is not None and self._is_whole(values):
+                zeros = values.new_zeros((num, *values.shape[1:]))
+                values = zeros.index_copy_(0, rows.there, values)
             if self._exchange is not None:
-                mine = self._exchange.whole(mine[None], lengths)[0]
+                values = self._exchange.whole(values[None], lengths)[0]
             # A forward that will run again has no graph yet, so the leaf cannot ask for one.
-            taken.append(mine.requires_grad_(differentiable and leaf.is_floating_point()))
-        here = None if rows is None or self._exchange is not None else rows.here
+            outputs.append(values.requires_grad_(differentiable and leaf.is_floating_point()))
+        positions = None if rows is None or self._exchange is not None else rows.here
         pieces = [
-            [] if axis is None or leaf.dim() == 1 else _by_span(leaf, spans, here)
-            for leaf, axis in zip(taken, self._axes, strict=True)
+            [] if axis is None or leaf.dim() == 1 else _by_span(leaf, spans, positions)
+            for leaf, axis in zip(outputs, self._axes, strict=True)
         ]
-        self.kept[index] = SegmentOutput(taken, rows, pieces)
+        self.kept[index] = SegmentOutput(outputs, rows, pieces)
 
     def _is_whole(self, tensor: Tensor) -> bool:
         """Whether a leaf has all positions of its segment: logits, which are large, do not have to,
@@ -181,8 +182,8 @@ class CallOutputs:
         """Tensors of a segment's output that have a graph, and what all losses send to them."""
         lengths = [span.padded for span in self._forest.segments[index].spans]
         tensors, gradients = [], []
-        kept, made = self.kept[index], pytree.tree_leaves(output)
-        for tensor, leaf, axis in zip(made, kept.leaves, self._axes, strict=True):
+        kept, leaves = self.kept[index], pytree.tree_leaves(output)
+        for tensor, leaf, axis in zip(leaves, kept.leaves, self._axes, strict=True):
             if axis is None or not tensor.requires_grad:
                 continue
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
@@ -201,7 +202,11 @@ class CallOutputs:
 
     def strays(self) -> list[Tensor]:
         """Sizes of the gradients that have reached positions which nobody computed."""
-        return [*self._strays, *(largest(one.grad) for one in self.guards if one.grad is not None)]
+        gradients = (guard.grad for guard in self.guards)
+        return [
+            *self._strays,
+            *(largest(gradient) for gradient in gradients if gradient is not None),
+        ]
 
     def answer(self, microbatch: int, rollouts: Sequence[int]) -> Any:
         """A microbatch's output in the layout of its call, in memory of its own.
@@ -219,19 +224,19 @@ class CallOutputs:
             if axis is None:
                 outputs.append(next(plain))
                 continue
-            whole = self._joined(rollouts, number)
+            samples = self._joined(rollouts, number)
             if self._exchange is not None:
-                whole = self._on_this_rank(whole, lengths, self._exchange)
+                samples = self._on_this_rank(samples, lengths, self._exchange)
             if axis.dim == FLAT and not packed and len(rollouts) > 1:
                 raise refused(FLAT_ROWS, len(rollouts))
-            outputs.append(self._laid_out(whole, axis, 1 if packed else len(rollouts)))
+            outputs.append(self._laid_out(samples, axis, 1 if packed else len(rollouts)))
         return pytree.tree_unflatten(outputs, self._structure)
 
-    def _laid_out(self, whole: Tensor, axis: Axis, num_rows: int) -> Tensor:
+    def _laid_out(self, samples: Tensor, axis: Axis, num_rows: int) -> Tensor:
         """A call's positions on this rank, [positions, ...], as rows of equal length."""
         if axis.dim == FLAT:
-            return whole
-        rows = whole.unflatten(0, (num_rows, -1))
+            return samples
+        rows = samples.unflatten(0, (num_rows, -1))
         if self._form.short:
             rows = rows[:, : -self._form.short]
         if axis.dim == 0:
@@ -253,12 +258,14 @@ class CallOutputs:
         elif num > 1:  # of one position either dimension could be the one
             self._axes = axes
 
-    def _on_this_rank(self, whole: Tensor, lengths: tuple[int, ...], exchange: Exchange) -> Tensor:
+    def _on_this_rank(
+        self, samples: Tensor, lengths: tuple[int, ...], exchange: Exchange
+    ) -> Tensor:
         """This context-parallel rank's positions of samples that lie one behind the other."""
         if lengths not in self._index:
-            mine = cp_layout.held_positions(lengths, exchange.rank, exchange.size)
-            self._index[lengths] = to_device(whole.device, mine)
-        return whole.index_select(0, self._index[lengths])
+            positions = cp_layout.held_positions(lengths, exchange.rank, exchange.size)
+            self._index[lengths] = to_device(samples.device, positions)
+        return samples.index_select(0, self._index[lengths])
 
     def _joined(self, rollouts: Sequence[int], number: int) -> Tensor:
         """One tensor's positions along the paths of rollouts, [positions, ...]."""
@@ -281,25 +288,25 @@ class CallOutputs:
                 start, missing = missing, missing + length
             index.append(np.arange(start, start + length))
         outputs = [self.kept[segment].leaves[number] for segment in used]
-        whole = torch.cat([*outputs, self._guard(like, missing - total)])
-        return whole.index_select(0, to_device(like.device, np.concatenate(index)))
+        rows = torch.cat([*outputs, self._guard(like, missing - total)])
+        return rows.index_select(0, to_device(like.device, np.concatenate(index)))
 
     def _places(self, rollout: int) -> Iterator[tuple[Place | None, int]]:
         """Where a rollout's outputs are, and of how many positions; None: nobody computed them."""
-        rest = self._forest.num_positions[rollout]
+        num_missing = self._forest.num_positions[rollout]
         for place in self._forest.paths[rollout]:
             segment = self._forest.segments[place.segment]
             length = segment.spans[place.number].length
-            rest -= length
+            num_missing -= length
             yield place if segment.scored else None, length
-        if rest:
-            yield None, rest
+        if num_missing:
+            yield None, num_missing
 
     def _assembled(
         self, places: Sequence[tuple[Place | None, int]], number: int, like: Tensor
     ) -> Tensor:
         """Logits along places: no second copy of them, and zeros where nobody computed any."""
-        pieces, targets, unread, offset = [], [], [], 0
+        pieces, targets, uncomputed, offset = [], [], [], 0
         for place, length in places:
             local = np.arange(0)
             if place:
@@ -307,15 +314,15 @@ class CallOutputs:
                 pieces.append(piece)
                 local = piece.positions
                 targets.append(offset + local)
-            unread.append(offset + np.setdiff1d(np.arange(length), local))
+            uncomputed.append(offset + np.setdiff1d(np.arange(length), local))
             offset += length
-        missing = np.concatenate(unread)
+        missing = np.concatenate(uncomputed)
         index = to_device(like.device, np.concatenate([*targets, missing]))
-        *places_of, others = index.split([*map(len, targets), len(missing)])
-        rows = [_as_interval(*both) for both in zip(targets, places_of, strict=True)]
+        *places_of, rows_missing = index.split([*map(len, targets), len(missing)])
+        rows = [_as_interval(*rows_of) for rows_of in zip(targets, places_of, strict=True)]
         guard = self._guard(like, min(1, len(missing)))
         parts = [piece.logits for piece in pieces]
-        logits: Tensor = _Assembled.apply(guard, rows, others, offset, pieces, *parts)
+        logits: Tensor = _Assembled.apply(guard, rows, rows_missing, offset, pieces, *parts)
         return logits
 
     def _guard(self, like: Tensor, length: int) -> Tensor:
@@ -340,20 +347,20 @@ def _by_span(leaf: Tensor, spans: Sequence[Span], rows: np.ndarray | None) -> li
     counts = np.diff(np.searchsorted(rows, ends), prepend=0)
     pieces = []
     parts = zip(np.cumsum(counts), np.split(rows, np.cumsum(counts)[:-1]), strict=True)
-    for span, end, (stop, held) in zip(spans, ends, parts, strict=True):
-        local = held - (end - span.padded)
+    for span, end, (stop, in_span) in zip(spans, ends, parts, strict=True):
+        local = in_span - (end - span.padded)
         num = int(np.searchsorted(local, span.length))  # padding is nobody's
-        place = slice(int(stop) - len(held), int(stop) - len(held) + num)
+        place = slice(int(stop) - len(in_span), int(stop) - len(in_span) + num)
         logits = leaf.detach()[place].requires_grad_(leaf.requires_grad)
         pieces.append(Piece(logits, local[:num], leaf, place))
     return pieces
 
 
-def _as_interval(rows: np.ndarray, there: Tensor) -> Rows:
+def _as_interval(rows: np.ndarray, index: Tensor) -> Rows:
     """Ascending rows as an interval if they are one, whose gradient is a view; else `there`."""
     if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
         return slice(int(rows[0]), int(rows[-1]) + 1)
-    return there
+    return index
 
 
 class _Assembled(torch.autograd.Function):
@@ -361,10 +368,10 @@ class _Assembled(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, guard: Tensor, rows: Sequence[Rows], others: Tensor, num: int,
+        ctx: Any, guard: Tensor, rows: Sequence[Rows], missing: Tensor, num: int,
         pieces: Sequence[Piece], *parts: Tensor,
     ) -> Tensor:  # fmt: skip
-        ctx.rows, ctx.pieces = (rows, others), pieces
+        ctx.rows, ctx.pieces = (rows, missing), pieces
         out = parts[0].new_zeros((num, *parts[0].shape[1:]))
         for place, part in zip(rows, parts, strict=True):
             out[place] = part
@@ -372,10 +379,10 @@ class _Assembled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        rows, others = ctx.rows
+        rows, missing = ctx.rows
         stray = None
-        if len(others):
-            parts = others.split(CHECKED_ROWS)
+        if len(missing):
+            parts = missing.split(CHECKED_ROWS)
             sizes = [largest(gradient.index_select(0, part)) for part in parts]
             stray = torch.stack(sizes).amax().view(1).to(gradient.dtype)
         for piece in ctx.pieces:

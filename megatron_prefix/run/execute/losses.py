@@ -184,10 +184,10 @@ class Losses:
         if self._form.filled is not None or any(tensor.dim() > 2 for tensor in tensors):
             self._small = False
             return answer
-        kept: list[Tensor | None] = [None] * len(tensors)
-        self._sent[microbatch] = kept
+        gradients: list[Tensor | None] = [None] * len(tensors)
+        self._sent[microbatch] = gradients
         for place, tensor in enumerate(tensors):
-            tensor.register_hook(functools.partial(kept.__setitem__, place))
+            tensor.register_hook(functools.partial(gradients.__setitem__, place))
         return answer
 
     def release(self, index: int) -> None:
@@ -267,10 +267,10 @@ def are_in_order(step: Step, actions: Sequence[tuple[str, int]]) -> bool:
             while turn < num and ready_after[turn] <= index:
                 turn += 1
         elif any(microbatch >= turn for microbatch in through[index]):
-            wanted = [microbatch for microbatch in through[index] if microbatch >= turn]
-            if wanted != [*range(turn, turn + len(wanted))]:
+            ready = [microbatch for microbatch in through[index] if microbatch >= turn]
+            if ready != [*range(turn, turn + len(ready))]:
                 return False
-            turn += len(wanted)
+            turn += len(ready)
     return True
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -59,18 +58,9 @@ class MemoryControl:
         self.before: Rewind | None = None
         self._resting = 0
 
-    def begin(self, rank: Rank) -> None:
-        """Notes how a step begins; before the host plans, so that the device looks at the gradients
-        in the meantime."""
-        self.before = Rewind(rank)
-
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """A step, after which nothing that `begin` noted is left."""
-        try:
-            yield
-        finally:
-            self.before = None
+    def end(self) -> None:
+        """A step is over: how it began is forgotten."""
+        self.before = None
 
     def settle(self, plan: Plan, joint: JointForest, request: Request) -> None:
         """Decides where K/V are with context parallelism, alike on all ranks that make this step
@@ -85,9 +75,9 @@ class MemoryControl:
             request: the call.
         """
         rank = request.rank
-        several, wanted = rank.groups.cp.size() > 1, self._config.cp_reduce
-        self.gathers = several and wanted == "segment"
-        if not several or wanted != "auto":
+        has_cp, cp_reduce = rank.groups.cp.size() > 1, self._config.cp_reduce
+        self.gathers = has_cp and cp_reduce == "segment"
+        if not has_cp or cp_reduce != "auto":
             return
         if not rank.forward_only:
             if self._settled < STEPS_ASKED or self._settled % STEPS_BETWEEN == 0:
@@ -96,7 +86,7 @@ class MemoryControl:
         if self._free:
             longest = replace(plan, segments=longest_segments(joint))
             peaks = predict_memory(longest, self._footprint(request, gathers=True))
-            self.gathers = max(one.peak for one in peaks) <= min(*self._free, self.limit)
+            self.gathers = max(memory.peak for memory in peaks) <= min(*self._free, self.limit)
 
     def ask_once(self, request: Request) -> None:
         """Asks what weights and their gradients take on the stage with the least, and how fast the
@@ -139,7 +129,7 @@ class MemoryControl:
             least: of the limit, where it is known to be that of a rank that is not in `joint`.
         """
         rank, (by_stock, by_ours) = request.rank, factors
-        stock = self._stock_peaks(joint, request)
+        stock = self.stock_peaks(joint, request)
         self.stock_bytes, limit = stock[rank.stage], self._budget
         if limit is None:
             limit = limit_of(by_stock * max(stock), self._static)
@@ -151,20 +141,17 @@ class MemoryControl:
                 plan, footprint, rank.model.cost, self._rates, self.limit / by_ours, may_offload
             )
             plan = replace(plan, policies=policies)
-        return plan, by_ours * max(one.peak for one in predict_memory(plan, footprint))
+        return plan, by_ours * max(memory.peak for memory in predict_memory(plan, footprint))
 
-    def stock_peak(self, joint: JointForest, request: Request) -> float:
-        """What the stock schedule is predicted to take on this rank, besides weights and gradients;
-        of a step without segments, too."""
-        return self._stock_peaks(joint, request)[request.rank.stage]
-
-    def _stock_peaks(self, joint: JointForest, request: Request) -> list[float]:
+    def stock_peaks(self, joint: JointForest, request: Request) -> list[float]:
+        """What the stock schedule is predicted to take on each stage, besides weights and
+        gradients; of a step without segments, too."""
         rank = request.rank
         plan = heaviest_stock_plan(
             joint.union, joint.microbatches_of, rank.num_stages, len(rank.models)
         )
         stock = replace(self._before_settled(request), places=None)
-        return [one.peak for one in predict_memory(plan, stock)]
+        return [memory.peak for memory in predict_memory(plan, stock)]
 
     def _before_settled(self, request: Request) -> Footprint:
         """Before it is known whether a rank keeps K/V of all: only if the user says so."""
@@ -321,13 +308,13 @@ def longest_segments(joint: JointForest) -> tuple[Segment, ...]:
     for index, (segment, lengths, most) in enumerate(places):
         num, parents = max(lengths), segment.parents
         parent = Place(parents[-1], 0) if parents else None
-        others = max(0, min(most, num // align) - 1)  # a span is not shorter than the alignment
+        num_below = max(0, min(most, num // align) - 1)  # a span is not shorter than the alignment
         below = Place(index, 0) if segment.joined >= 0 else parent
         rollouts = segment.spans[0].rollouts
-        first = num - others * align
+        first = num - num_below * align
         spans = (
             Span(0, first, first, rollouts, parent),
-            *[Span(0, align, align, rollouts, below)] * others,
+            *[Span(0, align, align, rollouts, below)] * num_below,
         )
         trained = min(num, segment.num_read)
         segments.append(segment._replace(spans=spans, trained=trained))

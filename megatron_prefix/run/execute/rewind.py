@@ -64,7 +64,7 @@ class Rewind:
             RuntimeError: the host has no room.
         """
         if self._is_dirty():
-            self._copies_of_totals = [_on_host(one) for one in self._everything()]
+            self._copies_of_totals = [_on_host(gradient) for gradient in self._everything()]
 
     @torch.no_grad()
     def undo(self) -> None:

@@ -106,13 +106,13 @@ def _whole(read: Callable[[], Any], write: Callable[[Any], None]) -> Swap:
     """Of something that is read and written as a whole; None where a step leaves it as it was."""
     outside = read()
 
-    def swap(wanted: Any, entering: bool) -> Any:
-        if entering and wanted is None:
+    def swap(state: Any, entering: bool) -> Any:
+        if entering and state is None:
             return None
         inside = read()
         changed = inside != outside
-        if changed or wanted is not None:
-            write(outside if wanted is None else wanted)
+        if changed or state is not None:
+            write(outside if state is None else state)
         return inside if changed else None
 
     return swap
@@ -164,13 +164,13 @@ def watched_forks() -> Iterator[Swap]:
             if outside is not before:  # it was suspended inside
                 _set(tracker, *outside)
 
-    def swap(wanted: list[Any] | None, entering: bool) -> list[Any] | None:
+    def swap(state: list[Any] | None, entering: bool) -> list[Any] | None:
         inside = [*forks, (_state(tracker), _name(tracker))] if forks else None
         outside = forks[0] if forks else None
         forks.clear()
-        if wanted:
-            forks[:] = [(_state(tracker), _name(tracker)), *wanted[1:-1]]
-            outside = wanted[-1]
+        if state:
+            forks[:] = [(_state(tracker), _name(tracker)), *state[1:-1]]
+            outside = state[-1]
         if outside is not None:
             _set(tracker, *outside)
         return inside

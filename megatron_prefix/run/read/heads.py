@@ -101,8 +101,8 @@ class FilledDict:
             UserError: that is one thing per segment.
         """
         filled = added(arguments[FILLED_BY_MODEL], self.brought)
-        known = filled if self.items is None or not scored else self.items
-        same = filled.keys() == known.keys() and all(filled[n] is known[n] for n in filled)
+        before = filled if self.items is None or not scored else self.items
+        same = filled.keys() == before.keys() and all(filled[n] is before[n] for n in filled)
         if (filled and not scored) or not same or not all(map(is_shared, filled.values())):
             raise refused(FILLED, FILLED_BY_MODEL)
         if scored:

@@ -76,10 +76,10 @@ class LossVariables:
             return None
         changes: Changes = []
         for place, old in zip(self.places, state, strict=True) if state else ():
-            now = place.read()
-            if len(now) == len(old) and all(map(operator.is_, now.values(), old.values())):
+            values = place.read()
+            if len(values) == len(old) and all(map(operator.is_, values.values(), old.values())):
                 continue
-            for name, value in now.items():
+            for name, value in values.items():
                 if old.get(name, _MISSING) is not value:
                     changes.append((place, name, value))
                     self._last[id(place), name] = place, value
@@ -98,8 +98,8 @@ class LossVariables:
             key = id(place), name
             if type(value) is int:  # a counter: what losses have added so far stays in it
                 was = self._set.get(key, self._last[key][1])
-                now = place.read().get(name, was)
-                added = now - was if type(now) is int and type(was) is int else 0
+                present = place.read().get(name, was)
+                added = present - was if type(present) is int and type(was) is int else 0
                 self._counted[key] = self._counted.get(key, 0) + added
                 value += self._counted[key]
             self._set[key] = value
@@ -144,13 +144,15 @@ def places(*functions: Callable[..., Any]) -> Iterator[Place]:
             continue
         seen.add(id(value))
         if isinstance(value, functools.partial):
-            waiting += [(one, depth) for one in (value.func, *value.args, *value.keywords.values())]
+            waiting += [
+                (member, depth) for member in (value.func, *value.args, *value.keywords.values())
+            ]
         elif isinstance(value, types.MethodType):
             waiting += [(value.__self__, depth), (value.__func__, depth)]
         for place in _places_of(value):
             num += 1
             yield place
-            waiting += [(one, depth + 1) for one in place.read().values()]
+            waiting += [(member, depth + 1) for member in place.read().values()]
 
 
 def code_name(function: Any) -> tuple[str, int] | None:
@@ -233,6 +235,6 @@ def package(value: Any) -> str:
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     """The code of a function, and of those inside it."""
     yield code
-    for one in code.co_consts:
-        if isinstance(one, types.CodeType):
-            yield from _codes(one)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)

@@ -196,16 +196,18 @@ def read_tokens(
         call.check_unchanged()
     followed = not (forward_only or callbacks.masks_tokens)
     trained = [call["loss_mask"] if followed else None for call in calls]
-    if callbacks.trained is not None and all(one is None for one in trained):
+    if callbacks.trained is not None and all(mask is None for mask in trained):
         trained = [callbacks.trained(call) for call in calls]
-    elif callbacks.samples is not None and not forward_only and all(one is None for one in trained):
+    elif (
+        callbacks.samples is not None and not forward_only and all(mask is None for mask in trained)
+    ):
         trained = trained_positions(calls, where, callbacks.samples, cp_rank, cp_size)
     embedded = any(call[EMBEDDINGS] is not None for call in calls)
     # With embeddings tokens may be there, in another layout.
     columns = {"input_ids": [None if embedded else call["input_ids"] for call in calls]}
     moves = bool(calls[0].others) and heads.moves_labels(calls[0].arguments)
     columns["labels"] = [heads.moved(call) if moves else call["labels"] for call in calls]
-    columns["trained positions"] = [None if one is None else one != 0 for one in trained]
+    columns["trained positions"] = [None if mask is None else mask != 0 for mask in trained]
     if ahead:
         columns["loss_mask"] = [_weights(call) for call in calls]
     lengths = [sum(layout.lengths) // cp_size for layout in where]
@@ -252,19 +254,19 @@ def trained_positions(
 def _trained_in(
     call: ModelCall, layout: CallLayout, samples: Samples, rank: int, size: int
 ) -> Tensor | None:
-    tokens, whole = call["input_ids"], layout.lengths
-    drawn = None if call.drawn is None else samples(call.drawn)
-    if drawn is None or tokens is None or tokens.is_nested or len(drawn) > len(whole):
+    tokens, lengths = call["input_ids"], layout.lengths
+    pairs = None if call.drawn is None else samples(call.drawn)
+    if pairs is None or tokens is None or tokens.is_nested or len(pairs) > len(lengths):
         return None
-    ids, flags, known = tokens.new_zeros(3, sum(whole))
-    starts = np.cumsum([0, *whole]).tolist()
-    for (own, trained), start, room in zip(drawn, starts, whole, strict=False):
+    ids, flags, is_known = tokens.new_zeros(3, sum(lengths))
+    starts = np.cumsum([0, *lengths]).tolist()
+    for (own, trained), start, room in zip(pairs, starts, lengths, strict=False):
         if own.dim() != 1 or trained.shape != own.shape or len(own) > room:
             return None
-        held = slice(start, start + len(own))
-        ids[held], flags[held], known[held] = own, trained, 1
+        places = slice(start, start + len(own))
+        ids[places], flags[places], is_known[places] = own, trained, 1
     local = torch.from_numpy(layout.held(rank, size)).to(tokens.device)
-    same = (tokens.reshape(-1) == ids[local]) | (known[local] == 0)
+    same = (tokens.reshape(-1) == ids[local]) | (is_known[local] == 0)
     return (flags[local] != 0).view_as(tokens) if bool(same.all()) else None
 
 
@@ -300,11 +302,11 @@ def _on_host(
     return [next(table) if use else None for use in usable]
 
 
-def check_positions(known: CallTokens, rank: int, size: int, *, used: bool) -> None:
+def check_positions(tokens: CallTokens, rank: int, size: int, *, used: bool) -> None:
     """Refuses position ids that the positions of segments do not have.
 
     Args:
-        known: of the first stage's calls.
+        tokens: of the first stage's calls.
         rank: place in the context-parallel group.
         size: of that group.
         used: whether the model looks at them: a learned embedding does, rotary positions do not.
@@ -312,27 +314,27 @@ def check_positions(known: CallTokens, rank: int, size: int, *, used: bool) -> N
     Raises:
         CannotShare: they count otherwise, or each rank holds one contiguous part of a sample.
     """
-    if known.positions is None:
+    if tokens.positions is None:
         if used:
             raise refused(NO_POSITION_IDS)
         return
-    counts = np.cumsum([sum(layout.lengths) // size for layout in known.layouts])[:-1]
-    for layout, mine in zip(known.layouts, np.split(known.positions, counts), strict=True):
-        if size > 1 and _look_contiguous(layout, mine, rank, size):
+    counts = np.cumsum([sum(layout.lengths) // size for layout in tokens.layouts])[:-1]
+    for layout, positions in zip(tokens.layouts, np.split(tokens.positions, counts), strict=True):
+        if size > 1 and _look_contiguous(layout, positions, rank, size):
             raise refused(CONTIGUOUS)
-        if used and not np.array_equal(mine, layout.positions(rank, size)):
+        if used and not np.array_equal(positions, layout.positions(rank, size)):
             raise refused(OTHER_POSITIONS)
 
 
-def _look_contiguous(layout: CallLayout, mine: Numbers, rank: int, size: int) -> bool:
+def _look_contiguous(layout: CallLayout, positions: Numbers, rank: int, size: int) -> bool:
     """Whether positions on this rank are those of a contiguous part of any sample, or of a pack."""
     if any(length % size for length in layout.lengths):  # no zig-zag either
         return False
     shares = [length // size for length in layout.lengths]
-    parts = zip(shares, np.split(mine, np.cumsum(shares)[:-1]), strict=True)
+    parts = zip(shares, np.split(positions, np.cumsum(shares)[:-1]), strict=True)
     if any(n > 1 and np.array_equal(part, np.arange(n) + rank * n) for n, part in parts):
         return True
     if not layout.packed:
         return False
-    pack, num = np.concatenate([np.arange(length) for length in layout.lengths]), len(mine)
-    return bool(mine.any()) and np.array_equal(mine, pack[rank * num : (rank + 1) * num])
+    pack, num = np.concatenate([np.arange(length) for length in layout.lengths]), len(positions)
+    return bool(positions.any()) and np.array_equal(positions, pack[rank * num : (rank + 1) * num])

@@ -183,8 +183,8 @@ def told(
         group: the pipeline, of several ranks.
         device: where its tensors live.
     """
-    mine = np.zeros(0, np.int64) if step is None else step.to_ints()
-    numbers = _broadcast(mine, group, 0, device)
+    ints = np.zeros(0, np.int64) if step is None else step.to_ints()
+    numbers = _broadcast(ints, group, 0, device)
     return Step.from_ints(numbers, samples) if step is None and len(numbers) else step
 
 
@@ -263,9 +263,9 @@ def _samples(
 def with_next_token(samples: Sequence[Pairs]) -> list[Pairs]:
     """Samples whose positions are shared only where next inputs are the same, too: where labels are
     masked these tell, else the labels do."""
-    if all(np.array_equal(one.labels[:-1], one.inputs[1:]) for one in samples):
+    if all(np.array_equal(sample.labels[:-1], sample.inputs[1:]) for sample in samples):
         return [*samples]
-    return [replace(one, following=np.append(one.inputs[1:], -1)) for one in samples]
+    return [replace(sample, following=np.append(sample.inputs[1:], -1)) for sample in samples]
 
 
 def _whole(
@@ -292,29 +292,29 @@ def _whole(
 
 def _joined_routes(routes: Sequence[Tensor | None], num: int) -> Numbers | None:
     """Routes of this rank's `num` positions of all calls; None without."""
-    given = [to_host(one.detach().flatten(0, -3)) for one in routes if one is not None]
-    if not given:
+    read = [to_host(route.detach().flatten(0, -3)) for route in routes if route is not None]
+    if not read:
         return None
-    if len(given) < len(routes):
+    if len(read) < len(routes):
         raise refused(SOME_ROUTES)
-    whole = np.concatenate(given)
-    if len(whole) != num:
-        raise refused(NUMBER_OF_ROUTES, len(whole), num)
-    return whole.astype(np.int32)
+    rows = np.concatenate(read)
+    if len(rows) != num:
+        raise refused(NUMBER_OF_ROUTES, len(rows), num)
+    return rows.astype(np.int32)
 
 
-def _of_ranks(mine: np.ndarray, group: Any, device: torch.device) -> np.ndarray:
+def _of_ranks(local: np.ndarray, group: Any, device: torch.device) -> np.ndarray:
     """[size * n, ...] of every rank's [n, ...]."""
-    sent = torch.from_numpy(np.ascontiguousarray(mine)).to(device)
-    return gathered(sent, group).cpu().numpy()
+    tensor = torch.from_numpy(np.ascontiguousarray(local)).to(device)
+    return gathered(tensor, group).cpu().numpy()
 
 
 def _broadcast(numbers: Numbers, group: Any, source: int, device: torch.device) -> Numbers:
     """One stage's numbers on every stage: in one message, and a second for what is over."""
     rank = dist.get_process_group_ranks(group)[source]
     first = np.zeros(MESSAGE_NUMBERS, np.int64)
-    first[0], sent = len(numbers), min(len(numbers), MESSAGE_NUMBERS - 1)
-    first[1 : 1 + sent] = numbers[:sent]
+    first[0], num_sent = len(numbers), min(len(numbers), MESSAGE_NUMBERS - 1)
+    first[1 : 1 + num_sent] = numbers[:num_sent]
     message = torch.from_numpy(first).to(device)
     dist.broadcast(message, rank, group=group)
     count, begin = int(message[0]), message.cpu().numpy()[1:]
@@ -323,6 +323,6 @@ def _broadcast(numbers: Numbers, group: Any, source: int, device: torch.device) 
     over = np.zeros(count - len(begin), np.int64)
     if group.rank() == source:
         over[:] = numbers[len(begin) :]
-    rest = torch.from_numpy(over).to(device)
-    dist.broadcast(rest, rank, group=group)
-    return np.concatenate([begin, rest.cpu().numpy()])
+    second = torch.from_numpy(over).to(device)
+    dist.broadcast(second, rank, group=group)
+    return np.concatenate([begin, second.cpu().numpy()])

@@ -204,7 +204,7 @@ class SuspendedStep:
 
     def _swap(self, *, entering: bool) -> None:
         pairs = zip(self._states, self.kept, strict=True)
-        self.kept = [swap(kept, entering) for swap, kept in pairs]
+        self.kept = [swap(state, entering) for swap, state in pairs]
 
 
 class Capture:
@@ -342,7 +342,7 @@ class Capture:
     def stock_step(self, _: Any, model: Any) -> Any:
         """A `forward_step_func` for the stock schedule: the suspended steps go on, in order, and
         those that have not begun begin."""
-        chunk = next(i for i, one in enumerate(self._rank.models) if one is model)
+        chunk = next(i for i, chunk_model in enumerate(self._rank.models) if chunk_model is model)
         if self._left[chunk]:
             return self._left[chunk].popleft().run_model()
         return self._forward_step(self._iterators[chunk], model)
@@ -383,9 +383,9 @@ def takes_beside(request: Request) -> bool:
     stage a call's input is what the stage before it has sent, which segments do not send.
     """
     rank = request.rank
-    alone = len(rank.models) == 1 and rank.num_stages == 1
+    is_only_chunk = len(rank.models) == 1 and rank.num_stages == 1
     counted = any(part.counts_calls for part in request.parts)
-    return alone and not counted and not rank.forward_only and torch.is_grad_enabled()
+    return is_only_chunk and not counted and not rank.forward_only and torch.is_grad_enabled()
 
 
 def is_beside(model: Any, *, called: bool) -> bool:

@@ -111,7 +111,7 @@ class Values:
 
     def changed(self) -> list[tuple[str, Any]]:
         """Those that hold something else by now, and their names."""
-        return [(name, one) for name, one, before in self._held if _digest(one) != before]
+        return [(name, tensor) for name, tensor, before in self._held if _digest(tensor) != before]
 
 
 def _digest(value: Any) -> bytes:

@@ -187,3 +187,11 @@ def test_every_rank_is_heard(wrong_rank: int) -> None:
         assert right.raw_tokens == 2 * 3 * 19 and right.executed_tokens < right.raw_tokens
         assert wrong.passed is False
         assert {line.partition(":")[0] for line in wrong.failures} == {f"rank {wrong_rank}"}
+
+
+def test_what_is_measured_in_mode_auto_is_not_in_others() -> None:
+    for mode in ("auto", "off", "observe"):
+        config = PrefixConfig(mode=mode, graph_tokens="auto", min_gain=7)
+        assert align.turned_on(config) == PrefixConfig(mode="on", min_gain=7)
+    config = PrefixConfig(mode="auto", graph_tokens=64)
+    assert align.turned_on(config, min_gain=7) == PrefixConfig(graph_tokens=64, min_gain=7)
