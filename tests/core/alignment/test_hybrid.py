@@ -153,7 +153,7 @@ def test_full_recomputation_is_predicted_where_it_happens(
             if type(module).__name__ in KERNELS_OF:
                 module.register_forward_pre_hook(count)
         assert hybrid.worst(model, families[name].expected) <= EXACT
-        waves.append(Rank.of([model]).footprint(False, 0).wave)
+        waves.append(Rank.of([model]).footprint(False).wave)
     assert calls[1] == (2 if features.recomputes(language_model(model)) else 1) * calls[0]
     assert (waves[1] < waves[0]) == (calls[1] > calls[0])
 

@@ -28,15 +28,15 @@ def test_numbers_are_made_once_until_an_option_changes() -> None:
             again.model.cost is first.model.cost
             and again.model.footprints is first.model.footprints
         )
-        kept = first.footprint(False, 0)
-        assert again.footprint(False, 0) is kept
+        kept = first.footprint(False)
+        assert again.footprint(False) is kept
         first.config.recompute_granularity = "full"
         first.config.recompute_method, first.config.recompute_num_layers = "uniform", 1
-        assert Rank.of([model]).footprint(False, 0) != kept
+        assert Rank.of([model]).footprint(False) != kept
         first.config.recompute_granularity, first.config.recompute_modules = "selective", []
-        nothing = Rank.of([model]).footprint(False, 0)
+        nothing = Rank.of([model]).footprint(False)
         first.config.recompute_modules.append("core_attn")  # in place
-        assert Rank.of([model]).footprint(False, 0) != nothing
+        assert Rank.of([model]).footprint(False) != nothing
 
 
 def test_other_chunks_have_numbers_of_their_own() -> None:
@@ -58,7 +58,7 @@ def test_numbers_do_not_keep_a_model() -> None:
     with one_rank():
         model = small_model()
         gone = weakref.ref(model)
-        Rank.of([model]).footprint(False, 0)
+        Rank.of([model]).footprint(False)
         del model
         gc.collect()
         assert gone() is None
