@@ -196,20 +196,18 @@ def read_tokens(
         call.check_unchanged()
     followed = not (forward_only or callbacks.masks_tokens)
     trained = [call["loss_mask"] if followed else None for call in calls]
-    if callbacks.trained is not None and all(mask is None for mask in trained):
-        trained = [callbacks.trained(call) for call in calls]
-    elif (
-        callbacks.samples is not None and not forward_only and all(mask is None for mask in trained)
-    ):
-        trained = trained_positions(calls, where, callbacks.samples, cp_rank, cp_size)
+    if all(mask is None for mask in trained):
+        if callbacks.trained is not None:
+            trained = [callbacks.trained(call) for call in calls]
+        elif callbacks.samples is not None and not forward_only:
+            trained = trained_positions(calls, where, callbacks.samples, cp_rank, cp_size)
+    # Tokens that come with embeddings may be in another layout.
     embedded = any(call[EMBEDDINGS] is not None for call in calls)
-    # With embeddings tokens may be there, in another layout.
     columns = {"input_ids": [None if embedded else call["input_ids"] for call in calls]}
     moves = bool(calls[0].others) and heads.moves_labels(calls[0].arguments)
     columns["labels"] = [heads.moved(call) if moves else call["labels"] for call in calls]
     columns["trained positions"] = [None if mask is None else mask != 0 for mask in trained]
-    if ahead:
-        columns["loss_mask"] = [_weights(call) for call in calls]
+    columns |= {"loss_mask": [*map(_weights, calls)]} if ahead else {}
     lengths = [sum(layout.lengths) // cp_size for layout in where]
     for name, column in columns.items():
         for value, num in zip(column, lengths, strict=True):
