@@ -34,7 +34,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from megatron_prefix.layers.blocks.kernels import Kernel, Partial, Runs, available, choose_kernel
+from megatron_prefix.lab.numerics.working_kernels import available
+from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
+from megatron_prefix.layers.blocks.kernels import choose_kernel
 from megatron_prefix.layers.blocks.merge import merge
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -6,11 +6,9 @@ ask one another (run/agreement.py).
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -44,25 +42,6 @@ from megatron_prefix.tree import Forest, Pairs
 from megatron_prefix.tree.packing import MicrobatchRows
 
 logger = logging.getLogger(__name__)
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Python looks for no cycles of references meanwhile; afterwards it does if it did before.
-
-    Reading and planning a step of some 270 rollouts makes enough objects for 8 to 18 collections,
-    2 to 6 ms, and every now and then for one of everything that the trainer has: 0.2 to 0.4 s where
-    torch and Megatron-Core are all there is (2 CPU cores; benchmarks/LOG.md, 2026-11-26). It lasts
-    to the first action's end: then the host is ahead of the device, and a collection costs less.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 class Forecast(NamedTuple):

@@ -36,7 +36,7 @@ from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
 from megatron_prefix.run.execute.losses import are_in_order
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.first_step import FirstStep
-from megatron_prefix.run.planning import Planning, uncollected
+from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.read.loss_variables import code_name
 from megatron_prefix.run.read.outlines import Outlines
 from megatron_prefix.run.read.step import Step
@@ -53,7 +53,7 @@ from megatron_prefix.run.route import (
     route,
     run_watched,
 )
-from megatron_prefix.run.step_reader import StepReader
+from megatron_prefix.run.step_reader import StepReader, uncollected
 from megatron_prefix.run.step_run import StepRun, StepUndone
 from megatron_prefix.tree.cp_layout import Slices
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.numerics import assert_close
+from megatron_prefix.lab.numerics.working_kernels import available
 from megatron_prefix.layers.blocks import merge as merging
 from megatron_prefix.layers.blocks import operators
 from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
-from megatron_prefix.layers.blocks.kernels import KERNELS, available, choose_kernel
+from megatron_prefix.layers.blocks.kernels import KERNELS, choose_kernel
 from megatron_prefix.layers.blocks.merge import formula, merge
 from megatron_prefix.sidecar import context_parallel as sums
 from megatron_prefix.tree import cp_layout

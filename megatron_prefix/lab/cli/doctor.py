@@ -215,6 +215,7 @@ def _what_runs(device: str, spec: ModelSpec | None, probes: bool) -> dict[str, A
     platforms.select(device)
     import torch
 
+    from megatron_prefix.lab.numerics import working_kernels
     from megatron_prefix.lab.platforms import stock_packs
     from megatron_prefix.layers import table
     from megatron_prefix.layers.blocks import kernels
@@ -228,9 +229,9 @@ def _what_runs(device: str, spec: ModelSpec | None, probes: bool) -> dict[str, A
     reasons, chosen, why = {}, {}, {}
     for name in DTYPES:
         heads_of = device, getattr(torch, name), heads.width
-        reasons[name] = kernels.available(*heads_of, **probed)
+        reasons[name] = working_kernels.available(*heads_of, **probed)
         chosen[name] = kernels.choose_kernel("auto", *heads_of, **probed).name
-        why[name] = kernels.why(*heads_of, **probed)
+        why[name] = working_kernels.why(*heads_of, **probed)
     recurrent = _recurrent(functools.partial(probe.refusals, compiles=probes), device, spec)
     untried = [] if probes or device == "cpu" else [*kernels.COMPILED, *probe.COMPILED]
     return {

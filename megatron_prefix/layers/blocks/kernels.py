@@ -22,7 +22,7 @@ from megatron_prefix.device.tolerance import assert_close
 from megatron_prefix.errors import UserError, named
 from megatron_prefix.layers.blocks.adaptive import AdaptiveKernel, CompositeKernel
 from megatron_prefix.layers.blocks.batched import Batched
-from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
+from megatron_prefix.layers.blocks.interface import Kernel, Runs
 from megatron_prefix.layers.blocks.operators import (
     FA4_SHORT,
     CudnnKernel,
@@ -31,17 +31,6 @@ from megatron_prefix.layers.blocks.operators import (
     FlashKernel,
     MathKernel,
 )
-
-__all__ = [
-    "KERNELS",
-    "CompositeKernel",
-    "Kernel",
-    "Partial",
-    "Runs",
-    "available",
-    "choose_kernel",
-    "why",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -57,32 +46,6 @@ PROBE_ROWS = FA4_SHORT + 32
 """Queries of a probe: long enough for every call that has to be compiled."""
 Probe = Callable[[str], "str | None"]
 _AUTO = {"cuda": ("fa4", "cudnn", "flash", "math"), "cpu": ("flash_cpu", "math")}
-
-
-def available(
-    device: torch.device | str,
-    dtype: torch.dtype,
-    head_dim: int,
-    group: int = 2,
-    compiles: bool = True,
-    head_dim_v: int | None = None,
-) -> dict[str, str | None]:
-    """Every kernel by name, with the reason why it does not work here; None: it works.
-
-    Each kernel runs small blocks of each kind, forward and backward, and is compared with `math`
-    under the numerics policy; the answer is cached. `fa4` compiles here, for about half a minute.
-
-    Args:
-        device: where it is to run.
-        dtype: of queries, keys and values.
-        head_dim: width of a head.
-        head_dim_v: of its values (default: the same).
-        group: query heads of each K/V head.
-        compiles: if not, kernels of `COMPILED` are not run, only asked whether they would take such
-            tensors.
-    """
-    probe = _probe(device, dtype, head_dim, head_dim_v, group, compiles)
-    return {name: probe(name) for name in KERNELS}
 
 
 def choose_kernel(
@@ -101,10 +64,11 @@ def choose_kernel(
     "auto" is `math` for fp64 and torch's flash on the CPU; on CUDA FlashAttention-4, then 3, then
     cuDNN or FlashAttention-2 by shape (layers/blocks/adaptive.py), or whichever of them works. A
     kernel that does not work here is a UserError that says why and which do. Only kernels that
-    could be chosen are tried. ``num_layers`` is how many attention layers will use it; ``window``:
-    see `Batched`; the others as in `available`.
+    could be chosen are tried. ``num_layers`` is how many attention layers will use it, ``group``
+    how many query heads a K/V head has; unless it ``compiles``, kernels of `COMPILED` are only
+    asked whether they would take such tensors; ``window``: see `Batched`.
     """
-    probe = _probe(device, dtype, head_dim, head_dim_v, group, compiles, window)
+    probe = probe_of(device, dtype, head_dim, head_dim_v, group, compiles, window)
     if name == "auto":
         best = _first_working(probe, torch.device(device), dtype)
         if best == "cudnn" and probe("flash") is None:
@@ -127,38 +91,7 @@ def _with_window(kernel: Batched, window: int | None) -> Batched:
     return kernel if window is None else kernel.windowed(window) or kernel
 
 
-def why(
-    device: torch.device | str,
-    dtype: torch.dtype,
-    head_dim: int,
-    group: int = 2,
-    compiles: bool = True,
-    head_dim_v: int | None = None,
-) -> str:
-    """The kernel that "auto" takes and the reason, in one line; arguments as in `available`.
-
-    Raises UserError if none works.
-    """
-    chosen = choose_kernel(
-        "auto", device, dtype, head_dim, head_dim_v, group=group, compiles=compiles
-    ).name
-    if dtype is torch.float64:
-        return f"{chosen}, which is exact"
-    probe = _probe(device, dtype, head_dim, head_dim_v, group, compiles)
-    order = _auto_order(device, dtype)
-    better: dict[str, list[str]] = {}  # by what is in the way
-    for name in order[: order.index(chosen.split()[0])]:
-        better.setdefault(probe(name) or "", []).append(name)
-    if not better:
-        return f"{chosen}, the fastest here"
-    lines = [
-        f"{name} {reason}" + (f" ({', '.join(alike)} likewise)" if alike else "")
-        for reason, (name, *alike) in better.items()
-    ]
-    return f"{chosen}: {'; '.join(lines)}"
-
-
-def _auto_order(device: torch.device | str, dtype: torch.dtype) -> tuple[str, ...]:
+def auto_order(device: torch.device | str, dtype: torch.dtype) -> tuple[str, ...]:
     """Kernels that "auto" may take, the best first."""
     if dtype is torch.float64:
         return ("math",)
@@ -166,7 +99,7 @@ def _auto_order(device: torch.device | str, dtype: torch.dtype) -> tuple[str, ..
 
 
 def _first_working(probe: Probe, device: torch.device, dtype: torch.dtype) -> str:
-    for name in _auto_order(device, dtype):
+    for name in auto_order(device, dtype):
         reason = probe(name)
         if reason is None:
             return name
@@ -174,7 +107,7 @@ def _first_working(probe: Probe, device: torch.device, dtype: torch.dtype) -> st
     raise UserError(f"no attention kernel for {dtype} on {device}: {reason}")
 
 
-def _probe(
+def probe_of(
     device: torch.device | str, dtype: torch.dtype, head_dim: int, head_dim_v: int | None,
     group: int, compiles: bool, window: int | None = None,
 ) -> Probe:  # fmt: skip

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.numerics import assert_close
+from megatron_prefix.lab.numerics.working_kernels import why
 from megatron_prefix.layers.blocks import kernels, operators
 from megatron_prefix.layers.blocks.batched import batches
 from megatron_prefix.layers.blocks.interface import Runs
-from megatron_prefix.layers.blocks.kernels import KERNELS, choose_kernel, why
+from megatron_prefix.layers.blocks.kernels import KERNELS, choose_kernel
 from tests.harness.attention_cases import CASES, LAYOUTS, NARROW, Case, check, make, on_cuda
 
 MATH, FA4 = KERNELS["math"], KERNELS["fa4"]

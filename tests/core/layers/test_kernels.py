@@ -14,10 +14,11 @@ from torch import Tensor
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.numerics import assert_close
+from megatron_prefix.lab.numerics.working_kernels import available
 from megatron_prefix.layers.blocks import kernels, math, operators
 from megatron_prefix.layers.blocks.batched import Batch, batches
 from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
-from megatron_prefix.layers.blocks.kernels import KERNELS, CompositeKernel, available, choose_kernel
+from megatron_prefix.layers.blocks.kernels import KERNELS, CompositeKernel, choose_kernel
 from tests.harness.attention_cases import (
     CASES,
     DTYPES,

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.run.planning import uncollected
-from megatron_prefix.run.schedule import PrefixSchedule
+from megatron_prefix.run.schedule import PrefixSchedule, uncollected
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 
