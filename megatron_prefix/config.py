@@ -139,10 +139,10 @@ class PrefixConfig:
     watchdog_minutes: float = 5.0
 
     def __post_init__(self) -> None:
-        for name, known in CHOICES.items():
+        for name, values in CHOICES.items():
             value = getattr(self, name)
-            if value not in known and value != self.__dataclass_fields__[name].default:
-                raise UserError(f"{name} is {value!r}: give one of {', '.join(map(str, known))}")
+            if value not in values and value != self.__dataclass_fields__[name].default:
+                raise UserError(f"{name} is {value!r}: give one of {', '.join(map(str, values))}")
         for name, field in self.__dataclass_fields__.items():
             check_type(name, kinds_of(field), value := getattr(self, name))
             if isinstance(value, numbers.Integral) and int(value) > MOST_COUNT:
@@ -239,6 +239,6 @@ def kernel_parts(name: str) -> list[str]:
     """
     parts = name.split("+")
     if name != "auto" and (len(parts) > 2 or not set(parts) <= set(KERNELS)):
-        known = ", ".join(KERNELS)
-        raise UserError(f"attention kernel {name!r} is not auto, one of {known}, or a+b")
+        names = ", ".join(KERNELS)
+        raise UserError(f"attention kernel {name!r} is not auto, one of {names}, or a+b")
     return parts

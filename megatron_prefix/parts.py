@@ -292,8 +292,8 @@ def chosen(
         CannotShare: one without which the step would be wrong cannot be imported, or refuses the
             model.
     """
-    wanted = [feature for feature in features.PARTS if feature.wanted(config, rank)]
-    return made(wanted, config, rank, callbacks, kept)
+    requested = [feature for feature in features.PARTS if feature.wanted(config, rank)]
+    return made(requested, config, rank, callbacks, kept)
 
 
 def missing(calls: Sequence[ModelCall], parts: Sequence[StepPart]) -> list[features.Feature]:
@@ -305,7 +305,7 @@ def missing(calls: Sequence[ModelCall], parts: Sequence[StepPart]) -> list[featu
 
 
 def made(
-    taken: Sequence[features.Feature],
+    requested: Sequence[features.Feature],
     config: PrefixConfig,
     rank: Rank,
     callbacks: Callbacks,
@@ -313,7 +313,7 @@ def made(
 ) -> tuple[StepPart, ...]:
     """The parts of some features; see `chosen`."""
     parts = []
-    for feature in taken:
+    for feature in requested:
         make = loaded(feature, config.mode)
         if make is None:
             continue

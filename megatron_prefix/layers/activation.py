@@ -46,9 +46,9 @@ class ActivatedAgain:
         if not self._drops(stock) or len(args) != 1 or kwargs.get(_SCALE) is not None:
             return stock(module, *args, **kwargs)
         products = _Products(module, stock)
-        found = stock(Between(module, products.first, products.second), *args, **kwargs)
+        output = stock(Between(module, products.first, products.second), *args, **kwargs)
         products.drop()
-        return found
+        return output
 
     def _drops(self, stock: Any) -> bool:
         """Not in a checkpoint's forward again: it may save tensors for another graph, whose output
@@ -85,32 +85,34 @@ class _Products:
         self._version = self._product[0]._version
         return self._product
 
-    def second(self, given: Tensor) -> Any:
+    def second(self, activated: Tensor) -> Any:
         """The second one."""
-        found = self._module.linear_fc2(given)
-        self._given, self._output = given, found[0]
-        return found
+        product = self._module.linear_fc2(activated)
+        self._given, self._output = activated, product[0]
+        return product
 
     def drop(self) -> None:
         """Empties the second one's input until its output gets a gradient."""
-        given, product, output = self._given, self._product[0], self._output
+        activated, product, output = self._given, self._product[0], self._output
         # An activation function that writes its input would write it once more.
-        if product._version != self._version or not _is_apart(given, product):
+        if product._version != self._version or not _is_apart(activated, product):
             return
-        kept = tuple(one.detach() if isinstance(one, Tensor) else one for one in self._product)
-        module, stock, storage = self._module, self._stock, given.untyped_storage()
-        size, form = storage.nbytes(), (given.shape, given.dtype)
+        kept = tuple(part.detach() if isinstance(part, Tensor) else part for part in self._product)
+        module, stock, storage = self._module, self._stock, activated.untyped_storage()
+        size, form = storage.nbytes(), (activated.shape, activated.dtype)
         storage.resize_(0)
         # A graph outlives its backward where somebody keeps what it ends in, and its hooks with it.
         waiting = [(kept, storage)]
 
         def fill(_: Tensor) -> None:
-            kept, storage = waiting.pop()
-            again = _activated(module, stock, kept)
-            if (again.shape, again.dtype) != form:
-                raise RuntimeError(f"an MLP gives {again.dtype} {tuple(again.shape)}, not {form}")
+            saved, storage = waiting.pop()
+            recomputed = _activated(module, stock, saved)
+            if (recomputed.shape, recomputed.dtype) != form:
+                raise RuntimeError(
+                    f"an MLP gives {recomputed.dtype} {tuple(recomputed.shape)}, not {form}"
+                )
             storage.resize_(size)
-            storage.copy_(again.contiguous().untyped_storage())  # the tensor's version stays
+            storage.copy_(recomputed.contiguous().untyped_storage())  # the tensor's version stays
 
         output.register_hook(fill)
 
@@ -141,24 +143,24 @@ class _Call(nn.Module):
 @torch.no_grad()
 def _activated(module: Any, stock: Callable[..., Any], product: Any) -> Tensor:
     """What lies between both products of an MLP: its forward without them, and their hooks."""
-    between = Between(module, lambda _: product, lambda given: (given, None))
-    given: Tensor = stock(between, product[0])[0]
-    return given
+    stand_in = Between(module, lambda _: product, lambda activated: (activated, None))
+    activated: Tensor = stock(stand_in, product[0])[0]
+    return activated
 
 
 def _is_watched(module: Any) -> bool:
     """Whether hooks see the input of a module that are not Megatron-Core's, and may keep it."""
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    known = "megatron.core."
-    return any(not str(getattr(one, "__module__", "")).startswith(known) for one in hooks)
+    megatron = "megatron.core."
+    return any(not str(getattr(hook, "__module__", "")).startswith(megatron) for hook in hooks)
 
 
-def _is_apart(given: Tensor, product: Tensor) -> bool:
+def _is_apart(activated: Tensor, product: Tensor) -> bool:
     """Whether a tensor has a storage of its own, and all of it."""
-    storage = given.untyped_storage()
+    storage = activated.untyped_storage()
     return (
-        given.requires_grad
-        and given.is_contiguous()
-        and storage.nbytes() == given.nbytes
+        activated.requires_grad
+        and activated.is_contiguous()
+        and storage.nbytes() == activated.nbytes
         and storage.data_ptr() != product.untyped_storage().data_ptr()
     )

@@ -127,15 +127,15 @@ class Attention(Kind):
         # A gate on the output: its sigmoid in fp32, and the product in front of the projection.
         gate = queries * (size + wide) if _is_gated(config) else 0.0
         unread = 0.0 if form.fused_rope else 4 * config.kv_channels * size
-        held = normed and not form.fused_layers  # see `_norms_hold_projection`
-        if held:
+        norms_hold = normed and not form.fused_layers  # see `_norms_hold_projection`
+        if norms_hold:
             unread += (2 * queries + keys + projected) * size
         elif normed:
             unread += (queries + keys) * size  # copies, which the norms keep
         inner = unread + queries * size + ends + gate
-        wave, again = inner + (1 if held else 2) * keys * size, 0.0
+        wave, again = inner + (1 if norms_hold else 2) * keys * size, 0.0
         if form.recompute == "selective":
-            extra = keys * size + (0 if held else projected * size)
+            extra = keys * size + (0 if norms_hold else projected * size)
             wave, unread = inner + extra, unread + extra
             if "core_attn" in form.modules:  # its inputs are saved, in inner segments as in waves
                 inner = wave = wave - lse
@@ -162,8 +162,8 @@ class Attention(Kind):
         if owner(core, "forward") not in self.cores or PASSED_OVER.get(forward) in bases:
             yield OTHER_CORE.given(number, type(core).__name__)
             return
-        for one in (module, core):
-            mask = _mask_type(one)
+        for part in (module, core):
+            mask = _mask_type(part)
             if mask and mask not in _CAUSAL:
                 yield MASK_TYPE.given(number, mask)
                 return
@@ -204,7 +204,7 @@ class MaskUse(IntEnum):
 
 def mask_use(module: Any) -> MaskUse:
     """What a module does with a call's mask."""
-    types = {_mask_type(one) for one in (module, module.core_attention)} - {""}
+    types = {_mask_type(part) for part in (module, module.core_attention)} - {""}
     if "arbitrary" in types:
         return MaskUse.NEEDED
     ignores = owner(module.core_attention, "forward") in IGNORES_MASKS and types <= {"causal"}
@@ -223,18 +223,18 @@ def window_of(attention: Any) -> tuple[int, int] | None:
     transformer-engine's module has a window always; one that begins at -1 has no beginning.
     """
     core = attention.core_attention
-    if (found := getattr(core, "window_size", None)) is not None:
-        left, right = found
-        return None if left < 0 else (left, right)
-    found = getattr(getattr(core, "scale_mask_softmax", None), "window_size", None)
-    return None if found is None else (found[0], found[1])
+    if (size := getattr(core, "window_size", None)) is not None:
+        before, behind = size
+        return None if before < 0 else (before, behind)
+    size = getattr(getattr(core, "scale_mask_softmax", None), "window_size", None)
+    return None if size is None else (size[0], size[1])
 
 
 def exchanged_by(attention: Any) -> str | None:
     """How transformer-engine's core attention exchanges keys of context-parallel ranks; None:
     another one."""
-    found: str | None = getattr(attention.core_attention, "cp_comm_type", None)
-    return found
+    comm_type: str | None = getattr(attention.core_attention, "cp_comm_type", None)
+    return comm_type
 
 
 def _is_gated(config: Any) -> bool:
@@ -280,8 +280,8 @@ class InSegments:
             shape = len(query), 1, query.shape[2] * value.shape[3]
             return tap(self._again, [query, key, value], shape, shared.crossing())
         if context is None:
-            found: Tensor = self._stock(query, key, value, *args, **kwargs)
-            return found
+            output: Tensor = self._stock(query, key, value, *args, **kwargs)
+            return output
         if crossing:
             value = shared.crossed(context, value, *crossing)
         query, key, value = quantised(self._core, query, key, value)
@@ -323,8 +323,8 @@ def _softmax_scale(attention: Any, core: Any) -> float:
     before the product and multiplies after it (megatron/core/transformer/dot_product_attention.py).
     """
     config = attention.config
-    for one in (core, attention, config):
-        scale = getattr(one, "softmax_scale", None)
+    for holder in (core, attention, config):
+        scale = getattr(holder, "softmax_scale", None)
         if isinstance(scale, int | float):
             softmax = getattr(core, "scale_mask_softmax", None)
             return scale * (getattr(softmax, "scale", None) or 1.0)

@@ -50,8 +50,8 @@ class Experts(Kind):
         width, shared = _widths(config)
         gate = bool(shared and getattr(config, "moe_shared_expert_gate", False))
         always = matrices(config) * shared + gate
-        each = matrices(config) * width + 1
-        weights: int = ((config.num_moe_experts or 0) * each + always) * config.hidden_size
+        an_expert = matrices(config) * width + 1
+        weights: int = ((config.num_moe_experts or 0) * an_expert + always) * config.hidden_size
         return weights
 
     def memory(self, config: Any, form: Execution) -> LayerMemory:
@@ -63,19 +63,19 @@ class Experts(Kind):
         which run first: in a backward what the others save has gone when they run again."""
         width = _widths(config)[0] / form.tp
         cut = getattr(config, "expert_tensor_parallel_size", None) or form.tp
-        copied, sent = config.hidden_size * cut / form.tp, config.moe_router_topk
+        copied, copies = config.hidden_size * cut / form.tp, config.moe_router_topk
         scores = 3 * (config.num_moe_experts or 0) / form.sequence_ranks
         inside = between(width, config, form) + width * (not form.fused_activation)
-        numbers = sent * (copied + inside) + scores
-        less = precision.less(sent * (copied + width), config, form)
-        found = saving(numbers * form.itemsize - less, numbers, config, form)
+        numbers = copies * (copied + inside) + scores
+        less = precision.less(copies * (copied + width), config, form)
+        memory = saving(numbers * form.itemsize - less, numbers, config, form)
         shared = _of_shared(config, form)
-        run = found.inner + shared * (not form.selects("shared_experts"))
+        run = memory.inner + shared * (not form.selects("shared_experts"))
         # What activation functions save and give, besides what they get.
-        act = sent * (inside - width * (1 + config.gated_linear_unit)) * form.itemsize
-        act -= precision.less(sent * width, config, form)
-        kept = (run - act * form.selects("moe_act")) * (not form.selects("moe"))
-        return replace(found, inner=kept, wave=kept, again=max(run, shared) - kept)
+        act = copies * (inside - width * (1 + config.gated_linear_unit)) * form.itemsize
+        act -= precision.less(copies * width, config, form)
+        saved = (run - act * form.selects("moe_act")) * (not form.selects("moe"))
+        return replace(memory, inner=saved, wave=saved, again=max(run, shared) - saved)
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind."""

@@ -57,6 +57,6 @@ def packs_are_scaled() -> bool:
 def _is_scaled(config: Any) -> bool:
     """Whether YaRN makes rotated queries and keys longer, as megatron-core's function says. Latents
     have other fields and kernels."""
-    one, other = (getattr(config, f"yarn_mscale{of}", None) for of in ("", "_all_dim"))
+    scale, scale_all_dim = (getattr(config, f"yarn_mscale{of}", None) for of in ("", "_all_dim"))
     longer = (getattr(config, "yarn_rotary_scaling_factor", None) or 1.0) > 1.0
-    return longer and (one is None or other is None or one != other)
+    return longer and (scale is None or scale_all_dim is None or scale != scale_all_dim)

@@ -71,8 +71,8 @@ class GatedDeltaNet(Recurrent):
         gates, scales = 2 * values + 3 * heads, heads + 2 * key_heads
         narrow = kernels + norm + values + heads
         narrow += (values + 2 * heads) * form.holds_projection
-        kept = narrow * size - precision.less(values, config, form)
-        return Saved(kept + (gates + scales) * max(4, size), 2 * shape.tail * size)
+        num_bytes = narrow * size - precision.less(values, config, form)
+        return Saved(num_bytes + (gates + scales) * max(4, size), 2 * shape.tail * size)
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind; on a GPU the rule is tried, once a process."""
@@ -108,4 +108,4 @@ def _is_bridges(own: type) -> bool:
         return False
     kernels = {"causal_conv1d", "chunk_gated_delta_rule"}
     called = kernels <= {*forward.__code__.co_names}
-    return called and all(forward.__globals__.get(one) is not None for one in kernels)
+    return called and all(forward.__globals__.get(kernel) is not None for kernel in kernels)

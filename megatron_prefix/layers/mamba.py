@@ -42,8 +42,8 @@ class Mamba2(Recurrent):
         output projection their inputs."""
         shape = self.shape(config)
         kernel, values = shape.rows * form.itemsize, shape.values * form.itemsize
-        whole = kernel + 2 * values - precision.less(shape.values, config, form)
-        return Saved(whole, (CONV_WIDTH - 1) * kernel, kernel)
+        num_bytes = kernel + 2 * values - precision.less(shape.values, config, form)
+        return Saved(num_bytes, (CONV_WIDTH - 1) * kernel, kernel)
 
     def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
         """See Kind."""

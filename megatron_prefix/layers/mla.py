@@ -67,26 +67,26 @@ class MLA(Attention):
         projections have the same input, of which each makes its own copy in FP8."""
         size, wide = form.itemsize, max(4, form.itemsize)
         heads, (width, value_width) = config.num_attention_heads / form.tp, _widths(config)
-        made = heads * (width - config.qk_pos_emb_head_dim + value_width)
-        taken, ends = heads * (2 * width + value_width), heads * value_width
+        expanded = heads * (width - config.qk_pos_emb_head_dim + value_width)
+        core_inputs, ends = heads * (2 * width + value_width), heads * value_width
         lse = heads * wide
         ranks = config.kv_lora_rank + (config.q_lora_rank or 0)
         copies = (2 if form.fused_layers else 3) if config.qk_layernorm else 1
         latents = ranks / form.sequence_ranks
         unread, again = (
-            (latents * copies + taken) * size - precision.less(latents, config, form),
+            (latents * copies + core_inputs) * size - precision.less(latents, config, form),
             0.0,
         )
         inner = unread + ends * size + lse
         if form.selects("core_attn"):  # its inputs are saved
             inner, again = inner - lse, ends * size + lse
         if form.selects("mla_up_proj"):
-            inner, again = inner - taken * size, again + taken * size
+            inner, again = inner - core_inputs * size, again + core_inputs * size
         row = config.kv_lora_rank + config.qk_pos_emb_head_dim
         keys = heads * (width + value_width)
         return LayerMemory(
-            inner, inner, again, min(unread, inner), temporary=(taken + 2 * ends) * size,
-            seen=(2 * made + 2 * keys) * size,
+            inner, inner, again, min(unread, inner), temporary=(core_inputs + 2 * ends) * size,
+            seen=(2 * expanded + 2 * keys) * size,
             payload=Payload(Form.POSITIONS, row * size, row * wide),
             keys=keys * size, keys_grad=keys * wide,
             given=(2 if precision.is_fp8(config) else 1) * precision.projected(config, form),
@@ -135,5 +135,5 @@ def _widths(config: Any) -> tuple[int, int]:
 def _expansion(config: Any) -> int:
     """Weights of the projection of latents to keys and values."""
     heads: int = config.num_attention_heads
-    made: int = config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
-    return made
+    size: int = config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
+    return size

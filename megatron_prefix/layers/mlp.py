@@ -35,16 +35,16 @@ class MLP(Kind):
         """See Kind; it does not run where nobody reads its output."""
         width = config.ffn_hidden_size / form.tp
         numbers = between(width, config, form)
-        whole = saving(
+        memory = saving(
             numbers * form.itemsize - precision.less(width, config, form), numbers, config, form
         )
-        whole = replace(whole, given=precision.projected(config, form))
-        given = config.hidden_size / form.sequence_ranks * form.itemsize
+        memory = replace(memory, given=precision.projected(config, form))
+        layer_input = config.hidden_size / form.sequence_ranks * form.itemsize
         if form.selects("mlp"):  # Megatron keeps its input, and runs it again
-            again = whole.inner - given
-            return replace(whole, inner=given, wave=given, again=again, unread=0.0)
+            again = memory.inner - layer_input
+            return replace(memory, inner=layer_input, wave=layer_input, again=again, unread=0.0)
         act = config.ffn_hidden_size / form.tp * form.itemsize * _activates_again(config)
-        return replace(whole, act=act, unread=0.0)
+        return replace(memory, act=act, unread=0.0)
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         """See Kind."""
@@ -89,8 +89,8 @@ def _function(config: Any) -> str:
     return name
 
 
-def saving(kept: float, numbers: float, config: Any, form: Execution) -> LayerMemory:
+def saving(num_bytes: float, numbers: float, config: Any, form: Execution) -> LayerMemory:
     """Of what saves so many bytes a position of so many numbers, and is not recomputed; gradients
     of these are not in FP8."""
-    given = config.hidden_size / form.sequence_ranks
-    return LayerMemory(kept, kept, temporary=(numbers + 2 * given) * form.itemsize)
+    hidden = config.hidden_size / form.sequence_ranks
+    return LayerMemory(num_bytes, num_bytes, temporary=(numbers + 2 * hidden) * form.itemsize)

@@ -88,13 +88,13 @@ def leaves_positions(config: Any, pattern: str | None) -> bool:
     run in its segment. Arguments as of `layers_of`."""
     form = Execution()
     every = {kind for layer in layers_of(config, pattern) for kind in layer}
-    left = [kind.memory(config, form).payload for kind in every]
-    are_rows = all(payload is None or payload.form == Form.POSITIONS for payload in left)
+    payloads = [kind.memory(config, form).payload for kind in every]
+    are_rows = all(payload is None or payload.form == Form.POSITIONS for payload in payloads)
     return table.behind(config) is None and are_rows
 
 
-def _vocabulary(config: Any, given: int | None) -> int:
-    return getattr(config, "vocab_size", None) or 0 if given is None else given
+def _vocabulary(config: Any, vocab_size: int | None) -> int:
+    return getattr(config, "vocab_size", None) or 0 if vocab_size is None else vocab_size
 
 
 def longest_sums(config: Any) -> tuple[int, int]:

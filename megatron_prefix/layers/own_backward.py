@@ -36,5 +36,9 @@ class _WithBackward(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.pull(*gradients)
-        return None, None, *(found if isinstance(found, tuple) else (found,))
+        pulled = ctx.pull(*gradients)
+        return (
+            None,
+            None,
+            *(pulled if isinstance(pulled, tuple) else (pulled,)),
+        )

@@ -73,8 +73,8 @@ def rows(config: Any, sequence_ranks: int) -> int:
 
 def whole(config: Any, sequence_ranks: int, cp_size: int) -> int:
     """What segments are padded to, see TreeOptions; 1 without FP8."""
-    one = rows(config, sequence_ranks)
-    return one * cp_size if one > sequence_ranks else 1
+    multiple = rows(config, sequence_ranks)
+    return multiple * cp_size if multiple > sequence_ranks else 1
 
 
 def kept(config: Any, itemsize: int) -> float:

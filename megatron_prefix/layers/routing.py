@@ -45,9 +45,9 @@ def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[.
         return context.ledger, context.index
 
     def routing_of_segment(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        found, counted[0] = running(), False
+        context, counted[0] = running(), False
         before = None
-        if found is not None and may_count:
+        if context is not None and may_count:
             before = router.local_tokens_per_expert.clone()
         with contextlib.ExitStack() as stack:
             if hooks.current is not None and hooks.around_router is not None:
@@ -57,9 +57,9 @@ def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[.
         if before is not None and not counted[0]:
             router.local_tokens_per_expert.copy_(before)
             bias_of_segment(routing_map)
-        if found is not None and router.training:
+        if context is not None and router.training:
             flat = logits.flatten(0, -2)
-            probs = _accounted(router, flat, probs, is_enabled(), layer, *found)
+            probs = _accounted(router, flat, probs, is_enabled(), layer, *context)
         return probs, routing_map
 
     def z_loss_of_segment(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -69,11 +69,11 @@ def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[.
         return running() is None and is_enabled()
 
     def bias_of_segment(routing_map: Tensor, *args: Any, **kwargs: Any) -> None:
-        found, counted[0] = running(), True
-        if found is None:
+        context, counted[0] = running(), True
+        if context is None:
             apply_bias(routing_map, *args, **kwargs)
         elif router.enable_expert_bias:
-            routed = found[0].route(layer, found[1], routing_map)
+            routed = context[0].route(layer, context[1], routing_map)
             if torch.is_grad_enabled():  # not the first forward of activation recomputation
                 router.local_tokens_per_expert += routed
 

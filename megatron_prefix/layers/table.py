@@ -56,14 +56,14 @@ def behind(config: Any) -> Kind | None:
 
 def heads(config: Any) -> Heads:
     """Heads of a model's attention on a rank."""
-    return next(found for kind in kinds_of(config) if (found := kind.heads(config)) is not None)
+    return next(of_kind for kind in kinds_of(config) if (of_kind := kind.heads(config)) is not None)
 
 
 def windows(config: Any) -> set[int]:
     """Windows that a config gives to layers of a model, on any stage."""
     kinds = [kind for kind in kinds_of(config) if kind.has_window]
-    given = (kind.fills(config, layer) for kind in kinds for layer in range(config.num_layers))
-    return {config.window_size[0]} if any(given) else set()
+    filled = (kind.fills(config, layer) for kind in kinds for layer in range(config.num_layers))
+    return {config.window_size[0]} if any(filled) else set()
 
 
 def part_of(layer: Any, slot: Slot) -> Part | None:
@@ -86,17 +86,17 @@ def payload_parts(model: Any) -> list[Part]:
 
 def forms(parts: Iterable[Part]) -> list[Form]:
     """Of the payloads of some parts of a model."""
-    found = (part.kind.form_in(part.module) for part in parts if part.kind)
-    return [form for form in found if form]
+    of_parts = (part.kind.form_in(part.module) for part in parts if part.kind)
+    return [form for form in of_parts if form]
 
 
 def told(config: Any, models: Iterable[Any]) -> Any:
     """A model's config with what its modules tell beside it, as the numbers of kinds want it."""
-    found: dict[str, Any] = {}
-    for layer in (one for model in models for one in _layers(model)):
+    fields: dict[str, Any] = {}
+    for layer in (layer_of_model for model in models for layer_of_model in _layers(model)):
         for kind in _kinds_in(layer):
-            found |= kind.told(layer)
-    return _Told(config, found) if found else config
+            fields |= kind.told(layer)
+    return _Told(config, fields) if fields else config
 
 
 class _Told:

@@ -70,9 +70,9 @@ class Window(Attention):
     def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
         """See Kind."""
         yield from super().option_refusals(module, config)
-        left, right = window_of(module) or (0, 0)
-        if left < 1 or right != 0:
-            yield WINDOW_AHEAD.given((left, right))
+        before, behind = window_of(module) or (0, 0)
+        if before < 1 or behind != 0:
+            yield WINDOW_AHEAD.given((before, behind))
         softmax: Any = getattr(module.core_attention, "scale_mask_softmax", None)
         if getattr(softmax, "scaled_masked_softmax_fusion", False) and softmax.input_in_float16:
             yield WINDOW_FUSED.given()
@@ -91,5 +91,5 @@ class Window(Attention):
 
     def window(self, module: Any) -> int | None:
         """See Kind."""
-        found = window_of(module)
-        return None if found is None else found[0]
+        size = window_of(module)
+        return None if size is None else size[0]

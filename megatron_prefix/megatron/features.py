@@ -66,22 +66,26 @@ def check_version(version: str | None = None) -> None:
 
 def refusals(config: Any) -> list[Reason]:
     """What is refused of the options of a TransformerConfig."""
-    return [one.given() for one in OPTIONS if one.is_on is not None and one.is_on(config)]
+    return [
+        option.given() for option in OPTIONS if option.is_on is not None and option.is_on(config)
+    ]
 
 
 def other_steps(config: Any) -> Reason | None:
     """Why forward steps get more than an iterator and a model; None if they do not."""
-    return next((one.given() for one in OTHER_STEPS if one.is_on and one.is_on(config)), None)
+    return next(
+        (option.given() for option in OTHER_STEPS if option.is_on and option.is_on(config)), None
+    )
 
 
 def _configs(model: Any) -> Iterator[Any]:
     """The model's TransformerConfig, and those that its modules have of their own."""
     yield model.config
-    seen = {id(model.config)}
+    ids = {id(model.config)}
     for module in model.modules():
         config = getattr(module, "config", None)
-        if isinstance(config, TransformerConfig) and id(config) not in seen:
-            seen.add(id(config))
+        if isinstance(config, TransformerConfig) and id(config) not in ids:
+            ids.add(id(config))
             yield config
 
 
@@ -119,8 +123,8 @@ def rotary_refusals(model: Any) -> Iterator[Reason]:
         return
     if (kind := families.length_scaling(model)) is not None:
         yield OTHER_ROTARY.given(f"of rope_type {kind}, which depends on the length of the call")
-    known = {owner(rotary, name) for name in ("forward", "get_emb")} <= attention.ROTARY
-    if not (known or families.has_mrope(model)):
+    is_followed = {owner(rotary, name) for name in ("forward", "get_emb")} <= attention.ROTARY
+    if not (is_followed or families.has_mrope(model)):
         yield OTHER_ROTARY.given(type(rotary).__name__)
 
 
@@ -133,7 +137,7 @@ def head_refusals(model: Any) -> Iterator[Reason]:
     weight, bias = (getattr(head, name, None) for name in ("weight", "bias"))
     if bias is None or model.config.tensor_model_parallel_size == 1:
         return
-    marked = [getattr(one, "sequence_parallel", False) for one in (weight, bias)]
+    marked = [getattr(parameter, "sequence_parallel", False) for parameter in (weight, bias)]
     if marked == [True, False]:
         yield UNMARKED_BIAS.given(type(head).__name__)
 
@@ -141,9 +145,9 @@ def head_refusals(model: Any) -> Iterator[Reason]:
 def gradient_hooks(model: Any) -> Iterator[Reason]:
     """What is refused of hooks on gradients of parameters, in every step."""
     # Private: torch has no other way to ask.  Megatron's own hooks are on autograd's nodes.
-    every = (one for module in modules_of(model) for one in module._parameters.values())
-    if any(one is not None and one._backward_hooks for one in every):
-        hooked = (name for name, one in model.named_parameters() if one._backward_hooks)
+    every = (parameter for module in modules_of(model) for parameter in module._parameters.values())
+    if any(parameter is not None and parameter._backward_hooks for parameter in every):
+        hooked = (name for name, parameter in model.named_parameters() if parameter._backward_hooks)
         yield GRADIENT_HOOKS.given(next(hooked))
 
 
@@ -169,34 +173,34 @@ def check(model: Any, wrapped: Any = None) -> None:
     check_version()
     reasons = [reason for config in _configs(model) for reason in refusals(config)]
     reasons += _wrapper_refusals(wrapped)
-    whole = model if wrapped is None else wrapped
-    reasons += gradient_hooks(whole)
+    outermost = model if wrapped is None else wrapped
+    reasons += gradient_hooks(outermost)
     reasons += _module_refusals(model)
     if reasons:
         raise reasons[0].error(CANNOT_RUN)
 
 
-def check_again(model: Any, wrapped: Any, known: Iterable[Part], facts: Any) -> None:
+def check_again(model: Any, wrapped: Any, parts: Iterable[Part], facts: Any) -> None:
     """Refuses what may have changed since `check`: options, hooks on gradients, and what is
     frozen.
 
     Args:
         model: the language model.
         wrapped: the same in its wrappers, if it has any.
-        known: what leaves a payload in its layers.
+        parts: what leaves a payload in its layers.
         facts: what its options say now: `Model` of run/rank.py.
 
     Raises:
         CannotShare: as of `check`.
     """
-    reasons = [*facts.refused, *option_refusals(known, model.config), *gradient_hooks(wrapped)]
+    reasons = [*facts.refused, *option_refusals(parts, model.config), *gradient_hooks(wrapped)]
     if reasons:
         raise reasons[0].error(CANNOT_RUN)
 
 
-def option_refusals(known: Iterable[Part], config: Any) -> Iterator[Reason]:
+def option_refusals(parts: Iterable[Part], config: Any) -> Iterator[Reason]:
     """What layers refuse of options that may have changed since `check`."""
-    for kind, module in known:
+    for kind, module in parts:
         if kind is not None:
             yield from kind.option_refusals(module, config)
 

@@ -168,8 +168,8 @@ class Hooks:
         self.kept.pop(part, None)
         if kept is not None:
             self.kept[part], before = kept, len(self._undo)
-            for one in overrides:
-                self._override(*one)
+            for override in overrides:
+                self._override(*override)
             self._undo_kept[part] = self._undo[before:]
 
     def keep_only(self, parts: Collection[Any]) -> None:
@@ -179,8 +179,8 @@ class Hooks:
 
     def _override_parts(self, parts: Sequence[Part]) -> None:
         for number, (kind, module) in enumerate(parts):
-            for one in kind.overrides(module, number, self) if kind is not None else ():
-                self._override(*one)
+            for override in kind.overrides(module, number, self) if kind is not None else ():
+                self._override(*override)
 
     def _override_loss(self) -> None:
         stock = getattr(self.model, "compute_language_model_loss", None)
@@ -264,8 +264,8 @@ class Hooks:
         for module in modules_of(self.model):
             if getattr(module, "is_first_microbatch", False):
                 module.is_first_microbatch = False
-            if fp8 and (kept := getattr(module, "_fp8_workspaces", None)):
-                kept.clear()
+            if fp8 and (workspaces := getattr(module, "_fp8_workspaces", None)):
+                workspaces.clear()
         self.rotary.prepare(max_position)
 
     def end_step(self) -> None:
@@ -284,16 +284,16 @@ class Hooks:
         hidden = kwargs.get("hidden_states")
         if hidden is not None and torch.is_grad_enabled() and not hidden.requires_grad:
             kwargs["hidden_states"] = hidden.detach().requires_grad_()
-        given = kwargs.get("rotary_pos_emb")
+        call_angles = kwargs.get("rotary_pos_emb")
         if self.rotary_slice is not None:
-            kwargs["rotary_pos_emb"] = self.rotary_slice(given, len(self.current.positions))
+            kwargs["rotary_pos_emb"] = self.rotary_slice(call_angles, len(self.current.positions))
         elif self._rope is not None:
             angles = self.rotary.of(self._rope, self.current.positions)[0]
-            if not isinstance(given, Tensor) or given.shape[1:] != angles.shape[1:]:
-                raise refused(ROTARY_TABLES, described(given))
+            if not isinstance(call_angles, Tensor) or call_angles.shape[1:] != angles.shape[1:]:
+                raise refused(ROTARY_TABLES, described(call_angles))
             self.turned = kwargs["rotary_pos_emb"] = angles
-        given = kwargs.get("rotary_pos_emb")
-        self.angles = given if isinstance(given, Tensor) else None
+        call_angles = kwargs.get("rotary_pos_emb")
+        self.angles = call_angles if isinstance(call_angles, Tensor) else None
         return args, kwargs
 
     def _saving(self, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -311,8 +311,8 @@ class Hooks:
                 return hidden
             if current.on_decoded is not None:
                 current.on_decoded(hidden)
-            whole = self._early_rows() is not None or self._reads_all
-            return hidden if whole else self.read(hidden, current.rows)
+            is_picked = self._early_rows() is not None or self._reads_all
+            return hidden if is_picked else self.read(hidden, current.rows)
 
         return forward
 
@@ -348,7 +348,7 @@ class Hooks:
 
         def self_attn_bda(*args: Any) -> Callable[..., Any]:
             add = stock(*args)
-            return lambda x, residual, *rest: add(x, self.read(residual, self._early_rows()), *rest)
+            return lambda x, residual, *extra: add(x, self.read(residual, self._early_rows()), *extra)
 
         return self_attn_bda
 
@@ -393,10 +393,10 @@ def language_model(model: nn.Module) -> Any:
         model = inside
     if _is_language_model(model):
         return model
-    found = [one for one in model.modules() if _is_language_model(one)]
-    if len(found) != 1:
-        raise refused(NO_LANGUAGE_MODEL, len(found) or "no")
-    return found[0]
+    language_models = [module for module in model.modules() if _is_language_model(module)]
+    if len(language_models) != 1:
+        raise refused(NO_LANGUAGE_MODEL, len(language_models) or "no")
+    return language_models[0]
 
 
 def _is_language_model(module: nn.Module) -> bool:

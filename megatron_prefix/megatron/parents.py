@@ -20,8 +20,8 @@ _REPLACEMENT = "_megatron_prefix_parents_forward"
 def forward(model: Any, owner: Any) -> Callable[..., Any]:
     """What `super().forward` is for a model, in the forward that class `owner` defines: at the
     moment, so replaced if it is."""
-    found: Callable[..., Any] | None = vars(model).get(_REPLACEMENT)
-    return super(owner, model).forward if found is None else found
+    replacement: Callable[..., Any] | None = vars(model).get(_REPLACEMENT)
+    return super(owner, model).forward if replacement is None else replacement
 
 
 @contextlib.contextmanager
@@ -51,11 +51,11 @@ def _with_one_between(kind: type, owner: type) -> type:
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         return vars(self)[_REPLACEMENT](*args, **kwargs)
 
-    between = types.new_class(
+    inserted = types.new_class(
         "Between", (kind.__mro__[place + 1],), {}, lambda space: space.update(forward=called)
     )
     own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    found = types.new_class(kind.__name__, (kind, between), {}, lambda space: space.update(own))
-    if found.__mro__.index(between) != found.__mro__.index(owner) + 1:
+    derived = types.new_class(kind.__name__, (kind, inserted), {}, lambda space: space.update(own))
+    if derived.__mro__.index(inserted) != derived.__mro__.index(owner) + 1:
         raise TypeError(f"no class can stand between {owner.__name__} and its parent")
-    return found
+    return derived

@@ -15,7 +15,9 @@ def own_scale_functions(config: Any) -> tuple[Callable[..., Any], ...]:
     """Those that are the trainer's own, and so may say something else for every microbatch; what
     Megatron's optimizers say is the same throughout a step."""
     functions = (getattr(config, name, None) for name in NAMES)
-    return tuple(one for one in functions if one is not None and not _is_megatrons(one))
+    return tuple(
+        function for function in functions if function is not None and not _is_megatrons(function)
+    )
 
 
 def _is_megatrons(function: Any) -> bool:

@@ -153,8 +153,8 @@ class RouterLedger:
             return
         state.counted.add(index)
         tokens, span_of = self._tokens[index], self.spans(layer, index, len(like))
-        given = {"counts": experts, "masses": scores, "squares": squares}
-        for name, values in given.items():
+        statistics = {"counts": experts, "masses": scores, "squares": squares}
+        for name, values in statistics.items():
             if values is not None:
                 total = getattr(state, name)
                 by_span = total.new_zeros((len(tokens.copies), *total.shape[1:]))
@@ -234,9 +234,9 @@ class RouterLedger:
         self._close(layer, tuple(sorted(set(tokens.numbers) - state.closed)))
         by_rollout = {"masses": state.scores_gradient, "squares": state.squares_gradient}
         return {
-            name: each.new_zeros((len(tokens.copies), *each.shape[1:]))
-            .index_add_(0, tokens.span, each[tokens.rollout])
-            for name, each in by_rollout.items()
+            name: values.new_zeros((len(tokens.copies), *values.shape[1:]))
+            .index_add_(0, tokens.span, values[tokens.rollout])
+            for name, values in by_rollout.items()
         }  # fmt: skip
 
     def _layer(self, layer: int, like: Tensor) -> _Layer:
@@ -270,10 +270,10 @@ class RouterLedger:
         with contextlib.nullcontext() if self._scales is None else unscaled():
             for kind in LOGGED_AS:
                 if coeff := router.get_aux_loss_coeff(kind):
-                    seen = sums[:, :-1]
+                    closed = sums[:, :-1]
                     if kind == "global_aux_loss":
-                        seen = self._averages(layer, microbatches)[closing.place].to(sums.dtype)
-                    vectors = _balance(router, kind, coeff, seen, masses, closing)
+                        closed = self._averages(layer, microbatches)[closing.place].to(sums.dtype)
+                    vectors = _balance(router, kind, coeff, closed, masses, closing)
                     vectors = self._scaled(vectors, closing).to(sums.dtype)
                     state.scores_gradient[closing.rollout] += vectors
             if router.config.moe_z_loss_coeff is not None:
@@ -322,14 +322,14 @@ def _balance(
     """
     tokens = weighed = closing.tokens.to(counts.dtype)
     share = torch.ones_like(tokens)
-    whole = torch.zeros_like(counts).index_add_(0, closing.place, counts)[closing.place]
+    by_place = torch.zeros_like(counts).index_add_(0, closing.place, counts)[closing.place]
     if kind == "seq_aux_loss":  # each sample alone, then the mean; a pack is one (Megatron's rows)
-        counts = torch.where((closing.samples == 1).unsqueeze(1), whole, counts)
+        counts = torch.where((closing.samples == 1).unsqueeze(1), by_place, counts)
         share = 1 / closing.samples.to(counts.dtype)
         tokens = tokens * share
         weighed = weighed if sample_losses_weigh_batch() else tokens
     elif kind == "aux_loss":
-        counts = whole
+        counts = by_place
     group, form = router.tp_cp_group, {}
     if kind == "global_aux_loss":
         group, form = router.tp_dp_cp_group, global_loss_is_whole(router)

@@ -22,7 +22,9 @@ def transformer_layers(model: Any) -> list[Any]:
     behind them those inside multi-token prediction, on the stage that has it."""
     blocks = getattr(getattr(model, "mtp", None), "layers", ())
     # 0.17 has renamed it.
-    inside = (getattr(one, "transformer_layer", None) or one.mtp_model_layer for one in blocks)
+    inside = (
+        getattr(block, "transformer_layer", None) or block.mtp_model_layer for block in blocks
+    )
     return [*model.decoder.layers, *inside]
 
 
@@ -85,8 +87,8 @@ def unscaled() -> Iterator[None]:
 
 def global_loss_is_whole(router: Any) -> dict[str, bool]:
     """The argument that stops a router's log from averaging over data-parallel ranks."""
-    known = inspect.signature(router.attach_and_log_load_balancing_loss).parameters
-    if "needs_dp_avg" in known:  # since 0.18
+    parameters = inspect.signature(router.attach_and_log_load_balancing_loss).parameters
+    if "needs_dp_avg" in parameters:  # since 0.18
         return {"needs_dp_avg": False}
     return {"reduce_group_has_dp": True}
 

@@ -135,16 +135,16 @@ def check_folder_writable(path: PathLike) -> None:
 
 
 def _check_folder(folder: Path, makes_folders: bool) -> None:
-    there = _nearest(folder)
-    if not there.is_dir():
-        raise NotADirectoryError(f"{there} is not a folder")
-    if there != folder and not makes_folders:
+    nearest = _nearest(folder)
+    if not nearest.is_dir():
+        raise NotADirectoryError(f"{nearest} is not a folder")
+    if nearest != folder and not makes_folders:
         raise FileNotFoundError(f"{folder} is missing")
     longest = max(len(os.fsencode(part)) for part in folder.parts)
-    if longest > os.pathconf(there, "PC_NAME_MAX"):
+    if longest > os.pathconf(nearest, "PC_NAME_MAX"):
         raise OSError("a folder's name is too long")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise PermissionError(f"{there} is not yours to write, or read-only")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise PermissionError(f"{nearest} is not yours to write, or read-only")
 
 
 def _nearest(path: Path) -> Path:

@@ -64,8 +64,10 @@ class JointForest:
         owners, segments = tuple(microbatch_of), forest.segments
         lengths = tuple((segment.padded_length,) for segment in segments)
         spans = tuple(len(segment.spans) for segment in segments)
-        sent = _sent([forest]) if forest.exchanges else ()
-        return cls(forest, owners, forest, owners, (owners,), lengths, spans, sent, mixed=False)
+        transfers = _sent([forest]) if forest.exchanges else ()
+        return cls(
+            forest, owners, forest, owners, (owners,), lengths, spans, transfers, mixed=False
+        )
 
     @property
     def num_pipelines(self) -> int:

@@ -94,11 +94,11 @@ def _delta_chunk(parts: Sequence[Tensor], state: Tensor) -> tuple[Tensor, Tensor
     system = torch.eye(k.shape[2], dtype=k.dtype, device=k.device) + (
         beta * (k @ k.mT) * decay
     ).tril(-1)
-    wanted = beta * (v - total.exp() * (k @ state))
-    written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    updates = beta * (v - total.exp() * (k @ state))
+    written = torch.linalg.solve_triangular(system, updates, upper=False, unitriangular=True)
     out = total.exp() * (q @ state) + ((q @ k.mT) * decay) @ written
-    rest = (total[:, :, -1:] - total).exp()
-    return out, total[:, :, -1:].exp() * state + (k * rest).mT @ written
+    decay_to_end = (total[:, :, -1:] - total).exp()
+    return out, total[:, :, -1:].exp() * state + (k * decay_to_end).mT @ written
 
 
 def decays(total: Tensor) -> Tensor:

@@ -48,12 +48,12 @@ class DeltaSpans:
     def _run(self, within: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method of the layer whose kernels are replaced, in a segment."""
         self._called.clear()
-        found = within(*args, **kwargs)
+        output = within(*args, **kwargs)
         # Where one runs without the other its states are missed; but neither runs with a tap.
         needed = {"convolution"} if self._running.tap is None else {"convolution", "rule"}
         if not needed <= self._called:
             raise RuntimeError(_BYPASSED)
-        return found
+        return output
 
     def _convolve(self, x: Tensor, before: int, stock: Callable[[Tensor], Tensor]) -> Tensor:
         """A row's convolution, span by span.
@@ -72,10 +72,10 @@ class DeltaSpans:
         if edges is None:
             return y
         ends = states.spans.edges(before)
-        again = stock(edges)[:, before:].flatten(0, 1)
+        boundary_rows = stock(edges)[:, before:].flatten(0, 1)
         if ends.kept is not None:
-            again = again.index_select(0, ends.kept)
-        return overwritten(y, ends.places, again)
+            boundary_rows = boundary_rows.index_select(0, ends.kept)
+        return overwritten(y, ends.places, boundary_rows)
 
     def _rule(self, *args: Any, **options: Any) -> Any:
         """Instead of `chunk_gated_delta_rule`, [1, positions, heads, dim]; Megatron gives inputs
@@ -138,10 +138,10 @@ class GatedDeltaLayer(DeltaSpans):
 
     def overrides(self) -> list[Override]:
         """Methods of the instance, and what takes their place."""
-        found: list[Override] = [(self._module, "forward", self._forward)]
+        overrides: list[Override] = [(self._module, "forward", self._forward)]
         if hasattr(self._module, "gated_delta_rule"):
-            found.append((self._module, "gated_delta_rule", self._rule))
-        return found
+            overrides.append((self._module, "gated_delta_rule", self._rule))
+        return overrides
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         context = self._running.current
@@ -155,9 +155,9 @@ class GatedDeltaLayer(DeltaSpans):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, **_: Any
     ) -> Tensor:
         """Instead of causal-conv1d's `causal_conv1d_fn`, x [1, channels, positions]."""
-        found = self._behind(self._convolve_channels, x, weight, bias, activation)
-        if found is not None:
-            return found
+        output = self._behind(self._convolve_channels, x, weight, bias, activation)
+        if output is not None:
+            return output
         before = weight.shape[1] - 1
 
         def stock(part: Tensor) -> Tensor:
@@ -182,8 +182,8 @@ class GatedDeltaLayer(DeltaSpans):
             return found, None
 
         def stock(part: Tensor) -> Tensor:
-            found = self._by_positions(x=part, weight=weight, bias=bias, activation=activation)
-            y: Tensor = found[0]
+            output = self._by_positions(x=part, weight=weight, bias=bias, activation=activation)
+            y: Tensor = output[0]
             return y
 
         return self._convolve(x, weight.shape[1] - 1, stock), None
@@ -207,7 +207,7 @@ class GatedDeltaLayer(DeltaSpans):
         self._called.add("convolution")
         module = self._module.conv1d
         pairs = (weight, module.weight), (bias, module.bias)
-        if any(one is not other and _differ(one, other) for one, other in pairs):
+        if any(first is not second and _differ(first, second) for first, second in pairs):
             raise RuntimeError("a convolution has other weights than its module")
 
         def again(x: Tensor, **_: Any) -> Tensor:
@@ -223,8 +223,8 @@ def parameters_of(rule: Callable[..., Any]) -> list[str]:
     return names if len(names) >= NUM_INPUTS else ["q", "k", "v", "g", "beta", *names]
 
 
-def _differ(one: Tensor | None, other: Tensor | None) -> bool:
+def _differ(first: Tensor | None, second: Tensor | None) -> bool:
     """Whether two tensors are not all of one memory."""
-    if one is None or other is None:
+    if first is None or second is None:
         return True
-    return one.data_ptr() != other.data_ptr() or one.numel() != other.numel()
+    return first.data_ptr() != second.data_ptr() or first.numel() != second.numel()

@@ -98,14 +98,14 @@ class Recurrent(Kind):
         """See Kind; context-parallel ranks have all positions of a part of the heads."""
         shape, size, wide = self.shape(config), form.itemsize, max(4, form.itemsize)
         saved = self.saved(config, form)
-        ranks, whole = form.tp * form.cp, saved.whole / form.tp
+        ranks, num_bytes = form.tp * form.cp, saved.whole / form.tp
         state, tail = shape.state * wide / ranks, shape.tail / ranks
         payload = Payload(
             Form.SPANS, state + tail * size, state + tail * wide, state, saved.edge / ranks,
             saved.batched / form.tp,
         )  # fmt: skip
-        given = precision.projected(config, form)
-        return LayerMemory(whole, whole, payload=payload, given=given)
+        normed = precision.projected(config, form)
+        return LayerMemory(num_bytes, num_bytes, payload=payload, given=normed)
 
     def module_of(self, layer: Any) -> Any | None:
         """See Kind."""
@@ -113,8 +113,8 @@ class Recurrent(Kind):
         module = getattr(layer, "mixer", None) or getattr(layer, "self_attention", None)
         for base in type(module).__mro__:
             if base.__name__ == self.module and base.__module__.startswith("megatron.core.ssm."):
-                known = self.knows(type(module), base) and self.method not in vars(module)
-                return module if known else None
+                is_megatrons = self.knows(type(module), base) and self.method not in vars(module)
+                return module if is_megatrons else None
         return None
 
     def knows(self, own: type, base: type) -> bool:

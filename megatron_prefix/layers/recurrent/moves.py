@@ -24,12 +24,12 @@ def with_some(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         x: [positions, width].
         rows: int64 [number].
     """
-    both: tuple[Tensor, Tensor] = with_backward(
+    pair: tuple[Tensor, Tensor] = with_backward(
         lambda x: (x.view_as(x), x.index_select(0, rows)),
         lambda gradient, of_rows: gradient.index_add_(0, rows, of_rows),
         x,
     )
-    return both
+    return pair
 
 
 def overwritten(y: Tensor, places: Tensor, rows: Tensor) -> Tensor:
@@ -80,14 +80,14 @@ def to_batches(x: Tensor, front: Tensor, still: Tensor, spans: Spans) -> tuple[T
     shape = front.shape[:2]
 
     def make(x: Tensor, front: Tensor) -> tuple[Tensor, ...]:
-        made = []
+        batches = []
         for batch in spans.batches(shape[1]):
             rows = x.index_select(0, batch.positions)
             rows.index_copy_(0, batch.front, front.index_select(0, batch.spans).flatten(0, 1))
             if batch.padding is not None:
                 rows.index_copy_(0, batch.padding, still.expand(len(batch.padding), -1))
-            made.append(rows.unflatten(0, (len(batch.numbers), -1)))
-        return tuple(made)
+            batches.append(rows.unflatten(0, (len(batch.numbers), -1)))
+        return tuple(batches)
 
     def pull(*gradients: Tensor) -> tuple[Tensor, Tensor]:
         own, front = spans.unbatched(shape[1])
@@ -106,11 +106,11 @@ def from_batches(batches: Sequence[Tensor], spans: Spans, before: int) -> Tensor
         return _end_to_end(batches).index_select(0, spans.unbatched(before)[0])
 
     def pull(gradient: Tensor) -> tuple[Tensor, ...]:
-        made = []
+        batches = []
         for batch in spans.batches(before):
             rows = gradient.index_select(0, batch.positions).index_fill_(0, batch.blank, 0)
-            made.append(rows.unflatten(0, (len(batch.numbers), -1)))
-        return tuple(made)
+            batches.append(rows.unflatten(0, (len(batch.numbers), -1)))
+        return tuple(batches)
 
     out: Tensor = with_backward(make, pull, *batches)
     return out

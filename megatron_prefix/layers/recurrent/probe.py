@@ -45,14 +45,14 @@ def rule_refusal(
         key_dim, value_dim: of a head.
         heads: of values.
     """
-    given = _inputs(dtype, key_dim, value_dim, heads)
-    names = ("output", "final state", *(f"gradient of {name}" for name in given))
+    inputs = _inputs(dtype, key_dim, value_dim, heads)
+    names = ("output", "final state", *(f"gradient of {name}" for name in inputs))
     try:
-        found = _run(rule, given, torch.device(device))
-        wanted = _run(chunk_gated_delta_rule, given, torch.device("cpu"), True)
+        results = _run(rule, inputs, torch.device(device))
+        references = _run(chunk_gated_delta_rule, inputs, torch.device("cpu"), True)
         limit = tolerance.tolerance(dtype, _BOUNDS[-1], max(key_dim, value_dim), 1)
-        for name, one, right in zip(names, found, wanted, strict=True):
-            error = tolerance.relative_error(one.cpu(), right)
+        for name, result, reference in zip(names, results, references, strict=True):
+            error = tolerance.relative_error(result.cpu(), reference)
             if not error <= limit:
                 return f"wrong {name} (relative error {error:.1e}) with {_versions()}"
     except Exception as error:  # noqa: BLE001  # a kernel fails in its own way
@@ -90,13 +90,13 @@ def refusals(
     """
     if device == "cpu":  # the CPU platform runs the definition itself
         return {"GatedDeltaNet": None, "MambaMixer": None}
-    found = {"GatedDeltaNet": _missing("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")}
-    if found["GatedDeltaNet"] is None and compiles:
+    missing = {"GatedDeltaNet": _missing("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")}
+    if missing["GatedDeltaNet"] is None and compiles:
         rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-        found["GatedDeltaNet"] = tried(rule, device, key_dim, value_dim, heads)
+        missing["GatedDeltaNet"] = tried(rule, device, key_dim, value_dim, heads)
     scan = "mamba_ssm.ops.triton.ssd_combined", "mamba_split_conv1d_scan_combined"
-    found["MambaMixer"] = _missing(*scan) or _missing("causal_conv1d", "causal_conv1d_fn")
-    return found
+    missing["MambaMixer"] = _missing(*scan) or _missing("causal_conv1d", "causal_conv1d_fn")
+    return missing
 
 
 def _missing(module: str, name: str) -> str | None:
@@ -133,10 +133,10 @@ def _inputs(dtype: torch.dtype, key_dim: int, value_dim: int, heads: int) -> dic
 
 
 def _run(
-    rule: Callable[..., Any], given: dict[str, Tensor], device: torch.device, exact: bool = False
+    rule: Callable[..., Any], inputs: dict[str, Tensor], device: torch.device, exact: bool = False
 ) -> Sequence[Tensor]:
-    """Output, final states, and the gradients of `given` by fixed gradients of both."""
-    parts = [part.to(device, torch.float64 if exact else part.dtype) for part in given.values()]
+    """Output, final states, and the gradients of `inputs` by fixed gradients of both."""
+    parts = [part.to(device, torch.float64 if exact else part.dtype) for part in inputs.values()]
     if device.type == "cpu" and not exact and parts[0].dtype == torch.float64:
         parts = [part.double() for part in parts]
     parts = [part.requires_grad_() for part in parts]
@@ -147,24 +147,24 @@ def _run(
     )  # fmt: skip
     draw = torch.Generator().manual_seed(6)
     gradients = [torch.randn(x.shape, generator=draw).to(x) for x in (out, final)]
-    found = torch.autograd.grad((out, final), parts, gradients)
-    return [x.detach() for x in (out, final, *found)]
+    input_gradients = torch.autograd.grad((out, final), parts, gradients)
+    return [x.detach() for x in (out, final, *input_gradients)]
 
 
 def _lengths(rule: Callable[..., Any], device: torch.device) -> dict[str, Tensor]:
     """As a segment's layers give them (layers/recurrent/delta.py)."""
-    given = {"cu_seqlens": torch.tensor(_BOUNDS, device=device)}
+    arguments = {"cu_seqlens": torch.tensor(_BOUNDS, device=device)}
     if "cu_seqlens_cpu" in inspect.signature(rule).parameters:
-        given["cu_seqlens_cpu"] = torch.tensor(_BOUNDS)
-    return given
+        arguments["cu_seqlens_cpu"] = torch.tensor(_BOUNDS)
+    return arguments
 
 
 def _versions() -> str:
     """Installed versions of what the kernels depend on."""
-    found = []
+    versions = []
     for name in PACKAGES:
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            versions.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             continue
-    return ", ".join(found) or "no package"
+    return ", ".join(versions) or "no package"

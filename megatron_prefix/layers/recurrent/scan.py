@@ -41,7 +41,7 @@ class MambaLayer:
 
     def overrides(self) -> list[Override]:
         """Methods of instances, and what takes their place."""
-        found: list[Override] = [
+        overrides: list[Override] = [
             (self._module, "_ssm_training", self._choosing(self._stock, self._trained))
         ]
         if self._module.cp.cp_size > 1:
@@ -52,8 +52,8 @@ class MambaLayer:
                     _undo_attention_load_balancing=self._in_order,
                     _redo_attention_load_balancing=self._dealt,
                 )
-                found.append((self._module.cp, name, self._choosing(stock, within)))
-        return found
+                overrides.append((self._module.cp, name, self._choosing(stock, within)))
+        return overrides
 
     def _trained(self, zxbcdt: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`_ssm_training` of [positions, 1, width] in a segment: also the norm behind the kernel,
@@ -63,8 +63,8 @@ class MambaLayer:
 
         def again(zxbcdt: Tensor, **_: Any) -> Tensor:
             # The next layer's is put in the same place.
-            alone = segment_of(self._running).spans.is_one_root
-            return self._within(zxbcdt.clone() if alone else zxbcdt, *args, **kwargs)
+            is_one_root = segment_of(self._running).spans.is_one_root
+            return self._within(zxbcdt.clone() if is_one_root else zxbcdt, *args, **kwargs)
 
         shape = len(zxbcdt), 1, self._module.cp.d_inner_local_tpcp
         return tap(again, [], shape, [zxbcdt])
@@ -96,17 +96,17 @@ class MambaLayer:
         """Instead of `mamba_split_conv1d_scan_combined`, zxbcdt [1, positions, width]."""
         context = segment_of(self._running)
         x, before, channels = zxbcdt.squeeze(0), weight.shape[1] - 1, weight.shape[0]
-        left = x.shape[1] - channels - len(dt_bias)
+        num_heads_and_gates = x.shape[1] - channels - len(dt_bias)
         states = LayerStates(context, self._layer, x, before)
         if states.inner:
-            x, _ = states.edges(x, slice(left, left + channels))
+            x, _ = states.edges(x, slice(num_heads_and_gates, num_heads_and_gates + channels))
         outs, finals = [], []
-        for rows, state in _rows(states, x, before, left, len(dt_bias)):
-            found = self._stock_scan(
+        for rows, state in _rows(states, x, before, num_heads_and_gates, len(dt_bias)):
+            output = self._stock_scan(
                 rows, weight, bias, dt_bias, *rest,
                 **{**given, "initial_states": state, "return_final_states": states.inner},
             )  # fmt: skip
-            out, final = found if states.inner else (found, None)
+            out, final = output if states.inner else (output, None)
             outs.append(out)
             finals.append(final)
         if states.spans.is_one_root:

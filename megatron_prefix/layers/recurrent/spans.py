@@ -139,8 +139,8 @@ class Spans:
         # A span shorter than `before` leaves what it got, moved by its length, then its own.
         inside = np.where(lengths >= before, 2 * before + offsets, lengths + offsets)
         tail = (3 * before * np.arange(len(lengths))[:, None] + inside).ravel()
-        places, *more = map(self._on, (first[kept], kept, tail))
-        return Edges(ends[: len(first)], ends, places, *more)
+        places, *indices = map(self._on, (first[kept], kept, tail))
+        return Edges(ends[: len(first)], ends, places, *indices)
 
     @functools.cached_property
     def _numbers(self) -> list[list[int]]:

@@ -66,19 +66,19 @@ class LayerStates:
             channels]: the parent's tail, then the span's first positions. None for a lone span
             without a parent, where nothing is before them.
         """
-        alone = self.spans.is_one_root
-        if alone and not self.inner:
+        is_one_root = self.spans.is_one_root
+        if is_one_root and not self.inner:
             return x, None
         shape, edges = (len(self.spans), self._before), self.spans.edges(self._before)
-        x, found = with_some(x, edges.ends if self.inner else edges.first)
-        first, *last = found[:, channels].unflatten(0, (-1, *shape))
+        x, rows = with_some(x, edges.ends if self.inner else edges.first)
+        first, *last = rows[:, channels].unflatten(0, (-1, *shape))
         tail = first.new_zeros(first.shape) if self.tail is None else self.tail
         if self.inner:
             self._left = last[0]
             if edges.tail is not None:
                 sides = torch.cat([tail, first, *last], 1).flatten(0, 1)
                 self._left = sides.index_select(0, edges.tail).unflatten(0, shape)
-        return x, None if alone else torch.cat([tail, first], 1)
+        return x, None if is_one_root else torch.cat([tail, first], 1)
 
     def leave(self, out: Tensor, state: Tensor | None) -> Tensor:
         """Keeps states for the segment's children.
@@ -121,16 +121,16 @@ def _leave(out: Tensor, state: Tensor, tail: Tensor, context: SegmentContext, la
 
     def pull(gradient: Tensor) -> tuple[Tensor | None, ...]:
         context.enter(layer, backward=True)
-        sent = context.cache.take(layer, context.index) or (None, None)
+        gradients = context.cache.take(layer, context.index) or (None, None)
         # Copies: the arena's rows will be others' again.
-        pairs = zip(sent, dtypes, strict=True)
+        pairs = zip(gradients, dtypes, strict=True)
         state, tail = (None if x is None else x.to(dtype, copy=True) for x, dtype in pairs)
         if not context.spans.has_parents:  # else the layer ends where it sends to them
             context.leave(layer, backward=True)
         return gradient, state, tail
 
-    left: Tensor = with_backward(capture, pull, out, state, tail)
-    return left
+    output: Tensor = with_backward(capture, pull, out, state, tail)
+    return output
 
 
 def summed(gradient: Tensor, numbers: int | Tensor) -> Tensor:
