@@ -348,7 +348,9 @@ class Hooks:
 
         def self_attn_bda(*args: Any) -> Callable[..., Any]:
             add = stock(*args)
-            return lambda x, residual, *extra: add(x, self.read(residual, self._early_rows()), *extra)
+            return lambda x, residual, *extra: add(
+                x, self.read(residual, self._early_rows()), *extra
+            )
 
         return self_attn_bda
 

@@ -111,7 +111,7 @@ def block_tree(ranks: Sequence[RankBeginnings]) -> BlockTree:
     parent = of_tail[parents[np.searchsorted(places, heads)]]
     below = np.full(len(is_shared), -1)
     below[is_shared] = node_of[lasts]
-    counts = np.cumsum([len(one.lengths) for one in ranks])[:-1]
+    counts = np.cumsum([len(rank.lengths) for rank in ranks])[:-1]
     start, end = _positions(blocks, heads, tail_of, block)
     members, trained = _members(blocks, heads, ranks)
     return BlockTree(

@@ -59,13 +59,13 @@ class Carried:
         final = self._final[index]
         own.append(() if final is None else (final.row(index),))
         own.append(() if self._ledger is None else self._ledger.leaving(index, ()))
-        return [[(tuple(one.shape[1:]), one.dtype) for one in parts] for parts in own]
+        return [[(tuple(part.shape[1:]), part.dtype) for part in parts] for parts in own]
 
     def leaving(self, index: int, spans: Sequence[int]) -> list[Payload]:
         """What some spans of a segment that ran forward here leave."""
         others = self._final[index], self._ledger
-        more = [() if one is None else one.leaving(index, spans) for one in others]
-        return [*self._cache.leaving(index, spans), *more]
+        extra = [() if other is None else other.leaving(index, spans) for other in others]
+        return [*self._cache.leaving(index, spans), *extra]
 
     def arrived(self, index: int, payload: Sequence[Payload]) -> None:
         """Takes what a segment of another rank leaves."""
@@ -81,8 +81,8 @@ class Carried:
     def sums(self, index: int) -> list[Payload]:
         """Gradients of what has `arrived`; only once."""
         others = self._final[index], self._ledger
-        more = [() if one is None else one.sums(index) for one in others]
-        return [*self._cache.sums(index), *more]
+        extra = [() if other is None else other.sums(index) for other in others]
+        return [*self._cache.sums(index), *extra]
 
     def add_to(self, index: int, spans: Sequence[int], gradients: Sequence[Payload]) -> None:
         """Adds gradients of what has left here, before the segment runs backward."""

@@ -131,12 +131,16 @@ def _worthwhile(
     """Without the spans of segments that save too little, see `TreeOptions.segment_gain`; what
     continues them then begins where they began.
     """
-    positions = sum(int(one.lengths.sum()) + one.own for one in ranks) // len(ranks)
+    positions = sum(int(rank.lengths.sum()) + rank.own for rank in ranks) // len(ranks)
     least = min(options.segment_gain, positions // LEAST_SHARE)
     while least:
         spans = shared.spans
         segments = _segments(spans, load, options.segment_tokens)
-        weak = [one.spans for one in segments if sum(spans[n].saved for n in one.spans) < least]
+        weak = [
+            segment.spans
+            for segment in segments
+            if sum(spans[n].saved for n in segment.spans) < least
+        ]
         if not weak:
             break
         shared = _recut(shared, options.boundary, dropped={*itertools.chain(*weak)})

@@ -49,7 +49,7 @@ class Message:
 
     def __post_init__(self) -> None:
         if self.way is dist.isend:
-            self.tensors = [one.contiguous() for one in self.tensors]
+            self.tensors = [tensor.contiguous() for tensor in self.tensors]
 
 
 @dataclass
@@ -94,12 +94,12 @@ class Communicator:
         if num == 1:
             return math.inf
         after, before = (self.rank + 1) % num, (self.rank - 1) % num
-        given = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=self._device)
-        got, seconds = torch.empty_like(given), []
+        provided = torch.zeros(_PROBE_BYTES, dtype=torch.uint8, device=self._device)
+        got, seconds = torch.empty_like(provided), []
         for _ in range(3):  # the first connects
             wait_for(self._device)
             begin = time.perf_counter()
-            for work in self._begun([(dist.isend, after, given), (dist.irecv, before, got)]):
+            for work in self._begun([(dist.isend, after, provided), (dist.irecv, before, got)]):
                 work.wait()
             wait_for(self._device)
             seconds.append(time.perf_counter() - begin)
@@ -116,8 +116,8 @@ class Communicator:
         works = iter(
             self._begun([(one.way, one.peer, tensor) for one in messages for tensor in one.tensors])
         )
-        for one in messages:
-            one.works.extend(itertools.islice(works, len(one.tensors)))
+        for message in messages:
+            message.works.extend(itertools.islice(works, len(message.tensors)))
 
     def numbers(
         self,
@@ -188,8 +188,8 @@ class Communicator:
             for at in range(0, len(numbers), 2 + _DIMENSIONS):
                 dtype, num, *shape = numbers[at : at + 2 + _DIMENSIONS]
                 rows.append((tuple(shape[:num]), _DTYPES[dtype]))
-            left = iter(rows)
-            known.rows[peer] = [list(itertools.islice(left, count)) for count in counts]
+            remaining = iter(rows)
+            known.rows[peer] = [list(itertools.islice(remaining, count)) for count in counts]
         return known.rows[peer]
 
     def _numbers(self, peer: int, count: int) -> list[int]:

@@ -78,7 +78,7 @@ class Exchanges:
         device: torch.device,
         forward_only: bool = False,
     ) -> None:
-        self._level_of = {one.segment: one.level for one in forest.exchanges}
+        self._level_of = {exchange.segment: exchange.level for exchange in forest.exchanges}
         levels = itertools.groupby(forest.exchanges, lambda one: one.level)
         self._levels = [[*of_level] for _, of_level in levels]
         self._crossed = [0] * len(chunks)
@@ -87,8 +87,8 @@ class Exchanges:
         self._device, self._forward_only = device, forward_only
         self.crossed = Crossed()
         self._known = [
-            [communicator.known(one.model, forward_only, scored) for scored in (False, True)]
-            for one in chunks
+            [communicator.known(chunk.model, forward_only, scored) for scored in (False, True)]
+            for chunk in chunks
         ]
         self._waiting: list[Message] = []
         self.held_bytes = 0
@@ -111,8 +111,8 @@ class Exchanges:
             if one < chunk or level == len(self._levels):
                 self._cross(one, len(self._levels))
         self._cross(chunk, level)
-        for seen in read:
-            self._arrive(seen, chunk)
+        for visible in read:
+            self._arrive(visible, chunk)
 
     def backward(self, index: int, chunk: int) -> None:
         """Before a segment runs backward: gradients of its level cross, and its own are there."""
@@ -154,9 +154,9 @@ class Exchanges:
                 self.crossed.received_tokens += self._positions(one, spans, chunk)
             else:
                 payload = carried.leaving(one.segment, spans)
-                told = self._communicator.tell_rows(peer, known, payload)
-                if told is not None:
-                    self._keep(one.segment, chunk, told, 0)
+                broadcast = self._communicator.tell_rows(peer, known, payload)
+                if broadcast is not None:
+                    self._keep(one.segment, chunk, broadcast, 0)
                 apart = spans[-1] - spans[0] >= len(spans) or carried.gathers
                 message = self._send(peer, payload)
                 self._keep(one.segment, chunk, message, _size(message) * apart)
@@ -171,7 +171,7 @@ class Exchanges:
                 if not self._forward_only:
                     *layers, states, routed = carried.sums(index)
                     message = self._send(peer, [*layers, states, routed])
-                    self._keep(index, chunk, message, sum(one.nbytes for one in states))
+                    self._keep(index, chunk, message, sum(state.nbytes for state in states))
             elif not self._forward_only:
                 rows = [
                     [(shape, wider(dtype)) for shape, dtype in of] for of in carried.rows(index)
@@ -196,9 +196,9 @@ class Exchanges:
     def _forget(self) -> None:
         """Drops what has left, as far as that is known without waiting (gloo never knows)."""
         for key, some in self._sent.items():
-            left = [one for one in some if not _done(one[0])]
-            self._hold(sum(size for _, size in left) - sum(size for _, size in some))
-            self._sent[key] = left
+            remaining = [one for one in some if not _done(one[0])]
+            self._hold(sum(size for _, size in remaining) - sum(size for _, size in some))
+            self._sent[key] = remaining
 
     def _keep(self, index: int, chunk: int, message: Message, num_bytes: int) -> None:
         """Keeps what is sent of a segment until it has left; so many bytes of it are copies."""
@@ -269,7 +269,7 @@ class Exchanges:
 
 
 def _size(message: Message) -> int:
-    return sum(one.nbytes for one in message.tensors)
+    return sum(tensor.nbytes for tensor in message.tensors)
 
 
 def _done(message: Message) -> bool:

@@ -68,10 +68,10 @@ class FinalStates:
         """Those of some spans, detached; gathered once for all ranks that get some."""
         if self._gathered is None or self._gathered[0] != index:
             self._gathered = index, self._whole(self._computed[index].detach())
-        whole = self._gathered[1]
+        full = self._gathered[1]
         if len(spans) == len(self._cache.map.lengths[index]):
-            return (whole,)
-        return (torch.cat([whole[begin:end] for begin, end in self._bounds(index, spans)]),)
+            return (full,)
+        return (torch.cat([full[begin:end] for begin, end in self._bounds(index, spans)]),)
 
     def row(self, index: int) -> Tensor:
         """The first row of a segment's states, for its shape and dtype."""
@@ -93,16 +93,16 @@ class FinalStates:
         hidden, sent = self._computed.pop(index, None), self._sent_back.pop(index, None)
         if hidden is None or sent is None:
             return [], []
-        mine = sent.chunk(self._parts)[self._group.rank() if self._parts > 1 else 0]
-        return [hidden], [mine.to(hidden.dtype)]
+        local = sent.chunk(self._parts)[self._group.rank() if self._parts > 1 else 0]
+        return [hidden], [local.to(hidden.dtype)]
 
     # On the others --------------------------------------------------------------------------------
 
     def arrived(self, index: int, payload: Payload) -> None:
         """Takes the states of a segment that another rank computes."""
-        [whole] = payload
-        mine = whole if self._parts == 1 else whole.chunk(self._parts)[self._group.rank()].clone()
-        self.received[index] = mine.requires_grad_(torch.is_grad_enabled())
+        [full] = payload
+        local = full if self._parts == 1 else full.chunk(self._parts)[self._group.rank()].clone()
+        self.received[index] = local.requires_grad_(torch.is_grad_enabled())
         self._fresh.append(index)
 
     def fresh(self) -> Iterator[int]:

@@ -59,18 +59,18 @@ class SpanSums:
 
     def get(self, layer: int, index: int, name: str) -> Tensor | None:
         """What `put` has set or `add` has added, fp64, [spans, experts or 1]; None if nothing."""
-        whole = self._of.get(index)
-        return None if whole is None else whole[:, self._places[layer], self._columns[name]]
+        full = self._of.get(index)
+        return None if full is None else full[:, self._places[layer], self._columns[name]]
 
     def rows(self, index: int, spans: Sequence[int]) -> tuple[Tensor, ...]:
         """All numbers of some spans of a segment as a payload: one tensor, or none at all."""
-        whole = self._of.get(index)
-        if whole is None:
+        full = self._of.get(index)
+        if full is None:
             return ()
-        whole = whole.flatten(1)
-        if len(spans) == len(whole):
-            return (whole,)
-        return (whole.index_select(0, to_device(whole.device, np.array(spans, np.int64))),)
+        full = full.flatten(1)
+        if len(spans) == len(full):
+            return (full,)
+        return (full.index_select(0, to_device(full.device, np.array(spans, np.int64))),)
 
     def add(self, index: int, num_spans: int, spans: Sequence[int], rows: Sequence[Tensor]) -> None:
         """Adds rows of some of a segment's spans, as `rows` returns them."""

@@ -133,20 +133,20 @@ def across(
     """
     rank = request.rank
     group: Any = rank.siblings
-    mine, problem = tried(lambda: Across(step, request, planning, build))
-    heard = all_say(None if mine is None else mine.told, group)
-    if mine is not None and None not in heard:
-        _, problem = tried(lambda: mine.build(heard))
+    local, problem = tried(lambda: Across(step, request, planning, build))
+    gathered = all_say(None if local is None else local.told, group)
+    if local is not None and None not in gathered:
+        _, problem = tried(lambda: local.build(gathered))
     if planning.config.across != "auto":
         if problem is not None:
             raise problem
-        return (mine and mine.step) or step
-    why = _decided(mine, problem, rank)
-    if why == "" and mine is not None and mine.step is not None:
-        return mine.step
+        return (local and local.step) or step
+    why = _decided(local, problem, rank)
+    if why == "" and local is not None and local.step is not None:
+        return local.step
     step = replace(step, why_alone=why)
-    if mine is not None and mine.alone is not None and build_alone is build:
-        return replace(step, forest=mine.alone.forest)
+    if local is not None and local.alone is not None and build_alone is build:
+        return replace(step, forest=local.alone.forest)
     if planning.config.mode == "auto" and planning.shares_nothing(step.samples, rank):
         return replace(step, unshared=True)
     return step.with_forest(build_alone(step.samples or (), step.microbatch_of))
@@ -204,7 +204,7 @@ class Across:
             bytes_per_second: of messages.
         """
         rank, self.alone = self._request.rank, self._built()
-        across, alone = (
+        across, local_only = (
             self._planning.forecast(one.forest, one.microbatch_of, self._request)
             for one in (step, self.alone)
         )
@@ -212,8 +212,8 @@ class Across:
         moved = _crossing(step.forest, rank)
         moved += rank.gradient_bytes * (rank.overlaps and not rank.forward_only)
         seconds = across.prefix_seconds + moved / bytes_per_second
-        by_stock = alone.stock_seconds if self._planning.config.mode == "auto" else math.inf
-        return over, seconds, min(alone.prefix_seconds, by_stock)
+        by_stock = local_only.stock_seconds if self._planning.config.mode == "auto" else math.inf
+        return over, seconds, min(local_only.prefix_seconds, by_stock)
 
 
 def _decided(
@@ -237,16 +237,16 @@ def _decided(
     rate = communicator(rank.siblings, rank.device).bytes_per_second
     step = across.step
     met = agreement.meet(step.forest, step.microbatch_of, rank.experts)
-    mine, problem = tried(lambda: across.pays(step, met, rate))
-    (over, together, alone), failed = worst(mine or (0.0,) * 3, problem, groups, rank.device)
+    local, problem = tried(lambda: across.pays(step, met, rate))
+    (over, together, local_only), failed = worst(local or (0.0,) * 3, problem, groups, rank.device)
     if failed:
         across.alone = None  # some ranks have none, and all go on alike
         return f"it could not be predicted ({failed})"
     if over > 0:
         return f"a rank would take more memory than it may ({over / 2**30:.3g} GiB too much)"
-    if together >= alone:
-        return f"{SLOWER} ({together:.4g} s if prompts cross, {alone:.4g} s if not)"
-    logger.debug("predicted: %.4f s if prompts cross, %.4f s if not", together, alone)
+    if together >= local_only:
+        return f"{SLOWER} ({together:.4g} s if prompts cross, {local_only:.4g} s if not)"
+    logger.debug("predicted: %.4f s if prompts cross, %.4f s if not", together, local_only)
     return ""
 
 
@@ -254,17 +254,17 @@ def _crossing(forest: Forest, rank: Rank) -> float:
     """Bytes that a rank sends and receives in a step; states of recurrent layers do not count."""
     stages = rank.footprint(gathers=False).payloads
     rows = [one for of in stages[rank.stage :: rank.num_stages] for one in of]
-    rows = [one for one in rows if one.form == Form.POSITIONS]
+    rows = [row for row in rows if row.form == Form.POSITIONS]
     back = not rank.forward_only
     a_position = sum(one.values + one.gradients * back for one in rows)
     dtype, states = rank.config.params_dtype, 0
     if rank.is_last:  # final hidden states, and their gradients
         states = rank.config.hidden_size * (dtype.itemsize + wider(dtype).itemsize * back)
     moved = sum(
-        forest.segments[one.segment].spans[span].padded
-        * (a_position + states * forest.segments[one.segment].scored)
-        for one in forest.exchanges
-        for _, spans in one.peers
+        forest.segments[exchange.segment].spans[span].padded
+        * (a_position + states * forest.segments[exchange.segment].scored)
+        for exchange in forest.exchanges
+        for _, spans in exchange.peers
         for span in spans
     )
     return moved / rank.groups.cp.size()

@@ -109,7 +109,7 @@ def _best(known: DealtCosts, tried: Sequence[list[list[int]]]) -> list[list[int]
     load."""
     loads = [[known.load(part) for part in ranks] for ranks in tried]
     limit = min(map(max, loads)) * (1 + LEAST_GAIN)
-    costs = [(max(one) > limit, sum(one)) for one in loads]
+    costs = [(max(load) > limit, sum(load)) for load in loads]
     return tried[costs.index(min(costs))]
 
 
@@ -125,18 +125,18 @@ def _greedy(known: DealtCosts, num_ranks: int, limit: float, room: int) -> list[
     totals = known.beginning + np.bincount(known.group, known.own, len(known.beginning))
     for group in np.argsort(-totals, kind="stable"):
         members = np.flatnonzero(known.group == group)
-        left = members[np.argsort(-known.own[members], kind="stable")]
+        remaining = members[np.argsort(-known.own[members], kind="stable")]
         added = [float(known.beginning[group])] * num_ranks
-        while len(left):
+        while len(remaining):
             ranked = sorted(range(num_ranks), key=lambda rank: load[rank] + added[rank])
-            rank = next((r for r in ranked if len(ranks[r]) + len(left) <= room), -1)
-            after = load[rank] + added[rank] + np.cumsum(known.own[left])
+            rank = next((r for r in ranked if len(ranks[r]) + len(remaining) <= room), -1)
+            after = load[rank] + added[rank] + np.cumsum(known.own[remaining])
             if rank < 0 or after[-1] > limit:
                 rank = next(r for r in ranked if len(ranks[r]) < room)
-                after = load[rank] + added[rank] + np.cumsum(known.own[left])
+                after = load[rank] + added[rank] + np.cumsum(known.own[remaining])
             num = max(1, min(int(np.sum(after <= limit)), room - len(ranks[rank])))
-            ranks[rank] += left[:num].tolist()
-            load[rank], added[rank], left = float(after[num - 1]), 0.0, left[num:]
+            ranks[rank] += remaining[:num].tolist()
+            load[rank], added[rank], remaining = float(after[num - 1]), 0.0, remaining[num:]
     return ranks
 
 
@@ -184,10 +184,10 @@ def _after_swaps(
         loads: of every rank.
         rank, other: the two.
     """
-    mine, theirs = parts[rank], parts[other]
-    gone, new = known.group[mine], known.group[theirs]
-    given = known.own[mine] + known.beginning[gone] * (counts[rank][gone] == 1)
+    local, theirs = parts[rank], parts[other]
+    gone, new = known.group[local], known.group[theirs]
+    provided = known.own[local] + known.beginning[gone] * (counts[rank][gone] == 1)
     taken = known.own[theirs] + known.beginning[new] * (counts[rank][new] == 0)
-    siblings = known.own[theirs] - known.own[mine][:, None]
-    change = np.where(gone[:, None] == new, siblings, taken - given[:, None])
+    siblings = known.own[theirs] - known.own[local][:, None]
+    change = np.where(gone[:, None] == new, siblings, taken - provided[:, None])
     return np.asarray(loads[rank] + change)

@@ -108,8 +108,8 @@ def dealt(rollouts: Rollouts, num_ranks: int, num_mini_batches: int) -> list[lis
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     for some in deal(groups, costs, shared, num_mini_batches, equal=True):
         names = [groups[number] for number in some]
-        alone, common = ([column[number] for number in some] for column in (costs, shared))
-        places = deal(names, alone, common, num_ranks, equal=True)
+        local_only, common = ([column[number] for number in some] for column in (costs, shared))
+        places = deal(names, local_only, common, num_ranks, equal=True)
         parts = [[some[place] for place in part] for part in places]
         parts.sort(key=known.load, reverse=True)
         # Passes for log-probs run all mini-batches at once: the heaviest part goes to the rank that

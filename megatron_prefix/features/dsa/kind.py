@@ -61,13 +61,13 @@ class DSA(MLA):
         if of is None:
             raise RuntimeError("attention that leaves nothing")
         lse = config.num_attention_heads / form.tp * max(4, form.itemsize)
-        more = 4 * config.dsa_indexer_topk - lse
+        extra = 4 * config.dsa_indexer_topk - lse
         row = replace(
             of,
             values=of.values + width * form.itemsize,
             gradients=of.gradients + width * max(4, form.itemsize),
         )
-        return replace(full, inner=full.inner + more, wave=full.wave + more, payload=row)
+        return replace(full, inner=full.inner + extra, wave=full.wave + extra, payload=row)
 
     def module_of(self, layer: Any) -> Any | None:
         """See Kind."""

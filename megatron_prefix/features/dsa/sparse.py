@@ -129,13 +129,13 @@ class Sparse(Latents):
 
     def keys_with_pull(self, payload: Payload) -> tuple[KeyValue, Pull]:
         """See Shared."""
-        both, pull = super().keys_with_pull(payload[:2])
+        pair, pull = super().keys_with_pull(payload[:2])
 
         def with_index(gradients: KeyValue) -> tuple[Payload, Sequence[Tensor | None]]:
             sent, of_weights = pull(gradients)
             return (*sent, torch.zeros_like(payload[2])), of_weights
 
-        return both, with_index
+        return pair, with_index
 
     def returned(self, context: SegmentContext, sent: Payload, gradients: KeyValue) -> None:
         """See Shared."""
@@ -143,7 +143,7 @@ class Sparse(Latents):
 
     def chosen(self, index: Index) -> Tensor:
         """See `choose`; ties are told once. It waits for the device."""
-        found, tied = choose(index, self.topk, self.has_relu)
+        result, tied = choose(index, self.topk, self.has_relu)
         if not Sparse.has_warned and tied.any():
             Sparse.has_warned = True
             logger.warning(
@@ -152,7 +152,7 @@ class Sparse(Latents):
                 " and segments may see others (docs/sparse-attention.md)",
                 self._number, int(tied.sum()), len(tied),
             )  # fmt: skip
-        return found
+        return result
 
     @torch.no_grad()
     def indexed(self, x: Tensor, low_rank: Tensor) -> Index:
@@ -253,10 +253,12 @@ class _SparseAttention(torch.autograd.Function):
         index_keys = torch.cat([*(payload[2] for payload in read), own.key])
         parts, chosen = [], []
         for first, stop, rows in seen_of(context, shared.num_heads, query.device):
-            mine = Index(own.query[first:stop], index_keys[rows], own.weight[first:stop])
-            chosen.append(shared.chosen(mine))
-            seen = _mask(chosen[-1], len(rows))
-            parts.append(_attend(query[first:stop], keys[rows], values[rows], seen, shared.scale))
+            local = Index(own.query[first:stop], index_keys[rows], own.weight[first:stop])
+            chosen.append(shared.chosen(local))
+            visible = _mask(chosen[-1], len(rows))
+            parts.append(
+                _attend(query[first:stop], keys[rows], values[rows], visible, shared.scale)
+            )
         context.leave(layer, backward=False)
         ctx.call, ctx.indexer = call, [(x.shape, x.dtype) for x in weights[call.num_weights :]]
         ctx.save_for_backward(query, key, value, *chosen)
@@ -270,21 +272,21 @@ class _SparseAttention(torch.autograd.Function):
         query, key, value, *chosen = ctx.saved_tensors
         context.enter(layer, backward=True)
         with autocast:
-            made = [shared.keys_with_pull(payload) for payload in call.read()]
-        pool = _pool([both for both, _ in made], (key, value))
+            created = [shared.keys_with_pull(payload) for payload in call.read()]
+        pool = _pool([pair for pair, _ in created], (key, value))
         sums = [torch.zeros_like(one, dtype=wider(one.dtype)) for one in pool]
         query_grad = torch.empty_like(query)
-        seen = seen_of(context, shared.num_heads, query.device)
-        for (first, stop, rows), picked in zip(seen, chosen, strict=True):
-            given = [query[first:stop], *(one[rows] for one in pool)]
-            gradients = _gradients(given, out_grad[first:stop], _mask(picked, len(rows)), shared)
+        visible = seen_of(context, shared.num_heads, query.device)
+        for (first, stop, rows), picked in zip(visible, chosen, strict=True):
+            provided = [query[first:stop], *(one[rows] for one in pool)]
+            gradients = _gradients(provided, out_grad[first:stop], _mask(picked, len(rows)), shared)
             query_grad[first:stop] = gradients[0]
-            for total, more in zip(sums, gradients[1:], strict=True):
-                total.index_add_(0, rows, more.to(total.dtype))
+            for total, extra in zip(sums, gradients[1:], strict=True):
+                total.index_add_(0, rows, extra.to(total.dtype))
         begin, of_weights = 0, list[Tensor | None]([None] * num_weights)
-        for number, (both, pull) in enumerate(made):
-            end = begin + len(both[0])
-            parts = [one[begin:end].to(like.dtype) for one, like in zip(sums, both, strict=True)]
+        for number, (pair, pull) in enumerate(created):
+            end = begin + len(pair[0])
+            parts = [one[begin:end].to(like.dtype) for one, like in zip(sums, pair, strict=True)]
             sent, more_of = pull((parts[0], parts[1]))
             of_weights = [*map(sum_of, of_weights, more_of)]
             level, begin = context.cache.level(context.index, number), end
@@ -328,8 +330,8 @@ def _causal(num: int, keys: int, device: torch.device) -> Tensor:
 
 def _mask(chosen: Tensor, keys: int) -> Tensor:
     """The same of those that were chosen."""
-    seen = _causal(len(chosen), keys, chosen.device)
-    return torch.zeros_like(seen).scatter_(1, chosen.long(), True) & seen
+    visible = _causal(len(chosen), keys, chosen.device)
+    return torch.zeros_like(visible).scatter_(1, chosen.long(), True) & visible
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> Tensor:
@@ -365,7 +367,7 @@ def seen_of(context: SegmentContext, num_heads: int, device: torch.device) -> li
 
     def make() -> list[_Seen]:
         ends = itertools.accumulate(context.cache.map.lengths[context.index], initial=0)
-        found = []
+        result = []
         for first, stop in itertools.pairwise(ends):
             rows: Tensor = to_device(
                 device, _rows(context.cache.map.levels[context.index], first, stop)
@@ -373,8 +375,8 @@ def seen_of(context: SegmentContext, num_heads: int, device: torch.device) -> li
             step = max(1, MAX_SCORES // (num_heads * len(rows)))
             for begin in range(first, stop, step):
                 end = min(begin + step, stop)
-                found.append(_Seen(begin, end, rows[: len(rows) - (stop - end)]))
-        return found
+                result.append(_Seen(begin, end, rows[: len(rows) - (stop - end)]))
+        return result
 
     return context.cache.once(context.index, _Seen, make)
 

@@ -89,7 +89,7 @@ class Capture:
             ("passing", number, self._graphs.a_position(one)) for number, one in enumerate(passing)
         ]
         computed = [*made, *passing]
-        places = [self._graphs.place_of(*both) for both in zip(names, computed, strict=True)]
+        places = [self._graphs.place_of(*pair) for pair in zip(names, computed, strict=True)]
         self._end(computed, places, [] if self.cores else [self._enters])
         mixed = self._graphs.place(("mixed", here), computed[0], shape=shape).requires_grad_()
         self.cores.append(run)
@@ -144,9 +144,9 @@ class Capture:
         piece = self.pieces[-1]
         piece.end(self._inputs, computed, places, passed)
         self._runs = None
-        found = used(computed, self._inputs, self._nodes)
-        self._nodes |= dict.fromkeys(found.nodes, piece)
-        self._graphs.uses(piece, found)
+        result = used(computed, self._inputs, self._nodes)
+        self._nodes |= dict.fromkeys(result.nodes, piece)
+        self._graphs.uses(piece, result)
 
     def abandon(self) -> None:
         """Ends the capture that runs, if one does."""

@@ -67,10 +67,10 @@ class GraphChoice:
             if captured and not (pays or self.is_late):
                 return replace(self, is_late=True)
             return replace(self, is_open=False, tokens=self.tokens if pays else 0)
-        seen = replace(self, without=(*self.without, ratio), waits=max(self.waits, waits))
-        if may_try and seen.waits and len(seen.without) >= ENOUGH:
-            return replace(seen, tokens=1 << (seen.waits - 1).bit_length())
-        return seen
+        visible = replace(self, without=(*self.without, ratio), waits=max(self.waits, waits))
+        if may_try and visible.waits and len(visible.without) >= ENOUGH:
+            return replace(visible, tokens=1 << (visible.waits - 1).bit_length())
+        return visible
 
     def without_room(self) -> GraphChoice:
         """After a timed step that could not share, or ran twice, for want of memory: graphs that

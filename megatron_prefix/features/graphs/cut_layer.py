@@ -139,13 +139,15 @@ class CutLayer:
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of these modules."""
-        found = (one for module in self.modules() for one in module._parameters.values())
-        return [*{id(one): one for one in found if one is not None}.values()]
+        result = (
+            parameter for module in self.modules() for parameter in module._parameters.values()
+        )
+        return [*{id(one): one for one in result if one is not None}.values()]
 
     def buffers(self) -> Iterator[Tensor]:
         """Those of these modules."""
-        found = (one for module in self.modules() for one in module._buffers.values())
-        yield from (one for one in found if one is not None)
+        result = (buffer for module in self.modules() for buffer in module._buffers.values())
+        yield from (one for one in result if one is not None)
 
     def overrides(self) -> Iterator[Override]:
         """What takes the place of methods of its modules, but for its forward."""
@@ -175,12 +177,12 @@ class CutLayer:
                 arguments[name] = given[name]
             elif not isinstance(value, bool | int | float | str | None):
                 raise CannotCaptureError(f"layers are given {name}")
-        found = self.stock(hidden_states=hidden, **arguments)
-        self._alone = isinstance(found, Tensor)
-        y, *more = (found,) if self._alone else found
+        result = self.stock(hidden_states=hidden, **arguments)
+        self._alone = isinstance(result, Tensor)
+        y, *extra = (result,) if self._alone else result
         if not isinstance(y, Tensor):
             raise CannotCaptureError(OTHER_LAYER)
-        if any(one is not None for one in more):
+        if any(one is not None for one in extra):
             raise CannotCaptureError("a layer gives more than hidden states")
         return y
 
@@ -188,13 +190,13 @@ class CutLayer:
         """What it gives for hidden states; a copy of its own, unless what is in its place `stays`
         there for as long as it is read."""
         first, *others = sides.pieces
-        made = first(hidden)
+        created = first(hidden)
         if others:
-            *made, hidden = made
+            *created, hidden = created
         for piece, core in zip(others, sides.cores, strict=True):
-            mixed = core(*made, into=piece.inputs[0].detach())
-            made = piece(mixed, *([hidden] if piece is others[-1] else ()))
-        y = made[0] if self._apart is None else self._with_experts(*made)
+            mixed = core(*created, into=piece.inputs[0].detach())
+            created = piece(mixed, *([hidden] if piece is others[-1] else ()))
+        y = created[0] if self._apart is None else self._with_experts(*created)
         y = y if stays else y.clone()
         return y if self._alone else (y, None)
 
@@ -218,10 +220,10 @@ class CutLayer:
         """Its method `_forward_mlp`."""
         if self._owner.cut is None:
             return self._forward_mlp(*args, **kwargs)
-        hidden, *more = args
-        if any(isinstance(one, Tensor) for one in (*more, *kwargs.values())):
+        hidden, *extra = args
+        if any(isinstance(one, Tensor) for one in (*extra, *kwargs.values())):
             raise CannotCaptureError(OTHER_LAYER)
-        self._given = (*more,), kwargs
+        self._given = (*extra,), kwargs
         return self._owner.cut.experts(hidden, self.module.pre_mlp_layernorm)
 
     def _norm_at_hand(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:

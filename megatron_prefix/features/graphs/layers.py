@@ -48,8 +48,8 @@ def why_not(config: Any, layers: Sequence[Sequence[Kind]]) -> str:
     without = [one for kinds in layers if (one := without_graphs(config, kinds))]
     if without and len(without) == len(layers):
         return "the model has layers of " + " and ".join(dict.fromkeys(without))
-    given = (name for name in IN_THE_WAY if getattr(config, name, None))
-    return next((f"the model has {name}" for name in given), "")
+    provided = (name for name in IN_THE_WAY if getattr(config, name, None))
+    return next((f"the model has {name}" for name in provided), "")
 
 
 class LayerGraphs:
@@ -91,18 +91,18 @@ class LayerGraphs:
 
     def _cut(self, layers: Iterable[tuple[Any, Sequence[Part]]]) -> list[CutLayer]:
         """Those that have graphs; a line says why others have none."""
-        found, without = list[CutLayer](), dict[str, None]()
+        result, without = list[CutLayer](), dict[str, None]()
         for number, (layer, (mixer, mlp)) in enumerate(layers):
             if names := without_graphs(layer.config, (mixer.kind, mlp.kind)):
                 without[f" of {names} run without CUDA graphs"] = None
                 continue
             try:
-                found.append(CutLayer(layer, number, mixer, mlp, self))
+                result.append(CutLayer(layer, number, mixer, mlp, self))
             except CannotCaptureError as problem:
                 without[f" run without CUDA graphs: {problem}"] = None
         for why in without:
             logger.warning("layers%s", why)
-        return found
+        return result
 
     @property
     def cut(self) -> Cut | None:
@@ -116,8 +116,8 @@ class LayerGraphs:
 
     def _follow(self) -> None:
         numbers = {one.number for one in self.layers}
-        for one in self.layers:
-            one.follows = one.number - 1 in numbers
+        for layer in self.layers:
+            layer.follows = layer.number - 1 in numbers
 
     def overrides(self) -> Iterator[Override]:
         """What takes the place of methods of layers and their modules."""
@@ -134,8 +134,8 @@ class LayerGraphs:
                 return layer.stock(hidden_states, *args, **kwargs)
             if self.layers and layer is self.layers[0] and not args:
                 self._take(context, hidden_states)
-            mine = self._taken.get(context.index)
-            sides = mine.made[_form(context, hidden_states)].get(layer.number) if mine else None
+            local = self._taken.get(context.index)
+            sides = local.made[_form(context, hidden_states)].get(layer.number) if local else None
             if sides is None:
                 return layer.plain(hidden_states, *args, **kwargs)
             # A set whose segment runs again is another's before what this one sends has gone.
@@ -172,27 +172,27 @@ class LayerGraphs:
         if self._group is None or self._group.size() == 1 or not self.layers:
             return [*numbers]
         device = self.layers[0].parameters()[0].device
-        both = torch.tensor(numbers, dtype=torch.int32, device=device)
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
-        found: list[int] = both.tolist()
-        return found
+        pair = torch.tensor(numbers, dtype=torch.int32, device=device)
+        dist.all_reduce(pair, dist.ReduceOp.MAX, group=self._group)
+        result: list[int] = pair.tolist()
+        return result
 
     def _is_watched(self) -> bool:
         """Whether anything in the layers has hooks, which a replay would leave out: those with
         which Megatron's DDP waits for weights (overlap_param_gather), or somebody's own."""
         inside = (
-            vars(one)
+            vars(module)
             for layer in self.layers
-            for one in layer.modules()
-            if one is not layer.module  # its own are called around its forward
+            for module in layer.modules()
+            if module is not layer.module  # its own are called around its forward
         )
         return any(fields[name] for fields in inside for name in _HOOKS)
 
     def release(self, segment: int) -> None:
         """After a segment's backward, and after the forward of one that runs again before it."""
-        mine = self._taken.pop(segment, None)
-        if mine is not None and mine.layers is self.layers:
-            self._free.append(mine)
+        local = self._taken.pop(segment, None)
+        if local is not None and local.layers is self.layers:
+            self._free.append(local)
 
     @property
     def uncounted_bytes(self) -> int:
@@ -222,9 +222,9 @@ class LayerGraphs:
         self._recomputed = ()
 
     def _current_addresses(self) -> tuple[int, ...]:
-        weights = [one for layer in self.layers for one in layer.parameters()]
-        buffers = (one for layer in self.layers for one in layer.buffers())
-        mains = (getattr(one, "main_grad", None) for one in weights)
+        weights = [parameter for layer in self.layers for parameter in layer.parameters()]
+        buffers = (buffer for layer in self.layers for buffer in layer.buffers())
+        mains = (getattr(weight, "main_grad", None) for weight in weights)
         places = (one.data_ptr() for one in (*weights, *buffers, *mains) if one is not None)
         trained = (one.requires_grad for one in weights)
         return (self._running.rotary.changes, *places, *trained)
@@ -243,12 +243,12 @@ class LayerGraphs:
         if self._seen[length] <= SEEN_BEFORE:
             return
         form = _form(context, hidden)
-        mine = self._fitting(form)
-        given = {ROTARY: self._running.angles}  # Mamba2, which may be the first, is given none
-        if form not in mine.made and not self._captured(mine, form, hidden, given):
+        local = self._fitting(form)
+        provided = {ROTARY: self._running.angles}  # Mamba2, which may be the first, is given none
+        if form not in local.made and not self._captured(local, form, hidden, provided):
             return
-        mine.begin(given, context.positions)
-        self._taken[context.index] = mine
+        local.begin(provided, context.positions)
+        self._taken[context.index] = local
 
     def _fitting(self, form: Form) -> SegmentGraphs:
         """A set that nobody has, for segments about as long: one with graphs of a form, else one
@@ -257,10 +257,10 @@ class LayerGraphs:
         alike = [one for one in self._free if self._size(one.most) == size]
         fits = [one for one in alike if form.positions <= one.most]
         if alike:
-            mine = max(fits or alike, key=lambda one: form in one.made)
-            self._free.remove(mine)
+            local = max(fits or alike, key=lambda one: form in one.made)
+            self._free.remove(local)
         if fits:
-            return mine
+            return local
         return SegmentGraphs(self.layers, form.positions, self, self._running.rotary)
 
     def _size(self, positions: int) -> int:
@@ -291,7 +291,7 @@ class LayerGraphs:
     def _give_up(self, why: str, number: int) -> None:
         """Nothing more is captured of layers like the one with a number; of none if it is -1."""
         kinds = next((one.kinds for one in self.layers if one.number == number), None)
-        self.layers = [one for one in self.layers if kinds is not None and one.kinds != kinds]
+        self.layers = [layer for layer in self.layers if kinds is not None and layer.kinds != kinds]
         self._free.clear()
         self._follow()
         if not self.layers:

@@ -68,8 +68,8 @@ class Graphs(StepPart):
     def begin(self, attempt: Attempt) -> None:
         """See StepPart: before another attempt what graphs hold is given back: as much as all
         segments keep that had some at once, while the leaner plan is to hold one of them."""
-        made = (self._of(stage.hooks) for stage in attempt.stages)
-        self._graphs = [graphs for graphs in made if graphs is not None]
+        created = (self._of(stage.hooks) for stage in attempt.stages)
+        self._graphs = [graphs for graphs in created if graphs is not None]
         plan = attempt.plan
         policies = map(plan.policy, range(len(plan.segments)))
         recomputed = {index for index, policy in enumerate(policies) if policy == "recompute"}
@@ -126,14 +126,14 @@ class Graphs(StepPart):
         before = self.choice
         if not before.is_open:
             return True
-        seen = self._seen(step)
+        visible = self._seen(step)
         for group in step.groups:
-            seen = Seen.most(all_say(seen, group))
-        self.kept[_CHOICE] = first_says(_after(before, step, seen), step.groups)
+            visible = Seen.most(all_say(visible, group))
+        self.kept[_CHOICE] = first_says(_after(before, step, visible), step.groups)
         if self.choice.tokens != before.tokens:
             logger.info("graph_tokens is %d from the next step on", self.choice.tokens)
         stay = self.choice.tokens > 0 and not self.choice.is_open
-        return stay or not (before.tokens and seen.shared)
+        return stay or not (before.tokens and visible.shared)
 
     def _seen(self, step: TimedStep) -> Seen:
         report, waits = step.report, 0

@@ -98,11 +98,11 @@ class Piece:
             CannotCaptureError: it uses something trained that is in no module of the layer.
         """
         self._borrowed = [*borrowed]
-        if any(id(one) not in owners for one in leaves):
+        if any(id(leaf) not in owners for leaf in leaves):
             raise CannotCaptureError("a layer uses a parameter that no module of it has")
         self._leaves = tuple(leaves)
         self._parameters = tuple(owners[id(one)] for one in leaves)
-        small = (one for one in self._parameters if one.numel() <= SMALL)
+        small = (parameter for parameter in self._parameters if parameter.numel() <= SMALL)
         self._own = {one: torch.empty_like(one) for one in small}
 
     def capture_backward(self, gradients: Sequence[Tensor], places: Sequence[Tensor]) -> None:
@@ -113,12 +113,12 @@ class Piece:
             places: where it writes those of its inputs; the first may be where that of what it
                 passes on will be.
         """
-        wanted: Any = [*self.inputs, *self._leaves, *(edge for _, edge in self._borrowed)]
+        requested: Any = [*self.inputs, *self._leaves, *(edge for _, edge in self._borrowed)]
         with self.backward.captured():
             computed, passed = gradients[: len(self._computed)], gradients[len(self._computed) :]
             edges: Any = [*self._computed, *(edge for edge, _ in self._lent)]
-            given = [*computed, *(gradient for _, gradient in self._lent)]
-            results = iter(torch.autograd.grad(edges, wanted, given, allow_unused=True))
+            provided = [*computed, *(gradient for _, gradient in self._lent)]
+            results = iter(torch.autograd.grad(edges, requested, provided, allow_unused=True))
             of_inputs = [next(results) for _ in self.inputs]
             of_parameters = [next(results) for _ in self._leaves]
             self._give_back(results, (*gradients, *places))
@@ -137,7 +137,7 @@ class Piece:
     def _give_back(self, gradients: Iterable[Tensor | None], places: Iterable[Tensor]) -> None:
         """Hands gradients of what is borrowed to whom it belongs, whose backward is captured
         later; copies of those that are where others will write."""
-        written = {one.untyped_storage().data_ptr() for one in places}
+        written = {place.untyped_storage().data_ptr() for place in places}
         for (lender, edge), gradient in zip(self._borrowed, gradients, strict=True):
             if gradient is not None:
                 there = gradient.untyped_storage().data_ptr() in written
@@ -156,14 +156,14 @@ class Piece:
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
         """Its outputs, from its inputs."""
-        made: Sequence[Tensor] = _Replayed.apply(self, len(inputs), *inputs, *self._parameters)
-        return made
+        created: Sequence[Tensor] = _Replayed.apply(self, len(inputs), *inputs, *self._parameters)
+        return created
 
     def run_forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Replays its forward."""
         _put(self.inputs, inputs)
         self.forward.replay()
-        return tuple(one.detach() for one in self.outputs)
+        return tuple(output.detach() for output in self.outputs)
 
     def run_backward(self, gradients: Sequence[Tensor]) -> Iterator[Tensor | None]:
         """Replays its backward: gradients of inputs and of parameters."""
@@ -211,8 +211,8 @@ def put_at(place: Tensor, given: Tensor) -> Tensor:
         there = place.detach()
         return there.copy_(given)
 
-    found: Tensor = with_backward(put, lambda gradient: gradient, given)
-    return found
+    result: Tensor = with_backward(put, lambda gradient: gradient, given)
+    return result
 
 
 def _put(places: Sequence[Tensor], given: Sequence[Tensor]) -> None:
@@ -229,22 +229,22 @@ def stand_ins(modules: Iterable[nn.Module]) -> Iterator[dict[int, nn.Parameter]]
     of each the parameter. Autograd brings gradients of a leaf to the stream on which that was used
     first, and for parameters that is not the one that captures."""
     places = [
-        (one, name, parameter)
-        for one in modules
-        for name, parameter in one._parameters.items()
+        (module, name, parameter)
+        for module in modules
+        for name, parameter in module._parameters.items()
         if parameter is not None
     ]
-    made: dict[int, nn.Parameter] = {}
+    created: dict[int, nn.Parameter] = {}
     owners: dict[int, nn.Parameter] = {}
     try:
         for one, name, parameter in places:
-            if id(parameter) not in made:
+            if id(parameter) not in created:
                 other = nn.Parameter(parameter.detach(), parameter.requires_grad)
                 vars(other).update(vars(parameter))
                 if hasattr(other, _ADDED):  # perhaps by another backward of the step
                     setattr(other, _ADDED, False)
-                made[id(parameter)], owners[id(other)] = other, parameter
-            one._parameters[name] = made[id(parameter)]
+                created[id(parameter)], owners[id(other)] = other, parameter
+            one._parameters[name] = created[id(parameter)]
         yield owners
     finally:
         for one, name, parameter in places:
@@ -278,41 +278,41 @@ def used(
     Raises:
         CannotCaptureError: an earlier piece depends on the same: autograd would run it again.
     """
-    inputs = {id(one) for one in ends}
-    found = Used([], [], [])
+    inputs = {id(end) for end in ends}
+    result = Used([], [], [])
     edges: dict[tuple[Any, int], None] = {}
-    seen: set[Any] = set()
+    visible: set[Any] = set()
     waiting: list[tuple[Any, int]] = [get_gradient_edge(one)[:2] for one in computed]
     while waiting:
         node, _ = edge = waiting.pop()
         leaf = getattr(node, "variable", None)
-        if node is None or node in seen or id(leaf) in inputs:
+        if node is None or node in visible or id(leaf) in inputs:
             continue
         if leaf is None and node in earlier:
             edges[edge] = None
             continue
-        seen.add(node)
+        visible.add(node)
         if leaf is not None:
-            found.parameters.append(leaf)
+            result.parameters.append(leaf)
         waiting += node.next_functions
-    found.nodes.extend(seen)
-    found.borrowed.extend((earlier[node], GradientEdge(node, number)) for node, number in edges)
-    wanted = inputs | {id(one) for one in found.parameters}
-    if _reaches({node for node, _ in edges}, wanted):
+    result.nodes.extend(visible)
+    result.borrowed.extend((earlier[node], GradientEdge(node, number)) for node, number in edges)
+    requested = inputs | {id(parameter) for parameter in result.parameters}
+    if _reaches({node for node, _ in edges}, requested):
         raise CannotCaptureError("what is behind a layer's core depends on what is before it")
-    return found
+    return result
 
 
 def _reaches(begin: Set[Any], leaves: Set[int]) -> bool:
     """Whether nodes lead to one another, or to leaves, by their ids."""
-    seen: set[Any] = set()
+    visible: set[Any] = set()
     waiting = [node for one in begin for node, _ in one.next_functions]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in visible:
             continue
         if node in begin or id(getattr(node, "variable", None)) in leaves:
             return True
-        seen.add(node)
+        visible.add(node)
         waiting += [parent for parent, _ in node.next_functions]
     return False

@@ -90,22 +90,22 @@ class SegmentGraphs:
         self._length = len(hidden)
         self._tables.clear()
         cuda.settle()
-        inside = (one for layer in self.layers for one in layer.modules())
+        inside = (module for layer in self.layers for module in layer.modules())
         with cuda.apart(), stand_ins(inside) as self._owners:
             try:
                 self._rotary.placed = self._placed
                 for layer in self.layers:
                     self._rehearse(layer, hidden, arguments)
                 cuda.settle()
-                made = [self._forward(layer, hidden, arguments) for layer in self.layers]
-                for layer, sides in reversed([*zip(self.layers, made, strict=True)]):
+                created = [self._forward(layer, hidden, arguments) for layer in self.layers]
+                for layer, sides in reversed([*zip(self.layers, created, strict=True)]):
                     self._backward(layer, sides)
             finally:
                 self._rotary.placed = self._owner.cut = None
                 self._owners = {}
         self._kept += _shared_buffers()
         numbers = (layer.number for layer in self.layers)
-        self.made[form] = dict(zip(numbers, made, strict=True))
+        self.made[form] = dict(zip(numbers, created, strict=True))
 
     def _arguments(self, given: Mapping[str, Any]) -> dict[str, Tensor | None]:
         """Tensors that layers are given besides hidden states."""
@@ -136,16 +136,16 @@ class SegmentGraphs:
         """The place of what a piece computes: that itself where there is none yet, so that the
         longest segment's pieces copy nothing there."""
         key, storage = (name, computed.dtype), computed.untyped_storage()
-        whole = computed.is_contiguous() and storage.nbytes() == computed.nbytes
-        if key not in self._places and whole:
+        full = computed.is_contiguous() and storage.nbytes() == computed.nbytes
+        if key not in self._places and full:
             self._places[key] = computed.detach().view(-1)
         return self.place(name, computed)
 
     @property
     def placed_bytes(self) -> int:
         """Bytes of its places."""
-        storages = [one.untyped_storage() for one in self._places.values()]
-        return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+        storages = [place.untyped_storage() for place in self._places.values()]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def _rehearse(self, layer: CutLayer, hidden: Tensor, given: Mapping[str, Any]) -> None:
         """Runs a layer on the stream of captures: what is loaded or allocated once is then there.
@@ -154,8 +154,8 @@ class SegmentGraphs:
         self.at = layer
         self._owner.cut = rehearsal
         outputs = [layer.captured(x, given), *rehearsal.made]
-        leaves = [one for one in layer.parameters() if one.requires_grad]
-        zeros = [torch.zeros_like(one) for one in outputs]
+        leaves = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        zeros = [torch.zeros_like(output) for output in outputs]
         torch.autograd.grad(outputs, [x, *leaves], zeros, allow_unused=True)
 
     def _forward(self, layer: CutLayer, hidden: Tensor, given: Mapping[str, Any]) -> Sides:
@@ -181,13 +181,13 @@ class SegmentGraphs:
         first, last = sides.pieces[0], sides.pieces[-1]
         # A gradient of hidden states is where the piece that comes next in the backward reads it.
         hidden = self.place(_GRADIENT, first.inputs[0])
-        gradients = [self.place(*both) for both in zip(_OUTPUTS, last.outputs, strict=False)]
+        gradients = [self.place(*pair) for pair in zip(_OUTPUTS, last.outputs, strict=False)]
         for before, piece in reversed([*itertools.pairwise(sides.pieces)]):
             mixed, *passed = piece.inputs
             of_mixed = self._of("mixed", mixed)
             piece.capture_backward(gradients, [of_mixed, *(hidden for _ in passed)])
-            made = before.outputs[:-1] if before is first else before.outputs
-            gradients = [self._of(*both) for both in enumerate(made)]
+            created = before.outputs[:-1] if before is first else before.outputs
+            gradients = [self._of(*pair) for pair in enumerate(created)]
         if first is not last:
             gradients.append(hidden)
         first.capture_backward(gradients, [hidden])

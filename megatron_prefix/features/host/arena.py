@@ -105,9 +105,7 @@ class HostArena(Arena):
         super().write(index, payload)
         self._host_values.loaded.add(index)
         # Clones: else the whole arena would have to stay until they are on the host.
-        self._host_values.store(
-            {index}, lambda rows: [whole[rows].clone() for whole in self.values]
-        )
+        self._host_values.store({index}, lambda rows: [full[rows].clone() for full in self.values])
 
     def own(self, index: int) -> Payload:
         self._use((index,), ())
@@ -218,7 +216,7 @@ class _HostCopy:
         self.loaded |= segments
         return [
             self._host.transfers.fill(
-                self._pairs([whole[rows] for whole in tensors], rows), self._mark
+                self._pairs([full[rows] for full in tensors], rows), self._mark
             )
             for rows in self._merged(segments)
         ]

@@ -27,8 +27,8 @@ def measured(device: torch.device, dtype: torch.dtype) -> Rates:
     """
     if device.type != "cuda":
         return WITHOUT_DEVICE
-    left = torch.ones((_WIDTH, _WIDTH), dtype=dtype, device=device)
-    product = _seconds(device, lambda: left @ left)
+    matrix = torch.ones((_WIDTH, _WIDTH), dtype=dtype, device=device)
+    product = _seconds(device, lambda: matrix @ matrix)
     host = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(_BYTES, dtype=torch.uint8, device=device)
     stored = _seconds(device, lambda: host.copy_(there, non_blocking=True))

@@ -290,8 +290,8 @@ class OffloadedSegment:
     def _demand(self, entry: Entry) -> None:
         """Loads a tensor that is needed now, and the rest of its layer if there is room."""
         layer = self._waiting(entry.layer)
-        whole = sum(other.num_bytes for other in layer) <= self._owner.transfers.room()
-        for other in layer if whole else [entry]:
+        full = sum(other.num_bytes for other in layer) <= self._owner.transfers.room()
+        for other in layer if full else [entry]:
             self._load(other)
             self._owner.counts.on_demand += other.num_bytes
 

@@ -30,8 +30,8 @@ class NextToken(Kind):
         hidden = config.hidden_size / form.sequence_ranks
         local = 0 if form.fused_layers else 2 * hidden + 2  # norms save what they have normed
         numbers = 3 * hidden + local
-        kept = numbers * form.itemsize - precision.less(2 * hidden, config, form)
-        return LayerMemory(kept, kept, temporary=(numbers + 2 * hidden) * form.itemsize)
+        saved = numbers * form.itemsize - precision.less(2 * hidden, config, form)
+        return LayerMemory(saved, saved, temporary=(numbers + 2 * hidden) * form.itemsize)
 
     def module_of(self, layer: Any) -> None:
         """See Kind: it fills no slot."""

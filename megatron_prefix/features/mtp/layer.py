@@ -167,10 +167,10 @@ class StepAhead:
 
         segment, scales = self._segments[index], self._scales
         if segment.shares is None or scales is None:
-            found: Tensor = MTPLossAutoScaler.apply(
+            result: Tensor = MTPLossAutoScaler.apply(
                 hidden, factor * losses * segment.weights[0].to(losses.dtype)
             )
-            return found
+            return result
         microbatch, row, weight = segment.shares
         shape, dtype = losses.shape, losses.dtype
 
@@ -190,7 +190,7 @@ class StepAhead:
             index: the segment.
             sums: of the loss; since 0.19 how many guesses are right, and how many there are.
         """
-        self._means.setdefault(index, tuple(one.detach().double() for one in sums))
+        self._means.setdefault(index, tuple(total.detach().double() for total in sums))
 
     def log(self) -> None:
         """Adds the step to Megatron's log of this loss; call it when the step is over."""
@@ -292,14 +292,14 @@ class LooksAhead:
 
     def _predicted(self, hidden: Tensor, current: SegmentContext, named: Any) -> Tensor:
         """The layer's output, like the decoder's."""
-        given = hidden.detach() if self._is_detached else hidden
+        provided = hidden.detach() if self._is_detached else hidden
         with contextlib.nullcontext() if current.saving is None else current.saving():
-            found: Tensor = self.layer(
+            result: Tensor = self.layer(
                 input_ids=named["input_ids"], position_ids=named["position_ids"],
-                hidden_states=given, attention_mask=None, rotary_pos_emb=self._hooks.turned,
+                hidden_states=provided, attention_mask=None, rotary_pos_emb=self._hooks.turned,
                 embedding=self._model.embedding, **(named.get("extra_block_kwargs") or {}),
             )[0]  # fmt: skip
-        return found
+        return result
 
     def _logits(self, predicted: Tensor, segment: _Segment, named: Any) -> Tensor:
         """[rows, 1, vocabulary of this rank]."""
@@ -363,12 +363,12 @@ def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[
     """
     from megatron_prefix.device.transfer import to_device
 
-    rows = [_padded(one, ranks) for one in tables.rows()]
+    rows = [_padded(row, ranks) for row in tables.rows()]
     nums = [len(one.labels) for one in rows]
-    mine = [np.unique(np.split(one.places, ranks)[rank], return_inverse=True) for one in rows]
+    local = [np.unique(np.split(one.places, ranks)[rank], return_inverse=True) for one in rows]
     labels, *several = (
         to_device(device, np.concatenate([np.zeros(0, np.int64), *parts]))
-        for parts in ([one.labels for one in rows], *zip(*mine, strict=True))
+        for parts in ([one.labels for one in rows], *zip(*local, strict=True))
     )
     distinct, repeats = several or (labels, labels)
     parts = [np.zeros((3, 0)), *(one.weights[:3] for one in rows)]
@@ -377,8 +377,8 @@ def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[
         _Segment(*each)
         for each in zip(
             to_device(device, tables.following())[:, None].split(tables.lengths, 2),
-            distinct.split([len(unique) for unique, _ in mine]),
-            repeats.split([len(numbers) for _, numbers in mine]),
+            distinct.split([len(unique) for unique, _ in local]),
+            repeats.split([len(numbers) for _, numbers in local]),
             labels[None].split(nums, 1),
             weights.split(nums, 1),
             _shares(rows, device),
@@ -395,7 +395,7 @@ def _shares(rows: Sequence[Rows], device: Any) -> Iterable[_Shares | None]:
         return [None] * len(rows)
     places = [np.stack(np.nonzero(one.weights[3:])) for one in rows]
     weights = [one.weights[3:][tuple(place)] for one, place in zip(rows, places, strict=True)]
-    sizes = [len(each) for each in weights]
+    sizes = [len(weight) for weight in weights]
     microbatch, row = to_device(device, np.concatenate(places, axis=1))
     columns = microbatch, row, to_device(device, np.concatenate(weights))
     return [*map(_Shares, *(column.split(sizes) for column in columns))]
@@ -403,7 +403,7 @@ def _shares(rows: Sequence[Rows], device: Any) -> Iterable[_Shares | None]:
 
 def _padded(rows: Rows, ranks: int) -> Rows:
     """As many rows for every sequence-parallel rank: the last one again, without a weight."""
-    more = -len(rows.places) % ranks
-    places = np.pad(rows.places, (0, more), "edge") if more else rows.places
-    labels, weights = np.pad(rows.labels, (0, more)), np.pad(rows.weights, ((0, 0), (0, more)))
+    extra = -len(rows.places) % ranks
+    places = np.pad(rows.places, (0, extra), "edge") if extra else rows.places
+    labels, weights = np.pad(rows.labels, (0, extra)), np.pad(rows.weights, ((0, 0), (0, extra)))
     return Rows(places, labels, weights)

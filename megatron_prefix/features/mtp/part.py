@@ -72,8 +72,8 @@ class MultiToken(StepPart):
         division = layer.division(self.rank.config)
         if division.per_token or division.clamps:
             return
-        left, _ = sums(samples, step.microbatch_of, cp.size())
-        if (left[:, cp.rank()] == 0).any():
+        remaining, _ = sums(samples, step.microbatch_of, cp.size())
+        if (remaining[:, cp.rank()] == 0).any():
             raise refused(AHEAD_NOTHING)
 
     def begin(self, attempt: Attempt) -> None:
@@ -109,7 +109,7 @@ class MultiToken(StepPart):
         logs = rank.language_models[-1].training
         labels = attempt.stages[-1].has_labels
         if not labels and layer.without_labels() is layer.WithoutLabels.NO_LOSS:
-            samples = [replace(one, weights=np.zeros(len(one))) for one in samples]
+            samples = [replace(sample, weights=np.zeros(len(sample))) for sample in samples]
             logs = False
         cp, tp, ranks = rank.groups.cp, rank.groups.tp, rank.model.sequence_ranks
         tables = AheadTables(
@@ -153,22 +153,24 @@ def _tell_owners(
         communicator: of the ranks.
         scale: of this rank's loss; by its number of microbatches it can be another on each.
     """
-    told: list[tuple[int, np.ndarray]] = []
+    outgoing: list[tuple[int, np.ndarray]] = []
     asked: list[tuple[int, int, tuple[int, ...]]] = []
-    for one in forest.exchanges:
-        for peer, spans in one.peers:
-            if forest.segments[one.segment].source < 0:
-                asked.append((peer, one.segment, spans))
+    for exchange in forest.exchanges:
+        for peer, spans in exchange.peers:
+            if forest.segments[exchange.segment].source < 0:
+                asked.append((peer, exchange.segment, spans))
                 continue
-            rows = tables.told(one.segment)
+            rows = tables.told(exchange.segment)
             rows[3] *= scale
-            told.append((peer, rows))
-    sizes = [(peer, np.array([rows.shape[1]])) for peer, rows in told]
-    heard = communicator.numbers(sizes, [(peer, (1,), torch.int64) for peer, *_ in asked])
-    wanted = [
+            outgoing.append((peer, rows))
+    sizes = [(peer, np.array([rows.shape[1]])) for peer, rows in outgoing]
+    gathered = communicator.numbers(sizes, [(peer, (1,), torch.int64) for peer, *_ in asked])
+    incoming = [
         (peer, (6, int(size[0])), torch.float64)
-        for (peer, *_), size in zip(asked, heard, strict=True)
+        for (peer, *_), size in zip(asked, gathered, strict=True)
     ]
-    for (_, segment, spans), rows in zip(asked, communicator.numbers(told, wanted), strict=True):
+    for (_, segment, spans), rows in zip(
+        asked, communicator.numbers(outgoing, incoming), strict=True
+    ):
         rows[3] /= scale
         tables.hear(segment, spans, rows)

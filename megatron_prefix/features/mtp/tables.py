@@ -109,9 +109,9 @@ class AheadTables:
         self._apart = max(microbatch_of, default=-1) + 1 if apart else 0
         self._nothing = np.zeros((5 + self._apart, 0))
         self._heard: dict[int, list[Floats]] = collections.defaultdict(list)
-        left, whole = sums(samples, microbatch_of, size)
-        self.undefined = not division.clamps and bool((left[:, rank] == 0).any())
-        in_loss, in_mean = division.in_loss(left, whole), division.in_mean(left)
+        remaining, full = sums(samples, microbatch_of, size)
+        self.undefined = not division.clamps and bool((remaining[:, rank] == 0).any())
+        in_loss, in_mean = division.in_loss(remaining, full), division.in_mean(remaining)
         # What the label after a position counts: by microbatch, and by the rank of the position.
         self._counted = [
             np.stack([in_loss[m, owners] * ahead, in_mean[m, owners] * ahead, ahead != 0])
@@ -123,7 +123,7 @@ class AheadTables:
     @property
     def lengths(self) -> list[int]:
         """Positions of every segment on this rank."""
-        return [one.padded_length // self._place[1] for one in self._forest.segments]
+        return [segment.padded_length // self._place[1] for segment in self._forest.segments]
 
     def following(self) -> Numbers:
         """Next inputs and their positions of all segments, one behind the other, int64 [2, n];
@@ -136,9 +136,9 @@ class AheadTables:
                 inputs[: len(ahead)] = ahead
                 places[: len(ahead)] = np.arange(len(ahead)) + span.start + 1
             table.append(np.stack([inputs, places]))
-        whole = np.concatenate(table, axis=1) if table else np.zeros((2, 0), np.int64)
+        full = np.concatenate(table, axis=1) if table else np.zeros((2, 0), np.int64)
         spans = [span.padded for segment in self._forest.segments for span in segment.spans]
-        return whole[:, cp_layout.held_positions(spans, *self._place)]
+        return full[:, cp_layout.held_positions(spans, *self._place)]
 
     def told(self, index: int) -> Floats:
         """What the owner of a segment hears of this rank's rollouts: per row its span, place in the
@@ -232,11 +232,11 @@ def sums(
     """Weights of every microbatch on every context-parallel rank, moved by one and as they are:
     float64 [microbatches, size] each."""
     num = max(microbatch_of, default=-1) + 1
-    left, whole = np.zeros((2, num, size))
+    remaining, full = np.zeros((2, num, size))
     for sample, m, owners in zip(samples, microbatch_of, _owners(samples, size), strict=True):
-        whole[m] += np.bincount(owners, _weights(sample), size)
-        left[m] += np.bincount(owners, _moved(sample), size)
-    return left, whole
+        full[m] += np.bincount(owners, _weights(sample), size)
+        remaining[m] += np.bincount(owners, _moved(sample), size)
+    return remaining, full
 
 
 def _weights(sample: Pairs) -> Floats:

@@ -226,7 +226,10 @@ def _order(model: Any, language_model: Any) -> tuple[tuple[int, int], ...]:
     places = places_of(model, language_model)
     turns = {node.variable: turn for turn, node in enumerate(model.grad_accs)}
     keys = [
-        (-min(places[one] for one in group.params), -min(turns[one] for one in group.params))
+        (
+            -min(places[parameter] for parameter in group.params),
+            -min(turns[parameter] for parameter in group.params),
+        )
         for group in _groups(model)
     ]
     return tuple(

@@ -77,11 +77,11 @@ class OwnGatedDeltaNet(GatedDeltaNet):
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind. Every rank has all heads of all positions, also in the norm inside, which takes
         the place of the one in front and computes in fp32; its products are torch's own."""
-        whole = super().memory(config, replace(form, tp=1, cp=1, sequence_parallel=False))
+        full = super().memory(config, replace(form, tp=1, cp=1, sequence_parallel=False))
         size, wide = form.itemsize, max(4, form.itemsize)
         counted = (2 if form.fused_layers else 3) * size / form.sequence_ranks
         norm = config.hidden_size * (2 * wide + size - counted)
-        return replace(whole, inner=whole.inner + norm, wave=whole.wave + norm, given=None)
+        return replace(full, inner=full.inner + norm, wave=full.wave + norm, given=None)
 
     def module_of(self, layer: Any) -> Any | None:
         """See Kind."""
@@ -162,8 +162,8 @@ def _stages(config: Any) -> Iterator[list[int]]:
 
     virtual = config.virtual_pipeline_model_parallel_size
     for stage in range(config.pipeline_model_parallel_size):
-        found: list[int] = []
+        result: list[int] = []
         for part in range(virtual) if virtual else (None,):
             start = get_transformer_layer_offset(config, part, stage)
-            found += range(start, start + get_num_layers_to_build(config, part, stage))
-        yield found
+            result += range(start, start + get_num_layers_to_build(config, part, stage))
+        yield result

@@ -38,14 +38,14 @@ class OwnDeltaLayer(DeltaSpans):
 
     def overrides(self) -> list[Override]:
         """Methods of instances, and what takes their place."""
-        found: list[Override] = [
+        result: list[Override] = [
             (self._module, "forward", self._forward),
             (self._inside, "forward", self._forward_inside),
             (self._inside.conv1d, "forward", self._convolved),
         ]
         if hasattr(self._inside, _RULE):
-            found.append((self._inside, _RULE, self._rule))
-        return found
+            result.append((self._inside, _RULE, self._rule))
+        return result
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         context = self._running.current
@@ -69,8 +69,8 @@ class OwnDeltaLayer(DeltaSpans):
 def rule_of(inside: Any) -> Callable[..., Any]:
     """The gated delta rule that a `linear_attn` calls: of its own, or of its file."""
     own = getattr(inside, _RULE, None)
-    found: Callable[..., Any] = own or inside.forward.__func__.__globals__[_RULE]
-    return found
+    result: Callable[..., Any] = own or inside.forward.__func__.__globals__[_RULE]
+    return result
 
 
 @torch.no_grad()
@@ -90,10 +90,10 @@ def mixes_elsewhere(inside: Any) -> bool:
         return value + query.sum(-1, keepdim=True) * key.mean(-1, keepdim=True), None
 
     def run(part: Tensor) -> Tensor:
-        found: Tensor = forward(
+        result: Tensor = forward(
             hidden_states=part, cu_seqlens=torch.tensor([0, part.shape[1]], device=x.device)
         )
-        return found
+        return result
 
     forward = rebound(inside.forward, **{_RULE: apart})
     own = vars(inside).get(_RULE)
@@ -101,8 +101,8 @@ def mixes_elsewhere(inside: Any) -> bool:
     if own is not None:
         vars(inside)[_RULE] = apart
     try:
-        whole, pieces = run(x), torch.cat([run(part) for part in x.split((5, 7), 1)], 1)
-        error = tolerance.relative_error(pieces, whole)
+        full, pieces = run(x), torch.cat([run(part) for part in x.split((5, 7), 1)], 1)
+        error = tolerance.relative_error(pieces, full)
     except Exception:  # noqa: BLE001  # it is called otherwise, or returns something else
         return True
     finally:

@@ -91,11 +91,11 @@ class PlanFile:
             )
         ours, theirs = (_lines(segments) for segments in (forest.segments, plan.segments))
         for number in range(max(len(ours), len(theirs))):
-            given, wanted = ("".join(lines[number : number + 1]) for lines in (theirs, ours))
-            if given != wanted:
+            in_file, in_step = ("".join(lines[number : number + 1]) for lines in (theirs, ours))
+            if in_file != in_step:
                 raise UserError(
-                    f"{self.path}: segment {number} is {given or 'not there'}, in this step it is"
-                    f" {wanted or 'not there'}; plan the same rollouts with the same lengths"
+                    f"{self.path}: segment {number} is {in_file or 'not there'}, in this step it is"
+                    f" {in_step or 'not there'}; plan the same rollouts with the same lengths"
                 )
         self._prove(loss_ready_after(forest, microbatch_of))
 

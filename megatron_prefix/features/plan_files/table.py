@@ -168,8 +168,8 @@ def _segment_from(
     known = POLICIES if flags[0] else ON_DEVICE
     if policy not in known:
         raise UserError(f"policy {_shown(policy)}: {kind} can have {' or '.join(known)}")
-    made = tuple(map(_span_from, spans))
-    segment = Segment(made, *flags, joined=joined_of(number, made))
+    created = tuple(map(_span_from, spans))
+    segment = Segment(created, *flags, joined=joined_of(number, created))
     if trained and not 0 <= _number(trained) <= segment.padded_length * flags[1]:
         raise UserError(
             f"{_shown(trained)} trained positions: give at most as many as the spans have, and 0"

@@ -103,7 +103,7 @@ def _is_by_token(module: Any, parts: list[str], in_attention: bool) -> bool:
     # Queries come with a batch, or without in packs, and an axis is counted once for all calls.
     if in_attention or blocks.get("type") == "dynamic":
         return False
-    kept = (axis,) if isinstance(axis, int) else axis
+    axes = (axis,) if isinstance(axis, int) else axis
     # Inputs are [positions, batch, features], of experts [tokens, features].
     of_token = (0,) if "experts" in parts else (0, 1)
-    return blocks.get(-1, 0) is None or kept == of_token
+    return blocks.get(-1, 0) is None or axes == of_token

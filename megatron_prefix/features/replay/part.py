@@ -66,14 +66,14 @@ class RoutedStep(StepPart):
 
     def read_last(self, capture: Capture, last: CallTokens | None) -> None:
         """See StepPart."""
-        rank, given = self.rank, self.callbacks.routes
+        rank, provided = self.rank, self.callbacks.routes
         self._told = [
             routes.told_of(self._routers[chunk], [step.notes[self] for step in steps])
             for chunk, steps in enumerate(capture.steps)
         ]
-        if given is not None and rank.is_first and replays_routes(rank.config):
-            self._of_calls = [given(call) for call in capture.calls(0)]
-        if given is None and may_replay(rank.config):
+        if provided is not None and rank.is_first and replays_routes(rank.config):
+            self._of_calls = [provided(call) for call in capture.calls(0)]
+        if provided is None and may_replay(rank.config):
             self._of_routers = routes.read(self._told, rank)
         self._told = [_without_routes(by_layer) for by_layer in self._told]
         for step in itertools.chain(*capture.steps):
@@ -116,7 +116,7 @@ class RoutedStep(StepPart):
         followed = SegmentRoutes(step.forest, step.samples, shape, rank.groups, rank.device)
         for stage, by_layer in zip(attempt.stages, self._told, strict=True):
             by_router = {
-                router: calls[0]._replace(has_mask=any(one.has_mask for one in calls))
+                router: calls[0]._replace(has_mask=any(call.has_mask for call in calls))
                 for router, calls in by_layer.values()
             }
             stage.hooks.around_router = Replay(followed, by_router).around if by_router else None
@@ -133,6 +133,6 @@ def _without_routes(
     by_layer: Mapping[int, tuple[Any, Sequence[Told]]],
 ) -> dict[int, tuple[Any, list[Told]]]:
     return {
-        layer: (router, [one._replace(routes=None) for one in calls])
+        layer: (router, [call._replace(routes=None) for call in calls])
         for layer, (router, calls) in by_layer.items()
     }

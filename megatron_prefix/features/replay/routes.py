@@ -60,14 +60,14 @@ class ToldRoutes:
         Returns:
             Of every call int16 [positions, layers, topk]; [] where no router follows routes.
         """
-        whole, layers = self._of_stages(self._of_positions(device), pp, device)
+        full, layers = self._of_stages(self._of_positions(device), pp, device)
         if not layers or not layouts:
             return []
         lengths = [sum(layout.lengths) // cp_size for layout in layouts]
-        if len(whole) != sum(lengths):
-            raise refused(NUMBER_OF_ROUTES, len(whole), sum(lengths))
-        table = whole.new_zeros((len(whole), *self.shape))
-        table[:, torch.tensor(layers, device=whole.device)] = whole
+        if len(full) != sum(lengths):
+            raise refused(NUMBER_OF_ROUTES, len(full), sum(lengths))
+        table = full.new_zeros((len(full), *self.shape))
+        table[:, torch.tensor(layers, device=full.device)] = full
         return [
             _by_sample(rows, layout)
             for rows, layout in zip(table.split(lengths), layouts, strict=True)
@@ -78,10 +78,10 @@ class ToldRoutes:
         if not self.rows:
             return torch.zeros((0, 0, self.shape[1]), dtype=torch.int16, device=device)
         group, lengths = self.sequence_group, [len(rows) for rows in self.rows]
-        mine = torch.cat(self.rows).to(device)
+        local = torch.cat(self.rows).to(device)
         if group is None:
-            return mine
-        parts = _of_ranks(mine, group).split(lengths * group.size())
+            return local
+        parts = _of_ranks(local, group).split(lengths * group.size())
         calls = len(lengths)
         return torch.cat([part for call in range(calls) for part in parts[call::calls]])
 
@@ -102,7 +102,9 @@ class ToldRoutes:
         padded[:, : mine.shape[1]] = mine
         parts = _of_ranks(padded, pp).split(len(padded))
         by_stage = [part[:, :count] for part, (_, count, *_) in zip(parts, heads, strict=True)]
-        return torch.cat(by_stage, 1), [n for _, count, *rest in heads for n in rest[:count]]
+        return torch.cat(by_stage, 1), [
+            n for _, count, *remainder in heads for n in remainder[:count]
+        ]
 
 
 def told_of(
@@ -120,9 +122,9 @@ def told_of(
     """
     by_layer = {}
     for layer, router in routers.items() if calls else ():
-        told = [call[layer] for call in calls]
-        known = [one for one in told if one is not None]
-        if 0 < len(known) < len(told):
+        of_calls = [call[layer] for call in calls]
+        known = [call for call in of_calls if call is not None]
+        if 0 < len(known) < len(of_calls):
             raise refused(SOME_ROUTES)
         if known:
             by_layer[layer] = router, known
@@ -145,7 +147,7 @@ def read(told: Sequence[Mapping[int, tuple[Any, Sequence[Told]]]], rank: Rank) -
         num_ahead = len(model.decoder.layers)
         for layer, (router, calls) in by_layer.items():
             _check(calls, ahead=layer >= num_ahead)
-            followed[router.layer_number - 1] = [one.routes for one in calls]  # type: ignore[misc]
+            followed[router.layer_number - 1] = [call.routes for call in calls]  # type: ignore[misc]
     layers = tuple(sorted(followed))
     rows = tuple(map(_stacked, zip(*(followed[layer] for layer in layers), strict=True)))
     shape = rank.config.num_layers, rank.config.moe_router_topk
@@ -167,7 +169,7 @@ def _check(told: Sequence[Told], *, ahead: bool) -> None:
 
 def _stacked(routes: Sequence[Tensor]) -> Tensor:
     """[tokens, layers, topk] of one call."""
-    if len({one.shape for one in routes}) > 1:
+    if len({route.shape for route in routes}) > 1:
         raise refused(SOME_ROUTES)
     return torch.stack([*routes], 1)
 

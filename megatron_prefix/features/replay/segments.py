@@ -60,8 +60,8 @@ class SegmentRoutes:
             dist.broadcast(routes.view(torch.uint8), source, group=groups.pp)  # NCCL has no int16
         if (size := groups.cp.size()) > 1:
             lengths = [span.padded for segment in forest.segments for span in segment.spans]
-            mine = torch.from_numpy(cp_layout.held_positions(lengths, groups.cp.rank(), size))
-            routes = routes.index_select(0, mine.to(device))
+            local = torch.from_numpy(cp_layout.held_positions(lengths, groups.cp.rank(), size))
+            routes = routes.index_select(0, local.to(device))
             self._offsets //= size
         self._routes = routes
 
@@ -69,8 +69,8 @@ class SegmentRoutes:
         """Experts of those tokens of a segment that this rank's router sees, [num_tokens, topk]."""
         routes = self._routes[self._offsets[index] : self._offsets[index + 1]]
         parts = len(routes) // num_tokens  # above 1 under sequence parallelism
-        mine = routes if parts == 1 else routes.chunk(parts)[router.tp_group.rank()]
-        numbers = mine[:, router.layer_number - 1].long()
+        local = routes if parts == 1 else routes.chunk(parts)[router.tp_group.rank()]
+        numbers = local[:, router.layer_number - 1].long()
         return torch.where(numbers < MOST_EXPERTS - MARKS, numbers, numbers - MOST_EXPERTS)
 
 

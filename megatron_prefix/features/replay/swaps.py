@@ -22,26 +22,26 @@ def replayed_routes(routers: Sequence[Any]) -> Swap:
     goes_on = [False]
 
     def taken(replay: Any, known: dict[str, tuple[list[Any], int]]) -> dict[str, Any]:
-        kept = dict(vars(replay))
+        saved = dict(vars(replay))
         for name, entries in lists_of(replay).items():
             same, num = known[name]
             start = num if entries is same else 0
-            kept[name] = entries[start:]
+            saved[name] = entries[start:]
             del entries[start:]
-        return kept
+        return saved
 
     def swap(wanted: list[dict[str, Any]] | None, entering: bool) -> list[dict[str, Any]] | None:
         if not entering:
             if goes_on[0]:  # to its end, and what it has added stays
                 return None
             return [taken(replay, known) for replay, known in zip(replays, before, strict=True)]
-        found = [lists_of(replay) for replay in replays]
-        before[:] = [{name: (one, len(one)) for name, one in own.items()} for own in found]
+        result = [lists_of(replay) for replay in replays]
+        before[:] = [{name: (one, len(one)) for name, one in own.items()} for own in result]
         goes_on[0] = wanted is not None
-        for replay, own, kept in zip(replays, found, wanted or (), strict=False):
-            vars(replay).update({n: value for n, value in kept.items() if n not in own})
+        for replay, own, saved in zip(replays, result, wanted or (), strict=False):
+            vars(replay).update({n: value for n, value in saved.items() if n not in own})
             for name, entries in own.items():
-                entries.extend(kept[name])
+                entries.extend(saved[name])
         return None
 
     return swap

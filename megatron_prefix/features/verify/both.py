@@ -111,14 +111,14 @@ def run_both(run: Run, request: Request, reports: Reports) -> Outcome:
     if problem or not shares:
         return Outcome(ours.store, problem=drawn.problem or problem)
     limits = judge.Limits(rank, report.forest.raw_tokens, arguments["num_microbatches"])
-    kept = None if rank.forward_only else KeptGradients(rank, by_norm=limits.is_coarse)
+    saved = None if rank.forward_only else KeptGradients(rank, by_norm=limits.is_coarse)
     state.restore()
     stock = _Side(rank)
     stock.run(lambda: run_stock(arguments, data_iterator=drawn.again()))
     distances = {
         "losses": limits.of(logs.stores(ours.store, stock.store, limits.least_loss)),
         "outputs": limits.of(ours.outputs.distance(stock.outputs)),
-        "gradients": None if kept is None else limits.of_gradients(kept.differences()),
+        "gradients": None if saved is None else limits.of_gradients(saved.differences()),
         "auxiliary losses": limits.of_logged(logs.distance(ours.logged, stock.logged)),
         "expert biases": limits.of(logs.moved(ours.buffers, stock.buffers, before)),
     }

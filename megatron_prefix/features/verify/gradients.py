@@ -170,14 +170,14 @@ def _sketch(values: Tensor, seed: int) -> Tensor:
 
 def place_for(rank: Rank) -> str:
     """Where there is room for this rank's gradients: "device", "host" or "sketch"."""
-    wanted = ROOM * sum(values.numel() * values.element_size() for _, values in gradients(rank))
+    requested = ROOM * sum(values.numel() * values.element_size() for _, values in gradients(rank))
     if rank.device.type == "cuda":
         total = torch.cuda.get_device_properties(rank.device).total_memory
-        if total - torch.cuda.max_memory_reserved(rank.device) > wanted:
+        if total - torch.cuda.max_memory_reserved(rank.device) > requested:
             return "device"
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return "host" if free > 2 * wanted * ranks else "sketch"
+    return "host" if free > 2 * requested * ranks else "sketch"
 
 
 def largest(differences: Sequence[Difference]) -> float:

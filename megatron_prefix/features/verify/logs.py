@@ -94,14 +94,14 @@ def stores(ours: Any, stock: Any, least: float) -> Distance | None:
         return math.inf, 1.0, "what is returned"
     worst: Distance | None = None
     for path, theirs in pairs[1].items():
-        mine = pairs[0][path]
-        if isinstance(theirs, Tensor) != isinstance(mine, Tensor):
+        local = pairs[0][path]
+        if isinstance(theirs, Tensor) != isinstance(local, Tensor):
             return math.inf, 1.0, path
         if isinstance(theirs, Tensor):
-            worst = _worst(worst, (*_between(mine, theirs, least), path))
+            worst = _worst(worst, (*_between(local, theirs, least), path))
         elif isinstance(theirs, float):
-            worst = _worst(worst, (abs(mine - theirs), max(least, abs(theirs)), path))
-        elif isinstance(theirs, bool | int | str) and mine != theirs:
+            worst = _worst(worst, (abs(local - theirs), max(least, abs(theirs)), path))
+        elif isinstance(theirs, bool | int | str) and local != theirs:
             return math.inf, 1.0, path
     return worst
 

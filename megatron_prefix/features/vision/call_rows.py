@@ -50,8 +50,8 @@ class CallRows:
         none = torch.full(hidden.shape[:2], -1, device=hidden.device)
         if mask is None or deep is None or not len(deep):
             return cls(hidden, [], none, hidden.shape)
-        seen = mask.flatten().to(hidden.device)
-        numbers = torch.where(seen, seen.cumsum(0) - 1, -1).view(mask.shape)
+        visible = mask.flatten().to(hidden.device)
+        numbers = torch.where(visible, visible.cumsum(0) - 1, -1).view(mask.shape)
         return cls(hidden, [*deep], numbers if positions_first else numbers.T, hidden.shape)
 
     @property
@@ -62,11 +62,11 @@ class CallRows:
     def words(self) -> Tensor:
         """What tells two rows apart, int64 [positions, samples]: the bits of all of their parts."""
         numbers = fingerprints(self.hidden.detach())
-        seen = self.numbers >= 0
+        visible = self.numbers >= 0
         for layer in self.deep:  # text has none, be there images in its call or not
             rows = torch.cat([fingerprints(layer.detach()), numbers.new_zeros(1)])
-            numbers = torch.where(seen, combined(numbers, rows[self.numbers]), numbers)
-        return combined(numbers, seen.long())
+            numbers = torch.where(visible, combined(numbers, rows[self.numbers]), numbers)
+        return combined(numbers, visible.long())
 
     def keep(self, places: Places) -> None:
         """Keeps the rows that segments are computed from, and no others; once."""
@@ -102,8 +102,8 @@ class CallRows:
         if not self.gradients:
             return
         first, *others = self.gradients
-        whole = first.new_zeros(self.shape).index_put_(self._places, first)
-        every = zip((self.hidden, *self.deep), (whole, *others), strict=True)
+        full = first.new_zeros(self.shape).index_put_(self._places, first)
+        every = zip((self.hidden, *self.deep), (full, *others), strict=True)
         pairs = [(tensor, gradient) for tensor, gradient in every if tensor.requires_grad]
         self.gradients = []
         if pairs:  # together: they come from one graph. Not torch's own, which compares shapes

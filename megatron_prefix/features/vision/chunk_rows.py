@@ -88,7 +88,7 @@ class ChunkRows:
     @property
     def trains(self) -> bool:
         """Whether gradients go on behind the rows."""
-        return any(one.trains for one in self._calls)
+        return any(call.trains for call in self._calls)
 
     # Rows as tokens -------------------------------------------------------------------------------
 
@@ -103,11 +103,11 @@ class ChunkRows:
         held = to_device(self._device, self._held(lengths))
         if self._calls:
             columns = [
-                torch.stack([one.words(), (one.numbers >= 0).long()], -1) for one in self._calls
+                torch.stack([call.words(), (call.numbers >= 0).long()], -1) for call in self._calls
             ]
             # Ranks of sequence parallelism hold the same samples, one rank's rows after another's.
-            whole = [self._over_sequence(column).transpose(0, 1) for column in columns]
-            words, images = torch.cat([one.flatten(0, 1) for one in whole]).unbind(-1)
+            full = [self._over_sequence(column).transpose(0, 1) for column in columns]
+            words, images = torch.cat([one.flatten(0, 1) for one in full]).unbind(-1)
             self._images = to_host(self._over_cp(images.contiguous(), lengths)) != 0
             depth = torch.tensor([max(len(one.deep) for one in self._calls)], device=self._device)
             self._depth = int(self._exchanged(depth, dist.ReduceOp.MAX))
@@ -129,23 +129,23 @@ class ChunkRows:
         if self._ids and self._positions is None:
             self._positions = self._whole_positions(lengths)
         self._leaves.clear()
-        for one in self._calls:
-            one.gradients = []
+        for call in self._calls:
+            call.gradients = []
         self._segments = [_rows_of(segment, lengths) for segment in forest.segments]
         self._padded = [[span.padded for span in segment.spans] for segment in forest.segments]
         if self._calls and not len(self._owner):
             self._find_places(lengths)
             every = np.unique(np.concatenate([rows for rows, _ in self._segments]))
             calls, at, samples = self._places[:, every]
-            for number, one in enumerate(self._calls):
+            for number, call in enumerate(self._calls):
                 places = at[calls == number], samples[calls == number]
-                one.keep((to_device(self._device, places[0]), to_device(self._device, places[1])))
+                call.keep((to_device(self._device, places[0]), to_device(self._device, places[1])))
 
     def _find_places(self, lengths: Sequence[int]) -> None:
         """Where each position of the samples is on this rank: its call, and where in that; -1."""
         self._places = np.full((3, sum(lengths)), -1)
         parts = self._sequence_ranks * self._cp.size()
-        counts = [one.numbers.numel() * parts for one in self._calls]
+        counts = [call.numbers.numel() * parts for call in self._calls]
         self._owner = np.repeat(np.arange(len(counts)), counts)
         columns, tp = [], self._tp.rank() if self._sequence_ranks > 1 else 0
         for number, one in enumerate(self._calls):
@@ -170,26 +170,26 @@ class ChunkRows:
             named["input_ids"] = self._tokens[to_device(self._tokens.device, rows[held])][None]
         if not self._calls:
             return named
-        mine = np.array_split(held, self._sequence_ranks)[
+        local = np.array_split(held, self._sequence_ranks)[
             self._tp.rank() if self._sequence_ranks > 1 else 0
         ]
         images = self._images[rows]
-        here = to_device(self._device, mine)
+        here = to_device(self._device, local)
         parts = [part.index_select(0, here) for part in self._gathered(rows, images)]
-        seen, some = (
-            to_device(self._device, images[mine]),
-            to_device(self._device, np.flatnonzero(images[mine])),
+        visible, some = (
+            to_device(self._device, images[local]),
+            to_device(self._device, np.flatnonzero(images[local])),
         )
         tensors = [parts[0].unsqueeze(1), *(part.index_select(0, some) for part in parts[1:])]
         if torch.is_grad_enabled() and self.trains:
             tensors = [tensor.requires_grad_() for tensor in tensors]
-            self._leaves[index] = Leaf(np.where(own, rows, -1), mine, tensors)
+            self._leaves[index] = Leaf(np.where(own, rows, -1), local, tensors)
         named |= {"input_ids": None, EMBEDDINGS: tensors[0]}
         if len(tensors) > 1:
-            mask = seen[:, None] if self._positions_first else seen[None]
+            mask = visible[:, None] if self._positions_first else visible[None]
             deep = torch.stack(tensors[1:]) if self._stacked else tensors[1:]
-            more = {MASK: mask, DEEPSTACK: deep}
-            named |= {BLOCK: self._block | more} if self._in_block else more
+            extra = {MASK: mask, DEEPSTACK: deep}
+            named |= {BLOCK: self._block | extra} if self._in_block else extra
         return named
 
     def _own_positions(self, rows: Numbers) -> Tensor:
@@ -198,17 +198,17 @@ class ChunkRows:
         ids = self._positions.index_select(1, to_device(self._device, rows))[:, None]  # type: ignore[union-attr]
         if (size := self._cp.size()) == 1:
             return ids
-        whole = ids.new_zeros((3, 1, size * len(rows)))
+        full = ids.new_zeros((3, 1, size * len(rows)))
         slots = cp_layout.rank_positions(size * len(rows), self._cp.rank(), size)
-        return whole.index_copy_(2, to_device(self._device, slots), ids)
+        return full.index_copy_(2, to_device(self._device, slots), ids)
 
     def _gathered(self, rows: Numbers, images: Numbers) -> list[Tensor]:
         """Rows of the whole segment: embeddings, and deepstack rows where it has any image."""
         like, depth = self._calls[0], self._depth if images.any() else 0
         shape = 1 + depth, len(rows), like.shape[-1]
         gathered_rows = torch.zeros(shape, dtype=like.hidden.dtype, device=self._device)
-        for one, places, at, seen in self._found(rows):
-            one.read(gathered_rows, places, at, seen)
+        for one, places, at, visible in self._found(rows):
+            one.read(gathered_rows, places, at, visible)
         return [*self._exchanged(gathered_rows)]
 
     def collect(self, index: int) -> None:
@@ -219,19 +219,19 @@ class ChunkRows:
         like, images = leaf.tensors[0], self._images[self._segments[index][0]]
         sent = like.new_zeros((len(leaf.tensors), len(leaf.rows), like.shape[-1]))
         for layer, tensor in enumerate(leaf.tensors):
-            mine = leaf.mine if layer == 0 else leaf.mine[images[leaf.mine]]
+            local = leaf.mine if layer == 0 else leaf.mine[images[leaf.mine]]
             if tensor.grad is not None:
-                sent[layer, to_device(sent.device, mine)] = tensor.grad.view(-1, like.shape[-1])
+                sent[layer, to_device(sent.device, local)] = tensor.grad.view(-1, like.shape[-1])
         sent = self._exchanged(sent)
         for number in self._all_calls(leaf.rows):
             self._calls[number].begin_gradients()
-        for one, places, at, seen in self._found(leaf.rows):
-            one.write(sent, places, at, seen)
+        for one, places, at, visible in self._found(leaf.rows):
+            one.write(sent, places, at, visible)
 
     def backward(self) -> None:
         """Goes on with the backward of every call, behind the language model, once."""
-        for one in self._calls:
-            one.backward()
+        for call in self._calls:
+            call.backward()
 
     def _found(self, rows: Numbers) -> Iterator[tuple[CallRows, Places, Tensor, Tensor]]:
         """Which of some rows each call has on this rank, where, and which of these are images'."""
@@ -276,7 +276,7 @@ class ChunkRows:
 
     def _whole_positions(self, lengths: Sequence[int]) -> Tensor:
         """Positions of all samples, int64 [3, positions]. Models get whole ones, or slices."""
-        ids = torch.cat([_three(one).flatten(1) for one in self._ids], 1).to(self._device)
+        ids = torch.cat([_three(id_).flatten(1) for id_ in self._ids], 1).to(self._device)
         if ids.shape[1] == sum(lengths):
             return ids
         if ids.shape[1] * self._cp.size() != sum(lengths):

@@ -109,7 +109,7 @@ class Images(StepPart):
         trained = [rows for rows in self._rows if rows is not None and rows.trains]
         if not trained:
             return ()
-        backwards = [rows.backward for rows in trained] + [one.backward for one in self._towers]
+        backwards = [rows.backward for rows in trained] + [tower.backward for tower in self._towers]
         return [self._cannot_repeat, *backwards]
 
     def _cannot_repeat(self) -> None:

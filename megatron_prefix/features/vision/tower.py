@@ -115,9 +115,9 @@ class TowerOnce:
             image.sums = [None] * len(image.rows)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = self._signature.bind(*args, **kwargs).arguments
-        grids = given.pop(self._kind.grids, None)
-        patches = [value for value in given.values() if value is not None]
+        provided = self._signature.bind(*args, **kwargs).arguments
+        grids = provided.pop(self._kind.grids, None)
+        patches = [value for value in provided.values() if value is not None]
         known = grids is not None and len(patches) == 1 and isinstance(patches[0], Tensor)
         if not known or not len(grids) or self._step() < 0:
             return self._stock(*args, **kwargs)
@@ -132,8 +132,8 @@ class TowerOnce:
             rows = [*_Rows.apply(self, number, keys, anchor, *rows)]
         if self._kind.listed:
             return [*rows[0].split(lengths)]
-        left = iter(rows)
-        leaves = [next(left) if leaf is Tensor else leaf for leaf in self._plain]
+        remaining = iter(rows)
+        leaves = [next(remaining) if leaf is Tensor else leaf for leaf in self._plain]
         return pytree.tree_unflatten(leaves, self._structure)
 
     def _seen(self, patches: Tensor, grids: Tensor) -> list[Key]:

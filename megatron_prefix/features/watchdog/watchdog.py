@@ -168,7 +168,7 @@ def place(ident: int) -> str:
         if waits := _waits(stack):
             parts.append(f"at {waits}")
             break
-    for name, stack in [("it stands in", own), *(("another thread in", one) for one in others)]:
+    for name, stack in [("it stands in", own), *(("another thread in", other) for other in others)]:
         parts.append(f"{name} {' < '.join(map(_named, stack[:MOST_FRAMES]))}{_layer(stack)}")
     return ", ".join(parts)
 
