@@ -100,8 +100,8 @@ _ACROSS = (
     _across(
         "received-states-not-cloned",
         "features/across/final_states.py",
-        "whole.chunk(self._parts)[self._group.rank()].clone()",
-        "whole.chunk(self._parts)[self._group.rank()]",
+        "full.chunk(self._parts)[self._group.rank()].clone()",
+        "full.chunk(self._parts)[self._group.rank()]",
         _FINAL,
     ),
 )
@@ -167,7 +167,7 @@ _GRAPHS = (
     _graphs(
         "nodes-of-pieces-forgotten",
         "features/graphs/capture.py",
-        "        self._nodes |= dict.fromkeys(found.nodes, piece)\n",
+        "        self._nodes |= dict.fromkeys(result.nodes, piece)\n",
         "",
         _G_HYBRID,
     ),
@@ -228,7 +228,7 @@ _GRAPHS = (
     _graphs(
         "one-set-of-two-segments",
         "features/graphs/layers.py",
-        "            self._free.remove(mine)\n",
+        "            self._free.remove(chosen)\n",
         "            pass\n",
     ),
     _graphs(
@@ -274,8 +274,8 @@ _GRAPHS = (
     _graphs(
         "half-of-the-longest",
         "features/graphs/choice.py",
-        "tokens=1 << (seen.waits - 1).bit_length()",
-        "tokens=1 << seen.waits.bit_length() - 1",
+        "tokens=1 << (visible.waits - 1).bit_length()",
+        "tokens=1 << visible.waits.bit_length() - 1",
         _CHOICE,
     ),
     _graphs(
@@ -320,8 +320,8 @@ _VISION = (
     _vision(
         "deepstack-row-of-the-next-position",
         "features/vision/call_rows.py",
-        "numbers = torch.where(seen, seen.cumsum(0) - 1, -1)",
-        "numbers = torch.where(seen, (seen.cumsum(0) - 2).clamp(min=0), -1)",
+        "numbers = torch.where(visible, visible.cumsum(0) - 1, -1)",
+        "numbers = torch.where(visible, (visible.cumsum(0) - 2).clamp(min=0), -1)",
         f"{_GIVEN}\n{_STEPS} -k 'stock_schedules and one and False'",
     ),
     _vision(
@@ -333,8 +333,8 @@ _VISION = (
     _vision(
         "deepstack-not-in-the-words",
         "features/vision/call_rows.py",
-        "            numbers = torch.where(seen, combined(numbers, rows[self.numbers]), numbers)",
-        "            numbers = torch.where(seen, numbers, numbers)",
+        "            numbers = torch.where(visible, combined(numbers, rows[self.numbers]), numbers)",
+        "            numbers = torch.where(visible, numbers, numbers)",
     ),
     _vision(
         "deepstack-of-the-first-images",
@@ -358,8 +358,8 @@ _VISION = (
     _vision(
         "deepstack-gradients-dropped",
         "features/vision/call_rows.py",
-        "(whole, *others), strict=True)",
-        "(whole, *map(torch.zeros_like, others)), strict=True)",
+        "(full, *others), strict=True)",
+        "(full, *map(torch.zeros_like, others)), strict=True)",
     ),
     _vision(
         "shift-with-its-sign",
@@ -433,7 +433,7 @@ _VISION = (
     _vision(
         "second-attempt-adds-to-the-first",
         "features/vision/chunk_rows.py",
-        "        for one in self._calls:\n            one.gradients = []\n",
+        "        for call in self._calls:\n            call.gradients = []\n",
         "",
     ),
     _vision(
@@ -452,7 +452,7 @@ _VISION = (
     _vision(
         "positions-in-another-order",
         "features/vision/chunk_rows.py",
-        "ids = torch.cat([_three(one).flatten(1) for one in self._ids], 1)",
+        "ids = torch.cat([_three(id_).flatten(1) for id_ in self._ids], 1)",
         "ids = torch.cat([_three(one).flatten(1).flip(0) for one in self._ids], 1)",
         f"{_STEPS} -k 'stock_schedules and False'",
     ),
@@ -595,8 +595,8 @@ _OWN_GDN = (
     _own(
         "stages-begin-at-zero",
         "features/own_gdn/kind.py",
-        "found += range(start, start + get_num_layers_to_build(config, part, stage))",
-        "found += range(get_num_layers_to_build(config, part, stage))",
+        "result += range(start, start + get_num_layers_to_build(config, part, stage))",
+        "result += range(get_num_layers_to_build(config, part, stage))",
         f"{_OWN}\n{_OWN_RANKS}",
     ),
     _own(
@@ -656,14 +656,14 @@ _DSA = (
     _sparse(
         "chosen-behind-the-query",
         "features/dsa/sparse.py",
-        "return torch.zeros_like(seen).scatter_(1, chosen.long(), True) & seen",
-        "return torch.zeros_like(seen).scatter_(1, chosen.long(), True)",
+        "return torch.zeros_like(visible).scatter_(1, chosen.long(), True) & visible",
+        "return torch.zeros_like(visible).scatter_(1, chosen.long(), True)",
     ),
     _sparse(
         "keys-of-later-queries",
         "features/dsa/sparse.py",
-        "found.append(_Seen(begin, end, rows[: len(rows) - (stop - end)]))",
-        "found.append(_Seen(begin, end, rows))",
+        "result.append(_Seen(begin, end, rows[: len(rows) - (stop - end)]))",
+        "result.append(_Seen(begin, end, rows))",
     ),
     _sparse(
         "keys-of-other-prompts",
@@ -808,8 +808,8 @@ _ROUTES = (
     _replay(
         "routes-of-the-layer-before",
         "features/replay/segments.py",
-        "numbers = mine[:, router.layer_number - 1].long()",
-        "numbers = mine[:, router.layer_number - 2].long()",
+        "numbers = local[:, router.layer_number - 1].long()",
+        "numbers = local[:, router.layer_number - 2].long()",
         _REPLAY,
     ),
     _replay(
@@ -916,8 +916,8 @@ _ROUTES = (
     _replay(
         "layers-in-the-order-of-stages",
         "features/replay/routes.py",
-        "table[:, torch.tensor(layers, device=whole.device)] = whole",
-        "table[:, : len(layers)] = whole",
+        "table[:, torch.tensor(layers, device=full.device)] = full",
+        "table[:, : len(layers)] = full",
         _READ,
     ),
     _replay(
@@ -944,7 +944,7 @@ _ROUTES = (
     _replay(
         "some-calls-without-routes",
         "features/replay/routes.py",
-        "        if 0 < len(known) < len(told):",
+        "        if 0 < len(known) < len(of_calls):",
         "        if not told:",
         _READ,
     ),

@@ -26,13 +26,15 @@ if TYPE_CHECKING:
 
     from megatron_prefix.config import PrefixConfig
     from megatron_prefix.errors import Reason
+    from megatron_prefix.moe.ledger import RouterLedger
     from megatron_prefix.plan.actions import Action, Plan
     from megatron_prefix.plan.footprint import Footprint
     from megatron_prefix.plan.memory_policy import Rates
     from megatron_prefix.plan.peak_memory import RankMemory
     from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall
-    from megatron_prefix.run.execute.executor import Stage
+    from megatron_prefix.run.execute.executor import Executor, Stage
     from megatron_prefix.run.execute.losses import LossContract
+    from megatron_prefix.run.planning import Planning
     from megatron_prefix.run.rank import Rank
     from megatron_prefix.run.read.forward_step_state import Swap
     from megatron_prefix.run.read.read_calls import CallTokens
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from megatron_prefix.run.report import Reports, StepReport
     from megatron_prefix.run.request import Request
     from megatron_prefix.sidecar.arena import Elsewhere
+    from megatron_prefix.tree import Forest
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +56,7 @@ class Attempt(NamedTuple):
         plan: what runs.
         stages: the rank's model chunks.
         contract: how its losses are made.
-        communicator: of the data-parallel ranks that payloads cross (features/across); None: they
-            cross none.
+        parts: of the step.
         force_all_reduce: see Megatron's schedules.
         report: of the step.
     """
@@ -63,7 +65,7 @@ class Attempt(NamedTuple):
     plan: Plan
     stages: Sequence[Stage]
     contract: LossContract
-    communicator: Any
+    parts: Sequence[StepPart]
     force_all_reduce: bool | None
     report: StepReport
 
@@ -91,10 +93,10 @@ class StepPart:
 
     They are called in this order: `refusals`; `around` all forward steps, of each of them `swaps`
     before it begins and `suspended` at its model call; `check_model`, `read`, `read_last`, `same`,
-    `tokens` and `check`; of every attempt `prepare`, `elsewhere`, `begin`, `action` of each action,
-    in it `arguments`, `saving`, `backward` and `layer_left`, and `input_backwards`; `behind` and
-    `finished`. Where the stock schedule takes the step after
-    forward steps have been suspended: `stock`.
+    `tokens`, `check`, `build` and `built`; `around_step`; of every attempt `prepare`, `elsewhere`,
+    `ledger`, `begin`, `action` of each action, in it `starts`, `arguments`, `saving`, `backward`,
+    `layer_left`; then `ran` and `input_backwards`; `behind` and `finished`. Where the stock
+    schedule takes the step after forward steps have been suspended: `stock`.
 
     Args:
         config: what the user set.
@@ -111,6 +113,9 @@ class StepPart:
             (TreeOptions); the same on all ranks. 0: none are.
         is_tuning: whether it decides by times of the first steps, which are measured then.
         holds_memory: whether it may hold device memory between steps.
+        meets_data_ranks: whether all data-parallel ranks make the segments of this call together,
+            and so end or fall back together.
+        why_local: why they do not, where they could; "" if nobody wants that.
         may_offload: whether memory "auto" may give segments the policy "offload".
         why_final: why an attempt that has failed cannot be repeated, and a step that has not failed
             not be given up before its gradients are final; "" if they can.
@@ -118,8 +123,9 @@ class StepPart:
     """
 
     runs_outside = counts_calls = is_tuning = holds_memory = may_offload = False
+    meets_data_ranks = False
     even = 0
-    why_final = ""
+    why_final = why_local = ""
     problem: Exception | None = None
 
     def __init__(self, config: PrefixConfig, rank: Rank, callbacks: Callbacks) -> None:
@@ -186,6 +192,32 @@ class StepPart:
     def stock(self) -> None:
         """The stock schedule takes the step: forward steps go on with the model itself."""
 
+    def keep_local(self, why: str) -> None:
+        """Data-parallel ranks cannot meet in the segments of this call."""
+
+    def build(
+        self,
+        step: Step,
+        request: Request,
+        planning: Planning,
+        build: Callable[..., Forest],
+        build_alone: Callable[..., Forest],
+    ) -> Step | None:
+        """A step with segments that this part makes, on a first stage; None: the core makes them.
+
+        Args:
+            step: without segments.
+            request: the call.
+            planning: predicts.
+            build: makes segments of samples and their microbatches.
+            build_alone: the same where nothing crosses data-parallel ranks; all ranks that share
+                experts call it.
+        """
+        return None
+
+    def built(self, step: Step) -> None:
+        """A step that ranks make together has segments, on all stages."""
+
     def check(self, step: Step) -> None:
         """Raises CannotShare if segments cannot do what the calls of a step ask."""
 
@@ -198,6 +230,10 @@ class StepPart:
         It may wait for the device."""
         return None
 
+    def around_step(self, step: Step) -> contextlib.AbstractContextManager:
+        """Around all attempts of a step whose segments are known."""
+        return contextlib.nullcontext()
+
     def prepare(self, plan: Plan, predicted: Callable[[], RankMemory]) -> None:
         """Before the stages of an attempt are made.
 
@@ -209,6 +245,11 @@ class StepPart:
     def elsewhere(self, num_layers: int) -> Elsewhere | None:
         """What keeps payloads of some of a model chunk's `num_layers` layers that have one; None:
         all are on the device."""
+        return None
+
+    def ledger(self, step: Step) -> Callable[..., RouterLedger] | None:
+        """What makes the step's ledgers of routers, with the arguments of RouterLedger; None: that
+        itself."""
         return None
 
     def begin(self, attempt: Attempt) -> None:
@@ -235,6 +276,17 @@ class StepPart:
 
     def layer_left(self) -> None:
         """In the backward of a segment a layer's mixer is done."""
+
+    def starts(self, action: Action, executor: Executor) -> bool:
+        """Before an action; inside of what is around it.
+
+        Returns:
+            Whether its segment runs on this rank.
+        """
+        return True
+
+    def ran(self) -> None:
+        """All actions have run here."""
 
     def freed(self, segment: int, chunk: int) -> None:
         """What a segment's forward has saved in a model chunk is gone: after its backward, or after

@@ -158,7 +158,14 @@ def _has_further_layer(_: PrefixConfig, rank: Rank) -> bool:
     return rank.model.looks_ahead or any(hasattr(model, "mtp") for model in rank.language_models)
 
 
+def _may_cross(config: PrefixConfig, rank: Rank) -> bool:
+    """Where a trainer's groups do not say which ranks are data-parallel, that has to be said."""
+    is_alone = rank.siblings is not None and rank.siblings.size() == 1
+    return config.across != "off" and config.mode in ("auto", "on") and not is_alone
+
+
 PARTS: tuple[Feature, ...] = (
+    Feature("prompts across data-parallel ranks", f"{_FOLDER}across.part:Crossing", _may_cross),
     Feature("multi-token prediction", f"{_FOLDER}mtp.part:MultiToken", _has_further_layer),
     Feature("the replay of routes", f"{_FOLDER}replay.part:RoutedStep", _is_routed),
     Feature(

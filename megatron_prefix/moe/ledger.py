@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.errors import refused
-from megatron_prefix.features.across.span_sums import SpanSums
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.moe.tokens import Closing, LogicalTokens, SegmentTokens
 from megatron_prefix.moe.versions import (
@@ -28,7 +27,7 @@ LOGGED_AS = {
     "global_aux_loss": "global_load_balancing_loss",
 }
 """Megatron's moe_router_load_balancing_type, and the name under which it logs the loss."""
-_SUMS = ("counts", "masses", "squares")
+SUMS = ("counts", "masses", "squares")
 """Of a `_Layer`."""
 
 
@@ -66,7 +65,6 @@ class RouterLedger:
         tokens: the tokens that the step's positions stand for.
         routers: Megatron's routers by layer of the model chunk.
         group_counts: of the step, the same for all model chunks of the rank.
-        crossing: segments that cross data-parallel ranks.
         scales: by which each microbatch's losses are multiplied, [microbatches], where they may
             differ: filled in before a backward reads them. None: what Megatron's schedule has set.
 
@@ -79,13 +77,9 @@ class RouterLedger:
         tokens: LogicalTokens,
         routers: Mapping[int, Any],
         group_counts: GroupCounts | None = None,
-        crossing: Collection[int] = (),
         scales: Tensor | None = None,
     ) -> None:
         self._tokens, self._routers, self._scales = tokens, routers, scales
-        num_experts = max((router.num_experts for router in routers.values()), default=0)
-        self._spans = SpanSums(crossing, routers, num_experts)
-        self._sent_back = SpanSums(crossing, routers, num_experts)
         self._group_counts = group_counts or GroupCounts()
         self._places = {
             layer: self._group_counts.enter(router)
@@ -122,8 +116,7 @@ class RouterLedger:
         shape = len(tokens.copies), routing_map.shape[1]
         by_span = routing_map.new_zeros(shape, dtype=torch.float32)
         by_span.index_add_(0, span_of, routing_map.to(by_span.dtype))
-        if index in self._spans:
-            self._spans.put(layer, index, "routed", by_span[:-1])
+        self._note(layer, index, "routed", by_span)
         return (by_span * tokens.copies.unsqueeze(1)).sum(0)
 
     @torch.no_grad()
@@ -160,50 +153,8 @@ class RouterLedger:
                 by_span = total.new_zeros((len(tokens.copies), *total.shape[1:]))
                 by_span.index_add_(0, span_of, values.to(total.dtype))
                 total.index_add_(0, tokens.rollout, by_span[tokens.span])
-                if index in self._spans:
-                    self._spans.put(layer, index, name, by_span[:-1])
+                self._note(layer, index, name, by_span)
         self._counted(layer, state, tokens)
-
-    def leaving(self, index: int, spans: Sequence[int]) -> tuple[Tensor, ...]:
-        """What routers have counted in some spans of a segment, for another rank."""
-        return self._spans.rows(index, spans)
-
-    @torch.no_grad()
-    def arrived(self, index: int, rows: Sequence[Tensor]) -> None:
-        """Counts the tokens of another rank's segment, which has `leaving` from there."""
-        if not rows:
-            return
-        tokens = self._tokens[index]
-        num = len(tokens.copies) - 1
-        self._spans.add(index, num, range(num), rows)
-        for layer, router in self._routers.items():
-            counted = {name: self._spans.get(layer, index, name) for name in ("routed", *_SUMS)}
-            if router.enable_expert_bias:
-                copies = tokens.copies[:-1].unsqueeze(1)
-                router.local_tokens_per_expert += (counted["routed"] * copies).sum(0)  # type: ignore[operator]
-            if not _counts(router):
-                continue
-            state = self._layer(layer, router.weight)
-            for name in _SUMS:
-                total, by_span = getattr(state, name), counted[name].squeeze(-1)  # type: ignore[union-attr]
-                total.index_add_(0, tokens.rollout, by_span[tokens.span].to(total.dtype))
-            self._counted(layer, state, tokens)
-
-    @torch.no_grad()
-    def sums(self, index: int) -> tuple[Tensor, ...]:
-        """Gradients of what has `arrived`, in its columns; () if nothing has."""
-        spans = range(len(self._tokens[index].copies) - 1)
-        gradients = SpanSums((), self._routers, self._spans.num_experts)
-        zeros = [*map(torch.zeros_like, self._spans.rows(index, spans))]
-        gradients.add(index, len(spans), spans, zeros)
-        for layer in self._layers if zeros else ():
-            for name, by_span in self._by_span(layer, index).items():
-                gradients.put(layer, index, name, by_span[:-1])
-        return gradients.rows(index, spans)
-
-    def add_to(self, index: int, spans: Sequence[int], rows: Sequence[Tensor]) -> None:
-        """Adds gradients of what has left; see `sums`."""
-        self._sent_back.add(index, len(self._tokens[index].copies) - 1, spans, rows)
 
     def _counted(self, layer: int, state: _Layer, tokens: SegmentTokens) -> None:
         """A segment's tokens are in a layer's sums."""
@@ -221,15 +172,18 @@ class RouterLedger:
             RuntimeError: a token of one of its microbatches has not been counted yet.
         """
         by_name = self._by_span(layer, index)
-        for name, by_span in by_name.items():
-            back = self._sent_back.get(layer, index, name)
-            if back is not None:
-                by_span[:-1] += back.view_as(by_span[:-1]).to(by_span.dtype)
         span_of = self.spans(layer, index, num_tokens)
         return by_name["masses"][span_of], by_name["squares"][span_of]
 
+    def _note(self, layer: int, index: int, name: str, by_span: Tensor) -> None:
+        """A segment's sums, [spans + 1, ...], the last of padding: "routed" or one of `SUMS`."""
+
     def _by_span(self, layer: int, index: int) -> dict[str, Tensor]:
-        """Gradients of this rank's losses with respect to a segment's sums, [spans + 1, ...]."""
+        """Gradients of the step's losses with respect to a segment's sums, [spans + 1, ...]."""
+        return self._of_losses(layer, index)
+
+    def _of_losses(self, layer: int, index: int) -> dict[str, Tensor]:
+        """Those of this rank's losses."""
         state, tokens = self._layers[layer], self._tokens[index]
         self._close(layer, tuple(sorted(set(tokens.numbers) - state.closed)))
         by_rollout = {"masses": state.scores_gradient, "squares": state.squares_gradient}
@@ -302,7 +256,7 @@ class RouterLedger:
         return torch.stack([state.averages[microbatch] for microbatch in microbatches])
 
 
-def _counts(router: Any) -> bool:
+def is_counted(router: Any) -> bool:
     """Whether a router's tokens are counted for a loss."""
     balanced = any(router.get_aux_loss_coeff(kind) for kind in LOGGED_AS)
     return balanced or router.config.moe_z_loss_coeff is not None

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from megatron_prefix.device.clock import elapsed, now, wait_for
 from megatron_prefix.errors import UserError
-from megatron_prefix.features.across.exchanges import Crossed
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.gate import Decision
@@ -124,7 +123,7 @@ class StepReport:
     base_bytes: int = 0
     room_bytes: float = 0.0
     cache_bytes: int = 0
-    crossed: Crossed | None = None
+    crossed: Any = None
     why_alone: str = ""
     retried: bool = False
     features: dict[str, Any] = field(default_factory=dict)

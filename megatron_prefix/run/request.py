@@ -89,8 +89,6 @@ class Request:
         kind: what is known of calls like it.
         callbacks: what the trainer says of its microbatches.
         parts: what features add to the call.
-        may_cross: whether data-parallel ranks decide together if payloads cross them in this call.
-        why_alone: why they cannot.
     """
 
     arguments: Mapping[str, Any]
@@ -98,8 +96,11 @@ class Request:
     kind: StepKind
     callbacks: Callbacks
     parts: Sequence[StepPart] = ()
-    may_cross: bool = False
-    why_alone: str = ""
+
+    @property
+    def may_cross(self) -> bool:
+        """Whether data-parallel ranks decide together if payloads cross them in this call."""
+        return any(part.meets_data_ranks for part in self.parts)
 
     @property
     def agreeing(self) -> list[Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Hashable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from torch.utils import (
 from megatron_prefix import parts
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError, refused
-from megatron_prefix.features.across import step as across_step
 from megatron_prefix.layers.precision import is_untried
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import installed
@@ -52,21 +50,16 @@ class Requests:
 
     Args:
         config: what the user set.
-        logged: lines that have been logged, once each.
         kept: what features keep from call to call, by layout of a model.
 
-    Attributes:
-        backoff: of data-parallel ranks that ask one another what crosses them.
     """
 
     def __init__(
         self,
         config: PrefixConfig,
-        logged: set[str],
         kept: Mapping[Hashable, dict[str, dict[str, Any]]],
     ) -> None:
-        self._config, self._logged, self._kept = config, logged, kept
-        self.backoff = Backoff()
+        self._config, self._kept = config, kept
         self._errors: dict[Any, UserError | None] = {}
         self._kinds: dict[Any, StepKind] = {}
 
@@ -99,8 +92,8 @@ class Requests:
             # By all ranks of the job, whichever schedule each of them takes.
             channels_of(rank.groups.pp, rank.device)
         if kind.ordered and kind.refusal is None:
-            request = replace(request, may_cross=False, why_alone=LOSSES_EXCHANGE)
-            across_step.tell_alone(request.why_alone, rank, self._logged)
+            for part in request.parts:
+                part.keep_local(LOSSES_EXCHANGE)
         return request
 
     def _suited(
@@ -117,21 +110,9 @@ class Requests:
             raise refused(FP8_UNTRIED)
         if rank.scales_auxiliary_losses and len(rank.models) > 1:
             raise refused(SCALES_INTERLEAVED)
-        obstacle = self._why_alone(rank, callbacks)
         chosen = parts.chosen(self._config, rank, callbacks, self._kept[rank.layout])
         kind = self._kind(arguments["forward_step_func"], rank)
-        return Request(arguments, rank, kind, callbacks, chosen, obstacle is None, obstacle or "")
-
-    def _why_alone(self, rank: Rank, callbacks: Callbacks) -> str | None:
-        """See `across_step.why_alone`; logged once."""
-        if rank.siblings is not None and rank.siblings.size() == 1:
-            return ""
-        together = callbacks.passes_together or not rank.forward_only
-        obstacle = across_step.why_alone(self._config, rank, together=together)
-        if obstacle is None and self._config.across == "auto" and self.backoff.skips():
-            obstacle = across_step.RESTS
-        across_step.tell_alone(obstacle or "", rank, self._logged)
-        return obstacle
+        return Request(arguments, rank, kind, callbacks, chosen)
 
     def _kind(self, forward_step: Any, rank: Rank) -> StepKind:
         key = rank.forward_only, code_name(forward_step), *map(weakref.ref, rank.language_models)

@@ -99,8 +99,8 @@ class PrefixSchedule:
         self.memory = MemoryControl(self.config)
         self.planning = Planning(self.config, self.memory)
         self._reports = Reports(self.config.mode)
-        self._requests = Requests(self.config, self._reports.logged, self.planning.kept)
-        self._reader = StepReader(self.memory, self.planning, self._reports, self._requests.backoff)
+        self._requests = Requests(self.config, self.planning.kept)
+        self._reader = StepReader(self.memory, self.planning, self._reports)
         self._features = around_calls(self.config, self._reports)
 
     @property
@@ -295,7 +295,8 @@ class PrefixSchedule:
     def _planned(self, step: Step, request: Request) -> JointForest | None:
         rank, kind = request.rank, request.kind
         report, joint = self.planning.decided(step, request)
-        report.why_alone = step.why_alone or request.why_alone
+        of_parts = (part.why_local for part in request.parts)
+        report.why_alone = step.why_alone or next(filter(None, of_parts), "")
         if kind.ordered and report.decision.share:
             last = report.plan.actions_of(rank.num_stages - 1, len(rank.models) - 1)
             if not are_in_order(step, last):

@@ -15,7 +15,6 @@ from dataclasses import replace
 
 from megatron_prefix import parts
 from megatron_prefix.errors import UserError, refused
-from megatron_prefix.features.across import step as across_step
 from megatron_prefix.layers import fused_yarn
 from megatron_prefix.refusals.own_errors import is_own, softened
 from megatron_prefix.refusals.table import FUSED_YARN
@@ -28,7 +27,7 @@ from megatron_prefix.run.read.read_calls import ReadCalls, read_calls
 from megatron_prefix.run.read.step import Step, read_step, told
 from megatron_prefix.run.read.suspend import Capture
 from megatron_prefix.run.report import Reports
-from megatron_prefix.run.request import Backoff, Request, unlooked
+from megatron_prefix.run.request import Request, unlooked
 from megatron_prefix.tree import Forest
 
 logger = logging.getLogger(__name__)
@@ -61,14 +60,11 @@ class StepReader:
         memory: asked what gradients are before a step.
         planning: makes segments.
         reports: of the schedule's steps.
-        backoff: of data-parallel ranks that ask one another what crosses them.
     """
 
-    def __init__(
-        self, memory: MemoryControl, planning: Planning, reports: Reports, backoff: Backoff
-    ) -> None:
+    def __init__(self, memory: MemoryControl, planning: Planning, reports: Reports) -> None:
         self._memory, self._planning = memory, planning
-        self._config, self._reports, self._backoff = planning.config, reports, backoff
+        self._config, self._reports = planning.config, reports
 
     def read(
         self, capture: Capture, request: Request, first: FirstStep | None
@@ -161,12 +157,13 @@ class StepReader:
         self, step: Step, request: Request, build: Build, build_alone: Build
     ) -> Step | None:
         """A step with segments that data-parallel ranks make together, some of which may cross
-        them; they end or fall back together. `build`, `build_alone`: see `across_step.across`."""
+        them; they end or fall back together. `build`, `build_alone`: see StepPart."""
         rank = request.rank
 
         def make() -> Step:
-            if request.may_cross:
-                return across_step.across(step, request, self._planning, build, build_alone)
+            for part in request.parts:
+                if built := part.build(step, request, self._planning, build, build_alone):
+                    return built
             return step.with_forest(build_alone(step.samples or (), step.microbatch_of))
 
         step_made, problem = tried(make) if rank.is_first else (None, None)
@@ -176,11 +173,8 @@ class StepReader:
             return None
         if step_made is None:
             raise RuntimeError("no rank says why a step has no segments")
-        if request.may_cross:
-            across_step.tell_alone(step_made.why_alone, rank, self._reports.logged)
-            self._backoff.note(useful=step_made.crosses)
-            if self._backoff.is_due:
-                self._backoff.begin()
+        for part in request.parts:
+            part.built(step_made)
         return step_made
 
     def _is_refused(self, problem: BaseException | None, request: Request) -> bool:

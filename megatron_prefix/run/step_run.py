@@ -26,10 +26,6 @@ from torch import Tensor
 
 from megatron_prefix.device.memory import free_bytes
 from megatron_prefix.errors import named, refused
-from megatron_prefix.features.across.carried import Carried
-from megatron_prefix.features.across.communicator import Communicator, communicator_of
-from megatron_prefix.features.across.exchanges import Exchanges
-from megatron_prefix.features.across.final_states import FinalStates
 from megatron_prefix.megatron.install import Hooks, install, installed
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.parts import Attempt, around
@@ -128,7 +124,6 @@ class StepRun:
         self._config, self._memory = schedule.config, schedule.memory
         self._report = schedule.report
         self._losses: Losses | None = None
-        self._communicator: Communicator | None = None
         self._first: Executor | None = None
         self._random_use: SegmentRandomUse | None = None
         self._problem: Exception | None = None
@@ -173,9 +168,8 @@ class StepRun:
             stack.enter_context(_timed(rank.config))
         if rank.num_stages > 1:
             stack.enter_context(closing_on_failure(rank.groups.pp))
-        if self._step.crosses:
-            crossing = communicator_of(rank.siblings, rank.device)
-            self._communicator = stack.enter_context(crossing)
+        for part in self._parts:
+            stack.enter_context(part.around_step(self._step))
         if report.plan.num_stages > 1:
             self._resume_other_stages()
         self._first = self._executor(report.plan)
@@ -300,30 +294,21 @@ class StepRun:
             rank.model.rows,
         )  # fmt: skip
         stages = self._stages(plan)
+        counts = None
+        if rank.model.has_experts:
+            counts = begin_ledgers(stages, self._step, self._contract, rank, self._parts)
         attempt = Attempt(
-            self._step,
-            plan,
-            stages,
-            self._contract,
-            self._communicator,
-            self._force_all_reduce,
-            report,
+            self._step, plan, stages, self._contract, self._parts, self._force_all_reduce, report
         )
         for part in self._parts:
             part.begin(attempt)
-        counts = None
-        if rank.model.has_experts:
-            counts = begin_ledgers(stages, self._step, self._contract, rank)
         if report.stopwatch is not None:
             report.stopwatch.forget()
-        exchanges = None
-        if self._communicator is not None:
-            exchanges = self._exchanges(stages, self._communicator)
         self._random_use = SegmentRandomUse(rank.language_models, rank.device)
         return Executor(
             plan, stages, inputs, rank.forward_only,
             self._schedule.watch or (report.stopwatch.timing if report.stopwatch else None),
-            exchanges, self._idle,
+            self._idle,
             None if counts is None else self._summing(counts), self._random_use.checking,
             self._parts,
         )  # fmt: skip
@@ -343,8 +328,6 @@ class StepRun:
                 with around(self._parts, None):
                     for backward in backwards:
                         backward()
-        crossed = executor.exchanges
-        report.crossed = crossed.crossed if crossed is not None else None
         report.cache_bytes = sum(stage.cache.device_bytes.peak for stage in stages)
         return embedding
 
@@ -362,13 +345,6 @@ class StepRun:
         union, owners = self._report.joint, self._joint.union_microbatch_of
         begun = sums_behind(union, self._rank.stage, owners)
         return lambda place: counts.begin(begun[place])
-
-    def _exchanges(self, stages: list[Stage], communicator: Communicator) -> Exchanges:
-        """With other data-parallel ranks."""
-        forest, rank = self._step.forest, self._rank
-        scored = [segment.scored for segment in forest.segments]
-        chunks = [Carried(s.model, s.cache, s.ledger, s.final, scored) for s in stages]
-        return Exchanges(forest, communicator, chunks, rank.device, rank.forward_only)
 
     def _stages(self, plan: Plan) -> list[Stage]:
         """The rank's model chunks with hooks and sidecars; the last stage's has the losses."""
@@ -400,7 +376,7 @@ class StepRun:
     def _end_with_losses(
         self, stage: Stage, steps: list[SuspendedStep], exchange: Exchange | None
     ) -> None:
-        """Gives the last stage its losses, and what other data-parallel ranks take of it."""
+        """Gives the last stage its losses."""
         rank, step = self._rank, self._step
         if self._losses is not None:  # memory ran out in an attempt before
             self._losses.begin_again()
@@ -409,20 +385,6 @@ class StepRun:
             form = AnswerForm(exchange, sequence, int(stage.moves_labels), stage.filled)
             self._losses = Losses(step, self._contract, stage.model, steps, form)
         stage.losses = self._losses
-        if step.forest.exchanges:
-            stage.final = self._final(stage)
-
-    def _final(self, stage: Stage) -> FinalStates | None:
-        """What of a last stage's decoder output crosses data-parallel ranks; None if nothing."""
-        forest, config = self._step.forest, stage.hooks.model.config
-        scored = [
-            exchange for exchange in forest.exchanges if forest.segments[exchange.segment].scored
-        ]
-        if not scored:
-            return None
-        segments = ((exchange.segment, forest.segments[exchange.segment]) for exchange in scored)
-        leaving = {index for index, segment in segments if segment.source < 0}
-        return FinalStates(stage.cache, self._rank.groups.tp, config.sequence_parallel, leaving)
 
     def _cache(
         self, plan: Plan, chunk: int, hooks: Hooks, exchange: Exchange | None

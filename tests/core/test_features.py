@@ -27,6 +27,7 @@ RANK: Any = SimpleNamespace()
 PACKAGE = data.REPOSITORY / "megatron_prefix"
 APART = ("lab/", "features/")
 WORDS = {
+    "across": r"across_step|[cC]ommunicator$|Crossing|Exchanges$|FinalStates|SpanSums|Carried",
     "dealing": r"\bDealt|[Cc]osts_of_length|_balance_batch|deal_whole",
     "dsa": r"dsa|DSA|indexer",
     "graphs": r"graph_tokens|Graphs|(?i:graphed|cuda.?graph(?!able))",
@@ -67,11 +68,6 @@ STAYS = {
 have one place each, "offload" is one of the policies that planning prices and predicts, a walk of a
 model passes by attributes that other files look at, and all
 auxiliary losses get their scales in one place."""
-IMPORTS_ACROSS = {
-    "moe/ledger.py", "run/execute/executor.py", "run/report.py",
-    "run/route.py", "run/step_reader.py", "run/step_run.py",
-}  # fmt: skip
-"""Files of the core that still import `across`, which is not in the table yet. It shrinks."""
 
 
 def _files() -> Iterator[tuple[str, ast.Module]]:
@@ -104,7 +100,7 @@ def test_every_folder_of_a_feature_is_in_the_table() -> None:
     folders = {path.parent.name for path in (PACKAGE / "features").glob("*/__init__.py")}
     table = (*features.KINDS, *features.PARTS, *features.AROUND)
     paths = [*(feature.path for feature in table), features.DEALING, features.PLAN_FILE]
-    assert {path.split(".")[2] for path in paths} == folders - {"across"} == WORDS.keys()
+    assert {path.split(".")[2] for path in paths} == folders == WORDS.keys()
 
 
 @pytest.mark.parametrize("name", WORDS)
@@ -113,7 +109,7 @@ def test_nothing_in_the_core_names_a_feature(name) -> None:
 
 
 def test_the_core_imports_the_table_of_features_only() -> None:
-    assert _naming(r"megatron_prefix\.features\.") == IMPORTS_ACROSS
+    assert _naming(r"megatron_prefix\.features\.") == set()
 
 
 def test_a_name_of_any_kind_is_seen() -> None:
@@ -131,7 +127,6 @@ def test_the_package_loads_no_feature() -> None:
         "from megatron_prefix.layers.model import cost_of\n"
         "for spec in PRESETS.values():\n    cost_of(spec)\n"
         "loaded = [n for n in sys.modules if n.startswith('megatron_prefix.features.')]\n"
-        "loaded = [n for n in loaded if '.across' not in n]\n"
         "assert not loaded, loaded\n"
     )
 
@@ -145,7 +140,6 @@ with tempfile.TemporaryDirectory() as folder, step_trace.joined(case, 0, folder)
     _, step = step_trace.prepared(case, device, folder)
     step()
 loaded = [name for name in sys.modules if name.startswith("megatron_prefix.features.")]
-loaded = [name for name in loaded if ".across" not in name]
 assert not loaded, loaded
 """
 

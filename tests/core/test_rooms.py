@@ -22,8 +22,6 @@ LAB = "lab"
 TABLE = "megatron_prefix.features"
 """The table of features, which names modules in strings: any file may import it. What lies below it
 is a room of the core."""
-STILL = ("megatron_prefix.features.across.",)
-"""Features that files of the core still import: tests/core/test_features.py names them."""
 COMMANDS = {"__main__.py", "run/__main__.py"}
 """Of the core: they start the lab's command line, and nothing imports them."""
 RUN = PACKAGE / "run"
@@ -71,7 +69,7 @@ def _rooms(floor: Path) -> dict[str, set[str]]:
                 continue
             for name in _imported(source):
                 room = name.removeprefix(prefix).partition(".")[0]
-                if name == TABLE or (name.startswith(STILL) and folder != "features"):
+                if name == TABLE:
                     continue
                 if name.startswith(prefix) and room in folders:
                     used[folder].add(room)

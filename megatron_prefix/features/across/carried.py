@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_prefix.features.across.final_states import FinalStates
-from megatron_prefix.moe.ledger import RouterLedger
+from megatron_prefix.features.across.ledger import CrossingLedger
 from megatron_prefix.sidecar.arena import Payload
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree.payload_map import Form
@@ -44,7 +44,7 @@ class Carried:
         self,
         model: Any,
         cache: SidecarCache,
-        ledger: RouterLedger | None,
+        ledger: CrossingLedger | None,
         final: FinalStates | None,
         scored: Sequence[bool],
     ) -> None:

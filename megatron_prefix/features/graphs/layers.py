@@ -134,8 +134,8 @@ class LayerGraphs:
                 return layer.stock(hidden_states, *args, **kwargs)
             if self.layers and layer is self.layers[0] and not args:
                 self._take(context, hidden_states)
-            local = self._taken.get(context.index)
-            sides = local.made[_form(context, hidden_states)].get(layer.number) if local else None
+            chosen = self._taken.get(context.index)
+            sides = chosen.made[_form(context, hidden_states)].get(layer.number) if chosen else None
             if sides is None:
                 return layer.plain(hidden_states, *args, **kwargs)
             # A set whose segment runs again is another's before what this one sends has gone.
@@ -190,9 +190,9 @@ class LayerGraphs:
 
     def release(self, segment: int) -> None:
         """After a segment's backward, and after the forward of one that runs again before it."""
-        local = self._taken.pop(segment, None)
-        if local is not None and local.layers is self.layers:
-            self._free.append(local)
+        chosen = self._taken.pop(segment, None)
+        if chosen is not None and chosen.layers is self.layers:
+            self._free.append(chosen)
 
     @property
     def uncounted_bytes(self) -> int:
@@ -243,12 +243,12 @@ class LayerGraphs:
         if self._seen[length] <= SEEN_BEFORE:
             return
         form = _form(context, hidden)
-        local = self._fitting(form)
+        chosen = self._fitting(form)
         provided = {ROTARY: self._running.angles}  # Mamba2, which may be the first, is given none
-        if form not in local.made and not self._captured(local, form, hidden, provided):
+        if form not in chosen.made and not self._captured(chosen, form, hidden, provided):
             return
-        local.begin(provided, context.positions)
-        self._taken[context.index] = local
+        chosen.begin(provided, context.positions)
+        self._taken[context.index] = chosen
 
     def _fitting(self, form: Form) -> SegmentGraphs:
         """A set that nobody has, for segments about as long: one with graphs of a form, else one
@@ -257,10 +257,10 @@ class LayerGraphs:
         alike = [one for one in self._free if self._size(one.most) == size]
         fits = [one for one in alike if form.positions <= one.most]
         if alike:
-            local = max(fits or alike, key=lambda one: form in one.made)
-            self._free.remove(local)
+            chosen = max(fits or alike, key=lambda one: form in one.made)
+            self._free.remove(chosen)
         if fits:
-            return local
+            return chosen
         return SegmentGraphs(self.layers, form.positions, self, self._running.rotary)
 
     def _size(self, positions: int) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from megatron_prefix.errors import Reason, refused
 from megatron_prefix.features.across.communicator import Communicator
+from megatron_prefix.features.across.part import Crossing
 from megatron_prefix.features.mtp import layer
 from megatron_prefix.features.mtp.tables import AheadTables, sums
 from megatron_prefix.parts import Attempt, StepPart
@@ -116,12 +117,12 @@ class MultiToken(StepPart):
             step.forest, samples, step.microbatch_of, layer.division(rank.config), cp.rank(),
             cp.size(), apart=contract.scales is not None,
         )  # fmt: skip
-        if attempt.communicator is not None:
+        if (communicator := _communicator(attempt)) is not None:
             scale = 1.0
             if not rank.forward_only:
                 set_auxiliary_scales(contract, rank.models[-1], step.num_microbatches)
                 scale = layer.loss_scale()
-            _tell_owners(tables, step.forest, attempt.communicator, scale)
+            _tell_owners(tables, step.forest, communicator, scale)
         return layer.StepAhead(
             tables, rank.device, ranks, tp.rank() if ranks > 1 else 0,
             rank.config.mtp_num_layers if logs else 0,
@@ -139,6 +140,12 @@ def _leave_padding_out(calls: Sequence[ModelCall]) -> bool:
         and padded is not packing.cu_seqlens_q
     ]
     return bool(pairs) and bool(torch.stack([(a != b).any() for a, b in pairs]).any())
+
+
+def _communicator(attempt: Attempt) -> Communicator | None:
+    """Of the data-parallel ranks that segments cross; None: they cross none."""
+    crossing = (part for part in attempt.parts if isinstance(part, Crossing))
+    return next((part.communicator for part in crossing), None)
 
 
 def _tell_owners(

@@ -23,6 +23,7 @@ from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read.step import Step
 
 if TYPE_CHECKING:
+    from megatron_prefix.parts import StepPart
     from megatron_prefix.run.execute.executor import Stage
     from megatron_prefix.run.execute.losses import LossContract
 
@@ -81,7 +82,11 @@ def set_auxiliary_scales(contract: LossContract, model: Any, num_microbatches: i
 
 
 def begin_ledgers(
-    stages: Sequence[Stage], step: Step, contract: LossContract, rank: Rank
+    stages: Sequence[Stage],
+    step: Step,
+    contract: LossContract,
+    rank: Rank,
+    parts: Sequence[StepPart],
 ) -> GroupCounts | None:
     """Gives the stages their ledgers.
 
@@ -90,6 +95,7 @@ def begin_ledgers(
         step: their step.
         contract: how losses are made.
         rank: that holds them.
+        parts: of the step; one may have a ledger of its own.
 
     Returns:
         What sums counts over data-parallel ranks, if the loss of a router needs that.
@@ -101,8 +107,8 @@ def begin_ledgers(
         step.forest, step.microbatch_of, rank.device, cp.rank(), cp.size(), step.packed
     )
     group_counts = GroupCounts()
-    crossing = [exchange.segment for exchange in step.forest.exchanges]
+    make = next(filter(None, (part.ledger(step) for part in parts)), RouterLedger)
     scales = None if contract.scales is None else contract.scales.routers
     for stage in stages:
-        stage.ledger = RouterLedger(tokens, stage.hooks.routers, group_counts, crossing, scales)
+        stage.ledger = make(tokens, stage.hooks.routers, group_counts, scales)
     return group_counts if rank.ordered else None

@@ -10,7 +10,6 @@ on its way.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +18,6 @@ import torch
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 from torch import Tensor
 
-from megatron_prefix.features.across.exchanges import Exchanges
-from megatron_prefix.features.across.final_states import FinalStates
 from megatron_prefix.layers.blocks.core import own_kernel_runs
 from megatron_prefix.layers.segment import Saving, SegmentContext
 from megatron_prefix.megatron.install import Hooks
@@ -72,7 +69,7 @@ class Stage:
     moves_labels: bool = False
     filled: FilledDict | None = None
     losses: Losses | None = None
-    final: FinalStates | None = None
+    final: Any = None
     ledger: RouterLedger | None = None
     live: dict[int, tuple[Tensor | None, Any]] = field(default_factory=dict)
 
@@ -86,14 +83,13 @@ class Executor:
         inputs: tokens, labels and positions of the segments.
         forward_only: run without gradients; a backward then only releases its segment.
         timing: what times the computation of an action, if anything does.
-        exchanges: with other data-parallel ranks; None without.
         idle: ends with the first action.
         acted: called behind every action with its place, and behind what it sends.
         drawing: around the forward of every segment.
         parts: asked around every action.
 
     Attributes:
-        stages, exchanges: as given.
+        stages: as given.
     """
 
     def __init__(
@@ -103,7 +99,6 @@ class Executor:
         inputs: SegmentInputs,
         forward_only: bool,
         timing: Callable[[Action], contextlib.AbstractContextManager] | None,
-        exchanges: Exchanges | None,
         idle: contextlib.ExitStack,
         acted: Callable[[int], None] | None = None,
         drawing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
@@ -111,7 +106,7 @@ class Executor:
     ) -> None:
         self._acted, self._drawing = acted, drawing
         self._parts = parts
-        self.exchanges, self._idle = exchanges, idle
+        self._idle = idle
         self._timing = timing or contextlib.nullcontext
         self._plan, self.stages, self._inputs = plan, stages, inputs
         self._links: Links | None = None
@@ -131,27 +126,23 @@ class Executor:
         self._links = links
         gradients = torch.no_grad() if self._forward_only else contextlib.nullcontext()
         try:
-            for chunk, stage in enumerate(self.stages):
+            for stage in self.stages:
                 stage.hooks.prepare(self._inputs.max_position)
-                if stage.final is not None:
-                    stage.final.head_backward = functools.partial(self._head_backward, stage, chunk)
             with gradients:
                 program = self._plan.programs[rank]
                 for place, action in enumerate(program):
                     stage = self.stages[action.chunk]
                     with _annotated(action), around(self._parts, action):
-                        if self.exchanges is None:
-                            self._handlers[action.kind](action, stage)
-                        else:
-                            self._crossing(action, stage, self.exchanges)
+                        self._run(action, stage)
                     self._idle.close()
                     if self._links is not None:
                         self._links.advance()
                     if self._acted is not None:
                         self._acted(place)
-            for messages in (self._links, self.exchanges):
-                if messages is not None:
-                    messages.finish()
+            if self._links is not None:
+                self._links.finish()
+            for part in self._parts:
+                part.ran()
         finally:
             self.end()
 
@@ -165,36 +156,34 @@ class Executor:
         for part in self._parts:
             part.end()
 
-    def _crossing(self, action: Action, stage: Stage, exchanges: Exchanges) -> None:
-        """An action, and what crosses data-parallel ranks before it."""
-        index, chunk = action.segment, action.chunk
-        received = self._plan.segments[index].source >= 0
-        if action.kind == "F":
-            exchanges.forward(index, chunk, () if received else stage.cache.map.visible(index))
-            for seen in stage.final.fresh() if stage.final is not None else ():
-                self._head(Action("F", seen, chunk), stage)
-        else:
-            exchanges.backward(index, chunk)
-        if self._links is not None:
-            self._links.advance_further()
-        if not received:
+    def _run(self, action: Action, stage: Stage) -> None:
+        """Runs an action, or what is left of it where its segment runs on another rank."""
+        runs_here = [part.starts(action, self) for part in self._parts]
+        if all(runs_here):
             self._handlers[action.kind](action, stage)
         elif action.kind == "B":
             self._release(action, stage)
 
-    def _head(self, action: Action, stage: Stage) -> None:
+    def advance_further(self) -> None:
+        """Lets messages of the pipeline go on, as far as they can; see `Links.advance_further`."""
+        if self._links is not None:
+            self._links.advance_further()
+
+    def head(self, index: int, chunk: int) -> None:
         """Runs the output layer on what another rank's decoder gives for a segment. It runs again
         for its backward: what it saves would live from the step's begin to its end."""
-        index = action.segment
-        with self._timing(action), torch.no_grad():
-            output = self._call(index, stage, stage.final.received[index])  # type: ignore[union-attr]
+        stage = self.stages[chunk]
+        with self._timing(Action("F", index, chunk)), torch.no_grad():
+            output = self._call(index, stage, stage.final.received[index])
             rows = self._inputs.rows[index]
             stage.losses.take(index, output, rows, differentiable=not self._forward_only)  # type: ignore[union-attr]
 
-    def _head_backward(self, stage: Stage, chunk: int, index: int) -> None:
+    def head_backward(self, chunk: int, index: int) -> None:
+        """Runs its backward; the gradient is at `received` then."""
+        stage = self.stages[chunk]
         stage.losses.complete(index)  # type: ignore[union-attr]
         with self._timing(Action("B", index, chunk)):
-            output = self._call(index, stage, stage.final.received[index])  # type: ignore[union-attr]
+            output = self._call(index, stage, stage.final.received[index])
             with stage.hooks.running(self._context(index, stage, backward=True)):
                 torch.autograd.backward(*stage.losses.gradients(index, output))  # type: ignore[union-attr]
 
@@ -204,13 +193,14 @@ class Executor:
         segment, final = self._plan.segments[index], stage.final
         runs = own_kernel_runs(stage.cache.map.lengths[index], *self._inputs.place)
         positions = self._inputs[index][2]
+        decoded, on_decoded = (None, None) if final is None else final.of(index)
         unread, scored = stage.is_last and not segment.scored, self._scored(index, stage)
         return SegmentContext(
             index, segment.inner, runs, positions, stage.cache, stage.ledger,
             backward, saving, self._parts,
             stage.hooks.keys_only if unread else None,
             self._inputs.read(index, stage.moves_labels) if scored else None, stage.moves_labels,
-            *((None, None) if final is None else final.of(index)), joined=segment.joined >= 0,
+            decoded, on_decoded, joined=segment.joined >= 0,
             activates_again=self._plan.policy(index) == "recompute_act" and not self._forward_only,
         )  # fmt: skip
 

@@ -25,7 +25,8 @@ def _first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def request_of(kind: StepKind, *, experts: Any = None, may_cross: bool = False) -> Request:
     rank: Any = SimpleNamespace(experts=experts)
-    return Request({}, rank, kind, Callbacks(), may_cross=may_cross)
+    part: Any = SimpleNamespace(meets_data_ranks=may_cross)
+    return Request({}, rank, kind, Callbacks(), (part,))
 
 
 def taken(request: Request, mode: str, *, looks_first: bool = True) -> Any:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.across.communicator import Message
 from megatron_prefix.features.across.exchanges import Exchanges
+from megatron_prefix.features.across.part import Crossing
 from megatron_prefix.features.overlap.part import Overlap
 from megatron_prefix.features.overlap.reductions import Group, Reductions
 from megatron_prefix.lab.plans.joint_program import LAYERS, Batch, Pipeline, Rank, Step
@@ -85,9 +86,8 @@ def issued(
     reductions = reductions_of(pipeline, steps, early=early)
     overlap = overlap_of(reductions, plan, rank.stage)
     executor = Recording(
-        plan, stages, inputs, False, None,
-        exchanges_of(pipeline, rank, steps), contextlib.ExitStack(),
-        acted if sizes.counts else None, parts=[overlap],
+        plan, stages, inputs, False, None, contextlib.ExitStack(),
+        acted if sizes.counts else None, parts=[crossing_of(pipeline, rank, steps), overlap],
     )  # fmt: skip
     executor.run(rank.stage, links)
     overlap.behind()
@@ -161,6 +161,14 @@ def links_of(
     levels = tuple((one.segment, one.level) for one in pipeline.forest.exchanges)
     shape = shapes(pipeline).__getitem__
     return Links(channels, pipeline.union, shape, torch.float32, CPU, True, levels)
+
+
+def crossing_of(pipeline: Pipeline, rank: Rank, steps: list[Told]) -> Crossing:
+    """The part of the step that makes exchanges."""
+    made = Crossing.__new__(Crossing)
+    attempt = SimpleNamespace(step=SimpleNamespace(forest=pipeline.forest))
+    vars(made).update(_exchanges=exchanges_of(pipeline, rank, steps), _attempt=attempt)
+    return made
 
 
 def exchanges_of(pipeline: Pipeline, rank: Rank, steps: list[Told]) -> Exchanges | None:
