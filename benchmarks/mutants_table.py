@@ -333,8 +333,8 @@ _VISION = (
     _vision(
         "deepstack-not-in-the-words",
         "features/vision/call_rows.py",
-        "            numbers = torch.where(visible, combined(numbers, rows[self.numbers]), numbers)",
-        "            numbers = torch.where(visible, numbers, numbers)",
+        "numbers = torch.where(visible, combined(numbers, rows[self.numbers]), numbers)",
+        "numbers = torch.where(visible, numbers, numbers)",
     ),
     _vision(
         "deepstack-of-the-first-images",
