@@ -28,7 +28,7 @@ from torch.utils import (
 from megatron_prefix.device.transfer import to_device
 from megatron_prefix.errors import refused
 from megatron_prefix.refusals.table import DIFFERENT_OUTPUTS, FLAT_ROWS, OTHER_OUTPUT, OTHER_SHAPE
-from megatron_prefix.run.execute.inputs import ReadRows
+from megatron_prefix.run.execute.inputs import ScoredRows
 from megatron_prefix.run.read.heads import FilledDict
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.sidecar.arena import Rows
@@ -103,7 +103,7 @@ class SegmentOutput(NamedTuple):
     """
 
     leaves: list[Any]
-    rows: ReadRows | None
+    rows: ScoredRows | None
     pieces: list[list[Piece]]
 
 
@@ -136,7 +136,7 @@ class CallOutputs:
         self.guards: list[Tensor] = []
 
     def take(
-        self, index: int, output: Any, rows: ReadRows | None = None, *, differentiable: bool
+        self, index: int, output: Any, rows: ScoredRows | None = None, *, differentiable: bool
     ) -> None:
         """Takes a segment's output: a tensor, or a tree of tensors that are per position.
 
@@ -150,7 +150,7 @@ class CallOutputs:
         lengths = [span.padded for span in spans]
         num = sum(lengths) // (1 if self._exchange is None else self._exchange.size)
         leaves, structure = pytree.tree_flatten(output)
-        self._remember(leaves, structure, num if rows is None else len(rows.here))
+        self._remember(leaves, structure, num if rows is None else len(rows.positions))
         outputs: list[Any] = []
         for leaf, axis in zip(leaves, self._axes, strict=True):
             if axis is None:
@@ -161,12 +161,12 @@ class CallOutputs:
                 (values,) = self._form.sequence.gather(values).wait()  # type: ignore[union-attr]
             if rows is not None and self._is_whole(values):
                 zeros = values.new_zeros((num, *values.shape[1:]))
-                values = zeros.index_copy_(0, rows.there, values)
+                values = zeros.index_copy_(0, rows.on_device, values)
             if self._exchange is not None:
                 values = self._exchange.whole(values[None], lengths)[0]
             # A forward that will run again has no graph yet, so the leaf cannot ask for one.
             outputs.append(values.requires_grad_(differentiable and leaf.is_floating_point()))
-        positions = None if rows is None or self._exchange is not None else rows.here
+        positions = None if rows is None or self._exchange is not None else rows.positions
         pieces = [
             [] if axis is None or leaf.dim() == 1 else _by_span(leaf, spans, positions)
             for leaf, axis in zip(outputs, self._axes, strict=True)
@@ -191,9 +191,9 @@ class CallOutputs:
                 gradient = self._exchange.share(gradient[None], lengths)[0]
             tensors.append(tensor)
             if kept.rows is not None and self._is_whole(gradient):
-                read = gradient.index_select(0, kept.rows.there)
+                read = gradient.index_select(0, kept.rows.on_device)
                 # What is left has reached positions that nobody computed.
-                self._strays.append(largest(gradient.index_fill_(0, kept.rows.there, 0.0)))
+                self._strays.append(largest(gradient.index_fill_(0, kept.rows.on_device, 0.0)))
                 gradient = read
             if axis.parts > 1:  # what losses on all of the ranks send
                 (gradient,) = self._form.sequence.reduce_scatter(gradient).wait()  # type: ignore[union-attr]

@@ -16,19 +16,19 @@ from megatron_prefix.tree import Forest, Pairs, cp_layout
 from megatron_prefix.tree.forest import any_trained
 
 
-class ReadRows(NamedTuple):
+class ScoredRows(NamedTuple):
     """Positions of a segment on this rank that carry loss, ascending.
 
     Others make up the number if it is below two, or not what linear layers take: it divides among
     ranks of sequence parallelism, and in FP8 (layers/precision.py).
 
     Attributes:
-        there: int64 [rows], on the model's device.
-        here: the same, on the host.
+        on_device: int64 [rows], on the model's device.
+        positions: the same, on the host.
     """
 
-    there: Tensor
-    here: np.ndarray
+    on_device: Tensor
+    positions: np.ndarray
 
 
 class SegmentInputs:
@@ -65,24 +65,24 @@ class SegmentInputs:
         # Padding goes on counting: its positions are legal and its outputs unread.
         before = np.cumsum(padded) - padded - [span.start for span in spans]
         table[2] = np.arange(len(table[2])) - np.repeat(before, padded)
-        known = [span for span in spans if span.rollouts]  # a filler has none
-        if samples is not None and known:
+        filled = [span for span in spans if span.rollouts]  # a filler has none
+        if samples is not None and filled:
             trained = [sample.trained for sample in samples]
-            parts = [(samples[span.rollouts[0]], slice(span.start, span.end)) for span in known]
+            parts = [(samples[span.rollouts[0]], slice(span.start, span.end)) for span in filled]
             ends = [span.end for span in spans]
-            here = np.flatnonzero(table[2] < np.repeat(ends, padded))
-            table[0, here] = np.concatenate([sample.inputs[part] for sample, part in parts])
-            table[1, here] = np.concatenate([sample.labels[part] for sample, part in parts])
-            table[3, here] = np.concatenate([any_trained(span, trained) for span in known])
+            unpadded = np.flatnonzero(table[2] < np.repeat(ends, padded))
+            table[0, unpadded] = np.concatenate([sample.inputs[part] for sample, part in parts])
+            table[1, unpadded] = np.concatenate([sample.labels[part] for sample, part in parts])
+            table[3, unpadded] = np.concatenate([any_trained(span, trained) for span in filled])
         self.max_position = int(table[2].max(initial=0))
         if size > 1:
-            held = cp_layout.held_positions([span.padded for span in spans], rank, size)
-            table = np.ascontiguousarray(table[:, held])
+            local = cp_layout.held_positions([span.padded for span in spans], rank, size)
+            table = np.ascontiguousarray(table[:, local])
             self._offsets //= size
         self._table = to_device(device, table[:3])
-        self.rows: list[ReadRows | None] = [None] * len(forest.segments)
+        self.rows: list[ScoredRows | None] = [None] * len(forest.segments)
         if samples is not None:
-            self.rows = self._read_rows(table[3], device)
+            self.rows = self._scored_rows(table[3], device)
 
     def __getitem__(self, index: int) -> Tensor:
         """Tokens, labels and positions of a segment, int64 [3, positions]."""
@@ -93,7 +93,7 @@ class SegmentInputs:
         forward: Callable[..., Any],
         index: int,
         has_labels: bool,
-        others: Mapping[str, Any],
+        further: Mapping[str, Any],
         moves_labels: bool = False,
     ) -> Any:
         """Calls a language model on a segment as the trainer calls it on microbatches.
@@ -103,8 +103,8 @@ class SegmentInputs:
                 those, and its answer comes back through them.
             index: the segment.
             has_labels: whether the trainer's calls have labels.
-            others: what else they have and is about no position (`runtime_gather_output`, ...), and
-                what is given instead of tokens.
+            further: what else they have and is about no position (`runtime_gather_output`, ...),
+                and what is given instead of tokens.
             moves_labels: whether the model's head runs, and moves labels by one: see
                 run/read/heads.py.
 
@@ -114,38 +114,39 @@ class SegmentInputs:
         tokens, labels, positions = self[index].unsqueeze(1)
         if has_labels and (rows := self.rows[index]) is not None:
             # As many as there are hidden states in front of the output layer.
-            labels = labels.index_select(1, rows.there)
+            labels = labels.index_select(1, rows.on_device)
         num = labels.shape[1]
         if moves_labels:
             labels = heads.before_moving(labels, self._multiple)
         arguments = {"input_ids": tokens, "position_ids": positions, "attention_mask": None}
         arguments["labels"] = labels if has_labels else None
-        found = forward(**arguments | dict(others))
-        return heads.without_more(found, num) if moves_labels else found
+        output = forward(**arguments | dict(further))
+        return heads.without_more(output, num) if moves_labels else output
 
     def read(self, index: int, moves_labels: bool) -> Tensor | None:
         """The positions of a segment on which the head runs, int64; None: all. A head that moves
         labels has the last one more than once."""
         rows, num = self.rows[index], self._offsets[index + 1] - self._offsets[index]
-        there = None if rows is None else rows.there
+        positions = None if rows is None else rows.on_device
         if not moves_labels:
-            return there
-        if there is None:
-            there = torch.arange(num, device=self._table.device)
-        return torch.cat([there, there[-1:].expand(self._multiple)])
+            return positions
+        if positions is None:
+            positions = torch.arange(num, device=self._table.device)
+        return torch.cat([positions, positions[-1:].expand(self._multiple)])
 
-    def _read_rows(self, flags: np.ndarray, device: torch.device) -> list[ReadRows | None]:
+    def _scored_rows(self, flags: np.ndarray, device: torch.device) -> list[ScoredRows | None]:
         by_segment: list[np.ndarray] = []
         for start, end in itertools.pairwise(self._offsets):
-            read, others = (np.flatnonzero(flags[start:end] == of) for of in (1, 0))
-            num = min(max(len(read), 2), end - start)
-            num += -num % self._multiple
-            rows = np.concatenate([read, others[: num - len(read)]])  # these make up the number
-            by_segment.append(rows if num == len(read) else np.sort(rows))
-        whole = to_device(device, np.concatenate([np.zeros(0, np.int64), *by_segment]))
-        parts = whole.split([len(rows) for rows in by_segment])
+            is_scored = flags[start:end] != 0
+            scored, unscored = np.flatnonzero(is_scored), np.flatnonzero(~is_scored)
+            num_rows = min(max(len(scored), 2), end - start)
+            num_rows += -num_rows % self._multiple
+            rows = np.concatenate([scored, unscored[: num_rows - len(scored)]])
+            by_segment.append(rows if num_rows == len(scored) else np.sort(rows))
+        index = to_device(device, np.concatenate([np.zeros(0, np.int64), *by_segment]))
+        indices = index.split([len(rows) for rows in by_segment])
         lengths = np.diff(self._offsets)
         return [
-            None if len(here) == length else ReadRows(there, here)
-            for there, here, length in zip(parts, by_segment, lengths, strict=True)
+            None if len(rows) == length else ScoredRows(on_device, rows)
+            for on_device, rows, length in zip(indices, by_segment, lengths, strict=True)
         ]

@@ -29,7 +29,7 @@ from megatron_prefix.refusals.own_errors import is_own
 from megatron_prefix.refusals.table import FORWARD_GRAPH, STRAY_GRADIENT
 from megatron_prefix.run.execute.auxiliary import AuxiliaryScales
 from megatron_prefix.run.execute.call_outputs import AnswerForm, CallOutputs
-from megatron_prefix.run.execute.inputs import ReadRows
+from megatron_prefix.run.execute.inputs import ScoredRows
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.run.read.suspend import SuspendedStep
 from megatron_prefix.tree import Forest
@@ -112,7 +112,7 @@ class Losses:
         return [entry for store in self._stores for entry in store]
 
     def take(
-        self, index: int, output: Any, rows: ReadRows | None = None, *, differentiable: bool
+        self, index: int, output: Any, rows: ScoredRows | None = None, *, differentiable: bool
     ) -> None:
         """Takes a segment's output, see CallOutputs; scores the microbatches whose turn it is."""
         self._differentiable = differentiable
@@ -283,8 +283,8 @@ def _turns(
         for segment in forest.segments
     ]
     ready_after = [-1] * num
-    for index, some in enumerate(through):
-        for microbatch in some:
+    for index, microbatches in enumerate(through):
+        for microbatch in microbatches:
             ready_after[microbatch] = index
     return ready_after, through
 
@@ -297,10 +297,10 @@ def _without_backward(leaf: Any) -> Any:
     """An answer's tensor as if it had a graph: a backward through it is refused by name."""
     if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
         return leaf
-    found: Tensor = with_backward(
+    answer: Tensor = with_backward(
         lambda x: x.view_as(x), _refuse_backward, leaf.detach().requires_grad_()
     )
-    return found
+    return answer
 
 
 def _refuse_backward(_: Tensor) -> Tensor:

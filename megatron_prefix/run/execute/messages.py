@@ -83,11 +83,11 @@ def channels_of(group: Any, device: torch.device) -> Channels:
         colours = sorted({colour(sender, len(ranks)) for sender in range(len(ranks))})
         for key in itertools.product("FB", colours):
             groups[key] = dist.new_subgroups_by_enumeration(every, timeout=timeout)[0]
-    made = Channels(ranks, rank, groups)
+    channels = Channels(ranks, rank, groups)
     for kind, sender in itertools.product("FB" if groups else "", range(len(ranks))):
-        _first_use(made, kind, sender, device)
-    _made[group] = made
-    return made
+        _first_use(channels, kind, sender, device)
+    _made[group] = channels
+    return channels
 
 
 @contextlib.contextmanager

@@ -71,7 +71,7 @@ def without_more(output: Any, num: int) -> Any:
 
 def added(filled: Mapping[Any, Any], before: Mapping[Any, Any]) -> dict[Any, Any]:
     """What a dict has that it did not have before."""
-    return {n: one for n, one in filled.items() if n not in before or before[n] is not one}
+    return {n: value for n, value in filled.items() if n not in before or before[n] is not value}
 
 
 class FilledDict:
@@ -87,7 +87,7 @@ class FilledDict:
 
     def __init__(self, brought: Mapping[Any, Any]) -> None:
         # Weights are of a call that was answered in an attempt before.
-        self.brought = {n: one for n, one in brought.items() if not isinstance(one, Tensor)}
+        self.brought = {n: value for n, value in brought.items() if not isinstance(value, Tensor)}
         self.items: dict[Any, Any] | None = None
 
     def take(self, arguments: Mapping[str, Any], *, scored: bool) -> None:

@@ -110,8 +110,8 @@ class Step:
         forest = Forest.from_ints(numbers[2 + 2 * num :].tolist())
         microbatch_of = tuple(np.repeat(np.arange(num), counts).tolist())
         routed, unshared, crosses = (bool(flags & bit) for bit in (1, 2, 4))
-        known = (forest, microbatch_of, tuple(packed.tolist()), samples, routed, unshared)
-        return cls(*known, crosses=crosses)
+        fields = (forest, microbatch_of, tuple(packed.tolist()), samples, routed, unshared)
+        return cls(*fields, crosses=crosses)
 
 
 def read_step(

@@ -182,7 +182,7 @@ def test_the_rows_that_are_read_are_whole() -> None:
         build([rollout], None, options), [rollout], torch.device("cpu"), multiple=16
     )
     (rows,) = inputs.rows
-    assert rows is not None and len(rows.here) == 16 and 49 in rows.here
+    assert rows is not None and len(rows.positions) == 16 and 49 in rows.positions
     assert len(inputs.read(0, {})) == 16  # type: ignore[arg-type]
     again = inputs.read(0, {MOVES_LABELS: True})
     assert again is not None and len(again) == 32 and set(again[16:].tolist()) == {int(again[15])}
