@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from megatron_prefix.run.read.suspend import Capture, SuspendedStep
     from megatron_prefix.run.report import Reports, StepReport
     from megatron_prefix.run.request import Request
-    from megatron_prefix.sidecar.arena import Elsewhere
+    from megatron_prefix.sidecar.arena import ArenasElsewhere
     from megatron_prefix.tree import Forest
 
 logger = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class StepPart:
             predicted: what this rank will hold.
         """
 
-    def elsewhere(self, num_layers: int) -> Elsewhere | None:
+    def elsewhere(self, num_layers: int) -> ArenasElsewhere | None:
         """What keeps payloads of some of a model chunk's `num_layers` layers that have one; None:
         all are on the device."""
         return None

@@ -71,7 +71,7 @@ class FeatureKind(NamedTuple):
     in_layer: Callable[[Any], bool]
 
 
-def _attention(layer: Any) -> Any:
+def _attention_of(layer: Any) -> Any:
     return getattr(layer, "self_attention", None)
 
 
@@ -84,12 +84,12 @@ KINDS: tuple[FeatureKind, ...] = (
     FeatureKind(
         f"{_FOLDER}own_gdn.kind:OwnGatedDeltaNet",
         lambda config: hasattr(config, "own_delta_layers"),
-        lambda layer: hasattr(_attention(layer), "linear_attn"),
+        lambda layer: hasattr(_attention_of(layer), "linear_attn"),
     ),
     FeatureKind(
         f"{_FOLDER}dsa.kind:DSA",
         lambda config: getattr(config, "experimental_attention_variant", None) == "dsa",
-        lambda layer: hasattr(getattr(_attention(layer), "core_attention", None), "indexer"),
+        lambda layer: hasattr(getattr(_attention_of(layer), "core_attention", None), "indexer"),
     ),
 )
 """Tried before the core's kinds, in this order."""
@@ -120,7 +120,7 @@ def _is_routed(_: PrefixConfig, rank: Rank) -> bool:
     return any(getattr(router, name, None) is not None for router in every for name in names)
 
 
-def _has_images(_: PrefixConfig, rank: Rank) -> bool:
+def _may_have_images(_: PrefixConfig, rank: Rank) -> bool:
     return any(map(is_of_images, rank.models, rank.language_models))
 
 
@@ -184,7 +184,7 @@ PARTS: tuple[Feature, ...] = (
     Feature(
         "images",
         f"{_FOLDER}vision.part:Images",
-        _has_images,
+        _may_have_images,
         takes=("decoder_input", "visual_pos_masks", "deepstack_visual_embeds"),
     ),
 )

@@ -122,13 +122,13 @@ class Between:
 
     def __init__(self, module: Any, first: Callable[..., Any], second: Callable[..., Any]) -> None:
         self._module = module
-        self.linear_fc1, self.linear_fc2 = _Call(first), _Call(second)
+        self.linear_fc1, self.linear_fc2 = _FunctionModule(first), _FunctionModule(second)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
 
-class _Call(nn.Module):
+class _FunctionModule(nn.Module):
     """A function as a module: newer versions of Megatron look (`apply_module`)."""
 
     def __init__(self, function: Callable[..., Any]) -> None:

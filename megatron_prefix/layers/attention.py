@@ -143,7 +143,7 @@ class Attention(Kind):
         payload = Payload(Form.POSITIONS, 2 * keys * size, 2 * keys * wide)
         return LayerMemory(
             inner, wave, again, unread, queries * size + ends, seen=2 * (queries + keys) * size,
-            payload=payload, given=precision.projected(config, form),
+            payload=payload, given=precision.projected_bytes(config, form),
         )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import precision
 from megatron_prefix.layers.kind import Override, Running
-from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent, Saved, Shape
+from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent, SavedBytes, Shape
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.refusals.table import DELTA_CP, DELTA_KERNEL, OWN_DELTA_CP
 
@@ -48,7 +48,7 @@ class GatedDeltaNet(Recurrent):
             config.linear_conv_kernel_dim, heads * key_dim * value_dim, heads * scan,
         )  # fmt: skip
 
-    def saved(self, config: Any, form: Execution) -> Saved:
+    def saved(self, config: Any, form: Execution) -> SavedBytes:
         """See Recurrent; `edge` is the convolution of a parent's tail and a span's first positions.
 
         Megatron's module, run as it stands (megatron/core/ssm/gated_delta_net.py, 0.16.1): the
@@ -72,7 +72,7 @@ class GatedDeltaNet(Recurrent):
         narrow = kernels + norm + values + heads
         narrow += (values + 2 * heads) * form.holds_projection
         num_bytes = narrow * size - precision.less(values, config, form)
-        return Saved(num_bytes + (gates + scales) * max(4, size), 2 * shape.tail * size)
+        return SavedBytes(num_bytes + (gates + scales) * max(4, size), 2 * shape.tail * size)
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind; on a GPU the rule is tried, once a process."""

@@ -43,13 +43,13 @@ class MLA(Attention):
         if not self.fills(config, 0):
             return None
         num = config.num_attention_heads // getattr(config, "tensor_model_parallel_size", 1)
-        width, value_width = _widths(config)
+        width, value_width = _latent_widths(config)
         return Heads(num, 1, width, value_width)
 
     def parameters(self, config: Any) -> int:
         """See Kind."""
         hidden, heads, lora = config.hidden_size, config.num_attention_heads, config.q_lora_rank
-        width, value_width = _widths(config)
+        width, value_width = _latent_widths(config)
         queries = lora * (hidden + heads * width) if lora else hidden * heads * width
         latents = hidden * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
         weights: int = queries + latents + _expansion(config) + heads * value_width * hidden
@@ -57,7 +57,7 @@ class MLA(Attention):
 
     def work(self, config: Any) -> LayerWork:
         """See Kind; every context-parallel rank expands what its queries see, so all of it."""
-        pairs = config.num_attention_heads * sum(_widths(config))
+        pairs = config.num_attention_heads * sum(_latent_widths(config))
         ranks = getattr(config, "context_parallel_size", 1)
         return LayerWork(self.parameters(config), pairs, ranks * _expansion(config))
 
@@ -66,7 +66,7 @@ class MLA(Attention):
         latents by norms and projections. What `mla_up_proj` recomputes is there in a backward. Two
         projections have the same input, of which each makes its own copy in FP8."""
         size, wide = form.itemsize, max(4, form.itemsize)
-        heads, (width, value_width) = config.num_attention_heads / form.tp, _widths(config)
+        heads, (width, value_width) = config.num_attention_heads / form.tp, _latent_widths(config)
         expanded = heads * (width - config.qk_pos_emb_head_dim + value_width)
         core_inputs, ends = heads * (2 * width + value_width), heads * value_width
         lse = heads * wide
@@ -89,7 +89,7 @@ class MLA(Attention):
             seen=(2 * expanded + 2 * keys) * size,
             payload=Payload(Form.POSITIONS, row * size, row * wide),
             keys=keys * size, keys_grad=keys * wide,
-            given=(2 if precision.is_fp8(config) else 1) * precision.projected(config, form),
+            given=(2 if precision.is_fp8(config) else 1) * precision.projected_bytes(config, form),
         )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:
@@ -127,7 +127,7 @@ class MLA(Attention):
         return [(module.core_attention, "forward", core), *latents.overrides()]
 
 
-def _widths(config: Any) -> tuple[int, int]:
+def _latent_widths(config: Any) -> tuple[int, int]:
     """Of a query and a key, and of a value, in one head."""
     return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
 

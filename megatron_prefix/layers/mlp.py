@@ -34,11 +34,11 @@ class MLP(Kind):
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind; it does not run where nobody reads its output."""
         width = config.ffn_hidden_size / form.tp
-        numbers = between(width, config, form)
+        numbers = numbers_between(width, config, form)
         memory = saving(
             numbers * form.itemsize - precision.less(width, config, form), numbers, config, form
         )
-        memory = replace(memory, given=precision.projected(config, form))
+        memory = replace(memory, given=precision.projected_bytes(config, form))
         layer_input = config.hidden_size / form.sequence_ranks * form.itemsize
         if form.selects("mlp"):  # Megatron keeps its input, and runs it again
             again = memory.inner - layer_input
@@ -71,7 +71,7 @@ def matrices(config: Any) -> int:
     return 3 if config.gated_linear_unit else 2
 
 
-def between(width: float, config: Any, form: Execution) -> float:
+def numbers_between(width: float, config: Any, form: Execution) -> float:
     """Numbers a position that an MLP of a width saves, without its input."""
     gated = config.gated_linear_unit
     inputs = 2 if gated else 1

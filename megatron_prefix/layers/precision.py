@@ -28,7 +28,7 @@ UNTRIED = ("mxfp8",)
 """Recipes that have run in an emulation only."""
 
 
-class Rows(NamedTuple):
+class RowMultiples(NamedTuple):
     """Multiples in which transformer-engine takes rows.
 
     Attributes:
@@ -48,7 +48,7 @@ class Rows(NamedTuple):
     scales: float
 
 
-BY_BLOCKS = {"blockwise": Rows(16, 128, 4 / 128), "mxfp8": Rows(32, 32, 1 / 32)}
+BY_BLOCKS = {"blockwise": RowMultiples(16, 128, 4 / 128), "mxfp8": RowMultiples(32, 32, 1 / 32)}
 """By Megatron's `fp8_recipe`: those whose scales are of blocks (transformer-engine 2.3 to 2.20)."""
 
 
@@ -62,7 +62,7 @@ def is_untried(config: Any) -> bool:
     return is_fp8(config) and getattr(config, "fp8_recipe", None) in UNTRIED
 
 
-def rows(config: Any, sequence_ranks: int) -> int:
+def row_multiple(config: Any, sequence_ranks: int) -> int:
     """What the positions that linear layers get are a multiple of, on all ranks of sequence
     parallelism together: every one of these has as many."""
     of = _of(config)
@@ -71,13 +71,13 @@ def rows(config: Any, sequence_ranks: int) -> int:
     return of.alone if sequence_ranks == 1 else of.gathered * sequence_ranks
 
 
-def whole(config: Any, sequence_ranks: int, cp_size: int) -> int:
+def segment_multiple(config: Any, sequence_ranks: int, cp_size: int) -> int:
     """What segments are padded to, see TreeOptions; 1 without FP8."""
-    multiple = rows(config, sequence_ranks)
+    multiple = row_multiple(config, sequence_ranks)
     return multiple * cp_size if multiple > sequence_ranks else 1
 
 
-def kept(config: Any, itemsize: int) -> float:
+def kept_bytes(config: Any, itemsize: int) -> float:
     """Bytes of a number of its input that a linear layer keeps for the gradient of its weights.
 
     Args:
@@ -90,16 +90,16 @@ def kept(config: Any, itemsize: int) -> float:
 
 def less(numbers: float, config: Any, form: Execution) -> float:
     """Bytes by which products keep less of so many numbers of their inputs than these take."""
-    return numbers * (form.itemsize - kept(config, form.itemsize))
+    return numbers * (form.itemsize - kept_bytes(config, form.itemsize))
 
 
-def projected(config: Any, form: Execution) -> float:
+def projected_bytes(config: Any, form: Execution) -> float:
     """Bytes a position that a product with a norm in front of it keeps of what that gives."""
     numbers = config.hidden_size / form.sequence_ranks
     return numbers * form.itemsize - less(numbers, config, form)
 
 
-def _of(config: Any) -> Rows | None:
+def _of(config: Any) -> RowMultiples | None:
     """Of a model's recipe; None without FP8, or if its scales are not of blocks."""
     recipe = getattr(config, "fp8_recipe", None)  # a str, or Megatron's Fp8Recipe, which is one
     return BY_BLOCKS.get(recipe or "") if is_fp8(config) else None

@@ -35,7 +35,7 @@ def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[.
     is_enabled, apply_bias = router.is_aux_loss_enabled, router._apply_expert_bias
 
     # verl's own `routing` counts tokens by itself.
-    may_count = router.enable_expert_bias and not _is_megatrons(routing)
+    may_count = router.enable_expert_bias and not _is_stock_routing(routing)
     counted = [False]
 
     def running() -> tuple[RouterLedger, int] | None:
@@ -85,7 +85,7 @@ def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[.
     }
 
 
-def _is_megatrons(method: Callable[..., Any]) -> bool:
+def _is_stock_routing(method: Callable[..., Any]) -> bool:
     return getattr(method, "__module__", "").startswith("megatron.core.")
 
 

@@ -35,16 +35,16 @@ SYMBOLS = frozenset(kind.symbol for kind in KINDS)
 
 def kinds_of(config: Any) -> tuple[Kind, ...]:
     """The kinds that layers of a model with this config may be of."""
-    return (*(_loaded(kind.path) for kind in features.KINDS if kind.in_config(config)), *KINDS)
+    return (*(_kind_at(kind.path) for kind in features.KINDS if kind.in_config(config)), *KINDS)
 
 
 def _kinds_in(layer: Any) -> tuple[Kind, ...]:
     """The kinds that one of Megatron's layers may have modules of."""
-    return (*(_loaded(kind.path) for kind in features.KINDS if kind.in_layer(layer)), *KINDS)
+    return (*(_kind_at(kind.path) for kind in features.KINDS if kind.in_layer(layer)), *KINDS)
 
 
 @functools.cache
-def _loaded(path: str) -> Kind:
+def _kind_at(path: str) -> Kind:
     kind: Kind = features.load(path)()
     return kind
 
@@ -76,7 +76,7 @@ def part_of(layer: Any, slot: Slot) -> Part | None:
 
 def parts(model: Any, slot: Slot) -> list[Part]:
     """Of all layers of a language model; what is not known counts as nothing."""
-    return [part_of(layer, slot) or Part(None) for layer in _layers(model)]
+    return [part_of(layer, slot) or Part(None) for layer in _megatron_layers(model)]
 
 
 def payload_parts(model: Any) -> list[Part]:
@@ -90,16 +90,16 @@ def forms(parts: Iterable[Part]) -> list[Form]:
     return [form for form in of_parts if form]
 
 
-def told(config: Any, models: Iterable[Any]) -> Any:
+def with_module_fields(config: Any, models: Iterable[Any]) -> Any:
     """A model's config with what its modules tell beside it, as the numbers of kinds want it."""
     fields: dict[str, Any] = {}
-    for layer in (layer_of_model for model in models for layer_of_model in _layers(model)):
+    for layer in (layer_of_model for model in models for layer_of_model in _megatron_layers(model)):
         for kind in _kinds_in(layer):
             fields |= kind.told(layer)
-    return _Told(config, fields) if fields else config
+    return _ConfigWithFields(config, fields) if fields else config
 
 
-class _Told:
+class _ConfigWithFields:
     """A config with more fields."""
 
     def __init__(self, config: Any, fields: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ class _Told:
 
 def refusals(model: Any) -> Iterator[Reason]:
     """What is refused of a language model's layers, for good."""
-    for number, layer in enumerate(_layers(model)):
+    for number, layer in enumerate(_megatron_layers(model)):
         for slot in Slot:
             part = part_of(layer, slot)
             if part is None:
@@ -121,7 +121,7 @@ def refusals(model: Any) -> Iterator[Reason]:
                 yield from part.kind.refusals(number, part.module, model)
 
 
-def _layers(model: Any) -> list[Any]:
+def _megatron_layers(model: Any) -> list[Any]:
     """Megatron's layers of a language model, in the order in which they run."""
     from megatron_prefix.moe.versions import transformer_layers
 

@@ -214,7 +214,7 @@ class Hooks:
         }
         num_layers = self._forms.count(Form.POSITIONS)
         self.kernels: dict[int | None, Kernel] = {
-            window: _choose_kernel(kernel, self.model, num_layers, window)
+            window: _kernel_for(kernel, self.model, num_layers, window)
             for window in {None, *windows}
         }
 
@@ -494,7 +494,7 @@ def described(rotary: Any) -> str:
     return f"{type(rotary).__name__}{shape}"
 
 
-def _choose_kernel(name: str, model: Any, num_layers: int, window: int | None) -> Kernel:
+def _kernel_for(name: str, model: Any, num_layers: int, window: int | None) -> Kernel:
     parameter, heads = next(model.parameters()), table.heads(model.config)
     kernel = choose_kernel(
         name, parameter.device, parameter.dtype, heads.width, heads.value_width, num_layers,

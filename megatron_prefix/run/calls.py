@@ -83,7 +83,7 @@ class ModelCall:
         Raises:
             UserError: such a step can no longer be run at all.
         """
-        if self.versions != _versions(self.arguments):
+        if self.versions != _versions_of(self.arguments):
             raise refused(OVERWRITTEN, "an argument of the model", self.microbatch)
 
     def without_tensors(self) -> ModelCall:
@@ -106,7 +106,7 @@ class ModelCall:
             if not value.is_nested
         }
         outlined["packed_seq_params"] = self["packed_seq_params"]
-        return ModelCall(self.microbatch, outlined, _versions(outlined))
+        return ModelCall(self.microbatch, outlined, _versions_of(outlined))
 
     def keyword(self, name: str) -> Any:
         """What the call itself, or what it hands to the decoder, has of a name."""
@@ -176,10 +176,10 @@ def bound(
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             named.update(named.pop(parameter.name, {}))
-    return ModelCall(microbatch, named, _versions(named))
+    return ModelCall(microbatch, named, _versions_of(named))
 
 
-def _versions(arguments: Mapping[str, Any]) -> tuple[int, ...]:
+def _versions_of(arguments: Mapping[str, Any]) -> tuple[int, ...]:
     tensors = [arguments.get(name) for name in (*PER_POSITION, *MASKS, *features.TAKEN)]
     packing = arguments.get("packed_seq_params")
     tensors += [getattr(packing, name, None) for name in ("cu_seqlens_q", "cu_seqlens_q_padded")]
@@ -365,7 +365,7 @@ def _changes_attention(call: ModelCall, use: MaskUse, sequence_ranks: int) -> Te
         return _yes(mask)
     square = mask.shape[-1] == mask.shape[-2]
     if use is MaskUse.IGNORED and not square and shape is not None:
-        kept = _kept(mask, shape)
+        kept = _kept_arguments(mask, shape)
         if kept is not None:  # no token that it keeps sees one that it leaves out, at the end
             return ~kept[:, 0].all() | (kept[:, 1:] & ~kept[:, :-1]).any()
     if mask.dtype != torch.bool or not square:
@@ -374,7 +374,7 @@ def _changes_attention(call: ModelCall, use: MaskUse, sequence_ranks: int) -> Te
     return (mask != causal).any()
 
 
-def _kept(mask: Tensor, shape: torch.Size) -> Tensor | None:
+def _kept_arguments(mask: Tensor, shape: torch.Size) -> Tensor | None:
     """Which tokens a mask of padding keeps, bool [samples, positions]; None for other masks.
 
     It has that shape itself, or that of transformer-engine's, [samples, 1, 1, positions], in which

@@ -89,7 +89,7 @@ class _Marks(NamedTuple):
 
 
 @dataclass
-class _Running:
+class _RunningStep:
     """A forward step, or its loss, that runs.
 
     Attributes:
@@ -120,7 +120,7 @@ class _Running:
     sent: tuple[Any, ...] | None = None
 
 
-_running: ContextVar[_Running | None] = ContextVar("running", default=None)
+_running: ContextVar[_RunningStep | None] = ContextVar("running", default=None)
 # A suspended forward step has a context of its own (read/suspend.py).
 
 
@@ -213,7 +213,7 @@ class FirstStep:
             for name, one in place.read().items()
             if isinstance(one, list | deque | set | np.ndarray | Tensor)
         )
-        step = _Running(
+        step = _RunningStep(
             self._number, self._marks(), before=traces.Values(seen),
             held=traces.Values(itertools.islice(own, HELD)), modes=(fixed(), quantises()),
             state=None if self.suspended else self._state(),
@@ -246,7 +246,7 @@ class FirstStep:
         return returned[0], functools.partial(self._loss, returned[1], step.number)
 
     def _loss(self, function: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> Any:
-        loss = _Running(number, resumed=self._marks(), after=self._state())
+        loss = _RunningStep(number, resumed=self._marks(), after=self._state())
         token = _running.set(loss)
         try:
             returned = function(*args, **kwargs)
@@ -324,7 +324,7 @@ class FirstStep:
         self._compare_state(step)
         if self._modes != [m.training for model in self.rank.models for m in model.modules()]:
             self._note(TRAINING_MODE.given())
-        self._random[0].update(_differ(before.random, now.random))
+        self._random[0].update(_values_differ(before.random, now.random))
         if before.exchanges != now.exchanges:
             self._note(DATA_EXCHANGE.given())
         for name, _ in step.before.changed() if step.before else ():
@@ -343,7 +343,7 @@ class FirstStep:
         if not step.depth and step.resumed is None:
             step.resumed, step.after = self._marks(), self._state()
 
-    def _is_beside(self, step: _Running) -> bool:
+    def _is_beside(self, step: _RunningStep) -> bool:
         """Whether the call of a model that runs now is beside the step's own."""
         if not self._takes_beside or step.modes is None:  # or it is in a loss
             return False
@@ -420,7 +420,7 @@ class FirstStep:
         if len(self._drawn) > DRAWN:
             del self._drawn[next(iter(self._drawn))]
 
-    def _ended(self, step: _Running) -> None:
+    def _ended(self, step: _RunningStep) -> None:
         """What follows the model call has run, or the loss."""
         if step.resumed is None:
             return
@@ -428,7 +428,7 @@ class FirstStep:
             for change in step.after.changes()[:1]:
                 self._note(SWITCHED.given(step.after.path(change)))
         now = self._marks()
-        self._random[1].update(_differ(step.resumed.random, now.random))
+        self._random[1].update(_values_differ(step.resumed.random, now.random))
         if step.resumed.exchanges != now.exchanges:
             self.losses_exchange = True
             if self.suspended:  # perhaps in another order than other ranks'
@@ -443,7 +443,7 @@ class FirstStep:
             for name in sorted(changed & self._reads - unread_names):
                 self._note(LOSS_LEAVES.given(name))
 
-    def _compare_modes(self, step: _Running) -> None:
+    def _compare_modes(self, step: _RunningStep) -> None:
         """Notes modes around the model call in which no segment can run."""
         if step.modes is None:
             return
@@ -458,7 +458,7 @@ class FirstStep:
         outer = outer_modules(self._places, models)
         return ModelState(models, len(self.rank.models), outer, samples=not self.suspended)
 
-    def _compare_state(self, step: _Running, *, inner: bool = False) -> None:
+    def _compare_state(self, step: _RunningStep, *, inner: bool = False) -> None:
         """Notes what a forward step has changed of the models before its call.
 
         Not of the first, which may set once what stays; what it sets back shows in `_ended`, and
@@ -481,7 +481,7 @@ def _passed_on(output: Any) -> tuple[Any, ...] | None:
     return output.data_ptr(), output.shape, version
 
 
-def _differ(before: dict[str, bytes], after: dict[str, bytes]) -> set[str]:
+def _values_differ(before: dict[str, bytes], after: dict[str, bytes]) -> set[str]:
     return {name for name, state in after.items() if before.get(name) != state}
 
 
@@ -496,13 +496,13 @@ def _read_by(loss: Callable[..., Any], restored: set[int]) -> Iterator[tuple[str
     while isinstance(loss, functools.partial):
         by_number = (*((f"argument {n}", value) for n, value in enumerate(loss.args)),)
         named = (*by_number, *loss.keywords.items())
-        yield from ((name, value) for name, value in named if _holds(value))
+        yield from ((name, value) for name, value in named if _has_part(value))
         loss = loss.func
     for place in itertools.islice(places(loss), HELD):
         if isinstance(items := _dict_of(place), dict) and id(items) not in restored:
             yield "a dict", items
         for name, value in place.read().items():
-            if _holds(value) and (used is None or name in used):
+            if _has_part(value) and (used is None or name in used):
                 yield str(name), value
 
 
@@ -511,7 +511,7 @@ def _dict_of(place: Place) -> Any:
     return getattr(place.write, "__self__", None)
 
 
-def _holds(value: Any) -> bool:
+def _has_part(value: Any) -> bool:
     """Whether a value can be written in place, and is not a model, function or module."""
     if isinstance(value, (*_NUMBERS, type, nn.Module, types.ModuleType)):
         return False

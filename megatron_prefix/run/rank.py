@@ -83,14 +83,14 @@ class Model:
         tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
         sequence_ranks = tp if config.sequence_parallel else 1
         vocab_size, pattern = getattr(models[0], "vocab_size", 0), pattern_of(models[0])
-        layers = table.told(config, models)
+        layers = table.with_module_fields(config, models)
         return cls(
             other_steps=features.other_steps(config),
             refused=[reason for own_config in configs for reason in features.refusals(own_config)],
             sequence_ranks=sequence_ranks,
             alignment=sequence_ranks * (2 * cp if cp > 1 else 1),
-            whole=precision.whole(config, sequence_ranks, cp),
-            rows=precision.rows(config, sequence_ranks),
+            whole=precision.segment_multiple(config, sequence_ranks, cp),
+            rows=precision.row_multiple(config, sequence_ranks),
             has_experts=bool(config.num_moe_experts),
             looks_ahead=bool(getattr(config, "mtp_num_layers", None)),
             gathers_tokens=config.moe_token_dispatcher_type == "allgather",
@@ -297,7 +297,7 @@ class Rank:
         """
         model = self.model
         if gathers not in model.footprints:
-            layers = table.told(self.config, self.language_models)
+            layers = table.with_module_fields(self.config, self.language_models)
             model.footprints[gathers] = footprint_of(
                 layers, self.execution, model.vocab_size, model.pattern, gathers
             )

@@ -185,7 +185,7 @@ def run_watched(first: FirstStep, request: Request, config: PrefixConfig) -> lis
             data_iterator=first.iterator(request.arguments["data_iterator"]),
         )  # fmt: skip
     # A model that cannot run in segments is never captured: its dropout draws in stock's order.
-    refusal: BaseException | None = softened(tried(lambda: _check(request))[1], config.mode)
+    refusal: BaseException | None = softened(tried(lambda: _check_model(request))[1], config.mode)
     refusal, exchange = refusal or first.error, None
     must_cross = request.may_cross and config.across != "auto"
     if first.losses_exchange and (must_cross or rank.experts is not None):
@@ -201,7 +201,7 @@ def run_watched(first: FirstStep, request: Request, config: PrefixConfig) -> lis
     return store
 
 
-def _check(request: Request) -> None:
+def _check_model(request: Request) -> None:
     """Raises CannotShare if the model cannot run in segments."""
     rank = request.rank
     for inner, model in zip(rank.language_models, rank.models, strict=True):

@@ -62,7 +62,7 @@ from megatron_prefix.run.read.suspend import Capture, SuspendedStep
 from megatron_prefix.run.report import Stopwatch
 from megatron_prefix.run.request import Request
 from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.sidecar.context_parallel import Exchange
+from megatron_prefix.sidecar.context_parallel import RowExchange
 from megatron_prefix.sidecar.gathered import GatheredArena
 from megatron_prefix.sidecar.sharded import ShardedArena
 from megatron_prefix.tree.payload_map import payload_map
@@ -139,7 +139,7 @@ class StepRun:
         on_gpu, reserved = rank.device.type == "cuda", 0
         if on_gpu:
             reserved = torch.cuda.memory_reserved(rank.device)
-            report.base_bytes = torch.cuda.memory_allocated(rank.device) - _kept(rank)
+            report.base_bytes = torch.cuda.memory_allocated(rank.device) - _part_bytes(rank)
             report.room_bytes = free_bytes(rank.device, self._config.memory_budget)
         with contextlib.ExitStack() as stack:
             _, problem = agreement.tried(functools.partial(self._ready, stack))
@@ -261,7 +261,7 @@ class StepRun:
             config = self._rank.language_models[chunk].config
             for microbatch, suspended in enumerate(steps):
                 hidden = self._zeros(config, microbatch)
-                output, _ = suspended.resume(functools.partial(_same, hidden))
+                output, _ = suspended.resume(functools.partial(_identity, hidden))
                 self._problem = self._problem or suspended.twice
                 if self._problem is None and (output is not hidden or hidden._version):
                     self._problem = refused(CHANGED_OUTPUT)
@@ -349,7 +349,7 @@ class StepRun:
     def _stages(self, plan: Plan) -> list[Stage]:
         """The rank's model chunks with hooks and sidecars; the last stage's has the losses."""
         cp = self._rank.groups.cp
-        exchange = Exchange(cp) if cp.size() > 1 else None
+        exchange = RowExchange(cp) if cp.size() > 1 else None
         stages = []
         for chunk, model in enumerate(self._rank.models):
             hooks, number = install(model, self._config.kernel), plan.stage(self._rank.stage, chunk)
@@ -374,20 +374,20 @@ class StepRun:
         return stages
 
     def _end_with_losses(
-        self, stage: Stage, steps: list[SuspendedStep], exchange: Exchange | None
+        self, stage: Stage, steps: list[SuspendedStep], exchange: RowExchange | None
     ) -> None:
         """Gives the last stage its losses."""
         rank, step = self._rank, self._step
         if self._losses is not None:  # memory ran out in an attempt before
             self._losses.begin_again()
         else:
-            sequence = Exchange(rank.groups.tp) if rank.model.sequence_ranks > 1 else None
+            sequence = RowExchange(rank.groups.tp) if rank.model.sequence_ranks > 1 else None
             form = AnswerForm(exchange, sequence, int(stage.moves_labels), stage.filled)
             self._losses = Losses(step, self._contract, stage.model, steps, form)
         stage.losses = self._losses
 
     def _cache(
-        self, plan: Plan, chunk: int, hooks: Hooks, exchange: Exchange | None
+        self, plan: Plan, chunk: int, hooks: Hooks, exchange: RowExchange | None
     ) -> SidecarCache:
         """The sidecar of one model chunk on this rank."""
         actions, parts = plan.actions_of(self._rank.stage, chunk), self._rank.groups.cp.size()
@@ -434,7 +434,7 @@ def _finalize(rank: Rank, num_tokens: int | Tensor, force_all_reduce: bool | Non
         )
 
 
-def _same(value: Tensor) -> Tensor:
+def _identity(value: Tensor) -> Tensor:
     return value
 
 
@@ -449,7 +449,7 @@ def _timed(config: Any) -> Iterator[None]:
         timers("forward-backward").stop()
 
 
-def _kept(rank: Rank) -> int:
+def _part_bytes(rank: Rank) -> int:
     """Bytes that parts of steps keep on the device with the models."""
     hooks = filter(None, map(installed, rank.models))
     return sum(kept_by_part.device_bytes for hook in hooks for kept_by_part in hook.kept.values())

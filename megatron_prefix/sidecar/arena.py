@@ -116,7 +116,7 @@ class DeviceBytes:
 class Arena:
     """Payloads of one layer on the device, and their gradients in fp32 or wider.
 
-    The sidecar checks that they are present. Subclasses keep them elsewhere (`Elsewhere`), or
+    The sidecar checks that they are present. Subclasses keep them elsewhere (`ArenasElsewhere`), or
     exchange payloads of positions among context-parallel ranks when they are written (gathered.py)
     or read (sharded.py); of states every rank keeps those of its own heads. The first `write`
     allocates payloads, the first `add` gradients.
@@ -235,7 +235,7 @@ def _num_bytes(tensors: Sequence[Tensor]) -> int:
     return sum([tensor.nbytes for tensor in tensors])
 
 
-class Elsewhere(Protocol):
+class ArenasElsewhere(Protocol):
     """Layers of a model chunk whose arenas are on the device only while they are used."""
 
     def __contains__(self, layer: int) -> bool: ...

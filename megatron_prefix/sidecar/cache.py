@@ -39,8 +39,8 @@ from megatron_prefix.sidecar.arena import (
 from megatron_prefix.tree.payload_map import Form, PayloadMap, RowMap, one_interval
 
 if TYPE_CHECKING:
-    from megatron_prefix.sidecar.arena import Elsewhere
-    from megatron_prefix.sidecar.context_parallel import Exchange
+    from megatron_prefix.sidecar.arena import ArenasElsewhere
+    from megatron_prefix.sidecar.context_parallel import RowExchange
 
 T = TypeVar("T")
 Transport = Callable[[RowMap, DeviceBytes, tuple[Lengths, ...]], Arena]
@@ -96,9 +96,9 @@ class SidecarCache:
         self,
         planned: PayloadMap,
         forms: Sequence[Form],
-        elsewhere: Elsewhere | None = None,
+        elsewhere: ArenasElsewhere | None = None,
         transport: Transport | None = None,
-        exchange: Exchange | None = None,
+        exchange: RowExchange | None = None,
     ) -> None:
         self.map, self.forms, self.exchange = planned, tuple(forms), exchange
         self._elsewhere = elsewhere

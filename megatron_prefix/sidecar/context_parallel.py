@@ -43,7 +43,7 @@ class Pending(NamedTuple):
         return self.tensors
 
 
-class Exchange:
+class RowExchange:
     """The collectives of one context-parallel process group, for one step."""
 
     def __init__(self, group: Any) -> None:
@@ -141,7 +141,7 @@ class GatheredKeys:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: RowExchange,
         lengths: Lengths,
         key_value: KeyValue,
         *,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_prefix.sidecar.arena import Arena, DeviceBytes, KeyValue, Lengths, OwnKeys, Payload
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
-from megatron_prefix.sidecar.context_parallel import Exchange, GatheredKeys, Pending, halves
+from megatron_prefix.sidecar.context_parallel import GatheredKeys, Pending, RowExchange, halves
 from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.payload_map import RowMap
 
@@ -28,7 +28,7 @@ class GatheredArena(Arena):
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: RowExchange,
         rows: RowMap,
         device_bytes: DeviceBytes,
         lengths: tuple[Lengths, ...],

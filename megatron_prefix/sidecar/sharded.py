@@ -23,9 +23,9 @@ from megatron_prefix.sidecar.arena import (
 )
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.context_parallel import (
-    Exchange,
     GatheredKeys,
     Pending,
+    RowExchange,
     halves,
     side_by_side,
 )
@@ -49,7 +49,7 @@ class ShardedArena(Arena):
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: RowExchange,
         rows: RowMap,
         device_bytes: DeviceBytes,
         lengths: tuple[Lengths, ...],

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.sidecar.context_parallel import Exchange
+from megatron_prefix.sidecar.context_parallel import RowExchange
 from megatron_prefix.sidecar.gathered import GatheredArena
 from megatron_prefix.sidecar.sharded import ShardedArena
 from megatron_prefix.tree import Forest, TreeOptions, build
@@ -56,7 +56,7 @@ class Later:
         return self.make()
 
 
-class PlayedRank(Exchange):
+class PlayedRank(RowExchange):
     """One rank; `sent` is what it has sent, call by call."""
 
     def __init__(self, world: World, rank: int) -> None:

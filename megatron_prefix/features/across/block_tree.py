@@ -113,7 +113,7 @@ def block_tree(ranks: Sequence[RankBeginnings]) -> BlockTree:
     below[is_shared] = node_of[lasts]
     counts = np.cumsum([len(rank.lengths) for rank in ranks])[:-1]
     start, end = _positions(blocks, heads, tail_of, block)
-    members, trained = _members(blocks, heads, ranks)
+    members, trained = _members_of(blocks, heads, ranks)
     return BlockTree(
         start, end, parent.tolist(), members, trained,
         _children(blocks, heads, parent), [one.tolist() for one in np.split(below, counts)],
@@ -197,7 +197,7 @@ def _positions(
     return starts.tolist(), np.minimum(ends, blocks.lengths[blocks.beginning[last]]).tolist()
 
 
-def _members(
+def _members_of(
     blocks: _Blocks, heads: np.ndarray, ranks: Sequence[RankBeginnings]
 ) -> tuple[list[tuple[int, ...]], list[int]]:
     """Per node the ranks that have it, and the first position with loss."""

@@ -97,16 +97,16 @@ def common_spans(ranks: Sequence[RankBeginnings], rank: int, options: TreeOption
     )  # fmt: skip
 
 
-class _Spans(NamedTuple):
+class _SpanTable(NamedTuple):
     """Common spans, parents before children, and the last one of every node of the tree."""
 
     spans: list[CommonSpan]
     below: list[int]
 
 
-def _spans(tree: BlockTree, options: TreeOptions) -> _Spans:
+def _spans(tree: BlockTree, options: TreeOptions) -> _SpanTable:
     """Those that save at least `min_gain` positions on all ranks together."""
-    shared = _Spans([], [-1] * len(tree.start))
+    shared = _SpanTable([], [-1] * len(tree.start))
     todo = [(node, 0, -1, 0) for node in reversed(tree.children[-1])]
     boundary, gain = options.boundary, max(1, options.min_gain)
     while todo:
@@ -126,8 +126,8 @@ def _spans(tree: BlockTree, options: TreeOptions) -> _Spans:
 
 
 def _worthwhile(
-    shared: _Spans, load: Sequence[int], ranks: Sequence[RankBeginnings], options: TreeOptions
-) -> _Spans:
+    shared: _SpanTable, load: Sequence[int], ranks: Sequence[RankBeginnings], options: TreeOptions
+) -> _SpanTable:
     """Without the spans of segments that save too little, see `TreeOptions.segment_gain`; what
     continues them then begins where they began.
     """
@@ -147,7 +147,9 @@ def _worthwhile(
     return shared
 
 
-def _recut(shared: _Spans, boundary: int, longest: int = 0, dropped: Container[int] = ()) -> _Spans:
+def _recut(
+    shared: _SpanTable, boundary: int, longest: int = 0, dropped: Container[int] = ()
+) -> _SpanTable:
     """Long spans as chains of chunks, each of which may have another owner, and without some: what
     continues such a span begins where it began. `longest`: most positions of a chunk; 0: any."""
     spans: list[CommonSpan] = []
@@ -164,7 +166,7 @@ def _recut(shared: _Spans, boundary: int, longest: int = 0, dropped: Container[i
             parent = len(spans) - 1
         moved.append(parent)
         ends.append(bounds[-1])
-    return _Spans(spans, [moved[number] if number >= 0 else -1 for number in shared.below])
+    return _SpanTable(spans, [moved[number] if number >= 0 else -1 for number in shared.below])
 
 
 def _segments(

@@ -41,7 +41,7 @@ def owners_of(
     return owners
 
 
-class _Change(NamedTuple):
+class _OwnerChange(NamedTuple):
     """The busiest rank gives a span to `to`, and takes a shorter one in return (-1: none)."""
 
     from_busiest: int
@@ -76,7 +76,7 @@ class _Evening:
             if change.in_return >= 0:
                 self._move(change.in_return, busiest)
 
-    def _best(self, busiest: int) -> _Change | None:
+    def _best(self, busiest: int) -> _OwnerChange | None:
         """The change that minimises the larger of the two loads; None if none lowers it."""
         least, best = self.load[busiest], None
         having = {rank for number in self.owned[busiest] for rank in self.ranks[number]}
@@ -92,7 +92,7 @@ class _Evening:
             if after.flat[place] < least:
                 least = int(after.flat[place])
                 row, column = divmod(place, len(shorter))
-                best = _Change(outgoing[row], incoming[column - 1] if column else -1, peer)
+                best = _OwnerChange(outgoing[row], incoming[column - 1] if column else -1, peer)
         return best
 
     def _move(self, number: int, rank: int) -> None:

@@ -177,7 +177,7 @@ class Sparse(Latents):
         return scores
 
 
-class _Seen(NamedTuple):
+class _VisibleKeys(NamedTuple):
     """What some queries of one span see.
 
     Attributes:
@@ -191,7 +191,7 @@ class _Seen(NamedTuple):
     rows: Tensor
 
 
-class _Call(NamedTuple):
+class _SparseCall(NamedTuple):
     """What `sparse_attention` was called with, but for tensors with gradients."""
 
     mine: Index
@@ -233,7 +233,7 @@ def sparse_attention(
     """
     weights = shared.weights if context.num_levels else []
     cast = autocast_now(query.device.type)
-    call = _Call(index, context, layer, shared, cast, len(weights))
+    call = _SparseCall(index, context, layer, shared, cast, len(weights))
     out: Tensor = _SparseAttention.apply(
         query.squeeze(1), key.squeeze(1), value.squeeze(1), call, *weights, *shared.indexer_weights
     )
@@ -243,13 +243,13 @@ def sparse_attention(
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: _Call, *weights: Tensor
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: _SparseCall, *weights: Tensor
     ) -> Tensor:
         own, context, layer, shared, *_ = call
         context.capture(layer, shared, key, value)
         context.enter(layer, backward=context.backward)
         read = call.read()
-        keys, values = _pool([shared.keys(payload) for payload in read], (key, value))
+        keys, values = _key_pool([shared.keys(payload) for payload in read], (key, value))
         index_keys = torch.cat([*(payload[2] for payload in read), own.key])
         parts, chosen = [], []
         for first, stop, rows in seen_of(context, shared.num_heads, query.device):
@@ -257,7 +257,7 @@ class _SparseAttention(torch.autograd.Function):
             chosen.append(shared.chosen(local))
             visible = _mask(chosen[-1], len(rows))
             parts.append(
-                _attend(query[first:stop], keys[rows], values[rows], visible, shared.scale)
+                _attend_chosen(query[first:stop], keys[rows], values[rows], visible, shared.scale)
             )
         context.leave(layer, backward=False)
         ctx.call, ctx.indexer = call, [(x.shape, x.dtype) for x in weights[call.num_weights :]]
@@ -267,19 +267,21 @@ class _SparseAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
+        call: _SparseCall = ctx.call
         _, context, layer, shared, autocast, num_weights = call
         query, key, value, *chosen = ctx.saved_tensors
         context.enter(layer, backward=True)
         with autocast:
             created = [shared.keys_with_pull(payload) for payload in call.read()]
-        pool = _pool([pair for pair, _ in created], (key, value))
+        pool = _key_pool([pair for pair, _ in created], (key, value))
         sums = [torch.zeros_like(one, dtype=wider(one.dtype)) for one in pool]
         query_grad = torch.empty_like(query)
         visible = seen_of(context, shared.num_heads, query.device)
         for (first, stop, rows), picked in zip(visible, chosen, strict=True):
             provided = [query[first:stop], *(one[rows] for one in pool)]
-            gradients = _gradients(provided, out_grad[first:stop], _mask(picked, len(rows)), shared)
+            gradients = _chosen_gradients(
+                provided, out_grad[first:stop], _mask(picked, len(rows)), shared
+            )
             query_grad[first:stop] = gradients[0]
             for total, extra in zip(sums, gradients[1:], strict=True):
                 total.index_add_(0, rows, extra.to(total.dtype))
@@ -334,7 +336,7 @@ def _mask(chosen: Tensor, keys: int) -> Tensor:
     return torch.zeros_like(visible).scatter_(1, chosen.long(), True) & visible
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> Tensor:
+def _attend_chosen(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> Tensor:
     """[queries, heads, value_dim], of queries [queries, heads, dim] and keys [keys, heads, dim]."""
     wide = wider(query.dtype)
     scores = torch.einsum("shd,thd->hst", query.to(wide), key.to(wide)) * scale
@@ -342,21 +344,21 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: floa
     return torch.einsum("hst,thd->shd", weights.to(value.dtype), value)
 
 
-def _gradients(given: list[Tensor], out_grad: Tensor, seen: Tensor, shared: Sparse) -> Any:
+def _chosen_gradients(given: list[Tensor], out_grad: Tensor, seen: Tensor, shared: Sparse) -> Any:
     """Of queries, keys and values of one span."""
     with torch.enable_grad():
         leaves = [one.detach().requires_grad_() for one in given]
-        out = _attend(leaves[0], leaves[1], leaves[2], seen, shared.scale)
+        out = _attend_chosen(leaves[0], leaves[1], leaves[2], seen, shared.scale)
     return torch.autograd.grad(out, leaves, out_grad)
 
 
-def _pool(levels: Sequence[KeyValue], own: KeyValue) -> KeyValue:
+def _key_pool(levels: Sequence[KeyValue], own: KeyValue) -> KeyValue:
     """Keys and values of all levels and a segment's own, one after the other."""
     key, value = (torch.cat(parts) for parts in zip(*levels, own, strict=True))
     return key, value
 
 
-def seen_of(context: SegmentContext, num_heads: int, device: torch.device) -> list[_Seen]:
+def seen_of(context: SegmentContext, num_heads: int, device: torch.device) -> list[_VisibleKeys]:
     """What a segment's queries see, made once a step.
 
     Args:
@@ -365,23 +367,23 @@ def seen_of(context: SegmentContext, num_heads: int, device: torch.device) -> li
         device: of the rows.
     """
 
-    def make() -> list[_Seen]:
+    def make() -> list[_VisibleKeys]:
         ends = itertools.accumulate(context.cache.map.lengths[context.index], initial=0)
         result = []
         for first, stop in itertools.pairwise(ends):
             rows: Tensor = to_device(
-                device, _rows(context.cache.map.levels[context.index], first, stop)
+                device, _key_rows(context.cache.map.levels[context.index], first, stop)
             )
             step = max(1, MAX_SCORES // (num_heads * len(rows)))
             for begin in range(first, stop, step):
                 end = min(begin + step, stop)
-                result.append(_Seen(begin, end, rows[: len(rows) - (stop - end)]))
+                result.append(_VisibleKeys(begin, end, rows[: len(rows) - (stop - end)]))
         return result
 
-    return context.cache.once(context.index, _Seen, make)
+    return context.cache.once(context.index, _VisibleKeys, make)
 
 
-def _rows(levels: Sequence[Level], first: int, stop: int) -> cp_layout.Index:
+def _key_rows(levels: Sequence[Level], first: int, stop: int) -> cp_layout.Index:
     """What the queries [first, stop) of one span see of [its segment's levels, own keys]."""
     rows, at = [], 0
     for level in levels:

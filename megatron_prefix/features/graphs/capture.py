@@ -47,7 +47,7 @@ class Rehearsal:
         return hidden
 
 
-class Capture:
+class GraphCapture:
     """One layer's forward; see Cut.
 
     Args:

@@ -22,7 +22,7 @@ from megatron_prefix.features.graphs.choice import size_of_set
 from megatron_prefix.features.graphs.cut_layer import Cut, CutLayer
 from megatron_prefix.features.graphs.kinds import without_graphs
 from megatron_prefix.features.graphs.pieces import CannotCaptureError
-from megatron_prefix.features.graphs.segment_graphs import ROTARY, Form, SegmentGraphs
+from megatron_prefix.features.graphs.segment_graphs import ROTARY, GraphForm, SegmentGraphs
 from megatron_prefix.layers.kind import Kind, Override, Part, Running
 from megatron_prefix.layers.segment import SegmentContext
 
@@ -250,7 +250,7 @@ class LayerGraphs:
         chosen.begin(provided, context.positions)
         self._taken[context.index] = chosen
 
-    def _fitting(self, form: Form) -> SegmentGraphs:
+    def _fitting(self, form: GraphForm) -> SegmentGraphs:
         """A set that nobody has, for segments about as long: one with graphs of a form, else one
         with room for them, else a new one in the place of a smaller one."""
         size = self._size(form.positions)
@@ -268,7 +268,7 @@ class LayerGraphs:
         return size_of_set(positions * self._ranks, self.most)
 
     def _captured(
-        self, mine: SegmentGraphs, form: Form, hidden: Tensor, given: Mapping[str, Any]
+        self, mine: SegmentGraphs, form: GraphForm, hidden: Tensor, given: Mapping[str, Any]
     ) -> bool:
         why, number, self.captured = "", 0, True
         try:
@@ -300,5 +300,5 @@ class LayerGraphs:
         logger.warning("layers%s run without CUDA graphs: %s", of, why)
 
 
-def _form(context: SegmentContext, hidden: Tensor) -> Form:
-    return Form(len(hidden), context.activates_again)
+def _form(context: SegmentContext, hidden: Tensor) -> GraphForm:
+    return GraphForm(len(hidden), context.activates_again)

@@ -41,7 +41,7 @@ class Graphs(StepPart):
     @functools.cached_property
     def _layers(self) -> tuple[Any, list[tuple[Any, ...]]]:
         """The model's config, and what fills the slots of each layer."""
-        config = table.told(self.rank.config, self.rank.language_models)
+        config = table.with_module_fields(self.rank.config, self.rank.language_models)
         return config, layers_of(config, self.rank.model.pattern)
 
     @functools.cached_property
@@ -53,7 +53,7 @@ class Graphs(StepPart):
         collectives = self.rank.config.tensor_model_parallel_size > 1
         why = why_not(*self._layers) or cuda.why_not(self.rank.device, collectives=collectives)
         if why:
-            _warn(f"layers run without CUDA graphs: {why}")
+            _warn_once(f"layers run without CUDA graphs: {why}")
             return 0
         return tokens
 
@@ -128,14 +128,14 @@ class Graphs(StepPart):
             return True
         visible = self._seen(step)
         for group in step.groups:
-            visible = Seen.most(all_say(visible, group))
+            visible = SeenSegments.most(all_say(visible, group))
         self.kept[_CHOICE] = first_says(_after(before, step, visible), step.groups)
         if self.choice.tokens != before.tokens:
             logger.info("graph_tokens is %d from the next step on", self.choice.tokens)
         stay = self.choice.tokens > 0 and not self.choice.is_open
         return stay or not (before.tokens and visible.shared)
 
-    def _seen(self, step: TimedStep) -> Seen:
+    def _seen(self, step: TimedStep) -> SeenSegments:
         report, waits = step.report, 0
         if report.stopwatch is not None and report.decision.share and not report.retried:
             # In forwards of experts the host reads from the device how many tokens each gets.
@@ -144,10 +144,10 @@ class Graphs(StepPart):
             waits = longest_waiting(report.plan, *times, without_waiting)
         captured = any(graphs.captured for graphs in self._graphs)
         no_room = report.decision.over_limit or report.retried
-        return Seen(report.decision.share, waits, captured, no_room)
+        return SeenSegments(report.decision.share, waits, captured, no_room)
 
 
-class Seen(NamedTuple):
+class SeenSegments(NamedTuple):
     """What a timed step says of CUDA graphs.
 
     Attributes:
@@ -163,12 +163,12 @@ class Seen(NamedTuple):
     needs_room: bool
 
     @classmethod
-    def most(cls, seen: Iterable[Seen]) -> Seen:
+    def most(cls, seen: Iterable[SeenSegments]) -> SeenSegments:
         """Of several ranks."""
         return cls(*map(max, zip(*seen, strict=True)))
 
 
-def _after(choice: GraphChoice, step: TimedStep, seen: Seen) -> GraphChoice:
+def _after(choice: GraphChoice, step: TimedStep, seen: SeenSegments) -> GraphChoice:
     """The use of graphs from the next step on. While the first steps are measured there are none: a
     capture is no time of a step."""
     if seen.needs_room and choice.tokens:
@@ -187,6 +187,6 @@ def graphs_of(model: Any) -> LayerGraphs | None:
 
 
 @functools.cache
-def _warn(text: str) -> None:
+def _warn_once(text: str) -> None:
     """Once for each text."""
     logger.warning(text)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_prefix.features.graphs import cuda
-from megatron_prefix.features.graphs.capture import Capture, Rehearsal
+from megatron_prefix.features.graphs.capture import GraphCapture, Rehearsal
 from megatron_prefix.features.graphs.cut_layer import CutLayer, Cuts, Sides
 from megatron_prefix.features.graphs.pieces import Piece, Used, stand_ins
 from megatron_prefix.layers.blocks.rotary import Rotary
@@ -26,7 +26,7 @@ _GRADIENT = "gradient of hidden states"
 _OUTPUTS = _GRADIENT, "gradient of normed"
 
 
-class Form(NamedTuple):
+class GraphForm(NamedTuple):
     """What segments have in common whose graphs are the same.
 
     Attributes:
@@ -63,7 +63,7 @@ class SegmentGraphs:
         self._tables: set[int] = set()
         self._owners: Mapping[int, nn.Parameter] = {}
         self._kept: list[Tensor] = []
-        self.made: dict[Form, dict[int, Sides]] = {}
+        self.made: dict[GraphForm, dict[int, Sides]] = {}
 
     def begin(self, given: Mapping[str, Any], positions: Tensor) -> None:
         """Takes what a segment's layers are given besides hidden states, and what they ask for, of
@@ -74,7 +74,7 @@ class SegmentGraphs:
             rows = self._rotary.rows(name, positions)
             self.place((ROTARY, name), rows).copy_(rows)
 
-    def capture(self, form: Form, hidden: Tensor, given: Mapping[str, Any]) -> None:
+    def capture(self, form: GraphForm, hidden: Tensor, given: Mapping[str, Any]) -> None:
         """Makes the graphs of a form, that of the segment that runs.
 
         Args:
@@ -161,7 +161,7 @@ class SegmentGraphs:
     def _forward(self, layer: CutLayer, hidden: Tensor, given: Mapping[str, Any]) -> Sides:
         """Captures a layer's forward, in pieces."""
         x = self.place(("hidden", layer.number), hidden).requires_grad_()
-        capture = Capture(self, layer, x)
+        capture = GraphCapture(self, layer, x)
         self.at, self._owner.cut = layer, capture
         capture.begin()
         try:

@@ -67,7 +67,7 @@ _NEXT = {
 
 
 @dataclass(eq=False)
-class Entry:
+class SavedStorage:
     """One saved storage.
 
     Attributes:
@@ -123,7 +123,7 @@ class Entry:
 class _Handle(NamedTuple):
     """What autograd keeps instead of a saved tensor."""
 
-    entry: Entry
+    entry: SavedStorage
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -183,11 +183,11 @@ class OffloadedSegment:
         self._owner, self._resident = owner, resident
         # Weak keys and values: a freed storage is no longer known, and an entry that autograd drops
         # is dropped here.
-        self._known: weakref.WeakValueDictionary[tuple[StorageWeakRef, int], Entry] = (
+        self._known: weakref.WeakValueDictionary[tuple[StorageWeakRef, int], SavedStorage] = (
             weakref.WeakValueDictionary()
         )
-        self._open: list[Entry] = []
-        self._layers: list[list[weakref.ref[Entry]]] = []
+        self._open: list[SavedStorage] = []
+        self._layers: list[list[weakref.ref[SavedStorage]]] = []
         self._recording = False
 
     @contextlib.contextmanager
@@ -249,7 +249,9 @@ class OffloadedSegment:
         if entry is None:
             source = tensor.detach()
             size = tensor.untyped_storage().nbytes()
-            entry = self._known[key] = Entry(StorageState.STAGED, source, tensor._version, size)
+            entry = self._known[key] = SavedStorage(
+                StorageState.STAGED, source, tensor._version, size
+            )
         if not any(entry is other for other in self._open):
             self._open.append(entry)
         offset = int(tensor.storage_offset())
@@ -287,7 +289,7 @@ class OffloadedSegment:
 
     # Loads ----------------------------------------------------------------------------------------
 
-    def _demand(self, entry: Entry) -> None:
+    def _demand(self, entry: SavedStorage) -> None:
         """Loads a tensor that is needed now, and the rest of its layer if there is room."""
         layer = self._waiting(entry.layer)
         full = sum(other.num_bytes for other in layer) <= self._owner.transfers.room()
@@ -311,7 +313,7 @@ class OffloadedSegment:
                 self._load(entry)
             counts.prefetched += size
 
-    def _waiting(self, layer: int) -> list[Entry]:
+    def _waiting(self, layer: int) -> list[SavedStorage]:
         """Entries of a layer that are on the host and that autograd will need."""
         entries = (reference() for reference in self._layers[layer])
         return [
@@ -320,7 +322,7 @@ class OffloadedSegment:
             if entry is not None and entry.layer == layer and entry.state is StorageState.OFFLOADED
         ]
 
-    def _load(self, entry: Entry) -> None:
+    def _load(self, entry: SavedStorage) -> None:
         if entry.lease is None:
             raise RuntimeError("an offloaded tensor has no host memory")
         entry.tensor, entry.mark = self._owner.transfers.load(entry.lease.tensor, entry.mark)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.features.mtp.tables import AheadTables, Division, Rows
+from megatron_prefix.features.mtp.tables import AheadTables, Division, FurtherRows
 from megatron_prefix.layers.kind import Override, owner
 from megatron_prefix.refusals.table import OTHER_AHEAD, OWN_POSTPROCESS
 
@@ -99,7 +99,7 @@ class _Shares(NamedTuple):
     weight: Tensor
 
 
-class _Segment(NamedTuple):
+class _FurtherSegment(NamedTuple):
     """What one segment reads, on the model's device.
 
     Attributes:
@@ -149,7 +149,7 @@ class StepAhead:
         self._means: dict[int, tuple[Tensor, ...]] = {}
         self._nothing = torch.zeros((), device=device, dtype=torch.float64)
 
-    def __getitem__(self, index: int) -> _Segment:
+    def __getitem__(self, index: int) -> _FurtherSegment:
         return self._segments[index]
 
     def attached(self, index: int, hidden: Tensor, losses: Tensor, factor: float) -> Tensor:
@@ -301,7 +301,7 @@ class LooksAhead:
             )[0]  # fmt: skip
         return result
 
-    def _logits(self, predicted: Tensor, segment: _Segment, named: Any) -> Tensor:
+    def _logits(self, predicted: Tensor, segment: _FurtherSegment, named: Any) -> Tensor:
         """[rows, 1, vocabulary of this rank]."""
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
@@ -320,7 +320,7 @@ class LooksAhead:
         logits: Tensor = model.output_layer(rows, weight=weight, runtime_gather_output=gather)[0]
         return model._scale_logits(logits) if getattr(config, "use_mup", False) else logits
 
-    def _guesses(self, logits: Tensor, segment: _Segment, named: Any) -> Sequence[Tensor]:
+    def _guesses(self, logits: Tensor, segment: _FurtherSegment, named: Any) -> Sequence[Tensor]:
         """Since 0.19: how many guesses are right, and how many there are, as Megatron counts in
         `_compute_mtp_acceptance_counts`."""
         from megatron.core.transformer import multi_token_prediction as megatrons
@@ -340,7 +340,7 @@ class LooksAhead:
         return bool(getattr(self._model.config, "mtp_detach_heads", False))
 
 
-def installed(model: Any) -> LooksAhead | None:
+def installed_layer(model: Any) -> LooksAhead | None:
     """What takes the place of a model's methods in segments, if it has been."""
     ours = getattr(vars(model).get("_postprocess"), "__self__", None)
     return ours if isinstance(ours, LooksAhead) else None
@@ -353,7 +353,7 @@ def _process() -> Any:
     return getattr(multi_token_prediction, "process_mtp_loss", None)
 
 
-def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[_Segment]:
+def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[_FurtherSegment]:
     """What the segments of a step read.
 
     Args:
@@ -363,7 +363,7 @@ def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[
     """
     from megatron_prefix.device.transfer import to_device
 
-    rows = [_padded(row, ranks) for row in tables.rows()]
+    rows = [_padded_rows(row, ranks) for row in tables.rows()]
     nums = [len(one.labels) for one in rows]
     local = [np.unique(np.split(one.places, ranks)[rank], return_inverse=True) for one in rows]
     labels, *several = (
@@ -374,7 +374,7 @@ def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[
     parts = [np.zeros((3, 0)), *(one.weights[:3] for one in rows)]
     weights = to_device(device, np.concatenate(parts, 1))
     return [
-        _Segment(*each)
+        _FurtherSegment(*each)
         for each in zip(
             to_device(device, tables.following())[:, None].split(tables.lengths, 2),
             distinct.split([len(unique) for unique, _ in local]),
@@ -387,7 +387,7 @@ def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[
     ]
 
 
-def _shares(rows: Sequence[Rows], device: Any) -> Iterable[_Shares | None]:
+def _shares(rows: Sequence[FurtherRows], device: Any) -> Iterable[_Shares | None]:
     """Of all segments, on the model's device; None where microbatches are not told apart."""
     from megatron_prefix.device.transfer import to_device
 
@@ -401,9 +401,9 @@ def _shares(rows: Sequence[Rows], device: Any) -> Iterable[_Shares | None]:
     return [*map(_Shares, *(column.split(sizes) for column in columns))]
 
 
-def _padded(rows: Rows, ranks: int) -> Rows:
+def _padded_rows(rows: FurtherRows, ranks: int) -> FurtherRows:
     """As many rows for every sequence-parallel rank: the last one again, without a weight."""
     extra = -len(rows.places) % ranks
     places = np.pad(rows.places, (0, extra), "edge") if extra else rows.places
     labels, weights = np.pad(rows.labels, (0, extra)), np.pad(rows.weights, ((0, 0), (0, extra)))
-    return Rows(places, labels, weights)
+    return FurtherRows(places, labels, weights)

@@ -13,7 +13,7 @@ from megatron_prefix.errors import Reason, refused
 from megatron_prefix.features.across.communicator import Communicator
 from megatron_prefix.features.across.part import Crossing
 from megatron_prefix.features.mtp import layer
-from megatron_prefix.features.mtp.tables import AheadTables, sums
+from megatron_prefix.features.mtp.tables import AheadTables, loss_sums
 from megatron_prefix.parts import Attempt, StepPart
 from megatron_prefix.refusals.table import (
     AHEAD_BEHIND,
@@ -73,7 +73,7 @@ class MultiToken(StepPart):
         division = layer.division(self.rank.config)
         if division.per_token or division.clamps:
             return
-        remaining, _ = sums(samples, step.microbatch_of, cp.size())
+        remaining, _ = loss_sums(samples, step.microbatch_of, cp.size())
         if (remaining[:, cp.rank()] == 0).any():
             raise refused(AHEAD_NOTHING)
 
@@ -117,7 +117,7 @@ class MultiToken(StepPart):
             step.forest, samples, step.microbatch_of, layer.division(rank.config), cp.rank(),
             cp.size(), apart=contract.scales is not None,
         )  # fmt: skip
-        if (communicator := _communicator(attempt)) is not None:
+        if (communicator := _crossing_ranks(attempt)) is not None:
             scale = 1.0
             if not rank.forward_only:
                 set_auxiliary_scales(contract, rank.models[-1], step.num_microbatches)
@@ -142,7 +142,7 @@ def _leave_padding_out(calls: Sequence[ModelCall]) -> bool:
     return bool(pairs) and bool(torch.stack([(a != b).any() for a, b in pairs]).any())
 
 
-def _communicator(attempt: Attempt) -> Communicator | None:
+def _crossing_ranks(attempt: Attempt) -> Communicator | None:
     """Of the data-parallel ranks that segments cross; None: they cross none."""
     crossing = (part for part in attempt.parts if isinstance(part, Crossing))
     return next((part.communicator for part in crossing), None)

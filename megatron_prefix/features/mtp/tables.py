@@ -29,8 +29,8 @@ Numbers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-class Rows(NamedTuple):
-    """Rows of logits of a segment on this rank.
+class FurtherRows(NamedTuple):
+    """FurtherRows of logits of a segment on this rank.
 
     Attributes:
         places: position in the segment, on this rank, int64 [rows], ascending.
@@ -109,14 +109,14 @@ class AheadTables:
         self._apart = max(microbatch_of, default=-1) + 1 if apart else 0
         self._nothing = np.zeros((5 + self._apart, 0))
         self._heard: dict[int, list[Floats]] = collections.defaultdict(list)
-        remaining, full = sums(samples, microbatch_of, size)
+        remaining, full = loss_sums(samples, microbatch_of, size)
         self.undefined = not division.clamps and bool((remaining[:, rank] == 0).any())
         in_loss, in_mean = division.in_loss(remaining, full), division.in_mean(remaining)
         # What the label after a position counts: by microbatch, and by the rank of the position.
         self._counted = [
             np.stack([in_loss[m, owners] * ahead, in_mean[m, owners] * ahead, ahead != 0])
             for m, owners, ahead in zip(
-                microbatch_of, _owners(samples, size), map(_moved, samples), strict=True
+                microbatch_of, _owners(samples, size), map(_moved_labels, samples), strict=True
             )
         ]
 
@@ -154,13 +154,17 @@ class AheadTables:
         starts = np.cumsum([0, *(span.padded for span in self._forest.segments[index].spans)])
         self._heard[index].append(np.concatenate([(starts[number] + places)[None], rows[2:]]))
 
-    def rows(self) -> Iterator[Rows]:
+    def rows(self) -> Iterator[FurtherRows]:
         """Of every segment, those labels that have a weight; none of what another rank computes."""
         for index, segment in enumerate(self._forest.segments):
             here = segment.source < 0
-            yield self._rows(segment, self._heard[index]) if here else Rows(*_split(self._nothing))
+            yield (
+                self._rows(segment, self._heard[index])
+                if here
+                else FurtherRows(*_split_rows(self._nothing))
+            )
 
-    def _rows(self, segment: Segment, heard: Sequence[Floats]) -> Rows:
+    def _rows(self, segment: Segment, heard: Sequence[Floats]) -> FurtherRows:
         columns = [self._nothing, *heard]
         start = 0
         for span in segment.spans:
@@ -175,8 +179,8 @@ class AheadTables:
             here[held] = np.arange(len(held))
             table[0] = here[table[0].astype(np.int64)]
             table = table[:, table[0] >= 0]
-        table = _weighed(_merged(table) if heard else table)
-        return Rows(*_split(table[:, np.argsort(table[0], kind="stable")]))
+        table = _weighed(_merged_rows(table) if heard else table)
+        return FurtherRows(*_split_rows(table[:, np.argsort(table[0], kind="stable")]))
 
     def _of_span(self, span: Span) -> Floats:
         """Place in a span, label and weights of its rows, [5 and more, rows]."""
@@ -209,24 +213,24 @@ class AheadTables:
 
 
 def _weighed(table: Floats) -> Floats:
-    """Rows [5, rows] of which any weight is not zero."""
+    """FurtherRows [5, rows] of which any weight is not zero."""
     return table[:, (table[2:] != 0).any(axis=0)]
 
 
-def _merged(table: Floats) -> Floats:
-    """Rows [5, rows] with those of one place and label added up."""
+def _merged_rows(table: Floats) -> Floats:
+    """FurtherRows [5, rows] with those of one place and label added up."""
     keys, where = np.unique(table[:2], axis=1, return_inverse=True)
     added = [np.bincount(where.reshape(-1), row, keys.shape[1]) for row in table[2:]]
     return np.concatenate([keys, added])
 
 
-def _split(table: Floats) -> tuple[Numbers, Numbers, Floats]:
+def _split_rows(table: Floats) -> tuple[Numbers, Numbers, Floats]:
     """Places, labels and weights of rows [5, rows]."""
     places, labels = table[:2].astype(np.int64)
     return places, labels, table[2:]
 
 
-def sums(
+def loss_sums(
     samples: Sequence[Pairs], microbatch_of: Sequence[int], size: int = 1
 ) -> tuple[Floats, Floats]:
     """Weights of every microbatch on every context-parallel rank, moved by one and as they are:
@@ -234,20 +238,20 @@ def sums(
     num = max(microbatch_of, default=-1) + 1
     remaining, full = np.zeros((2, num, size))
     for sample, m, owners in zip(samples, microbatch_of, _owners(samples, size), strict=True):
-        full[m] += np.bincount(owners, _weights(sample), size)
-        remaining[m] += np.bincount(owners, _moved(sample), size)
+        full[m] += np.bincount(owners, _loss_weights(sample), size)
+        remaining[m] += np.bincount(owners, _moved_labels(sample), size)
     return remaining, full
 
 
-def _weights(sample: Pairs) -> Floats:
+def _loss_weights(sample: Pairs) -> Floats:
     if sample.weights is None:
         raise RuntimeError("a sample without the weights of its labels")
     return sample.weights
 
 
-def _moved(sample: Pairs) -> Floats:
+def _moved_labels(sample: Pairs) -> Floats:
     """The weight of the label after each position's own."""
-    return np.append(_weights(sample)[1:], 0.0)
+    return np.append(_loss_weights(sample)[1:], 0.0)
 
 
 def _owners(samples: Sequence[Pairs], size: int) -> Iterator[Numbers]:

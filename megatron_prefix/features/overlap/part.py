@@ -42,7 +42,7 @@ class Overlap(StepPart):
                 stack.enter_context(self.reductions.watching())
             elif self.is_last(action):
                 if (passing := self.reductions.passing(action.chunk)) is not None:
-                    stack.enter_context(_marked(self._hooks[action.chunk], passing))
+                    stack.enter_context(_marking(self._hooks[action.chunk], passing))
                 if action.kind == "B":
                     stack.enter_context(self.reductions.watching(action.chunk))
             yield
@@ -89,7 +89,7 @@ class Overlap(StepPart):
 
 
 @contextlib.contextmanager
-def _marked(hooks: Hooks, passing: Callable[[int], None]) -> Iterator[None]:
+def _marking(hooks: Hooks, passing: Callable[[int], None]) -> Iterator[None]:
     """Calls `passing` with a layer's number when the gradient of its input is computed, of
     segments whose forward is inside."""
     with contextlib.ExitStack() as stack:

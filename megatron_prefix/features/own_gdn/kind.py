@@ -16,7 +16,7 @@ from typing import Any
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers.gdn import GatedDeltaNet
 from megatron_prefix.layers.kind import Override, Running, owner
-from megatron_prefix.layers.recurrent.kind import CHUNK, Saved
+from megatron_prefix.layers.recurrent.kind import CHUNK, SavedBytes
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
 from megatron_prefix.refusals.table import (
@@ -39,7 +39,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
 
     def told(self, layer: Any) -> dict[str, Any]:
         """See Kind: sizes as Megatron's fields, and `own_delta_layers`, counted from 0."""
-        module = _attention(layer)
+        module = _own_attention(layer)
         if module is None:
             return {}
         inside = module.linear_attn
@@ -49,7 +49,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
             "linear_key_head_dim": inside.head_k_dim,
             "linear_value_head_dim": inside.head_v_dim,
             "linear_conv_kernel_dim": inside.conv1d.weight.shape[-1],
-            "own_delta_layers": _layers(module.hf_config),
+            "own_delta_layers": _own_layers(module.hf_config),
         }
 
     def fills(self, config: Any, layer: int) -> bool:
@@ -60,7 +60,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         """See Kind; ranks share the work of layers, but each has all of these."""
         return LayerWork(super().work(config).products * config.tensor_model_parallel_size)
 
-    def saved(self, config: Any, form: Execution) -> Saved:
+    def saved(self, config: Any, form: Execution) -> SavedBytes:
         """See Recurrent; `edge` as of Megatron's.
 
         Read from the modules, and from flash-linear-attention 0.4.2: the convolution its input; the
@@ -72,7 +72,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         keys, _, values = shape.convolved
         rule = 2 * heads * config.linear_key_head_dim + values + heads * CHUNK + heads
         narrow = 2 * keys + values + rule + 3 * values
-        return Saved(narrow * size + 6 * heads * max(4, size), 2 * shape.tail * size)
+        return SavedBytes(narrow * size + 6 * heads * max(4, size), 2 * shape.tail * size)
 
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind. Every rank has all heads of all positions, also in the norm inside, which takes
@@ -85,7 +85,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
 
     def module_of(self, layer: Any) -> Any | None:
         """See Kind."""
-        module = _attention(layer)
+        module = _own_attention(layer)
         if module is None:
             return None
         inside = module.linear_attn
@@ -101,10 +101,12 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         inside, config = module.linear_attn, model.config
         if config.context_parallel_size > 1:
             yield OWN_DELTA_CP.given()
-        layers = _layers(module.hf_config)
+        layers = _own_layers(module.hf_config)
         if module.layer_number - 1 not in layers:
             yield OTHER_MIXER.given(number, type(inside).__name__)
-        elif not all(any(layer in layers for layer in stage) for stage in _stages(config)):
+        elif not all(
+            any(layer in layers for layer in stage) for stage in _layers_of_stages(config)
+        ):
             yield OWN_DELTA_STAGES.given()
         device = next(inside.parameters()).device.type
         sizes = inside.head_k_dim, inside.head_v_dim, inside.num_v_heads
@@ -124,7 +126,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         return OwnDeltaLayer(module, number, running).overrides()
 
 
-def _attention(layer: Any) -> Any | None:
+def _own_attention(layer: Any) -> Any | None:
     """The self-attention of a layer if it is one of these, whatever its instance overrides."""
     module = getattr(layer, "self_attention", None)
     inside = getattr(module, "linear_attn", None)
@@ -146,7 +148,7 @@ def _names(kind: type, method: str) -> frozenset[str]:
     return frozenset(code.co_names if code is not None else ())
 
 
-def _layers(config: Any) -> frozenset[int]:
+def _own_layers(config: Any) -> frozenset[int]:
     """Layers of a Hugging Face model that have one, as slime and miles read its config."""
     types = getattr(config, "layer_types", None)
     if types is None:
@@ -155,7 +157,7 @@ def _layers(config: Any) -> frozenset[int]:
     return frozenset(n for n, kind in enumerate(types) if kind == "linear_attention")
 
 
-def _stages(config: Any) -> Iterator[list[int]]:
+def _layers_of_stages(config: Any) -> Iterator[list[int]]:
     """Layers of every pipeline stage, of its virtual ones together."""
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset

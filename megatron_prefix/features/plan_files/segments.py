@@ -27,7 +27,9 @@ def check_segments(segments: Sequence[Segment]) -> None:
             for rollout in span.rollouts:
                 before = reached.get(rollout)
                 if not fault and before != span.parent:
-                    where = f"comes from {_name(before)}, not from {_name(span.parent)}"
+                    where = (
+                        f"comes from {_sample_name(before)}, not from {_sample_name(span.parent)}"
+                    )
                     fault = f"rollout {rollout} {where}"
                 reached[rollout] = Place(index, number)
         if fault:
@@ -51,7 +53,7 @@ def _span_fault(segments: Sequence[Segment], index: int, number: int) -> str:
     # A segment whose spans continue others of it is read by no other.
     last = number if where == segment.joined else len(segments[where].spans) if where < index else 0
     if above >= last or not segments[where].inner or segments[where].joined not in (-1, index):
-        return f"its parent {_name(span.parent)} is not a span of an inner segment before it"
+        return f"its parent {_sample_name(span.parent)} is not a span of an inner segment before it"
     read = segments[where].spans[above]
     if read.length < read.padded:
         return "a span that another continues has padding"
@@ -61,5 +63,5 @@ def _span_fault(segments: Sequence[Segment], index: int, number: int) -> str:
     return ""
 
 
-def _name(place: Place | None) -> str:
+def _sample_name(place: Place | None) -> str:
     return "no span" if place is None else f"span {place.segment}.{place.number}"

@@ -55,14 +55,14 @@ def to_csv(plan: Plan) -> str:
     for index, segment in enumerate(plan.segments):
         cells = segment_cells(index, segment)
         trained = "" if segment.trained is None else segment.trained
-        across = [_across(plan, index)] if plan.crosses else []
+        across = [_crossing_columns(plan, index)] if plan.crosses else []
         write([*cells[:2], plan.policy(index), trained, *across, *cells[2:]])
     for rank, program in enumerate(plan.programs):
         write([f"rank {rank}", *map(str, program)])
     return out.getvalue()
 
 
-def _across(plan: Plan, index: int) -> str:
+def _crossing_columns(plan: Plan, index: int) -> str:
     source, sent = plan.segments[index].source, []
     for transfer in plan.transfers:
         if transfer.segment == index:
@@ -112,7 +112,7 @@ def _columns(version: int) -> list[str]:
 
 def _sizes(line: Sequence[str], name: str) -> tuple[int, int, int]:
     try:
-        version, ranks, chunks = map(_number, line[1:])
+        version, ranks, chunks = map(_number_in, line[1:])
     except ValueError:
         raise UserError(f"{name}:2: version, ranks and chunks must be whole numbers") from None
     if version not in (VERSION, VERSION_ALONE):
@@ -125,10 +125,10 @@ def _sizes(line: Sequence[str], name: str) -> tuple[int, int, int]:
     return version, ranks, chunks
 
 
-def _number(text: str) -> int:
+def _number_in(text: str) -> int:
     """A whole number of at most nine digits: nothing in a plan is larger."""
     if not _NUMBER.fullmatch(text):
-        raise UserError(f"{_shown(text)} is not a whole number below 10^9")
+        raise UserError(f"{_printed(text)} is not a whole number below 10^9")
     return int(text)
 
 
@@ -160,39 +160,39 @@ def _segment_from(
 ) -> tuple[Segment, str, list[Transfer]]:
     """A segment, its policy, and the ranks that get it."""
     index, kind, policy, trained, across, *spans = line if crosses else [*line[:4], "", *line[4:]]
-    if _number(index) != number or not spans:
+    if _number_in(index) != number or not spans:
         raise UserError(f"segment {index}: number from 0, with spans")
     flags = {text: key for key, text in _KINDS.items()}.get(kind)
     if flags is None:
-        raise UserError(f"kind {_shown(kind)}: give one of {', '.join(_KINDS.values())}")
+        raise UserError(f"kind {_printed(kind)}: give one of {', '.join(_KINDS.values())}")
     known = POLICIES if flags[0] else ON_DEVICE
     if policy not in known:
-        raise UserError(f"policy {_shown(policy)}: {kind} can have {' or '.join(known)}")
+        raise UserError(f"policy {_printed(policy)}: {kind} can have {' or '.join(known)}")
     created = tuple(map(_span_from, spans))
     segment = Segment(created, *flags, joined=joined_of(number, created))
-    if trained and not 0 <= _number(trained) <= segment.padded_length * flags[1]:
+    if trained and not 0 <= _number_in(trained) <= segment.padded_length * flags[1]:
         raise UserError(
-            f"{_shown(trained)} trained positions: give at most as many as the spans have, and 0"
+            f"{_printed(trained)} trained positions: give at most as many as the spans have, and 0"
             " without loss"
         )
     source, transfers = _across_from(number, across)
-    segment = segment._replace(trained=_number(trained) if trained else None, source=source)
+    segment = segment._replace(trained=_number_in(trained) if trained else None, source=source)
     return segment, policy, transfers
 
 
 def _across_from(segment: int, text: str) -> tuple[int, list[Transfer]]:
     """The rank that a segment comes from, or the ranks that get it."""
     if text.startswith("<"):
-        source = _number(text[1:])
+        source = _number_in(text[1:])
         if source < 0:
-            raise UserError(f"{_shown(text)} is not a data-parallel rank")
+            raise UserError(f"{_printed(text)} is not a data-parallel rank")
         return source, []
     transfers = []
     for part in text.split(";") if text else ():
         match = _TRANSFER.fullmatch(part)
         if not match:
             raise UserError(
-                f"{_shown(part)} says no ranks: write <1 for a segment that comes from rank 1, or"
+                f"{_printed(part)} says no ranks: write <1 for a segment that comes from rank 1, or"
                 " >1:0 2;>2:0 for one whose spans 0 and 2 go to rank 1, and span 0 to rank 2"
             )
         transfers.append(Transfer(segment, int(match[1]), tuple(map(int, match[2].split()))))
@@ -203,7 +203,7 @@ def _span_from(text: str) -> Span:
     match = _SPAN.fullmatch(text)
     if not match:
         raise UserError(
-            f"{_shown(text)} is not a span: write start+length/padded:rollouts, and <segment.span"
+            f"{_printed(text)} is not a span: write start+length/padded:rollouts, and <segment.span"
             " of its parent if it has one, below 10^9 each"
         )
     start, length, padded = (int(match[k]) for k in (1, 2, 3))
@@ -213,11 +213,11 @@ def _span_from(text: str) -> Span:
 
 def _program_from(number: int, line: Sequence[str]) -> tuple[Action, ...]:
     if line[0] != f"rank {number}":
-        raise UserError(f"expected 'rank {number}', found {_shown(line[0])}")
+        raise UserError(f"expected 'rank {number}', found {_printed(line[0])}")
     return tuple(parse_action(cell) for cell in line[1:])
 
 
-def _shown(text: str) -> str:
+def _printed(text: str) -> str:
     """A cell for a message, shortened."""
     return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
@@ -231,7 +231,7 @@ def parse_action(text: str) -> Action:
     match = _CELL.fullmatch(text.strip())
     if not match or SIGNS.get(match[1]) != match[4]:
         raise UserError(
-            f"{_shown(text)} is not an action: write F3, B3, or F3.1 for model chunk 1; S3>1 or"
+            f"{_printed(text)} is not an action: write F3, B3, or F3.1 for model chunk 1; S3>1 or"
             " R3<1 to send to or receive from data-parallel rank 1"
         )
     return Action(match[1], int(match[2]), int(match[3] or 0), int(match[5] or -1))

@@ -74,7 +74,7 @@ class RoutedStep(StepPart):
         if provided is not None and rank.is_first and replays_routes(rank.config):
             self._of_calls = [provided(call) for call in capture.calls(0)]
         if provided is None and may_replay(rank.config):
-            self._of_routers = routes.read(self._told, rank)
+            self._of_routers = routes.read_routes(self._told, rank)
         self._told = [_without_routes(by_layer) for by_layer in self._told]
         for step in itertools.chain(*capture.steps):
             step.notes.pop(self)

@@ -81,7 +81,7 @@ class ToldRoutes:
         local = torch.cat(self.rows).to(device)
         if group is None:
             return local
-        parts = _of_ranks(local, group).split(lengths * group.size())
+        parts = _gathered_rows(local, group).split(lengths * group.size())
         calls = len(lengths)
         return torch.cat([part for call in range(calls) for part in parts[call::calls]])
 
@@ -91,7 +91,7 @@ class ToldRoutes:
             return mine, list(self.layers)
         head = torch.full((2 + self.shape[0],), -1, dtype=torch.int64, device=device)
         head[: 2 + len(self.layers)] = torch.tensor([*mine.shape[:2], *self.layers], device=device)
-        heads = _of_ranks(head[None], pp).tolist()
+        heads = _gathered_rows(head[None], pp).tolist()
         sizes = {num for num, count, *_ in heads if count}
         if len(sizes) > 1:
             raise refused(NUMBER_OF_ROUTES, max(sizes), min(sizes))
@@ -100,7 +100,7 @@ class ToldRoutes:
         most = max(count for _, count, *_ in heads)
         padded = mine.new_zeros((sizes.pop(), most, self.shape[1]))
         padded[:, : mine.shape[1]] = mine
-        parts = _of_ranks(padded, pp).split(len(padded))
+        parts = _gathered_rows(padded, pp).split(len(padded))
         by_stage = [part[:, :count] for part, (_, count, *_) in zip(parts, heads, strict=True)]
         return torch.cat(by_stage, 1), [
             n for _, count, *remainder in heads for n in remainder[:count]
@@ -131,7 +131,7 @@ def told_of(
     return by_layer
 
 
-def read(told: Sequence[Mapping[int, tuple[Any, Sequence[Told]]]], rank: Rank) -> ToldRoutes:
+def read_routes(told: Sequence[Mapping[int, tuple[Any, Sequence[Told]]]], rank: Rank) -> ToldRoutes:
     """What the routers of this rank have been told at its model calls.
 
     Args:
@@ -146,7 +146,7 @@ def read(told: Sequence[Mapping[int, tuple[Any, Sequence[Told]]]], rank: Rank) -
     for by_layer, model in zip(told, rank.language_models, strict=True):
         num_ahead = len(model.decoder.layers)
         for layer, (router, calls) in by_layer.items():
-            _check(calls, ahead=layer >= num_ahead)
+            _check_routes(calls, ahead=layer >= num_ahead)
             followed[router.layer_number - 1] = [call.routes for call in calls]  # type: ignore[misc]
     layers = tuple(sorted(followed))
     rows = tuple(map(_stacked, zip(*(followed[layer] for layer in layers), strict=True)))
@@ -155,7 +155,7 @@ def read(told: Sequence[Mapping[int, tuple[Any, Sequence[Told]]]], rank: Rank) -
     return ToldRoutes(layers, rows, shape, group)
 
 
-def _check(told: Sequence[Told], *, ahead: bool) -> None:
+def _check_routes(told: Sequence[Told], *, ahead: bool) -> None:
     """Refuses what one router was told at the calls of a step."""
     if any(one.action == RECORD for one in told):
         raise refused(RECORDS_ROUTES)
@@ -181,6 +181,6 @@ def _by_sample(rows: Tensor, layout: CallLayout) -> Tensor:
     return rows.unflatten(0, (-1, len(layout.lengths))).transpose(0, 1).flatten(0, 1)
 
 
-def _of_ranks(mine: Tensor, group: Any) -> Tensor:
+def _gathered_rows(mine: Tensor, group: Any) -> Tensor:
     """[ranks * n, ...] of every rank's [n, ...]; NCCL has no int16."""
     return gathered(mine.contiguous().view(torch.uint8), group).view(mine.dtype)

@@ -180,6 +180,6 @@ def place_for(rank: Rank) -> str:
     return "host" if free > 2 * requested * ranks else "sketch"
 
 
-def largest(differences: Sequence[Difference]) -> float:
+def largest_gradient(differences: Sequence[Difference]) -> float:
     """The size of the largest gradient; 0 without any."""
     return max((difference.size for difference in differences), default=0.0)

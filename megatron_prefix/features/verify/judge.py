@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_prefix.device.tolerance import FLOOR, tolerance
-from megatron_prefix.features.verify.gradients import Difference, largest
+from megatron_prefix.features.verify.gradients import Difference, largest_gradient
 from megatron_prefix.features.verify.logs import Distance, relative
 from megatron_prefix.layers.model import longest_sums
 from megatron_prefix.run.rank import Rank
@@ -71,7 +71,7 @@ class Limits:
         A gradient far below the largest is judged as if it were FLOOR of that: if a sum cancels,
         its rounding does not.
         """
-        most = largest(differences)
+        most = largest_gradient(differences)
         if most == 0 and all(difference.error == 0 for difference in differences):
             return None
         each = (

@@ -64,7 +64,7 @@ def distance(ours: Mapping[str, Tensor], stock: Mapping[str, Tensor]) -> Distanc
             return math.inf, 1.0, name
         if a.numel():
             error, size = (a.double() - b.double()).abs().max(), b.double().abs().max()
-            worst = _worst(worst, (float(error), float(size), name))
+            worst = _larger(worst, (float(error), float(size), name))
     return worst
 
 
@@ -98,15 +98,15 @@ def stores(ours: Any, stock: Any, least: float) -> Distance | None:
         if isinstance(theirs, Tensor) != isinstance(local, Tensor):
             return math.inf, 1.0, path
         if isinstance(theirs, Tensor):
-            worst = _worst(worst, (*_between(local, theirs, least), path))
+            worst = _larger(worst, (*_difference(local, theirs, least), path))
         elif isinstance(theirs, float):
-            worst = _worst(worst, (abs(local - theirs), max(least, abs(theirs)), path))
+            worst = _larger(worst, (abs(local - theirs), max(least, abs(theirs)), path))
         elif isinstance(theirs, bool | int | str) and local != theirs:
             return math.inf, 1.0, path
     return worst
 
 
-def _between(ours: Tensor, stock: Tensor, least: float) -> tuple[float, float]:
+def _difference(ours: Tensor, stock: Tensor, least: float) -> tuple[float, float]:
     """Of tensors: of one number, or of one per position, of which ours may lack what no loss
     reads."""
     if ours.is_nested and stock.is_nested:  # verl's, of rollouts; each has a shape of its own
@@ -127,7 +127,7 @@ def _leaves(value: Any) -> Iterator[tuple[str, Any]]:
         yield pytree.keystr(path), leaf
 
 
-def _worst(so_far: Distance | None, further: Distance) -> Distance:
+def _larger(so_far: Distance | None, further: Distance) -> Distance:
     """The relatively larger; a NaN wins."""
     if so_far is None or relative(*further[:2]) > relative(*so_far[:2]):
         return further

@@ -103,7 +103,7 @@ def _output(leaf: Tensor) -> Output:
     is_read: list[Tensor] = []
     if leaf.requires_grad:
         leaf.register_hook(functools.partial(_note_read, is_read, leaf.dim() > 2))
-    values = _projected(leaf.detach()) if leaf.dim() > 2 else leaf.detach().clone()
+    values = _projection(leaf.detach()) if leaf.dim() > 2 else leaf.detach().clone()
     return Output(values, is_read)
 
 
@@ -112,7 +112,7 @@ def _note_read(is_read: list[Tensor], is_wide: bool, gradient: Tensor) -> None:
     is_read.append(read.any(-1) if is_wide else read)
 
 
-def _projected(logits: Tensor) -> Tensor:
+def _projection(logits: Tensor) -> Tensor:
     """[..., width] -> [...]: sums over the last dimension with fixed random weights."""
     width = logits.shape[-1]
     draw = torch.Generator().manual_seed(width)

@@ -25,7 +25,7 @@ def fingerprints(rows: Tensor) -> Tensor:
     """Of rows [..., width] of any dtype, int64 [...]."""
     words = rows.contiguous().view(_WORDS[rows.element_size()])
     keys = _keys(words.shape[-1], words.device)
-    return _mixed(_sums(words.flatten(0, -2), keys)).view(rows.shape[:-1])
+    return _mixed(_row_sums(words.flatten(0, -2), keys)).view(rows.shape[:-1])
 
 
 def combined(one: Tensor, other: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def combined(one: Tensor, other: Tensor) -> Tensor:
     return _mixed(_mixed(one) * _FACTOR + other)
 
 
-def _sums(words: Tensor, keys: Tensor) -> Tensor:
+def _row_sums(words: Tensor, keys: Tensor) -> Tensor:
     """Of words [rows, width], each by a function of its column, int64 [rows]."""
     if has_triton(words.device.type):
         from megatron_prefix.features.vision.fingerprints_triton import sums_triton

@@ -22,7 +22,7 @@ def _shifted(x, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: A
 
 
 @triton.jit(do_not_specialize=["width"])
-def _sums(words, keys, out, width, FACTOR: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
+def _sums_kernel(words, keys, out, width, FACTOR: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202, N803
     """A program is a row: words [rows, width], keys int64 [2, width], out int64 [rows]."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), dtype=tl.int64)
@@ -43,5 +43,5 @@ def sums_triton(words: Tensor, keys: Tensor, factor: int) -> Tensor:
     """Of words [rows, width], contiguous on a GPU, and keys int64 [2, width]; int64 [rows]."""
     out = torch.empty(len(words), dtype=torch.int64, device=words.device)
     if len(words):
-        _sums[(len(words),)](words, keys, out, words.shape[1], FACTOR=factor, BLOCK=BLOCK)
+        _sums_kernel[(len(words),)](words, keys, out, words.shape[1], FACTOR=factor, BLOCK=BLOCK)
     return out

@@ -55,7 +55,9 @@ class Images(StepPart):
             for model in self.rank.models if self.runs_outside else ():
                 stack.callback(model.register_forward_pre_hook(capture.state.called).remove)
                 if (tower := models.vision_tower(model)) is not None:
-                    self._towers.append(stack.enter_context(TowerOnce(tower, _number).running()))
+                    self._towers.append(
+                        stack.enter_context(TowerOnce(tower, _image_number).running())
+                    )
                     stack.enter_context(capture.state.owning(tower))
             yield
 
@@ -120,7 +122,7 @@ class Images(StepPart):
         self.why_final = ""
 
 
-def _number() -> int:
+def _image_number() -> int:
     """The microbatch whose forward step runs now; -1 outside of all."""
     step = running()
     return -1 if step is None else step.number

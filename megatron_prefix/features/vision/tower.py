@@ -129,7 +129,7 @@ class TowerOnce:
             number = self._step()
             self._calls[number] += 1
             anchor = torch.zeros((), requires_grad=True)
-            rows = [*_Rows.apply(self, number, keys, anchor, *rows)]
+            rows = [*_ImageRows.apply(self, number, keys, anchor, *rows)]
         if self._kind.listed:
             return [*rows[0].split(lengths)]
         remaining = iter(rows)
@@ -172,7 +172,7 @@ class TowerOnce:
             return [[rows] for rows in output]
         leaves, self._structure = pytree.tree_flatten(output)
         self._plain = [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        parts = [_split(leaf, images) for leaf in leaves if isinstance(leaf, Tensor)]
+        parts = [_split_images(leaf, images) for leaf in leaves if isinstance(leaf, Tensor)]
         return [[*rows] for rows in zip(*parts, strict=True)]
 
     def receive(self, number: int, keys: list[Key], gradients: list[Tensor]) -> None:
@@ -226,7 +226,7 @@ class TowerOnce:
         torch.autograd.backward([tensor for tensor, _ in pairs], [one for _, one in pairs])
 
 
-class _Rows(torch.autograd.Function):
+class _ImageRows(torch.autograd.Function):
     """Rows that the tower has made without a graph."""
 
     @staticmethod
@@ -245,7 +245,7 @@ def _version(patches: Tensor) -> int:
     return 0 if patches.is_inference() else patches._version
 
 
-def _split(rows: Tensor, images: Sequence[Image]) -> list[Tensor]:
+def _split_images(rows: Tensor, images: Sequence[Image]) -> list[Tensor]:
     """Rows of every image, which are as many as it has patches, or a share of that."""
     total = sum(len(image.patches) for image in images)
     return [*rows.split([len(image.patches) * len(rows) // total for image in images])]

@@ -169,7 +169,7 @@ def place(ident: int) -> str:
             parts.append(f"at {waits}")
             break
     for name, stack in [("it stands in", own), *(("another thread in", other) for other in others)]:
-        parts.append(f"{name} {' < '.join(map(_named, stack[:MOST_FRAMES]))}{_layer(stack)}")
+        parts.append(f"{name} {' < '.join(map(_call_name, stack[:MOST_FRAMES]))}{_layer(stack)}")
     return ", ".join(parts)
 
 
@@ -190,7 +190,7 @@ def _is_ours(frame: FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).startswith(("megatron_prefix.", "megatron."))
 
 
-def _named(frame: FrameType) -> str:
+def _call_name(frame: FrameType) -> str:
     module = str(frame.f_globals.get("__name__", "")).rpartition(".")[2]
     return f"{module}.{frame.f_code.co_name}:{frame.f_lineno}"
 
@@ -216,11 +216,11 @@ def _waits(stack: list[FrameType]) -> str:
             parts = [mark.text, *(f"{name} {names[name]}" for name in _NAMED if name in names)]
             break
     for frame in [*filter(_TORCH.fits, stack)][-1:]:  # the outermost is what was called
-        parts.append(f"{frame.f_code.co_name}{_members(frame.f_locals.get('group'))}")
+        parts.append(f"{frame.f_code.co_name}{_group_members(frame.f_locals.get('group'))}")
     return ", ".join(parts)
 
 
-def _members(group: Any) -> str:
+def _group_members(group: Any) -> str:
     """The ranks of a process group; None: of all."""
     ranks = dist.get_process_group_ranks(group)
     return f" of ranks {listed(ranks, agreement.MOST_HOSTS)}"

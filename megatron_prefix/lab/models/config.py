@@ -16,7 +16,7 @@ import torch
 from megatron_prefix.errors import UserError, shown
 from megatron_prefix.lab.models.presets import LATENT, ModelSpec, YarnScaling
 from megatron_prefix.lab.runtime.layout import Layout
-from megatron_prefix.layers.precision import whole
+from megatron_prefix.layers.precision import segment_multiple
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _OF_MODELS = {
@@ -42,7 +42,7 @@ def dtype_of(name: str | torch.dtype) -> torch.dtype:
 def alignment(spec: ModelSpec, layout: Layout) -> int:
     """What both schedules pad rollouts to: what the layout needs, and products in FP8."""
     ranks = layout.tp if layout.sequence_parallel else 1
-    return math.lcm(layout.alignment, whole(spec, ranks, layout.cp))
+    return math.lcm(layout.alignment, segment_multiple(spec, ranks, layout.cp))
 
 
 def check_layout(spec: ModelSpec, layout: Layout) -> None:

@@ -207,7 +207,7 @@ class GatedDeltaLayer(DeltaSpans):
         self._called.add("convolution")
         module = self._module.conv1d
         pairs = (weight, module.weight), (bias, module.bias)
-        if any(first is not second and _differ(first, second) for first, second in pairs):
+        if any(first is not second and _tensors_differ(first, second) for first, second in pairs):
             raise RuntimeError("a convolution has other weights than its module")
 
         def again(x: Tensor, **_: Any) -> Tensor:
@@ -223,7 +223,7 @@ def parameters_of(rule: Callable[..., Any]) -> list[str]:
     return names if len(names) >= NUM_INPUTS else ["q", "k", "v", "g", "beta", *names]
 
 
-def _differ(first: Tensor | None, second: Tensor | None) -> bool:
+def _tensors_differ(first: Tensor | None, second: Tensor | None) -> bool:
     """Whether two tensors are not all of one memory."""
     if first is None or second is None:
         return True

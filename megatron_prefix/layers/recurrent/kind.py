@@ -47,7 +47,7 @@ class Shape(NamedTuple):
         return sum(self.convolved) * (self.conv_width - 1)
 
 
-class Saved(NamedTuple):
+class SavedBytes(NamedTuple):
     """Bytes that tensor-parallel ranks save together: a position; `edge`, by context-parallel ranks
     too, and `batched` of Payload."""
 
@@ -79,7 +79,7 @@ class Recurrent(Kind):
         """The sizes of a layer; `config` as everywhere in Kind."""
         raise NotImplementedError
 
-    def saved(self, config: Any, form: Execution) -> Saved:
+    def saved(self, config: Any, form: Execution) -> SavedBytes:
         """What a layer saves for backward; arguments as of Kind.memory."""
         raise NotImplementedError
 
@@ -104,7 +104,7 @@ class Recurrent(Kind):
             Form.SPANS, state + tail * size, state + tail * wide, state, saved.edge / ranks,
             saved.batched / form.tp,
         )  # fmt: skip
-        normed = precision.projected(config, form)
+        normed = precision.projected_bytes(config, form)
         return LayerMemory(num_bytes, num_bytes, payload=payload, given=normed)
 
     def module_of(self, layer: Any) -> Any | None:

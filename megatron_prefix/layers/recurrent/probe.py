@@ -54,9 +54,9 @@ def rule_refusal(
         for name, result, reference in zip(names, results, references, strict=True):
             error = tolerance.relative_error(result.cpu(), reference)
             if not error <= limit:
-                return f"wrong {name} (relative error {error:.1e}) with {_versions()}"
+                return f"wrong {name} (relative error {error:.1e}) with {_package_versions()}"
     except Exception as error:  # noqa: BLE001  # a kernel fails in its own way
-        return f"{named(error)} with {_versions()}"
+        return f"{named(error)} with {_package_versions()}"
     return None
 
 
@@ -90,16 +90,20 @@ def refusals(
     """
     if device == "cpu":  # the CPU platform runs the definition itself
         return {"GatedDeltaNet": None, "MambaMixer": None}
-    missing = {"GatedDeltaNet": _missing("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")}
+    missing = {
+        "GatedDeltaNet": _missing_import("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+    }
     if missing["GatedDeltaNet"] is None and compiles:
         rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
         missing["GatedDeltaNet"] = tried(rule, device, key_dim, value_dim, heads)
     scan = "mamba_ssm.ops.triton.ssd_combined", "mamba_split_conv1d_scan_combined"
-    missing["MambaMixer"] = _missing(*scan) or _missing("causal_conv1d", "causal_conv1d_fn")
+    missing["MambaMixer"] = _missing_import(*scan) or _missing_import(
+        "causal_conv1d", "causal_conv1d_fn"
+    )
     return missing
 
 
-def _missing(module: str, name: str) -> str | None:
+def _missing_import(module: str, name: str) -> str | None:
     package = module.partition(".")[0]
     try:
         getattr(importlib.import_module(module), name)
@@ -159,7 +163,7 @@ def _lengths(rule: Callable[..., Any], device: torch.device) -> dict[str, Tensor
     return arguments
 
 
-def _versions() -> str:
+def _package_versions() -> str:
     """Installed versions of what the kernels depend on."""
     versions = []
     for name in PACKAGES:

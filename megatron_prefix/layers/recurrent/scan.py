@@ -101,7 +101,7 @@ class MambaLayer:
         if states.inner:
             x, _ = states.edges(x, slice(num_heads_and_gates, num_heads_and_gates + channels))
         outs, finals = [], []
-        for rows, state in _rows(states, x, before, num_heads_and_gates, len(dt_bias)):
+        for rows, state in _convolution_rows(states, x, before, num_heads_and_gates, len(dt_bias)):
             output = self._stock_scan(
                 rows, weight, bias, dt_bias, *rest,
                 **{**given, "initial_states": state, "return_final_states": states.inner},
@@ -112,10 +112,10 @@ class MambaLayer:
         if states.spans.is_one_root:
             return states.leave(outs[0], finals[0])
         out = from_batches(outs, states.spans, before).unsqueeze(0)
-        return states.leave(out, _by_span(states, finals))
+        return states.leave(out, _rows_by_span(states, finals))
 
 
-def _rows(
+def _convolution_rows(
     states: LayerStates, x: Tensor, before: int, left: int, heads: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Batches of spans behind their parents' tails, and the states that they begin with.
@@ -140,7 +140,7 @@ def _rows(
         yield rows, None if states.state is None else states.state.index_select(0, batch.spans)
 
 
-def _by_span(states: LayerStates, finals: list[Any]) -> Tensor | None:
+def _rows_by_span(states: LayerStates, finals: list[Any]) -> Tensor | None:
     """States of all spans, from those of the batches."""
     if not states.inner:
         return None

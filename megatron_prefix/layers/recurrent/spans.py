@@ -42,7 +42,7 @@ class Edges(NamedTuple):
     tail: Tensor | None
 
 
-class Batch(NamedTuple):
+class SpanBatch(NamedTuple):
     """Spans of similar length as rows of a batch, each behind some positions in front of it.
 
     Attributes:
@@ -80,7 +80,7 @@ class Spans:
         self.lengths, self.parents, self._device = tuple(lengths), tuple(parents), device
         self._starts = [0, *itertools.accumulate(lengths)]
         self._edges: dict[int, Edges] = {}
-        self._batches: dict[int, tuple[Batch, ...]] = {}
+        self._batches: dict[int, tuple[SpanBatch, ...]] = {}
         self._unbatched: dict[int, tuple[Tensor, Tensor]] = {}
         self._dealt: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -147,7 +147,7 @@ class Spans:
         """Of the spans of every batch."""
         return length_batches(self.lengths)
 
-    def batches(self, before: int) -> tuple[Batch, ...]:
+    def batches(self, before: int) -> tuple[SpanBatch, ...]:
         """All spans in batches whose lengths differ by less than a factor of two.
 
         Args:
@@ -159,13 +159,13 @@ class Spans:
             )
         return self._batches[before]
 
-    def _batch(self, numbers: np.ndarray, before: int) -> Batch:
+    def _batch(self, numbers: np.ndarray, before: int) -> SpanBatch:
         lengths, starts = (np.array(x)[numbers, None] for x in (self.lengths, self._starts[:-1]))
         offsets = np.arange(-before, lengths.max())
         positions = starts + np.clip(offsets, 0, lengths - 1)
         front = np.flatnonzero(np.broadcast_to(offsets < 0, positions.shape))
         padding = np.flatnonzero(offsets >= lengths)
-        return Batch(
+        return SpanBatch(
             tuple(numbers.tolist()), self._on(numbers), self._on(positions.ravel()),
             self._on(front), self._on(padding) if len(padding) else None,
             self._on(np.concatenate([front, padding])),

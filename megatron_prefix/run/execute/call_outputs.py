@@ -32,7 +32,7 @@ from megatron_prefix.run.execute.inputs import ScoredRows
 from megatron_prefix.run.read.heads import FilledDict
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.sidecar.arena import Rows
-from megatron_prefix.sidecar.context_parallel import Exchange
+from megatron_prefix.sidecar.context_parallel import RowExchange
 from megatron_prefix.tree import Place, Span, cp_layout
 
 FLAT = -1
@@ -64,13 +64,13 @@ class AnswerForm(NamedTuple):
         filled: what it puts into a dict that calls bring; None: these bring none.
     """
 
-    exchange: Exchange | None = None
-    sequence: Exchange | None = None
+    exchange: RowExchange | None = None
+    sequence: RowExchange | None = None
     short: int = 0
     filled: FilledDict | None = None
 
 
-class Piece(NamedTuple):
+class OutputPiece(NamedTuple):
     """Logits of a span, [rows, vocabulary].
 
     Attributes:
@@ -104,7 +104,7 @@ class SegmentOutput(NamedTuple):
 
     leaves: list[Any]
     rows: ScoredRows | None
-    pieces: list[list[Piece]]
+    pieces: list[list[OutputPiece]]
 
 
 class CallOutputs:
@@ -168,7 +168,7 @@ class CallOutputs:
             outputs.append(values.requires_grad_(differentiable and leaf.is_floating_point()))
         positions = None if rows is None or self._exchange is not None else rows.positions
         pieces = [
-            [] if axis is None or leaf.dim() == 1 else _by_span(leaf, spans, positions)
+            [] if axis is None or leaf.dim() == 1 else _rows_of_spans(leaf, spans, positions)
             for leaf, axis in zip(outputs, self._axes, strict=True)
         ]
         self.kept[index] = SegmentOutput(outputs, rows, pieces)
@@ -259,7 +259,7 @@ class CallOutputs:
             self._axes = axes
 
     def _on_this_rank(
-        self, samples: Tensor, lengths: tuple[int, ...], exchange: Exchange
+        self, samples: Tensor, lengths: tuple[int, ...], exchange: RowExchange
     ) -> Tensor:
         """This context-parallel rank's positions of samples that lie one behind the other."""
         if lengths not in self._index:
@@ -333,7 +333,9 @@ class CallOutputs:
         return guard
 
 
-def _by_span(leaf: Tensor, spans: Sequence[Span], rows: np.ndarray | None) -> list[Piece]:
+def _rows_of_spans(
+    leaf: Tensor, spans: Sequence[Span], rows: np.ndarray | None
+) -> list[OutputPiece]:
     """Logits of a segment by span. What losses send to them, one after the other, is added up in
     parts of one buffer, the gradient of the segment's.
 
@@ -352,7 +354,7 @@ def _by_span(leaf: Tensor, spans: Sequence[Span], rows: np.ndarray | None) -> li
         num = int(np.searchsorted(local, span.length))  # padding is nobody's
         place = slice(int(stop) - len(in_span), int(stop) - len(in_span) + num)
         logits = leaf.detach()[place].requires_grad_(leaf.requires_grad)
-        pieces.append(Piece(logits, local[:num], leaf, place))
+        pieces.append(OutputPiece(logits, local[:num], leaf, place))
     return pieces
 
 
@@ -369,7 +371,7 @@ class _Assembled(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, guard: Tensor, rows: Sequence[Rows], missing: Tensor, num: int,
-        pieces: Sequence[Piece], *parts: Tensor,
+        pieces: Sequence[OutputPiece], *parts: Tensor,
     ) -> Tensor:  # fmt: skip
         ctx.rows, ctx.pieces = (rows, missing), pieces
         out = parts[0].new_zeros((num, *parts[0].shape[1:]))

@@ -64,7 +64,7 @@ class Rewind:
             RuntimeError: the host has no room.
         """
         if self._is_dirty():
-            self._copies_of_totals = [_on_host(gradient) for gradient in self._everything()]
+            self._copies_of_totals = [_host_copy(gradient) for gradient in self._everything()]
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -148,7 +148,7 @@ def _is_added(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "grad_added_to_main_grad", False))
 
 
-def _on_host(tensor: Tensor) -> Tensor:
+def _host_copy(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cuda":
         return tensor.detach().clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -141,7 +141,7 @@ class _Items:
         item = next(self._iterator)
         # A forward step may take things out of a dict that it draws.
         value = copy.copy(item) if isinstance(item, dict | list) else item
-        self._items.append(_Item(value, _versions(item)))
+        self._items.append(_Item(value, _tensor_versions(item)))
         return self._owner.copied(item)
 
     def __getattr__(self, name: str) -> Any:
@@ -192,6 +192,6 @@ def _is_plain_iterator(value: Any) -> bool:
     return hasattr(value, "__next__") and type(value).__module__ in ("builtins", "itertools")
 
 
-def _versions(item: Any) -> list[tuple[Tensor, int]]:
+def _tensor_versions(item: Any) -> list[tuple[Tensor, int]]:
     leaves = (leaf for leaf in pytree.tree_leaves(item) if isinstance(leaf, Tensor))
     return [(leaf, leaf._version) for leaf in leaves if not leaf.is_inference()]

@@ -102,7 +102,7 @@ def fixed() -> tuple[Any, ...]:
     )
 
 
-def _whole(read: Callable[[], Any], write: Callable[[Any], None]) -> Swap:
+def _whole_state(read: Callable[[], Any], write: Callable[[Any], None]) -> Swap:
     """Of something that is read and written as a whole; None where a step leaves it as it was."""
     outside = read()
 
@@ -126,7 +126,7 @@ def training_modes(model: Any) -> Swap:
         for module, flag in zip(modules, flags, strict=True):
             module.training = flag
 
-    return _whole(lambda: [module.training for module in modules], write)
+    return _whole_state(lambda: [module.training for module in modules], write)
 
 
 def environment() -> Swap:
@@ -138,7 +138,7 @@ def environment() -> Swap:
         os.environ.clear()
         os.environ.update({os.fsdecode(n): os.fsdecode(value) for n, value in variables.items()})
 
-    return _whole(lambda: dict(encoded), write)
+    return _whole_state(lambda: dict(encoded), write)
 
 
 @contextlib.contextmanager
@@ -154,7 +154,7 @@ def watched_forks() -> Iterator[Swap]:
 
     @contextlib.contextmanager
     def fork(*args: Any, **kwargs: Any) -> Iterator[None]:
-        forks.append((_state(tracker), _name(tracker)))
+        forks.append((_cuda_state(tracker), _mode_name(tracker)))
         before = forks[-1]
         try:
             with stock(*args, **kwargs):
@@ -165,11 +165,11 @@ def watched_forks() -> Iterator[Swap]:
                 _set(tracker, *outside)
 
     def swap(state: list[Any] | None, entering: bool) -> list[Any] | None:
-        inside = [*forks, (_state(tracker), _name(tracker))] if forks else None
+        inside = [*forks, (_cuda_state(tracker), _mode_name(tracker))] if forks else None
         outside = forks[0] if forks else None
         forks.clear()
         if state:
-            forks[:] = [(_state(tracker), _name(tracker)), *state[1:-1]]
+            forks[:] = [(_cuda_state(tracker), _mode_name(tracker)), *state[1:-1]]
             outside = state[-1]
         if outside is not None:
             _set(tracker, *outside)
@@ -184,7 +184,7 @@ def watched_forks() -> Iterator[Swap]:
             tracker.fork = before
 
 
-def _state(tracker: Any) -> Any:
+def _cuda_state(tracker: Any) -> Any:
     return megatron_random._get_cuda_rng_state(graph_safe=_graph_safe(tracker))
 
 
@@ -194,7 +194,7 @@ def _set(tracker: Any, state: Any, name: str | None) -> None:
         tracker._current_state_name = name
 
 
-def _name(tracker: Any) -> str | None:
+def _mode_name(tracker: Any) -> str | None:
     """The state that the generator has now; releases before 0.16 do not say."""
     return getattr(tracker, "_current_state_name", None)
 

@@ -149,7 +149,7 @@ def places(*functions: Callable[..., Any]) -> Iterator[Place]:
             ]
         elif isinstance(value, types.MethodType):
             waiting += [(value.__self__, depth), (value.__func__, depth)]
-        for place in _places_of(value):
+        for place in _places_in(value):
             num += 1
             yield place
             waiting += [(member, depth + 1) for member in place.read().values()]
@@ -209,7 +209,7 @@ def used_names(function: Any) -> set[str] | None:
     return used if has_code else None
 
 
-def _places_of(value: Any) -> Iterator[Place]:
+def _places_in(value: Any) -> Iterator[Place]:
     """What a value holds: variables of a function, items of a dict, attributes of an object."""
     kind = type(value)
     if isinstance(value, types.FunctionType):

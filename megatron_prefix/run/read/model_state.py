@@ -219,7 +219,7 @@ class ModelState:
 
     def _marks_now(self) -> list[list[Any]]:
         """Of every tensor what tells that it was written, or moved."""
-        marks: list[list[Any]] = [[*map(_version, self._tensors)], _places(self._tensors)]
+        marks: list[list[Any]] = [[*map(_version, self._tensors)], _data_pointers(self._tensors)]
         return [*marks, [*map(_sample, self._tensors)]] if self._samples else marks
 
     def _changes_of(self, number: int) -> Iterator[Change]:
@@ -231,7 +231,7 @@ class ModelState:
         else:
             before, value = self._others[self._walk.other_of[number]], copied(value)
         if not isinstance(value, Mapping):
-            if not _same(before, value):
+            if not _is_same_value(before, value):
                 yield Change(number, None, before, value)
             return
         kind = self._walk.holders[number].kind
@@ -239,7 +239,7 @@ class ModelState:
             was, now = before.get(name, _MISSING), value.get(name, _MISSING)
             if was is _MISSING and kind is not None:  # it was the class's (peft)
                 was = getattr(kind, name, _MISSING)
-            if was is not now and not _same(was, now):
+            if was is not now and not _is_same_value(was, now):
                 yield Change(number, name, before.get(name, _MISSING), now)
 
     def _filled(self, most: int) -> Iterator[Change]:
@@ -263,7 +263,7 @@ class ModelState:
                     with torch.no_grad():
                         self._tensors[change.holder].copy_(value)
             else:
-                _put(self._walk.holders[change.holder], change.name, value)
+                _put_value(self._walk.holders[change.holder], change.name, value)
         self._marks = self._marks_now()
 
     def _accept(self, change: Change) -> None:
@@ -277,7 +277,7 @@ class ModelState:
         elif (other := walk.other_of[number]) in walk.places:
             self._others[other] = walk.places[other].read()
         else:
-            _put(Holder(self._others[other], -1, None), change.name, change.after)
+            _put_value(Holder(self._others[other], -1, None), change.name, change.after)
 
     def _accept_attribute(self, row: int, change: Change) -> None:
         names = self._walk.rows[row].names
@@ -389,12 +389,12 @@ def outer_modules(places: Iterable[Place], models: Sequence[Any]) -> list[Any]:
     known, found = {*map(id, models)}, list[Any]()
     values = itertools.chain.from_iterable(place.read().values() for place in places)
     for value in values:
-        if isinstance(value, nn.Module) and id(value) not in known and _holds(value, known):
+        if isinstance(value, nn.Module) and id(value) not in known and _holds_model(value, known):
             found.append(value)
     return found
 
 
-def _holds(module: Any, models: set[int]) -> bool:
+def _holds_model(module: Any, models: set[int]) -> bool:
     """Whether one of some models is in a module, near its top."""
     level = [module]
     for _ in range(MOST_WRAPPERS):
@@ -404,7 +404,7 @@ def _holds(module: Any, models: set[int]) -> bool:
     return False
 
 
-def _put(to: Holder, name: Any, value: Any) -> None:
+def _put_value(to: Holder, name: Any, value: Any) -> None:
     """Gives an entry of a holder a value, or all of a list or set."""
     holder = to.value
     if isinstance(holder, Place):
@@ -427,15 +427,15 @@ def _put(to: Holder, name: Any, value: Any) -> None:
         holder[name] = value
 
 
-def _places(tensors: Sequence[Tensor]) -> list[int]:
+def _data_pointers(tensors: Sequence[Tensor]) -> list[int]:
     """Where they lie in memory."""
     try:
         return [*map(Tensor.data_ptr, tensors)]  # in C
     except RuntimeError:
-        return [*map(_place, tensors)]
+        return [*map(_data_pointer, tensors)]
 
 
-def _place(tensor: Tensor) -> int:
+def _data_pointer(tensor: Tensor) -> int:
     try:
         return tensor.data_ptr()
     except RuntimeError:  # of a tensor that is made of others
@@ -456,7 +456,7 @@ def _sample(tensor: Tensor) -> bytes:
         return b""
 
 
-def _same(before: Any, now: Any, depth: int = MOST_DEPTH) -> bool:
+def _is_same_value(before: Any, now: Any, depth: int = MOST_DEPTH) -> bool:
     """Whether two values do the same for a model."""
     if before is now:
         return True
@@ -479,14 +479,18 @@ def _same_kind(before: Any, now: Any, depth: int) -> bool:
     if isinstance(before, np.ndarray):
         return before.dtype == now.dtype and np.array_equal(before, now)
     if isinstance(before, dict):
-        return before.keys() == now.keys() and all(_same(before[n], now[n], depth) for n in now)
+        return before.keys() == now.keys() and all(
+            _is_same_value(before[n], now[n], depth) for n in now
+        )
     if isinstance(before, tuple | list | collections.deque):
         pairs = zip(before, now, strict=False)
-        return len(before) == len(now) and all(_same(was, by_now, depth) for was, by_now in pairs)
+        return len(before) == len(now) and all(
+            _is_same_value(was, by_now, depth) for was, by_now in pairs
+        )
     if isinstance(before, functools.partial | types.MethodType | types.FunctionType):
-        return _same(_parts(before), _parts(now), depth)
+        return _is_same_value(_function_parts(before), _function_parts(now), depth)
     if holds_state(before):
-        return _same(members_of(before), members_of(now), depth)
+        return _is_same_value(members_of(before), members_of(now), depth)
     return bool(before == now)
 
 
@@ -497,7 +501,7 @@ def _same_tensor(before: Tensor, now: Tensor) -> bool:
     return (before.shape, before.stride(), before.dtype) == (now.shape, now.stride(), now.dtype)
 
 
-def _parts(function: Any) -> tuple[Any, ...]:
+def _function_parts(function: Any) -> tuple[Any, ...]:
     """What a function does: one that is made anew from the same code and values does the same."""
     if isinstance(function, functools.partial):
         return function.func, function.args, function.keywords

@@ -106,7 +106,7 @@ class Row(NamedTuple):
     members: dict[str, Any]
 
 
-class _Entry(NamedTuple):
+class _ToVisit(NamedTuple):
     """A value that is to be looked into; `names`: of its attributes only these, of all if None."""
 
     value: Any
@@ -155,13 +155,13 @@ class ModelWalk:
         self._trainers: dict[type, bool] = {}
         self._alive: list[Any] = []  # so that nothing else gets the id of what was met
         self._names: dict[types.CodeType, frozenset[str] | None] = {}
-        self._left: collections.deque[_Entry] = collections.deque()
+        self._left: collections.deque[_ToVisit] = collections.deque()
         self.state: Any = None
         self._types: list[type] = []  # of all values, which are followed, and their identities
         self._followed: list[int] = []
         self._ids: list[int] = []
         for number, model in enumerate(self.roots):
-            self._left.append(_Entry(model, -1, type(model).__name__))
+            self._left.append(_ToVisit(model, -1, type(model).__name__))
             while self._left and len(self.holders) < MOST_HOLDERS:
                 entry = self._left.popleft()
                 try:
@@ -252,7 +252,7 @@ class ModelWalk:
 
     # The walk -------------------------------------------------------------------------------------
 
-    def _enter(self, entry: _Entry) -> None:
+    def _enter(self, entry: _ToVisit) -> None:
         value = entry.value
         if id(value) in self._seen:
             return
@@ -271,13 +271,13 @@ class ModelWalk:
                 self._alive.append(value)
             self._object(entry)
 
-    def _hold(self, entry: _Entry, value: Any, **of: Any) -> int:
+    def _hold(self, entry: _ToVisit, value: Any, **of: Any) -> int:
         self.holders.append(Holder(value, entry.owner, entry.key, **of))
         number = len(self.holders) - 1
         self.others.append(number)
         return number
 
-    def _module(self, entry: _Entry) -> None:
+    def _module(self, entry: _ToVisit) -> None:
         module, members = entry.value, vars(entry.value)
         self.holders.append(Holder(members, entry.owner, entry.key, kind=type(module)))
         number, left, seen = len(self.holders) - 1, self._left, self._seen
@@ -286,7 +286,7 @@ class ModelWalk:
             if name not in NOT_OWN:
                 own.append(name)
                 if type(value) not in self._opaque and id(value) not in seen:
-                    left.append(_Entry(value, number, name))
+                    left.append(_ToVisit(value, number, name))
             elif name in OF_MODULE and value:
                 self._registry(number, name, value, id(module) in self._shallow)
             elif name in OF_MODULE and value is not None:
@@ -301,7 +301,7 @@ class ModelWalk:
     def _registry(self, owner: int, name: str, registry: dict[Any, Any], shallow: bool) -> None:
         """Parameters, buffers, submodules or hooks of a module."""
         is_plain = name == "_modules" or name in _WEIGHTS
-        entry = _Entry(None, owner, None if is_plain else name)
+        entry = _ToVisit(None, owner, None if is_plain else name)
         number = self._hold(entry, registry, has_attributes=is_plain)
         if name in _WEIGHTS:
             self.weights.append(registry)
@@ -309,26 +309,26 @@ class ModelWalk:
             return
         for key, value in registry.items():
             if type(value) not in self._opaque:
-                self._left.append(_Entry(value, number, key))
+                self._left.append(_ToVisit(value, number, key))
 
     def _class(self, kind: type) -> None:
         """Attributes of a trainer's class of modules, and globals that its methods name."""
         self._seen.add(id(kind))
-        number = self._hold(_Entry(None, -1, kind.__name__), vars(kind), kind=kind)
+        number = self._hold(_ToVisit(None, -1, kind.__name__), vars(kind), kind=kind)
         for name, value in vars(kind).items():
             if type(value) not in self._opaque and not name.startswith("__"):
-                self._left.append(_Entry(value, number, name))
+                self._left.append(_ToVisit(value, number, name))
 
-    def _container(self, entry: _Entry) -> None:
+    def _container(self, entry: _ToVisit) -> None:
         value = entry.value
         number = self._hold(entry, value, has_attributes=False)
         if len(value) > MOST_NAMES or entry.depth == 0 or isinstance(value, set):
             return
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if type(item) not in self._opaque:
-                self._left.append(_Entry(item, number, key, entry.depth - 1, entry.names))
+                self._left.append(_ToVisit(item, number, key, entry.depth - 1, entry.names))
 
-    def _array(self, entry: _Entry) -> None:
+    def _array(self, entry: _ToVisit) -> None:
         array = entry.value
 
         def read() -> dict[Any, Any]:
@@ -342,7 +342,7 @@ class ModelWalk:
         if not array.dtype.hasobject:
             self._hold(entry, Place(read, write))
 
-    def _object(self, entry: _Entry) -> None:
+    def _object(self, entry: _ToVisit) -> None:
         """A tuple, partial, function, method, or an object with attributes."""
         value, _, _, depth, names = entry
         parts: dict[Any, Any] = {}
@@ -363,9 +363,9 @@ class ModelWalk:
             number = self._hold(entry, value, has_attributes=not isinstance(value, tuple))
             for key, part in parts.items():
                 if type(part) not in self._opaque:
-                    self._left.append(_Entry(part, number, key, depth - 1, names))
+                    self._left.append(_ToVisit(part, number, key, depth - 1, names))
 
-    def _function(self, entry: _Entry) -> None:
+    def _function(self, entry: _ToVisit) -> None:
         """What a trainer's function names."""
         used = self._used(entry.value)
         if used is None or str(entry.key).endswith("_func"):  # a config's: no part of the model
@@ -376,16 +376,16 @@ class ModelWalk:
                 if type(value) not in self._opaque and not isinstance(
                     value, type | types.FunctionType
                 ):
-                    self._left.append(_Entry(value, number, name, entry.depth - 1, used))
+                    self._left.append(_ToVisit(value, number, name, entry.depth - 1, used))
 
-    def _attributes(self, entry: _Entry) -> None:
+    def _attributes(self, entry: _ToVisit) -> None:
         members, names = members_of(entry.value), entry.names
         is_dict = members is getattr(entry.value, "__dict__", None) and names is None
         value = members if is_dict else _some_attributes(entry.value, names)
         number = self._hold(entry, value, kind=type(entry.value))
         for name, item in [*members.items()] if len(members) <= MOST_NAMES else ():
             if type(item) not in self._opaque and (names is None or name in names):
-                self._left.append(_Entry(item, number, name, entry.depth - 1, names))
+                self._left.append(_ToVisit(item, number, name, entry.depth - 1, names))
 
     def _is_trainers(self, kind: type) -> bool:
         if kind not in self._trainers:

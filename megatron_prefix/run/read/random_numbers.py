@@ -131,7 +131,7 @@ def counts_taken(device: torch.device) -> bool:
 
 def taken(device: torch.device) -> int:
     """How many numbers were taken from a device's generator and from those of the tracker."""
-    states = map(_state, get_cuda_rng_tracker().get_states().values())
+    states = map(_generator_state, get_cuda_rng_tracker().get_states().values())
     return _count(torch.cuda.get_rng_state(device)) + sum(map(_count, states))
 
 
@@ -140,7 +140,7 @@ def not_counted(device: torch.device) -> dict[str, bytes]:
     states = {CPU: torch.get_rng_state().numpy().tobytes()}
     if device.type != "cuda":
         for name, state in get_cuda_rng_tracker().get_states().items():
-            states[_tracked(name)] = _state(state).numpy().tobytes()
+            states[_tracked(name)] = _generator_state(state).numpy().tobytes()
     return states
 
 
@@ -148,7 +148,7 @@ def _tracked(name: str) -> str:
     return f"Megatron's {name}"
 
 
-def _state(state: Any) -> Tensor:
+def _generator_state(state: Any) -> Tensor:
     """Of the tracker's: a tensor, or a generator where it is safe for CUDA graphs."""
     return state if isinstance(state, Tensor) else state.get_state()
 

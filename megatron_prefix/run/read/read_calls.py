@@ -207,7 +207,7 @@ def read_tokens(
     moves = bool(calls[0].others) and heads.moves_labels(calls[0].arguments)
     columns["labels"] = [heads.moved(call) if moves else call["labels"] for call in calls]
     columns["trained positions"] = [None if mask is None else mask != 0 for mask in trained]
-    columns |= {"loss_mask": [*map(_weights, calls)]} if ahead else {}
+    columns |= {"loss_mask": [*map(_loss_weights, calls)]} if ahead else {}
     lengths = [sum(layout.lengths) // cp_size for layout in where]
     for name, column in columns.items():
         for value, num in zip(column, lengths, strict=True):
@@ -215,7 +215,9 @@ def read_tokens(
                 raise refused(COLUMN_LENGTH, name, value.numel(), num)
     positions = [_counted(call["position_ids"], cp_size) for call in calls]
     tokens, labels, flags, *weights = columns.values()
-    return CallTokens(where, *_on_host([tokens, labels, flags, positions, *weights], lengths))
+    return CallTokens(
+        where, *_copied_to_host([tokens, labels, flags, positions, *weights], lengths)
+    )
 
 
 def trained_positions(
@@ -273,7 +275,7 @@ def _counted(ids: Tensor | None, cp_size: int) -> Tensor | None:
     return ids[0] if cp_size > 1 and ids is not None and ids.dim() == 3 else ids
 
 
-def _weights(call: ModelCall) -> Tensor | None:
+def _loss_weights(call: ModelCall) -> Tensor | None:
     """The bits of a call's loss_mask in float64, of ones where it has none, as int64."""
     mask, tokens = call["loss_mask"], call["input_ids"]
     if mask is None and tokens is not None and not tokens.is_nested:
@@ -283,7 +285,7 @@ def _weights(call: ModelCall) -> Tensor | None:
     return mask.double().contiguous().view(torch.int64)
 
 
-def _on_host(
+def _copied_to_host(
     columns: Sequence[Sequence[Tensor | None]], lengths: Sequence[int]
 ) -> list[Numbers | None]:
     """Every column as one array; all of them come in one copy, for which the host waits once."""

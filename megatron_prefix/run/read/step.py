@@ -142,9 +142,9 @@ def read_step(
     if pp.size() > 1:
         known = _tell_first(calls.last, calls.first, pp, device)
     else:
-        known = calls.first if calls.last is None else _merged(calls.first, calls.last)
+        known = calls.first if calls.last is None else _merged_samples(calls.first, calls.last)
     try:
-        samples = _read(calls, known, groups, device)
+        samples = _read_samples(calls, known, groups, device)
     except Exception as error:  # noqa: BLE001  # the other stages wait for this one's message
         problem = error
     if calls.first is not None:
@@ -159,7 +159,7 @@ def read_step(
     return step, None if step is not None else problem or refused(NO_TREE)
 
 
-def _read(
+def _read_samples(
     calls: ReadCalls, known: CallTokens | None, groups: Any, device: torch.device
 ) -> list[Pairs] | None:
     """What this stage knows of the samples; `known`: columns of both ends of the pipeline."""
@@ -213,10 +213,10 @@ def _tell_first(
     parts = iter(np.split(numbers[2:], max(has_labels + has_trained, 1)))
     labels = next(parts) if has_labels else None
     trained = next(parts) if has_trained else None
-    return _merged(first, first._replace(labels=labels, trained=trained))
+    return _merged_samples(first, first._replace(labels=labels, trained=trained))
 
 
-def _merged(first: CallTokens | None, last: CallTokens) -> CallTokens | None:
+def _merged_samples(first: CallTokens | None, last: CallTokens) -> CallTokens | None:
     """The first chunk's columns, and what only the last has."""
     if first is None:
         return None
@@ -236,7 +236,7 @@ def _samples(
 ) -> list[Pairs]:
     """Whole samples from the slices of the context-parallel ranks; `up_to_loss`: see ReadCalls."""
     lengths, bounds = known.lengths, np.cumsum([0, *known.lengths])
-    (inputs, after, flags, *bits), paths = _whole(known, routes, group, device)
+    (inputs, after, flags, *bits), paths = _whole_samples(known, routes, group, device)
     flags = flags != 0
     mask = bits[0].view(np.float64) if bits else None
     if known.labels is None:
@@ -268,7 +268,7 @@ def with_next_token(samples: Sequence[Pairs]) -> list[Pairs]:
     return [replace(sample, following=np.append(sample.inputs[1:], -1)) for sample in samples]
 
 
-def _whole(
+def _whole_samples(
     known: CallTokens, routes: Sequence[Tensor | None], group: Any, device: torch.device
 ) -> tuple[list[Numbers], Numbers | None]:
     """Of whole samples tokens, labels, flags of loss and perhaps weights; routes."""
@@ -285,8 +285,8 @@ def _whole(
     if size > 1:
         check_cut(lengths, size)
         order = cp_layout.view_order(lengths, size)
-        rows = [*_of_ranks(np.stack(rows, axis=1), group, device)[order].T]
-        paths = None if paths is None else _of_ranks(paths, group, device)[order]
+        rows = [*_rows_of_ranks(np.stack(rows, axis=1), group, device)[order].T]
+        paths = None if paths is None else _rows_of_ranks(paths, group, device)[order]
     return rows, paths
 
 
@@ -303,7 +303,7 @@ def _joined_routes(routes: Sequence[Tensor | None], num: int) -> Numbers | None:
     return rows.astype(np.int32)
 
 
-def _of_ranks(local: np.ndarray, group: Any, device: torch.device) -> np.ndarray:
+def _rows_of_ranks(local: np.ndarray, group: Any, device: torch.device) -> np.ndarray:
     """[size * n, ...] of every rank's [n, ...]."""
     tensor = torch.from_numpy(np.ascontiguousarray(local)).to(device)
     return gathered(tensor, group).cpu().numpy()

@@ -118,7 +118,7 @@ def _digest(value: Any) -> bytes:
     """Of what a value holds: its elements, or which objects; what cannot be read stays the same."""
     digest = hashlib.blake2b(digest_size=16)
     try:
-        for part in _parts(value, 2):
+        for part in _parts_of(value, 2):
             digest.update(part)
     except Exception:  # sparse tensors, odd classes: looking must not end a step
         logger.debug("a %s cannot be compared", type(value).__name__, exc_info=True)
@@ -126,7 +126,7 @@ def _digest(value: Any) -> bytes:
     return digest.digest()
 
 
-def _parts(value: Any, depth: int) -> Iterator[bytes]:
+def _parts_of(value: Any, depth: int) -> Iterator[bytes]:
     if isinstance(value, Tensor):
         yield from _of_tensor(value)
     elif isinstance(value, np.ndarray):
@@ -138,11 +138,11 @@ def _parts(value: Any, depth: int) -> Iterator[bytes]:
     elif isinstance(value, list | tuple | collections.deque):
         yield repr((len(value), depth > 0)).encode()
         for item in list(value)[-ITEMS:] if depth else ():
-            yield from _parts(item, depth - 1)
+            yield from _parts_of(item, depth - 1)
     elif isinstance(value, dict):
         for key in list(value)[:ITEMS] if depth else ():
             yield repr(key).encode()
-            yield from _parts(value[key], depth - 1)
+            yield from _parts_of(value[key], depth - 1)
     elif isinstance(value, set | frozenset):
         yield repr((len(value), sum(map(hash, value)))).encode()
     else:
@@ -161,7 +161,7 @@ def _of_object(value: Any, depth: int) -> Iterator[bytes]:
         for name in (slots,) if isinstance(slots, str) else slots:
             if isinstance(vars(kind).get(name), types.MemberDescriptorType):
                 members[name] = getattr(value, name, None)
-    yield from _parts(members, depth)
+    yield from _parts_of(members, depth)
 
 
 def _of_tensor(tensor: Tensor) -> Iterator[bytes]:

@@ -283,7 +283,7 @@ def test_every_tensor_parallel_rank_does_the_whole_work() -> None:
 def test_layers_that_have_one(fields: dict[str, Any], layers: set[int]) -> None:
     """Every so many layers the last is attention; or the config names them."""
     config = SimpleNamespace(num_hidden_layers=7, **fields)
-    assert own_gdn._layers(config) == layers
+    assert own_gdn._own_layers(config) == layers
 
 
 def test_subclasses_of_megatrons(cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from megatron_prefix.layers.blocks import windowed
 from megatron_prefix.layers.blocks.windowed import Tails, WindowKeys
 from megatron_prefix.refusals.table import LEARNED_SINKS_CP, SINKS_CP, WINDOW_CP
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.sidecar.context_parallel import Exchange
+from megatron_prefix.sidecar.context_parallel import RowExchange
 from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.payload_map import Form
 from tests.harness.context_parallel import DATA, spec
@@ -258,7 +258,7 @@ def _reversed(length: int, rank: int, size: int) -> list[tuple[int, int]]:
 
 
 BROKEN: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
-    "last rows of this rank only": (Exchange, "total", lambda stock: lambda self, mine: mine),
+    "last rows of this rank only": (RowExchange, "total", lambda stock: lambda self, mine: mine),
     "gradients of this rank only": (
         Tails, "returned",
         lambda stock: lambda self, context, sent, both: stock(

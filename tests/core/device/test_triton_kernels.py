@@ -64,7 +64,7 @@ for width, dtype in [(24, torch.bfloat16), (BLOCK + 5, torch.float32), (2 * BLOC
     rows[0], rows[1] = -1, 0
     words = rows.view(prints._WORDS[dtype.itemsize])
     keys = prints._keys(width, words.device)
-    assert torch.equal(sums_triton(words, keys, prints._FACTOR), prints._sums(words, keys))
+    assert torch.equal(sums_triton(words, keys, prints._FACTOR), prints._row_sums(words, keys))
 """
 
 

@@ -46,8 +46,8 @@ NONE: dict[str, Any] = {"fp8": None, "fp8_recipe": "blockwise"}
 )
 def test_rows(fields: Any, sequence_ranks: int, cp: int, rows: int, whole: int) -> None:
     config = SimpleNamespace(**fields)
-    assert precision.rows(config, sequence_ranks) == rows
-    assert precision.whole(config, sequence_ranks, cp) == whole
+    assert precision.row_multiple(config, sequence_ranks) == rows
+    assert precision.segment_multiple(config, sequence_ranks, cp) == whole
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_what_a_product_keeps_of_its_input(
     recipe: str, allocated: Callable[[int, int], int]
 ) -> None:
     config = SimpleNamespace(fp8="e4m3", fp8_recipe=recipe)
-    assert precision.kept(config, 2) == allocated(2048, 14336) / (2048 * 14336)
-    assert precision.kept(SimpleNamespace(**{**vars(config), "fp8": None}), 2) == 2
-    assert precision.kept(SimpleNamespace(fp8="e4m3", fp8_recipe="delayed"), 2) == 2
+    assert precision.kept_bytes(config, 2) == allocated(2048, 14336) / (2048 * 14336)
+    assert precision.kept_bytes(SimpleNamespace(**{**vars(config), "fp8": None}), 2) == 2
+    assert precision.kept_bytes(SimpleNamespace(fp8="e4m3", fp8_recipe="delayed"), 2) == 2
 
 
 INPUTS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, int]]]] = {

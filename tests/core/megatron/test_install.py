@@ -210,7 +210,7 @@ def test_kernels_are_probed_with_the_heads_of_a_rank(
         tensor_model_parallel_size=ranks,
     )  # fmt: skip
     model = SimpleNamespace(config=config, parameters=lambda: iter([torch.zeros(1)]))
-    installing._choose_kernel("auto", model, 3, 64)
+    installing._kernel_for("auto", model, 3, 64)
     found = ("auto", torch.device("cpu"), torch.float32, 16, 16, 3, group, {"window": 64})
     assert asked == [found]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from megatron_prefix.features.mtp.tables import AheadTables, Division, Rows, sums
+from megatron_prefix.features.mtp.tables import AheadTables, Division, FurtherRows, loss_sums
 from megatron_prefix.run.read.step import with_next_token
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build, cp_layout
 from tests.core.tree.test_across_ranks import dealt, forests_of
@@ -195,10 +195,11 @@ def test_megatron_divides_by_zero() -> None:
     for one, of in zip(some, MICROBATCHES, strict=True):
         one.weights[:] *= of != 1  # type: ignore[index]
     forest = forest_of(some)
-    assert sums(some, MICROBATCHES)[0][:, 0].tolist().count(0.0) == 1
+    assert loss_sums(some, MICROBATCHES)[0][:, 0].tolist().count(0.0) == 1
     for division in DIVISIONS:
         tables = AheadTables(forest, some, MICROBATCHES, division)
         assert tables.undefined == (not division.clamps)
         assert all(
-            isinstance(rows, Rows) and np.isfinite(rows.weights).all() for rows in tables.rows()
+            isinstance(rows, FurtherRows) and np.isfinite(rows.weights).all()
+            for rows in tables.rows()
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_prefix.features.graphs import cuda
 from megatron_prefix.features.graphs.pieces import Piece
 from megatron_prefix.features.graphs.places import GraphPlaces
-from megatron_prefix.features.graphs.segment_graphs import Form, SegmentGraphs
+from megatron_prefix.features.graphs.segment_graphs import GraphForm, SegmentGraphs
 from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.model import footprint_of, layers_of
@@ -105,7 +105,7 @@ def new_sets(
     found, held, capture = [], Held(unwrap(model)), SegmentGraphs.capture
     backward, between = Piece.capture_backward, list[tuple[int, int, int]]()
 
-    def captured(sets: Any, form: Form, hidden: Tensor, given: Any) -> None:
+    def captured(sets: Any, form: GraphForm, hidden: Tensor, given: Any) -> None:
         is_first = not sets.made
         held.forget()
         between.clear()
@@ -219,7 +219,7 @@ def test_pieces_of_the_longest_segment_copy_one_thing(
     copies: list[tuple[bool, int]] = []
     capture = SegmentGraphs.capture
 
-    def captured(sets: Any, form: Form, hidden: Tensor, given: Any) -> None:
+    def captured(sets: Any, form: GraphForm, hidden: Tensor, given: Any) -> None:
         is_first = not sets.made
         capture(sets, form, hidden, given)
         for pieces, _ in sets.made[form].values():

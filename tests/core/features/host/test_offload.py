@@ -14,9 +14,9 @@ from torch import Tensor
 from megatron_prefix.features.host import pool as pools
 from megatron_prefix.features.host.pool import StagingPool
 from megatron_prefix.features.host.segment import (
-    Entry,
     OffloadedSegment,
     Offloader,
+    SavedStorage,
     StorageState,
     addresses,
 )
@@ -68,10 +68,10 @@ def layers(segment: OffloadedSegment, x: Tensor, num: int = 4) -> Tensor:
     return x
 
 
-def entries() -> list[Entry]:
+def entries() -> list[SavedStorage]:
     """All that something still refers to."""
     gc.collect()
-    return [one for one in gc.get_objects() if type(one) is Entry]
+    return [one for one in gc.get_objects() if type(one) is SavedStorage]
 
 
 def expected_gradient(x: Tensor) -> Tensor:

@@ -58,9 +58,9 @@ def test_stages_may_have_different_numbers_of_routers(monkeypatch: pytest.Monkey
         head = torch.tensor([[4, 1, 0, -1, -1]])
         return torch.cat([head, mine]) if len(sent[1]) == 1 else torch.cat([mine, mine])
 
-    monkeypatch.setattr(routes, "_of_ranks", noted)
+    monkeypatch.setattr(routes, "_gathered_rows", noted)
     second.gathered((), 1, ranks(2, 1), CPU)
-    monkeypatch.setattr(routes, "_of_ranks", exchanged)
+    monkeypatch.setattr(routes, "_gathered_rows", exchanged)
     [found] = first.gathered([CallLayout((4,), True)], 1, ranks(2), CPU)
     assert torch.equal(found, rows(4, (0, 1, 2)))
 
@@ -68,11 +68,11 @@ def test_stages_may_have_different_numbers_of_routers(monkeypatch: pytest.Monkey
 def test_what_was_told_before_the_step_is_no_microbatchs() -> None:
     """One tensor for all of them: it was set once, perhaps for the step before."""
     several = [Told(FORWARD, rows(4, (0,))[:, 0], source=source) for source in (1, 2)]
-    routes._check(several, ahead=False)
+    routes._check_routes(several, ahead=False)
     with pytest.raises(CannotShare, match=r"REPLAY_FORWARD, .* before the model call"):
-        routes._check([several[0]] * 2, ahead=False)
+        routes._check_routes([several[0]] * 2, ahead=False)
     with pytest.raises(CannotShare, match="REPLAY_FORWARD"):
-        routes._check([several[0], several[1]._replace(routes=None)], ahead=False)
+        routes._check_routes([several[0], several[1]._replace(routes=None)], ahead=False)
 
 
 @pytest.mark.parametrize("recording", [1, 2])
@@ -80,7 +80,7 @@ def test_routers_that_record_are_refused(recording: int) -> None:
     several = [Told(FORWARD, rows(4, (0,))[:, 0], source=source) for source in (1, 2)]
     several[-recording:] = [Told(RECORD, None)] * recording
     with pytest.raises(CannotShare, match="records routes"):
-        routes._check(several, ahead=False)
+        routes._check_routes(several, ahead=False)
 
 
 def test_microbatches_have_routes_all_or_none() -> None:
