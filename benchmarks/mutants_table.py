@@ -143,7 +143,7 @@ _GRAPHS = (
     _graphs(
         "inputs-of-the-capture",
         "features/graphs/pieces.py",
-        "        _put(self.inputs, inputs)\n",
+        "        _put_parameter(self.inputs, inputs)\n",
         "",
     ),
     _graphs(
@@ -234,8 +234,8 @@ _GRAPHS = (
     _graphs(
         "form-without-its-policy",
         "features/graphs/layers.py",
-        "    return Form(len(hidden), context.activates_again)",
-        "    return Form(len(hidden), False)",
+        "    return GraphForm(len(hidden), context.activates_again)",
+        "    return GraphForm(len(hidden), False)",
         f"{_G}\n{_G_MEMORY}",
     ),
     _graphs(
@@ -662,8 +662,8 @@ _DSA = (
     _sparse(
         "keys-of-later-queries",
         "features/dsa/sparse.py",
-        "result.append(_Seen(begin, end, rows[: len(rows) - (stop - end)]))",
-        "result.append(_Seen(begin, end, rows))",
+        "result.append(_VisibleKeys(begin, end, rows[: len(rows) - (stop - end)]))",
+        "result.append(_VisibleKeys(begin, end, rows))",
     ),
     _sparse(
         "keys-of-other-prompts",
@@ -747,8 +747,8 @@ _DSA = (
     _sparse(
         "backward-with-another-scale",
         "features/dsa/sparse.py",
-        "        out = _attend(leaves[0], leaves[1], leaves[2], seen, shared.scale)",
-        "        out = _attend(leaves[0], leaves[1], leaves[2], seen, 1.0)",
+        "        out = _attend_chosen(leaves[0], leaves[1], leaves[2], seen, shared.scale)",
+        "        out = _attend_chosen(leaves[0], leaves[1], leaves[2], seen, 1.0)",
     ),
     _sparse(
         "indexer-without-zeros",
