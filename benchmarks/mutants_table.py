@@ -143,7 +143,7 @@ _GRAPHS = (
     _graphs(
         "inputs-of-the-capture",
         "features/graphs/pieces.py",
-        "        _put_parameter(self.inputs, inputs)\n",
+        "        _fill(self.inputs, inputs)\n",
         "",
     ),
     _graphs(

@@ -80,7 +80,7 @@ class Piece:
             places: where it writes these.
             passed: the first input, if it passes that on.
         """
-        _put_parameter(places, computed)
+        _fill(places, computed)
         self.forward.end()
         self._computed = tuple(map(get_gradient_edge, computed))
         self.inputs, self.outputs = (*inputs,), (*places, *passed)
@@ -151,7 +151,7 @@ class Piece:
         parameter = self._parameters[[*map(id, self._leaves)].index(id(leaf))]
         if parameter not in self._own:
             raise CannotCaptureError("a product does not add its weight's gradient to main_grad")
-        _put_parameter([self._own[parameter]], [gradient])
+        _fill([self._own[parameter]], [gradient])
         return self._own[parameter]
 
     def __call__(self, *inputs: Tensor) -> Sequence[Tensor]:
@@ -161,13 +161,13 @@ class Piece:
 
     def run_forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Replays its forward."""
-        _put_parameter(self.inputs, inputs)
+        _fill(self.inputs, inputs)
         self.forward.replay()
         return tuple(output.detach() for output in self.outputs)
 
     def run_backward(self, gradients: Sequence[Tensor]) -> Iterator[Tensor | None]:
         """Replays its backward: gradients of inputs and of parameters."""
-        _put_parameter(self._gradients, gradients)
+        _fill(self._gradients, gradients)
         self.backward.replay()
         for one in self._added:
             setattr(one, _ADDED, True)
@@ -199,7 +199,7 @@ def _put_sum(place: Tensor, given: Sequence[Tensor]) -> None:
     if len(given) > 1:
         torch.add(*given, out=place)
     elif given:
-        _put_parameter([place], given)
+        _fill([place], given)
     else:  # others write there, too
         place.zero_()
 
@@ -215,7 +215,7 @@ def put_at(place: Tensor, given: Tensor) -> Tensor:
     return result
 
 
-def _put_parameter(places: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+def _fill(places: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     """Copies what is not there already."""
     with torch.no_grad():
         for place, one in zip(places, given, strict=True):
