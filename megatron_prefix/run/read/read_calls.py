@@ -215,9 +215,7 @@ def read_tokens(
                 raise refused(COLUMN_LENGTH, name, value.numel(), num)
     positions = [_counted(call["position_ids"], cp_size) for call in calls]
     tokens, labels, flags, *weights = columns.values()
-    return CallTokens(
-        where, *_copied_to_host([tokens, labels, flags, positions, *weights], lengths)
-    )
+    return CallTokens(where, *_to_host([tokens, labels, flags, positions, *weights], lengths))
 
 
 def trained_positions(
@@ -285,7 +283,7 @@ def _loss_weights(call: ModelCall) -> Tensor | None:
     return mask.double().contiguous().view(torch.int64)
 
 
-def _copied_to_host(
+def _to_host(
     columns: Sequence[Sequence[Tensor | None]], lengths: Sequence[int]
 ) -> list[Numbers | None]:
     """Every column as one array; all of them come in one copy, for which the host waits once."""
