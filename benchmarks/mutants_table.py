@@ -131,13 +131,13 @@ _GRAPHS = (
     _graphs(
         "sum-of-gradients-is-the-first",
         "features/graphs/pieces.py",
-        "        torch.add(*given, out=place)",
-        "        _put([place], given[:1])",
+        "        torch.add(*tensors, out=place)",
+        "        _put([place], tensors[:1])",
     ),
     _graphs(
         "borrowed-gradient-not-cloned",
         "features/graphs/pieces.py",
-        "lender._lent.append((edge, gradient.clone() if there else gradient))",
+        "lender._lent.append((edge, gradient.clone() if is_overwritten else gradient))",
         "lender._lent.append((edge, gradient))",
     ),
     _graphs(
@@ -155,14 +155,14 @@ _GRAPHS = (
     _graphs(
         "added-by-another-backward",
         "features/graphs/pieces.py",
-        "                    setattr(other, _ADDED, False)",
+        "                    setattr(stand_in, _ADDED, False)",
         "                    pass",
     ),
     _graphs(
         "added-not-told",
         "features/graphs/pieces.py",
-        "            setattr(one, _ADDED, True)",
-        "            setattr(one, _ADDED, False)",
+        "            setattr(added, _ADDED, True)",
+        "            setattr(added, _ADDED, False)",
     ),
     _graphs(
         "nodes-of-pieces-forgotten",
@@ -209,7 +209,7 @@ _GRAPHS = (
     _graphs(
         "frozen-weights-not-seen",
         "features/graphs/layers.py",
-        "        trained = (one.requires_grad for one in weights)",
+        "        trained = (tensor.requires_grad for tensor in weights)",
         "        trained = ()",
     ),
     _graphs(
@@ -247,7 +247,7 @@ _GRAPHS = (
     _graphs(
         "longer-than-its-set",
         "features/graphs/layers.py",
-        "        fits = [one for one in alike if form.positions <= one.most]",
+        "        fits = [graphs for graphs in alike if form.positions <= graphs.most]",
         "        fits = alike",
     ),
     _graphs(
@@ -260,8 +260,8 @@ _GRAPHS = (
     _graphs(
         "bytes-counted-twice",
         "features/graphs/cuda.py",
-        'one["total_size"] - one["allocated_size"]',
-        'one["total_size"]',
+        'block["total_size"] - block["allocated_size"]',
+        'block["total_size"]',
         _G_MEMORY,
     ),
     _graphs(
@@ -346,8 +346,8 @@ _VISION = (
     _vision(
         "deepstack-gradients-are-the-embeddings'",
         "features/vision/call_rows.py",
-        "            gradient[numbers] = sent[layer, at].to(gradient.dtype)",
-        "            gradient[numbers] = sent[0, at].to(gradient.dtype)",
+        "            gradient[numbers] = gradients[layer, at].to(gradient.dtype)",
+        "            gradient[numbers] = gradients[0, at].to(gradient.dtype)",
     ),
     _vision(
         "gradients-of-the-last-segment",
@@ -358,8 +358,8 @@ _VISION = (
     _vision(
         "deepstack-gradients-dropped",
         "features/vision/call_rows.py",
-        "(full, *others), strict=True)",
-        "(full, *map(torch.zeros_like, others)), strict=True)",
+        "(full, *deep_gradients), strict=True)",
+        "(full, *map(torch.zeros_like, deep_gradients)), strict=True)",
     ),
     _vision(
         "shift-with-its-sign",
@@ -378,8 +378,8 @@ _VISION = (
     _vision(
         "pairs-without-order",
         "features/vision/fingerprints.py",
-        "    return _mixed(_mixed(one) * _FACTOR + other)",
-        "    return _mixed(one + other)",
+        "    return _mixed(_mixed(first) * _FACTOR + second)",
+        "    return _mixed(first + second)",
         _PRINTS,
     ),
     _vision(
@@ -426,7 +426,7 @@ _VISION = (
     _vision(
         "gradients-stay-on-their-rank",
         "features/vision/chunk_rows.py",
-        "        sent = self._exchanged(sent)\n",
+        "        row_gradients = self._exchanged(row_gradients)\n",
         "",
         f"{_STEPS} -k 'stock_schedules and SP and False'",
     ),
@@ -439,7 +439,7 @@ _VISION = (
     _vision(
         "positions-not-in-the-codes",
         "features/vision/chunk_rows.py",
-        "words = combined(words, row.to(words.device).index_select(0, held))",
+        "words = combined(words, row.to(words.device).index_select(0, positions))",
         "words = combined(words, torch.zeros_like(words))",
     ),
     _vision(
@@ -459,15 +459,15 @@ _VISION = (
     _vision(
         "sum-is-a-gradient-of-others",
         "features/vision/tower.py",
-        "self.sums[place] = one.to(wider(one.dtype), copy=True)",
-        "self.sums[place] = one.to(wider(one.dtype))",
+        "self.sums[place] = gradient.to(wider(gradient.dtype), copy=True)",
+        "self.sums[place] = gradient.to(wider(gradient.dtype))",
         _TOWER,
     ),
     _vision(
         "gradient-of-the-last-copy",
         "features/vision/tower.py",
-        "                before.add_(one)",
-        "                before.copy_(one)",
+        "                before.add_(gradient)",
+        "                before.copy_(gradient)",
         _TOWER,
     ),
     _vision(
@@ -637,7 +637,7 @@ _OWN_GDN = (
     _own(
         "overridden-methods-not-seen",
         "features/own_gdn/kind.py",
-        "return module if all(owner(*one) for one in own) else None",
+        "return module if all(owner(*method) for method in own) else None",
         "return module",
     ),
 )
@@ -680,8 +680,8 @@ _DSA = (
     _sparse(
         "sums-in-half-precision",
         "features/dsa/sparse.py",
-        "torch.zeros_like(one, dtype=wider(one.dtype))",
-        "torch.zeros_like(one)",
+        "torch.zeros_like(tensor, dtype=wider(tensor.dtype))",
+        "torch.zeros_like(tensor)",
         why="models of the tests compute in fp64, where both are the same",
     ),
     _sparse(
@@ -699,7 +699,7 @@ _DSA = (
     _sparse(
         "gradients-to-above-dropped",
         "features/dsa/sparse.py",
-        "            context.cache.add(layer, context.index, level, sent)",
+        "            context.cache.add(layer, context.index, level, key_gradients)",
         "            pass",
     ),
     _sparse(
@@ -747,8 +747,8 @@ _DSA = (
     _sparse(
         "backward-with-another-scale",
         "features/dsa/sparse.py",
-        "        out = _attend_chosen(leaves[0], leaves[1], leaves[2], seen, shared.scale)",
-        "        out = _attend_chosen(leaves[0], leaves[1], leaves[2], seen, 1.0)",
+        "        out = _attend_chosen(leaves[0], leaves[1], leaves[2], is_visible, shared.scale)",
+        "        out = _attend_chosen(leaves[0], leaves[1], leaves[2], is_visible, 1.0)",
     ),
     _sparse(
         "indexer-without-zeros",
@@ -863,8 +863,8 @@ _ROUTES = (
     _replay(
         "mask-the-other-way-round",
         "features/replay/told.py",
-        "routes.masked_fill(~here.bool(), CHOOSES)",
-        "routes.masked_fill(here.bool(), CHOOSES)",
+        "routes.masked_fill(~uses_route.bool(), CHOOSES)",
+        "routes.masked_fill(uses_route.bool(), CHOOSES)",
     ),
     _replay(
         "queue-of-the-first-microbatch",
@@ -930,22 +930,22 @@ _ROUTES = (
     _replay(
         "routes-of-the-last-step",
         "features/replay/routes.py",
-        "    if len(known) < len(told):",
-        "    if not known:",
+        "    if len(sources) < len(calls):",
+        "    if not sources:",
         _READ,
     ),
     _replay(
         "recording-is-not-refused",
         "features/replay/routes.py",
-        "    if any(one.action == RECORD for one in told):",
-        "    if not told:",
+        "    if any(call.action == RECORD for call in calls):",
+        "    if not calls:",
         _READ,
     ),
     _replay(
         "some-calls-without-routes",
         "features/replay/routes.py",
-        "        if 0 < len(known) < len(of_calls):",
-        "        if not told:",
+        "        if 0 < len(routed_calls) < len(of_calls):",
+        "        if not of_calls:",
         _READ,
     ),
     _replay(

@@ -62,16 +62,16 @@ class Tap(Protocol):
     def __call__(
         self,
         run: Callable[..., Tensor],
-        made: Sequence[Tensor],
+        inputs: Sequence[Tensor],
         shape: Sequence[int],
         passing: Sequence[Tensor] = (),
     ) -> Tensor:
         """In the place of the core, which does not run now.
 
         Args:
-            run: the core: (tensors as in `made` and `passing`, into=where its output is to be, or
+            run: the core: (tensors as in `inputs` and `passing`, into=where its output is to be, or
                 elsewhere) -> its output. It uses parameters as they are in their modules then.
-            made: what it is given, as many numbers a position of each in every segment.
+            inputs: what it is given, as many numbers a position of each in every segment.
             shape: of its output, in the dtype of the first that it is given.
             passing: what it is given besides, and keeps nothing of.
 

@@ -95,25 +95,25 @@ def deal(
             f"{len(groups)} rollouts, equally many for each of {num_ranks} ranks: give a multiple"
             f" of {num_ranks}"
         )
-    known = DealtCosts.of(groups, costs, shared)
+    rollouts = DealtCosts.of(groups, costs, shared)
     room = len(groups) // num_ranks if equal else len(groups)
-    mean = float(known.own.sum() + known.beginning.sum()) / num_ranks
+    mean = float(rollouts.own.sum() + rollouts.beginning.sum()) / num_ranks
     least = max([mean, *costs])
-    tried = [_greedy(known, num_ranks, factor * least, room) for factor in LIMITS]
-    ranks = _swapped(known, _best(known, tried))
-    return [sorted(part, key=lambda number: (known.group[number], number)) for part in ranks]
+    tried = [_greedy(rollouts, num_ranks, factor * least, room) for factor in LIMITS]
+    ranks = _swapped(rollouts, _best(rollouts, tried))
+    return [sorted(part, key=lambda number: (rollouts.group[number], number)) for part in ranks]
 
 
-def _best(known: DealtCosts, tried: Sequence[list[list[int]]]) -> list[list[int]]:
+def _best(rollouts: DealtCosts, tried: Sequence[list[list[int]]]) -> list[list[int]]:
     """The dealing in which ranks run least together, of those with nearly the smallest largest
     load."""
-    loads = [[known.load(part) for part in ranks] for ranks in tried]
+    loads = [[rollouts.load(part) for part in ranks] for ranks in tried]
     limit = min(map(max, loads)) * (1 + LEAST_GAIN)
     costs = [(max(load) > limit, sum(load)) for load in loads]
     return tried[costs.index(min(costs))]
 
 
-def _greedy(known: DealtCosts, num_ranks: int, limit: float, room: int) -> list[list[int]]:
+def _greedy(rollouts: DealtCosts, num_ranks: int, limit: float, room: int) -> list[list[int]]:
     """Rollouts of every rank: at most `room`, and below the limit where that is possible.
 
     The next rollouts go to the rank that runs least with their beginning: a whole group, or as many
@@ -122,72 +122,74 @@ def _greedy(known: DealtCosts, num_ranks: int, limit: float, room: int) -> list[
     """
     load = [0.0] * num_ranks
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
-    totals = known.beginning + np.bincount(known.group, known.own, len(known.beginning))
+    totals = rollouts.beginning + np.bincount(rollouts.group, rollouts.own, len(rollouts.beginning))
     for group in np.argsort(-totals, kind="stable"):
-        members = np.flatnonzero(known.group == group)
-        remaining = members[np.argsort(-known.own[members], kind="stable")]
-        added = [float(known.beginning[group])] * num_ranks
+        members = np.flatnonzero(rollouts.group == group)
+        remaining = members[np.argsort(-rollouts.own[members], kind="stable")]
+        added = [float(rollouts.beginning[group])] * num_ranks
         while len(remaining):
             ranked = sorted(range(num_ranks), key=lambda rank: load[rank] + added[rank])
             rank = next((r for r in ranked if len(ranks[r]) + len(remaining) <= room), -1)
-            after = load[rank] + added[rank] + np.cumsum(known.own[remaining])
+            after = load[rank] + added[rank] + np.cumsum(rollouts.own[remaining])
             if rank < 0 or after[-1] > limit:
                 rank = next(r for r in ranked if len(ranks[r]) < room)
-                after = load[rank] + added[rank] + np.cumsum(known.own[remaining])
+                after = load[rank] + added[rank] + np.cumsum(rollouts.own[remaining])
             num = max(1, min(int(np.sum(after <= limit)), room - len(ranks[rank])))
             ranks[rank] += remaining[:num].tolist()
             load[rank], added[rank], remaining = float(after[num - 1]), 0.0, remaining[num:]
     return ranks
 
 
-def _swapped(known: DealtCosts, ranks: Sequence[Sequence[int]]) -> list[list[int]]:
+def _swapped(rollouts: DealtCosts, ranks: Sequence[Sequence[int]]) -> list[list[int]]:
     """The rank with the largest load swaps a rollout with a rank that has less to run: the pair
     that leaves the two with the smallest largest load, again and again."""
     parts = [np.array(part, int) for part in ranks]
-    num_groups = len(known.beginning)
-    counts = [np.bincount(known.group[part], minlength=num_groups) for part in parts]
-    loads = np.array([known.load(part) for part in parts])
-    for _ in range(len(known.own)):
+    num_groups = len(rollouts.beginning)
+    counts = [np.bincount(rollouts.group[part], minlength=num_groups) for part in parts]
+    loads = np.array([rollouts.load(part) for part in parts])
+    for _ in range(len(rollouts.own)):
         most = int(loads.argmax())
         for least in np.argsort(loads, kind="stable").tolist():
             if least == most:
                 continue
-            ours = _after_swaps(known, parts, counts, loads, most, least)
-            theirs = _after_swaps(known, parts, counts, loads, least, most).T
+            ours = _after_swaps(rollouts, parts, counts, loads, most, least)
+            theirs = _after_swaps(rollouts, parts, counts, loads, least, most).T
             worst = np.maximum(ours, theirs)
             if worst.size and worst.min() < loads[most] * (1 - LEAST_GAIN):
                 break
         else:
             break
-        one, other = np.unravel_index(worst.argmin(), worst.shape)
-        loads[most], loads[least] = ours[one, other], theirs[one, other]
-        parts[most][one], parts[least][other] = parts[least][other], parts[most][one]
+        local_place, peer_place = np.unravel_index(worst.argmin(), worst.shape)
+        loads[most], loads[least] = ours[local_place, peer_place], theirs[local_place, peer_place]
+        parts[most][local_place], parts[least][peer_place] = (
+            parts[least][peer_place],
+            parts[most][local_place],
+        )
         for rank in (most, least):
-            counts[rank] = np.bincount(known.group[parts[rank]], minlength=num_groups)
+            counts[rank] = np.bincount(rollouts.group[parts[rank]], minlength=num_groups)
     return [part.tolist() for part in parts]
 
 
 def _after_swaps(
-    known: DealtCosts,
+    rollouts: DealtCosts,
     parts: Sequence[np.ndarray],
     counts: Sequence[np.ndarray],
     loads: np.ndarray,
     rank: int,
-    other: int,
+    peer: int,
 ) -> np.ndarray:
-    """A rank's load after it gave one of its rollouts for one of another's: float [its, other's].
+    """A rank's load after swapping a rollout for a peer's: float [its rollouts, the peer's].
 
     Args:
-        known: of the rollouts.
         parts: rollouts of every rank.
         counts: of every rank and group the rollouts.
         loads: of every rank.
-        rank, other: the two.
+        rank, peer: the two ranks.
     """
-    local, theirs = parts[rank], parts[other]
-    gone, new = known.group[local], known.group[theirs]
-    provided = known.own[local] + known.beginning[gone] * (counts[rank][gone] == 1)
-    taken = known.own[theirs] + known.beginning[new] * (counts[rank][new] == 0)
-    siblings = known.own[theirs] - known.own[local][:, None]
-    change = np.where(gone[:, None] == new, siblings, taken - provided[:, None])
+    local, theirs = parts[rank], parts[peer]
+    gone, new = rollouts.group[local], rollouts.group[theirs]
+    lost_costs = rollouts.own[local] + rollouts.beginning[gone] * (counts[rank][gone] == 1)
+    gained_costs = rollouts.own[theirs] + rollouts.beginning[new] * (counts[rank][new] == 0)
+    siblings = rollouts.own[theirs] - rollouts.own[local][:, None]
+    change = np.where(gone[:, None] == new, siblings, gained_costs - lost_costs[:, None])
     return np.asarray(loads[rank] + change)

@@ -104,17 +104,17 @@ def dealt(rollouts: Rollouts, num_ranks: int, num_mini_batches: int) -> list[lis
     groups = rollouts.groups
     costs = [cost_of_length(length, QUADRATIC) for length in rollouts.lengths]
     shared = [cost_of_length(length, QUADRATIC) for length in rollouts.prompts]
-    known = DealtCosts.of(groups, costs, shared)
+    dealt_costs = DealtCosts.of(groups, costs, shared)
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-    for some in deal(groups, costs, shared, num_mini_batches, equal=True):
-        names = [groups[number] for number in some]
-        local_only, common = ([column[number] for number in some] for column in (costs, shared))
+    for share in deal(groups, costs, shared, num_mini_batches, equal=True):
+        names = [groups[number] for number in share]
+        local_only, common = ([column[number] for number in share] for column in (costs, shared))
         places = deal(names, local_only, common, num_ranks, equal=True)
-        parts = [[some[place] for place in part] for part in places]
-        parts.sort(key=known.load, reverse=True)
+        parts = [[share[place] for place in part] for part in places]
+        parts.sort(key=dealt_costs.load, reverse=True)
         # Passes for log-probs run all mini-batches at once: the heaviest part goes to the rank that
         # has least so far.
-        ranks.sort(key=lambda before: sum(map(known.load, before)))
+        ranks.sort(key=lambda before: sum(map(dealt_costs.load, before)))
         for before, part in zip(ranks, parts, strict=True):
             before.append(part)
     return ranks
@@ -131,8 +131,8 @@ def _metrics(rollouts: Rollouts, ranks: list[list[list[int]]], prefix: str) -> d
     """verl's own of the dealing, and the tokens that are executed: by a rank in the mean, and by
     the slowest one of every mini-batch."""
     sums = [sum(rollouts.lengths[number] for part in parts for number in part) for parts in ranks]
-    known = DealtCosts.of(*rollouts)
-    loads = [[known.load(part) for part in parts] for parts in zip(*ranks, strict=True)]
+    dealt_costs = DealtCosts.of(*rollouts)
+    loads = [[dealt_costs.load(part) for part in parts] for parts in zip(*ranks, strict=True)]
     return {
         f"{prefix}/balanced_min": min(sums),
         f"{prefix}/balanced_max": max(sums),

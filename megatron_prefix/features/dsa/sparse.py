@@ -132,14 +132,14 @@ class Sparse(Latents):
         pair, pull = super().keys_with_pull(payload[:2])
 
         def with_index(gradients: KeyValue) -> tuple[Payload, Sequence[Tensor | None]]:
-            sent, of_weights = pull(gradients)
-            return (*sent, torch.zeros_like(payload[2])), of_weights
+            kv_gradients, of_weights = pull(gradients)
+            return (*kv_gradients, torch.zeros_like(payload[2])), of_weights
 
         return pair, with_index
 
-    def returned(self, context: SegmentContext, sent: Payload, gradients: KeyValue) -> None:
+    def returned(self, context: SegmentContext, payload_grad: Payload, gradients: KeyValue) -> None:
         """See Shared."""
-        super().returned(context, sent[:2], gradients)
+        super().returned(context, payload_grad[:2], gradients)
 
     def chosen(self, index: Index) -> Tensor:
         """See `choose`; ties are told once. It waits for the device."""
@@ -274,11 +274,11 @@ class _SparseAttention(torch.autograd.Function):
         with autocast:
             created = [shared.keys_with_pull(payload) for payload in call.read()]
         pool = _key_pool([pair for pair, _ in created], (key, value))
-        sums = [torch.zeros_like(one, dtype=wider(one.dtype)) for one in pool]
+        sums = [torch.zeros_like(tensor, dtype=wider(tensor.dtype)) for tensor in pool]
         query_grad = torch.empty_like(query)
         visible = seen_of(context, shared.num_heads, query.device)
         for (first, stop, rows), picked in zip(visible, chosen, strict=True):
-            provided = [query[first:stop], *(one[rows] for one in pool)]
+            provided = [query[first:stop], *(tensor[rows] for tensor in pool)]
             gradients = _chosen_gradients(
                 provided, out_grad[first:stop], _mask(picked, len(rows)), shared
             )
@@ -288,11 +288,13 @@ class _SparseAttention(torch.autograd.Function):
         begin, of_weights = 0, list[Tensor | None]([None] * num_weights)
         for number, (pair, pull) in enumerate(created):
             end = begin + len(pair[0])
-            parts = [one[begin:end].to(like.dtype) for one, like in zip(sums, pair, strict=True)]
-            sent, more_of = pull((parts[0], parts[1]))
+            parts = [
+                total[begin:end].to(like.dtype) for total, like in zip(sums, pair, strict=True)
+            ]
+            key_gradients, more_of = pull((parts[0], parts[1]))
             of_weights = [*map(sum_of, of_weights, more_of)]
             level, begin = context.cache.level(context.index, number), end
-            context.cache.add(layer, context.index, level, sent)
+            context.cache.add(layer, context.index, level, key_gradients)
         own = sums[0][begin:].to(key.dtype), sums[1][begin:].to(value.dtype)
         sent_back = context.cache.take(layer, context.index) if context.inner else None
         if sent_back is not None:
@@ -336,19 +338,23 @@ def _mask(chosen: Tensor, keys: int) -> Tensor:
     return torch.zeros_like(visible).scatter_(1, chosen.long(), True) & visible
 
 
-def _attend_chosen(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float) -> Tensor:
+def _attend_chosen(
+    query: Tensor, key: Tensor, value: Tensor, is_visible: Tensor, scale: float
+) -> Tensor:
     """[queries, heads, value_dim], of queries [queries, heads, dim] and keys [keys, heads, dim]."""
     wide = wider(query.dtype)
     scores = torch.einsum("shd,thd->hst", query.to(wide), key.to(wide)) * scale
-    weights = torch.softmax(scores.masked_fill(~seen, float("-inf")), dim=-1)
+    weights = torch.softmax(scores.masked_fill(~is_visible, float("-inf")), dim=-1)
     return torch.einsum("hst,thd->shd", weights.to(value.dtype), value)
 
 
-def _chosen_gradients(given: list[Tensor], out_grad: Tensor, seen: Tensor, shared: Sparse) -> Any:
+def _chosen_gradients(
+    inputs: list[Tensor], out_grad: Tensor, is_visible: Tensor, shared: Sparse
+) -> Any:
     """Of queries, keys and values of one span."""
     with torch.enable_grad():
-        leaves = [one.detach().requires_grad_() for one in given]
-        out = _attend_chosen(leaves[0], leaves[1], leaves[2], seen, shared.scale)
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        out = _attend_chosen(leaves[0], leaves[1], leaves[2], is_visible, shared.scale)
     return torch.autograd.grad(out, leaves, out_grad)
 
 

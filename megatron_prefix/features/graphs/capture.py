@@ -27,12 +27,12 @@ class Rehearsal:
     def core(
         self,
         _: Core,
-        made: Sequence[Tensor],
+        inputs: Sequence[Tensor],
         shape: Sequence[int],
         passing: Sequence[Tensor] = (),
     ) -> Tensor:
         """See Cut."""
-        computed = [*made, *passing]
+        computed = [*inputs, *passing]
         self.made += computed
         return computed[0].new_zeros(shape).requires_grad_()
 
@@ -78,20 +78,21 @@ class GraphCapture:
     def core(
         self,
         run: Core,
-        made: Sequence[Tensor],
+        inputs: Sequence[Tensor],
         shape: Sequence[int],
         passing: Sequence[Tensor] = (),
     ) -> Tensor:
         """See Cut."""
-        here = self._layer.number, len(self.cores)
-        names: list[Any] = [("made", here, number) for number in range(len(made))]
+        core_index = self._layer.number, len(self.cores)
+        names: list[Any] = [("made", core_index, number) for number in range(len(inputs))]
         names += [
-            ("passing", number, self._graphs.a_position(one)) for number, one in enumerate(passing)
+            ("passing", number, self._graphs.a_position(tensor))
+            for number, tensor in enumerate(passing)
         ]
-        computed = [*made, *passing]
+        computed = [*inputs, *passing]
         places = [self._graphs.place_of(*pair) for pair in zip(names, computed, strict=True)]
         self._end(computed, places, [] if self.cores else [self._enters])
-        mixed = self._graphs.place(("mixed", here), computed[0], shape=shape).requires_grad_()
+        mixed = self._graphs.place(("mixed", core_index), computed[0], shape=shape).requires_grad_()
         self.cores.append(run)
         self._inputs = [mixed]
         self.begin()

@@ -108,6 +108,6 @@ def longest_waiting(
         if action.kind == kind and host[action] >= WAITS * seconds
         if plan.segments[action.segment].source < 0 and plan.policy(action.segment) != "offload"
     ]
-    if sum(device[one] for one in waited) < LEAST * sum(device.values()):
+    if sum(device[action] for action in waited) < LEAST * sum(device.values()):
         return 0
-    return max((plan.segments[one.segment].padded_length for one in waited), default=0)
+    return max((plan.segments[action.segment].padded_length for action in waited), default=0)

@@ -74,11 +74,11 @@ def pool() -> Any:
 def uncounted_bytes(pools: Iterable[Any]) -> int:
     """Bytes of pools that only their graphs use. For torch's allocator they are reserved, and not
     allocated: the tensors that were there while a graph was captured are gone."""
-    theirs = {tuple(one) for one in pools}
+    theirs = {tuple(pool) for pool in pools}
     return sum(
-        one["total_size"] - one["allocated_size"]
-        for one in torch.cuda.memory_snapshot()
-        if tuple(one["segment_pool_id"]) in theirs
+        block["total_size"] - block["allocated_size"]
+        for block in torch.cuda.memory_snapshot()
+        if tuple(block["segment_pool_id"]) in theirs
     )
 
 

@@ -48,7 +48,7 @@ class Cut(Protocol):
     def core(
         self,
         run: Core,
-        made: Sequence[Tensor],
+        inputs: Sequence[Tensor],
         shape: Sequence[int],
         passing: Sequence[Tensor] = (),
     ) -> Tensor:
@@ -56,7 +56,7 @@ class Cut(Protocol):
 
         Args:
             run: that, from now on. It uses parameters as they are in their modules then.
-            made: what it is given, as many numbers a position of each in every segment.
+            inputs: what it is given, as many numbers a position of each in every segment.
             shape: of what it makes, in the dtype of the first that it is given.
             passing: what it is given besides, and keeps nothing of: all layers have one place.
 
@@ -126,7 +126,9 @@ class CutLayer:
         self._arguments: dict[str, Any] = {}
         self._given: tuple[tuple[Any, ...], Mapping[str, Any]] = (), {}
         self._normed: tuple[Tensor, Tensor] | None = None
-        self._enters = next((getattr(module, one) for one in _NORMS if hasattr(module, one)), None)
+        self._enters = next(
+            (getattr(module, name) for name in _NORMS if hasattr(module, name)), None
+        )
         if self._enters is not None:
             self._stock_norm = self._enters.forward
         if self._apart is not None:
@@ -134,20 +136,22 @@ class CutLayer:
 
     def modules(self) -> Iterator[nn.Module]:
         """Those that graphs run, the layer itself among them."""
-        others = set(modules_of(self._apart)) if self._apart is not None else ()
-        yield from (one for one in modules_of(self.module) if one not in others)
+        excluded = set(modules_of(self._apart)) if self._apart is not None else ()
+        yield from (module for module in modules_of(self.module) if module not in excluded)
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of these modules."""
         result = (
             parameter for module in self.modules() for parameter in module._parameters.values()
         )
-        return [*{id(one): one for one in result if one is not None}.values()]
+        return [
+            *{id(parameter): parameter for parameter in result if parameter is not None}.values()
+        ]
 
     def buffers(self) -> Iterator[Tensor]:
         """Those of these modules."""
         result = (buffer for module in self.modules() for buffer in module._buffers.values())
-        yield from (one for one in result if one is not None)
+        yield from (buffer for buffer in result if buffer is not None)
 
     def overrides(self) -> Iterator[Override]:
         """What takes the place of methods of its modules, but for its forward."""
@@ -161,20 +165,20 @@ class CutLayer:
         """Its forward without graphs, which shows what else it is given: in place of a tensor the
         class."""
         self._arguments = {
-            name: Tensor if isinstance(one, Tensor) else one for name, one in kwargs.items()
+            name: Tensor if isinstance(value, Tensor) else value for name, value in kwargs.items()
         }
         return self.stock(hidden, *args, **kwargs)
 
-    def captured(self, hidden: Tensor, given: Mapping[str, Tensor | None]) -> Tensor:
-        """What its forward makes, with `given` in the places of tensors by their names.
+    def captured(self, hidden: Tensor, tensors: Mapping[str, Tensor | None]) -> Tensor:
+        """Output of its forward, with `tensors` put in by the names of their arguments.
 
         Raises:
             CannotCaptureError: it is given, or gives, more.
         """
         arguments = dict(self._arguments)
         for name, value in arguments.items():
-            if value is Tensor and name in given:
-                arguments[name] = given[name]
+            if value is Tensor and name in tensors:
+                arguments[name] = tensors[name]
             elif not isinstance(value, bool | int | float | str | None):
                 raise CannotCaptureError(f"layers are given {name}")
         result = self.stock(hidden_states=hidden, **arguments)
@@ -182,20 +186,20 @@ class CutLayer:
         y, *extra = (result,) if self._alone else result
         if not isinstance(y, Tensor):
             raise CannotCaptureError(OTHER_LAYER)
-        if any(one is not None for one in extra):
+        if any(output is not None for output in extra):
             raise CannotCaptureError("a layer gives more than hidden states")
         return y
 
     def replayed(self, sides: Sides, hidden: Tensor, *, stays: bool = True) -> Any:
         """What it gives for hidden states; a copy of its own, unless what is in its place `stays`
         there for as long as it is read."""
-        first, *others = sides.pieces
+        first, *following = sides.pieces
         created = first(hidden)
-        if others:
+        if following:
             *created, hidden = created
-        for piece, core in zip(others, sides.cores, strict=True):
+        for piece, core in zip(following, sides.cores, strict=True):
             mixed = core(*created, into=piece.inputs[0].detach())
-            created = piece(mixed, *([hidden] if piece is others[-1] else ()))
+            created = piece(mixed, *([hidden] if piece is following[-1] else ()))
         y = created[0] if self._apart is None else self._with_experts(*created)
         y = y if stays else y.clone()
         return y if self._alone else (y, None)
@@ -221,7 +225,7 @@ class CutLayer:
         if self._owner.cut is None:
             return self._forward_mlp(*args, **kwargs)
         hidden, *extra = args
-        if any(isinstance(one, Tensor) for one in (*extra, *kwargs.values())):
+        if any(isinstance(value, Tensor) for value in (*extra, *kwargs.values())):
             raise CannotCaptureError(OTHER_LAYER)
         self._given = (*extra,), kwargs
         return self._owner.cut.experts(hidden, self.module.pre_mlp_layernorm)

@@ -88,6 +88,6 @@ def elsewhere(kind: Kind, config: Any, form: Execution, memory: LayerMemory) -> 
     if isinstance(kind, Attention):  # values that norms hold are copied
         heads = config.num_attention_heads
         keys = max(1, (config.num_query_groups or heads) / form.tp) * config.kv_channels
-        held = bool(config.qk_layernorm) and not form.fused_layers
-        return Elsewhere(heads / form.tp * max(4, size), keys * size if held else 0.0)
+        keeps_keys = bool(config.qk_layernorm) and not form.fused_layers
+        return Elsewhere(heads / form.tp * max(4, size), keys * size if keeps_keys else 0.0)
     return Elsewhere()

@@ -45,7 +45,7 @@ def why_not(config: Any, layers: Sequence[Sequence[Kind]]) -> str:
         config: the model's.
         layers: what fills the slots of each.
     """
-    without = [one for kinds in layers if (one := without_graphs(config, kinds))]
+    without = [reason for kinds in layers if (reason := without_graphs(config, kinds))]
     if without and len(without) == len(layers):
         return "the model has layers of " + " and ".join(dict.fromkeys(without))
     provided = (name for name in IN_THE_WAY if getattr(config, name, None))
@@ -115,7 +115,7 @@ class LayerGraphs:
         self._running.tap = None if cut is None else cut.core
 
     def _follow(self) -> None:
-        numbers = {one.number for one in self.layers}
+        numbers = {layer.number for layer in self.layers}
         for layer in self.layers:
             layer.follows = layer.number - 1 in numbers
 
@@ -197,12 +197,12 @@ class LayerGraphs:
     @property
     def uncounted_bytes(self) -> int:
         """Bytes that torch's counters of allocated memory leave out; see cuda.py."""
-        return cuda.uncounted_bytes(one.pool for one in self.sets)
+        return cuda.uncounted_bytes(graphs.pool for graphs in self.sets)
 
     @property
     def device_bytes(self) -> int:
         """See `Kept` in megatron/install.py: of places, which are allocated between steps, too."""
-        return sum(one.placed_bytes for one in self.sets)
+        return sum(graphs.placed_bytes for graphs in self.sets)
 
     @property
     def sets(self) -> Iterator[SegmentGraphs]:
@@ -217,7 +217,7 @@ class LayerGraphs:
 
     def end_step(self) -> None:
         """Whatever has happened, no segment is between its forward and its backward."""
-        self._free += (one for one in self._taken.values() if one.layers is self.layers)
+        self._free += (graphs for graphs in self._taken.values() if graphs.layers is self.layers)
         self._taken.clear()
         self._recomputed = ()
 
@@ -225,8 +225,10 @@ class LayerGraphs:
         weights = [parameter for layer in self.layers for parameter in layer.parameters()]
         buffers = (buffer for layer in self.layers for buffer in layer.buffers())
         mains = (getattr(weight, "main_grad", None) for weight in weights)
-        places = (one.data_ptr() for one in (*weights, *buffers, *mains) if one is not None)
-        trained = (one.requires_grad for one in weights)
+        places = (
+            tensor.data_ptr() for tensor in (*weights, *buffers, *mains) if tensor is not None
+        )
+        trained = (tensor.requires_grad for tensor in weights)
         return (self._running.rotary.changes, *places, *trained)
 
     def _take(self, context: SegmentContext, hidden: Tensor) -> None:
@@ -254,10 +256,10 @@ class LayerGraphs:
         """A set that nobody has, for segments about as long: one with graphs of a form, else one
         with room for them, else a new one in the place of a smaller one."""
         size = self._size(form.positions)
-        alike = [one for one in self._free if self._size(one.most) == size]
-        fits = [one for one in alike if form.positions <= one.most]
+        alike = [graphs for graphs in self._free if self._size(graphs.most) == size]
+        fits = [graphs for graphs in alike if form.positions <= graphs.most]
         if alike:
-            chosen = max(fits or alike, key=lambda one: form in one.made)
+            chosen = max(fits or alike, key=lambda graphs: form in graphs.made)
             self._free.remove(chosen)
         if fits:
             return chosen
@@ -268,17 +270,17 @@ class LayerGraphs:
         return size_of_set(positions * self._ranks, self.most)
 
     def _captured(
-        self, mine: SegmentGraphs, form: GraphForm, hidden: Tensor, given: Mapping[str, Any]
+        self, graphs: SegmentGraphs, form: GraphForm, hidden: Tensor, arguments: Mapping[str, Any]
     ) -> bool:
         why, number, self.captured = "", 0, True
         try:
             with torch.enable_grad():
-                mine.capture(form, hidden, given)
+                graphs.capture(form, hidden, arguments)
         except Exception as problem:  # noqa: BLE001 - whatever it is, layers run without graphs
             cuda.recover()
             why = (str(problem) or type(problem).__name__).splitlines()[0]
-            if mine.at is not None and not isinstance(problem, torch.OutOfMemoryError):
-                number = 1 + mine.at.number
+            if graphs.at is not None and not isinstance(problem, torch.OutOfMemoryError):
+                number = 1 + graphs.at.number
         failed, number = self._most_of_ranks(bool(why), number)
         if failed:
             why = why or "another tensor-parallel rank could not capture its layers"
@@ -290,13 +292,13 @@ class LayerGraphs:
 
     def _give_up(self, why: str, number: int) -> None:
         """Nothing more is captured of layers like the one with a number; of none if it is -1."""
-        kinds = next((one.kinds for one in self.layers if one.number == number), None)
+        kinds = next((layer.kinds for layer in self.layers if layer.number == number), None)
         self.layers = [layer for layer in self.layers if kinds is not None and layer.kinds != kinds]
         self._free.clear()
         self._follow()
         if not self.layers:
             self.refused = why
-        of = " of " + " and ".join(one.name for one in kinds or () if one) if self.layers else ""
+        of = " of " + " and ".join(kind.name for kind in kinds or () if kind) if self.layers else ""
         logger.warning("layers%s run without CUDA graphs: %s", of, why)
 
 

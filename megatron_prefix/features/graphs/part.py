@@ -163,20 +163,20 @@ class SeenSegments(NamedTuple):
     needs_room: bool
 
     @classmethod
-    def most(cls, seen: Iterable[SeenSegments]) -> SeenSegments:
+    def most(cls, ranks: Iterable[SeenSegments]) -> SeenSegments:
         """Of several ranks."""
-        return cls(*map(max, zip(*seen, strict=True)))
+        return cls(*map(max, zip(*ranks, strict=True)))
 
 
-def _after(choice: GraphChoice, step: TimedStep, seen: SeenSegments) -> GraphChoice:
+def _after(choice: GraphChoice, step: TimedStep, counts: SeenSegments) -> GraphChoice:
     """The use of graphs from the next step on. While the first steps are measured there are none: a
     capture is no time of a step."""
-    if seen.needs_room and choice.tokens:
+    if counts.needs_room and choice.tokens:
         return choice.without_room()
     if not (step.report.decision.share and step.predicted > 0):
         return choice
     ratio = step.seconds / step.predicted
-    return choice.after(ratio, seen.waits, may_try=step.is_settled, captured=seen.captured)
+    return choice.after(ratio, counts.waits, may_try=step.is_settled, captured=counts.captured)
 
 
 def graphs_of(model: Any) -> LayerGraphs | None:

@@ -101,9 +101,9 @@ class Piece:
         if any(id(leaf) not in owners for leaf in leaves):
             raise CannotCaptureError("a layer uses a parameter that no module of it has")
         self._leaves = tuple(leaves)
-        self._parameters = tuple(owners[id(one)] for one in leaves)
+        self._parameters = tuple(owners[id(leaf)] for leaf in leaves)
         small = (parameter for parameter in self._parameters if parameter.numel() <= SMALL)
-        self._own = {one: torch.empty_like(one) for one in small}
+        self._own = {leaf: torch.empty_like(leaf) for leaf in small}
 
     def capture_backward(self, gradients: Sequence[Tensor], places: Sequence[Tensor]) -> None:
         """Captures its backward; nothing of autograd's graph is left then.
@@ -122,8 +122,8 @@ class Piece:
             of_inputs = [next(results) for _ in self.inputs]
             of_parameters = [next(results) for _ in self._leaves]
             self._give_back(results, (*gradients, *places))
-            for place, *several in itertools.zip_longest(places, of_inputs, passed):
-                _put_sum(place, [one for one in several if one is not None])
+            for place, *parts in itertools.zip_longest(places, of_inputs, passed):
+                _put_sum(place, [part for part in parts if part is not None])
             self._of_parameters = tuple(map(self._handed_on, self._leaves, of_parameters))
         self._added = tuple(
             parameter
@@ -140,8 +140,8 @@ class Piece:
         written = {place.untyped_storage().data_ptr() for place in places}
         for (lender, edge), gradient in zip(self._borrowed, gradients, strict=True):
             if gradient is not None:
-                there = gradient.untyped_storage().data_ptr() in written
-                lender._lent.append((edge, gradient.clone() if there else gradient))
+                is_overwritten = gradient.untyped_storage().data_ptr() in written
+                lender._lent.append((edge, gradient.clone() if is_overwritten else gradient))
 
     def _handed_on(self, leaf: nn.Parameter, gradient: Tensor | None) -> Tensor | None:
         """Where a parameter's gradient is after a replay; of one that the product has added, what
@@ -169,8 +169,8 @@ class Piece:
         """Replays its backward: gradients of inputs and of parameters."""
         _fill(self._gradients, gradients)
         self.backward.replay()
-        for one in self._added:
-            setattr(one, _ADDED, True)
+        for added in self._added:
+            setattr(added, _ADDED, True)
         for of_input in self._input_gradients:
             yield of_input.clone() if self._is_first else of_input.detach()
         for parameter, gradient in zip(self._parameters, self._of_parameters, strict=True):
@@ -194,33 +194,33 @@ class _Replayed(torch.autograd.Function):
         return None, None, *ctx.piece.run_backward(gradients)
 
 
-def _put_sum(place: Tensor, given: Sequence[Tensor]) -> None:
+def _put_sum(place: Tensor, tensors: Sequence[Tensor]) -> None:
     """Puts a sum of at most two in a place, where one of them may be; zeros without any."""
-    if len(given) > 1:
-        torch.add(*given, out=place)
-    elif given:
-        _fill([place], given)
+    if len(tensors) > 1:
+        torch.add(*tensors, out=place)
+    elif tensors:
+        _fill([place], tensors)
     else:  # others write there, too
         place.zero_()
 
 
-def put_at(place: Tensor, given: Tensor) -> Tensor:
-    """What is given, in a place of its own; gradients go through."""
+def put_at(place: Tensor, value: Tensor) -> Tensor:
+    """Copies a value into a static buffer; its gradient passes unchanged."""
 
-    def put(given: Tensor) -> Tensor:
-        there = place.detach()
-        return there.copy_(given)
+    def put(source: Tensor) -> Tensor:
+        target = place.detach()
+        return target.copy_(source)
 
-    result: Tensor = with_backward(put, lambda gradient: gradient, given)
+    result: Tensor = with_backward(put, lambda gradient: gradient, value)
     return result
 
 
-def _fill(places: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+def _fill(places: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Copies what is not there already."""
     with torch.no_grad():
-        for place, one in zip(places, given, strict=True):
-            if place.data_ptr() != one.data_ptr():
-                place.copy_(one)
+        for place, tensor in zip(places, tensors, strict=True):
+            if place.data_ptr() != tensor.data_ptr():
+                place.copy_(tensor)
 
 
 @contextlib.contextmanager
@@ -237,18 +237,18 @@ def stand_ins(modules: Iterable[nn.Module]) -> Iterator[dict[int, nn.Parameter]]
     created: dict[int, nn.Parameter] = {}
     owners: dict[int, nn.Parameter] = {}
     try:
-        for one, name, parameter in places:
+        for module, name, parameter in places:
             if id(parameter) not in created:
-                other = nn.Parameter(parameter.detach(), parameter.requires_grad)
-                vars(other).update(vars(parameter))
-                if hasattr(other, _ADDED):  # perhaps by another backward of the step
-                    setattr(other, _ADDED, False)
-                created[id(parameter)], owners[id(other)] = other, parameter
-            one._parameters[name] = created[id(parameter)]
+                stand_in = nn.Parameter(parameter.detach(), parameter.requires_grad)
+                vars(stand_in).update(vars(parameter))
+                if hasattr(stand_in, _ADDED):  # perhaps by another backward of the step
+                    setattr(stand_in, _ADDED, False)
+                created[id(parameter)], owners[id(stand_in)] = stand_in, parameter
+            module._parameters[name] = created[id(parameter)]
         yield owners
     finally:
-        for one, name, parameter in places:
-            one._parameters[name] = parameter
+        for module, name, parameter in places:
+            module._parameters[name] = parameter
 
 
 class Used(NamedTuple):
@@ -282,7 +282,7 @@ def used(
     result = Used([], [], [])
     edges: dict[tuple[Any, int], None] = {}
     visible: set[Any] = set()
-    waiting: list[tuple[Any, int]] = [get_gradient_edge(one)[:2] for one in computed]
+    waiting: list[tuple[Any, int]] = [get_gradient_edge(output)[:2] for output in computed]
     while waiting:
         node, _ = edge = waiting.pop()
         leaf = getattr(node, "variable", None)
@@ -306,7 +306,7 @@ def used(
 def _reaches(begin: Set[Any], leaves: Set[int]) -> bool:
     """Whether nodes lead to one another, or to leaves, by their ids."""
     visible: set[Any] = set()
-    waiting = [node for one in begin for node, _ in one.next_functions]
+    waiting = [node for start in begin for node, _ in start.next_functions]
     while waiting:
         node = waiting.pop()
         if node is None or node in visible:

@@ -81,9 +81,9 @@ class GraphPlaces:
             num = _num_layers(plan, footprint, rank, action)
             size = num * (layer - _dropped(plan, footprint, action)) + footprint.temporary
             largest[key] = max(largest.get(key, 0.0), size * (length / footprint.parts))
-            again = plan.policy(action.segment) == "recompute"
-            live[key] += 0 if again else 1 if action.kind == "F" else -1
-            most[key] = max(most[key], live[key] + again)
+            recomputes = plan.policy(action.segment) == "recompute"
+            live[key] += 0 if recomputes else 1 if action.kind == "F" else -1
+            most[key] = max(most[key], live[key] + recomputes)
         return sum(most[key] * size for key, size in largest.items())
 
 

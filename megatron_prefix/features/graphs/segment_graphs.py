@@ -65,28 +65,28 @@ class SegmentGraphs:
         self._kept: list[Tensor] = []
         self.made: dict[GraphForm, dict[int, Sides]] = {}
 
-    def begin(self, given: Mapping[str, Any], positions: Tensor) -> None:
-        """Takes what a segment's layers are given besides hidden states, and what they ask for, of
-        its positions."""
-        if (turned := given.get(ROTARY)) is not None:
+    def begin(self, arguments: Mapping[str, Any], positions: Tensor) -> None:
+        """Copies a segment's rotary embeddings, and the rows that its layers look up at its
+        positions, into the buffers that its graphs read."""
+        if (turned := arguments.get(ROTARY)) is not None:
             self.place(ROTARY, turned).copy_(turned)
         for name in self._tables:
             rows = self._rotary.rows(name, positions)
             self.place((ROTARY, name), rows).copy_(rows)
 
-    def capture(self, form: GraphForm, hidden: Tensor, given: Mapping[str, Any]) -> None:
+    def capture(self, form: GraphForm, hidden: Tensor, kwargs: Mapping[str, Any]) -> None:
         """Makes the graphs of a form, that of the segment that runs.
 
         Args:
             form: that.
             hidden: [positions, 1, hidden_size], like the hidden states of a segment.
-            given: what else layers are given.
+            kwargs: the layers' other arguments.
 
         Raises:
             CannotCaptureError: the layers do what no graph can.
             RuntimeError: so says CUDA.
         """
-        arguments = self._arguments(given)
+        arguments = self._arguments(kwargs)
         self._length = len(hidden)
         self._tables.clear()
         cuda.settle()
@@ -107,10 +107,10 @@ class SegmentGraphs:
         numbers = (layer.number for layer in self.layers)
         self.made[form] = dict(zip(numbers, created, strict=True))
 
-    def _arguments(self, given: Mapping[str, Any]) -> dict[str, Tensor | None]:
-        """Tensors that layers are given besides hidden states."""
+    def _arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Tensor | None]:
+        """Tensors that layers take besides hidden states, copied into the graphs' buffers."""
         arguments: dict[str, Tensor | None] = {_IGNORED: None}
-        if (turned := given.get(ROTARY)) is not None:
+        if (turned := kwargs.get(ROTARY)) is not None:
             place = arguments[ROTARY] = self.place(ROTARY, turned)
             place.copy_(turned)
         return arguments
@@ -147,33 +147,33 @@ class SegmentGraphs:
         storages = [place.untyped_storage() for place in self._places.values()]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-    def _rehearse(self, layer: CutLayer, hidden: Tensor, given: Mapping[str, Any]) -> None:
+    def _rehearse(self, layer: CutLayer, hidden: Tensor, arguments: Mapping[str, Any]) -> None:
         """Runs a layer on the stream of captures: what is loaded or allocated once is then there.
         All gradients are zero, so main gradients do not change."""
         x, rehearsal = torch.zeros_like(hidden).requires_grad_(), Rehearsal()
         self.at = layer
         self._owner.cut = rehearsal
-        outputs = [layer.captured(x, given), *rehearsal.made]
+        outputs = [layer.captured(x, arguments), *rehearsal.made]
         leaves = [parameter for parameter in layer.parameters() if parameter.requires_grad]
         zeros = [torch.zeros_like(output) for output in outputs]
         torch.autograd.grad(outputs, [x, *leaves], zeros, allow_unused=True)
 
-    def _forward(self, layer: CutLayer, hidden: Tensor, given: Mapping[str, Any]) -> Sides:
+    def _forward(self, layer: CutLayer, hidden: Tensor, arguments: Mapping[str, Any]) -> Sides:
         """Captures a layer's forward, in pieces."""
         x = self.place(("hidden", layer.number), hidden).requires_grad_()
         capture = GraphCapture(self, layer, x)
         self.at, self._owner.cut = layer, capture
         capture.begin()
         try:
-            capture.end(layer.captured(x, given))
+            capture.end(layer.captured(x, arguments))
         except BaseException:
             capture.abandon()
             raise
         return Sides(capture.pieces, capture.cores)
 
-    def uses(self, piece: Piece, found: Used) -> None:
+    def uses(self, piece: Piece, usage: Used) -> None:
         """See Piece; while layers are captured."""
-        piece.uses(found.parameters, self._owners, found.borrowed)
+        piece.uses(usage.parameters, self._owners, usage.borrowed)
 
     def _backward(self, layer: CutLayer, sides: Sides) -> None:
         """Captures a layer's backward."""
@@ -196,9 +196,9 @@ class SegmentGraphs:
         """A place of a gradient, which layers share where it has as many numbers a position."""
         return self.place(("gradient", name, self.a_position(like)), like)
 
-    def a_position(self, one: Tensor) -> int:
+    def a_position(self, tensor: Tensor) -> int:
         """Numbers of a tensor for one of the hidden states that are captured."""
-        return one.numel() // self._length
+        return tensor.numel() // self._length
 
 
 def _shared_buffers() -> list[Tensor]:

@@ -84,11 +84,11 @@ def refusals(model: Any) -> Iterator[Reason]:
             yield OTHER_AHEAD.given(type(layer).__name__)
 
 
-def _is(module: Any, method: str, known: str) -> bool:
+def _is(module: Any, method: str, name: str) -> bool:
     """Whether a method is that of a class, or what takes its place in segments; nobody's that was
     put into the class: mcore_bridge's runs one layer several times."""
     ours = getattr(vars(module).get(method), "__self__", None)
-    return isinstance(ours, LooksAhead) or owner(module, method, patches=()) == known
+    return isinstance(ours, LooksAhead) or owner(module, method, patches=()) == name
 
 
 class _Shares(NamedTuple):
@@ -364,18 +364,20 @@ def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[
     from megatron_prefix.device.transfer import to_device
 
     rows = [_padded_rows(row, ranks) for row in tables.rows()]
-    nums = [len(one.labels) for one in rows]
-    local = [np.unique(np.split(one.places, ranks)[rank], return_inverse=True) for one in rows]
-    labels, *several = (
+    nums = [len(segment.labels) for segment in rows]
+    local = [
+        np.unique(np.split(segment.places, ranks)[rank], return_inverse=True) for segment in rows
+    ]
+    labels, *place_columns = (
         to_device(device, np.concatenate([np.zeros(0, np.int64), *parts]))
-        for parts in ([one.labels for one in rows], *zip(*local, strict=True))
+        for parts in ([segment.labels for segment in rows], *zip(*local, strict=True))
     )
-    distinct, repeats = several or (labels, labels)
-    parts = [np.zeros((3, 0)), *(one.weights[:3] for one in rows)]
+    distinct, repeats = place_columns or (labels, labels)
+    parts = [np.zeros((3, 0)), *(segment.weights[:3] for segment in rows)]
     weights = to_device(device, np.concatenate(parts, 1))
     return [
-        _FurtherSegment(*each)
-        for each in zip(
+        _FurtherSegment(*columns)
+        for columns in zip(
             to_device(device, tables.following())[:, None].split(tables.lengths, 2),
             distinct.split([len(unique) for unique, _ in local]),
             repeats.split([len(numbers) for _, numbers in local]),
@@ -391,10 +393,12 @@ def _shares(rows: Sequence[FurtherRows], device: Any) -> Iterable[_Shares | None
     """Of all segments, on the model's device; None where microbatches are not told apart."""
     from megatron_prefix.device.transfer import to_device
 
-    if all(len(one.weights) == 3 for one in rows):
+    if all(len(segment.weights) == 3 for segment in rows):
         return [None] * len(rows)
-    places = [np.stack(np.nonzero(one.weights[3:])) for one in rows]
-    weights = [one.weights[3:][tuple(place)] for one, place in zip(rows, places, strict=True)]
+    places = [np.stack(np.nonzero(segment.weights[3:])) for segment in rows]
+    weights = [
+        segment.weights[3:][tuple(place)] for segment, place in zip(rows, places, strict=True)
+    ]
     sizes = [len(weight) for weight in weights]
     microbatch, row = to_device(device, np.concatenate(places, axis=1))
     columns = microbatch, row, to_device(device, np.concatenate(weights))

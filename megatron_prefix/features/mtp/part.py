@@ -161,23 +161,23 @@ def _tell_owners(
         scale: of this rank's loss; by its number of microbatches it can be another on each.
     """
     outgoing: list[tuple[int, np.ndarray]] = []
-    asked: list[tuple[int, int, tuple[int, ...]]] = []
+    requests: list[tuple[int, int, tuple[int, ...]]] = []
     for exchange in forest.exchanges:
         for peer, spans in exchange.peers:
             if forest.segments[exchange.segment].source < 0:
-                asked.append((peer, exchange.segment, spans))
+                requests.append((peer, exchange.segment, spans))
                 continue
             rows = tables.told(exchange.segment)
             rows[3] *= scale
             outgoing.append((peer, rows))
     sizes = [(peer, np.array([rows.shape[1]])) for peer, rows in outgoing]
-    gathered = communicator.numbers(sizes, [(peer, (1,), torch.int64) for peer, *_ in asked])
+    gathered = communicator.numbers(sizes, [(peer, (1,), torch.int64) for peer, *_ in requests])
     incoming = [
         (peer, (6, int(size[0])), torch.float64)
-        for (peer, *_), size in zip(asked, gathered, strict=True)
+        for (peer, *_), size in zip(requests, gathered, strict=True)
     ]
     for (_, segment, spans), rows in zip(
-        asked, communicator.numbers(outgoing, incoming), strict=True
+        requests, communicator.numbers(outgoing, incoming), strict=True
     ):
         rows[3] /= scale
         tables.hear(segment, spans, rows)

@@ -60,21 +60,21 @@ class Division:
     clamps: bool
     clamps_mean: bool
 
-    def in_loss(self, left: Floats, whole: Floats) -> Floats:
+    def in_loss(self, shifted: Floats, unshifted: Floats) -> Floats:
         """What a weight counts in the loss.
 
         Args:
-            left: sums of weights, moved by one.
-            whole: before that.
+            shifted: sums of weights, moved by one.
+            unshifted: before that.
         """
         if not self.per_token:
-            return self.in_mean(left)
-        return whole / np.maximum(left, 1) if self.clamps else np.ones_like(left)
+            return self.in_mean(shifted)
+        return unshifted / np.maximum(shifted, 1) if self.clamps else np.ones_like(shifted)
 
-    def in_mean(self, left: Floats) -> Floats:
+    def in_mean(self, shifted: Floats) -> Floats:
         """What it counts in the logged mean; 0 in a microbatch without any."""
-        left = np.maximum(left, 1) if self.clamps_mean else left
-        return np.divide(1.0, left, out=np.zeros_like(left), where=left != 0)
+        shifted = np.maximum(shifted, 1) if self.clamps_mean else shifted
+        return np.divide(1.0, shifted, out=np.zeros_like(shifted), where=shifted != 0)
 
 
 class AheadTables:
@@ -114,8 +114,8 @@ class AheadTables:
         in_loss, in_mean = division.in_loss(remaining, full), division.in_mean(remaining)
         # What the label after a position counts: by microbatch, and by the rank of the position.
         self._counted = [
-            np.stack([in_loss[m, owners] * ahead, in_mean[m, owners] * ahead, ahead != 0])
-            for m, owners, ahead in zip(
+            np.stack([in_loss[m, owners] * shares, in_mean[m, owners] * shares, shares != 0])
+            for m, owners, shares in zip(
                 microbatch_of, _owners(samples, size), map(_moved_labels, samples), strict=True
             )
         ]
@@ -132,9 +132,9 @@ class AheadTables:
         for span in (span for segment in self._forest.segments for span in segment.spans):
             inputs, places = np.zeros((2, span.padded), np.int64)
             if span.rollouts:  # a filler has none
-                ahead = self._samples[span.rollouts[0]].inputs[span.start + 1 : span.end + 1]
-                inputs[: len(ahead)] = ahead
-                places[: len(ahead)] = np.arange(len(ahead)) + span.start + 1
+                next_tokens = self._samples[span.rollouts[0]].inputs[span.start + 1 : span.end + 1]
+                inputs[: len(next_tokens)] = next_tokens
+                places[: len(next_tokens)] = np.arange(len(next_tokens)) + span.start + 1
             table.append(np.stack([inputs, places]))
         full = np.concatenate(table, axis=1) if table else np.zeros((2, 0), np.int64)
         spans = [span.padded for segment in self._forest.segments for span in segment.spans]
@@ -157,15 +157,15 @@ class AheadTables:
     def rows(self) -> Iterator[FurtherRows]:
         """Of every segment, those labels that have a weight; none of what another rank computes."""
         for index, segment in enumerate(self._forest.segments):
-            here = segment.source < 0
+            is_local = segment.source < 0
             yield (
                 self._rows(segment, self._heard[index])
-                if here
+                if is_local
                 else FurtherRows(*_split_rows(self._nothing))
             )
 
-    def _rows(self, segment: Segment, heard: Sequence[Floats]) -> FurtherRows:
-        columns = [self._nothing, *heard]
+    def _rows(self, segment: Segment, columns_by_rank: Sequence[Floats]) -> FurtherRows:
+        columns = [self._nothing, *columns_by_rank]
         start = 0
         for span in segment.spans:
             part = self._of_span(span)
@@ -174,12 +174,12 @@ class AheadTables:
             start += span.padded
         table = np.concatenate(columns, axis=1)
         if self._place[1] > 1:
-            held = cp_layout.held_positions([s.padded for s in segment.spans], *self._place)
-            here = np.full(start, -1)
-            here[held] = np.arange(len(held))
-            table[0] = here[table[0].astype(np.int64)]
+            positions = cp_layout.held_positions([s.padded for s in segment.spans], *self._place)
+            local_rows = np.full(start, -1)
+            local_rows[positions] = np.arange(len(positions))
+            table[0] = local_rows[table[0].astype(np.int64)]
             table = table[:, table[0] >= 0]
-        table = _weighed(_merged_rows(table) if heard else table)
+        table = _weighed(_merged_rows(table) if columns_by_rank else table)
         return FurtherRows(*_split_rows(table[:, np.argsort(table[0], kind="stable")]))
 
     def _of_span(self, span: Span) -> Floats:

@@ -31,7 +31,7 @@ class Overlap(StepPart):
         self._reductions = Reductions(self.rank, attempt.force_all_reduce, crosses=crosses)
         self._hooks = [stage.hooks for stage in attempt.stages]
         program = attempt.plan.programs[self.rank.stage]
-        self._last = {one.chunk: one.segment for one in program if one.kind == "B"}
+        self._last = {action.chunk: action.segment for action in program if action.kind == "B"}
 
     @contextlib.contextmanager
     def action(self, action: Action | None) -> Iterator[None]:

@@ -76,7 +76,7 @@ class Reductions:
     def __init__(self, rank: Rank, force_all_reduce: bool | None, *, crosses: bool) -> None:
         self._rank, self._force_all_reduce = rank, force_all_reduce
         self._queue, config = _in_order(rank), rank.config
-        if any(one.buckets.grad_reduce_handle is not None for one in self._queue):
+        if any(entry.buckets.grad_reduce_handle is not None for entry in self._queue):
             raise RuntimeError(
                 "gradients of a step before this one are still being reduced: that step failed, or"
                 " nobody called finalize_model_grads after it; begin again from a checkpoint"
@@ -85,8 +85,8 @@ class Reductions:
         may_start = (
             self._finalizes
             and not crosses
-            and any(_travels(one.buckets) for one in self._queue)
-            and not any(_starts_twice(one.buckets) for one in self._queue)
+            and any(_travels(entry.buckets) for entry in self._queue)
+            and not any(_starts_twice(entry.buckets) for entry in self._queue)
             # The output layer's gradient is computed after the last backward.
             and not getattr(config, "defer_embedding_wgrad_compute", False)
             # As in Megatron's schedules: with grad_sync_func only the first stage runs ahead.
@@ -190,13 +190,13 @@ class Reductions:
     def _passed(self, chunk: int, layer: int) -> None:
         """Starts groups whose gradients are complete, up to the first that is not."""
         while self._num_due < len(self._queue):
-            one = self._queue[self._num_due]
-            if one.chunk != chunk or one.place < layer:
+            entry = self._queue[self._num_due]
+            if entry.chunk != chunk or entry.place < layer:
                 return
             self._num_due += 1
-            self._due.add(one.buckets)
-            if self._early and one.buckets.grad_reduce_handle is None:
-                one.buckets.start_grad_sync(force_all_reduce=self._force_all_reduce)
+            self._due.add(entry.buckets)
+            if self._early and entry.buckets.grad_reduce_handle is None:
+                entry.buckets.start_grad_sync(force_all_reduce=self._force_all_reduce)
 
 
 def overlaps(model: Any) -> bool:
@@ -217,7 +217,7 @@ def _in_order(rank: Rank) -> list[Group]:
             orders[model] = _order(model, rank.language_models[chunk])
         groups = _groups(model)
         queue += [Group(chunk, place, groups[number]) for number, place in orders[model]]
-    return sorted(queue, key=lambda one: one.place == _OUTSIDE)
+    return sorted(queue, key=lambda entry: entry.place == _OUTSIDE)
 
 
 def _order(model: Any, language_model: Any) -> tuple[tuple[int, int], ...]:

@@ -91,7 +91,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         inside = module.linear_attn
         own = [(module, "forward"), (module, "hf_forward"), (inside, "forward")]
         own.append((inside.conv1d, "forward"))
-        return module if all(owner(*one) for one in own) else None
+        return module if all(owner(*method) for method in own) else None
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind; the rule is tried, once a process, and so is all around it."""
@@ -132,14 +132,14 @@ def _own_attention(layer: Any) -> Any | None:
     inside = getattr(module, "linear_attn", None)
     if inside is None:
         return None
-    gathers = next((one for one in type(module).__mro__ if "forward" in vars(one)), object)
-    known = (
+    gathers = next((cls for cls in type(module).__mro__ if "forward" in vars(cls)), object)
+    is_own = (
         gathers.__name__ == "HuggingfaceAttention"
         and _names(type(module), "hf_forward") == _AROUND
         and {_RULE, "conv1d"} <= _names(type(inside), "forward")
         and type(getattr(inside, "conv1d", None)).__name__ == "ShortConvolution"
     )
-    return module if known else None
+    return module if is_own else None
 
 
 def _names(kind: type, method: str) -> frozenset[str]:

@@ -78,7 +78,7 @@ def mixes_elsewhere(inside: Any) -> bool:
     """Whether positions see one another outside of the convolution and the rule, or that cannot be
     told: with others in their place that keep positions apart, pieces give what the whole gives."""
     convolution = inside.conv1d
-    inputs = next(one for one in inside.children() if isinstance(one, torch.nn.Linear))
+    inputs = next(child for child in inside.children() if isinstance(child, torch.nn.Linear))
     draw = torch.Generator().manual_seed(7)
     x = torch.randn(1, 12, inputs.in_features, generator=draw).to(inputs.weight)
 

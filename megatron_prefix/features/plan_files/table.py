@@ -63,11 +63,11 @@ def to_csv(plan: Plan) -> str:
 
 
 def _crossing_columns(plan: Plan, index: int) -> str:
-    source, sent = plan.segments[index].source, []
+    source, transfers = plan.segments[index].source, []
     for transfer in plan.transfers:
         if transfer.segment == index:
-            sent.append(f">{transfer.peer}:{' '.join(map(str, transfer.spans))}")
-    return f"<{source}" if source >= 0 else ";".join(sent)
+            transfers.append(f">{transfer.peer}:{' '.join(map(str, transfer.spans))}")
+    return f"<{source}" if source >= 0 else ";".join(transfers)
 
 
 def from_csv(text: str, name: str = "plan") -> Plan:
@@ -165,9 +165,9 @@ def _segment_from(
     flags = {text: key for key, text in _KINDS.items()}.get(kind)
     if flags is None:
         raise UserError(f"kind {_printed(kind)}: give one of {', '.join(_KINDS.values())}")
-    known = POLICIES if flags[0] else ON_DEVICE
-    if policy not in known:
-        raise UserError(f"policy {_printed(policy)}: {kind} can have {' or '.join(known)}")
+    policies = POLICIES if flags[0] else ON_DEVICE
+    if policy not in policies:
+        raise UserError(f"policy {_printed(policy)}: {kind} can have {' or '.join(policies)}")
     created = tuple(map(_span_from, spans))
     segment = Segment(created, *flags, joined=joined_of(number, created))
     if trained and not 0 <= _number_in(trained) <= segment.padded_length * flags[1]:

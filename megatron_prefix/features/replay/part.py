@@ -53,16 +53,18 @@ class RoutedStep(StepPart):
 
     def swaps(self, chunk: int) -> Sequence[Swap]:
         """See StepPart."""
-        known = self._routers[chunk].items()
-        self._routers[chunk] = {n: one for n, one in known if replays_of(one) is not None}
+        routers = self._routers[chunk].items()
+        self._routers[chunk] = {
+            n: router for n, router in routers if replays_of(router) is not None
+        }
         replayed = swaps.replayed_routes([*self._routers[chunk].values()])
         return replayed, swaps.stages_of_queues()
 
     def suspended(self, step: SuspendedStep) -> dict[int, Told | None]:
         """See StepPart: by layer what each router was told, with routes of its own."""
         routers = self._routers[step.chunk]
-        by_layer = {layer: told(one, step.number) for layer, one in routers.items()}
-        return {layer: one and one.kept() for layer, one in by_layer.items()}
+        by_layer = {layer: told(router, step.number) for layer, router in routers.items()}
+        return {layer: routes and routes.kept() for layer, routes in by_layer.items()}
 
     def read_last(self, capture: Capture, last: CallTokens | None) -> None:
         """See StepPart."""

@@ -85,21 +85,25 @@ class ToldRoutes:
         calls = len(lengths)
         return torch.cat([part for call in range(calls) for part in parts[call::calls]])
 
-    def _of_stages(self, mine: Tensor, pp: Any, device: torch.device) -> tuple[Tensor, list[int]]:
+    def _of_stages(
+        self, local_routes: Tensor, pp: Any, device: torch.device
+    ) -> tuple[Tensor, list[int]]:
         """The layers of all stages side by side, and their numbers."""
         if pp.size() == 1:
-            return mine, list(self.layers)
+            return local_routes, list(self.layers)
         head = torch.full((2 + self.shape[0],), -1, dtype=torch.int64, device=device)
-        head[: 2 + len(self.layers)] = torch.tensor([*mine.shape[:2], *self.layers], device=device)
+        head[: 2 + len(self.layers)] = torch.tensor(
+            [*local_routes.shape[:2], *self.layers], device=device
+        )
         heads = _gathered_rows(head[None], pp).tolist()
         sizes = {num for num, count, *_ in heads if count}
         if len(sizes) > 1:
             raise refused(NUMBER_OF_ROUTES, max(sizes), min(sizes))
         if not sizes:
-            return mine, []
+            return local_routes, []
         most = max(count for _, count, *_ in heads)
-        padded = mine.new_zeros((sizes.pop(), most, self.shape[1]))
-        padded[:, : mine.shape[1]] = mine
+        padded = local_routes.new_zeros((sizes.pop(), most, self.shape[1]))
+        padded[:, : local_routes.shape[1]] = local_routes
         parts = _gathered_rows(padded, pp).split(len(padded))
         by_stage = [part[:, :count] for part, (_, count, *_) in zip(parts, heads, strict=True)]
         return torch.cat(by_stage, 1), [
@@ -123,11 +127,11 @@ def told_of(
     by_layer = {}
     for layer, router in routers.items() if calls else ():
         of_calls = [call[layer] for call in calls]
-        known = [call for call in of_calls if call is not None]
-        if 0 < len(known) < len(of_calls):
+        routed_calls = [call for call in of_calls if call is not None]
+        if 0 < len(routed_calls) < len(of_calls):
             raise refused(SOME_ROUTES)
-        if known:
-            by_layer[layer] = router, known
+        if routed_calls:
+            by_layer[layer] = router, routed_calls
     return by_layer
 
 
@@ -155,16 +159,16 @@ def read_routes(told: Sequence[Mapping[int, tuple[Any, Sequence[Told]]]], rank: 
     return ToldRoutes(layers, rows, shape, group)
 
 
-def _check_routes(told: Sequence[Told], *, ahead: bool) -> None:
+def _check_routes(calls: Sequence[Told], *, ahead: bool) -> None:
     """Refuses what one router was told at the calls of a step."""
-    if any(one.action == RECORD for one in told):
+    if any(call.action == RECORD for call in calls):
         raise refused(RECORDS_ROUTES)
     if ahead:
         raise refused(AHEAD_ROUTES)
     # The same tensor twice: set before the step, and not for each of its microbatches.
-    known = {one.source for one in told if one.routes is not None and one.action == FORWARD}
-    if len(known) < len(told):
-        raise refused(UNKNOWN_ROUTES, told[0].action)
+    sources = {call.source for call in calls if call.routes is not None and call.action == FORWARD}
+    if len(sources) < len(calls):
+        raise refused(UNKNOWN_ROUTES, calls[0].action)
 
 
 def _stacked(routes: Sequence[Tensor]) -> Tensor:
@@ -181,6 +185,6 @@ def _by_sample(rows: Tensor, layout: CallLayout) -> Tensor:
     return rows.unflatten(0, (-1, len(layout.lengths))).transpose(0, 1).flatten(0, 1)
 
 
-def _gathered_rows(mine: Tensor, group: Any) -> Tensor:
+def _gathered_rows(local_routes: Tensor, group: Any) -> Tensor:
     """[ranks * n, ...] of every rank's [n, ...]; NCCL has no int16."""
-    return gathered(mine.contiguous().view(torch.uint8), group).view(mine.dtype)
+    return gathered(local_routes.contiguous().view(torch.uint8), group).view(local_routes.dtype)

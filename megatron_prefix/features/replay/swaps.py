@@ -21,24 +21,30 @@ def replayed_routes(routers: Sequence[Any]) -> Swap:
     before: list[dict[str, tuple[list[Any], int]]] = []
     goes_on = [False]
 
-    def taken(replay: Any, known: dict[str, tuple[list[Any], int]]) -> dict[str, Any]:
+    def taken(replay: Any, previous: dict[str, tuple[list[Any], int]]) -> dict[str, Any]:
         saved = dict(vars(replay))
         for name, entries in lists_of(replay).items():
-            same, num = known[name]
+            same, num = previous[name]
             start = num if entries is same else 0
             saved[name] = entries[start:]
             del entries[start:]
         return saved
 
-    def swap(wanted: list[dict[str, Any]] | None, entering: bool) -> list[dict[str, Any]] | None:
+    def swap(
+        saved_lists: list[dict[str, Any]] | None, entering: bool
+    ) -> list[dict[str, Any]] | None:
         if not entering:
             if goes_on[0]:  # to its end, and what it has added stays
                 return None
-            return [taken(replay, known) for replay, known in zip(replays, before, strict=True)]
+            return [
+                taken(replay, previous) for replay, previous in zip(replays, before, strict=True)
+            ]
         result = [lists_of(replay) for replay in replays]
-        before[:] = [{name: (one, len(one)) for name, one in own.items()} for own in result]
-        goes_on[0] = wanted is not None
-        for replay, own, saved in zip(replays, result, wanted or (), strict=False):
+        before[:] = [
+            {name: (entries, len(entries)) for name, entries in own.items()} for own in result
+        ]
+        goes_on[0] = saved_lists is not None
+        for replay, own, saved in zip(replays, result, saved_lists or (), strict=False):
             vars(replay).update({n: value for n, value in saved.items() if n not in own})
             for name, entries in own.items():
                 entries.extend(saved[name])
@@ -51,11 +57,11 @@ def stages_of_queues() -> Swap:
     """Whether queues of routes record or replay, in miles; slime has that in the environment."""
     outside = [manager.stage for manager in managers()]
 
-    def swap(wanted: list[str] | None, entering: bool) -> list[str] | None:
-        if entering and wanted is None:
+    def swap(stages: list[str] | None, entering: bool) -> list[str] | None:
+        if entering and stages is None:
             return None
         inside = [manager.stage for manager in managers()]
-        for manager, stage in zip(managers(), wanted or outside, strict=True):
+        for manager, stage in zip(managers(), stages or outside, strict=True):
             manager.stage = stage
         return inside
 

@@ -88,8 +88,8 @@ class RouterReplays:
             getattr(self._replay, name, None) for name in ("target_topk_idx", "target_replay_mask")
         )
         if routes is not None and mask is not None:
-            here = mask.to(routes.device).reshape(-1, 1)
-            routes = routes.masked_fill(~here.bool(), CHOOSES)
+            uses_route = mask.to(routes.device).reshape(-1, 1)
+            routes = routes.masked_fill(~uses_route.bool(), CHOOSES)
         source = id(self._replay.target_topk_idx)
         return Told(action.name, routes, type(action), mask is not None, source)
 

@@ -98,23 +98,25 @@ def run_both(run: Run, request: Request, reports: Reports) -> Outcome:
     rank, arguments = request.rank, request.arguments
     if why := _obstacle(rank):
         return Outcome(run(request), problem=why)
-    drawn = RepeatedIterators(arguments["data_iterator"], copies=True)
+    iterators = RepeatedIterators(arguments["data_iterator"], copies=True)
     state = StepState(rank, arguments["forward_step_func"])
     before = logs.buffers(rank)
     ours = _Side(rank)
-    ours.run(lambda: run(replace(request, arguments={**arguments, "data_iterator": drawn.first})))
+    ours.run(
+        lambda: run(replace(request, arguments={**arguments, "data_iterator": iterators.first}))
+    )
     report: Any = reports.last
     (shares,), problem = agreement.worst(
-        [float(report.decision.share)], _Problem(drawn.problem) if drawn.problem else None,
+        [float(report.decision.share)], _Problem(iterators.problem) if iterators.problem else None,
         request.agreeing, rank.device,
     )  # fmt: skip
     if problem or not shares:
-        return Outcome(ours.store, problem=drawn.problem or problem)
+        return Outcome(ours.store, problem=iterators.problem or problem)
     limits = judge.Limits(rank, report.forest.raw_tokens, arguments["num_microbatches"])
     saved = None if rank.forward_only else KeptGradients(rank, by_norm=limits.is_coarse)
     state.restore()
     stock = _Side(rank)
-    stock.run(lambda: run_stock(arguments, data_iterator=drawn.again()))
+    stock.run(lambda: run_stock(arguments, data_iterator=iterators.again()))
     distances = {
         "losses": limits.of(logs.stores(ours.store, stock.store, limits.least_loss)),
         "outputs": limits.of(ours.outputs.distance(stock.outputs)),

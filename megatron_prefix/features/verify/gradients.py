@@ -67,9 +67,9 @@ class KeptGradients:
     def differences(self) -> list[Difference]:
         """From the gradients that are there now; the host waits for the device."""
         names, rows = [], []
-        for number, (name, now) in enumerate(gradients(self._rank)):
+        for number, (name, gradient) in enumerate(gradients(self._rank)):
             names.append(name)
-            rows.append(self._row(self._values[number], now, number))
+            rows.append(self._row(self._values[number], gradient, number))
         table = torch.stack(rows).tolist() if rows else []
         if not self.by_norm:
             return [Difference(name, *row) for name, row in zip(names, table, strict=True)]
@@ -79,10 +79,10 @@ class KeptGradients:
             pooled[name] = math.hypot(before[0], error), math.hypot(before[1], size)
         return [Difference(name, *row) for name, row in pooled.items()]
 
-    def _row(self, kept: Tensor, now: Tensor, number: int) -> Tensor:
+    def _row(self, saved: Tensor, gradient: Tensor, number: int) -> Tensor:
         """Error and size of one parameter, float64 [2], on the device."""
         if self._sketched:
-            pair = torch.stack([kept, _sketch(now, number)])
+            pair = torch.stack([saved, _sketch(gradient, number)])
             if self._summed is not None:
                 dist.all_reduce(pair, group=self._summed)
             ours, stock = pair
@@ -90,9 +90,10 @@ class KeptGradients:
         of = torch.linalg.vector_norm
         order = 2 if self.by_norm else math.inf
         parts = [
-            torch.stack([of(there.double() - here.double(), order), of(here.double(), order)])
-            for here, there in zip(
-                now.reshape(-1).split(PART), kept.to(now.device).reshape(-1).split(PART),
+            torch.stack([of(ours.double() - stock.double(), order), of(stock.double(), order)])
+            for stock, ours in zip(
+                gradient.reshape(-1).split(PART),
+                saved.to(gradient.device).reshape(-1).split(PART),
                 strict=True,
             )
         ]  # fmt: skip
@@ -115,10 +116,10 @@ def gradients(rank: Rank) -> Iterator[tuple[str, Tensor]]:
     Of the distributed optimizer's buffers that is the rank's own part: reduced gradients are
     nowhere else.
     """
-    several = len(rank.models) > 1
+    has_chunks = len(rank.models) > 1
     for chunk, model in enumerate(rank.models):
         names = {
-            parameter: f"chunk {chunk}: {name}" if several else name
+            parameter: f"chunk {chunk}: {name}" if has_chunks else name
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }

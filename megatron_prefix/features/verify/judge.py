@@ -74,11 +74,11 @@ class Limits:
         most = largest_gradient(differences)
         if most == 0 and all(difference.error == 0 for difference in differences):
             return None
-        each = (
+        bounds = (
             Worst(relative(error, max(size, FLOOR * most)) / self.relative, name)
             for name, error, size in differences
         )
-        return max(each, default=None)
+        return max(bounds, default=None)
 
 
 def described(worst: dict[str, Worst]) -> str:

@@ -79,9 +79,9 @@ class StepState(Rewind):
             total.copy_(self._logged_ahead.get(name, torch.zeros_like(total)))
         self._restore_random()
         for place, variables in self._variables:
-            now = place.read()
+            current = place.read()
             for name, value in variables.items():
-                if now.get(name, value) is not value:
+                if current.get(name, value) is not value:
                     place.write(name, value)
         for container, items in self._containers:
             _REFILLED[type(container)](container, items)

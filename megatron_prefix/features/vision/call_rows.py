@@ -85,29 +85,29 @@ class CallRows:
         for layer, deep in enumerate(self.deep[: len(into) - 1], 1):
             into[layer, at] = deep.detach()[numbers].to(into.dtype)
 
-    def write(self, sent: Tensor, places: Places, at: Tensor, images: Tensor) -> None:
-        """Takes gradients of rows, of some places of `sent`: see `read`."""
-        self.gradients[0][self._slots[places]] = sent[0, at]
+    def write(self, gradients: Tensor, places: Places, at: Tensor, images: Tensor) -> None:
+        """Stores `gradients[:, at]` for the rows at `places`; the inverse of `read`."""
+        self.gradients[0][self._slots[places]] = gradients[0, at]
         numbers, at = self.numbers[places][images], at[images]
-        for layer, gradient in enumerate(self.gradients[1 : len(sent)], 1):
-            gradient[numbers] = sent[layer, at].to(gradient.dtype)
+        for layer, gradient in enumerate(self.gradients[1 : len(gradients)], 1):
+            gradient[numbers] = gradients[layer, at].to(gradient.dtype)
 
     def begin_gradients(self) -> None:
         """Makes room for them, once."""
         if not self.gradients:
-            self.gradients = [torch.zeros_like(one) for one in (self.kept, *self.deep)]  # type: ignore[arg-type]
+            self.gradients = [torch.zeros_like(tensor) for tensor in (self.kept, *self.deep)]  # type: ignore[arg-type]
 
     def backward(self) -> None:
         """Goes on with the gradients, if any came, through what has made the rows."""
         if not self.gradients:
             return
-        first, *others = self.gradients
+        first, *deep_gradients = self.gradients
         full = first.new_zeros(self.shape).index_put_(self._places, first)
-        every = zip((self.hidden, *self.deep), (full, *others), strict=True)
+        every = zip((self.hidden, *self.deep), (full, *deep_gradients), strict=True)
         pairs = [(tensor, gradient) for tensor, gradient in every if tensor.requires_grad]
         self.gradients = []
         if pairs:  # together: they come from one graph. Not torch's own, which compares shapes
             Variable._execution_engine.run_backward(
-                tuple(tensor for tensor, _ in pairs), tuple(one for _, one in pairs), False, False,
-                (), allow_unreachable=True, accumulate_grad=True,
+                tuple(tensor for tensor, _ in pairs), tuple(grad for _, grad in pairs), False,
+                False, (), allow_unreachable=True, accumulate_grad=True,
             )  # fmt: skip

@@ -77,8 +77,8 @@ class ChunkRows:
         if any(ids is None for ids in self._ids):
             raise refused(NO_POSITION_IDS)
         has_rows = bool(calls) and calls[0][EMBEDDINGS] is not None
-        known = [CallRows.of(call, self._positions_first) for call in calls if has_rows]
-        self._calls: list[CallRows] = known
+        call_rows = [CallRows.of(call, self._positions_first) for call in calls if has_rows]
+        self._calls: list[CallRows] = call_rows
         self._tokens: Tensor | None = None
         self._positions: Tensor | None = None
         self._images = np.zeros(0, bool)
@@ -100,16 +100,18 @@ class ChunkRows:
             lengths: positions of every sample, whole.
             tokens: of this rank's positions; used where no embeddings are given.
         """
-        held = to_device(self._device, self._held(lengths))
+        positions = to_device(self._device, self._held(lengths))
         if self._calls:
             columns = [
                 torch.stack([call.words(), (call.numbers >= 0).long()], -1) for call in self._calls
             ]
             # Ranks of sequence parallelism hold the same samples, one rank's rows after another's.
             full = [self._over_sequence(column).transpose(0, 1) for column in columns]
-            words, images = torch.cat([one.flatten(0, 1) for one in full]).unbind(-1)
+            words, images = torch.cat([part.flatten(0, 1) for part in full]).unbind(-1)
             self._images = to_host(self._over_cp(images.contiguous(), lengths)) != 0
-            depth = torch.tensor([max(len(one.deep) for one in self._calls)], device=self._device)
+            depth = torch.tensor(
+                [max(len(call_rows.deep) for call_rows in self._calls)], device=self._device
+            )
             self._depth = int(self._exchanged(depth, dist.ReduceOp.MAX))
         else:
             words = torch.from_numpy(tokens).to(self._device)  # type: ignore[arg-type]
@@ -117,7 +119,7 @@ class ChunkRows:
         if self._ids:
             self._positions = self._whole_positions(lengths)
             for row in self._positions:
-                words = combined(words, row.to(words.device).index_select(0, held))
+                words = combined(words, row.to(words.device).index_select(0, positions))
         if self._tp.size() > self._sequence_ranks:  # ranks must build one tree
             words = words.contiguous()
             dist.broadcast(words, dist.get_process_group_ranks(self._tp)[0], self._tp)
@@ -148,8 +150,8 @@ class ChunkRows:
         counts = [call.numbers.numel() * parts for call in self._calls]
         self._owner = np.repeat(np.arange(len(counts)), counts)
         columns, tp = [], self._tp.rank() if self._sequence_ranks > 1 else 0
-        for number, one in enumerate(self._calls):
-            rows, samples = one.shape[:2]
+        for number, call_rows in enumerate(self._calls):
+            rows, samples = call_rows.shape[:2]
             at = np.arange(rows * self._sequence_ranks) - tp * rows
             inside = (at >= 0) & (at < rows)
             table = np.stack([np.full_like(at, number), at, at])[:, None].repeat(samples, 1)
@@ -162,25 +164,28 @@ class ChunkRows:
     def arguments(self, index: int) -> dict[str, Any]:
         """The language model's arguments for a segment, on this rank."""
         rows, own = self._segments[index]
-        held = cp_layout.held_positions(self._padded[index], self._cp.rank(), self._cp.size())
+        positions = cp_layout.held_positions(self._padded[index], self._cp.rank(), self._cp.size())
         named: dict[str, Any] = {}
         if self._positions is not None:
-            named["position_ids"] = self._own_positions(rows[held])
+            named["position_ids"] = self._own_positions(rows[positions])
         if self._tokens is not None:
-            named["input_ids"] = self._tokens[to_device(self._tokens.device, rows[held])][None]
+            named["input_ids"] = self._tokens[to_device(self._tokens.device, rows[positions])][None]
         if not self._calls:
             return named
-        local = np.array_split(held, self._sequence_ranks)[
+        local = np.array_split(positions, self._sequence_ranks)[
             self._tp.rank() if self._sequence_ranks > 1 else 0
         ]
         images = self._images[rows]
-        here = to_device(self._device, local)
-        parts = [part.index_select(0, here) for part in self._gathered(rows, images)]
-        visible, some = (
+        local_places = to_device(self._device, local)
+        parts = [part.index_select(0, local_places) for part in self._gathered(rows, images)]
+        visible, image_places = (
             to_device(self._device, images[local]),
             to_device(self._device, np.flatnonzero(images[local])),
         )
-        tensors = [parts[0].unsqueeze(1), *(part.index_select(0, some) for part in parts[1:])]
+        tensors = [
+            parts[0].unsqueeze(1),
+            *(part.index_select(0, image_places) for part in parts[1:]),
+        ]
         if torch.is_grad_enabled() and self.trains:
             tensors = [tensor.requires_grad_() for tensor in tensors]
             self._leaves[index] = Leaf(np.where(own, rows, -1), local, tensors)
@@ -207,8 +212,8 @@ class ChunkRows:
         like, depth = self._calls[0], self._depth if images.any() else 0
         shape = 1 + depth, len(rows), like.shape[-1]
         gathered_rows = torch.zeros(shape, dtype=like.hidden.dtype, device=self._device)
-        for one, places, at, visible in self._found(rows):
-            one.read(gathered_rows, places, at, visible)
+        for call_rows, places, at, visible in self._found(rows):
+            call_rows.read(gathered_rows, places, at, visible)
         return [*self._exchanged(gathered_rows)]
 
     def collect(self, index: int) -> None:
@@ -217,16 +222,18 @@ class ChunkRows:
         if leaf is None:
             return
         like, images = leaf.tensors[0], self._images[self._segments[index][0]]
-        sent = like.new_zeros((len(leaf.tensors), len(leaf.rows), like.shape[-1]))
+        row_gradients = like.new_zeros((len(leaf.tensors), len(leaf.rows), like.shape[-1]))
         for layer, tensor in enumerate(leaf.tensors):
             local = leaf.mine if layer == 0 else leaf.mine[images[leaf.mine]]
             if tensor.grad is not None:
-                sent[layer, to_device(sent.device, local)] = tensor.grad.view(-1, like.shape[-1])
-        sent = self._exchanged(sent)
+                row_gradients[layer, to_device(row_gradients.device, local)] = tensor.grad.view(
+                    -1, like.shape[-1]
+                )
+        row_gradients = self._exchanged(row_gradients)
         for number in self._all_calls(leaf.rows):
             self._calls[number].begin_gradients()
-        for one, places, at, visible in self._found(leaf.rows):
-            one.write(sent, places, at, visible)
+        for call_rows, places, at, visible in self._found(leaf.rows):
+            call_rows.write(row_gradients, places, at, visible)
 
     def backward(self) -> None:
         """Goes on with the backward of every call, behind the language model, once."""
@@ -237,13 +244,13 @@ class ChunkRows:
         """Which of some rows each call has on this rank, where, and which of these are images'."""
         calls, at, samples = np.where(rows < 0, -1, self._places[:, rows])
         for number in np.unique(calls[calls >= 0]):
-            (here,) = np.nonzero(calls == number)
-            places = to_device(self._device, at[here]), to_device(self._device, samples[here])
-            images = np.flatnonzero(self._images[rows[here]])
+            (members,) = np.nonzero(calls == number)
+            places = to_device(self._device, at[members]), to_device(self._device, samples[members])
+            images = np.flatnonzero(self._images[rows[members]])
             yield (
                 self._calls[number],
                 places,
-                to_device(self._device, here),
+                to_device(self._device, members),
                 to_device(self._device, images),
             )
 
@@ -264,15 +271,15 @@ class ChunkRows:
             dist.all_reduce(rows, how, group=self._tp)
         return rows
 
-    def _over_sequence(self, mine: Tensor) -> Tensor:
-        return gathered(mine, self._tp) if self._sequence_ranks > 1 else mine
+    def _over_sequence(self, local_rows: Tensor) -> Tensor:
+        return gathered(local_rows, self._tp) if self._sequence_ranks > 1 else local_rows
 
-    def _over_cp(self, mine: Tensor, lengths: Sequence[int]) -> Tensor:
+    def _over_cp(self, local_rows: Tensor, lengths: Sequence[int]) -> Tensor:
         """Of whole samples, one behind the other: every rank's [positions, ...]."""
         if self._cp.size() == 1:
-            return mine
-        order = to_device(mine.device, cp_layout.view_order(lengths, self._cp.size()))
-        return gathered(mine, self._cp).index_select(0, order)
+            return local_rows
+        order = to_device(local_rows.device, cp_layout.view_order(lengths, self._cp.size()))
+        return gathered(local_rows, self._cp).index_select(0, order)
 
     def _whole_positions(self, lengths: Sequence[int]) -> Tensor:
         """Positions of all samples, int64 [3, positions]. Models get whole ones, or slices."""

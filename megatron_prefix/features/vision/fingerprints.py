@@ -28,9 +28,9 @@ def fingerprints(rows: Tensor) -> Tensor:
     return _mixed(_row_sums(words.flatten(0, -2), keys)).view(rows.shape[:-1])
 
 
-def combined(one: Tensor, other: Tensor) -> Tensor:
+def combined(first: Tensor, second: Tensor) -> Tensor:
     """Of pairs of numbers, int64, in the order of the two."""
-    return _mixed(_mixed(one) * _FACTOR + other)
+    return _mixed(_mixed(first) * _FACTOR + second)
 
 
 def _row_sums(words: Tensor, keys: Tensor) -> Tensor:

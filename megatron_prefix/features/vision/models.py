@@ -135,9 +135,9 @@ def drops(tower: Any) -> bool:
 
 def has_images(model: Any, inner: Any) -> bool:
     """Whether a model chunk is of a vision-language model, whose language model is `inner`."""
-    known = TOWERS.keys() | SPLIT_BY_RANKS
+    owners = TOWERS.keys() | SPLIT_BY_RANKS
     return has_mrope(inner) or any(
-        forward_owner(module) in known for module in around(model, inner)
+        forward_owner(module) in owners for module in around(model, inner)
     )
 
 

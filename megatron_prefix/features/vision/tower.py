@@ -62,12 +62,12 @@ class Image:
 
     def add(self, gradients: Sequence[Tensor]) -> None:
         """Adds what one copy's rows have got."""
-        for place, one in enumerate(gradients):
+        for place, gradient in enumerate(gradients):
             before = self.sums[place]
             if before is None:  # a copy: autograd may have given several outputs one tensor
-                self.sums[place] = one.to(wider(one.dtype), copy=True)
+                self.sums[place] = gradient.to(wider(gradient.dtype), copy=True)
             else:
-                before.add_(one)
+                before.add_(gradient)
 
 
 class TowerOnce:
@@ -118,8 +118,8 @@ class TowerOnce:
         provided = self._signature.bind(*args, **kwargs).arguments
         grids = provided.pop(self._kind.grids, None)
         patches = [value for value in provided.values() if value is not None]
-        known = grids is not None and len(patches) == 1 and isinstance(patches[0], Tensor)
-        if not known or not len(grids) or self._step() < 0:
+        is_plain = grids is not None and len(patches) == 1 and isinstance(patches[0], Tensor)
+        if not is_plain or not len(grids) or self._step() < 0:
             return self._stock(*args, **kwargs)
         keys = self._seen(patches[0].detach(), grids)
         copies = [self._images[key].rows for key in keys]
@@ -190,15 +190,15 @@ class TowerOnce:
         ]
         received = [[*rows] for rows in zip(*parts, strict=True)]
         if self.waits:
-            for image, one in zip(images, received, strict=True):
-                image.add(one)
+            for image, image_gradients in zip(images, received, strict=True):
+                image.add(image_gradients)
             return
         self._waiting[number].append((keys, received))
         if len(self._waiting[number]) < self._calls[number]:
             return  # the tower's parameters get their gradients once a microbatch
-        for some, of_them in self._waiting.pop(number):
-            for key, one in zip(some, of_them, strict=True):
-                self._images[key].add(one)
+        for image_keys, of_them in self._waiting.pop(number):
+            for key, image_gradients in zip(image_keys, of_them, strict=True):
+                self._images[key].add(image_gradients)
         self._go_on([image for image in self._images.values() if image.sums[0] is not None])
 
     def backward(self) -> None:
@@ -219,11 +219,13 @@ class TowerOnce:
         for image in images:
             image.sums = [None] * len(image.rows)
         if self._kind.listed:
-            sums: list[Any] = [one for (one,) in by_image]
+            sums: list[Any] = [total for (total,) in by_image]
         else:
             sums = [torch.cat(parts) for parts in zip(*by_image, strict=True)]  # type: ignore[arg-type]
         pairs = [(t, s.to(t.dtype)) for t, s in zip(tensors, sums, strict=True) if t.requires_grad]
-        torch.autograd.backward([tensor for tensor, _ in pairs], [one for _, one in pairs])
+        torch.autograd.backward(
+            [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+        )
 
 
 class _ImageRows(torch.autograd.Function):

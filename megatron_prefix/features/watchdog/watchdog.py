@@ -161,14 +161,17 @@ def place(ident: int) -> str:
     if step is not None:
         own += _stack(step.below)
     stacks.pop(threading.get_ident(), None)
-    others = [stack for stack in stacks.values() if any(map(_is_ours, stack))]
+    other_stacks = [stack for stack in stacks.values() if any(map(_is_ours, stack))]
     phases = dict.fromkeys(mark.text for frame in own for mark in PHASES if mark.fits(frame))
     parts = [*(phases or ["around its schedule"]), *_action(own)]
-    for stack in (*others, own):
+    for stack in (*other_stacks, own):
         if waits := _waits(stack):
             parts.append(f"at {waits}")
             break
-    for name, stack in [("it stands in", own), *(("another thread in", other) for other in others)]:
+    for name, stack in [
+        ("it stands in", own),
+        *(("another thread in", stack) for stack in other_stacks),
+    ]:
         parts.append(f"{name} {' < '.join(map(_call_name, stack[:MOST_FRAMES]))}{_layer(stack)}")
     return ", ".join(parts)
 
