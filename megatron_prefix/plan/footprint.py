@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,6 +33,27 @@ class Places(Protocol):
     def held(self, plan: Plan, footprint: Footprint, rank: int) -> float:
         """Bytes of all of it."""
         ...
+
+
+class Buffers(Protocol):
+    """Memory of further messages of a model chunk, beyond those between stages, while its program
+    runs."""
+
+    @property
+    def held(self) -> float:
+        """Bytes."""
+        ...
+
+    def post(self, action: Action) -> None:
+        """Allocates buffers of messages that start with an action."""
+        ...
+
+    def take(self, action: Action) -> None:
+        """Frees buffers of messages that an action waits for."""
+        ...
+
+
+BuffersOf = Callable[["Plan", int, int, "Footprint", Callable[[int], Collection[int]]], Buffers]
 
 
 @dataclass(frozen=True)
@@ -132,6 +153,8 @@ class Footprint:
         shares: into how many parts K/V and gK/gV of inner segments are cut; a rank has one.
         keeps_outputs: whether a stage's output stays until its backward.
         places: where layers save what stays between steps; None: nothing does.
+        buffers: makes those of a plan, a rank, its model chunk and a footprint, with what says
+            which segments a segment reads; None: there are no further messages.
         ends_early: whether the last layer of the last stage runs on what is read only.
         checkpointed: whether Megatron recomputes every layer.
     """
@@ -165,6 +188,7 @@ class Footprint:
     state: float = 0.0
     state_grad: float = 0.0
     places: Places | None = None
+    buffers: BuffersOf | None = None
     ends_early: bool = True
     checkpointed: bool = False
 
@@ -210,7 +234,7 @@ class Footprint:
             num_layers=max(1, len(layers) // form.num_stages), parts=form.cp,
             shares=1 if gathers else form.cp, keeps_outputs=form.keeps_outputs,
             ends_early=_ends_early(layers, behind), payloads=payloads,
-            host_layers=0, places=None,
+            host_layers=0, places=None, buffers=None,
             state=hidden_size * form.itemsize,
             state_grad=hidden_size * max(4, form.itemsize),
             checkpointed=form.recompute == "full",

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron_prefix.plan.actions import ON_DEVICE, Action, Plan
-from megatron_prefix.plan.exchange_memory import ExchangeMemory
-from megatron_prefix.plan.footprint import Footprint, spread_evenly
+from megatron_prefix.plan.footprint import Buffers, Footprint, spread_evenly
 from megatron_prefix.plan.layer_numbers import Payload
 from megatron_prefix.tree import Segment
 from megatron_prefix.tree.payload_map import Level, PayloadMap, length_batches, payload_map
@@ -47,7 +46,7 @@ class RankMemory:
         wave_peak: largest sum while a wave runs (0 without waves).
         staged: largest offloaded segments on the host.
         cache_staged: largest K/V and gK/gV on the host.
-        exchanged: largest messages between data-parallel ranks.
+        exchanged: largest buffers of further messages (Footprint).
         held: at the peak, (segment, bytes) of segments between forward and backward.
     """
 
@@ -121,7 +120,7 @@ class _MemoryRun:
     def rank(self, rank: int) -> RankMemory:
         live: dict[tuple[int, int], float] = {}
         arenas = self._arenas(rank)
-        messages = self._exchanges(rank, arenas)
+        buffers = self._buffers(rank, arenas)
         activations = self._held_by_places(rank)
         saved = staged = cache = wave = exchanged = 0.0
         peak = RankMemory(0.0, 0.0, Action("F", 0), *(0.0,) * 9, ())
@@ -137,20 +136,17 @@ class _MemoryRun:
             reloaded, temporary = self._moment(rank, action, arenas[action.chunk])
             total = activations + kv + kv_grad
             saved, cache = max(saved, total + reloaded), max(cache, kv + kv_grad)
-            messages[action.chunk].post(action)
-            before = sum(exchange.held for exchange in messages)
-            messages[action.chunk].take(action)
-            crossing = sum(exchange.held for exchange in messages)
+            before, after = _held(buffers, action) if buffers else (0.0, 0.0)
             # Received payloads are in the sidecar before the action computes.
-            at_once = max(reloaded + temporary + crossing, before)
+            at_once = max(reloaded + temporary + after, before)
             late = min(sum(arena.late for arena in arenas), live[key])
             used, exchanged = total - late + at_once + self.messages, max(exchanged, before)
             if not self.plan.segments[action.segment].waits:
                 wave = max(wave, used)
             if used > peak.peak:
                 peak = RankMemory(
-                    used, 0.0, action, activations, kv, kv_grad - late, self.messages + crossing,
-                    at_once - crossing, 0.0, 0.0, 0.0, 0.0,
+                    used, 0.0, action, activations, kv, kv_grad - late, self.messages + after,
+                    at_once - after, 0.0, 0.0, 0.0, 0.0,
                     tuple((index, size) for (_, index), size in live.items()),
                 )  # fmt: skip
             if action.kind == "B":
@@ -174,10 +170,13 @@ class _MemoryRun:
         places = self.footprint.places
         return 0.0 if places is None else places.saved(self.plan, self.footprint, rank, action)
 
-    def _exchanges(self, rank: int, arenas: Sequence[_ArenaMemory]) -> list[ExchangeMemory]:
-        """Per model chunk of a rank."""
+    def _buffers(self, rank: int, arenas: Sequence[_ArenaMemory]) -> list[Buffers]:
+        """Per model chunk of a rank; none without further messages."""
+        make = self.footprint.buffers
+        if make is None:
+            return []
         return [
-            ExchangeMemory(self.plan, rank, chunk, self.footprint, arena.map.visible)
+            make(self.plan, rank, chunk, self.footprint, arena.map.visible)
             for chunk, arena in enumerate(arenas)
         ]
 
@@ -320,6 +319,14 @@ class _MemoryRun:
         total = footprint.seen * max(visible, default=0) + footprint.kv * max(copied, default=0)
         # Of two layers K/V of ancestors are gathered from the context-parallel ranks.
         return total + (2 * footprint.kv * sum(visible) if footprint.shares > 1 else 0.0)
+
+
+def _held(buffers: Sequence[Buffers], action: Action) -> tuple[float, float]:
+    """Bytes of buffers before an action waits for its messages, and after."""
+    buffers[action.chunk].post(action)
+    before = sum(of_chunk.held for of_chunk in buffers)
+    buffers[action.chunk].take(action)
+    return before, sum(of_chunk.held for of_chunk in buffers)
 
 
 def _scored_share(segment: Segment, parts: int) -> float:

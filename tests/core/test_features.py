@@ -27,7 +27,7 @@ RANK: Any = SimpleNamespace()
 PACKAGE = data.REPOSITORY / "megatron_prefix"
 APART = ("lab/", "features/")
 WORDS = {
-    "across": r"across_step|[cC]ommunicator$|Crossing|Exchanges$|FinalStates|SpanSums|Carried",
+    "across": r"across_step|[cC]ommunicator$|Crossing|Exchange(s$|M)|FinalStates|SpanSums|Carried",
     "dealing": r"\bDealt|[Cc]osts_of_length|_balance_batch|deal_whole",
     "dsa": r"dsa|DSA|indexer",
     "graphs": r"graph_tokens|Graphs|(?i:graphed|cuda.?graph(?!able))",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_prefix.features.across.carried import Carried
 from megatron_prefix.features.across.communicator import Communicator, communicator_of
+from megatron_prefix.features.across.exchange_memory import ExchangeMemory
 from megatron_prefix.features.across.exchanges import Exchanges
 from megatron_prefix.features.across.final_states import FinalStates
 from megatron_prefix.features.across.ledger import CrossingLedger
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from megatron_prefix.config import PrefixConfig
     from megatron_prefix.errors import Reason
     from megatron_prefix.plan.actions import Action
+    from megatron_prefix.plan.footprint import Footprint
     from megatron_prefix.run.calls import Callbacks
     from megatron_prefix.run.execute.executor import Executor, Stage
     from megatron_prefix.run.planning import Planning
@@ -85,6 +88,10 @@ class Crossing(StepPart):
         self._backoff.note(useful=step.crosses)
         if self._backoff.is_due:
             self._backoff.begin()
+
+    def footprint(self, footprint: Footprint) -> Footprint:
+        """See StepPart: messages between data-parallel ranks have buffers."""
+        return replace(footprint, buffers=ExchangeMemory)
 
     @contextlib.contextmanager
     def around_step(self, step: Step) -> Iterator[None]:

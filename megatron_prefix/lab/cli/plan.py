@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_prefix.config import LEAST_SEGMENT, SEGMENT_TOKENS, PrefixConfig
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.across.exchange_memory import ExchangeMemory
 from megatron_prefix.features.plan_files.table import to_csv
 from megatron_prefix.lab.cli import arguments, plan_ranks
 from megatron_prefix.lab.cli.inputs import load_groups
@@ -348,7 +349,9 @@ def peaks(
         num_stages=plan.num_stages, tp=layout.tp, cp=layout.cp,
         sequence_parallel=layout.sequence_parallel,
     )  # fmt: skip
-    footprint = replace(footprint_of(spec, execution), host_layers=host_layers)
+    footprint = replace(
+        footprint_of(spec, execution), host_layers=host_layers, buffers=ExchangeMemory
+    )
     found = {}
     for policy in POLICIES:
         one = replace(plan, policies=policies(plan.segments, policy))

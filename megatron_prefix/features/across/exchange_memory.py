@@ -1,6 +1,6 @@
 """Buffers of messages between data-parallel ranks while a program runs.  Pure.
 
-A received payload (features/across/exchanges.py) waits in its own buffer until a segment reads it.
+A received payload (exchanges.py) waits in its own buffer until a segment reads it.
 A sent payload is a view of the sidecar if its spans are neighbours, else a copy, which lives until
 the peer's gradients are back: only then is it certain everywhere that the send has ended. Gradients
 of a level have buffers, one per sending rank, from the first backward of the level to each
@@ -17,7 +17,7 @@ from megatron_prefix.tree.payload_map import Form
 
 
 class ExchangeMemory:
-    """Bytes of one model chunk's messages.
+    """Bytes of one model chunk's messages: `Buffers` of the footprint.
 
     Args:
         plan: whose `sent` says what leaves.
