@@ -234,8 +234,8 @@ _GRAPHS = (
     _graphs(
         "form-without-its-policy",
         "features/graphs/layers.py",
-        "    return GraphForm(len(hidden), context.activates_again)",
-        "    return GraphForm(len(hidden), False)",
+        "        return GraphForm(len(hidden), self._running.mlp_tap is not None)",
+        "        return GraphForm(len(hidden), False)",
         f"{_G}\n{_G_MEMORY}",
     ),
     _graphs(

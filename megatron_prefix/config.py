@@ -73,7 +73,7 @@ class PrefixConfig:
             (megatron_prefix/layers/blocks/kernels.py).
         memory: what an inner segment keeps between its forward and its backward. "retain": its
             saved tensors; "recompute_act": without what MLPs' activation functions give, which is
-            computed again (layers/activation.py), waves too; "offload": all of them, on the host;
+            computed again (features/recompute_act), waves too; "offload": all of them, on the host;
             "recompute": its K/V and its input, and its forward runs again; "auto": for every step
             and segment the cheapest policy with which the predicted peak keeps the limit: that of
             Megatron's own schedule on the same microbatches and 5 %

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_prefix import features
@@ -351,9 +351,14 @@ def chosen(
 def missing(calls: Sequence[ModelCall], parts: Sequence[StepPart]) -> list[features.Feature]:
     """Features that answer for keywords of calls and have no part in them yet."""
     names = {name for call in calls for name in features.TAKEN if call.keyword(name) is not None}
+    return _without_part((f for f in features.PARTS if names.intersection(f.takes)), parts)
+
+
+def _without_part(
+    taken: Iterable[features.Feature], parts: Sequence[StepPart]
+) -> list[features.Feature]:
     paths = {f"{type(part).__module__}:{type(part).__name__}" for part in parts}
-    takers = (feature for feature in features.PARTS if names.intersection(feature.takes))
-    return [feature for feature in takers if feature.path not in paths]
+    return [feature for feature in taken if feature.path not in paths]
 
 
 def made(
@@ -376,6 +381,20 @@ def made(
             raise reason.error(CANNOT_RUN)
         parts.append(part)
     return tuple(parts)
+
+
+def needed_by(
+    plan: Plan, config: PrefixConfig, request: Request, parts: Sequence[StepPart]
+) -> tuple[StepPart, ...]:
+    """The parts of features that answer for policies of a plan's segments, but for those that are
+    among `parts`.
+
+    Raises:
+        CannotShare: as of `chosen`.
+    """
+    policies = {*plan.policies}
+    taken = (feature for feature in features.PARTS if policies.intersection(feature.policies))
+    return made(_without_part(taken, parts), config, request.rank, request.callbacks)
 
 
 def loaded(feature: features.Feature | features.FeatureAround, mode: str) -> Any:

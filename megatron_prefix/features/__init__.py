@@ -32,6 +32,8 @@ class Feature(NamedTuple):
         needed: whether a step without it is wrong, and not just slower. All ranks have one that is
             not, or none has: ranks run one installation.
         takes: keywords of the language model that it answers for: calls with one of them have it.
+        policies: of segments (plan/actions.py) that it answers for: plans with one of them have it
+            where they have backwards.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Feature(NamedTuple):
     wanted: Callable[[PrefixConfig, Rank], bool]
     needed: bool = True
     takes: tuple[str, ...] = ()
+    policies: tuple[str, ...] = ()
 
 
 class FeatureAround(NamedTuple):
@@ -164,6 +167,11 @@ def _may_cross(config: PrefixConfig, rank: Rank) -> bool:
     return config.across != "off" and config.mode in ("auto", "on") and not is_alone
 
 
+def _by_plan(*_: Any) -> bool:
+    """Not wanted before a plan asks for it; see `policies`."""
+    return False
+
+
 PARTS: tuple[Feature, ...] = (
     Feature("prompts across data-parallel ranks", f"{_FOLDER}across.part:Crossing", _may_cross),
     Feature("multi-token prediction", f"{_FOLDER}mtp.part:MultiToken", _has_further_layer),
@@ -186,6 +194,12 @@ PARTS: tuple[Feature, ...] = (
         f"{_FOLDER}vision.part:Images",
         _may_have_images,
         takes=("decoder_input", "visual_pos_masks", "deepstack_visual_embeds"),
+    ),
+    Feature(
+        "memory policy recompute_act",
+        f"{_FOLDER}recompute_act.part:RecomputeAct",
+        _by_plan,
+        policies=("recompute_act",),
     ),
 )
 """In the order in which each step asks them."""

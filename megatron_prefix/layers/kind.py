@@ -11,7 +11,7 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -91,6 +91,8 @@ class Running(Protocol):
             step; None: nothing.
         rotary: tables of rotary embeddings; it is told of every module that it is asked for.
         tap: called where a layer's core begins, in its place; None: the core runs.
+        mlp_tap: (module, its arguments, those by name) -> output of an MLP, in place of its
+            forward; None: that runs.
         packed: whether the step's calls are packs.
         angles: what its layers may be given of rotary embeddings, [positions, 1, 1, width] if they
             are; while a segment runs.
@@ -98,6 +100,7 @@ class Running(Protocol):
 
     current: SegmentContext | None
     tap: Tap | None
+    mlp_tap: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] | None
     packed: bool
     kernels: dict[int | None, Kernel]
     around_router: AroundRouter | None

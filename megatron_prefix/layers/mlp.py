@@ -43,23 +43,28 @@ class MLP(Kind):
         if form.selects("mlp"):  # Megatron keeps its input, and runs it again
             again = memory.inner - layer_input
             return replace(memory, inner=layer_input, wave=layer_input, again=again, unread=0.0)
-        act = config.ffn_hidden_size / form.tp * form.itemsize * _activates_again(config)
+        act = config.ffn_hidden_size / form.tp * form.itemsize * _can_drop_activation(config)
         return replace(memory, act=act, unread=0.0)
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         """See Kind."""
-        from megatron_prefix.layers.activation import ActivatedAgain
-
         config = getattr(module, "config", None)  # a model's own MLP may have none
-        if config is None or not _activates_again(config):
-            return ()
-        return ActivatedAgain(module, running).overrides()
+        if config is None or "forward" in vars(module) or not _can_drop_activation(config):
+            return
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if (tap := running.mlp_tap) is not None:
+                return tap(module, args, kwargs)
+            return type(module).forward(module, *args, **kwargs)
+
+        yield module, "forward", forward
 
 
-def _activates_again(config: Any) -> bool:
-    """Whether the policy "recompute_act" drops anything: not where the second product keeps its
-    input in another form, or where both are one operator; nor where the activation function keeps
-    what it gives, and not what it gets, which would be kept in its place (ReLU, squared or not)."""
+def _can_drop_activation(config: Any) -> bool:
+    """Whether dropping what the activation function gives frees memory: not where the second
+    product keeps its input in another form, or where both are one operator; nor where the
+    activation function keeps its output, and not its input, which would be kept in its place (ReLU,
+    squared or not)."""
     ways = ("fp8", "fp4", "use_transformer_engine_op_fuser", "cpu_offloading")
     function = _function(config)
     keeps = config.gated_linear_unit or "gelu" in function or function == "silu"

@@ -45,7 +45,6 @@ class SegmentContext:
         on_decoded: gets what the decoder gives, for other ranks; None if they do not want it.
         between: what one method of a layer leaves for another, by what it is and the layer.
         joined: whether spans of it continue others of it (tree/joining.py).
-        activates_again: whether its MLPs drop what "recompute_act" computes again.
     """
 
     index: int
@@ -64,7 +63,6 @@ class SegmentContext:
     on_decoded: Callable[[Tensor], None] | None = None
     between: dict[tuple[str, int], Any] = field(default_factory=dict)
     joined: bool = False
-    activates_again: bool = False
 
     def capture(self, layer: int, shared: Shared, key: Tensor, value: Tensor) -> None:
         """Puts what an inner segment leaves into the sidecar, once: recomputation calls again."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -88,11 +88,13 @@ class Hooks:
         predicts_further: whether what is behind its decoder runs in this step.
         turned: the rotary table of the segment that runs; None without.
         slots: what fills those of every layer, the MLP's last.
-        tap: see Running.
+        tap, mlp_tap: see Running.
         kept: what parts of steps keep with the model, by the class of the part; see `keep`.
         packed: whether the step's calls are packs.
         angles: what its decoder is given of rotary embeddings, while a segment runs.
     """
+
+    mlp_tap: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] | None = None
 
     def __init__(self, model: nn.Module, kernel: str) -> None:
         self.model = language_model(model)

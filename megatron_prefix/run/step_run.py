@@ -28,7 +28,7 @@ from megatron_prefix.device.memory import free_bytes
 from megatron_prefix.errors import named, refused
 from megatron_prefix.megatron.install import Hooks, install, installed
 from megatron_prefix.moe.group_counts import GroupCounts
-from megatron_prefix.parts import Attempt, around
+from megatron_prefix.parts import Attempt, around, needed_by
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.count_sums import sums_behind
 from megatron_prefix.plan.joint_forest import JointForest
@@ -172,6 +172,9 @@ class StepRun:
             stack.enter_context(part.around_step(self._step))
         if report.plan.num_stages > 1:
             self._resume_other_stages()
+        if not rank.forward_only:
+            more = needed_by(report.plan, self._config, self._request, self._parts)
+            self._parts = (*self._parts, *more)
         self._first = self._executor(report.plan)
 
     def _keep(self, before: Rewind) -> None:

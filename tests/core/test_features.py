@@ -38,6 +38,7 @@ WORDS = {
     "host": r"[oO]ffload(?!ing)|[hH]ost_?([lL]ayers|[aA]rena)|HostMemory",
     "qat": r"QUANTISER|[qQ]uantiser|bmm_quantizer|TensorQuantizer",
     "vision": r"[iI]mages|\b[vV]ision|[tT]ower|visual|deepstack",
+    "recompute_act": r"ActivatedAgain|activates_again|recompute_act",
     "own_gdn": r"own_gdn|own_delta|OwnGated|linear_attn|hf_forward",
     "verify": r"[Vv]erif|VERIF",
     "watchdog": r"[Ww]atchdog",
@@ -58,6 +59,14 @@ STAYS = {
         "run/execute/memory_control.py",
     },
     "mtp": {"run/execute/auxiliary.py"},
+    "recompute_act": {
+        "config.py",
+        "plan/actions.py",
+        "plan/cost.py",
+        "plan/footprint.py",
+        "plan/memory_policy.py",
+        "plan/peak_memory.py",
+    },
     "qat": {"layers/attention.py", "refusals/table.py"},
     "replay": {"refusals/table.py", "run/read/model_walk.py"},
     "verify": {"config.py", "refusals/table.py"},
@@ -65,9 +74,9 @@ STAYS = {
     "watchdog": {"config.py"},
 }
 """Files of the core that name a feature all the same: refusals, options and what trainers can do
-have one place each, "offload" is one of the policies that planning prices and predicts, a walk of a
-model passes by attributes that other files look at, and all
-auxiliary losses get their scales in one place."""
+have one place each, policies of segments are words of a plan that planning prices and predicts, a
+walk of a model passes by attributes that other files look at, and all auxiliary losses get their
+scales in one place."""
 
 
 def _files() -> Iterator[tuple[str, ast.Module]]:

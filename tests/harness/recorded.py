@@ -116,7 +116,7 @@ def _is_held_by(tensors: list[Tensor]) -> bool:
 
 
 _RESIZE, _COPY = torch.UntypedStorage.resize_, torch.UntypedStorage.copy_
-"""What layers/activation.py calls of storages, which no dispatch mode sees."""
+"""What features/recompute_act calls of storages, which no dispatch mode sees."""
 
 
 class RecordedGraph(cuda.Graph):

@@ -135,7 +135,7 @@ class LayerGraphs:
             if self.layers and layer is self.layers[0] and not args:
                 self._take(context, hidden_states)
             chosen = self._taken.get(context.index)
-            sides = chosen.made[_form(context, hidden_states)].get(layer.number) if chosen else None
+            sides = chosen.made[self._form(hidden_states)].get(layer.number) if chosen else None
             if sides is None:
                 return layer.plain(hidden_states, *args, **kwargs)
             # A set whose segment runs again is another's before what this one sends has gone.
@@ -244,13 +244,16 @@ class LayerGraphs:
         self._seen[length] += 1
         if self._seen[length] <= SEEN_BEFORE:
             return
-        form = _form(context, hidden)
+        form = self._form(hidden)
         chosen = self._fitting(form)
         provided = {ROTARY: self._running.angles}  # Mamba2, which may be the first, is given none
         if form not in chosen.made and not self._captured(chosen, form, hidden, provided):
             return
         chosen.begin(provided, context.positions)
         self._taken[context.index] = chosen
+
+    def _form(self, hidden: Tensor) -> GraphForm:
+        return GraphForm(len(hidden), self._running.mlp_tap is not None)
 
     def _fitting(self, form: GraphForm) -> SegmentGraphs:
         """A set that nobody has, for segments about as long: one with graphs of a form, else one
@@ -300,7 +303,3 @@ class LayerGraphs:
             self.refused = why
         of = " of " + " and ".join(kind.name for kind in kinds or () if kind) if self.layers else ""
         logger.warning("layers%s run without CUDA graphs: %s", of, why)
-
-
-def _form(context: SegmentContext, hidden: Tensor) -> GraphForm:
-    return GraphForm(len(hidden), context.activates_again)

@@ -31,11 +31,11 @@ class GraphForm(NamedTuple):
 
     Attributes:
         positions: on this rank.
-        activates_again: see SegmentContext.
+        taps_mlps: whether MLPs run otherwise than by their forward (`Running.mlp_tap`).
     """
 
     positions: int
-    activates_again: bool = False
+    taps_mlps: bool = False
 
 
 class SegmentGraphs:

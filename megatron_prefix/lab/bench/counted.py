@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 RECENT = 64
-"""Storages saved last, whose owner may still empty them (layers/activation.py)."""
+"""Storages saved last, whose owner may still empty them (features/recompute_act)."""
 
 
 class _Held:

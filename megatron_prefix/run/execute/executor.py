@@ -201,7 +201,6 @@ class Executor:
             stage.hooks.keys_only if unread else None,
             self._inputs.read(index, stage.moves_labels) if scored else None, stage.moves_labels,
             decoded, on_decoded, joined=segment.joined >= 0,
-            activates_again=self._plan.policy(index) == "recompute_act" and not self._forward_only,
         )  # fmt: skip
 
     def _forward(self, action: Action, stage: Stage) -> None:

@@ -18,10 +18,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.recompute_act.activation import Between
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers import mlp as kind
-from megatron_prefix.layers.activation import Between
 from megatron_prefix.layers.model import footprint_of
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.run.schedule import PrefixSchedule

@@ -13,54 +13,44 @@ Only where Megatron's own `MLP.forward` runs is it known what lies between both 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_prefix.layers.kind import Override, Running
+from megatron_prefix.layers.kind import Running
 
 _MEGATRONS = "megatron.core.transformer.mlp"
 _SCALE = "per_token_scale"
 
 
 class ActivatedAgain:
-    """Takes the place of the forward of one of Megatron's MLPs.
+    """Runs MLPs of Megatron's of a segment in its forward; see Running.
 
     Args:
-        module: the MLP.
         running: says which segment runs.
     """
 
-    def __init__(self, module: Any, running: Running) -> None:
-        self._module, self._running = module, running
+    def __init__(self, running: Running) -> None:
+        self._running = running
 
-    def overrides(self) -> Iterator[Override]:
-        """The forward, unless the instance has one of its own; see Kind."""
-        if "forward" not in vars(self._module):
-            yield self._module, "forward", self._forward
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        module, stock = self._module, type(self._module).forward
-        if not self._drops(stock) or len(args) != 1 or kwargs.get(_SCALE) is not None:
+    def __call__(self, module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What an MLP gives."""
+        stock = type(module).forward
+        if not self._drops(module, stock) or len(args) != 1 or kwargs.get(_SCALE) is not None:
             return stock(module, *args, **kwargs)
         products = _Products(module, stock)
         output = stock(Between(module, products.first, products.second), *args, **kwargs)
         products.drop()
         return output
 
-    def _drops(self, stock: Any) -> bool:
-        """Not in a checkpoint's forward again: it may save tensors for another graph, whose output
-        has no hook, and what it saves is used at once."""
-        segment = self._running.current
+    def _drops(self, module: Any, stock: Any) -> bool:
         return (
-            segment is not None
-            and segment.activates_again
-            and not segment.backward
+            self._running.current is not None
             and torch.is_grad_enabled()
             and getattr(stock, "__globals__", {}).get("__name__") == _MEGATRONS
-            and not _is_watched(self._module.linear_fc2)
+            and not _is_watched(module.linear_fc2)
         )
 
 
