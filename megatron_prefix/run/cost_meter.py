@@ -42,7 +42,6 @@ _KERNELS = ("flash-attn", "flash-attn-4", "nvidia-cudnn-frontend", "transformer-
 def guessed(rank: Rank, frozen: float = 0.0) -> CostModel:
     """What work of a rank takes, until actions have been measured; see `CostModel.in_seconds`."""
     rate = FLOPS_PER_SECOND.get(rank.device.type, FLOPS_PER_SECOND["cuda"])
-    rate *= layer_ranks(rank.groups)
     return rank.model.cost.in_seconds(
         rate * layer_ranks(rank.groups),
         rank.config.num_layers,

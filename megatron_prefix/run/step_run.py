@@ -303,8 +303,13 @@ class StepRun:
         attempt = Attempt(
             self._step, plan, stages, self._contract, self._parts, self._force_all_reduce, report
         )
-        for part in self._parts:
-            part.begin(attempt)
+        try:
+            for part in self._parts:
+                part.begin(attempt)
+        except BaseException:
+            for part in self._parts:
+                part.end()
+            raise
         if report.stopwatch is not None:
             report.stopwatch.forget()
         self._random_use = SegmentRandomUse(rank.language_models, rank.device)

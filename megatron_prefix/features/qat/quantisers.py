@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_prefix.device.modules import modules_of
-from megatron_prefix.errors import Reason
+from megatron_prefix.errors import CANNOT_RUN, Reason
 from megatron_prefix.layers.attention import QUANTISERS
 from megatron_prefix.parts import StepPart
 from megatron_prefix.refusals.table import (
@@ -35,10 +35,10 @@ _EXPONENTS = (8, 0)
 class Quantisers(StepPart):
     """Looks at the quantisers of every step."""
 
-    def refusals(self) -> Iterator[Reason]:
-        """See StepPart."""
-        for model in self.rank.language_models:
-            yield from refusals(model)
+    def check_model(self, chunk: int) -> None:
+        """See StepPart; in every step: quantisers are calibrated, and turned off, between steps."""
+        for reason in refusals(self.rank.language_models[chunk]):
+            raise reason.error(CANNOT_RUN)
 
 
 def refusals(model: Any) -> Iterator[Reason]:

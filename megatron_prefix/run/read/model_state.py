@@ -32,11 +32,9 @@ from megatron_prefix.run.read.model_walk import (
     NOT_OWN,
     OF_MODULE,
     SMALL,
-    WALK,
     Holder,
     copied,
     holds_state,
-    is_own,
     members_of,
     walk_of,
 )
@@ -108,48 +106,6 @@ class ModelState:
         self._kept = {n: self._tensors[n].detach().clone() for n in few}
         self._marks = self._marks_now()
 
-    @classmethod
-    def of_step(
-        cls, models: Sequence[Any], num_inner: int, outer: Sequence[Any] = ()
-    ) -> ModelState:
-        """What some models hold when a step begins: that of the step before, if only tensors have
-        been written since, as by an optimizer. Arguments: see the class."""
-        walk = vars(models[0]).get(WALK)
-        state = None if walk is None else walk.state
-        if state is None or not state._goes_on([*models, *outer]):
-            state = cls(models, num_inner, outer)
-        if (walk := vars(models[0]).get(WALK)) is not None:
-            walk.state = state
-        return state
-
-    def _goes_on(self, roots: Sequence[Any]) -> bool:
-        """Whether it is of these models and tells what they hold now, too; then it does."""
-        walk = self._walk
-        if [*map(id, walk.roots)] != [*map(id, roots)]:
-            return False
-        with contextlib.suppress(Exception):  # an attribute is gone, or odd values
-            for row, values in walk.own_rows():
-                pairs = zip(self._rows[row], values, strict=True)
-                self._rows[row] = tuple(now if is_own(now) else was for was, now in pairs)
-            if self._holds_same():
-                self._read_tensors()
-                return True
-        return False
-
-    def release(self) -> None:
-        """Keeps nothing of a step that is over, but what the models hold."""
-        for row, _ in self._walk.own_rows():
-            self._rows[row] = tuple(None if is_own(one) else one for one in self._rows[row])
-
-    def _read_tensors(self) -> None:
-        """Has tensors as they are now for what was before."""
-        before, self._marks = self._marks, self._marks_now()
-        for number in self._kept:
-            if any(
-                was[number] != now[number] for was, now in zip(before, self._marks, strict=True)
-            ):
-                self._kept[number] = self._tensors[number].detach().clone()
-
     def changes(self, *, inner: bool = False) -> list[Change]:
         """What has another value by now.
 
@@ -201,10 +157,6 @@ class ModelState:
 
     def _is_same(self) -> bool:
         """Whether nothing has changed: comparisons in C, half a millisecond for 1,000 modules."""
-        return self._holds_same() and self._marks_now() == self._marks
-
-    def _holds_same(self) -> bool:
-        """Whether all has the same values, but for what was written in tensors."""
         return (
             self._walk.read_rows() == self._rows
             and self._walk.sizes() == self._sizes
@@ -212,6 +164,7 @@ class ModelState:
             and all(map(operator.is_, self._weights_now(), self._weights))
             and not any(self._empty)
             and all(place.read() == self._others[n] for n, place in self._walk.places.items())
+            and self._marks_now() == self._marks
         )
 
     def _weights_now(self) -> Iterator[Any]:
@@ -379,8 +332,6 @@ class StateOfSteps:
 
     def forget(self) -> None:
         """Drops what was there, when all steps have called their models and changed nothing."""
-        if self._state is not None:
-            self._state.release()
         self._state = None
 
 

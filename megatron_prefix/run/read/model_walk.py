@@ -17,7 +17,7 @@ import itertools
 import logging
 import operator
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,7 +136,6 @@ class ModelWalk:
         weights: parameters and buffers of modules, as dicts that are not empty.
         empty: of modules what is empty of these, hooks and submodules, with number and name.
         tensors: all whose writes are counted, with number and key of their holder.
-        state: what a step has read by it, for the next one (model_state.py).
         holds_memory: whether it holds large tensors that are neither parameters nor buffers.
     """
 
@@ -156,7 +155,6 @@ class ModelWalk:
         self._alive: list[Any] = []  # so that nothing else gets the id of what was met
         self._names: dict[types.CodeType, frozenset[str] | None] = {}
         self._left: collections.deque[_ToVisit] = collections.deque()
-        self.state: Any = None
         self._types: list[type] = []  # of all values, which are followed, and their identities
         self._followed: list[int] = []
         self._ids: list[int] = []
@@ -181,12 +179,6 @@ class ModelWalk:
     def read_rows(self) -> list[tuple[Any, ...]]:
         """Values of `rows` now."""
         return [get(members) for get, members in self._getters]
-
-    def own_rows(self) -> Iterator[tuple[int, tuple[Any, ...]]]:
-        """Numbers and values of `rows` with values of this package: each step has others."""
-        for number in self._own_rows:
-            get, members = self._getters[number]
-            yield number, get(members)
 
     def sizes(self) -> list[int]:
         """How many attributes each module has."""
@@ -230,8 +222,6 @@ class ModelWalk:
         self.whole = [number for number in range(len(held)) if number not in self.places]
         self.values = [held[number] for number in self.whole]
         self._getters = [(row.get, row.members) for row in self.rows]
-        rows = enumerate(self.read_rows())
-        self._own_rows = [number for number, values in rows if any(map(is_own, values))]
         values = _flat(*self.read())
         self._types = [*map(type, values)]
         # Others are not kept alive: what is in the place of a `forward` holds a whole step.
@@ -245,10 +235,12 @@ class ModelWalk:
         )
 
     def _is_followed(self, value: Any) -> bool:
-        function = _function_in(value)
+        function = value.func if isinstance(value, functools.partial) else value
+        function = getattr(function, "__func__", function)
         if isinstance(function, types.FunctionType):  # Megatron's, and ours, made anew every step
             return package(function) not in _LIBRARIES
-        return type(value) not in self._opaque and not is_own(value)
+        is_own = type(value).__module__.partition(".")[0] == "megatron_prefix"
+        return type(value) not in self._opaque and not is_own
 
     # The walk -------------------------------------------------------------------------------------
 
@@ -426,20 +418,6 @@ def walk_of(
     if not walk.holds_memory:
         vars(models[0])[WALK] = walk
     return walk, *walk.read()
-
-
-def _function_in(value: Any) -> Any:
-    """What a partial or a method calls; else the value itself."""
-    function = value.func if isinstance(value, functools.partial) else value
-    return getattr(function, "__func__", function)
-
-
-def is_own(value: Any) -> bool:
-    """Whether a value is a function or an object of this package."""
-    function = _function_in(value)
-    if isinstance(function, types.FunctionType):
-        return package(function) == "megatron_prefix"
-    return type(value).__module__.partition(".")[0] == "megatron_prefix"
 
 
 def _flat(rows: list[tuple[Any, ...]], others: list[Any]) -> list[Any]:

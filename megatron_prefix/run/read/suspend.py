@@ -247,7 +247,7 @@ class Capture:
         self._left = [deque[SuspendedStep]() for _ in rank.models]
         models = [*rank.language_models, *rank.models]
         self.state = StateOfSteps(
-            lambda: ModelState.of_step(
+            lambda: ModelState(
                 models, len(rank.models), outer_modules(self._loss_variables.places, models)
             ),
             is_inside=request.runs_outside,
@@ -269,7 +269,6 @@ class Capture:
                     for step in itertools.chain(*self.steps):
                         closing.callback(step.close)
                 self._loss_variables.end()
-                self.state.forget()
 
     def run(self) -> None:
         """Runs every forward step up to its model call.

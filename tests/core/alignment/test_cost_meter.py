@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
@@ -62,6 +63,16 @@ def ran(schedule: PrefixSchedule, model: Any, num: int) -> list[tuple[bool, bool
         assert schedule.report is not None
         found.append((schedule.report.decision.share, meter_of(schedule).due))
     return found
+
+
+def test_ranks_that_share_a_layer_count_once_in_the_guess() -> None:
+    two = SimpleNamespace(size=lambda: 2)
+    model = SimpleNamespace(cost=SimpleNamespace(in_seconds=lambda rate, *_: rate))
+    rank: Any = SimpleNamespace(
+        device=torch.device("cpu"), groups=SimpleNamespace(tp=two, cp=two), model=model,
+        config=SimpleNamespace(num_layers=4), num_stages=1, models=[model],
+    )  # fmt: skip
+    assert cost_meter.guessed(rank) == 4 * cost_meter.FLOPS_PER_SECOND["cpu"]  # type: ignore[comparison-overlap]
 
 
 def test_the_first_steps_are_measured_and_one_in_fifty(monkeypatch, tmp_path: Path) -> None:

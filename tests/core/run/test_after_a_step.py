@@ -15,6 +15,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.host.part import HostMemory
 from megatron_prefix.features.host.segment import Offloader
 from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.parts import Attempt
 from megatron_prefix.plan.actions import Plan, policies
 from megatron_prefix.plan.peak_memory import predict_memory
 from megatron_prefix.plan.planner import make_plan
@@ -72,6 +73,27 @@ def test_a_step_holds_next_to_nothing(way: str, monkeypatch: pytest.MonkeyPatch)
         left = held() - before
         assert not any(one.pool.used_bytes for one in away)
         assert left <= LITTLE + sum(one.pool.num_bytes for one in away)
+
+
+def test_what_a_part_has_begun_ends_where_it_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No hook of it is left on a layer."""
+    begin, model, contract = HostMemory.begin, small_model(), Contract()
+
+    def fails(self: HostMemory, attempt: Attempt) -> None:
+        begin(self, attempt)
+        assert hooks(model) > before
+        raise RuntimeError("it cannot begin")
+
+    monkeypatch.setattr(HostMemory, "begin", fails)
+    schedule = PrefixSchedule(PrefixConfig(mode="auto", min_gain=0, memory="offload"))
+    before = hooks(model)
+    steps.call(schedule, contract.step, model, steps.group(3, 3))
+    assert "it cannot begin" in schedule.report.fallback_reason  # type: ignore[union-attr]
+    assert hooks(model) == before
+
+
+def hooks(model: Any) -> int:
+    return sum(len(module._forward_hooks) for module in model.modules())
 
 
 def test_host_memory_goes_with_the_first_step_without_offload() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.refusals import table
-from megatron_prefix.run.read.model_walk import WALK, ModelWalk, is_own
+from megatron_prefix.run.read.model_walk import WALK, ModelWalk
 from tests.core.run.test_first_step import Trainer, call, watching
 from tests.harness import steps
 from tests.harness.one_group import assert_bitwise, items
@@ -349,29 +349,3 @@ def test_a_model_takes_its_walk_with_it() -> None:
     del vars(inner)[WALK]
     gc.collect()
     assert alive() is None
-
-
-def test_what_a_step_has_read_serves_the_next_if_it_is_the_same() -> None:
-    """But for tensors, which an optimizer writes. Nothing of the step itself is kept."""
-    model, schedule = small_model(), watching("on")
-    inner = unwrap(model)
-    layer = inner.decoder.layers[0]
-
-    def state_after_a_step() -> Any:
-        steps.call(schedule, Trainer().step, model, items())
-        return vars(inner)[WALK].state
-
-    for _ in range(2):
-        before = state_after_a_step()
-    with torch.no_grad():
-        layer.self_attention.linear_proj.weight.mul_(2)
-    assert state_after_a_step() is before
-    assert not any(is_own(value) for row in before._rows for value in row)
-    layer.slot = 1
-    assert state_after_a_step() is not before
-    layer.table = [1]
-    state = state_after_a_step()
-    layer.table = [1]  # equal: what is written in it is seen as if it were looked into
-    assert state_after_a_step() is state
-    layer.table[0] = 2
-    assert "GPTModel.decoder.layers.0.table" in map(state.path, state.changes())
