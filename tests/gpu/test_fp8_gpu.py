@@ -107,11 +107,11 @@ def test_weights_are_quantised_once_a_step(monkeypatch: pytest.MonkeyPatch) -> N
         assert len(made) == 2 * 4 and {*made.values()} == {steps}
 
 
-@pytest.mark.parametrize("name", ["whole", "rows"])
+@pytest.mark.parametrize("name", ["segment_multiple", "row_multiple"])
 def test_transformer_engine_takes_no_other_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of segments, and of what their last layer reads."""
     chunks, given, ours = model(), items(), PrefixSchedule(CONFIG)
-    for one in ("whole", "rows"):
+    for one in ("segment_multiple", "row_multiple"):
         monkeypatch.setattr(precision, one, lambda *_, number=1 if one == name else 16: number)
     with pytest.raises((AssertionError, RuntimeError, ValueError), match=r"divisible|must pad"):
         align.run_step(ours, chunks, given, optimize=False)

@@ -25,6 +25,7 @@ from megatron_prefix.features.graphs.pieces import CannotCaptureError
 from megatron_prefix.features.graphs.segment_graphs import ROTARY, GraphForm, SegmentGraphs
 from megatron_prefix.layers.kind import Kind, Override, Part, Running
 from megatron_prefix.layers.segment import SegmentContext
+from megatron_prefix.run.read.loss_variables import package
 
 IN_THE_WAY = (
     "recompute_granularity", "fp8", "fp4", "delay_wgrad_compute", "cpu_offloading",
@@ -179,14 +180,16 @@ class LayerGraphs:
 
     def _is_watched(self) -> bool:
         """Whether anything in the layers has hooks, which a replay would leave out: those with
-        which Megatron's DDP waits for weights (overlap_param_gather), or somebody's own."""
+        which Megatron's DDP waits for weights (overlap_param_gather), or somebody's own. Ours are
+        around cores (run/read/random_numbers.py), which no graph has."""
         inside = (
             vars(module)
             for layer in self.layers
             for module in layer.modules()
             if module is not layer.module  # its own are called around its forward
         )
-        return any(fields[name] for fields in inside for name in _HOOKS)
+        hooks = (hook for fields in inside for name in _HOOKS for hook in fields[name].values())
+        return any(package(hook) != "megatron_prefix" for hook in hooks)
 
     def release(self, segment: int) -> None:
         """After a segment's backward, and after the forward of one that runs again before it."""

@@ -51,8 +51,8 @@ def test_whole_segments_change_nothing(name: str, monkeypatch: pytest.MonkeyPatc
     def whole(config: Any, sequence_ranks: int, cp_size: int) -> int:
         return 16 * sequence_ranks * cp_size
 
-    monkeypatch.setattr(precision, "rows", rows)
-    monkeypatch.setattr(precision, "whole", whole)
+    monkeypatch.setattr(precision, "row_multiple", rows)
+    monkeypatch.setattr(precision, "segment_multiple", whole)
     verdict = align_row(Row(*name.split("/")), timeout_s=120)
     assert verdict.passed, verdict.failures
     assert verdict.grad_max_rel_diff <= verdict.tolerance < 1e-12

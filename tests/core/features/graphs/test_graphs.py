@@ -27,6 +27,7 @@ from megatron_prefix.layers.gdn import GatedDeltaNet
 from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import installed
+from megatron_prefix.run.read import random_numbers
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import one_group
 from tests.harness.hybrid import MAMBA, mamba
@@ -124,6 +125,25 @@ def test_nothing_is_captured_where_a_hook_would_be_left_out() -> None:
     handle.remove()
     steps(watched, config())
     assert made(watched).captures > 0
+
+
+@pytest.mark.usefixtures("recorded_graphs")
+def test_hooks_of_ours_around_cores_are_in_no_ones_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU every core has them, as random numbers are counted there."""
+    for name, value in (("counts_taken", True), ("taken", 0), ("_count", 0)):
+        monkeypatch.setattr(random_numbers, name, lambda _, value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: None)
+    model, seen = small_model(), list[int]()
+    core = unwrap(model).decoder.layers[0].self_attention.core_attention
+    look = layers.LayerGraphs._is_watched
+
+    def looks(self: layers.LayerGraphs) -> bool:
+        seen.append(len(core._forward_hooks) + len(core._forward_pre_hooks))
+        return look(self)
+
+    monkeypatch.setattr(layers.LayerGraphs, "_is_watched", looks)
+    steps(model, config())
+    assert 2 in seen and made(model).captures > 0
 
 
 @pytest.mark.usefixtures("recorded_graphs")
