@@ -1,8 +1,8 @@
 """What features add to a step, and put around calls.
 
 The core asks every part of a call what its methods say, in the order of the table of features, and
-knows none of them by name. A part changes neither the step nor its plan, nor another part; what it
-has changed on the model it puts back.
+knows none of them by name. A part changes neither the plan nor another part, and a step only by
+`build`, which returns another one; what it has changed on the model it puts back.
 """
 
 from __future__ import annotations
@@ -91,12 +91,17 @@ class TimedStep(NamedTuple):
 class StepPart:
     """What a feature adds to a step. One object a call; methods that a class leaves out do nothing.
 
-    They are called in this order: `refusals`; `around` all forward steps, of each of them `swaps`
-    before it begins and `suspended` at its model call; `check_model`, `read`, `read_last`, `same`,
-    `tokens`, `check`, `build` and `built`; `around_step`; of every attempt `prepare`, `elsewhere`,
-    `ledger`, `begin`, `action` of each action, in it `starts`, `arguments`, `saving`, `backward`,
-    `layer_left`; then `ran` and `input_backwards`; `behind` and `finished`. Where the stock
-    schedule takes the step after forward steps have been suspended: `stock`.
+    They are called in this order:
+
+    - a call: `refusals`, `keep_local`;
+    - its forward steps: `around` all, `swaps` before each begins, `suspended` at its model call;
+    - reading: `check_model`, `read`, `read_last`, `same`, `tokens`, `check`, `build`, `built`;
+      `stock` instead where the stock schedule takes the step now;
+    - planning: `rates`, `footprint`;
+    - a step: `around_step`; then of each attempt `prepare`, `elsewhere`, `ledger`, `begin`;
+    - an action: `action` around it, `starts`, `saving`, `arguments`, `backward`, `layer_left`,
+      `freed`;
+    - behind the actions: `ran`, `input_backwards`, `end` (always), `behind`, `finished`, `timed`.
 
     Args:
         config: what the user set.

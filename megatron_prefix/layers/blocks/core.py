@@ -111,11 +111,11 @@ class _SegmentAttention(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         context, layer, scale, kernel, shared, *_ = call
-        cache, (keys, own) = context.cache, shared.own(context, layer, (key, value))
+        cache, (own_keys, own_runs) = context.cache, shared.own(context, layer, (key, value))
         if not call.saved:
             context.capture(layer, shared, key, value)
         context.enter(layer, backward=context.backward)
-        own_kv = keys.runs() if context.joined else None  # first: its own suffixes read them
+        own_kv = own_keys.runs() if context.joined else None  # first: its own suffixes read them
         above = []
         for number in range(call.num_levels):
             level = cache.level(context.index, number)
@@ -123,7 +123,7 @@ class _SegmentAttention(torch.autograd.Function):
             runs = context.level_runs[number]
             part = kernel.forward(_selected(query, level.queries), *key_value, runs, scale)
             above.append(_scattered(part, level.queries, len(query)))
-        parts = [kernel.forward(query, *(own_kv or keys.runs()), own, scale), *above]
+        parts = [kernel.forward(query, *(own_kv or own_keys.runs()), own_runs, scale), *above]
         out, lse = merge(parts)
         if sink is not None:
             out, lse = with_sink(out, lse, sink)
@@ -141,13 +141,13 @@ class _SegmentAttention(torch.autograd.Function):
         context, layer, scale, kernel, shared, autocast, *_ = call
         cache, (query, out, lse, sink, *saved) = context.cache, ctx.saved_tensors
         key, value = saved or cache.own(layer, context.index)
-        keys, own = shared.own(context, layer, (key, value))
+        own_keys, own_runs = shared.own(context, layer, (key, value))
         context.enter(layer, backward=True)
         query_grad, *gradients = kernel.backward(
-            out_grad, query, *keys.runs(), out, lse, ctx.aux[0], own, scale
+            out_grad, query, *own_keys.runs(), out, lse, ctx.aux[0], own_runs, scale
         )
         if not context.joined:  # as early as can be; they may be large, and are not kept here
-            keys.send((gradients.pop(0), gradients.pop(0)))
+            own_keys.send((gradients.pop(0), gradients.pop(0)))
         sums: list[Tensor | None] = [None] * ctx.num_weights
         for number, level_aux in enumerate(ctx.aux[1:]):
             level = cache.level(context.index, number)
@@ -164,8 +164,8 @@ class _SegmentAttention(torch.autograd.Function):
             sums = [*map(sum_of, sums, of_weights)]
             cache.add(layer, context.index, level, payload_grad)
         if context.joined:  # only now, with what its suffixes have sent
-            keys.send((gradients.pop(0), gradients.pop(0)))
-        key_grad, value_grad = keys.take()
+            own_keys.send((gradients.pop(0), gradients.pop(0)))
+        key_grad, value_grad = own_keys.take()
         key_grad, value_grad = key_grad.to(key.dtype), value_grad.to(value.dtype)
         if context.inner and not call.saved:  # else what descendants have sent is in them
             sent_here = cache.take(layer, context.index)

@@ -1,4 +1,4 @@
-"""Runs one rank's program, with one handler per kind of action.
+"""Runs one rank's program: forwards and backwards of segments.
 
 A segment's forward on a stage begins with the previous stage's output and ends with handing its
 own on; its backward begins with the next stage's gradient, or with the losses' on the last stage,
