@@ -222,8 +222,8 @@ _GRAPHS = (
     _graphs(
         "hooks-not-seen",
         "features/graphs/layers.py",
-        "        return any(fields[name] for fields in inside for name in _HOOKS)",
-        "        return False and any(fields[name] for fields in inside for name in _HOOKS)",
+        '        return any(package(hook) != "megatron_prefix" for hook in hooks)',
+        "        return False",
     ),
     _graphs(
         "one-set-of-two-segments",
