@@ -274,8 +274,8 @@ _GRAPHS = (
     _graphs(
         "half-of-the-longest",
         "features/graphs/choice.py",
-        "tokens=1 << (visible.waits - 1).bit_length()",
-        "tokens=1 << visible.waits.bit_length() - 1",
+        "tokens=1 << (counted.waits - 1).bit_length()",
+        "tokens=1 << counted.waits.bit_length() - 1",
         _CHOICE,
     ),
     _graphs(

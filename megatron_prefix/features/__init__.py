@@ -188,7 +188,7 @@ PARTS: tuple[Feature, ...] = (
         needed=False,
     ),
     Feature("quantisers", f"{_FOLDER}qat.quantisers:Quantisers", _may_have_quantisers),
-    Feature("host memory", f"{_FOLDER}host.part:HostMemory", _uses_host),
+    Feature("host memory", f"{_FOLDER}host.part:HostMemory", _uses_host, policies=("offload",)),
     Feature(
         "images",
         f"{_FOLDER}vision.part:Images",

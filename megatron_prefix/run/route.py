@@ -51,7 +51,6 @@ class Requests:
     Args:
         config: what the user set.
         kept: what features keep from call to call, by layout of a model.
-
     """
 
     def __init__(

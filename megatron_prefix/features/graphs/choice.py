@@ -67,10 +67,10 @@ class GraphChoice:
             if captured and not (pays or self.is_late):
                 return replace(self, is_late=True)
             return replace(self, is_open=False, tokens=self.tokens if pays else 0)
-        visible = replace(self, without=(*self.without, ratio), waits=max(self.waits, waits))
-        if may_try and visible.waits and len(visible.without) >= ENOUGH:
-            return replace(visible, tokens=1 << (visible.waits - 1).bit_length())
-        return visible
+        counted = replace(self, without=(*self.without, ratio), waits=max(self.waits, waits))
+        if may_try and counted.waits and len(counted.without) >= ENOUGH:
+            return replace(counted, tokens=1 << (counted.waits - 1).bit_length())
+        return counted
 
     def without_room(self) -> GraphChoice:
         """After a timed step that could not share, or ran twice, for want of memory: graphs that

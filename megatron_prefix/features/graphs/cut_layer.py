@@ -141,17 +141,17 @@ class CutLayer:
 
     def parameters(self) -> list[nn.Parameter]:
         """Those of these modules."""
-        result = (
+        weights = (
             parameter for module in self.modules() for parameter in module._parameters.values()
         )
         return [
-            *{id(parameter): parameter for parameter in result if parameter is not None}.values()
+            *{id(parameter): parameter for parameter in weights if parameter is not None}.values()
         ]
 
     def buffers(self) -> Iterator[Tensor]:
         """Those of these modules."""
-        result = (buffer for module in self.modules() for buffer in module._buffers.values())
-        yield from (buffer for buffer in result if buffer is not None)
+        buffers = (buffer for module in self.modules() for buffer in module._buffers.values())
+        yield from (buffer for buffer in buffers if buffer is not None)
 
     def overrides(self) -> Iterator[Override]:
         """What takes the place of methods of its modules, but for its forward."""

@@ -126,14 +126,14 @@ class Graphs(StepPart):
         before = self.choice
         if not before.is_open:
             return True
-        visible = self._seen(step)
+        observed = self._seen(step)
         for group in step.groups:
-            visible = SeenSegments.most(all_say(visible, group))
-        self.kept[_CHOICE] = first_says(_after(before, step, visible), step.groups)
+            observed = SeenSegments.most(all_say(observed, group))
+        self.kept[_CHOICE] = first_says(_after(before, step, observed), step.groups)
         if self.choice.tokens != before.tokens:
             logger.info("graph_tokens is %d from the next step on", self.choice.tokens)
         stay = self.choice.tokens > 0 and not self.choice.is_open
-        return stay or not (before.tokens and visible.shared)
+        return stay or not (before.tokens and observed.shared)
 
     def _seen(self, step: TimedStep) -> SeenSegments:
         report, waits = step.report, 0

@@ -281,21 +281,21 @@ def used(
     inputs = {id(end) for end in ends}
     result = Used([], [], [])
     edges: dict[tuple[Any, int], None] = {}
-    visible: set[Any] = set()
+    visited: set[Any] = set()
     waiting: list[tuple[Any, int]] = [get_gradient_edge(output)[:2] for output in computed]
     while waiting:
         node, _ = edge = waiting.pop()
         leaf = getattr(node, "variable", None)
-        if node is None or node in visible or id(leaf) in inputs:
+        if node is None or node in visited or id(leaf) in inputs:
             continue
         if leaf is None and node in earlier:
             edges[edge] = None
             continue
-        visible.add(node)
+        visited.add(node)
         if leaf is not None:
             result.parameters.append(leaf)
         waiting += node.next_functions
-    result.nodes.extend(visible)
+    result.nodes.extend(visited)
     result.borrowed.extend((earlier[node], GradientEdge(node, number)) for node, number in edges)
     requested = inputs | {id(parameter) for parameter in result.parameters}
     if _reaches({node for node, _ in edges}, requested):
@@ -305,14 +305,14 @@ def used(
 
 def _reaches(begin: Set[Any], leaves: Set[int]) -> bool:
     """Whether nodes lead to one another, or to leaves, by their ids."""
-    visible: set[Any] = set()
+    visited: set[Any] = set()
     waiting = [node for start in begin for node, _ in start.next_functions]
     while waiting:
         node = waiting.pop()
-        if node is None or node in visible:
+        if node is None or node in visited:
             continue
         if node in begin or id(getattr(node, "variable", None)) in leaves:
             return True
-        visible.add(node)
+        visited.add(node)
         waiting += [parent for parent, _ in node.next_functions]
     return False

@@ -136,8 +136,8 @@ class SegmentGraphs:
         """The place of what a piece computes: that itself where there is none yet, so that the
         longest segment's pieces copy nothing there."""
         key, storage = (name, computed.dtype), computed.untyped_storage()
-        full = computed.is_contiguous() and storage.nbytes() == computed.nbytes
-        if key not in self._places and full:
+        owns_storage = computed.is_contiguous() and storage.nbytes() == computed.nbytes
+        if key not in self._places and owns_storage:
             self._places[key] = computed.detach().view(-1)
         return self.place(name, computed)
 

@@ -56,6 +56,7 @@ class HostMemory(StepPart):
         self._offloader: Offloader | None = None
         self._segments: dict[tuple[int, int], OffloadedSegment] = {}
         self._soon: list[OffloadedSegment] = []
+        self._latest: OffloadedSegment | None = None
         self._program: Sequence[Action] = ()
         self._place = 0
         self._stages: Sequence[Stage] = ()
@@ -129,8 +130,8 @@ class HostMemory(StepPart):
             raise RuntimeError("the plan offloads, and nothing is there to do it")
         model = self._stages[chunk].hooks.model
         resident = addresses(received, *model.parameters(), *model.buffers())
-        offloaded = self._segments[segment, chunk] = self._offloader.segment(resident)
-        return offloaded.saving
+        self._latest = self._segments[segment, chunk] = self._offloader.segment(resident)
+        return self._latest.saving
 
     def backward(self, segment: int, chunk: int) -> None:
         """See StepPart."""
@@ -151,14 +152,14 @@ class HostMemory(StepPart):
         self._undo.close()
         self._segments.clear()
         self._soon.clear()
-        self._stages = ()
+        self._stages, self._latest = (), None
         if self._offloader is not None:
             self._offloader.end_step()
 
     def _layer_done(self, *_: Any) -> None:
-        """The forward of a layer is over; only one segment records what is saved."""
-        for offloaded in self._segments.values():
-            offloaded.layer_done()
+        """The forward of a layer is over: only the latest segment can be recording."""
+        if self._latest is not None:
+            self._latest.layer_done()
 
     def _wanted_behind(self, place: int) -> list[OffloadedSegment]:
         """Segments of the backwards right after the action there, if it is a backward."""

@@ -292,8 +292,8 @@ class OffloadedSegment:
     def _demand(self, entry: SavedStorage) -> None:
         """Loads a tensor that is needed now, and the rest of its layer if there is room."""
         layer = self._waiting(entry.layer)
-        full = sum(other.num_bytes for other in layer) <= self._owner.transfers.room()
-        for other in layer if full else [entry]:
+        fits = sum(other.num_bytes for other in layer) <= self._owner.transfers.room()
+        for other in layer if fits else [entry]:
             self._load(other)
             self._owner.counts.on_demand += other.num_bytes
 

@@ -77,11 +77,11 @@ class OwnGatedDeltaNet(GatedDeltaNet):
     def memory(self, config: Any, form: Execution) -> LayerMemory:
         """See Kind. Every rank has all heads of all positions, also in the norm inside, which takes
         the place of the one in front and computes in fp32; its products are torch's own."""
-        full = super().memory(config, replace(form, tp=1, cp=1, sequence_parallel=False))
+        numbers = super().memory(config, replace(form, tp=1, cp=1, sequence_parallel=False))
         size, wide = form.itemsize, max(4, form.itemsize)
         counted = (2 if form.fused_layers else 3) * size / form.sequence_ranks
         norm = config.hidden_size * (2 * wide + size - counted)
-        return replace(full, inner=full.inner + norm, wave=full.wave + norm, given=None)
+        return replace(numbers, inner=numbers.inner + norm, wave=numbers.wave + norm, given=None)
 
     def module_of(self, layer: Any) -> Any | None:
         """See Kind."""

@@ -179,7 +179,8 @@ class Executor:
             stage.losses.take(index, output, rows, differentiable=not self._forward_only)  # type: ignore[union-attr]
 
     def head_backward(self, chunk: int, index: int) -> None:
-        """Runs its backward; the gradient is at `received` then."""
+        """Runs the output layer's backward on a segment that another rank has decoded: the gradient
+        is that of `Stage.final.received` then."""
         stage = self.stages[chunk]
         stage.losses.complete(index)  # type: ignore[union-attr]
         with self._timing(Action("B", index, chunk)):
