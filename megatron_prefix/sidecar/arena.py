@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from megatron_prefix.tree.cp_layout import Index
 from megatron_prefix.tree.payload_map import RowMap
 
 if TYPE_CHECKING:
@@ -144,10 +143,6 @@ class Arena:
     ) -> OwnKeys:
         """As `SidecarCache.own_keys`; `place`: (layer, segment)."""
         return LocalKeys(cache, place, inner, key_value)
-
-    def local_rows(self, index: int) -> Index | None:
-        """Rows of this rank's positions within a segment, span after span; None: all."""
-        return None
 
     def write(self, index: int, payload: Payload) -> None:
         """Copies a segment's payload in and zeroes its gradients."""

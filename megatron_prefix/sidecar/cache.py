@@ -12,7 +12,6 @@ instead of wrong gradients.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -34,7 +33,6 @@ from megatron_prefix.sidecar.arena import (
     Reading,
     Rows,
     TailReading,
-    wider,
 )
 from megatron_prefix.tree.payload_map import Form, PayloadMap, RowMap, one_interval
 
@@ -89,6 +87,7 @@ class SidecarCache:
 
     Attributes:
         device_bytes: device memory of the arenas.
+        device: of what was captured.
         looks_ahead: whether `prefetch` and `release` do something.
     """
 
@@ -102,7 +101,7 @@ class SidecarCache:
     ) -> None:
         self.map, self.forms, self.exchange = planned, tuple(forms), exchange
         self._elsewhere = elsewhere
-        self.device_bytes, self._device = DeviceBytes(), torch.device("cpu")
+        self.device_bytes, self.device = DeviceBytes(), torch.device("cpu")
         self._layers: list[_LayerState] = []
         for number, form in enumerate(forms):
             rows = planned.rows(form)
@@ -132,14 +131,18 @@ class SidecarCache:
         if index in layer_state.live:
             return
         self._expect(layer, index, SegmentState.EMPTY)
-        self._device = payload[0].device
+        self.device = payload[0].device
         layer_state.arena.write(index, payload)
         layer_state.live.add(index)
         layer_state.states[index] = SegmentState.CAPTURED
 
     def own(self, layer: int, index: int) -> Payload:
         """The segment's own payload, views."""
-        return self._expect(layer, index, SegmentState.CAPTURED).arena.own(index)
+        return self.arena(layer, index).own(index)
+
+    def arena(self, layer: int, index: int) -> Arena:
+        """Of a layer, in which a segment is captured, and its gradients are not taken."""
+        return self._expect(layer, index, SegmentState.CAPTURED).arena
 
     def own_keys(self, layer: int, index: int, inner: bool, key_value: KeyValue) -> OwnKeys:
         """A segment's own K and V in one call of attention, from this rank's [positions, kv_heads,
@@ -151,8 +154,8 @@ class SidecarCache:
         reading: LevelReading | None = self._made.get((index, number))
         if reading is None:
             level, parts = self.map.levels[index][number], self.map.shares
-            queries = _as_rows(self._device, [(run.first, run.stop) for run in level.runs])
-            keys = _as_rows(self._device, [(run.start, run.end) for run in level.runs])
+            queries = as_rows(self.device, [(run.first, run.stop) for run in level.runs])
+            keys = as_rows(self.device, [(run.start, run.end) for run in level.runs])
             key_lengths = tuple(num * parts for num in level.keys)
             reading = LevelReading(keys, index, level.queries, key_lengths, queries)
             self._made[index, number] = reading
@@ -168,7 +171,7 @@ class SidecarCache:
     def tail(self, index: int, form: Form) -> TailReading | None:
         """Window keys of a segment; None if it reads none."""
         tail = self.map.tails[form][1][index]
-        return TailReading(_as_rows(self._device, tail.rows), tail.spans) if tail.rows else None
+        return TailReading(as_rows(self.device, tail.rows), tail.spans) if tail.rows else None
 
     def read(self, layer: int, index: int, what: Reading) -> Payload:
         """Rows of other segments: views, or copies if they are not one interval."""
@@ -194,56 +197,6 @@ class SidecarCache:
         layer_state = self._expect(layer, index, SegmentState.CAPTURED)
         layer_state.states[index] = SegmentState.CONSUMED
         layer_state.live.discard(index)
-
-    def leaving(self, index: int, spans: Sequence[int]) -> list[Payload]:
-        """Payloads of spans of a segment on this rank, per layer: views, or copies if the spans are
-        not neighbours."""
-        payloads = []
-        for layer in range(len(self._layers)):
-            arena = self._expect(layer, index, SegmentState.CAPTURED).arena
-            what = Reading(self._rows_of(layer, index, spans))
-            payloads.append(arena.read((index,), what))
-            self.release(layer)
-        return payloads
-
-    def sums(self, index: int) -> list[Payload]:
-        """Gradients from a segment's descendants per layer, zeros if none; only once."""
-        gradients = []
-        for layer in range(len(self._layers)):
-            own, rows = self.own(layer, index), self._layers[layer].arena.local_rows(index)
-            num = len(own[0]) if rows is None else len(rows)
-            zeros = (
-                tensor.new_zeros((num, *tensor.shape[1:]), dtype=wider(tensor.dtype))
-                for tensor in own
-            )
-            gradients.append(self.take(layer, index) or tuple(zeros))
-            self.release(layer)
-        return gradients
-
-    def add_to(self, index: int, spans: Sequence[int], gradients: Sequence[Payload]) -> None:
-        """Adds gradients per layer that another rank's descendants of `spans` send back."""
-        for layer, parts in enumerate(gradients):
-            arena = self._expect(layer, index, SegmentState.CAPTURED).arena
-            arena.add((index,), Reading(self._rows_of(layer, index, spans)), parts)
-            self.release(layer)
-
-    def _rows_of(self, layer: int, index: int, spans: Sequence[int]) -> Rows:
-        """Arena rows of this rank's part of `spans`."""
-        form, lengths = self.forms[layer], self.map.lengths[index]
-        interval, held_rows = (
-            self.map.rows(form).intervals[index],
-            self._layers[layer].arena.local_rows(index),
-        )
-        if interval is None:
-            raise RuntimeError(f"segment {index} is a wave: it leaves nothing here")
-        local = [form.rows(length, self.map.parts) for length in lengths]
-        ends = [*itertools.accumulate(local, initial=0)]
-        bounds = [(ends[span], ends[span + 1]) for span in spans]
-        if held_rows is None:
-            start = interval.start
-            return _as_rows(self._device, [(start + begin, start + end) for begin, end in bounds])
-        rows = np.concatenate([held_rows[begin:end] for begin, end in bounds])
-        return to_device(self._device, rows + interval.start)
 
     def prefetch(self, layer: int, index: int, *, backward: bool = False) -> None:
         """Announces that a segment will run in a layer.
@@ -313,7 +266,7 @@ class SidecarCache:
         return layer_state
 
 
-def _as_rows(device: torch.device, intervals: Sequence[tuple[int, int]]) -> Rows:
+def as_rows(device: torch.device, intervals: Sequence[tuple[int, int]]) -> Rows:
     """Intervals one after another: one interval if they are neighbours, else an index."""
     interval = one_interval(intervals)
     if interval is not None:

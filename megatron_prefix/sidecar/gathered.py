@@ -11,7 +11,6 @@ from torch import Tensor
 from megatron_prefix.sidecar.arena import Arena, DeviceBytes, KeyValue, Lengths, OwnKeys, Payload
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 from megatron_prefix.sidecar.context_parallel import GatheredKeys, Pending, RowExchange, halves
-from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.payload_map import RowMap
 
 
@@ -36,11 +35,6 @@ class GatheredArena(Arena):
         super().__init__(rows, device_bytes)
         self._exchange, self._lengths = exchange, lengths
         self._coming: dict[int, Pending] = {}
-
-    def local_rows(self, index: int) -> cp_layout.Index:
-        return cp_layout.held_positions(
-            self._lengths[index], self._exchange.rank, self._exchange.size
-        )
 
     def keys(
         self, cache: SidecarCache, place: tuple[int, int], inner: bool, key_value: KeyValue

@@ -92,7 +92,8 @@ def spread(
     of K/V."""
     store, shares = {"wave": (ShardedArena, rank.size), "segment": (GatheredArena, 1)}[reduce]
     transport = functools.partial(store, rank)
-    return SidecarCache(planned(shares), [Form.POSITIONS] * num_layers, transport=transport)
+    forms = [Form.POSITIONS] * num_layers
+    return SidecarCache(planned(shares), forms, transport=transport, exchange=rank)
 
 
 def play(size: int, part: Callable[[PlayedRank], T]) -> list[T]:

@@ -8,15 +8,19 @@ the last.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+from megatron_prefix.device.transfer import to_device
 from megatron_prefix.features.across.final_states import FinalStates
 from megatron_prefix.features.across.ledger import CrossingLedger
-from megatron_prefix.sidecar.arena import Payload
-from megatron_prefix.sidecar.cache import SidecarCache
+from megatron_prefix.sidecar.arena import Payload, Reading, Rows, wider
+from megatron_prefix.sidecar.cache import SidecarCache, as_rows
+from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.payload_map import Form
 
 Row = tuple[tuple[int, ...], torch.dtype]
@@ -65,7 +69,7 @@ class Carried:
         """What some spans of a segment that ran forward here leave."""
         others = self._final[index], self._ledger
         extra = [() if other is None else other.leaving(index, spans) for other in others]
-        return [*self._cache.leaving(index, spans), *extra]
+        return [*leaving(self._cache, index, spans), *extra]
 
     def arrived(self, index: int, payload: Sequence[Payload]) -> None:
         """Takes what a segment of another rank leaves."""
@@ -82,13 +86,73 @@ class Carried:
         """Gradients of what has `arrived`; only once."""
         others = self._final[index], self._ledger
         extra = [() if other is None else other.sums(index) for other in others]
-        return [*self._cache.sums(index), *extra]
+        return [*sums(self._cache, index), *extra]
 
     def add_to(self, index: int, spans: Sequence[int], gradients: Sequence[Payload]) -> None:
         """Adds gradients of what has left here, before the segment runs backward."""
         *layers, states, routed = gradients
-        self._cache.add_to(index, spans, layers)
+        add_to(self._cache, index, spans, layers)
         if self._ledger is not None:
             self._ledger.add_to(index, spans, routed)
         if final := self._final[index]:
             final.add_to(index, spans, states)
+
+
+def leaving(cache: SidecarCache, index: int, spans: Sequence[int]) -> list[Payload]:
+    """Payloads of spans of a segment on this rank, per layer: views, or copies if the spans are not
+    neighbours."""
+    payloads = []
+    for layer in range(len(cache.forms)):
+        what = Reading(_rows_of(cache, layer, index, spans))
+        payloads.append(cache.arena(layer, index).read((index,), what))
+        cache.release(layer)
+    return payloads
+
+
+def sums(cache: SidecarCache, index: int) -> list[Payload]:
+    """Gradients from a segment's descendants per layer, zeros if none; only once."""
+    gradients = []
+    for layer in range(len(cache.forms)):
+        own, rows = cache.own(layer, index), _held_rows(cache, layer, index)
+        num = len(own[0]) if rows is None else len(rows)
+        zeros = (
+            tensor.new_zeros((num, *tensor.shape[1:]), dtype=wider(tensor.dtype)) for tensor in own
+        )
+        gradients.append(cache.take(layer, index) or tuple(zeros))
+        cache.release(layer)
+    return gradients
+
+
+def add_to(
+    cache: SidecarCache, index: int, spans: Sequence[int], gradients: Sequence[Payload]
+) -> None:
+    """Adds gradients per layer that another rank's descendants of `spans` send back."""
+    for layer, parts in enumerate(gradients):
+        what = Reading(_rows_of(cache, layer, index, spans))
+        cache.arena(layer, index).add((index,), what, parts)
+        cache.release(layer)
+
+
+def _rows_of(cache: SidecarCache, layer: int, index: int, spans: Sequence[int]) -> Rows:
+    """Arena rows of this rank's part of `spans`."""
+    form, device = cache.forms[layer], cache.device
+    interval, held = cache.map.rows(form).intervals[index], _held_rows(cache, layer, index)
+    if interval is None:
+        raise RuntimeError(f"segment {index} is a wave: it leaves nothing here")
+    local = [form.rows(length, cache.map.parts) for length in cache.map.lengths[index]]
+    ends = [*itertools.accumulate(local, initial=0)]
+    bounds = [(ends[span], ends[span + 1]) for span in spans]
+    if held is None:
+        start = interval.start
+        return as_rows(device, [(start + begin, start + end) for begin, end in bounds])
+    rows = np.concatenate([held[begin:end] for begin, end in bounds])
+    return to_device(device, rows + interval.start)
+
+
+def _held_rows(cache: SidecarCache, layer: int, index: int) -> cp_layout.Index | None:
+    """Rows of this rank's positions within a segment, span after span, where it keeps those of all
+    context-parallel ranks; None: its rows are its own."""
+    keeps_all = cache.map.shares < cache.map.parts and cache.forms[layer] == Form.POSITIONS
+    if not keeps_all or (ranks := cache.exchange) is None:
+        return None
+    return cp_layout.held_positions(cache.map.lengths[index], ranks.rank, ranks.size)

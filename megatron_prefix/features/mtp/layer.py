@@ -277,11 +277,17 @@ class LooksAhead:
     def _with_loss(self, hidden: Tensor, current: SegmentContext, named: Any) -> Tensor:
         """The decoder's output [positions, 1, hidden_size]; backward from it begins with the
         layer's own loss, too."""
-        from megatron_prefix.layers.blocks.unread import reaching
+        from megatron_prefix.layers.own_backward import with_backward
 
         predicted, segment = self._predicted(hidden, current, named), self._step[current.index]
         if not segment.labels.numel():  # children may read it
-            return reaching(hidden, predicted)
+            shape = predicted.shape  # the backward goes there as well, with zeros
+            reaching: Tensor = with_backward(
+                lambda hidden, _: hidden.view_as(hidden),
+                lambda gradient: (gradient, gradient.new_zeros(shape)),
+                hidden, predicted,
+            )  # fmt: skip
+            return reaching
         logits = self._logits(predicted, segment, named)
         losses = self._model.compute_language_model_loss(segment.labels, logits)
         weights = segment.weights.to(losses.dtype)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_prefix import trainers
 from megatron_prefix.device.transfer import to_device
@@ -22,6 +22,7 @@ from megatron_prefix.megatron.features import CANNOT_RUN
 from megatron_prefix.megatron.install import described
 from megatron_prefix.parts import Attempt, StepPart
 from megatron_prefix.refusals.table import ROTARY_TABLES
+from megatron_prefix.run.read.model_state import StateOfSteps
 from megatron_prefix.run.read.suspend import Capture, running
 from megatron_prefix.tree import cp_layout
 
@@ -58,7 +59,7 @@ class Images(StepPart):
                     self._towers.append(
                         stack.enter_context(TowerOnce(tower, _image_number).running())
                     )
-                    stack.enter_context(capture.state.owning(tower))
+                    stack.enter_context(_owning(capture.state, tower))
             yield
 
     def check_model(self, chunk: int) -> None:
@@ -137,3 +138,26 @@ def _rotary_slice(group: Any, table: Any, num: int) -> Any:
         return table
     slots = cp_layout.rank_positions(len(table), group.rank(), group.size())
     return table.index_select(0, to_device(table.device, slots))
+
+
+@contextlib.contextmanager
+def _owning(state: StateOfSteps, module: nn.Module) -> Iterator[None]:
+    """Inside, what a forward of a module changes that a forward step calls is its own."""
+    contexts: list[contextlib.AbstractContextManager[None]] = []
+
+    def enter(*_: Any) -> None:
+        contexts.append(state.own())
+        contexts[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        contexts.pop().__exit__(None, None, None)
+
+    hooks = (
+        module.register_forward_pre_hook(enter, prepend=True),
+        module.register_forward_hook(leave, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -88,17 +88,6 @@ def picked(x: Tensor, rows: Tensor, *, repeats: bool = False) -> Tensor:
     return out
 
 
-def reaching(x: Tensor, also: Tensor) -> Tensor:
-    """`x`, from which a backward goes to `also` as well, with zeros."""
-    shape = also.shape
-    out: Tensor = with_backward(
-        lambda x, also: x.view_as(x),
-        lambda gradient: (gradient, gradient.new_zeros(shape)),
-        x, also,
-    )  # fmt: skip
-    return out
-
-
 def _zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Expanded from a single zero."""
     return like.new_zeros(()).expand(tuple(shape))

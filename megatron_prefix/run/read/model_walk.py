@@ -94,13 +94,11 @@ class Row(NamedTuple):
     """A module's own attributes, read all at once.
 
     Attributes:
-        holder: its number.
         names: of these attributes.
         get: (members) -> their values.
         members: all attributes.
     """
 
-    holder: int
     names: tuple[str, ...]
     get: Callable[[dict[str, Any]], tuple[Any, ...]]
     members: dict[str, Any]
@@ -128,11 +126,7 @@ class ModelWalk:
         roots: all of these.
         holders: all that was met.
         num_inner: those of language models are before this one.
-        rows: of the modules.
-        others: numbers of the holders that are no modules.
-        row_of, other_of: by the number of a holder, its place in one of these.
-        whole: places in `others` of what is compared whole, the `values`.
-        places: by their place in `others`, holders that are a `Place`.
+        rows: of the holders that are modules, by number.
         weights: parameters and buffers of modules, as dicts that are not empty.
         empty: of modules what is empty of these, hooks and submodules, with number and name.
         tensors: all whose writes are counted, with number and key of their holder.
@@ -142,8 +136,7 @@ class ModelWalk:
     def __init__(self, models: Sequence[Any], num_inner: int, outer: Sequence[Any] = ()) -> None:
         self.roots = [*models, *outer]
         self.holders: list[Holder] = []
-        self.rows: list[Row] = []
-        self.others: list[int] = []
+        self.rows: dict[int, Row] = {}
         self.weights: list[dict[str, Any]] = []
         self.empty: list[tuple[Any, int, str]] = []
         self.tensors: list[tuple[Tensor, int, Any]] = []
@@ -151,7 +144,6 @@ class ModelWalk:
         self._shallow = {*map(id, outer)}
         self._seen: set[int] = set()
         self._opaque: set[type] = set(_ATOMS)
-        self._trainers: dict[type, bool] = {}
         self._alive: list[Any] = []  # so that nothing else gets the id of what was met
         self._names: dict[types.CodeType, frozenset[str] | None] = {}
         self._left: collections.deque[_ToVisit] = collections.deque()
@@ -172,21 +164,26 @@ class ModelWalk:
 
     # What is there now ----------------------------------------------------------------------------
 
-    def read(self) -> tuple[list[tuple[Any, ...]], list[Any]]:
-        """Values of `rows` and of `others` now; containers are copied."""
-        return self.read_rows(), [copied(self.holders[number].value) for number in self.others]
+    def now(self) -> list[Any]:
+        """What each holder holds now: containers themselves, of a module the values of its row."""
+        held = self._values.copy()
+        for number, (_, get, members) in self.rows.items():
+            held[number] = get(members)
+        for number, place in self._places.items():
+            held[number] = place.read()
+        return held
 
-    def read_rows(self) -> list[tuple[Any, ...]]:
-        """Values of `rows` now."""
-        return [get(members) for get, members in self._getters]
+    def read(self) -> list[Any]:
+        """`now`, of which containers are copied."""
+        return [*map(copied, self.now())]
 
     def sizes(self) -> list[int]:
         """How many attributes each module has."""
-        return [len(row.members) for row in self.rows]
+        return [len(row.members) for row in self.rows.values()]
 
-    def is_current(self, rows: list[tuple[Any, ...]], others: list[Any]) -> bool:
+    def is_current(self, read: list[Any]) -> bool:
         """Whether a new walk would meet the same, where `read` has given this."""
-        values = _flat(rows, others)
+        values = _flat(read)
         return (
             [*map(type, values)] == self._types
             and [id(values[number]) for number in self._followed] == self._ids
@@ -215,14 +212,9 @@ class ModelWalk:
 
     def _note(self) -> None:
         """Notes what is made of the holders, and what tells whether a walk is current."""
-        self.row_of = {row.holder: number for number, row in enumerate(self.rows)}
-        self.other_of = {holder: number for number, holder in enumerate(self.others)}
-        held = [self.holders[number].value for number in self.others]
-        self.places = {n: value for n, value in enumerate(held) if isinstance(value, Place)}
-        self.whole = [number for number in range(len(held)) if number not in self.places]
-        self.values = [held[number] for number in self.whole]
-        self._getters = [(row.get, row.members) for row in self.rows]
-        values = _flat(*self.read())
+        self._values = [holder.value for holder in self.holders]
+        self._places = {n: v for n, v in enumerate(self._values) if isinstance(v, Place)}
+        values = _flat(self.read())
         self._types = [*map(type, values)]
         # Others are not kept alive: what is in the place of a `forward` holds a whole step.
         self._followed = [n for n, value in enumerate(values) if self._is_followed(value)]
@@ -265,14 +257,11 @@ class ModelWalk:
 
     def _hold(self, entry: _ToVisit, value: Any, **of: Any) -> int:
         self.holders.append(Holder(value, entry.owner, entry.key, **of))
-        number = len(self.holders) - 1
-        self.others.append(number)
-        return number
+        return len(self.holders) - 1
 
     def _module(self, entry: _ToVisit) -> None:
         module, members = entry.value, vars(entry.value)
-        self.holders.append(Holder(members, entry.owner, entry.key, kind=type(module)))
-        number, left, seen = len(self.holders) - 1, self._left, self._seen
+        number, left, seen = self._hold(entry, members, kind=type(module)), self._left, self._seen
         own = []
         for name, value in members.items():
             if name not in NOT_OWN:
@@ -285,9 +274,9 @@ class ModelWalk:
                 self.empty.append((value, number, name))
         # Of two names at least it makes a tuple.
         get = operator.itemgetter(*own, own[0]) if own else _nothing
-        self.rows.append(Row(number, tuple(own), get, members))
+        self.rows[number] = Row(tuple(own), get, members)
         for kind in type(module).__mro__:
-            if id(kind) not in seen and self._is_trainers(kind):
+            if id(kind) not in seen and is_trainers(kind):
                 self._class(kind)
 
     def _registry(self, owner: int, name: str, registry: dict[Any, Any], shallow: bool) -> None:
@@ -379,11 +368,6 @@ class ModelWalk:
             if type(item) not in self._opaque and (names is None or name in names):
                 self._left.append(_ToVisit(item, number, name, entry.depth - 1, names))
 
-    def _is_trainers(self, kind: type) -> bool:
-        if kind not in self._trainers:
-            self._trainers[kind] = is_trainers(kind)
-        return self._trainers[kind]
-
     def _used(self, function: Any) -> frozenset[str] | None:
         """Names in a function's code; None if it is no trainer's."""
         if not isinstance(function, types.FunctionType) or package(function) in _LIBRARIES:
@@ -402,7 +386,7 @@ class ModelWalk:
 
 def walk_of(
     models: Sequence[Any], num_inner: int, outer: Sequence[Any] = ()
-) -> tuple[ModelWalk, list[tuple[Any, ...]], list[Any]]:
+) -> tuple[ModelWalk, list[Any]]:
     """A walk of models, and what it reads now; that of a step before, if it is current.
 
     See `ModelWalk`.
@@ -410,21 +394,21 @@ def walk_of(
     kept = vars(models[0]).get(WALK)
     if kept is not None and [*map(id, kept.roots)] == [*map(id, (*models, *outer))]:
         with contextlib.suppress(KeyError):  # an attribute is gone
-            rows, others = kept.read()
-            if kept.is_current(rows, others):
-                return kept, rows, others
+            read = kept.read()
+            if kept.is_current(read):
+                return kept, read
     vars(models[0])[WALK] = None  # it is an attribute of what is walked
     walk = ModelWalk(models, num_inner, outer)
     if not walk.holds_memory:
         vars(models[0])[WALK] = walk
-    return walk, *walk.read()
+    return walk, walk.read()
 
 
-def _flat(rows: list[tuple[Any, ...]], others: list[Any]) -> list[Any]:
+def _flat(read: list[Any]) -> list[Any]:
     """All values, one behind the other."""
-    each = (one.values() if isinstance(one, dict) else one for one in others)
-    several = (one for one in each if not isinstance(one, functools.partial | types.MethodType))
-    return [*itertools.chain.from_iterable(rows), *itertools.chain.from_iterable(several)]
+    parts = (held.values() if isinstance(held, dict) else held for held in read)
+    several = (part for part in parts if not isinstance(part, functools.partial | types.MethodType))
+    return [*itertools.chain.from_iterable(several)]
 
 
 def _nothing(_: Any) -> tuple[Any, ...]:
@@ -432,9 +416,7 @@ def _nothing(_: Any) -> tuple[Any, ...]:
 
 
 def copied(value: Any) -> Any:
-    """What a holder holds; itself, where it cannot be written."""
-    if isinstance(value, Place):
-        return value.read()
+    """A container that can be written as it is now; anything else itself."""
     if isinstance(value, dict | types.MappingProxyType):
         return dict(value)
     return value.copy() if isinstance(value, list | collections.deque | set) else value
@@ -467,9 +449,11 @@ def holds_state(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, type | enum.Enum):
         return False
-    return is_trainers(kind) or kind.__name__ in _NAMESPACES or dataclasses.is_dataclass(kind)
+    is_own = is_trainers(kind)  # type: ignore[arg-type]
+    return is_own or kind.__name__ in _NAMESPACES or dataclasses.is_dataclass(kind)
 
 
+@functools.lru_cache(maxsize=4096)
 def is_trainers(kind: type) -> bool:
     """Whether a class is a trainer's own; of classes derived from torch's only modules are."""
     if package(kind) in _LIBRARIES:

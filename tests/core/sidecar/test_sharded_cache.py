@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_prefix.features.across import carried
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 from megatron_prefix.tree import cp_layout
@@ -231,12 +232,12 @@ def test_other_ranks_get_and_send_the_part_of_a_rank(reduce: str) -> None:
     def part(rank: PlayedRank) -> None:
         cache = filled(rank, reduce)
         held = torch.from_numpy(cp_layout.rank_positions(8, rank.rank, 2) + 8).double()
-        for layer, (key, value) in enumerate(cache.leaving(CHUNK, [0])):
+        for layer, (key, value) in enumerate(carried.leaving(cache, CHUNK, [0])):
             assert torch.equal(key[:, 0, 0], 100 * layer + held)
             assert torch.equal(value, -key[..., :2])
-        cache.add_to(CHUNK, [0], [more[rank.rank]] * NUM_LAYERS)
+        carried.add_to(cache, CHUNK, [0], [more[rank.rank]] * NUM_LAYERS)
         assert not rank.sent
-        for sums in cache.sums(CHUNK):
+        for sums in carried.sums(cache, CHUNK):
             for found, wanted in zip(sums, more[rank.rank], strict=True):
                 assert_close(found, wanted, 2)
 
