@@ -51,7 +51,6 @@ class Reason(NamedTuple):
     """A refusal and what it was met with.
 
     Attributes:
-        refusal: the line of the table.
         text: one line: what is in the way, and the fix.
     """
 
@@ -59,11 +58,7 @@ class Reason(NamedTuple):
     text: str
 
     def error(self, before: str = "") -> UserError:
-        """What to raise: a `CannotShare` unless the refusal ends a step in mode "auto", too.
-
-        Args:
-            before: of the message.
-        """
+        """What to raise: a `CannotShare` unless the refusal ends a step in mode "auto", too."""
         error = (UserError if self.refusal.ends else CannotShare)(before + self.text)
         error.refusal = self.refusal
         return error
@@ -98,8 +93,6 @@ def unexpected(
     """The message of a TypeError for a keyword argument that a function does not have.
 
     Args:
-        function: what was called.
-        name: of the argument.
         names: of its arguments: the message has the nearest.
         config: a dataclass whose fields belong into another argument, `prefix_config`.
     """

@@ -49,17 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class Attempt(NamedTuple):
-    """One run of a plan; another one, of a leaner plan, follows if memory runs out.
-
-    Attributes:
-        step: what it is of.
-        plan: what runs.
-        stages: the rank's model chunks.
-        contract: how its losses are made.
-        parts: of the step.
-        force_all_reduce: see Megatron's schedules.
-        report: of the step.
-    """
+    """One run of a plan; another one, of a leaner plan, follows if memory runs out."""
 
     step: Step
     plan: Plan
@@ -74,8 +64,6 @@ class TimedStep(NamedTuple):
     """A step whose time was taken, on this rank.
 
     Attributes:
-        report: of the step.
-        seconds: that it took.
         predicted: seconds by prices that nothing measured has changed; 0: not comparable.
         is_settled: whether the first steps, which are measured in a row, are over with this one.
         groups: whose ranks measure the same steps.
@@ -102,11 +90,6 @@ class StepPart:
     - an action: `action` around it, `starts`, `saving`, `arguments`, `backward`, `layer_left`,
       `freed`;
     - behind the actions: `ran`, `input_backwards`, `end` (always), `behind`, `finished`, `timed`.
-
-    Args:
-        config: what the user set.
-        rank: this one in this call.
-        callbacks: what the trainer says of its microbatches.
 
     Attributes:
         kept: what the feature keeps from call to call of a model in one layout, by name.
@@ -138,7 +121,6 @@ class StepPart:
         self.kept: dict[str, Any] = {}
 
     def refusals(self) -> Iterator[Reason]:
-        """What is in the way of any step of the model."""
         yield from ()
 
     def around(self, capture: Capture) -> contextlib.AbstractContextManager:
@@ -166,7 +148,6 @@ class StepPart:
         """Reads what is left when the core has read the calls of this rank.
 
         Args:
-            capture: has them.
             last: on the last stage what its calls say; None: nothing.
 
         Raises:
@@ -211,9 +192,6 @@ class StepPart:
         """A step with segments that this part makes, on a first stage; None: the core makes them.
 
         Args:
-            step: without segments.
-            request: the call.
-            planning: predicts.
             build: makes segments of samples and their microbatches.
             build_alone: the same where nothing crosses data-parallel ranks; all ranks that share
                 experts call it.
@@ -240,12 +218,7 @@ class StepPart:
         return contextlib.nullcontext()
 
     def prepare(self, plan: Plan, predicted: Callable[[], RankMemory]) -> None:
-        """Before the stages of an attempt are made.
-
-        Args:
-            plan: that it runs.
-            predicted: what this rank will hold.
-        """
+        """Before the stages of an attempt are made."""
 
     def elsewhere(self, num_layers: int) -> ArenasElsewhere | None:
         """What keeps payloads of some of a model chunk's `num_layers` layers that have one; None:
@@ -271,7 +244,6 @@ class StepPart:
         saves; None: nothing.
 
         Args:
-            segment, chunk: where.
             received: the stage's input; None on the first.
         """
         return None
@@ -298,7 +270,6 @@ class StepPart:
         the forward itself where that runs again."""
 
     def arguments(self, segment: int, chunk: int) -> dict[str, Any]:
-        """Further arguments of a model chunk for a segment, each time that it runs."""
         return {}
 
     def input_backwards(self) -> Sequence[Callable[[], None]]:
@@ -338,12 +309,6 @@ def chosen(
     """The parts that features take in a call, in the order of the table.
 
     One that only makes steps faster is left out where it cannot be imported; mode "on" raises.
-
-    Args:
-        config: what the user set.
-        rank: this one in this call.
-        callbacks: what the trainer says of its microbatches.
-        kept: of every feature; None: nothing is kept. See StepPart.
 
     Raises:
         CannotShare: one without which the step would be wrong cannot be imported, or refuses the
@@ -433,12 +398,7 @@ schedules return."""
 
 
 class Around:
-    """A feature around the calls of one schedule: what a class leaves out changes nothing.
-
-    Args:
-        config: what the user set.
-        reports: of the schedule's steps.
-    """
+    """A feature around the calls of one schedule: what a class leaves out changes nothing."""
 
     def __init__(self, config: PrefixConfig, reports: Reports) -> None:
         self.config, self.reports = config, reports
@@ -452,7 +412,6 @@ class Around:
 
         Args:
             run: what this is around; it may be given a changed request.
-            request: the call.
         """
         return run(request)
 
@@ -486,5 +445,4 @@ def around_calls(config: PrefixConfig, reports: Reports) -> list[Around]:
 
 @functools.cache
 def _warn(text: str) -> None:
-    """Once for each text."""
     logger.warning(text)

@@ -28,7 +28,6 @@ class AfterImport(importlib.abc.MetaPathFinder):
             sys.meta_path.insert(0, self)
 
     def end(self) -> None:
-        """Stops waiting."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 

@@ -89,7 +89,6 @@ def names_a_mode(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def _checked(values: dict[str, Any], where: str) -> PrefixConfig:
-    """A configuration with these settings; an error says where they were given."""
     try:
         config = PrefixConfig(**{FIELDS[name].name: value for name, value in values.items()})
         if config.plan_file is not None:
@@ -120,7 +119,6 @@ def _read_file(path: str) -> dict[str, Any]:
 
 
 def _parsed(name: str, text: str, where: str) -> Any:
-    """The value that a variable's or flag's text means."""
     kinds = kinds_of(FIELDS[name])
     if "bool" in kinds and text.lower() in ("true", "false", "1", "0"):
         return text.lower() in ("true", "1")

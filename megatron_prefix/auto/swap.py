@@ -23,9 +23,6 @@ class Swap(AfterImport):
     """Replaces Megatron's function by `made(stock)` from `begin` until `end`.
 
     `begin` raises a UserError if Megatron's schedules are there and have no such function.
-
-    Args:
-        make_ours: gets Megatron's function and returns what replaces it.
     """
 
     def __init__(self, make_ours: Callable[[Any], Any]) -> None:

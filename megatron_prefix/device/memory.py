@@ -14,7 +14,6 @@ def free_bytes(device: torch.device, limit: float | None = None) -> float:
     """Bytes that a step may still allocate, without the margin; the host does not wait.
 
     Args:
-        device: of the model.
         limit: bytes that a step may use; None: what is free.
     """
     if device.type != "cuda":

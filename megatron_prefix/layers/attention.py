@@ -91,17 +91,14 @@ class Attention(Kind):
     """Classes whose forward its core attention has."""
 
     def fills(self, config: Any, layer: int) -> bool:
-        """See Kind."""
         return True
 
     def work(self, config: Any) -> LayerWork:
-        """See Kind."""
         return LayerWork(
             self.parameters(config), 2 * config.num_attention_heads * config.kv_channels
         )
 
     def parameters(self, config: Any) -> int:
-        """See Kind."""
         heads = config.num_attention_heads
         queries = (2 if _is_gated(config) else 1) * heads
         rows = queries + heads + 2 * (config.num_query_groups or heads)
@@ -147,12 +144,10 @@ class Attention(Kind):
         )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:
-        """See Kind."""
         module = getattr(layer, "self_attention", None)
         return module if hasattr(module, "core_attention") and not hasattr(layer, "mixer") else None
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
-        """See Kind."""
         core = module.core_attention
         forward = owner(module, "forward")
         if forward not in self.forwards:
@@ -169,7 +164,6 @@ class Attention(Kind):
                 return
 
     def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
-        """See Kind."""
         core = module.core_attention
         has_sinks = _has_sinks(core.config)
         if has_sinks and getattr(core, "softmax_offset", None) is None:
@@ -184,7 +178,6 @@ class Attention(Kind):
             yield FUSED_YARN.given(type(module).__name__)
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
-        """See Kind."""
         from megatron_prefix.layers.blocks.shared import KEYS
 
         yield module.core_attention, "forward", InSegments(module, number, running, KEYS).forward
@@ -238,7 +231,6 @@ def exchanged_by(attention: Any) -> str | None:
 
 
 def _is_gated(config: Any) -> bool:
-    """Whether attention's output has a gate."""
     return bool(getattr(config, "attention_output_gate", False))
 
 
@@ -251,14 +243,7 @@ def _norms_hold_projection(config: Any) -> bool:
 
 
 class InSegments:
-    """A core attention in segments.
-
-    Args:
-        attention: Megatron's module.
-        number: of the layer in the sidecar.
-        running: says which segment runs.
-        shared: what the layer leaves.
-    """
+    """A core attention in segments."""
 
     def __init__(self, attention: Any, number: int, running: Running, shared: Shared) -> None:
         from megatron_prefix.layers.blocks.core import segment_attention
@@ -274,7 +259,6 @@ class InSegments:
         self, query: Tensor, key: Tensor, value: Tensor, *args: Any,
         crossing: Sequence[Tensor] = (), into: Tensor | None = None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        """Its forward."""
         context, shared = self._running.current, self._shared
         if (tap := self._running.tap) is not None:
             shape = len(query), 1, query.shape[2] * value.shape[3]

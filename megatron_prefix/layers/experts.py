@@ -35,7 +35,6 @@ class Experts(Kind):
         return layer % every == 0 if isinstance(every, int) else bool(every[layer])
 
     def module_of(self, layer: Any) -> Any | None:
-        """See Kind."""
         module = getattr(layer, "mlp", None)
         return module if hasattr(module, "router") else None
 
@@ -78,14 +77,12 @@ class Experts(Kind):
         return replace(memory, inner=saved, wave=saved, again=max(run, shared) - saved)
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
-        """See Kind."""
         from megatron.core.transformer.moe.router import TopKRouter
 
         if not isinstance(module.router, TopKRouter):
             yield OTHER_ROUTER.given(number, type(module.router).__name__)
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
-        """See Kind."""
         from megatron_prefix.layers.routing import in_segments
 
         methods = in_segments(module.router, number, running)

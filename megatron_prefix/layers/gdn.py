@@ -31,7 +31,6 @@ class GatedDeltaNet(Recurrent):
         return super().knows(own, base) or _is_bridges(own)
 
     def fills(self, config: Any, layer: int) -> bool:
-        """See Kind."""
         if getattr(config, "experimental_attention_variant", None) not in VARIANTS:
             return False
         every = config.linear_attention_freq
@@ -95,7 +94,6 @@ class GatedDeltaNet(Recurrent):
             yield DELTA_KERNEL.given(why)
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
-        """See Kind."""
         from megatron_prefix.layers.recurrent.delta import GatedDeltaLayer
 
         return GatedDeltaLayer(module, number, running).overrides()

@@ -85,11 +85,9 @@ class Running(Protocol):
     """What the hooks of a model chunk know of the step that runs.
 
     Attributes:
-        current: the segment that runs, or None.
         kernels: run attention's blocks, by the window; None: without one.
         around_router: (router, segment, its tokens) -> what is around the choice of experts in this
             step; None: nothing.
-        rotary: tables of rotary embeddings; it is told of every module that it is asked for.
         tap: called where a layer's core begins, in its place; None: the core runs.
         mlp_tap: (module, its arguments, those by name) -> output of an MLP, in place of its
             forward; None: that runs.
@@ -112,10 +110,8 @@ class Kind:
     """A kind of layer.
 
     Attributes:
-        name: for messages.
         symbol: in the pattern of a hybrid model, as in Megatron's
             megatron/core/ssm/mamba_hybrid_layer_allocation.py.
-        slot: what it fills.
         form: rows of its payload; None if it leaves nothing.
         has_window: whether its queries see a window of positions, by the config's `window_size`.
         cut: positions that its kernels take at once; at multiples of it a shared prompt is bitwise
@@ -148,12 +144,7 @@ class Kind:
         return LayerWork(self.parameters(config))
 
     def memory(self, config: Any, form: Execution) -> LayerMemory:
-        """What a layer takes of device memory.
-
-        Args:
-            config: the model's.
-            form: how it is computed.
-        """
+        """What a layer takes of device memory."""
         raise NotImplementedError
 
     def form_in(self, module: Any) -> Form | None:
@@ -182,13 +173,7 @@ class Kind:
         return {}
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
-        """What is refused of a module, for good; looked at before the first step.
-
-        Args:
-            number: of its layer in the model chunk.
-            module: Megatron's.
-            model: the language model that it is in.
-        """
+        """What is refused of a module, for good; looked at before the first step."""
         yield from ()
 
     def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
@@ -199,21 +184,14 @@ class Kind:
         """Methods of instances, and what takes their place; outside of segments they are as before.
 
         Args:
-            module: Megatron's.
             number: of the layer in the sidecar if the kind leaves a payload, else in the model
                 chunk.
-            running: says which segment runs.
         """
         return ()
 
 
 class Part(NamedTuple):
-    """What fills a slot of a layer.
-
-    Attributes:
-        kind: its kind; None: nothing.
-        module: Megatron's.
-    """
+    """What fills a slot of a layer."""
 
     kind: Kind | None
     module: Any = None

@@ -46,13 +46,11 @@ class Mamba2(Recurrent):
         return SavedBytes(num_bytes, (CONV_WIDTH - 1) * kernel, kernel)
 
     def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
-        """See Kind."""
         yield from super().option_refusals(module, config)
         if not module.use_mem_eff_path:
             yield MAMBA_PATH.given()
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
-        """See Kind."""
         from megatron_prefix.layers.recurrent.scan import MambaLayer
 
         return MambaLayer(module, number, running).overrides()

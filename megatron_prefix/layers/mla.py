@@ -35,7 +35,6 @@ class MLA(Attention):
     forwards = frozenset({"megatron.core.transformer.multi_latent_attention.MultiLatentAttention"})
 
     def fills(self, config: Any, layer: int) -> bool:
-        """See Kind."""
         return bool(getattr(config, "multi_latent_attention", False))
 
     def heads(self, config: Any) -> Heads | None:
@@ -47,7 +46,6 @@ class MLA(Attention):
         return Heads(num, 1, width, value_width)
 
     def parameters(self, config: Any) -> int:
-        """See Kind."""
         hidden, heads, lora = config.hidden_size, config.num_attention_heads, config.q_lora_rank
         width, value_width = _latent_widths(config)
         queries = lora * (hidden + heads * width) if lora else hidden * heads * width
@@ -93,12 +91,10 @@ class MLA(Attention):
         )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:
-        """See Kind."""
         module = super().module_of(layer)
         return module if hasattr(module, "linear_kv_up_proj") else None
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
-        """See Kind."""
         yield from super().refusals(number, module, model)
         rotary = getattr(module, "rotary_pos_emb", None)
         if rotary is None:  # mcore-bridge (ms-swift) takes it out, and writes the module's forward
@@ -107,7 +103,6 @@ class MLA(Attention):
             yield OTHER_ROTARY.given(type(rotary).__name__)
 
     def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
-        """See Kind."""
         yield from super().option_refusals(module, config)
         if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
             yield MLA_WITHOUT_SP.given()
@@ -119,7 +114,6 @@ class MLA(Attention):
             yield MLA_CACHE.given()
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
-        """See Kind."""
         from megatron_prefix.layers.blocks.latent import Latents
 
         latents = Latents(module, number, running)

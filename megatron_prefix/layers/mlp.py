@@ -18,16 +18,13 @@ class MLP(Kind):
     name, symbol, slot = "MLP", "-", Slot.MLP
 
     def fills(self, config: Any, layer: int) -> bool:
-        """See Kind."""
         return True
 
     def module_of(self, layer: Any) -> Any | None:
-        """See Kind."""
         module = getattr(layer, "mlp", None)
         return None if type(module).__name__ == "IdentityOp" else module
 
     def parameters(self, config: Any) -> int:
-        """See Kind."""
         weights: int = matrices(config) * config.hidden_size * config.ffn_hidden_size
         return weights
 
@@ -47,7 +44,6 @@ class MLP(Kind):
         return replace(memory, act=act, unread=0.0)
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
-        """See Kind."""
         config = getattr(module, "config", None)  # a model's own MLP may have none
         if config is None or "forward" in vars(module) or not _can_drop_activation(config):
             return
@@ -89,7 +85,6 @@ def numbers_between(width: float, config: Any, form: Execution) -> float:
 
 
 def _function(config: Any) -> str:
-    """Name of the activation function; "" where a config has none."""
     name: str = getattr(getattr(config, "activation_func", None), "__name__", "")
     return name
 

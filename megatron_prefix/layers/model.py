@@ -19,7 +19,6 @@ def layers_of(config: Any, pattern: str | None = None) -> list[tuple[Kind, ...]]
     """What fills the slots of every layer of a whole model.
 
     Args:
-        config: the model's.
         pattern: a symbol a layer of a hybrid model, whose layers have one slot, unknown ones
             nothing; "" for a GPTModel (default: the spec's).
     """

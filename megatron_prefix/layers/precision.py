@@ -81,7 +81,6 @@ def kept_bytes(config: Any, itemsize: int) -> float:
     """Bytes of a number of its input that a linear layer keeps for the gradient of its weights.
 
     Args:
-        config: the model's.
         itemsize: of a number outside of such layers.
     """
     of = _of(config)

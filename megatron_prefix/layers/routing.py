@@ -25,11 +25,6 @@ def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[.
 
     In a segment Megatron's own auxiliary losses are off, since they would take the segment for a
     microbatch. Instead `routing` counts in the segment's ledger and attaches its gradients.
-
-    Args:
-        router: a TopKRouter.
-        layer: its layer in the model chunk.
-        hooks: of the model chunk; they know which segment runs.
     """
     routing, apply_z_loss = router.routing, router.apply_z_loss
     is_enabled, apply_bias = router.is_aux_loss_enabled, router._apply_expert_bias

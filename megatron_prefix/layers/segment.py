@@ -27,17 +27,14 @@ class SegmentContext:
     """What layers need to know about the segment that runs, in its forward or its backward.
 
     Attributes:
-        index: the segment.
         inner: whether other segments read its K/V.
         runs: what its queries on this rank see of its own keys.
         positions: position of every token in its rollout, int64 [padded_length], on the model's
             device.
-        cache: the sidecar of this model chunk.
         ledger: counts for its routers' losses; None without routers or without gradients.
         backward: whether its backward runs; a forward is then recomputation, from the last layer to
             the first.
         saving: what is around its decoder, which takes what that saves; None: nothing.
-        parts: of the step; told where a layer's backward is done.
         keys_only: the layer of which only its K and V are computed (layers/blocks/unread.py).
         rows: the positions on this rank whose output is read, int64, ascending, the last perhaps
             more than once (`repeats`); None if all are, or the stage is not the last.
@@ -79,7 +76,6 @@ class SegmentContext:
             self.cache.prefetch(after, self.index, backward=backward)
 
     def leave(self, layer: int, *, backward: bool) -> None:
-        """Tells the sidecar that a layer is done."""
         # In recomputation the layer's backward comes next.
         if self.cache.looks_ahead and (backward or not self.backward):
             self.cache.release(layer)

@@ -39,7 +39,6 @@ def kinds_of(config: Any) -> tuple[Kind, ...]:
 
 
 def _kinds_in(layer: Any) -> tuple[Kind, ...]:
-    """The kinds that one of Megatron's layers may have modules of."""
     return (*(_kind_at(kind.path) for kind in features.KINDS if kind.in_layer(layer)), *KINDS)
 
 
@@ -100,8 +99,6 @@ def with_module_fields(config: Any, models: Iterable[Any]) -> Any:
 
 
 class _ConfigWithFields:
-    """A config with more fields."""
-
     def __init__(self, config: Any, fields: dict[str, Any]) -> None:
         vars(self).update(fields, _config=config)
 
@@ -122,7 +119,6 @@ def refusals(model: Any) -> Iterator[Reason]:
 
 
 def _megatron_layers(model: Any) -> list[Any]:
-    """Megatron's layers of a language model, in the order in which they run."""
     from megatron_prefix.moe.versions import transformer_layers
 
     return transformer_layers(model)

@@ -28,7 +28,6 @@ class Window(Attention):
     name, has_window = "attention with a window", True
 
     def form_in(self, module: Any) -> Form:
-        """See Kind."""
         return Form("positions", self.window(module))
 
     def fills(self, config: Any, layer: int) -> bool:
@@ -63,12 +62,10 @@ class Window(Attention):
         )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:
-        """See Kind."""
         module = super().module_of(layer)
         return None if module is None or window_of(module) is None else module
 
     def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
-        """See Kind."""
         yield from super().option_refusals(module, config)
         before, behind = window_of(module) or (0, 0)
         if before < 1 or behind != 0:
@@ -82,7 +79,6 @@ class Window(Attention):
                 yield WINDOW_CP.given(how)
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
-        """See Kind."""
         from megatron_prefix.layers.blocks.windowed import Tails
 
         tails = Tails(self.form_in(module))
@@ -90,6 +86,5 @@ class Window(Attention):
         yield from fused_yarn.overrides(module, running)
 
     def window(self, module: Any) -> int | None:
-        """See Kind."""
         size = window_of(module)
         return None if size is None else size[0]

@@ -21,8 +21,6 @@ class Family(NamedTuple):
     """A class of language model with a forward of its own.
 
     Attributes:
-        forward: the class that defines it.
-        used_by: what it belongs to.
         calls_parent: whether it calls its parent class's for the language model.
     """
 

@@ -90,7 +90,6 @@ def _configs(model: Any) -> Iterator[Any]:
 
 
 def _wrapper_refusals(model: Any) -> Iterator[Reason]:
-    """What is refused of the wrappers of a model chunk."""
     while hasattr(model, "module"):
         ddp = getattr(model, "ddp_config", None)
         kind = type(model).__name__
@@ -104,7 +103,6 @@ def _wrapper_refusals(model: Any) -> Iterator[Reason]:
 
 
 def _module_refusals(model: Any) -> Iterator[Reason]:
-    """What is refused of the modules of a language model."""
     own = families.forward_owner(model).startswith(("megatron.core.", "megatron_prefix."))
     if not own and families.family(model) is None:
         yield OTHER_FORWARD.given(type(model).__name__)
@@ -163,10 +161,6 @@ def layer_refusals(model: Any) -> Iterator[Reason]:
 def check(model: Any, wrapped: Any = None) -> None:
     """Refuses a model that the schedule cannot run exactly.
 
-    Args:
-        model: the language model.
-        wrapped: the same in its wrappers, if it has any.
-
     Raises:
         CannotShare: names the first feature in the way and the fix.
     """
@@ -183,12 +177,6 @@ def check(model: Any, wrapped: Any = None) -> None:
 def check_again(model: Any, wrapped: Any, parts: Iterable[Part], facts: Any) -> None:
     """Refuses what may have changed since `check`: options, hooks on gradients, and what is
     frozen.
-
-    Args:
-        model: the language model.
-        wrapped: the same in its wrappers, if it has any.
-        parts: what leaves a payload in its layers.
-        facts: what its options say now: `Model` of run/rank.py.
 
     Raises:
         CannotShare: as of `check`.

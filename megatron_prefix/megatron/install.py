@@ -71,25 +71,17 @@ class Hooks:
     """The hooks of one model chunk.
 
     Attributes:
-        model: the language model, without its wrappers.
         parts: what leaves a payload in its layers, in the order in which it runs; the sidecar has
             their numbers.
-        mask_use: what attention does with the attention_mask of calls.
-        routers: its mixture-of-experts routers by layer.
         kernels: run the attention blocks, by the window; None: without one.
         keys_only: the layer of which a segment without loss needs K and V only: the last one of the
             last stage; None elsewhere, and where it cannot end early.
-        current: the segment that runs, or None.
         around_router: (router, segment, its tokens) -> what is around the choice of experts in this
             step; None: nothing.
-        rotary: tables of its rotary embeddings.
         rotary_slice: (the table that the model has made from positions of its call, how many
             positions) -> the running segment's, in this step; None where tables are ours.
         predicts_further: whether what is behind its decoder runs in this step.
-        turned: the rotary table of the segment that runs; None without.
         slots: what fills those of every layer, the MLP's last.
-        tap, mlp_tap: see Running.
-        kept: what parts of steps keep with the model, by the class of the part; see `keep`.
         packed: whether the step's calls are packs.
         angles: what its decoder is given of rotary embeddings, while a segment runs.
     """
@@ -160,8 +152,6 @@ class Hooks:
         gradients runs without it.
 
         Args:
-            part: its class.
-            kept: what it keeps; None: nothing more.
             overrides: what takes the place of methods of the model meanwhile.
         """
         for undo in self._undo_kept.pop(part, ()):
@@ -175,7 +165,6 @@ class Hooks:
             self._undo_kept[part] = self._undo[before:]
 
     def keep_only(self, parts: Collection[Any]) -> None:
-        """Lets other parts than these keep nothing more."""
         for part in self.kept.keys() - parts:
             self.keep(part, None)
 
@@ -228,7 +217,6 @@ class Hooks:
         return parents.forward(self.model, self._calls_parent)
 
     def uninstall(self) -> None:
-        """Removes every hook; the model is as before."""
         while self._undo:
             self._undo.pop()()
 
@@ -237,7 +225,6 @@ class Hooks:
         """Makes `context` the running segment; used around its forward and its backward.
 
         Args:
-            context: the segment.
             scored: False stops the last stage's forward after the decoder: no logits.
         """
         head = self.model.post_process
@@ -271,7 +258,6 @@ class Hooks:
         self.rotary.prepare(max_position)
 
     def end_step(self) -> None:
-        """Whatever has happened, nothing of a step is left."""
         self.around_router = self.rotary_slice = None
         versions.forget_graphs(self.model)
 
@@ -329,7 +315,6 @@ class Hooks:
         nobody reads them.
 
         Args:
-            module: of the last layer.
             ranks: sequence-parallel ranks whose positions its input has.
             picks: whether it gets all positions, and computes those that are read.
         """
@@ -415,10 +400,6 @@ def installed(model: nn.Module) -> Hooks | None:
 
 def install(model: nn.Module, kernel: str = "auto") -> Hooks:
     """Installs the hooks on a model chunk, once: a second call only changes the kernel.
-
-    Args:
-        model: a GPTModel, wrapped or not.
-        kernel: see megatron_prefix/layers/blocks/kernels.py.
 
     Raises:
         UserError: the model uses a feature that the schedule cannot run; the message names it.

@@ -20,12 +20,7 @@ def stock_schedule(*args: Any, **options: Any) -> Callable[..., Any]:
 
 
 def run_stock(arguments: Mapping[str, Any], **changes: Any) -> list[Any]:
-    """Runs a call of Megatron's schedule.
-
-    Args:
-        arguments: of the call, by name.
-        changes: what is passed instead of some of them.
-    """
+    """Runs a call of Megatron's schedule."""
     store: list[Any] = stock_schedule()(**{**arguments, **changes})
     return store
 

@@ -42,8 +42,6 @@ class _Layer:
         scores_gradient: gradient of the scores of any token of a rollout, [rollouts, experts].
         squares_gradient: gradient of its square, [rollouts].
         uncounted: per microbatch the tokens that have not been counted.
-        counted: segments that have been counted.
-        closed: microbatches whose gradients are known.
         averages: per microbatch the average of the global batch's counts up to it, [experts].
     """
 
@@ -62,8 +60,6 @@ class RouterLedger:
     """All routers of a model chunk during one step.
 
     Args:
-        tokens: the tokens that the step's positions stand for.
-        routers: Megatron's routers by layer of the model chunk.
         group_counts: of the step, the same for all model chunks of the rank.
         scales: by which each microbatch's losses are multiplied, [microbatches], where they may
             differ: filled in before a backward reads them. None: what Megatron's schedule has set.
@@ -105,13 +101,7 @@ class RouterLedger:
 
     @torch.no_grad()
     def route(self, layer: int, index: int, routing_map: Tensor) -> Tensor:
-        """Tokens that a segment stands for, by the experts that get them, [experts].
-
-        Args:
-            layer: the router's.
-            index: the segment.
-            routing_map: which experts get a token, bool [tokens, experts].
-        """
+        """Tokens that a segment stands for, by the experts that get them, [experts]."""
         tokens, span_of = self._tokens[index], self.spans(layer, index, len(routing_map))
         shape = len(tokens.copies), routing_map.shape[1]
         by_span = routing_map.new_zeros(shape, dtype=torch.float32)
@@ -131,8 +121,6 @@ class RouterLedger:
         """Counts a segment's tokens; a second call, by recomputation, changes nothing.
 
         Args:
-            layer: the router's.
-            index: the segment.
             experts: where the largest scores are, bool [tokens, experts]; None without a
                 load-balancing loss.
             scores: [tokens, experts]; None likewise.
@@ -157,7 +145,6 @@ class RouterLedger:
         self._counted(layer, state, tokens)
 
     def _counted(self, layer: int, state: _Layer, tokens: SegmentTokens) -> None:
-        """A segment's tokens are in a layer's sums."""
         for microbatch, number in tokens.numbers.items():
             state.uncounted[microbatch] -= number
             if layer in self._places and not state.uncounted[microbatch]:
@@ -183,7 +170,6 @@ class RouterLedger:
         return self._of_losses(layer, index)
 
     def _of_losses(self, layer: int, index: int) -> dict[str, Tensor]:
-        """Those of this rank's losses."""
         state, tokens = self._layers[layer], self._tokens[index]
         self._close(layer, tuple(sorted(set(tokens.numbers) - state.closed)))
         by_rollout = {"masses": state.scores_gradient, "squares": state.squares_gradient}

@@ -55,11 +55,6 @@ class LogicalTokens:
     """The tokens of the trainer's microbatches, and the spans that compute them.
 
     Args:
-        forest: the step's segments.
-        microbatch_of: the trainer's microbatch of each rollout.
-        device: where the model is.
-        rank: in the context-parallel group, whose ranks share the positions of every span.
-        size: of that group.
         packed: of every microbatch whether its samples are one behind the other in one row.
     """
 
@@ -93,7 +88,6 @@ class LogicalTokens:
 
     @property
     def num_rollouts(self) -> int:
-        """Rollouts of the step."""
         return len(self._microbatch_of)
 
     @property
@@ -103,7 +97,6 @@ class LogicalTokens:
 
     @property
     def has_even_samples(self) -> bool:
-        """Whether the rows of every microbatch are equally long."""
         rows = itertools.compress(self._members, (not packed for packed in self._packed))
         return all(len({self._lengths[r] for r in members}) == 1 for members in rows)
 

@@ -57,23 +57,19 @@ def _is_on(name: str, config: Any) -> bool:
 
 
 def _with_experts(name: str, config: Any) -> bool:
-    """On in a model with experts."""
     return _is_on("num_moe_experts", config) and _is_on(name, config)
 
 
 def _above(name: str, config: Any, *, most: int) -> bool:
-    """A number larger than `most`."""
     return (getattr(config, name, None) or 0) > most
 
 
 def _cut_wider(name: str, config: Any) -> bool:
-    """Experts in more parts than other layers."""
     parts = getattr(config, name, None) or 1
     return _is_on("num_moe_experts", config) and parts > config.tensor_model_parallel_size
 
 
 def _other_than(name: str, config: Any, *, usual: str) -> bool:
-    """Set to something other than `usual`."""
     return getattr(config, name, usual) not in (usual, None)
 
 
@@ -91,7 +87,6 @@ def _scaled_by(name: str, config: Any, *, recipes: tuple[str, ...], negated: boo
 
 
 def _with_context(name: str, config: Any) -> bool:
-    """An option of ranks that share the positions of a sample."""
     return _is_on(name, config) and getattr(config, "context_parallel_size", 1) > 1
 
 

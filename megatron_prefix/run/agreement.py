@@ -68,9 +68,6 @@ def share_together(decision: Decision, group: Any, device: torch.device, why: st
     """The stock schedule on every rank of a group if one of them takes it.
 
     Args:
-        decision: this rank's; every rank of the group calls this.
-        group: a process group of several ranks.
-        device: where its tensors live.
         why: why the ranks cannot differ, for the reason of those that give in.
     """
     if all_agree(decision.share, group, device) or not decision.share:
@@ -89,9 +86,6 @@ def worst(
 
     Args:
         numbers: of this rank, as many on all of them; not looked at where there is a problem.
-        problem: what went wrong on this rank.
-        groups: of several ranks; see `Rank.companions`.
-        device: where their tensors live.
 
     Returns:
         The largest of each number; and what a rank says of its problem, "" if none has one.
@@ -115,12 +109,7 @@ def all_agree(holds: bool, group: Any, device: torch.device) -> bool:
 
 
 def first_says(value: Any, groups: Sequence[Any]) -> Any:
-    """The value of the first rank of a grid of groups, on all ranks; every rank calls this.
-
-    Args:
-        value: of this rank; it can be pickled.
-        groups: see `Rank.companions`.
-    """
+    """The value of the first rank of a grid of groups, on all ranks; every rank calls this."""
     for group in groups:
         value = all_say(value, group)[0]
     return value
@@ -139,10 +128,7 @@ def agree_on(
     """Tells all ranks of a grid of groups what has happened; every rank of them calls this.
 
     Args:
-        problem: of this rank.
-        wish: of this rank.
         groups: see `Rank.companions`; after the last of them every rank has heard of all.
-        device: where their tensors live.
 
     Returns:
         Why no rank can share in this step, or None; and whether all ranks have the wish.
@@ -170,7 +156,6 @@ def agree_on(
 
 
 def _first_reason(problem: BaseException | None, groups: Sequence[Any]) -> CannotShare | str:
-    """What a rank that has a problem says about it, on all ranks; called only if one has."""
     reason: CannotShare | str = ""
     if isinstance(problem, CannotShare):
         reason = problem  # with its refusal
@@ -185,14 +170,7 @@ def _first_reason(problem: BaseException | None, groups: Sequence[Any]) -> Canno
 def meet(
     forest: Forest, microbatch_of: Sequence[int], group: Any, *, even: bool = False
 ) -> JointForest:
-    """A rank's segments beside those of ranks that share experts; all of these call this.
-
-    Args:
-        forest: this rank's segments.
-        microbatch_of: the trainer's microbatch of each of its rollouts.
-        group: the process group whose ranks meet in every action; None: there is no other rank.
-        even: see `joint_forest`.
-    """
+    """A rank's segments beside those of ranks that share experts; all of these call this."""
     if group is None:
         return JointForest.alone(forest, microbatch_of)
     numbers = all_say((tuple(microbatch_of), forest.to_ints()), group)
@@ -205,11 +183,6 @@ def meet(
 def check_counts(num_microbatches: int, group: Any, device: torch.device) -> None:
     """Refuses data-parallel ranks with different numbers of microbatches, whose routers balance the
     global batch; all ranks call this.
-
-    Args:
-        num_microbatches: of the trainer on this rank.
-        group: the data-parallel process group, context parallelism included.
-        device: where its tensors live.
 
     Raises:
         UserError: on every rank of the group.
@@ -226,7 +199,6 @@ def check_programs(unplanned: Sequence[Any] | None, group: Any) -> None:
 
     Args:
         unplanned: this rank's actions where a joint plan did not make them; None if one did.
-        group: see `meet`; every rank of it calls this.
 
     Raises:
         UserError: the ranks would not run the same side by side; on every rank of the group.

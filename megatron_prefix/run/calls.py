@@ -66,7 +66,6 @@ class ModelCall:
     """What a forward step calls the model with.
 
     Attributes:
-        microbatch: number of the trainer's microbatch in the step.
         arguments: by name, as the model's `forward` names them; None and absent are the same.
         versions: of the tensors that are per position, as torch counts writes to them.
         drawn: what the forward step drew from its data iterator before, where that is kept.
@@ -87,7 +86,6 @@ class ModelCall:
             raise refused(OVERWRITTEN, "an argument of the model", self.microbatch)
 
     def without_tensors(self) -> ModelCall:
-        """The call with True for every tensor and packing."""
         packings = (*features.TAKEN, "packed_seq_params")
         plain = {
             name: True if isinstance(value, Tensor) or name in packings else value
@@ -164,7 +162,6 @@ class Callbacks:
     sums_gradients: bool = False
 
     def needs_drawn(self, forward_only: bool) -> bool:
-        """Whether model calls must keep what was drawn for them: `ModelCall.drawn`."""
         return self.routes is not None or (self.samples is not None and not forward_only)
 
 
@@ -233,9 +230,6 @@ def check_cut(lengths: Sequence[int], size: int) -> None:
 def check(calls: Sequence[ModelCall]) -> None:
     """Refuses calls that cannot be answered from segments; of their masks see `check_masks`.
 
-    Args:
-        calls: of one model chunk.
-
     Raises:
         CannotShare: naming the argument, and the fix.
     """
@@ -271,7 +265,6 @@ def layouts(
     Args:
         calls: of one model chunk.
         cp_size: context-parallel ranks, each of which has the same share of every row.
-        sequence_ranks: tensor-parallel ranks that share the rows of embeddings.
 
     Raises:
         CannotShare: a form of packing that is not known, or samples of no position.
@@ -337,9 +330,6 @@ def check_masks(
     or where transformer-engine's attention is causal by itself and ignores it.
 
     Args:
-        calls: of one model chunk.
-        use: what its attention does with an `attention_mask`.
-        sequence_ranks: see `layouts`.
         counts_tokens: whether its routers count tokens, those of a `padding_mask` left out.
 
     Raises:

@@ -54,12 +54,7 @@ def guessed(rank: Rank, frozen: float = 0.0) -> CostModel:
 class CostMeter:
     """What work of one model takes in one layout; ranks of one schedule make theirs together.
 
-    Args:
-        config: what the user set.
-        rank: with the model.
-
     Attributes:
-        times: what work takes, by the guess or as measured.
         memory_factors: by what predicted peaks are multiplied, of the stock schedule and of ours;
             the same on all ranks.
         due: whether the step that runs is measured.
@@ -149,8 +144,6 @@ class CostMeter:
         """Surrounds a step after its planning, whichever schedule runs it.
 
         Args:
-            report: of the step, with decision and prediction.
-            request: the call.
             complete: called when the step's time is taken, to put a prediction into the report.
         """
         if due := self.due:
@@ -165,7 +158,6 @@ class CostMeter:
         self._ran.add(report.decision.share)
 
     def _looked(self, report: StepReport, request: Request, before: Peaks | None) -> Seen:
-        """This rank's peak of memory in a step."""
         after = peaks(self._device)
         # What parts hold is there before a step, and in what is predicted of it.
         holds_memory = report.decision.share and any(part.holds_memory for part in request.parts)
@@ -176,7 +168,6 @@ class CostMeter:
         return Seen.of_step(before, after, predicted)
 
     def _learn(self, report: StepReport, request: Request, seconds: float, peak: Seen) -> None:
-        """Fits prices to what all ranks have measured in a step, and keeps peaks that they saw."""
         evidence, share = Evidence(), report.decision.share
         if report.stopwatch is not None and share and not report.retried:
             timed = report.stopwatch.seconds()
@@ -206,7 +197,6 @@ class CostMeter:
         self._save()
 
     def _is_typical(self, report: StepReport, parts: Sequence[StepPart], seconds: float) -> bool:
-        """Whether a step's times say what later ones take, by the parts of it, which see them."""
         if not parts:
             return True
         prediction, predicted = report.prediction, 0.0
@@ -253,12 +243,7 @@ def peaks(device: torch.device) -> Peaks | None:
 
 
 def key_of(rank: Rank, kernel: str) -> str:
-    """Names what measurements are good for: another model, layout, device or version has its own.
-
-    Args:
-        rank: with the model.
-        kernel: see PrefixConfig.
-    """
+    """Names what measurements are good for: a model, layout, device and version."""
     config, device, unit = rank.config, rank.device, rank.model.cost.forward
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     versions = [f"megatron_prefix {__version__}", f"torch {torch.__version__}"]

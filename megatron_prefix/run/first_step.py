@@ -96,7 +96,6 @@ class _RunningStep:
         number: of its microbatch on this model chunk's rank, in the order in which they begin.
         start: marks at its begin; None once it has called the model.
         resumed: marks when the model had returned, or at the begin of a loss.
-        num_calls: of the model.
         depth: of calls in one another: wrappers, and the model in them.
         before: what the microbatch before it reads, as it was when this one began.
         held: lists, dicts and tensors that it may write in place, as they were when it began.
@@ -128,11 +127,9 @@ class FirstStep:
     """Watches a step; its microbatches run one after another, or are suspended in their calls.
 
     Args:
-        request: the call.
         suspended: whether forward steps are suspended in their calls, which stock does not run.
 
     Attributes:
-        rank: this one.
         reason: why steps of this kind cannot be shared; None if nothing is in the way.
         losses_exchange: whether losses, or what follows a model call, exchange with other
             data-parallel ranks; only where the stock schedule runs, which calls them in order.
@@ -171,7 +168,6 @@ class FirstStep:
 
     @property
     def error(self) -> UserError | None:
-        """What to raise of `reason`."""
         return None if self.reason is None else self.reason.error()
 
     def check(self) -> None:
@@ -189,7 +185,6 @@ class FirstStep:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Around the step."""
         with contextlib.ExitStack() as stack:
             for model in self.rank.models:
                 stack.enter_context(intercepted(model, self._intercepting))
@@ -205,7 +200,6 @@ class FirstStep:
             self._note(STRAY_GRADIENT.given())
 
     def forward_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The `forward_step_func` of a step that is watched."""
         seen, self._seen = self._seen, []
         own = (  # what it may write in place, as that is bound under no name that is restored
             (str(name), one)
@@ -303,7 +297,6 @@ class FirstStep:
         return forward
 
     def _drawing(self, call: Callable[[], Any]) -> Any:
-        """Calls a model, and notes random numbers that it draws."""
         if self.suspended:  # segments answer it (read/random_numbers.py)
             return call()
         with self._random_use.watching(), self._random_use.calling() as names:
@@ -335,7 +328,6 @@ class FirstStep:
         self._reads |= _loads(self._function)
 
     def _leave(self, *_: Any) -> None:
-        """The model has returned."""
         step = _running.get()
         if step is None or self._is_beside(step):
             return
@@ -369,7 +361,6 @@ class FirstStep:
     def _look_at(
         self, output: Any, shape: tuple[int, int] | None, arguments: dict[str, Any]
     ) -> None:
-        """Notes an output that is not per position."""
         if shape is None:
             return
         if self.rank.model.looks_ahead and not isinstance(output, Tensor):  # Megatron's gives one
@@ -421,7 +412,6 @@ class FirstStep:
             del self._drawn[next(iter(self._drawn))]
 
     def _ended(self, step: _RunningStep) -> None:
-        """What follows the model call has run, or the loss."""
         if step.resumed is None:
             return
         if step.after is not None:
@@ -444,7 +434,6 @@ class FirstStep:
                 self._note(LOSS_LEAVES.given(name))
 
     def _compare_modes(self, step: _RunningStep) -> None:
-        """Notes modes around the model call in which no segment can run."""
         if step.modes is None:
             return
         before, quantised = step.modes
@@ -489,7 +478,6 @@ def _read_by(loss: Callable[..., Any], restored: set[int]) -> Iterator[tuple[str
     """What a loss function may read and a later forward step may write, by name.
 
     Args:
-        loss: as the forward step returned it.
         restored: identities of dicts whose items are set again for a loss (read/loss_variables.py).
     """
     used = used_names(loss)
@@ -507,7 +495,6 @@ def _read_by(loss: Callable[..., Any], restored: set[int]) -> Iterator[tuple[str
 
 
 def _dict_of(place: Place) -> Any:
-    """The dict of a place that is one; None for a closure."""
     return getattr(place.write, "__self__", None)
 
 
@@ -542,6 +529,5 @@ def _loads(function: Any) -> set[str]:
 
 
 def _filled(arguments: Mapping[str, Any]) -> dict[Any, Any]:
-    """The dict of a call that its model may fill."""
     filled: dict[Any, Any] = arguments[FILLED_BY_MODEL] if heads.fills(arguments) else {}
     return filled

@@ -52,8 +52,6 @@ class Forecast(NamedTuple):
         union: the same on the segments of all pipelines that run side by side.
         peak, limit: bytes besides weights and gradients, of the rank with most; 0 in a step without
             gradients.
-        prediction: of both schedules' times.
-        verdict: on the plan.
     """
 
     plan: Plan
@@ -79,12 +77,7 @@ class Beside(NamedTuple):
 class Planning:
     """What one schedule decides with: plans that it knows, and times that it has measured.
 
-    Args:
-        config: what the user set.
-        memory: says what fits.
-
     Attributes:
-        config: as given.
         meters: times, by model and layout.
         kept: what parts of steps keep from call to call, by model and layout.
     """
@@ -98,7 +91,6 @@ class Planning:
         self.kept: defaultdict[Any, dict[str, dict[str, Any]]] = defaultdict(dict)
 
     def planner(self, request: Request) -> StepPlanner:
-        """The planner of a rank's pipeline, which remembers its plans."""
         rank, model = request.rank, request.rank.model
         turn = rank.config.microbatch_group_size_per_vp_stage
         even = max((part.even for part in request.parts), default=0)
@@ -381,7 +373,6 @@ class Planning:
         return report, forecast.verdict.over
 
     def _together(self, decision: Decision, step: Step, request: Request) -> Decision:
-        """The decision of all data-parallel ranks where they need one."""
         rank = request.rank
         if rank.ordered:
             agreement.check_counts(step.num_microbatches, rank.groups.dp_cp, rank.device)

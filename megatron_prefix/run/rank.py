@@ -45,17 +45,14 @@ class Model:
             2*cp.
         whole: segments are padded to multiples of it (layers/precision.py).
         rows: what positions that a context-parallel rank reads of a segment are a multiple of.
-        has_experts: whether layers of the model, on this rank or another, have experts.
         looks_ahead: whether a stage of the model has multi-token prediction.
         gathers_tokens: whether ranks that share experts need equally many tokens of one another.
         counts_tokens: whether routers count how many tokens each expert gets.
         has_global_loss: whether a microbatch's losses need all microbatches before it
             (global_aux_loss).
-        vocab_size: the model's vocabulary, which every pipeline stage knows; 0 if it does not say.
         pattern: one letter per layer of the whole model, as hybrid models name them; "" for others.
         cost: FLOPs of the whole model; the same on every rank.
         joins: whether a span can run in the segment of its parent.
-        footprints: those that were asked for; see `Rank.footprint`.
     """
 
     other_steps: Reason | None
@@ -77,7 +74,6 @@ class Model:
 
     @classmethod
     def of(cls, config: Any, models: Sequence[Any]) -> Model:
-        """Reads Megatron's configuration and the language models of a rank."""
         # Around a language model others may have a configuration of their own.
         configs = {id(model.config): model.config for model in models}.values()
         tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
@@ -136,15 +132,8 @@ class Rank:
 
     Attributes:
         models: the rank's model chunks as the trainer knows them, wrappers included.
-        language_models: the language models inside the wrappers.
         groups: process groups, Megatron's own where the trainer gave none.
-        forward_only: whether the call has no backward.
-        config: Megatron's configuration of the model.
-        model: what the model and its options say.
         ordered: whether losses of the call's microbatches need those of all before them.
-        device: where the model is.
-        stage: its place in the pipeline, from 0.
-        num_stages: ranks of its pipeline.
         is_first: whether it holds the embedding: its model calls have the tokens.
         is_last: whether it holds the output layer: its model calls have the labels.
         overlaps: whether Megatron's DDP is to reduce gradients during backwards.
@@ -199,14 +188,7 @@ class Rank:
         forward_only: bool = False,
         sums_gradients: bool = False,
     ) -> Rank:
-        """This rank.
-
-        Args:
-            models: its model chunks, wrapped or not.
-            groups: process groups, the trainer's; None: Megatron's own, which must be there.
-            forward_only: whether the call has no backward.
-            sums_gradients: the trainer sums gradients over data-parallel ranks.
-        """
+        """This rank."""
         groups, config = groups or default_groups(), get_model_config(models[0])
         language_models = [language_model(model) for model in models]
         model = model_of(config, language_models)
@@ -241,19 +223,11 @@ class Rank:
         )
 
     def waits_for(self, *, crosses: bool) -> list[Any]:
-        """Groups whose ranks wait for one another in the middle of a step.
-
-        Args:
-            crosses: whether payloads cross data-parallel ranks in it.
-        """
+        """Groups whose ranks wait for one another in the middle of a step."""
         return self.waiting + several(self.data_ranks) if crosses else self.waiting
 
     def together(self, *, crosses: bool) -> list[Any]:
-        """Groups whose ranks all run segments in a step, or none does, and end it together.
-
-        Args:
-            crosses: see `waits_for`.
-        """
+        """Groups whose ranks all run segments in a step, or none does, and end it together."""
         is_local = self.forward_only and not crosses  # see `Request.agreeing`
         groups = list(self.same_schedule if is_local else self.waits_for(crosses=crosses))
         if self.overlaps and not self.forward_only:  # see Planning: they take one schedule
@@ -284,7 +258,6 @@ class Rank:
 
     @property
     def execution(self) -> Execution:
-        """How the model is computed on this rank."""
         form = Execution.of_config(self.config, recomputes(self.language_models[0]))
         stages = self.num_stages * len(self.models)  # a trainer's config may say another number
         return replace(form, num_stages=stages, holds_projection=is_since("0.18"))
@@ -305,14 +278,12 @@ class Rank:
 
     @property
     def static_bytes(self) -> float:
-        """Bytes of the rank's weights and of their gradients."""
         weights = itertools.chain(*(model.parameters() for model in self.models))
         of_weights = sum(weight.numel() * weight.element_size() for weight in weights)
         return float(of_weights) + self.gradient_bytes
 
     @property
     def gradient_bytes(self) -> float:
-        """Bytes of the gradients of the rank's weights."""
         total = 0
         for weight in itertools.chain(*(model.parameters() for model in self.models)):
             gradient = getattr(weight, "main_grad", None)
@@ -348,7 +319,6 @@ def layer_ranks(groups: Any) -> int:
 
 
 def _reduces(model: Any) -> bool:
-    """Whether a wrapper of a model chunk sums its gradients over data-parallel ranks."""
     while model is not None and not hasattr(model, "finish_grad_sync"):
         model = getattr(model, "module", None)
     return model is not None

@@ -30,13 +30,6 @@ class Stopwatch:
 
     On CUDA times are those of events in the current stream, on the CPU those of the host's clock.
     Waiting for a neighbour is not in them.
-
-    Args:
-        group: the pipeline's process group, whose ranks make theirs together.
-        device: of the model.
-
-    Attributes:
-        group: the same.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -48,7 +41,6 @@ class Stopwatch:
         self._zero = now(device)
 
     def forget(self) -> None:
-        """Drops what has been timed: the step runs again."""
         self._marks.clear()
         self._host.clear()
 
@@ -88,13 +80,10 @@ class StepReport:
     """What the last step did; the numbers behind the `prefix_sharing/` metrics.
 
     Attributes:
-        forest: the step's segments.
-        decision: which schedule ran and why.
         plan: what the prefix schedule runs or would have run.
         joint: the same actions on the segments of all pipelines that run side by side.
         fallback_count: steps so far in which the stock schedule ran although sharing was wanted.
         prediction: both schedules' times; None if none was made.
-        times: what it was made from.
         stopwatch: times of this rank's actions, in a step that was measured.
         memory: predicted of this rank, where the prefix schedule ran with gradients.
         stock_bytes: predicted peak of this rank in the stock schedule, besides weights and
@@ -130,18 +119,13 @@ class StepReport:
 
     @property
     def fallback_reason(self) -> str | None:
-        """Why the stock schedule ran although sharing was wanted; None where it did not."""
         return self.decision.reason if self.decision.fallback else None
 
 
 class Reports:
     """The report of a schedule's last step, and what is logged of its steps.
 
-    Args:
-        mode: see `PrefixConfig`.
-
     Attributes:
-        last: None before the first step.
         logged: lines that have been logged, once each.
     """
 
@@ -159,7 +143,6 @@ class Reports:
             logger.warning("stock schedule for this step: %s", report.decision.reason)
 
     def stock(self, decision: Decision) -> StepReport:
-        """The report of a step of which there is no forest."""
         plan = Plan((), ((),), 1)
         report = StepReport(Forest((), (), ()), decision, plan, plan)
         self.put(report)
@@ -179,9 +162,6 @@ def log_shared(forest: Forest, rank: Rank, logged: set[str], runs: bool) -> None
     As a warning: many a trainer hides other lines of a package that it does not know.
 
     Args:
-        forest: the step's segments.
-        rank: this one.
-        logged: what has been logged.
         runs: whether it does; else it would, were the step shared (mode "observe").
     """
     name = "pass without gradients" if rank.forward_only else "update"

@@ -30,12 +30,10 @@ class Backoff:
         self._in_a_row = self._left = 0
 
     def note(self, *, useful: bool) -> None:
-        """Counts a step for which the effort was made."""
         self._in_a_row = 0 if useful else self._in_a_row + 1
 
     @property
     def is_due(self) -> bool:
-        """Whether enough of them were of no use."""
         return self._in_a_row >= AFTER
 
     def begin(self) -> None:
@@ -81,15 +79,7 @@ class StepKind:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One call of the schedule.
-
-    Attributes:
-        arguments: Megatron's, by name.
-        rank: this one.
-        kind: what is known of calls like it.
-        callbacks: what the trainer says of its microbatches.
-        parts: what features add to the call.
-    """
+    """One call of the schedule."""
 
     arguments: Mapping[str, Any]
     rank: Rank

@@ -30,7 +30,6 @@ class Restart:
 
     Args:
         data_iterator: the trainer's: one, or a list with one per model chunk; it may be anything.
-        rank: with the model chunks.
 
     Attributes:
         data_iterator: what forward steps are to be given until then.
@@ -42,14 +41,12 @@ class Restart:
         self.data_iterator = self._iterators.first
 
     def close(self) -> None:
-        """The call is over."""
         self._iterators.close()
 
     def run(self, arguments: Mapping[str, Any], tokens: Sequence[Tensor | None]) -> list[Any]:
         """Runs the stock schedule from the call's begin.
 
         Args:
-            arguments: of the call.
             tokens: input_ids of the first chunk's calls, if they have been read.
 
         Raises:

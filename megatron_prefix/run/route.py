@@ -49,7 +49,6 @@ class Requests:
     """Makes the requests of one schedule, and remembers errors and kinds of earlier ones.
 
     Args:
-        config: what the user set.
         kept: what features keep from call to call, by layout of a model.
     """
 
@@ -98,7 +97,6 @@ class Requests:
     def _suited(
         self, arguments: Mapping[str, Any], models: list[Any], callbacks: Callbacks
     ) -> Request:
-        """The call, if its model and its layout suit the configuration."""
         rank = Rank.of(
             models, arguments["pg_collection"], forward_only=arguments["forward_only"],
             sums_gradients=callbacks.sums_gradients,
@@ -121,31 +119,19 @@ class Requests:
 
 
 class Watch(NamedTuple):
-    """Megatron's schedule runs the step, and it is watched: the first of its kind.
-
-    Attributes:
-        first: watches it.
-    """
+    """Megatron's schedule runs the step, and it is watched: the first of its kind."""
 
     first: FirstStep
 
 
 class Stock(NamedTuple):
-    """Megatron's schedule runs the step, and nobody looks at it.
-
-    Attributes:
-        reason: what is in the way of its kind, or the decision not to look.
-    """
+    """Megatron's schedule runs the step, and nobody looks at it."""
 
     reason: UserError | Decision
 
 
 class Share(NamedTuple):
-    """Forward steps are suspended and read; segments answer them if that pays.
-
-    Attributes:
-        first: watches the step meanwhile; None if its kind is known.
-    """
+    """Forward steps are suspended and read; segments answer them if that pays."""
 
     first: FirstStep | None
 
@@ -155,11 +141,6 @@ def route(request: Request, config: PrefixConfig, *, looks_first: bool) -> Watch
 
     In mode "on" the first step of a kind is shared while it is watched, but for ranks that share
     experts or prompts: those would wait for ever for ranks that exchange in a loss.
-
-    Args:
-        request: the call.
-        config: what the user set.
-        looks_first: see `PrefixSchedule`.
     """
     kind, first = request.kind, None
     if looks_first and not kind.watched:
@@ -201,7 +182,6 @@ def run_watched(first: FirstStep, request: Request, config: PrefixConfig) -> lis
 
 
 def _check_model(request: Request) -> None:
-    """Raises CannotShare if the model cannot run in segments."""
     rank = request.rank
     for inner, model in zip(rank.language_models, rank.models, strict=True):
         if installed(model) is None:

@@ -73,14 +73,11 @@ class PrefixSchedule:
     """A forward-backward function; call it as Megatron's.
 
     Attributes:
-        config: what the user set.
         callbacks: what the trainer says of its microbatches that its model calls do not say.
         measures: times every action of the next steps (`report.stopwatch`), for a barrier per step.
         watch: runs around the computation of every action, instead of `measures`.
         looks_first: watches the first step of a kind (first_step.py), in modes "auto" and "observe"
             with the stock schedule; for trainers whose code is not known.
-        memory: device memory of its steps.
-        planning: plans that it knows, and times that it has measured.
     """
 
     config: PrefixConfig = field(default_factory=PrefixConfig)
@@ -105,7 +102,6 @@ class PrefixSchedule:
 
     @property
     def report(self) -> StepReport | None:
-        """What the last step did; None before the first."""
         return self._reports.last
 
     @contextlib.contextmanager
@@ -197,12 +193,7 @@ class PrefixSchedule:
         return store
 
     def _captured(self, first: FirstStep | None, request: Request) -> list[Any]:
-        """Runs a step whose forward steps are suspended in their model calls.
-
-        Args:
-            first: watches them, in mode "on"; None if they are known.
-            request: the call.
-        """
+        """Runs a step whose forward steps are suspended in their model calls."""
         rank, arguments = request.rank, request.arguments
         iterator, meter = arguments["data_iterator"], self.planning.meter(rank)
         decision = meter.begin(request)
@@ -268,7 +259,6 @@ class PrefixSchedule:
         self._reports.refused(reason)
 
     def _timed(self, decision: Decision, request: Request) -> list[Any]:
-        """The stock schedule's step, timed, and nothing of it read before it has run."""
         rank, report = request.rank, self._reports.stock(decision)
         outlines = Outlines(rank, request.callbacks.slices)
 

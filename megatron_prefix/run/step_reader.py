@@ -54,13 +54,7 @@ def uncollected() -> Iterator[None]:
 
 
 class StepReader:
-    """Reads the steps of one schedule.
-
-    Args:
-        memory: asked what gradients are before a step.
-        planning: makes segments.
-        reports: of the schedule's steps.
-    """
+    """Reads the steps of one schedule."""
 
     def __init__(self, memory: MemoryControl, planning: Planning, reports: Reports) -> None:
         self._memory, self._planning = memory, planning
@@ -70,13 +64,7 @@ class StepReader:
         self, capture: Capture, request: Request, first: FirstStep | None
     ) -> tuple[Step | None, Request]:
         """The step; None, with a report, if its calls cannot be answered from segments; and the
-        call with the parts of features that they need.
-
-        Args:
-            capture: its forward steps, which have not begun.
-            request: the call.
-            first: watches the step; None if its kind is known.
-        """
+        call with the parts of features that they need."""
         calls, request = self._agreed_calls(capture, request, first)
         return None if calls is None else self._step(calls, request), request
 
@@ -187,7 +175,6 @@ class StepReader:
 
 
 def _check_step(step: Step, request: Request) -> None:
-    """Raises what is in the way of a step that was read."""
     if len({*step.packed}) > 1 and fused_yarn.differs(request.rank.config):
         raise refused(FUSED_YARN, "packs and rows of one step")
     for part in request.parts:

@@ -91,11 +91,7 @@ class StepRun:
 
     Args:
         schedule: whose step it is; its `report` has the plan and is completed here.
-        capture: the trainer's suspended forward steps.
-        request: the call.
-        step: its segments and microbatches.
         joint: the segments among those of ranks that share experts.
-        measures: time every action.
         idle: ends with the first action: until then the device has nothing to do.
     """
 
@@ -203,7 +199,6 @@ class StepRun:
         return None
 
     def _found(self) -> Exception | None:
-        """What this rank has met; the host may wait for the device."""
         of_parts = next((part.problem for part in self._parts if part.problem), None)
         of_losses = self._losses.problem() if self._losses is not None else None
         of_model = self._random_use.problem if self._random_use is not None else None
@@ -214,7 +209,6 @@ class StepRun:
         return self._rank.together(crosses=self._step.crosses)
 
     def _agreed(self, problem: Exception | None) -> Exception | None:
-        """What any rank has met of those that run the step together; all of these call this."""
         return agreement.agree(
             softened(problem, self._config.mode), self._together, self._rank.device
         )
@@ -244,7 +238,6 @@ class StepRun:
             logger.error("gradients were not zero when the step began: they are not undone")
 
     def _why_final(self) -> str:
-        """Why an attempt that has failed cannot be repeated; empty if it can."""
         for part in self._parts:
             if part.why_final:
                 return part.why_final
@@ -274,7 +267,6 @@ class StepRun:
                     self._contract.scales.note(microbatch)
 
     def _zeros(self, config: Any, microbatch: int) -> Tensor:
-        """Hidden states of one of the trainer's microbatches on this rank, all zero."""
         forest, groups = self._step.forest, self._rank.groups
         owners = self._step.microbatch_of
         lengths = [
@@ -287,7 +279,6 @@ class StepRun:
         return torch.zeros(shape, dtype=message_dtype(config), device=self._rank.device)
 
     def _executor(self, plan: Plan) -> Executor:
-        """What runs a plan on this rank."""
         rank, report = self._rank, self._report
         for part in self._parts:
             part.prepare(plan, functools.partial(self._memory.predicted, plan, self._request))
@@ -322,7 +313,6 @@ class StepRun:
         )  # fmt: skip
 
     def _attempt(self, plan: Plan) -> Any:
-        """Runs a plan on this rank, but for what follows its last backward."""
         executor, self._first = self._first or self._executor(plan), None
         rank, report, stages = self._rank, self._report, executor.stages
         use = self._random_use
@@ -340,7 +330,6 @@ class StepRun:
         return embedding
 
     def _links(self, plan: Plan) -> Links:
-        """Messages to and from the neighbours."""
         rank, config = self._rank, self._rank.config
         return Links(
             channels_of(rank.groups.pp, rank.device), self._report.joint,
@@ -349,13 +338,11 @@ class StepRun:
         )  # fmt: skip
 
     def _summing(self, counts: GroupCounts) -> Callable[[int], None]:
-        """Begins sums of counts behind actions."""
         union, owners = self._report.joint, self._joint.union_microbatch_of
         begun = sums_behind(union, self._rank.stage, owners)
         return lambda place: counts.begin(begun[place])
 
     def _stages(self, plan: Plan) -> list[Stage]:
-        """The rank's model chunks with hooks and sidecars; the last stage's has the losses."""
         cp = self._rank.groups.cp
         exchange = RowExchange(cp) if cp.size() > 1 else None
         stages = []
@@ -384,7 +371,6 @@ class StepRun:
     def _end_with_losses(
         self, stage: Stage, steps: list[SuspendedStep], exchange: RowExchange | None
     ) -> None:
-        """Gives the last stage its losses."""
         rank, step = self._rank, self._step
         if self._losses is not None:  # memory ran out in an attempt before
             self._losses.begin_again()
@@ -397,7 +383,6 @@ class StepRun:
     def _cache(
         self, plan: Plan, chunk: int, hooks: Hooks, exchange: RowExchange | None
     ) -> SidecarCache:
-        """The sidecar of one model chunk on this rank."""
         actions, parts = plan.actions_of(self._rank.stage, chunk), self._rank.groups.cp.size()
         gathers = self._memory.gathers
         forms = hooks.forms
@@ -427,7 +412,6 @@ def _finalize(rank: Rank, num_tokens: int | Tensor, force_all_reduce: bool | Non
     """Megatron's finalize, which ends the reductions.
 
     Args:
-        rank: whose gradients they are.
         num_tokens: trained tokens of the step on this rank (last stage; 0 elsewhere).
         force_all_reduce: see Megatron's schedules.
     """
@@ -448,7 +432,6 @@ def _identity(value: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _timed(config: Any) -> Iterator[None]:
-    """Megatron's timer around the whole step."""
     timers = config.timers
     timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     try:

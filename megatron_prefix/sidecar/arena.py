@@ -38,7 +38,6 @@ class LevelReading(Reading):
     """A level of a segment (tree/payload_map.py); rows run after run.
 
     Attributes:
-        index: the segment.
         query_lengths: queries of every run, on this rank.
         key_lengths: keys of every run, of all ranks.
         queries: the queries among the segment's positions on this rank.
@@ -120,10 +119,6 @@ class Arena:
     or read (sharded.py); of states every rank keeps those of its own heads. The first `write`
     allocates payloads, the first `add` gradients.
 
-    Args:
-        rows: where segments lie.
-        device_bytes: counts the memory.
-
     Attributes:
         values: tensors [rows, ...], one for each tensor of a payload; empty without memory.
         sums: their gradients; empty without memory.
@@ -198,7 +193,6 @@ class Arena:
         """Marks the layer as unused for a while."""
 
     def drop(self) -> None:
-        """Frees all memory."""
         self._device_bytes.add(-_num_bytes([*self.values, *self.sums]))
         self.values, self.sums = [], []
 
@@ -239,10 +233,6 @@ class ArenasElsewhere(Protocol):
         """The next of them from `layer` on, in the order in which layers run; None: no more."""
         ...
 
-    def arena(self, rows: RowMap, device_bytes: DeviceBytes) -> Arena:
-        """The arena of one of them; arguments as of Arena."""
-        ...
+    def arena(self, rows: RowMap, device_bytes: DeviceBytes) -> Arena: ...
 
-    def clear(self) -> None:
-        """Waits for all copies."""
-        ...
+    def clear(self) -> None: ...

@@ -59,11 +59,9 @@ class _LayerState:
     """One layer: its payloads, and the states of segments in it.
 
     Attributes:
-        arena: holds the payloads.
         visible: per segment the inner segments whose payloads it reads.
         rereads: whether a backward reads payloads again; autograd saves recurrent states itself.
         states: of segments; missing ones are EMPTY.
-        live: the captured segments.
     """
 
     arena: Arena
@@ -118,7 +116,6 @@ class SidecarCache:
         self._made: dict[tuple[int, Any], Any] = {}
 
     def state(self, layer: int, index: int) -> SegmentState:
-        """Of segment `index`."""
         return self._layers[layer].states.get(index, SegmentState.EMPTY)
 
     def capture(self, layer: int, index: int, payload: Payload) -> None:
@@ -137,7 +134,6 @@ class SidecarCache:
         layer_state.states[index] = SegmentState.CAPTURED
 
     def own(self, layer: int, index: int) -> Payload:
-        """The segment's own payload, views."""
         return self.arena(layer, index).own(index)
 
     def arena(self, layer: int, index: int) -> Arena:
@@ -203,7 +199,6 @@ class SidecarCache:
 
         Args:
             layer: local index; may be out of range.
-            index: the segment.
             backward: whether gradients are needed, too; layers then run from last to first.
         """
         near = layer if self._elsewhere is None else self._elsewhere.near(layer, backward)
@@ -245,7 +240,6 @@ class SidecarCache:
             self._elsewhere.clear()
 
     def _closed(self, layer: int, index: int) -> RuntimeError:
-        """The error if `index` reads a segment that is not captured, or is consumed."""
         layer_state = self._layers[layer]
         closed = next(
             segment for segment in layer_state.visible[index] if segment not in layer_state.live

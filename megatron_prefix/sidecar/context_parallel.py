@@ -76,7 +76,6 @@ class RowExchange:
         """This rank's part of the gradients of all ranks' own runs, summed in fp32 or wider.
 
         Args:
-            gradients, begin: see `key_sums`.
             lengths: of the segment's spans, whole.
         """
         table = functools.partial(self.table, lengths=lengths, device=gradients[0].device)
@@ -89,7 +88,6 @@ class RowExchange:
             name: "order" and "dealt" of the view; "runs" of a level in it; the rank's "own" runs in
                 it, their "own sums", and "own in order" of the segment.
             lengths: of the spans or runs, whole.
-            device: of the keys.
         """
         places = self._tables.get((name, lengths))
         if places is None:
@@ -131,7 +129,6 @@ class GatheredKeys:
     """Own K and V of all ranks in one call of attention; gathering starts at once unless `saved`.
 
     Args:
-        exchange: the group's collectives.
         lengths: of the segment's spans, whole.
         key_value: this rank's K and V, [positions, kv_heads, dim] each.
         saved: returns saved keys and values of `runs`.

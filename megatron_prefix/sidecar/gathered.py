@@ -19,9 +19,7 @@ class GatheredArena(Arena):
     in the segment's backward, together with those of its own attention.
 
     Args:
-        exchange: the group's collectives.
         rows: of whole segments; the queries that read them are this rank's.
-        device_bytes: see Arena.
         lengths: of every segment's spans, whole.
     """
 
@@ -58,7 +56,6 @@ class GatheredArena(Arena):
         return GatheredKeys(self._exchange, lengths, key_value, saved=saved, begin=begin)
 
     def write(self, index: int, payload: Payload) -> None:
-        """Keeps the K and V of all ranks."""
         self._expect(index, payload)
         (view,) = self._coming.pop(index).wait()
         key_value = view.index_select(
@@ -67,7 +64,6 @@ class GatheredArena(Arena):
         super().write(index, halves(key_value, payload[0].shape[-1]))
 
     def sent(self, index: int) -> Payload | None:
-        """Gradients from descendants on all ranks."""
         total = self._total(index)
         if total is None:
             return None

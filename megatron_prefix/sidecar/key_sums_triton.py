@@ -38,7 +38,6 @@ def _key_sums_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
     BEGUN: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,  # noqa: N803
     PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """A program is (head, positions)."""
     head, position = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_range = position < num
     first = tl.load(sources + position, mask=in_range, other=-1)

@@ -39,9 +39,7 @@ class ShardedArena(Arena):
     to the owners at once, and added there later.
 
     Args:
-        exchange: the group's collectives.
         rows: of this rank's part of segments.
-        device_bytes: see Arena.
         lengths: of every segment's spans, whole.
     """
 
@@ -73,13 +71,11 @@ class ShardedArena(Arena):
     def fetch(
         self, visible: Collection[int], sums: Collection[int], levels: Iterable[LevelReading]
     ) -> None:
-        """Starts to gather levels."""
         for level in levels:
             if level not in self._views:
                 self._gather(visible, level)
 
     def leave(self) -> None:
-        """Drops gathered levels."""
         self._views.clear()
 
     def read(self, visible: Collection[int], what: Reading) -> Payload:

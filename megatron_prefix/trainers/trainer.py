@@ -29,7 +29,6 @@ class Trainer:
     """A trainer, as read in its sources and run from them; docs/trainers has a page on each.
 
     Attributes:
-        name: as its users write it.
         module: imported where it runs.
         package: its name on PyPI, for its version.
         tried: versions and commits whose code ran with the prefix schedule; (): read only.
@@ -69,12 +68,10 @@ class Trainer:
     refusal: Callable[[], Refusal | None] = lambda: None
 
     def is_running(self) -> bool:
-        """Whether this process is one of it."""
         return self.module in sys.modules and self.is_used()
 
     @property
     def is_tried(self) -> bool:
-        """Whether the version that is imported was tried."""
         return version_of(self.module, self.package) in self.tried
 
     def described(self) -> str:

@@ -24,7 +24,6 @@ def most_saved(rollouts: Sequence[Pairs], options: TreeOptions, enough: float = 
 
     Args:
         rollouts: of the step; routes are ignored, as they can only prevent sharing.
-        options: of the tree.
         enough: stop as soon as the bound cannot fall below this.
     """
     length = options.boundary

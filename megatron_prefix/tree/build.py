@@ -130,7 +130,6 @@ class Tries:
 
 
 def _cost(lengths: Sequence[int], options: TreeOptions) -> tuple[int, int]:
-    """Positions, with a fixed cost per segment; and the number of segments."""
     return sum(lengths) + options.segment_gain * len(lengths), len(lengths)
 
 
@@ -155,7 +154,6 @@ def find_shared(
     Args:
         rollouts: the step's rollouts; indices into this sequence name them everywhere.
         groups: group number of each rollout (default: all in one group).
-        options: see TreeOptions.
 
     Raises:
         UserError: a rollout without a position, `groups` of another length, or routes that do not
@@ -194,7 +192,6 @@ def find_below(
     Args:
         rollouts: the step's, on this rank.
         beginnings: number of each rollout's beginning; see `common_spans.beginnings_of`.
-        common: what the ranks have in common.
         options: see TreeOptions; all rollouts are compared.
     """
     members: dict[int, list[int]] = {}
@@ -242,7 +239,6 @@ def trie(
 
     Args:
         codes: `Pairs.codes` by rollout.
-        options: see TreeOptions.
         first: per rollout the position from which only equal rollouts share; empty: no limit.
         start: the position at which the codes begin, a multiple of the boundary.
     """

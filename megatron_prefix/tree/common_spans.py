@@ -40,7 +40,6 @@ class CommonSegment(NamedTuple):
     """Common spans that one rank computes at once.
 
     Attributes:
-        owner: the rank.
         spans: their numbers; spans with one parent are neighbours.
     """
 
@@ -53,7 +52,6 @@ class CommonSpans:
     """What the ranks of a job have in common, as one of them sees it.
 
     Attributes:
-        rank: this one.
         spans: parents before children.
         segments: in the order in which they cross.
         below: per beginning of this rank the last common span of it; -1: none.

@@ -39,7 +39,6 @@ class OwnRuns(NamedTuple):
 
     Attributes:
         queries: queries of every run, in the order of the rank's positions.
-        keys: keys of every run.
         visible: the keys as positions of the segment, run after run; some are in two runs.
     """
 
@@ -131,10 +130,7 @@ def last_positions(
     the last positions of all spans.
 
     Args:
-        lengths: of the spans, whole.
         last: per span the number of positions at its end.
-        rank: number of this rank.
-        size: number of ranks.
     """
     local, places, begin, at = [], [], 0, 0
     for length, num in zip(lengths, last, strict=True):

@@ -59,7 +59,6 @@ class Pairs:
 
     @property
     def num_needed(self) -> int:
-        """Number of positions that are computed."""
         return len(self) if self.needed is None else self.needed
 
     @property
@@ -172,7 +171,6 @@ class TreeOptions:
             so many positions at once (layers/precision.py).
         even: segments of at most so many positions are padded to multiples of an EVEN_PARTS-th of
             it, so that lengths come again. 0: none are.
-        joins: a span may run in the segment of its parent.
     """
 
     multiple: int = 1
@@ -207,11 +205,9 @@ class TreeOptions:
 
     @property
     def boundary(self) -> int:
-        """Spans begin at multiples of it."""
         return math.lcm(self.multiple, self.cut)
 
     def missing(self, length: int) -> int:
-        """Padding of a segment of `length` positions."""
         step = max(1, self.even // EVEN_PARTS // self.multiple) * self.multiple
         padding = -length % math.lcm(self.pad_multiple, step)
         return padding if length + padding <= self.even else -length % self.pad_multiple
@@ -233,7 +229,6 @@ class Span(NamedTuple):
 
     Attributes:
         start: first position in the rollout.
-        length: number of positions.
         padded: positions with padding, a multiple of the alignment, at least `length`.
         rollouts: indices of all rollouts that pass through these positions.
         parent: the span that it continues; None for a root.
@@ -247,7 +242,6 @@ class Span(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Exclusive."""
         return self.start + self.length
 
 
@@ -290,7 +284,6 @@ class Segment(NamedTuple):
 
     @property
     def padded_length(self) -> int:
-        """Positions, padding included."""
         return sum(span.padded for span in self.spans)
 
     @property
@@ -302,7 +295,6 @@ class Segment(NamedTuple):
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """The other segments that hold parents of its spans, ascending."""
         segments = {span.parent.segment for span in self.spans if span.parent}
         return tuple(sorted(segments - {self.joined}))
 
@@ -356,7 +348,6 @@ class Exchange(NamedTuple):
     """A segment that a rank computes for other data-parallel ranks, or gets from one of them.
 
     Attributes:
-        segment: its index on this rank.
         peers: (rank, numbers of spans): the ranks that get it, or the single rank that sends it;
             empty where only other ranks of a joint plan have such a segment.
         level: number of ancestors that cross.
@@ -372,10 +363,7 @@ class Forest:
     """All segments of a step in F-order: parents before children.
 
     Attributes:
-        segments: in F-order.
-        num_positions: positions of each rollout.
         first_trained: first trained position of each rollout.
-        multiple, pad_multiple: see TreeOptions.
         ordered: whether a microbatch's losses need all microbatches before it (global_aux_loss).
         unshared_by_routes: positions computed again because routes of this rank's rollouts differ.
         exchanges: segments that cross data-parallel ranks, in one order on all ranks.
@@ -450,7 +438,6 @@ class Forest:
         return replace(self, segments=tuple(segments))
 
     def to_ints(self) -> list[int]:
-        """The forest as numbers, for ranks that read no data."""
         numbers = [self.multiple, int(self.ordered), self.unshared_by_routes, self.pad_multiple]
         numbers += [self.requested_length, len(self.exchanges)]
         for exchange in self.exchanges:
@@ -470,7 +457,6 @@ class Forest:
 
     @classmethod
     def from_ints(cls, numbers: Sequence[int]) -> Forest:
-        """The inverse of `to_ints`."""
         stream = iter(numbers)
 
         def take(count: int) -> tuple[int, ...]:

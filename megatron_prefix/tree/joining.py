@@ -29,9 +29,6 @@ def joined_segments(
 
     Args:
         roots: of all trees of a step; not changed.
-        first_trained: of every rollout.
-        options: see TreeOptions.
-        owner: the trainer's microbatch of every rollout.
         longest: most positions in a segment.
     """
     paths: list[list[Node]] = [[] for _ in first_trained]

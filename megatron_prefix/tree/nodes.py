@@ -26,7 +26,6 @@ class Node:
     joins: bool = False
 
     def ending(self) -> list[int]:
-        """Members that no child continues."""
         below = {member for child in self.children for member in child.members}
         return [member for member in self.members if member not in below]
 
@@ -38,11 +37,9 @@ class Node:
         return (copies - 1) * (self.end - self.start)
 
     def padded(self, align: int) -> int:
-        """Positions, rounded up to a multiple of `align`."""
         return -(-(self.end - self.start) // align) * align
 
     def span(self, align: int, parent: Place | None) -> Span:
-        """The node as a span below `parent`."""
         length = self.end - self.start
         return Span(self.start, length, self.padded(align), tuple(self.members), parent)
 
@@ -93,12 +90,7 @@ def even_parts(lengths: Sequence[int], budget: int) -> list[tuple[int, int]]:
 
 
 def _filled_parts(ends: Sequence[int], budget: int) -> tuple[list[tuple[int, int]], int, int]:
-    """Greedily filled parts, the largest of their sums, and the next budget that changes them.
-
-    Args:
-        ends: running sums of the lengths.
-        budget: largest sum of a part.
-    """
+    """Greedily filled parts, the largest of their sums, and the next budget that changes them."""
     parts, start, before, longest, next_budget = [], 0, 0, 0, ends[-1]
     while start < len(ends):
         stop = max(start + 1, bisect.bisect(ends, before + budget, start))

@@ -41,7 +41,6 @@ class MicrobatchRows(NamedTuple):
 
     @classmethod
     def of(cls, forest: Forest, microbatch_of: Sequence[int]) -> MicrobatchRows:
-        """Of a forest, with the microbatch of each rollout."""
         rows = [[0] * (max(microbatch_of, default=-1) + 1) for _ in range(2)]
         for segment in forest.segments:
             for span in (span for span in segment.spans if span.rollouts):  # a dummy has none
@@ -51,7 +50,6 @@ class MicrobatchRows(NamedTuple):
 
     @classmethod
     def most(cls, ranks: Iterable[MicrobatchRows]) -> MicrobatchRows:
-        """Per microbatch the maximum over ranks."""
         inner, leaves = zip(*ranks, strict=True)
         largest = [
             map(max, itertools.zip_longest(*counts, fillvalue=0)) for counts in (inner, leaves)
@@ -66,7 +64,6 @@ class Rounds:
         inner: (depth, node) of segments that others read.
         leaves: all other nodes: leaves, and nodes that join the waves that read them.
         owner: the microbatch of every rollout.
-        options: see TreeOptions.
         rows: positions by which rounds are cut; None: those of `inner` and `leaves`.
 
     Attributes:
@@ -125,7 +122,6 @@ class Rounds:
             self.leaves[number].append((leaf, members))
 
     def num(self, rollouts: Iterable[int]) -> int:
-        """Number of rounds that rollouts are in."""
         return len({self._round_of[self._owner[rollout]] for rollout in rollouts})
 
     def together(self) -> Iterator[range]:
@@ -140,7 +136,6 @@ class Rounds:
             yield range(start, len(self.inner))
 
     def _rows(self, nodes: Iterable[Node]) -> collections.Counter[int]:
-        """Per microbatch the positions of nodes that it is the first to need."""
         rows = collections.Counter[int]()
         for node in nodes:
             rows[self._first(node)] += node.padded(self._multiple)
@@ -171,7 +166,6 @@ class Rounds:
 
 
 def _ends(node: Node) -> int:
-    """Number of nodes in a tree in which rollouts end."""
     return sum(not below.children or bool(below.ending()) for below in preorder([node]))
 
 
@@ -187,18 +181,9 @@ class _Nodes(NamedTuple):
 class Packing:
     """The segments of trees.
 
-    Args:
-        roots: of all trees of a step.
-        first_trained: of every rollout.
-        options: see TreeOptions.
-        owner: the trainer's microbatch of every rollout.
-        common: what this rank has in common with others.
-        rows: see Rounds.
-
     Attributes:
         lengths: positions of every segment, in F-order.
         inner: the nodes of every inner segment that does not cross ranks.
-        exchanges: see Forest.
         rounds: number of every segment's round.
     """
 
@@ -302,7 +287,6 @@ class Packing:
         return nodes
 
     def _below(self, parent: Node | None, node: Node) -> Node:
-        """Registers the parent of a new node."""
         if parent is not None:
             self._parents[id(node)] = parent
         return node
@@ -335,7 +319,6 @@ class Packing:
         self._nodes.append(added)
 
     def _above(self, node: Node) -> tuple[Place, ...]:
-        """Places of a node's ancestors, root first."""
         parent = self._parents.get(id(node))
         return () if parent is None else self._paths[id(parent)]
 

@@ -51,12 +51,10 @@ class Level(NamedTuple):
 
     @property
     def queries(self) -> tuple[int, ...]:
-        """Per run."""
         return tuple(run.stop - run.first for run in self.runs)
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """Per run."""
         return tuple(run.end - run.start for run in self.runs)
 
     @property
@@ -108,7 +106,6 @@ class RowMap:
     """Rows of one form of payload.
 
     Attributes:
-        length: rows of the arena.
         intervals: per segment its rows; None for a wave.
         visible: per segment the inner segments whose rows it reads, ascending.
         zeros: rows at the front that are always zero.
@@ -149,7 +146,6 @@ class PayloadMap:
         return {*self.positions.visible[index], *self.spans.visible[index]}
 
     def rows(self, form: Form) -> RowMap:
-        """Rows of payloads of one form."""
         if form.last is not None:
             return self.tails[form][0]
         return self.positions if form == Form.POSITIONS else self.spans
@@ -215,14 +211,11 @@ class _Allocator:
     """Gives rows to inner segments at their forward and frees them at their backward.
 
     Args:
-        segments: the step's.
-        sizes: rows of each.
         lines: per segment the one directly behind which it should lie; None: anywhere.
         program: ("F" or "B", segment) in order.
         zeros: reserved rows at the front.
 
     Attributes:
-        length: rows needed.
         placed: rows of every inner segment.
         intervals: rows of every segment; None for a wave.
     """
@@ -273,7 +266,6 @@ class _Allocator:
         self.placed[index] = slice(start, start + size)
 
     def free(self, index: int) -> None:
-        """Gives a segment's rows back; those of a line with its first segment."""
         head = self.head[index]
         self.used[head].discard(index)
         if head == index:
@@ -287,7 +279,6 @@ class _Allocator:
 
 
 def _line_parent(segments: Sequence[Segment], index: int) -> int | None:
-    """The segment that `index` continues, if both have a single span."""
     spans = segments[index].spans
     parent = spans[0].parent if len(spans) == 1 else None
     return parent.segment if parent and len(segments[parent.segment].spans) == 1 else None

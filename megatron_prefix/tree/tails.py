@@ -37,7 +37,6 @@ def tails_of(
     """Window keys of every segment.
 
     Args:
-        segments: the step's, in F-order.
         intervals: per segment its rows in the arena, span after span; None for a wave.
         window: positions before its own that a query sees, at least 1.
     """

@@ -38,7 +38,6 @@ class Choosing(Kernel):
     """Runs every block with one of several kernels, its backward with the same one.
 
     Args:
-        name: the name that is shown.
         parts: the kernels; all must take the tensors.
     """
 
@@ -46,7 +45,6 @@ class Choosing(Kernel):
         self.name, self._parts = name, parts
 
     def choice(self, q: Tensor, k: Tensor, runs: Runs) -> Kernel:
-        """The kernel of a block."""
         raise NotImplementedError
 
     def begin_step(self) -> None:
@@ -106,7 +104,6 @@ class AdaptiveKernel(Choosing):
         self._planned_now.clear()
 
     def choice(self, q: Tensor, k: Tensor, runs: Runs) -> Kernel:
-        """The same for a shape throughout a step."""
         shape = (q.shape, k.shape, runs)
         self._now[shape] += 1
         if shape not in self._planned_now:

@@ -84,7 +84,6 @@ class Batched(Kernel):
     has_windows = False
 
     def windowed(self, window: int) -> Batched | None:
-        """A copy with a window; None if it supports none."""
         if not self.has_windows:
             return None
         kernel = copy.copy(self)
@@ -108,7 +107,6 @@ class Batched(Kernel):
         return self.attend(q, k, v, scale, causal)
 
     def block_backward(self, saved: Saved, aux: Aux, scale: float, causal: bool) -> Gradients:
-        """The backward of `block`."""
         return self.attend_backward(saved, aux, scale, causal)
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:

@@ -50,11 +50,6 @@ def segment_attention(
         query: [positions, 1, heads, dim].
         key: [positions, 1, kv_heads, dim].
         value: [positions, 1, kv_heads, value_dim].
-        context: the segment.
-        layer: local index of the attention layer.
-        scale: softmax scale.
-        kernel: runs each block.
-        shared: the payload of the layer.
         sink: one more score of every head, [heads], without a value; None: no sink.
         into: memory for the output, which stays until the backward; None: new memory.
 

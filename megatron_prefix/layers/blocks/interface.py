@@ -57,7 +57,6 @@ class Runs:
 
     @classmethod
     def dense(cls, num_queries: int, num_keys: int) -> Runs:
-        """Every query sees every key."""
         return cls((num_queries,), (num_keys,))
 
     @classmethod
@@ -67,11 +66,7 @@ class Runs:
 
 
 class Kernel:
-    """One way to run blocks; shapes as above.
-
-    Attributes:
-        name: the name that users give.
-    """
+    """One way to run blocks; shapes as above."""
 
     name: str
 

@@ -39,8 +39,6 @@ class Latents(Shared):
 
     Args:
         module: Megatron's MLASelfAttention.
-        number: of the layer in the sidecar.
-        running: has the segment that runs.
     """
 
     def __init__(self, module: Any, number: int, running: Running) -> None:
@@ -57,12 +55,10 @@ class Latents(Shared):
 
     @property
     def weights(self) -> list[Tensor]:
-        """Of the projection."""
         weights = self._module.linear_kv_up_proj.parameters()
         return [weight for weight in weights if weight.requires_grad]
 
     def overrides(self) -> Iterator[Override]:
-        """Of the layer's modules, without its core attention."""
         rotary = self._rotary
         yield self._module.linear_kv_up_proj, "forward", self._projecting
         yield rotary, "forward", self.angles(rotary, rotary.forward)
@@ -145,12 +141,10 @@ class Latents(Shared):
             context.between["latents", self._number] = self._whole(x.detach()).squeeze(1)
 
     def crossing(self) -> tuple[Tensor, ...]:
-        """Latents."""
         latents, self._latents = self._latents, None
         return () if latents is None else (latents,)
 
     def crossed(self, context: SegmentContext, value: Tensor, *crossing: Tensor) -> Tensor:
-        """The gradient of latents is that from descendants."""
         if not context.inner:
             return value
         [latents] = crossing
@@ -163,7 +157,6 @@ class Latents(Shared):
         return result
 
     def _whole(self, local: Tensor) -> Tensor:
-        """The rows of all sequence-parallel ranks."""
         if self._ranks == 1:
             return local
         all_rows = local.new_empty((self._ranks * len(local), *local.shape[1:]))

@@ -108,7 +108,6 @@ def _group(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def _ungroup(x: Tensor, length: int) -> Tensor:
-    """The inverse of `_group`."""
     return x.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 

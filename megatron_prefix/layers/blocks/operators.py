@@ -233,7 +233,6 @@ class FlashKernel(_Aligned, _Varlen):
     def attend_backward(
         self, saved: Saved, aux: Aux, scale: float, causal: bool, **lengths: Any
     ) -> Gradients:
-        """See `Batched.attend_backward`; ``lengths`` as in `attend`."""
         dout, q, k, v, out, lse = saved
         return aten._flash_attention_backward(
             dout, q, k, v, out, lse.contiguous(), *self._lengths(q, k, lengths), 0.0, causal, *aux,
@@ -300,7 +299,6 @@ class Fa4Kernel(_Varlen):
     def attend_backward(
         self, saved: Saved, aux: Aux, scale: float, causal: bool, **lengths: Any
     ) -> Gradients:
-        """See `Batched.attend_backward`; ``lengths`` as in `attend`."""
         dout, q, k, v, out, lse = saved
         dq, dk, dv = flash_attn_4()._flash_attn_bwd(
             q, k, v, out, dout, lse.contiguous(), softmax_scale=scale, **self._mask(causal),
@@ -316,7 +314,6 @@ class Fa4Kernel(_Varlen):
 
 
 def _needs_cuda_16bit(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why the CUDA kernels cannot take these tensors; None if they can."""
     if q.device.type != "cuda":
         return f"runs on CUDA, got {q.device}"
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -381,7 +378,6 @@ def flash_attn_4() -> Any:
 
 @functools.cache
 def _say_that_it_compiles(dtype: torch.dtype, width: int, width_v: int, group: int) -> None:
-    """Logs once per combination that flash-attn-4 compiles."""
     folder = _fa4_folder()
     note = (
         f"results are kept in {folder}"
@@ -396,7 +392,6 @@ def _say_that_it_compiles(dtype: torch.dtype, width: int, width_v: int, group: i
 
 
 def _fa4_folder() -> str | None:
-    """Where flash-attn-4 keeps what it compiles; None if it does not."""
     try:
         cache = importlib.import_module("flash_attn.cute.cache_utils")
         return str(cache.get_cache_path()) if cache.CUTE_DSL_CACHE_ENABLED else None
@@ -464,7 +459,6 @@ def _kv_heads(q: Tensor, x: Tensor) -> Tensor:
 
 
 def _from_query_heads(x: Tensor, q: Tensor) -> Tensor:
-    """The inverse of `_query_heads`."""
     if q.shape[0] > 1:
         return x.transpose(1, 2)
     return x.permute(2, 0, 1, 3).flatten(1, 2)[None]

@@ -94,8 +94,6 @@ def _option_key(option: Any) -> Hashable:
 
 
 class _Watched:
-    """A cache of compiled kernels that records launches."""
-
     def __init__(self, cache: Any) -> None:
         self._cache = cache
         self.launches: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
@@ -147,7 +145,6 @@ def _watched(
 
 
 def _argument_index(tensor: Tensor, arguments: Sequence[Any]) -> int | None:
-    """Index of the argument with a tensor's address and layout."""
     for place, argument in enumerate(arguments):
         if isinstance(argument, Tensor) and _identity(argument) == _identity(tensor):
             return place

@@ -85,7 +85,6 @@ def _made_of(module: nn.Module) -> list[Any]:
 
 
 def _equal(first: nn.Module, second: nn.Module) -> bool:
-    """Whether two modules make the same table."""
     numbers, theirs = _values(first), _values(second)
     same = type(first) is type(second) and numbers.keys() == theirs.keys()
     return same and all(_equal_values(value, theirs[name]) for name, value in numbers.items())

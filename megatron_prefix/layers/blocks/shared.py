@@ -42,8 +42,6 @@ class Shared:
         """A segment's own K and V, and the runs of its queries.
 
         Args:
-            context: the segment.
-            layer: its number in the sidecar.
             key_value: this rank's K and V, [positions, kv_heads, dim] each.
         """
         saved = context.inner and self.is_keys

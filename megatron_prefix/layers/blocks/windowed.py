@@ -69,7 +69,6 @@ class WindowKeys(NamedTuple):
 
     Attributes:
         reading: ancestors' keys; None: none.
-        num_read: rows of `reading`.
         num_own: own positions on all ranks.
         order: per key of the runs its place in [ancestors' keys, gathered own keys], int64; None:
             own keys as they are.
@@ -139,7 +138,6 @@ class _KeysInWindow:
         return self._waited()
 
     def _waited(self) -> KeyValue:
-        """After the exchange, if there is one."""
         if self._coming is None:
             return self._both
         (key_value,) = self._coming.wait()

@@ -51,10 +51,7 @@ def chunk_gated_delta_rule(
         q, k: [batch, positions, heads, key_dim].
         v: [batch, positions, heads, value_dim].
         g, beta: [batch, positions, heads].
-        scale: 1/sqrt(key_dim) unless given.
         initial_state: [sequences, heads, key_dim, value_dim].
-        output_final_state: whether to return the states at the ends, too.
-        use_qk_l2norm_in_kernel: whether to normalise q and k.
         cu_seqlens: where sequences begin and end, with batch 1; else each row is one.
         cu_seqlens_cpu: the same on the host, which is read where it is given.
 

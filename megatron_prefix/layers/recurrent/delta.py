@@ -34,7 +34,6 @@ class DeltaSpans:
 
     Args:
         layer: its number in the sidecar.
-        running: says which segment runs.
         rule: the layer's, with the signature of flash-linear-attention's.
     """
 
@@ -115,12 +114,7 @@ class DeltaSpans:
 
 
 class GatedDeltaLayer(DeltaSpans):
-    """One GatedDeltaNet of Megatron's.
-
-    Args:
-        module: Megatron's.
-        layer, running: see DeltaSpans.
-    """
+    """One GatedDeltaNet of Megatron's."""
 
     def __init__(self, module: Any, layer: int, running: Running) -> None:
         kernels = module.forward.__func__.__globals__
@@ -137,7 +131,6 @@ class GatedDeltaLayer(DeltaSpans):
         )
 
     def overrides(self) -> list[Override]:
-        """Methods of the instance, and what takes their place."""
         overrides: list[Override] = [(self._module, "forward", self._forward)]
         if hasattr(self._module, "gated_delta_rule"):
             overrides.append((self._module, "gated_delta_rule", self._rule))
@@ -224,7 +217,6 @@ def parameters_of(rule: Callable[..., Any]) -> list[str]:
 
 
 def _tensors_differ(first: Tensor | None, second: Tensor | None) -> bool:
-    """Whether two tensors are not all of one memory."""
     if first is None or second is None:
         return True
     return first.data_ptr() != second.data_ptr() or first.numel() != second.numel()

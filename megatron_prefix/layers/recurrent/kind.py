@@ -24,8 +24,6 @@ class Shape(NamedTuple):
         projected: rows of the input projection, part by part.
         convolved: channels of the convolution, part by part.
         values: channels of the output projection.
-        conv_width: positions that the convolution sees.
-        state: numbers in the state.
         scan: multiplications a position without those of the projections.
     """
 
@@ -60,7 +58,6 @@ class Recurrent(Kind):
     """A span leaves the state behind its last position, and the convolution's last inputs.
 
     Attributes:
-        module: the name of Megatron's class.
         method: the method of it that segments run; a subclass's own may call other kernels.
         divides: two fields of a config: the first divides the second, and tensor parallelism the
             first.
@@ -84,13 +81,11 @@ class Recurrent(Kind):
         raise NotImplementedError
 
     def parameters(self, config: Any) -> int:
-        """See Kind."""
         shape = self.shape(config)
         weights: int = config.hidden_size * shape.rows + shape.conv_width * sum(shape.convolved)
         return weights
 
     def work(self, config: Any) -> LayerWork:
-        """See Kind."""
         shape = self.shape(config)
         return LayerWork(config.hidden_size * shape.rows + shape.scan)
 
@@ -108,7 +103,6 @@ class Recurrent(Kind):
         return LayerMemory(num_bytes, num_bytes, payload=payload, given=normed)
 
     def module_of(self, layer: Any) -> Any | None:
-        """See Kind."""
         # A mixer: MambaLayer, also of Megatron's other recurrent layers in hybrid models.
         module = getattr(layer, "mixer", None) or getattr(layer, "self_attention", None)
         for base in type(module).__mro__:
@@ -121,12 +115,10 @@ class Recurrent(Kind):
         """Whether the method of a module's class is known.
 
         Args:
-            own: the class.
             base: Megatron's, which it is or comes from.
         """
         return getattr(own, self.method) is vars(base)[self.method]
 
     def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
-        """See Kind."""
         if getattr(config, "deterministic_mode", False):
             yield DETERMINISTIC.given()

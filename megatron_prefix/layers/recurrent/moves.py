@@ -117,6 +117,5 @@ def from_batches(batches: Sequence[Tensor], spans: Spans, before: int) -> Tensor
 
 
 def _end_to_end(batches: Sequence[Tensor]) -> Tensor:
-    """Rows of batches [rows, positions, width] as [all positions, width]."""
     rows = [batch.flatten(0, 1) for batch in batches]
     return rows[0] if len(rows) == 1 else torch.cat(rows)

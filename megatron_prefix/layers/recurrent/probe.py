@@ -40,10 +40,6 @@ def rule_refusal(
 
     Args:
         rule: with the signature of flash-linear-attention's `chunk_gated_delta_rule`.
-        device: "cpu" or "cuda".
-        dtype: of queries, keys and values.
-        key_dim, value_dim: of a head.
-        heads: of values.
     """
     inputs = _inputs(dtype, key_dim, value_dim, heads)
     names = ("output", "final state", *(f"gradient of {name}" for name in inputs))
@@ -164,7 +160,6 @@ def _lengths(rule: Callable[..., Any], device: torch.device) -> dict[str, Tensor
 
 
 def _package_versions() -> str:
-    """Installed versions of what the kernels depend on."""
     versions = []
     for name in PACKAGES:
         try:

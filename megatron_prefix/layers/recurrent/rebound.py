@@ -15,7 +15,6 @@ def rebound(method: Any, **names: Any) -> Callable[..., Any]:
 
     Args:
         method: bound, and written in Python.
-        names: what takes the place of what.
     """
     function = method.__func__
     found = types.FunctionType(

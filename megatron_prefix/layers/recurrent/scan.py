@@ -27,9 +27,7 @@ class MambaLayer:
     """One MambaMixer.
 
     Args:
-        module: Megatron's.
         layer: its number in the sidecar.
-        running: says which segment runs.
     """
 
     def __init__(self, module: Any, layer: int, running: Running) -> None:
@@ -40,7 +38,6 @@ class MambaLayer:
         self._within = rebound(self._stock, mamba_split_conv1d_scan_combined=self._scan)
 
     def overrides(self) -> list[Override]:
-        """Methods of instances, and what takes their place."""
         overrides: list[Override] = [
             (self._module, "_ssm_training", self._choosing(self._stock, self._trained))
         ]

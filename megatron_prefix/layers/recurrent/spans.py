@@ -46,12 +46,10 @@ class SpanBatch(NamedTuple):
     """Spans of similar length as rows of a batch, each behind some positions in front of it.
 
     Attributes:
-        numbers: of the spans.
         spans: the same, int64 [rows].
         positions: of the segment, int64 [rows * (in front + longest)]; any where `blank`.
         front: which of them are in front, int64 [rows * in front].
         padding: which of them are behind a shorter row's end, int64; None if none is.
-        blank: both.
     """
 
     numbers: tuple[int, ...]
@@ -68,10 +66,6 @@ class Spans:
     Args:
         lengths: of all context-parallel ranks together, padding included.
         parents: row that each begins with (tree/payload_map.py).
-        device: of the model.
-
-    Attributes:
-        lengths, parents: as given.
     """
 
     def __init__(
@@ -89,7 +83,6 @@ class Spans:
 
     @property
     def has_parents(self) -> bool:
-        """Whether any begins with a parent's state."""
         return any(self.parents)
 
     @property
@@ -104,7 +97,6 @@ class Spans:
 
     @functools.cached_property
     def cu_seqlens_cpu(self) -> Tensor:
-        """`cu_seqlens` on the host."""
         return torch.tensor(self._starts)
 
     @functools.cached_property
@@ -122,7 +114,6 @@ class Spans:
         return same, self._on(rows)
 
     def edges(self, before: int) -> Edges:
-        """See Edges."""
         if before not in self._edges:
             self._edges[before] = self._find_edges(before)
         return self._edges[before]

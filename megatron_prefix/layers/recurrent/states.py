@@ -32,14 +32,11 @@ class LayerStates:
     """What a segment's spans begin with in one layer, and what they leave, in one forward.
 
     Args:
-        context: the segment.
         layer: its number in the sidecar.
         anchor: a tensor that the layer computes with; it puts states into its graph.
         before: positions that the convolution looks back.
 
     Attributes:
-        spans: of the segment.
-        inner: whether other segments begin with what it leaves.
         state: [spans, ...], in fp32 or wider; None if all are zero.
         tail: the convolution's last inputs [spans, before, channels]; None if all are zero.
     """

@@ -35,10 +35,6 @@ class AuxiliaryScales:
     it, in its forward of the microbatch that comes so many later, or of the last one. (Which that
     is with virtual stages is not known here.)
 
-    Args:
-        num_microbatches: of the trainer on this rank.
-        rank: this one.
-
     Attributes:
         routers: float64 [microbatches], once all of them are noted.
         further: likewise, of multi-token prediction.
@@ -57,7 +53,6 @@ class AuxiliaryScales:
             self._kept.append((self.further, MTPLossAutoScaler))
 
     def note(self, microbatch: int) -> None:
-        """Keeps what Megatron has set for a microbatch."""
         is_last = microbatch == self._num - 1
         first, end = max(microbatch - self._ahead, 0), microbatch - self._ahead + 1
         for scales, scaler in self._kept:
@@ -91,10 +86,6 @@ def begin_ledgers(
     """Gives the stages their ledgers.
 
     Args:
-        stages: the rank's model chunks.
-        step: their step.
-        contract: how losses are made.
-        rank: that holds them.
         parts: of the step; one may have a ledger of its own.
 
     Returns:

@@ -110,10 +110,6 @@ class SegmentOutput(NamedTuple):
 class CallOutputs:
     """Outputs of segments on the last stage, and of the trainer's model calls.
 
-    Args:
-        step: the step's segments and microbatches.
-        form: how calls are answered.
-
     Attributes:
         kept: outputs of segments that answers still need.
         guards: zeros for positions that nobody computed; what reaches them is their
@@ -141,10 +137,7 @@ class CallOutputs:
         """Takes a segment's output: a tensor, or a tree of tensors that are per position.
 
         Args:
-            index: the segment.
             output: of all its positions on this rank, or of `rows`, the others then are zero.
-            rows: None: all positions.
-            differentiable: whether a backward will come.
         """
         spans = self._forest.segments[index].spans
         lengths = [span.padded for span in spans]
@@ -233,7 +226,6 @@ class CallOutputs:
         return pytree.tree_unflatten(outputs, self._structure)
 
     def _laid_out(self, samples: Tensor, axis: Axis, num_rows: int) -> Tensor:
-        """A call's positions on this rank, [positions, ...], as rows of equal length."""
         if axis.dim == FLAT:
             return samples
         rows = samples.unflatten(0, (num_rows, -1))
@@ -261,14 +253,12 @@ class CallOutputs:
     def _on_this_rank(
         self, samples: Tensor, lengths: tuple[int, ...], exchange: RowExchange
     ) -> Tensor:
-        """This context-parallel rank's positions of samples that lie one behind the other."""
         if lengths not in self._index:
             positions = cp_layout.held_positions(lengths, exchange.rank, exchange.size)
             self._index[lengths] = to_device(samples.device, positions)
         return samples.index_select(0, self._index[lengths])
 
     def _joined(self, rollouts: Sequence[int], number: int) -> Tensor:
-        """One tensor's positions along the paths of rollouts, [positions, ...]."""
         places = [place for rollout in rollouts for place in self._places(rollout)]
         last = self._forest.paths[rollouts[-1]][-1]
         like = self.kept[last.segment].leaves[number]
@@ -341,7 +331,6 @@ def _rows_of_spans(
 
     Args:
         leaf: [rows, vocabulary].
-        spans: of the segment.
         rows: positions in the segment, padding included, ascending; None: all.
     """
     ends = np.cumsum([span.padded for span in spans])
@@ -401,7 +390,6 @@ def largest(gradient: Tensor) -> Tensor:
 
 
 def _axis(leaf: Any, num: int, parts: int) -> Axis | None:
-    """Where a segment's output is per position; None for plain values."""
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return None
     if not isinstance(leaf, Tensor):

@@ -38,18 +38,9 @@ class Stage:
     """One model chunk during one step.
 
     Attributes:
-        model: the chunk as the trainer knows it, wrappers included.
-        hooks: its hooks.
-        cache: its sidecar.
-        is_first: whether it holds the embedding and so receives no activations.
-        is_last: whether it holds the output layer and so sends none.
-        called: settings of the trainer's model calls.
-        has_labels: whether these have labels.
         others: their other arguments that are about no position.
-        chunk: its number on the rank.
         moves_labels: whether their head moves labels by one: see run/read/heads.py.
         filled: what they put into a dict that calls bring; None: these bring none.
-        losses: on the last stage only.
         final: what of its decoder's output crosses data-parallel ranks; None elsewhere, and where
             nothing does.
         ledger: accounts for the routers' losses; None without routers and without gradients.
@@ -78,18 +69,11 @@ class Executor:
     """Runs a plan on one rank.
 
     Args:
-        plan: the step's plan.
-        stages: the rank's model chunks.
-        inputs: tokens, labels and positions of the segments.
         forward_only: run without gradients; a backward then only releases its segment.
         timing: what times the computation of an action, if anything does.
         idle: ends with the first action.
         acted: called behind every action with its place, and behind what it sends.
         drawing: around the forward of every segment.
-        parts: asked around every action.
-
-    Attributes:
-        stages: as given.
     """
 
     def __init__(
@@ -117,12 +101,7 @@ class Executor:
         }
 
     def run(self, rank: int, links: Links | None) -> None:
-        """Runs the rank's program; whatever happens, nothing of the step is left behind.
-
-        Args:
-            rank: place in the pipeline.
-            links: messages to and from the neighbours; None if there are none.
-        """
+        """Runs the rank's program; whatever happens, nothing of the step is left behind."""
         self._links = links
         gradients = torch.no_grad() if self._forward_only else contextlib.nullcontext()
         try:
@@ -147,7 +126,6 @@ class Executor:
             self.end()
 
     def end(self) -> None:
-        """Nothing of the step is left."""
         for stage in self.stages:
             stage.hooks.end_step()
             for kept in (stage.live, stage.cache, stage.final, stage.ledger):
@@ -165,7 +143,6 @@ class Executor:
             self._release(action, stage)
 
     def advance_further(self) -> None:
-        """Lets messages of the pipeline go on, as far as they can; see `Links.advance_further`."""
         if self._links is not None:
             self._links.advance_further()
 
@@ -232,7 +209,6 @@ class Executor:
     def _call(
         self, index: int, stage: Stage, received: Tensor | None, saving: Saving | None = None
     ) -> Any:
-        """Runs the model chunk on a segment: its forward, or its forward again."""
         stage.hooks.model.set_input_tensor(received)
         scored = self._scored(index, stage)
         context = self._context(index, stage, saving=saving)

@@ -21,10 +21,6 @@ class ScoredRows(NamedTuple):
 
     Others make up the number if it is below two, or not what linear layers take: it divides among
     ranks of sequence parallelism, and in FP8 (layers/precision.py).
-
-    Attributes:
-        on_device: int64 [rows], on the model's device.
-        positions: the same, on the host.
     """
 
     on_device: Tensor
@@ -35,17 +31,12 @@ class SegmentInputs:
     """Tokens, labels and positions of all segments of a step, on the device in one copy.
 
     Args:
-        forest: the step's segments.
         samples: what the forest was built from; None on a stage that knows no tokens and labels.
-        device: where the model is.
         rank: place in the context-parallel group, whose ranks share the positions of every segment.
-        size: of that group.
         multiple: of the number of rows that are read; segments are a multiple of it on every rank.
 
     Attributes:
-        max_position: the largest position of any segment.
         rows: per segment the positions that carry loss; None if all do.
-        place: `rank` and `size`.
     """
 
     def __init__(
@@ -101,8 +92,6 @@ class SegmentInputs:
         Args:
             forward: the model's own, inside its wrappers and hooks: the trainer's call goes through
                 those, and its answer comes back through them.
-            index: the segment.
-            has_labels: whether the trainer's calls have labels.
             further: what else they have and is about no position (`runtime_gather_output`, ...),
                 and what is given instead of tokens.
             moves_labels: whether the model's head runs, and moves labels by one: see

@@ -40,9 +40,6 @@ class LossContract:
     """What of Megatron's schedule arguments the loss needs.
 
     Attributes:
-        config: the model's configuration.
-        cp_size: context parallel size.
-        collect_non_loss_data: see Megatron's schedules.
         scales: keeps what the trainer's functions say of each microbatch; None if there are none.
     """
 
@@ -62,15 +59,7 @@ class Losses:
     (`begin_again`), losses that were called stay as they are, and the gradients that they have sent
     are sent again: so they are kept, where they are one number a position.
 
-    Args:
-        step: the step's segments and microbatches.
-        contract: how losses are made.
-        model: the model chunk as the trainer knows it.
-        steps: its suspended forward steps.
-        form: how its calls are answered.
-
     Attributes:
-        outputs: of segments.
         num_tokens: trained tokens of the step, as its losses say.
         is_inside: whether the trainer's code runs, or its loss's backward.
     """
@@ -128,7 +117,6 @@ class Losses:
             self._score(first)
 
     def complete(self, index: int) -> None:
-        """Sees to it that every loss that reaches a segment has sent its gradient."""
         for microbatch in self._through[index]:
             if microbatch in self._left:
                 self._score(microbatch)
@@ -151,7 +139,6 @@ class Losses:
 
     @property
     def repeatable(self) -> bool:
-        """Whether `begin_again` is possible."""
         return self._small and not self.is_inside
 
     def problem(self) -> Exception | None:
@@ -167,7 +154,6 @@ class Losses:
         return refused(STRAY_GRADIENT) if has_strays else None
 
     def _send_again(self, microbatch: int, gradients: list[Tensor | None]) -> None:
-        """Sends the gradients of a loss that was called in an attempt before."""
         tensors = _with_graph(self.outputs.answer(microbatch, self._rollouts[microbatch]))
         pairs = [p for p in zip(tensors, gradients, strict=True) if p[1] is not None]
         torch.autograd.backward([t for t, _ in pairs], [gradient for _, gradient in pairs])
@@ -251,12 +237,7 @@ def _is_of_this_package(error: Exception) -> bool:
 
 
 def are_in_order(step: Step, actions: Sequence[tuple[str, int]]) -> bool:
-    """Whether `Losses` calls the losses of a step in the trainer's order.
-
-    Args:
-        step: its segments and microbatches.
-        actions: of the last stage: ("F" or "B", segment).
-    """
+    """Whether `Losses` calls the losses of a step in the trainer's order."""
     num, segments = step.num_microbatches, step.forest.segments
     ready_after, through = _turns(step.forest, step.microbatch_of, num)
     turn = 0
@@ -308,7 +289,6 @@ def _refuse_backward(_: Tensor) -> Tensor:
 
 
 def _with_graph(answer: Any) -> list[Tensor]:
-    """Tensors of an answer that gradients can reach."""
     leaves = pytree.tree_leaves(answer)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 

@@ -37,9 +37,6 @@ Result = TypeVar("Result")
 class MemoryControl:
     """Device memory of one schedule.
 
-    Args:
-        config: what the user set.
-
     Attributes:
         gathers: whether every context-parallel rank keeps K/V of all, in the step that runs.
         before: how the step that runs has begun; None outside of steps.
@@ -68,11 +65,6 @@ class MemoryControl:
 
         What is free is asked in a few training steps only, as to ask means to wait for the device;
         until one has been made, every rank keeps its own K/V.
-
-        Args:
-            plan: of the step, before `chosen`.
-            joint: its segments among those of ranks that share experts.
-            request: the call.
         """
         rank = request.rank
         has_cp, cp_reduce = rank.groups.cp.size() > 1, self._config.cp_reduce
@@ -124,7 +116,6 @@ class MemoryControl:
         Args:
             plan: of the step, on segments as long as on the longest rank.
             joint: the step, of all ranks that share experts.
-            request: the call.
             factors: by what predictions are multiplied, of the stock schedule and of ours.
             least: of the limit, where it is known to be that of a rank that is not in `joint`.
         """
@@ -170,7 +161,6 @@ class MemoryControl:
         return _rounded(_least(free, groups, rank.device)[0])
 
     def predicted(self, plan: Plan, request: Request) -> RankMemory:
-        """What a rank is predicted to hold."""
         return predict_memory(plan, self._footprint(request))[request.rank.stage]
 
     def give_back(self, used: int, reserved: int, device: torch.device) -> None:
@@ -182,7 +172,6 @@ class MemoryControl:
 
         Args:
             used, reserved: bytes of the allocator when the step began.
-            device: of the model.
         """
         if self._config.mode != "auto":
             return
@@ -212,8 +201,6 @@ class MemoryControl:
 
         Args:
             attempt: runs a plan, and leaves nothing behind when it fails.
-            plan: of the step.
-            request: the call.
             why_final: asked when memory has run out; why the step cannot run again, else empty.
             is_alone: whether no other rank waits for this one in the middle of a step.
 

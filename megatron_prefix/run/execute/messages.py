@@ -37,7 +37,6 @@ class Channels:
 
     Attributes:
         ranks: global ranks of the pipeline in order.
-        rank: this rank's place among them.
         groups: by direction ("F": to the next rank, "B": to the previous) and the colour of the
             sender, see `colour`.
     """
@@ -48,7 +47,6 @@ class Channels:
 
     @property
     def size(self) -> int:
-        """Pipeline size."""
         return len(self.ranks)
 
 
@@ -123,17 +121,7 @@ def message_dtype(config: Any) -> torch.dtype:
 
 
 class Links:
-    """One rank's messages during one step.
-
-    Args:
-        channels: the pipeline's channels.
-        plan: the step's plan; pipelines that run side by side give the same.
-        shape: of a segment's message.
-        dtype: of all messages.
-        device: where they arrive.
-        backward: whether gradients travel too (not with forward_only).
-        levels: of what crosses data-parallel ranks; see plan/timetable.py.
-    """
+    """One rank's messages during one step."""
 
     def __init__(
         self,
@@ -189,7 +177,6 @@ class Links:
                 self._issue(message)
 
     def finish(self) -> None:
-        """Waits until everything sent has left."""
         while self._sent:
             work, _, receiver = self._sent.pop()
             with self._named("sending the last message of the step to", receiver):
@@ -212,6 +199,5 @@ class Links:
         self._coming[action] = work, sender, tensor
 
     def _named(self, doing: str, neighbour: int) -> contextlib.AbstractContextManager[None]:
-        """Says in an error what this rank was doing, and with which pipeline rank."""
         what = f"pipeline rank {self._channels.rank}, {doing} pipeline rank {neighbour}"
         return naming(what, self._channels.ranks[neighbour])

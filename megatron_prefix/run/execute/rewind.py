@@ -22,12 +22,6 @@ class Rewind:
 
     The host does not wait for the device. To look for gradients that are not zero is one pass over
     them, besides what the host sends to the device while it plans.
-
-    Args:
-        rank: whose call it is.
-
-    Attributes:
-        models: its model chunks.
     """
 
     def __init__(self, rank: Rank) -> None:
@@ -102,7 +96,6 @@ class Rewind:
         return self._watched is not None and (bool(self._gradients) or self._watched.any())
 
     def _everything(self) -> Iterator[Tensor]:
-        """What gradients are added to."""
         yield from self._totals()
         yield from self._gradients.values()
 
@@ -144,7 +137,6 @@ class _NotZero:
 
 
 def _is_added(parameter: nn.Parameter) -> bool:
-    """Whether a fused weight gradient is in the total already (Megatron's flag)."""
     return bool(getattr(parameter, "grad_added_to_main_grad", False))
 
 

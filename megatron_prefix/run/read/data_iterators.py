@@ -28,12 +28,7 @@ def wrapped(data_iterator: Any, wrap: Callable[[Any], Any]) -> Any:
 
 
 class ObservedIterator:
-    """A data iterator that tells what `next` draws from it.
-
-    Args:
-        iterator: the trainer's.
-        drew: called with every item.
-    """
+    """A data iterator that tells what `next` draws from it."""
 
     def __init__(self, iterator: Iterator[Any], drew: Callable[[Any], None]) -> None:
         self._iterator, self._drew = iterator, drew
@@ -117,8 +112,6 @@ class RepeatedIterators:
 
 
 class _Item(NamedTuple):
-    """What was drawn, and its tensors with how often each had been written to."""
-
     value: Any
     versions: list[tuple[Tensor, int]]
 

@@ -48,7 +48,6 @@ class Settings(NamedTuple):
 
     @classmethod
     def now(cls) -> Settings:
-        """The settings of this moment."""
         autocast = tuple(
             (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in DEVICE_TYPES

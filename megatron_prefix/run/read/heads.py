@@ -77,11 +77,7 @@ def added(filled: Mapping[Any, Any], before: Mapping[Any, Any]) -> dict[Any, Any
 class FilledDict:
     """What segments put into the dict that calls bring: the same for all, so that calls can get it.
 
-    Args:
-        brought: what a call's dict has.
-
     Attributes:
-        brought: of that, what the trainer has put there.
         items: what segments have put there; None before the first.
     """
 
@@ -92,10 +88,6 @@ class FilledDict:
 
     def take(self, arguments: Mapping[str, Any], *, scored: bool) -> None:
         """Looks at what a segment's call has put into its dict.
-
-        Args:
-            arguments: of its call.
-            scored: whether the head ran.
 
         Raises:
             UserError: that is one thing per segment.
@@ -109,7 +101,6 @@ class FilledDict:
             self.items = filled
 
     def give(self, call: ModelCall) -> None:
-        """Puts it into the dict of a call that is answered."""
         call[FILLED_BY_MODEL].update(self.items or {})
 
 

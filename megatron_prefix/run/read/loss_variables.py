@@ -40,7 +40,6 @@ class Place(NamedTuple):
 
     Attributes:
         read: its names and values now, in a dict of their own.
-        write: (name, value) gives a name another value.
     """
 
     read: Callable[[], dict[Any, Any]]
@@ -56,9 +55,6 @@ class LossVariables:
 
     Args:
         functions: the trainer's `forward_step_func`, and others that it calls for a microbatch.
-
-    Attributes:
-        places: those that are looked at.
     """
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
@@ -210,7 +206,6 @@ def used_names(function: Any) -> set[str] | None:
 
 
 def _places_in(value: Any) -> Iterator[Place]:
-    """What a value holds: variables of a function, items of a dict, attributes of an object."""
     kind = type(value)
     if isinstance(value, types.FunctionType):
         if package(value) not in LIBRARIES:
@@ -233,7 +228,6 @@ def package(value: Any) -> str:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code of a function, and of those inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

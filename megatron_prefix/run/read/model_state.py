@@ -122,11 +122,9 @@ class ModelState:
         ]
 
     def put_back(self, changes: Iterable[Change]) -> None:
-        """Makes everything as it was before these changes; what is lost stays."""
         self._write((change, change.before) for change in changes)
 
     def repeat(self, changes: Iterable[Change]) -> None:
-        """Makes changes that were put back once more."""
         self._write((change, change.after) for change in changes)
 
     @contextlib.contextmanager
@@ -149,7 +147,6 @@ class ModelState:
         self._marks = self._marks_now()
 
     def path(self, change: Change) -> str:
-        """What code would call it."""
         if change.is_tensor:
             return self._walk.path(*self._walk.tensors[change.holder][1:])
         return self._walk.path(change.holder, change.name)
@@ -192,7 +189,6 @@ class ModelState:
                 yield Change(number, name, before.get(name, _MISSING), now)
 
     def _filled(self, most: int) -> Iterator[Change]:
-        """Of what was empty."""
         for registry, owner, name in self._walk.empty:
             if registry and owner < most:
                 yield Change(owner, name, {}, dict(registry))
@@ -216,7 +212,6 @@ class ModelState:
         self._marks = self._marks_now()
 
     def _accept(self, change: Change) -> None:
-        """Has a value as it is now for the one before."""
         walk, number = self._walk, change.holder
         if change.is_tensor:
             if number in self._kept:
@@ -236,7 +231,6 @@ class StateOfSteps:
     """What forward steps change of models before they call them.
 
     Args:
-        state: makes the state of this moment.
         is_inside: whether the forward of what is around a language model runs before that is
             called (vision towers): its own changes are no forward step's.
     """
@@ -254,7 +248,6 @@ class StateOfSteps:
             self._early = self._state.changes()
 
     def own(self) -> contextlib.AbstractContextManager[None]:
-        """See `ModelState.own`."""
         if self._state is None or not self._starts:
             return contextlib.nullcontext()
         return self._state.own()
@@ -316,7 +309,6 @@ def outer_modules(places: Iterable[Place], models: Sequence[Any]) -> list[Any]:
 
 
 def _holds_model(module: Any, models: set[int]) -> bool:
-    """Whether one of some models is in a module, near its top."""
     level = [module]
     for _ in range(MOST_WRAPPERS):
         level = [one for each in level[:MOST_COPIED] for one in each._modules.values() if one]
@@ -326,7 +318,6 @@ def _holds_model(module: Any, models: set[int]) -> bool:
 
 
 def _put_value(to: Holder, name: Any, value: Any) -> None:
-    """Gives an entry of a holder a value, or all of a list or set."""
     holder = to.value
     if isinstance(holder, Place):
         if value is not _MISSING:
@@ -349,7 +340,6 @@ def _put_value(to: Holder, name: Any, value: Any) -> None:
 
 
 def _data_pointers(tensors: Sequence[Tensor]) -> list[int]:
-    """Where they lie in memory."""
     try:
         return [*map(Tensor.data_ptr, tensors)]  # in C
     except RuntimeError:
@@ -368,7 +358,6 @@ def _is_small(tensor: Tensor) -> bool:
 
 
 def _sample(tensor: Tensor) -> bytes:
-    """Some of a tensor's elements."""
     try:
         flat = tensor.detach().reshape(-1)
         some = flat[:: 1 + flat.numel() // SAMPLED].contiguous().cpu()

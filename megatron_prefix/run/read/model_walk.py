@@ -91,13 +91,7 @@ class Holder(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A module's own attributes, read all at once.
-
-    Attributes:
-        names: of these attributes.
-        get: (members) -> their values.
-        members: all attributes.
-    """
+    """A module's own attributes, read all at once."""
 
     names: tuple[str, ...]
     get: Callable[[dict[str, Any]], tuple[Any, ...]]
@@ -123,8 +117,6 @@ class ModelWalk:
         outer: modules whose submodules are not looked into.
 
     Attributes:
-        roots: all of these.
-        holders: all that was met.
         num_inner: those of language models are before this one.
         rows: of the holders that are modules, by number.
         weights: parameters and buffers of modules, as dicts that are not empty.
@@ -178,7 +170,6 @@ class ModelWalk:
         return [*map(copied, self.now())]
 
     def sizes(self) -> list[int]:
-        """How many attributes each module has."""
         return [len(row.members) for row in self.rows.values()]
 
     def is_current(self, read: list[Any]) -> bool:
@@ -192,7 +183,6 @@ class ModelWalk:
         )
 
     def path(self, number: int, key: Any = None) -> str:
-        """What code would call a holder, or one of its keys."""
         path = self._part(number, key)
         while number >= 0:
             _, owner, key, *_ = self.holders[number]
@@ -211,7 +201,6 @@ class ModelWalk:
         return f"[{type(key).__name__ if isinstance(key, Tensor) else shown(key)}]"
 
     def _note(self) -> None:
-        """Notes what is made of the holders, and what tells whether a walk is current."""
         self._values = [holder.value for holder in self.holders]
         self._places = {n: v for n, v in enumerate(self._values) if isinstance(v, Place)}
         values = _flat(self.read())
@@ -280,7 +269,6 @@ class ModelWalk:
                 self._class(kind)
 
     def _registry(self, owner: int, name: str, registry: dict[Any, Any], shallow: bool) -> None:
-        """Parameters, buffers, submodules or hooks of a module."""
         is_plain = name == "_modules" or name in _WEIGHTS
         entry = _ToVisit(None, owner, None if is_plain else name)
         number = self._hold(entry, registry, has_attributes=is_plain)
@@ -324,7 +312,6 @@ class ModelWalk:
             self._hold(entry, Place(read, write))
 
     def _object(self, entry: _ToVisit) -> None:
-        """A tuple, partial, function, method, or an object with attributes."""
         value, _, _, depth, names = entry
         parts: dict[Any, Any] = {}
         if isinstance(value, tuple):
@@ -347,7 +334,6 @@ class ModelWalk:
                     self._left.append(_ToVisit(part, number, key, depth - 1, names))
 
     def _function(self, entry: _ToVisit) -> None:
-        """What a trainer's function names."""
         used = self._used(entry.value)
         if used is None or str(entry.key).endswith("_func"):  # a config's: no part of the model
             return
@@ -369,7 +355,6 @@ class ModelWalk:
                 self._left.append(_ToVisit(item, number, name, entry.depth - 1, names))
 
     def _used(self, function: Any) -> frozenset[str] | None:
-        """Names in a function's code; None if it is no trainer's."""
         if not isinstance(function, types.FunctionType) or package(function) in _LIBRARIES:
             return None
         if function.__code__ not in self._names:
@@ -405,7 +390,6 @@ def walk_of(
 
 
 def _flat(read: list[Any]) -> list[Any]:
-    """All values, one behind the other."""
     parts = (held.values() if isinstance(held, dict) else held for held in read)
     several = (part for part in parts if not isinstance(part, functools.partial | types.MethodType))
     return [*itertools.chain.from_iterable(several)]
@@ -423,8 +407,6 @@ def copied(value: Any) -> Any:
 
 
 def _some_attributes(value: Any, names: frozenset[str] | None) -> Place:
-    """Those with these names; of an object with slots, too."""
-
     def read() -> dict[Any, Any]:
         members = members_of(value)
         return {n: one for n, one in members.items() if names is None or n in names}

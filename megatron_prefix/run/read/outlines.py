@@ -25,12 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Outlines:
-    """Notes the model calls of one step.
-
-    Args:
-        rank: with the model chunks that are called.
-        slices: how calls are cut for context-parallel ranks.
-    """
+    """Notes the model calls of one step."""
 
     def __init__(self, rank: Rank, slices: Slices) -> None:
         self._rank, self._slices = rank, slices
@@ -46,11 +41,7 @@ class Outlines:
 
     def step(self, num_microbatches: int) -> Step | None:
         """The step without segments, on all stages of a pipeline, which call this together; None
-        if its calls do not say what it is. The host waits for the device.
-
-        Args:
-            num_microbatches: of the trainer on this rank.
-        """
+        if its calls do not say what it is. The host waits for the device."""
         rank, step = self._rank, None
         try:
             if rank.is_first and len(self._calls) == num_microbatches:
@@ -70,7 +61,6 @@ class Outlines:
         return None if places is None else Step.of(places, align=rank.model.alignment)
 
     def _intercepting(self, _: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """A `forward` that goes straight on with the model's."""
         signature = inspect.signature(stock)
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -90,11 +90,7 @@ class RandomUse:
 
 
 class SegmentRandomUse:
-    """Notices segments that draw random numbers.
-
-    Attributes:
-        problem: what is in the way of the step then; None if none has drawn.
-    """
+    """Notices segments that draw random numbers."""
 
     def __init__(self, models: Iterable[Any], device: torch.device) -> None:
         self.problem: UserError | None = None
@@ -108,11 +104,9 @@ class SegmentRandomUse:
         )  # fmt: skip
 
     def undo(self) -> None:
-        """Generators are as they were before the first segment."""
         self._restore()
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Around all segments."""
         return self._use.watching()
 
     @contextlib.contextmanager
@@ -149,7 +143,6 @@ def _tracked(name: str) -> str:
 
 
 def _generator_state(state: Any) -> Tensor:
-    """Of the tracker's: a tensor, or a generator where it is safe for CUDA graphs."""
     return state if isinstance(state, Tensor) else state.get_state()
 
 
@@ -183,7 +176,6 @@ def saved_generators(device: torch.device) -> Callable[[], None]:
 
 
 def _copies(states: dict[str, Any]) -> dict[str, Any]:
-    """Of Megatron's random states: tensors, or generators that CUDA graphs can use."""
     return {
         name: state.clone() if isinstance(state, Tensor) else state.clone_state()
         for name, state in states.items()

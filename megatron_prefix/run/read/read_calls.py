@@ -54,9 +54,7 @@ class CallTokens(NamedTuple):
     """What the calls of one model chunk say of their positions on this rank.
 
     Attributes:
-        layouts: of every call.
         tokens: int64 [positions] of all calls one behind the other; None if none are given.
-        labels: likewise.
         trained: whether a position carries loss, 0 or 1, likewise.
         positions: `position_ids`, likewise; looked at only to refuse some.
         weights: of the labels in the loss of multi-token prediction, the bits of their loss_mask in
@@ -233,13 +231,6 @@ def trained_positions(
     there are those of the model call, position by position: else, and in passes without gradients,
     all positions count.  A loss that looks at others is an error at the step's end
     (`Losses.problem`).
-
-    Args:
-        calls: of one model chunk, with what was drawn for them.
-        layouts: of the calls.
-        samples: the trainer's.
-        rank: place among the ranks of context parallelism.
-        size: their number.
     """
     pairs = zip(calls, layouts, strict=True)
     masks = [_trained_in(call, layout, samples, rank, size) for call, layout in pairs]
@@ -274,7 +265,6 @@ def _counted(ids: Tensor | None, cp_size: int) -> Tensor | None:
 
 
 def _loss_weights(call: ModelCall) -> Tensor | None:
-    """The bits of a call's loss_mask in float64, of ones where it has none, as int64."""
     mask, tokens = call["loss_mask"], call["input_ids"]
     if mask is None and tokens is not None and not tokens.is_nested:
         mask = torch.ones_like(tokens)
@@ -304,9 +294,6 @@ def check_positions(tokens: CallTokens, rank: int, size: int, *, used: bool) -> 
     """Refuses position ids that the positions of segments do not have.
 
     Args:
-        tokens: of the first stage's calls.
-        rank: place in the context-parallel group.
-        size: of that group.
         used: whether the model looks at them: a learned embedding does, rotary positions do not.
 
     Raises:

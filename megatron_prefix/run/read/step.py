@@ -46,11 +46,9 @@ class Step:
     """What a rank knows of a step.
 
     Attributes:
-        forest: the step's segments.
         microbatch_of: the trainer's microbatch of each sample; samples are in the calls' order.
         packed: per microbatch whether its samples are one behind the other in one row.
         samples: whole; None on stages in the middle. Routes are on the first stage.
-        routed: whether the samples have routes.
         reads_all: losses look at all positions of segments with loss; known on the first stage.
         crosses: payloads cross data-parallel ranks, though perhaps none of this one.
         why_alone: why they do not, where they could have; known on the first stage.
@@ -69,7 +67,6 @@ class Step:
 
     @property
     def num_microbatches(self) -> int:
-        """The trainer's microbatches of the step."""
         return len(self.packed)
 
     @classmethod
@@ -79,8 +76,6 @@ class Step:
         """A step without segments, of which nobody asks for first trained positions.
 
         Args:
-            layouts: of the first stage's calls.
-            samples: of these.
             align: to what the stock schedule pads them.
         """
         lengths = tuple(length for layout in layouts for length in layout.lengths)
@@ -124,10 +119,7 @@ def read_step(
     """Builds the forest on the first stage and tells it to every stage; all of them call this.
 
     Args:
-        calls: what this rank's model calls say.
-        groups: process groups of the pipeline and of context parallelism.
         build: makes segments of samples; None: they are made later.
-        device: where the process groups' tensors live.
         prefilter: asked on the first stage before anything is built, with None if samples were not
             read; None: nothing is asked.
 
@@ -178,10 +170,7 @@ def told(
     """The first stage's step on every stage, and None if it has none; all of them call this.
 
     Args:
-        step: on the first stage.
-        samples: what this stage knows of them.
         group: the pipeline, of several ranks.
-        device: where its tensors live.
     """
     ints = np.zeros(0, np.int64) if step is None else step.to_ints()
     numbers = _broadcast(ints, group, 0, device)
@@ -191,7 +180,6 @@ def told(
 def _built(
     known: CallTokens, samples: Sequence[Pairs], build: Builder | None, unshared: bool
 ) -> Step:
-    """The first stage's step."""
     reads_all = known.labels is None  # outputs are logits of all positions
     step = replace(Step.of(known.layouts, samples), unshared=unshared, reads_all=reads_all)
     return step if build is None else step.with_forest(build(samples, step.microbatch_of))
@@ -234,7 +222,6 @@ def _samples(
     *,
     up_to_loss: bool = False,
 ) -> list[Pairs]:
-    """Whole samples from the slices of the context-parallel ranks; `up_to_loss`: see ReadCalls."""
     lengths, bounds = known.lengths, np.cumsum([0, *known.lengths])
     (inputs, after, flags, *bits), paths = _whole_samples(known, routes, group, device)
     flags = flags != 0
@@ -291,7 +278,6 @@ def _whole_samples(
 
 
 def _joined_routes(routes: Sequence[Tensor | None], num: int) -> Numbers | None:
-    """Routes of this rank's `num` positions of all calls; None without."""
     read = [to_host(route.detach().flatten(0, -3)) for route in routes if route is not None]
     if not read:
         return None
@@ -304,7 +290,6 @@ def _joined_routes(routes: Sequence[Tensor | None], num: int) -> Numbers | None:
 
 
 def _rows_of_ranks(local: np.ndarray, group: Any, device: torch.device) -> np.ndarray:
-    """[size * n, ...] of every rank's [n, ...]."""
     tensor = torch.from_numpy(np.ascontiguousarray(local)).to(device)
     return gathered(tensor, group).cpu().numpy()
 

@@ -66,12 +66,7 @@ class SuspendedStep:
     """One call of a trainer's `forward_step_func`.
 
     Args:
-        function: runs the forward step and returns what it returns.
-        model: the language model whose call suspends it.
         states: what else is put back when it is suspended.
-        number: of the trainer's microbatch.
-        chunk: of the model on its rank.
-        parts: what notes something of it when it calls the model.
 
     Attributes:
         call: what the model was called with; None before.
@@ -127,12 +122,7 @@ class SuspendedStep:
             raise self._problem or refused(NO_CALL)
 
     def pause(self, call: Any, stock: Callable[[], Any]) -> Any:
-        """Suspends the step, which runs now; what it is resumed with, called, is the result.
-
-        Args:
-            call: what the model is called with.
-            stock: runs the model itself.
-        """
+        """Suspends the step, which runs now; what it is resumed with, called, is the result."""
         self.call, self._stock, self.called = call, stock, Settings.now()
         self.notes = {part: part.suspended(self) for part in self._parts}
         if quantises() and not self._quantised:
@@ -185,7 +175,6 @@ class SuspendedStep:
             self._switch(lambda: self._greenlet.throw(greenlet.GreenletExit))
 
     def _switch(self, switch: Callable[[], Any]) -> Any:
-        """Runs the step until it is suspended or ends."""
         global _running
         outside, around = Settings.now(), _running
         self._before, self._quantised = fixed(), quantises()
@@ -211,7 +200,6 @@ class Capture:
     """The forward steps of one schedule call, which are suspended inside of `running`.
 
     Args:
-        request: the call.
         data_iterator: what they draw from: one, or a list with one per model chunk; it may be
             anything, and stays as it is if it has no `__next__`.
         watched: the trainer's forward step in what watches it, if anything does
@@ -312,7 +300,6 @@ class Capture:
         self.state.forget()
 
     def calls(self, chunk: int) -> list[ModelCall]:
-        """The model calls of a chunk, in the trainer's order."""
         return [step.call for step in self.steps[chunk]]
 
     def check_settings(self) -> None:
@@ -357,7 +344,6 @@ class Capture:
             return self._forward_step(self._iterators[chunk], self._rank.models[chunk])
 
     def _intercepting(self, model: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """A `forward` that suspends the forward step which calls it."""
         signature = inspect.signature(stock)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -391,7 +377,6 @@ def is_beside(model: Any, *, called: bool) -> bool:
     """Whether a call of a language model, in a forward step that may make such calls, is one.
 
     Args:
-        model: the language model.
         called: whether the step has made its own call. What follows that runs in another order on
             every rank, and ranks that share experts would wait for one another.
     """

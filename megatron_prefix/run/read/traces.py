@@ -88,7 +88,6 @@ def groups_beyond(inside: set[int], others: Iterable[int]) -> list[Any]:
     """This rank's process groups that hold ranks of other pipelines.
 
     Args:
-        inside: ranks of this rank's own pipeline.
         others: ranks that stand in its place in other pipelines.
     """
     wanted = {*others} - inside
@@ -110,7 +109,6 @@ class Values:
         self._held = [(name, holder, _digest(holder)) for name, holder in holders]
 
     def changed(self) -> list[tuple[str, Any]]:
-        """Those that hold something else by now, and their names."""
         return [(name, tensor) for name, tensor, before in self._held if _digest(tensor) != before]
 
 
@@ -151,7 +149,6 @@ def _parts_of(value: Any, depth: int) -> Iterator[bytes]:
 
 
 def _of_object(value: Any, depth: int) -> Iterator[bytes]:
-    """Attributes of a trainer's object, slots too."""
     kinds = (kind.__module__.partition(".")[0] for kind in type(value).__mro__)
     if not depth or isinstance(value, type | types.ModuleType) or "torch" in kinds:
         return
@@ -193,7 +190,6 @@ class CallGraph(NamedTuple):
         return cls(begin, next_number(), tuple(node for node in nodes if node is not None))
 
     def is_read_inside(self, loss: Tensor) -> bool:
-        """Whether a loss depends on something inside that is not the output."""
         todo, seen = [loss.grad_fn], set(self.outputs)
         while todo and len(seen) < NODES:
             node = todo.pop()
