@@ -33,11 +33,11 @@ from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.lab.plans.dealing import deal
 from megatron_prefix.lab.plans.dealt_tokens import dealt_tokens
 from megatron_prefix.lab.plans.job_plan import JobPlan, job_plan, message_seconds, rank_cost
+from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.lab.rl.baseline import PACK_TOKENS, pack_sizes
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.plan.cost import CostModel, features, stock_work
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Pairs, TreeOptions, build
 
 

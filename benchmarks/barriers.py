@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
+from megatron_prefix.lab.plans.timeline import Event, Timeline, simulate
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.planner import backward_order
-from megatron_prefix.plan.simulator import Cost, Event, Timeline, simulate, token_cost
+from megatron_prefix.plan.walk import Cost, token_cost
 from megatron_prefix.tree import Forest, Segment, trees
 
 PHASES = "ABC"

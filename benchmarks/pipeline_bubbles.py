@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 from benchmarks.barriers import barrier_plan, simulate_with_barriers
 from benchmarks.pipeline_picture import flat_groups
+from megatron_prefix.lab.plans.timeline import Timeline, simulate
 from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
-from megatron_prefix.plan.simulator import Timeline, simulate
 
 CASES = ((10240, 2048, 16, 4), (10240, 2048, 8, 4), (8192, 1024, 16, 4), (10240, 2048, 8, 8))
 COLUMNS = ("barriers", "prefix whole", "in chunks", "in chunks, running ahead (default)")

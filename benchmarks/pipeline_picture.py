@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.barriers import barrier_plan, simulate_with_barriers
+from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.lab.view.drawing import comparison_svg
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
-from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 
 GROUPS, ROLLOUTS, PROMPT, RESPONSE, STAGES = 4, 8, 10240, 2048, 4

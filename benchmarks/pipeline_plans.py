@@ -34,12 +34,13 @@ from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
+from megatron_prefix.lab.plans.timeline import Timeline, simulate
 from megatron_prefix.lab.rl.report_numbers import timeline
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.cost import CostModel
-from megatron_prefix.plan.simulator import Cost, Timeline, simulate
+from megatron_prefix.plan.walk import Cost
 from megatron_prefix.tree import Segment, build
 
 LAYOUT = Layout(pp=2)

@@ -2,14 +2,14 @@
 
 A plan is data: one line a rank, one cell an action. `F3` is the forward of segment 3, `B3` its
 backward; with virtual stages `F3.1` is the forward on model chunk 1 of that rank. Sends and
-receives between stages are not written: a stage receives right before the action that needs the
-message and sends right after the action that made it. torch.distributed.pipelining prints its
-schedules in the same way. Those between data-parallel ranks are: `S3>1` sends to rank 1, `R3<1`
-receives from it (`S3.1>0` on model chunk 1).
+receives between stages are not written: see plan/timetable.py. Those between data-parallel ranks
+are: `S3>1` sends to rank 1, `R3<1` receives from it (`S3.1>0` on model chunk 1).
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,10 +18,12 @@ from megatron_prefix.tree import Segment
 
 ON_DEVICE = ("retain", "recompute_act")
 POLICIES = (*ON_DEVICE, "offload", "recompute")
-"""What a segment can keep between its forward and its backward; see PrefixConfig.memory. Waves keep
+"""What a segment keeps between its forward and its backward; see PrefixConfig.memory. Waves keep
 it on the device."""
 SIGNS = {"S": ">", "R": "<"}
 """Before the peer of an action."""
+STEP = {"F": 1, "B": -1}
+"""Stages between an action and the one that needs what it makes."""
 
 
 class Action(NamedTuple):
@@ -46,13 +48,7 @@ class Action(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A segment that this rank computes and another data-parallel rank reads.
-
-    Attributes:
-        segment: index in F-order.
-        peer: the data-parallel rank that gets its payload.
-        spans: numbers of the segment's spans that the peer gets.
-    """
+    """Spans of a segment that this rank computes and another data-parallel rank, `peer`, reads."""
 
     segment: int
     peer: int
@@ -80,13 +76,12 @@ class Plan:
     """What every rank of a pipeline does in one step.
 
     Attributes:
-        segments: the step's segments in F-order.
+        segments: in F-order.
         programs: per pipeline rank its actions in order.
         num_chunks: model chunks a rank (virtual stages), 1 without interleaving.
         policies: per segment one of POLICIES; empty: all retain.
         transfers: payloads that this data-parallel rank sends, one of each segment and peer.
-        sent: what of each segment crosses, for the memory that it takes; empty: nothing. Not in a
-            file.
+        sent: per segment what crosses, for the memory that it takes; empty: nothing. Not in a file.
     """
 
     segments: tuple[Segment, ...]
@@ -98,29 +93,43 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """Pipeline size."""
         return len(self.programs)
+
+    @property
+    def num_stages(self) -> int:
+        return self.num_ranks * self.num_chunks
 
     @property
     def crosses(self) -> bool:
         """Whether segments cross data-parallel ranks."""
         return bool(self.transfers) or any(segment.source >= 0 for segment in self.segments)
 
-    @property
-    def num_stages(self) -> int:
-        """Pipeline size times virtual stages."""
-        return self.num_ranks * self.num_chunks
+    @functools.cached_property
+    def peak_positions(self) -> tuple[int, ...]:
+        """Per rank the most positions that it computes and holds between forward and end of
+        backward; one on one of v model chunks counts 1/v (rounded up)."""
+        held = [0 if one.source >= 0 else one.padded_length for one in self.segments]
+        peaks = (
+            max(itertools.accumulate((STEP[kind] * held[i] for kind, i, *_ in program), initial=0))
+            for program in self.programs
+        )
+        return tuple(-(-peak // self.num_chunks) for peak in peaks)
 
     def stage(self, rank: int, chunk: int) -> int:
         """Stage that model chunk `chunk` of a pipeline rank holds, counted from the embedding."""
         return chunk * self.num_ranks + rank
+
+    def receiver(self, rank: int, action: Action) -> tuple[int, Action] | None:
+        """Rank and action that need what an action makes; None at the end of the pipeline."""
+        kind, index, chunk, _ = action
+        chunk, rank = divmod(self.stage(rank, chunk) + STEP[kind], self.num_ranks)
+        return (rank, Action(kind, index, chunk)) if 0 <= chunk < self.num_chunks else None
 
     def actions_of(self, rank: int, chunk: int) -> list[tuple[str, int]]:
         """("F" or "B", segment) of one model chunk of a rank, in order."""
         return [(kind, index) for kind, index, on, _ in self.programs[rank] if on == chunk]
 
     def policy(self, index: int) -> str:
-        """What a segment keeps between its forward and its backward."""
         return self.policies[index] if self.policies else "retain"
 
 

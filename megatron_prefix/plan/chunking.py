@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.cost import CostModel
-from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
-from megatron_prefix.plan.simulator import Cost, simulate
+from megatron_prefix.plan.planner import best_plan, make_plan
+from megatron_prefix.plan.walk import Cost, seconds_of, walk
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, Tries, find_shared
 
 _SHARES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
@@ -89,10 +89,8 @@ class ChunkChooser:
         def tried(planner: Callable[..., Plan], chunk_tokens: int) -> tuple[float, int, int]:
             forest = forests[chunk_tokens]
             plan = planner(forest, self._num_ranks, microbatches=microbatch_of, **self._options)
-            timeline = simulate(
-                plan, cost=self._cost, ready_after=loss_ready_after(forest, microbatch_of)
-            )
-            return timeline.makespan, len(forest.segments), chunk_tokens
+            time = walk(plan, seconds_of(plan, self._cost))
+            return time, len(forest.segments), chunk_tokens
 
         first = sorted(tried(make_plan, chunk_tokens) for chunk_tokens in lengths)
         return min(tried(best_plan, chunk_tokens) for *_, chunk_tokens in first[:_FINALISTS])[2]

@@ -1,11 +1,12 @@
-"""When sums of routers' counts over data-parallel ranks begin, in a plan, and that none is waited
+"""When sums of routers' counts over data-parallel ranks begin in a plan, and that none is waited
 for that cannot have begun.  Pure.
 
 moe/group_counts.py says what they are and why waiting for them ends.  A sum is a kernel of a stream
 of its own, and on a device with one queue (CUDA_DEVICE_MAX_CONNECTIONS=1) one behind another that
 has not ended holds up everything.  So a sum begins early only if no other is under way that no
 backward has waited for; the rest begin right before the backward that waits for them.  Ranks that
-share experts begin a sum behind the same action, when all of them have counted what it sums.
+share experts begin a sum behind the same action, when all of them have counted what it sums: plan
+and microbatches are those of all these ranks.
 """
 
 from __future__ import annotations
@@ -18,45 +19,30 @@ from megatron_prefix.plan.actions import Plan
 
 
 def progress(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[tuple[int, int]]:
-    """Per action of a rank the number of microbatches counted before it, and the number needed.
+    """Per action of a pipeline rank: of how many microbatches, from the first on, all forwards have
+    counted before it, and for the sums of how many it waits.
 
     Args:
-        plan: the step's plan.
+        plan: of the step.
         rank: in the pipeline.
         microbatch_of: the trainer's microbatch of each rollout.
-
-    Returns:
-        (microbatches 0, 1, ... that all forwards before the action have counted, microbatches whose
-        sums it waits for).
     """
-    through = [
-        {microbatch_of[rollout] for span in segment.spans for rollout in span.rollouts}
-        for segment in plan.segments
-    ]
+    through = [segment.microbatches(microbatch_of) for segment in plan.segments]
     missing = [0] * (max(microbatch_of, default=-1) + 1)
-    for microbatches in through:
-        for microbatch in microbatches:
-            missing[microbatch] += plan.num_chunks
+    for microbatch in itertools.chain.from_iterable(through):
+        missing[microbatch] += plan.num_chunks
     steps, done = [], 0
-    for action in plan.programs[rank]:
-        backward = action.kind == "B"
-        steps.append((done, 1 + max(through[action.segment], default=-1) if backward else 0))
-        if not backward:
-            for microbatch in through[action.segment]:
-                missing[microbatch] -= 1
-            while done < len(missing) and not missing[done]:
-                done += 1
+    for kind, index, *_ in plan.programs[rank]:
+        steps.append((done, 1 + max(through[index], default=-1) if kind == "B" else 0))
+        for microbatch in through[index] if kind == "F" else ():
+            missing[microbatch] -= 1
+        while done < len(missing) and not missing[done]:
+            done += 1
     return steps
 
 
 def prove(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> None:
     """Refuses a plan, a user's own, whose backwards would wait for sums that come after them.
-
-    Args:
-        plan: on the segments of all ranks that share experts: what one of them waits for all must
-            have started.
-        rank: in the pipeline.
-        microbatch_of: of each rollout of theirs.
 
     Raises:
         UserError: naming the action.
@@ -71,13 +57,7 @@ def prove(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> None:
 
 
 def sums_behind(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[int]:
-    """Per action of a rank how many sums have begun before the next one.
-
-    Args:
-        plan: on the segments of all ranks that share experts.
-        rank: in the pipeline.
-        microbatch_of: of each rollout of theirs.
-    """
+    """Per action of a pipeline rank how many sums have begun before the next one."""
     steps = progress(plan, rank, microbatch_of)
     begun, waited, begun_behind = 0, 0, []  # waited: sums that an action before has waited for
     for (_, needed), (counted, next_needed) in itertools.pairwise([*steps, (0, 0)]):

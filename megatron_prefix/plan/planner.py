@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
-from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.simulator import simulate
+from megatron_prefix.plan.actions import STEP, Action, Plan
+from megatron_prefix.plan.check import check_plan
+from megatron_prefix.plan.walk import first_arrivals, seconds_of, walk
 from megatron_prefix.tree import Forest, Segment
+from megatron_prefix.tree.forest import Exchange
 
 
 def backward_order(
@@ -62,25 +64,14 @@ def loss_ready_after(forest: Forest, microbatches: Sequence[int] | None = None) 
         microbatches: the trainer's microbatch of each rollout (default: one rollout each).
     """
     microbatch_of = range(len(forest.num_positions)) if microbatches is None else microbatches
-    owners = [
-        {microbatch_of[rollout] for span in segment.spans for rollout in span.rollouts}
-        for segment in forest.segments
-    ]
-    last = {
-        microbatch: index
-        for index, microbatches_of in enumerate(owners)
-        for microbatch in microbatches_of
-    }
+    through = [segment.microbatches(microbatch_of) for segment in forest.segments]
+    last = {microbatch: index for index, some in enumerate(through) for microbatch in some}
     if forest.ordered:
         running = itertools.accumulate((last[m] for m in sorted(last)), max)
         last = dict(zip(sorted(last), running, strict=True))
     return [
-        max([index, *(last[microbatch] for microbatch in microbatches_of)])
-        if segment.scored
-        else index
-        for index, (segment, microbatches_of) in enumerate(
-            zip(forest.segments, owners, strict=True)
-        )
+        max([index, *(last[microbatch] for microbatch in some)]) if segment.scored else index
+        for index, (segment, some) in enumerate(zip(forest.segments, through, strict=True))
     ]
 
 
@@ -112,12 +103,11 @@ def make_plan(
 ) -> Plan:
     """The program of every rank: warm-up, one backward one forward, drain.
 
-    Simulates all ranks and writes down what they do. A forward takes its positions as time, a
-    backward twice that. Each rank takes its next forward or its next backward, whichever can start
-    first, on a tie the forward; it runs ahead of its backwards only as far as `run_ahead` and
-    `max_live_positions` allow. Programs that came out of a run cannot deadlock, however long
-    actions really take. Some rank can always go on: the one furthest behind in its backwards may
-    run all forwards that its next backward needs, on every stage.
+    Plays all ranks and writes down what they do. Each takes its next forward or its next backward,
+    whichever can start first, on a tie the forward; it runs ahead of its backwards only as far as
+    `run_ahead` and `max_live_positions` allow. Programs that came out of a run cannot deadlock,
+    however long actions really take. Some rank can always go on: the one furthest behind in its
+    backwards may run all forwards that its next backward needs, on every stage.
 
     Args:
         forest: the step's segments.
@@ -129,25 +119,13 @@ def make_plan(
             needed, without Megatron's warm-up of virtual stages. None: as many as
             `max_live_positions` allows.
         group_size: Megatron's microbatch_group_size_per_vp_stage; default: the pipeline size.
-        max_live_positions: a rank runs no forward ahead that would make it hold more positions for
-            backward (over all its model chunks; one on one of v counts 1/v). 0: no limit.
+        max_live_positions: a rank runs no forward ahead that would make it hold more positions (see
+            `Plan.peak_positions`). 0: no limit.
     """
-    size = (group_size or num_ranks) if num_chunks > 1 else 1
-    ready_after = loss_ready_after(forest, microbatches)
-    chunks, order = range(num_chunks), backward_order(forest.segments, ready_after)
-    forwards = chunk_turns(range(len(forest.segments)), chunks, size)
-    backwards = chunk_turns(order, chunks[::-1], size)  # the last model chunk first
-    place = {item: position for position, item in enumerate(forwards)}
-    demands = (place[ready_after[segment], num_chunks - 1] + 1 for segment, _ in backwards)
     orders = _Orders(
-        forwards, backwards, list(itertools.accumulate(demands, max)),
-        (num_chunks - 1) * size + 1 if run_ahead != 0 else 0,
-        [place[index, num_chunks - 1] for index in ready_after],
-        [segment.padded_length if segment.source < 0 else 0 for segment in forest.segments],
-        num_ranks, num_chunks,
-    )  # fmt: skip
-    programs = _Merge(orders, run_ahead, max_live_positions).run()
-    return Plan(forest.segments, programs, num_chunks)
+        forest, num_ranks, num_chunks, loss_ready_after(forest, microbatches), group_size
+    )
+    return orders.merged(run_ahead, max_live_positions)
 
 
 def best_plan(
@@ -165,125 +143,134 @@ def best_plan(
     0. That shortens most steps, those with virtual stages most; which one is best depends on the
     trees.
     """
-
-    def made(lookahead: int | None, most: int) -> Plan:
-        plan = make_plan(
-            forest, num_ranks, num_chunks=num_chunks, microbatches=microbatches,
-            run_ahead=lookahead, group_size=group_size, max_live_positions=most,
-        )  # fmt: skip
-        return with_crossing(plan, forest)
-
-    first = made(run_ahead, 0)
-    if num_ranks == 1:
-        return first
     ready_after = loss_ready_after(forest, microbatches)
-    base = simulate(first, ready_after=ready_after)
-    tried = [(base.makespan, 0, first)]
-    for number, lookahead in enumerate((run_ahead + 4, None), start=1):
-        plan = made(lookahead, base.peak_live_positions)
-        timeline = simulate(plan, ready_after=ready_after)
-        if timeline.peak_live_positions <= base.peak_live_positions:
-            tried.append((timeline.makespan, number, plan))
-    return min(tried, key=lambda item: item[:2])[2]
+    orders = _Orders(forest, num_ranks, num_chunks, ready_after, group_size)
+    plans = [with_crossing(orders.merged(run_ahead, 0), forest)]
+    if num_ranks == 1:
+        return plans[0]
+    most = max(plans[0].peak_positions)
+    for lookahead in (run_ahead + 4, None):
+        plan = with_crossing(orders.merged(lookahead, most), forest)
+        if max(plan.peak_positions) <= most:
+            plans.append(plan)
+    seconds = seconds_of(plans[0])
+    best = min(plans, key=lambda plan: walk(plan, seconds))
+    check_plan(best, ready_after)
+    return best
 
 
-class _Orders(NamedTuple):
-    """What all ranks of a plan have in common.
+class _Orders:
+    """What all ranks of a forest's plans have in common.
 
     Attributes:
-        forwards, backwards: (segment, model chunk) in F-order and B-order.
+        actions: by kind in F-order and B-order, segments on model chunks.
         least: per backward the number of forwards that a rank must have run before.
-        warm_up: forwards that a rank runs before its first backward in Megatron's schedule; it
-            stays as many ahead, as far as memory allows.
         scored_at: per segment the forward on the last stage that completes its loss.
-        positions: per segment.
-        num_ranks, num_chunks: the pipeline.
+        positions, times: per segment, and of its "F" and "B" on one model chunk.
+        group_size: segments of a chunk in turn.
     """
 
-    forwards: list[tuple[int, int]]
-    backwards: list[tuple[int, int]]
-    least: list[int]
-    warm_up: int
-    scored_at: list[int]
-    positions: list[int]
-    num_ranks: int
-    num_chunks: int
+    def __init__(
+        self,
+        forest: Forest,
+        num_ranks: int,
+        num_chunks: int,
+        ready_after: Sequence[int],
+        group_size: int | None,
+    ) -> None:
+        self.segments, self.num_ranks, self.num_chunks = forest.segments, num_ranks, num_chunks
+        self.group_size = (group_size or num_ranks) if num_chunks > 1 else 1
+        chunks, order = range(num_chunks), backward_order(forest.segments, ready_after)
+        forwards = chunk_turns(range(len(order)), chunks, self.group_size)
+        backwards = chunk_turns(order, chunks[::-1], self.group_size)  # the last chunk first
+        self.actions = {
+            kind: [Action(kind, *turn) for turn in turns]
+            for kind, turns in (("F", forwards), ("B", backwards))
+        }
+        place = {turn: position for position, turn in enumerate(forwards)}
+        self.scored_at = [place[index, num_chunks - 1] for index in ready_after]
+        demands = (self.scored_at[index] + 1 for index, _ in backwards)
+        self.least = list(itertools.accumulate(demands, max))
+        self.positions = [one.padded_length if one.source < 0 else 0 for one in forest.segments]
+        self.times = {
+            kind: [positions * passes / num_chunks for positions in self.positions]
+            for kind, passes in (("F", 1), ("B", 2))
+        }
+
+    def merged(self, run_ahead: int | None, max_live_positions: int) -> Plan:
+        """See `make_plan`."""
+        programs = _Merge(self, run_ahead, max_live_positions).run()
+        return Plan(self.segments, programs, self.num_chunks)
 
 
 class _Merge:
-    """Simulates all ranks and writes their programs down."""
+    """Plays all ranks and writes their programs down."""
 
     def __init__(self, orders: _Orders, run_ahead: int | None, max_live_positions: int) -> None:
-        # A position on one of v model chunks counts 1/v, as in the simulator.
-        self.orders, self.max_live_positions = orders, max_live_positions * orders.num_chunks
-        ranks = range(orders.num_ranks)
-        behind = range(orders.num_ranks - 1, -1, -1)  # stages after each rank's own
-        most = len(orders.forwards)
-        self.lookahead = [most if run_ahead is None else run_ahead * stages for stages in behind]
-        self.clock = [0.0] * orders.num_ranks
-        self.live = [0] * orders.num_ranks
-        self.done = {kind: [0] * orders.num_ranks for kind in "FB"}
-        # When a stage has finished a segment; its neighbour can start then.
-        self.finished: dict[tuple[str, int, int], float] = {}
-        self.programs: list[list[Action]] = [[] for _ in ranks]
+        num_ranks, num_chunks = orders.num_ranks, orders.num_chunks
+        self.orders, self.num_actions = orders, len(orders.actions["F"])
+        # A position on one of v model chunks counts 1/v, as in `Plan.peak_positions`.
+        self.limit = max_live_positions * num_chunks or math.inf
+        # Forwards before the first backward in Megatron's schedule; a rank stays as many ahead.
+        self.warm_up = (num_chunks - 1) * orders.group_size + 1 if run_ahead != 0 else 0
+        behind = range(num_ranks - 1, -1, -1)  # stages after each rank's own
+        self.lookahead = [
+            self.num_actions if run_ahead is None else run_ahead * stages for stages in behind
+        ]
+        self.arrivals = first_arrivals(num_ranks * num_chunks, [math.inf] * len(orders.positions))
+        self.clock, self.live = [0.0] * num_ranks, [0] * num_ranks
+        self.done = {kind: [0] * num_ranks for kind in STEP}
+        self.programs: list[list[Action]] = [[] for _ in range(num_ranks)]
 
     def run(self) -> tuple[tuple[Action, ...], ...]:
-        """Runs the rank that can start first, until all backwards are done."""
-        choices = [self._choice(rank) for rank in range(self.orders.num_ranks)]
-        for _ in range(2 * self.orders.num_ranks * len(self.orders.forwards)):
-            ready = [(choice, rank) for rank, choice in enumerate(choices) if choice is not None]
-            if not ready:
-                raise RuntimeError("no rank can go on: the planner's rule is broken")
-            (start, _, kind), rank = min(ready)
-            self._take(rank, kind, start)
-            neighbour = (rank + (1 if kind == "F" else -1)) % self.orders.num_ranks
-            for changed in {rank, neighbour}:
-                choices[changed] = self._choice(changed)
+        """Runs the rank that can start first, until none can."""
+        num_ranks = self.orders.num_ranks
+        choices = [self._choice(rank) for rank in range(num_ranks)]
+        while (choice := min(choices))[0] < math.inf:
+            start, is_backward, rank = choice
+            neighbour = self._take("FB"[is_backward], rank, start) % num_ranks
+            choices[rank] = self._choice(rank)
+            if neighbour != rank:
+                choices[neighbour] = self._choice(neighbour)
+        if any(len(program) < 2 * self.num_actions for program in self.programs):
+            raise RuntimeError("no rank can go on: the planner's rule is broken")
         return tuple(map(tuple, self.programs))
 
-    def _choice(self, rank: int) -> tuple[float, int, str] | None:
-        """(start, preference, kind) of the rank's next action; None: it must wait."""
-        clock = self.clock[rank]
-        forward, backward = self._forward_ready(rank), self._backward_ready(rank)
-        if forward is not None and (backward is None or forward <= max(clock, backward)):
-            return max(clock, forward), 0, "F"
-        return None if backward is None else (max(clock, backward), 1, "B")
+    def _choice(self, rank: int) -> tuple[float, bool, int]:
+        """(start, whether it is a backward, rank) of a rank's next action; infinity: it waits."""
+        orders, clock, forward, backward = self.orders, self.clock[rank], math.inf, math.inf
+        num_forwards, num_backwards = self.done["F"][rank], self.done["B"][rank]
+        if num_forwards < self.num_actions:
+            _, index, chunk, _ = orders.actions["F"][num_forwards]
+            must = orders.least[num_backwards]
+            may = max(must, self.warm_up + num_backwards) + self.lookahead[rank]
+            fits = self.live[rank] + orders.positions[index] <= self.limit
+            if num_forwards < must or (num_forwards < may and fits):
+                forward = self.arrivals["F"][chunk * orders.num_ranks + rank][index]
+        if num_backwards < self.num_actions:
+            _, index, chunk, _ = orders.actions["B"][num_backwards]
+            stage = chunk * orders.num_ranks + rank
+            is_last = stage == orders.num_ranks * orders.num_chunks - 1
+            if not is_last or num_forwards > orders.scored_at[index]:
+                backward = self.arrivals["B"][stage][index]
+        start = clock if backward < clock else backward
+        if forward <= start:
+            return (clock if forward < clock else forward), False, rank
+        return start, True, rank
 
-    def _forward_ready(self, rank: int) -> float | None:
-        orders, position = self.orders, self.done["F"][rank]
-        if position == len(orders.forwards):
-            return None
-        index, chunk = orders.forwards[position]
-        backwards = self.done["B"][rank]
-        must = orders.least[backwards]
-        limit = max(must, orders.warm_up + backwards) + self.lookahead[rank]
-        too_many = 0 < self.max_live_positions < self.live[rank] + orders.positions[index]
-        if position >= must and (position >= limit or too_many):
-            return None
-        stage = chunk * orders.num_ranks + rank
-        return 0.0 if stage == 0 else self.finished.get(("F", stage - 1, index))
-
-    def _backward_ready(self, rank: int) -> float | None:
-        orders, position = self.orders, self.done["B"][rank]
-        if position == len(orders.backwards):
-            return None
-        index, chunk = orders.backwards[position]
-        stage = chunk * orders.num_ranks + rank
-        if stage < orders.num_ranks * orders.num_chunks - 1:
-            return self.finished.get(("B", stage + 1, index))
-        return 0.0 if self.done["F"][rank] > orders.scored_at[index] else None
-
-    def _take(self, rank: int, kind: str, start: float) -> None:
-        orders = self.orders
-        items = orders.forwards if kind == "F" else orders.backwards
-        index, chunk = items[self.done[kind][rank]]
-        self.done[kind][rank] += 1
-        positions = orders.positions[index]
-        self.live[rank] += positions if kind == "F" else -positions
-        end = start + positions * (1 if kind == "F" else 2) / orders.num_chunks
-        self.clock[rank] = end
-        self.finished[kind, chunk * orders.num_ranks + rank, index] = end
-        self.programs[rank].append(Action(kind, index, chunk))
+    def _take(self, kind: str, rank: int, start: float) -> int:
+        """Runs a rank's next action of a kind; returns the stage that its message goes to."""
+        orders, done = self.orders, self.done[kind]
+        action = orders.actions[kind][done[rank]]
+        index = action.segment
+        done[rank] += 1
+        self.live[rank] += STEP[kind] * orders.positions[index]
+        self.clock[rank] = end = start + orders.times[kind][index]
+        self.programs[rank].append(action)
+        stage = action.chunk * orders.num_ranks + rank + STEP[kind]
+        if 0 <= stage < orders.num_ranks * orders.num_chunks:
+            self.arrivals[kind][stage][index] = end
+        return stage
 
 
 # What crosses data-parallel ranks -----------------------------------------------------------------
@@ -307,18 +294,16 @@ def with_crossing(plan: Plan, forest: Forest) -> Plan:
     """
     if not forest.exchanges:
         return plan
-    chunks = range(plan.num_chunks)
-    crossing = {exchange.segment for exchange in forest.exchanges}
-    # In a level what a rank computes, then what it receives; backward the other way round.
-    source = {index: segment.source for index, segment in enumerate(forest.segments)}
-    levels = sorted(
-        forest.exchanges, key=lambda exchange: (exchange.level, source[exchange.segment] >= 0)
-    )
+
+    def place(exchange: Exchange) -> tuple[int, bool]:
+        """In a level what a rank computes, then what it receives; backward the other way round."""
+        return exchange.level, forest.segments[exchange.segment].source >= 0
+
+    levels = sorted(forest.exchanges, key=place)
+    chunks, crossing = range(plan.num_chunks), {exchange.segment for exchange in levels}
     begin = [Action("F", exchange.segment, chunk) for chunk in chunks for exchange in levels]
-    levels = [*reversed(forest.exchanges)]
-    levels.sort(key=lambda exchange: (-exchange.level, source[exchange.segment] < 0))
     end = [
-        Action("B", exchange.segment, chunk) for chunk in reversed(chunks) for exchange in levels
+        Action("B", exchange.segment, chunk) for chunk in chunks[::-1] for exchange in levels[::-1]
     ]
     programs = (
         (*begin, *(action for action in program if action.segment not in crossing), *end)

@@ -23,7 +23,7 @@ from megatron_prefix.plan.cost import (
     stock_work,
 )
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.plan.simulator import simulate
+from megatron_prefix.plan.walk import walk
 from megatron_prefix.tree import Forest, Segment, Span
 
 OVER_STOCK, LEAST_OVER = 0.05, 0.5 * 2**30
@@ -101,13 +101,12 @@ def _prefix(cost: CostModel, plan: Plan, kinds: str, num_pipelines: int) -> Feat
     computed = cost.of(total)
     if plan.num_ranks == 1 or computed <= 0:
         return total
-    prices, names = np.array(cost.prices), [*map(id, plan.segments)]
+    prices = np.array(cost.prices)
     seconds = {
-        kind: dict(zip(names, (rows @ prices).tolist(), strict=True))
+        kind: (rows @ prices * (1 / plan.num_chunks)).tolist()
         for kind, rows in (("F", forwards), ("B", backwards))
     }
-    timeline = simulate(plan, cost=lambda segment, kind: seconds[kind][id(segment)])
-    return total * (timeline.makespan / computed)
+    return total * (walk(plan, [seconds] * plan.num_stages) / computed)
 
 
 # Memory ------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ Ranks that keep to one order cannot wait in a circle even then. Of all that has 
 take the first in the order: every rank it concerns has done everything before it, so it can happen.
 (NCCL's user guide, "Using multiple NCCL communicators concurrently", also asks for one order.)
 
-The order is that of a simulated run: an action at the time it begins, a message at the time the
-action that makes it ends. So a send is issued right after its action and a receive before it is
-needed. Where streams are independent, only the action that uses a message waits for it.
+The order is that of a walk: an action at the time it begins, a message at the time the action that
+makes it ends. So a send is issued right after its action and a receive before it is needed. Where
+streams are independent, only the action that uses a message waits for it.
 
 Where prompts cross data-parallel ranks, pipelines with other segments wait for one another, stage
 by stage. So the order has *phases*, the same ones in all pipelines: forward the levels of the
@@ -26,22 +26,16 @@ rank, and nothing of a later one. A receive for the next phase waits until the l
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.simulator import Event, simulate
+from megatron_prefix.plan.walk import seconds_of, walk
 
 
 class StageMessage(NamedTuple):
-    """What a stage sends to its neighbour.
-
-    Attributes:
-        sender, receiver: pipeline ranks.
-        made_by: the sender's action that makes it.
-        used_by: the receiver's action that needs it.
-    """
+    """Of two neighbours in a pipeline: the sender's action that makes a message, and the receiver's
+    that needs it."""
 
     sender: int
     receiver: int
@@ -52,34 +46,39 @@ class StageMessage(NamedTuple):
 Levels = tuple[tuple[int, int], ...]
 """Segments that cross data-parallel ranks, each with its level; see tree.forest.Exchange."""
 
+Phase = tuple[int, int, int]
 _OWN = (1, 0, 0)
 """The phase of what ranks run for themselves."""
 
 
 @functools.lru_cache(maxsize=4)
-def timetable(plan: Plan, levels: Levels = ()) -> tuple[Event | StageMessage, ...]:
-    """The order of all actions and messages; the same on every rank for the same arguments.
+def timetable(plan: Plan, levels: Levels = ()) -> tuple[tuple[int, Action] | StageMessage, ...]:
+    """The order of all actions, each with its rank, and messages.
 
     Args:
         plan: any plan that can run.
         levels: of what crosses; the plan is one of `planner.with_crossing`.
 
     Raises:
-        PlanError: the plan cannot run.
+        PlanError: ranks wait in a circle.
     """
-    entries: list[tuple[tuple[int, int, int], float, int, Event | StageMessage]] = []
+    entries: list[tuple[tuple[Phase, float, int, int], tuple[int, Action] | StageMessage]] = []
     level_of = dict(levels)
-    for event in simulate(plan).events:
-        clock = phase(event.action, level_of)
-        entries.append((clock, event.start, 1, event))
-        message = _message(plan, event)
-        if message is not None:
-            entries.append((clock, event.end, 0, message))  # before the actions that begin then
-    entries.sort(key=lambda entry: entry[:3])  # a stable sort, so ties are in one order, too
-    return tuple(entry for *_, entry in entries)
+
+    def enter(rank: int, action: Action, begin: float, end: float) -> None:
+        when = phase(action, level_of)
+        entries.append(((when, begin, 1, rank), (rank, action)))
+        receiver = plan.receiver(rank, action)
+        if receiver is not None and plan.segments[action.segment].source < 0:
+            message = StageMessage(rank, receiver[0], action, receiver[1])
+            entries.append(((when, end, 0, rank), message))  # before the actions that begin then
+
+    walk(plan, seconds_of(plan), enter)
+    entries.sort(key=lambda entry: entry[0])  # stable: those of a rank stay in order
+    return tuple(entry for _, entry in entries)
 
 
-def phase(action: Action, level_of: Mapping[int, int]) -> tuple[int, int, int]:
+def phase(action: Action, level_of: Mapping[int, int]) -> Phase:
     """The phase of an action, and of the message that it makes; later ones are larger."""
     level = level_of.get(action.segment)
     if level is None:
@@ -100,45 +99,18 @@ class Gap(NamedTuple):
 
 
 def message_gaps(plan: Plan, rank: int, levels: Levels = ()) -> list[Gap]:
-    """A rank's messages: those before its first action, between it and the next, and so on.
-
-    Args:
-        plan, levels: see `timetable`.
-        rank: pipeline rank.
-    """
+    """A rank's messages: those before its first action, between it and the next, and so on; see
+    `timetable`."""
     gaps: list[list[StageMessage]] = [[]]
     for entry in timetable(plan, levels):
-        if isinstance(entry, Event):
-            if entry.rank == rank:
-                gaps.append([])
-        elif rank in (entry.sender, entry.receiver):
+        if not isinstance(entry, StageMessage):
+            gaps += [[]] if entry[0] == rank else []
+        elif rank in entry[:2]:
             gaps[-1].append(entry)
     level_of = dict(levels)
-    phases = [phase(action, level_of) for action in plan.programs[rank]]
-    first, last = phases[:1] or [_OWN], phases[-1:] or [_OWN]
-    bounds = itertools.pairwise([*first, *phases, *last])
-    return [_gap(gap, level_of, *pair) for gap, pair in zip(gaps, bounds, strict=True)]
-
-
-def _gap(
-    messages: Sequence[StageMessage],
-    level_of: Mapping[int, int],
-    before: tuple[int, int, int],
-    after: tuple[int, int, int],
-) -> Gap:
-    """Messages between actions of two phases."""
-    early = (message for message in messages if phase(message.made_by, level_of) < after)
-    num = len(messages) if before == after else len([*early])
-    return Gap(tuple(messages[:num]), tuple(messages[num:]))
-
-
-def _message(plan: Plan, event: Event) -> StageMessage | None:
-    """The message that an action makes, if any."""
-    if plan.segments[event.action.segment].source >= 0:
-        return None
-    step = 1 if event.action.kind == "F" else -1
-    stage = plan.stage(event.rank, event.action.chunk) + step
-    if not 0 <= stage < plan.num_stages:
-        return None
-    used_by = event.action._replace(chunk=stage // plan.num_ranks)
-    return StageMessage(event.rank, stage % plan.num_ranks, event.action, used_by)
+    phases = [phase(action, level_of) for action in plan.programs[rank]] or [_OWN]
+    split = []
+    for gap, last, after in zip(gaps, [phases[0], *phases], [*phases, phases[-1]], strict=False):
+        num = sum(last == after or phase(one.made_by, level_of) < after for one in gap)
+        split.append(Gap(tuple(gap[:num]), tuple(gap[num:])))
+    return split

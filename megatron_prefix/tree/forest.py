@@ -298,6 +298,10 @@ class Segment(NamedTuple):
         segments = {span.parent.segment for span in self.spans if span.parent}
         return tuple(sorted(segments - {self.joined}))
 
+    def microbatches(self, microbatch_of: Sequence[int]) -> set[int]:
+        """The trainer's microbatches of its rollouts; `microbatch_of`: of each of the step's."""
+        return {microbatch_of[rollout] for span in self.spans for rollout in span.rollouts}
+
 
 def padded(spans: tuple[Span, ...], options: TreeOptions, *, inner: bool) -> tuple[Span, ...]:
     """A segment's spans with what it is padded by: at the end of its last leaf; behind spans that

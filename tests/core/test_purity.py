@@ -124,7 +124,7 @@ def test_imports_of_others_are_seen() -> None:
 
 
 def test_marks_are_found() -> None:
-    assert {"tree.build", "plan.simulator", "lab.runtime.layout", "lab.view.svg"} <= set(_marked())
+    assert {"tree.build", "plan.walk", "lab.runtime.layout", "lab.view.svg"} <= set(_marked())
 
 
 @pytest.mark.parametrize(

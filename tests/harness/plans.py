@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_prefix.lab.plans.timeline import Timeline, simulate
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
-from megatron_prefix.plan.simulator import Timeline, simulate
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 from tests.harness.trees import random_forest
 

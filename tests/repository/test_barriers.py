@@ -9,8 +9,8 @@ import pytest
 from benchmarks import pipeline_bubbles
 from benchmarks.barriers import barrier_plan, phase, simulate_with_barriers
 from benchmarks.pipeline_picture import picture
+from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.planner import loss_ready_after
-from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness.data import REPOSITORY
 from tests.harness.trees import flat_rollouts

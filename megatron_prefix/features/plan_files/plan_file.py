@@ -9,10 +9,10 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.features.plan_files.segments import check_segments
 from megatron_prefix.features.plan_files.table import from_csv, segment_cells
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.check import PlanError
+from megatron_prefix.plan.check import PlanError, check_plan
 from megatron_prefix.plan.files import read_text
 from megatron_prefix.plan.planner import loss_ready_after
-from megatron_prefix.plan.simulator import simulate
+from megatron_prefix.plan.walk import seconds_of, walk
 from megatron_prefix.tree import Forest, Segment
 
 
@@ -101,7 +101,8 @@ class PlanFile:
 
     def _prove(self, ready_after: Sequence[int] | None) -> None:
         try:
-            simulate(self.plan, ready_after=ready_after)
+            check_plan(self.plan, ready_after)
+            walk(self.plan, seconds_of(self.plan))
         except PlanError as error:
             line = str(error).partition("\n")[0]
             raise UserError(f"{self.path}: {line}; `megatron-prefix show` marks it") from None

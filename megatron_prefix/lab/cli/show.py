@@ -14,10 +14,10 @@ from megatron_prefix.lab.cli.outputs import check_outputs, write_text
 from megatron_prefix.lab.cli.report import facts, print_facts, print_json, print_records, print_rich
 from megatron_prefix.lab.plans.forest import forest_of
 from megatron_prefix.lab.plans.messages import without_messages
+from megatron_prefix.lab.plans.timeline import Timeline, simulate
 from megatron_prefix.lab.view.drawing import timeline_svg
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.check import PlanError
-from megatron_prefix.plan.simulator import Timeline, simulate
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.cli.outputs import write_text
+from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.lab.view.drawing import timeline_svg
 from megatron_prefix.lab.view.trace import chrome_trace
-from megatron_prefix.plan.simulator import simulate
 
 if TYPE_CHECKING:
     from megatron_prefix.lab.rl.trainer import Trainer

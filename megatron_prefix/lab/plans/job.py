@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_prefix.lab.plans.job_check import End, Job, first_action, last_action
+from megatron_prefix.lab.plans.timeline import Event, Timeline
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.simulator import Cost, Event, Timeline, token_cost
+from megatron_prefix.plan.walk import Cost, token_cost
 
 
 @dataclass(frozen=True)

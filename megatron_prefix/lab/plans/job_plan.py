@@ -15,7 +15,7 @@ from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.cost import FLOPS_PER_SECOND, CostModel
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
-from megatron_prefix.plan.simulator import Cost, token_cost
+from megatron_prefix.plan.walk import Cost, token_cost
 from megatron_prefix.tree import Forest, Pairs, TreeOptions
 from megatron_prefix.tree.build import find_below
 from megatron_prefix.tree.payload_map import Form

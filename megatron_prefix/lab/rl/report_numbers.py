@@ -6,9 +6,9 @@ import functools
 
 import torch
 
+from megatron_prefix.lab.plans.timeline import Event, Timeline, simulate
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.cost import CostModel
-from megatron_prefix.plan.simulator import Event, Timeline, simulate
 from megatron_prefix.run.agreement import all_say
 from megatron_prefix.run.report import StepReport, Stopwatch
 
@@ -72,6 +72,6 @@ def timeline(stopwatch: Stopwatch, plan: Plan) -> Timeline:
         events=events,
         makespan=max((event.end for event in events), default=0.0),
         busy=tuple(sum(end - begin for _, begin, end in marks) for marks in ranks),
-        peak_positions=simulate(plan).peak_positions,
+        peak_positions=plan.peak_positions,
         unit="ms",
     )

@@ -13,9 +13,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megatron_prefix.lab.plans.job import JobTimeline
+from megatron_prefix.lab.plans.timeline import Event, Timeline
 from megatron_prefix.lab.view import svg
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.simulator import Event, Timeline
 from megatron_prefix.tree import Segment, Span, trees
 
 # Widths and heights, in pixels.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_prefix.lab.plans.job import JobTimeline
+from megatron_prefix.lab.plans.timeline import Event, Timeline
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.simulator import Event, Timeline
 from megatron_prefix.tree import Segment, trees
 
 _KINDS = {"F": "forward", "B": "backward", "S": "send", "R": "receive"}

@@ -259,10 +259,7 @@ def _turns(
     forest: Forest, microbatch_of: Sequence[int], num: int
 ) -> tuple[list[int], list[list[int]]]:
     """Of every microbatch its last segment, and of every segment its microbatches."""
-    through = [
-        sorted({microbatch_of[rollout] for span in segment.spans for rollout in span.rollouts})
-        for segment in forest.segments
-    ]
+    through = [sorted(segment.microbatches(microbatch_of)) for segment in forest.segments]
     ready_after = [-1] * num
     for index, microbatches in enumerate(through):
         for microbatch in microbatches:

@@ -8,10 +8,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan import chunking
 from megatron_prefix.plan.chunking import TOKENS, ChunkChooser
 from megatron_prefix.plan.planner import best_plan
-from megatron_prefix.plan.simulator import Cost, simulate, token_cost
+from megatron_prefix.plan.walk import Cost, token_cost
 from megatron_prefix.tree import Pairs, TreeOptions, find_shared
 from tests.harness.trees import flat_rollouts
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from megatron_prefix.features.plan_files.segments import check_segments
 from megatron_prefix.features.plan_files.table import from_csv, to_csv
+from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.joint_forest import JointForest, joint_forest
 from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
-from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.run.execute.memory_control import longest_segments
 from megatron_prefix.tree import Forest, Pairs, Place, Segment, Span, TreeOptions, build
 from megatron_prefix.tree.packing import MicrobatchRows

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_prefix.lab.plans.timeline import Timeline, simulate
 from megatron_prefix.plan.actions import Action
 from megatron_prefix.plan.planner import (
     backward_order,
@@ -17,7 +18,6 @@ from megatron_prefix.plan.planner import (
     loss_ready_after,
     make_plan,
 )
-from megatron_prefix.plan.simulator import Timeline, simulate
 from megatron_prefix.tree import Forest, TreeOptions, build
 from tests.harness.fuzzing import rounds
 from tests.harness.trees import (

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.plan_files.segments import check_segments
+from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.check import PlanError, check_plan, marked_grid
 from megatron_prefix.plan.planner import loss_ready_after
-from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Place, Segment, Span, build
 from tests.harness.fuzzing import rounds
 from tests.harness.trees import (

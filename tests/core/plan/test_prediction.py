@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.cost import CostModel, Work, action_features, features, segment_work
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.plan.prediction import predict
-from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest
 from tests.harness.trees import flat_forest
 

@@ -6,10 +6,10 @@ import pytest
 
 from megatron_prefix.config import SEGMENT_TOKENS, PrefixConfig
 from megatron_prefix.errors import UserError
+from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.joint_forest import JointForest
-from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.plan.step_planner import StepPlanner, Verdict, fitting
 from tests.harness.trees import flat_rollouts
 

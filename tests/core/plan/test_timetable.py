@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan, make_plan
-from megatron_prefix.plan.simulator import Event, simulate
 from megatron_prefix.plan.timetable import StageMessage, message_gaps, timetable
 from megatron_prefix.run.execute import messages
 from megatron_prefix.run.execute.messages import Channels
@@ -155,9 +155,8 @@ def test_messages_leave_after_their_action_and_arrive_before_use(num_ranks, num_
     plan = make_plan(forest, num_ranks, num_chunks=num_chunks)
     place: dict[Any, int] = {}
     for number, entry in enumerate(timetable(plan)):
-        key = (entry.rank, entry.action) if isinstance(entry, Event) else entry
-        assert key not in place
-        place[key] = number
+        assert entry not in place
+        place[entry] = number
     messages = [key for key in place if isinstance(key, StageMessage)]
     assert len(messages) == 2 * (plan.num_stages - 1) * len(forest.segments)
     for sender, receiver, made_by, used_by in messages:
@@ -168,9 +167,8 @@ def test_messages_leave_after_their_action_and_arrive_before_use(num_ranks, num_
         stages = plan.stage(sender, made_by.chunk), plan.stage(receiver, used_by.chunk)
         assert stages[1] - stages[0] == step
     for rank in range(num_ranks):
-        events = [entry for entry in timetable(plan) if isinstance(entry, Event)]
-        mine = tuple(event.action for event in events if event.rank == rank)
-        assert mine == plan.programs[rank]
+        actions = [entry for entry in timetable(plan) if not isinstance(entry, StageMessage)]
+        assert tuple(action for of, action in actions if of == rank) == plan.programs[rank]
         gaps = message_gaps(plan, rank)
         assert len(gaps) == len(plan.programs[rank]) + 1
         ours = [m for m in sorted(messages, key=place.__getitem__) if rank in m[:2]]

@@ -14,8 +14,8 @@ from megatron_prefix.features.across.owners import EVEN
 from megatron_prefix.features.plan_files.table import from_csv, to_csv
 from megatron_prefix.lab.plans.job import JobTimeline, simulate_job
 from megatron_prefix.lab.plans.messages import with_messages, without_messages
+from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
-from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Pairs, TreeOptions
 from megatron_prefix.tree.build import find_below
 from megatron_prefix.tree.common_spans import CommonSpan

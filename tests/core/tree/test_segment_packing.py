@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_prefix.lab.data.pairs import pairs_of_groups
+from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
-from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, Pairs, Place, TreeOptions, build, find_shared
 from megatron_prefix.tree.nodes import Node, even_parts
 from megatron_prefix.tree.payload_map import payload_map

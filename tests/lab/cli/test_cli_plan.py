@@ -13,8 +13,8 @@ from megatron_prefix.features.plan_files.table import from_csv
 from megatron_prefix.lab.data.pairs import pairs_of
 from megatron_prefix.lab.data.rollouts import read_groups
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.layers.model import cost_of
-from megatron_prefix.plan.simulator import simulate
 from tests.harness import data
 from tests.harness.command_line import BUNDLED, failure, result, row, run
 from tests.harness.trees import trie_size

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from megatron_prefix.lab.plans.timeline import Event, Timeline, simulate
 from megatron_prefix.lab.view.trace import chrome_trace, job_trace
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.plan.simulator import Event, Timeline, simulate
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness.jobs import crossing_job
 from tests.harness.trees import flat_rollouts

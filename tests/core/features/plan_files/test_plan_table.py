@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.plan_files.table import from_csv, parse_action, to_csv
 from megatron_prefix.lab.plans.messages import without_messages
+from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.actions import Action, Plan, Transfer
 from megatron_prefix.plan.check import PlanError
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.tree import Forest, TreeOptions, build
 from tests.harness.fuzzing import rounds
 from tests.harness.trees import flat_rollouts, rollout_sets, tree_options

@@ -12,11 +12,11 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.features.plan_files.plan_file import PlanFile, read_plan
 from megatron_prefix.features.plan_files.table import to_csv
 from megatron_prefix.lab.plans.forest import forest_of
+from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
-from megatron_prefix.plan.simulator import simulate
 from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.tree import Forest, TreeOptions, build
 from tests.harness.trees import cells, flat_rollouts, with_programs

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.planner import loss_ready_after
-from megatron_prefix.plan.simulator import simulate, token_cost
+from megatron_prefix.plan.walk import token_cost
 from megatron_prefix.tree import Forest, Segment, Span, build
 from tests.harness.fuzzing import rounds
 from tests.harness.trees import (
