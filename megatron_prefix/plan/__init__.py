@@ -1,4 +1,4 @@
-"""Segments become a plan: which rank runs what, in which order, and what it costs. [pure]
+"""Segment trees -> order of actions -> one program a rank, and what it costs.
 
-Read actions.py, planner.py, simulator.py.
+Start with planner.py, then walk.py, which plays and so proves what the planner makes.
 """
