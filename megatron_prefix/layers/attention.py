@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import fused_yarn, precision
-from megatron_prefix.layers.kind import (
-    Heads,
-    Kind,
-    Override,
-    Running,
-    Slot,
-    owner,
-)
+from megatron_prefix.layers.kind import Heads, Kind, Override, Running, Slot, owner
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
 from megatron_prefix.refusals.table import (
@@ -64,10 +57,7 @@ FORWARDS = frozenset(
 by row, to its core attention; another one adds its name."""
 PASSED_OVER = {_QWEN3: "megatron.core.transformer.dot_product_attention.DotProductAttention"}
 """Core attention, or a base of it, in whose place such a forward does something of its own."""
-IGNORES_MASKS = {
-    "megatron.core.extensions.transformer_engine.TEDotProductAttention",
-    _QUANTISED,
-}
+IGNORES_MASKS = {"megatron.core.extensions.transformer_engine.TEDotProductAttention", _QUANTISED}
 """Of these, those that are causal whatever mask a call has if their attn_mask_type is `causal`;
 another one adds its name. Megatron's own puts a given mask in the causal one's place."""
 _ROTARY = "megatron.core.models.common.embeddings"

@@ -71,10 +71,8 @@ class MLA(Attention):
         ranks = config.kv_lora_rank + (config.q_lora_rank or 0)
         copies = (2 if form.fused_layers else 3) if config.qk_layernorm else 1
         latents = ranks / form.sequence_ranks
-        unread, again = (
-            (latents * copies + core_inputs) * size - precision.less(latents, config, form),
-            0.0,
-        )
+        unread = (latents * copies + core_inputs) * size - precision.less(latents, config, form)
+        again = 0.0
         inner = unread + ends * size + lse
         if form.selects("core_attn"):  # its inputs are saved
             inner, again = inner - lse, ends * size + lse

@@ -37,8 +37,4 @@ class _WithBackward(Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         pulled = ctx.pull(*gradients)
-        return (
-            None,
-            None,
-            *(pulled if isinstance(pulled, tuple) else (pulled,)),
-        )
+        return (None, None, *(pulled if isinstance(pulled, tuple) else (pulled,)))

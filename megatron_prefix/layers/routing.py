@@ -30,7 +30,8 @@ def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[.
     is_enabled, apply_bias = router.is_aux_loss_enabled, router._apply_expert_bias
 
     # verl's own `routing` counts tokens by itself.
-    may_count = router.enable_expert_bias and not _is_stock_routing(routing)
+    is_stock = getattr(routing, "__module__", "").startswith("megatron.core.")
+    may_count = router.enable_expert_bias and not is_stock
     counted = [False]
 
     def running() -> tuple[RouterLedger, int] | None:
@@ -78,10 +79,6 @@ def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[.
         "is_aux_loss_enabled": is_enabled_outside_segments,
         "_apply_expert_bias": bias_of_segment,
     }
-
-
-def _is_stock_routing(method: Callable[..., Any]) -> bool:
-    return getattr(method, "__module__", "").startswith("megatron.core.")
 
 
 def _accounted(

@@ -13,6 +13,8 @@ from typing import Any
 
 from megatron_prefix.errors import NOT_YET, WRONG, Refusal
 
+_TRAINERS = """Megatron-LM Megatron-RL Megatron-Bridge verl slime miles NeMo-RL ms-swift SkyRL RLinf
+AReaL ROLL""".split()
 GROUPS = {
     "config": "options of Megatron's TransformerConfig",
     "module": "layers and other modules of the model",
@@ -25,23 +27,7 @@ GROUPS = {
     "routes": "routers that follow given routes",
     "ranks": "ranks that have to do the same side by side",
     "package": "mistakes of this package, and steps that it could not undo",
-    **dict.fromkeys(
-        (
-            "Megatron-LM",
-            "Megatron-RL",
-            "Megatron-Bridge",
-            "verl",
-            "slime",
-            "miles",
-            "NeMo-RL",
-            "ms-swift",
-            "SkyRL",
-            "RLinf",
-            "AReaL",
-            "ROLL",
-        ),
-        "options of that trainer",
-    ),
+    **dict.fromkeys(_TRAINERS, "options of that trainer"),
 }
 """Values of `Refusal.where`, in the order in which they are listed."""
 

@@ -18,10 +18,7 @@ import torch.distributed as dist
 from megatron_prefix.errors import CannotShare, StepFailed, refused
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest, joint_forest
-from megatron_prefix.refusals.table import (
-    DIFFERENT_PROGRAMS,
-    UNEVEN_MICROBATCHES,
-)
+from megatron_prefix.refusals.table import DIFFERENT_PROGRAMS, UNEVEN_MICROBATCHES
 from megatron_prefix.tree import Forest
 
 MOST_HOSTS = 8

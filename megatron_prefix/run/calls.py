@@ -52,10 +52,7 @@ BLOCK = "extra_block_kwargs"
 FILLED_BY_MODEL = "output_processor_context"
 """Keyword for a dict that the model's head may fill: see read/heads.py."""
 
-REFUSED = {
-    "inference_context": INFERENCE_CONTEXT,
-    "inference_params": INFERENCE_PARAMS,
-}
+REFUSED = {"inference_context": INFERENCE_CONTEXT, "inference_params": INFERENCE_PARAMS}
 """Arguments of the model that cannot be given."""
 MASKS = ("attention_mask", "padding_mask")
 """Arguments of the model that segments do not have: see `check_masks`."""

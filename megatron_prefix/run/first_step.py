@@ -213,12 +213,8 @@ class FirstStep:
             state=None if self.suspended else self._state(),
         )  # fmt: skip
         self._number += 1
-        token = _running.set(step)
-        try:
+        with self._as_running(step):
             returned = self._function(*args, **kwargs)
-            self._ended(step)
-        finally:
-            _running.reset(token)
         if step.num_calls > 1:
             self._note(TWO_CALLS.given())
         self._called_always &= step.num_calls > 0
@@ -239,14 +235,19 @@ class FirstStep:
         self._seen += read
         return returned[0], functools.partial(self._loss, returned[1], step.number)
 
-    def _loss(self, function: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> Any:
-        loss = _RunningStep(number, resumed=self._marks(), after=self._state())
-        token = _running.set(loss)
+    @contextlib.contextmanager
+    def _as_running(self, step: _RunningStep) -> Iterator[None]:
+        token = _running.set(step)
         try:
-            returned = function(*args, **kwargs)
-            self._ended(loss)
+            yield
+            self._ended(step)
         finally:
             _running.reset(token)
+
+    def _loss(self, function: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> Any:
+        loss = _RunningStep(number, resumed=self._marks(), after=self._state())
+        with self._as_running(loss):
+            returned = function(*args, **kwargs)
         if loss.num_calls:
             self._note(CALL_IN_LOSS.given())
         graph = self._graphs.pop(number, None)

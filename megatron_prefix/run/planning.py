@@ -18,13 +18,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import StepFailed, refused
 from megatron_prefix.plan import count_sums
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.gate import (
-    Decision,
-    decide,
-    kept_to_limit,
-    unshared,
-    without_sharing,
-)
+from megatron_prefix.plan.gate import Decision, decide, kept_to_limit, unshared, without_sharing
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.prediction import Prediction, predict
 from megatron_prefix.plan.step_planner import Common, Judge, StepPlanner, Verdict, fitting
@@ -174,10 +168,8 @@ class Planning:
             raise problem
         if failed := next((error for error in by_rank if isinstance(error, str)), ""):
             raise StepFailed(f"the step ends on all ranks: {failed}")
-        length, rows = (
-            min(length for length, _ in by_rank),
-            MicrobatchRows.most(rows for _, rows in by_rank),
-        )
+        length = min(length for length, _ in by_rank)
+        rows = MicrobatchRows.most(rows for _, rows in by_rank)
         forest = planner.build_at(length, samples, microbatch_of, rows=rows)
         return replace(forest, ordered=True)
 

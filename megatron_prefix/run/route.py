@@ -53,9 +53,7 @@ class Requests:
     """
 
     def __init__(
-        self,
-        config: PrefixConfig,
-        kept: Mapping[Hashable, dict[str, dict[str, Any]]],
+        self, config: PrefixConfig, kept: Mapping[Hashable, dict[str, dict[str, Any]]]
     ) -> None:
         self._config, self._kept = config, kept
         self._errors: dict[Any, UserError | None] = {}

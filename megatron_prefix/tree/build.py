@@ -230,10 +230,7 @@ def _worth(
 
 
 def trie(
-    codes: Mapping[int, np.ndarray],
-    options: TreeOptions,
-    first: Mapping[int, int],
-    start: int,
+    codes: Mapping[int, np.ndarray], options: TreeOptions, first: Mapping[int, int], start: int
 ) -> list[Node]:
     """The compressed trie of codes, with boundaries rounded down to multiples of `boundary`.
 

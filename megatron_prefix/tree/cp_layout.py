@@ -53,11 +53,7 @@ def rank_positions(length: int, rank: int, size: int) -> Index:
     Raises:
         ValueError: `length` is not a multiple of 2*size.
     """
-    if size == 1:
-        return np.arange(length)
-    piece = _piece(length, size)
-    first = np.arange(piece)
-    return np.concatenate([first + rank * piece, first + (2 * size - 1 - rank) * piece])
+    return np.concatenate([np.arange(*bounds) for bounds in pieces(length, rank, size)])
 
 
 def held_positions(lengths: Sequence[int], rank: int, size: int) -> Index:
@@ -119,7 +115,12 @@ def pieces(length: int, rank: int, size: int) -> list[tuple[int, int]]:
     """Bounds of the pieces that a rank holds of a span, ascending."""
     if size == 1:
         return [(0, length)]
-    piece = _piece(length, size)
+    if length % (2 * size):
+        raise ValueError(
+            f"a span of {length} positions cannot be cut into 2*{size} pieces: pad it to a multiple"
+            f" of {2 * size}"
+        )
+    piece = length // (2 * size)
     return [(at * piece, (at + 1) * piece) for at in (rank, 2 * size - 1 - rank)]
 
 
@@ -155,12 +156,3 @@ def own_sums(lengths: tuple[int, ...], rank: int, size: int) -> Index:
     for number, selected in enumerate((late, ~late)):
         key_at[number, places[selected]] = keys[selected]
     return key_at
-
-
-def _piece(length: int, size: int) -> int:
-    if length % (2 * size):
-        raise ValueError(
-            f"a span of {length} positions cannot be cut into 2*{size} pieces: pad it to a multiple"
-            f" of {2 * size}"
-        )
-    return length // (2 * size)

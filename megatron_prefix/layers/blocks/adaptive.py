@@ -51,9 +51,6 @@ class Choosing(Kernel):
         for part in self._parts:
             part.begin_step()
 
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        return next((why for part in self._parts if (why := part.refusal(q, k, v))), None)
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
         kernel = self.choice(q, k, runs)
         part = kernel.forward(q, k, v, runs, scale)

@@ -110,7 +110,8 @@ class Batched(Kernel):
         return self.attend_backward(saved, aux, scale, causal)
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """Of shapes, dtypes and strides; subclasses add what their operator cannot take."""
+        """Why this kernel cannot take these tensors; None if it can. Subclasses add to it what
+        their operator cannot take."""
         t, h_kv, d = k.shape
         if q.shape[2] != d or v.shape[:2] != (t, h_kv) or q.shape[1] % h_kv:
             shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"

@@ -73,10 +73,6 @@ class Kernel:
     def begin_step(self) -> None:
         """Called before every step; for kernels that learn from earlier shapes."""
 
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """Why this kernel cannot take these tensors; None if it can."""
-        raise NotImplementedError
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Partial:
         """The block's result.
 

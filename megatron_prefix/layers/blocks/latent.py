@@ -110,11 +110,9 @@ class Latents(Shared):
         """The stock projection of latents, [rows, heads, plain + value width]."""
         rows, local = len(latents), latents
         if self._ranks > 1:
-            padding = -rows % self._ranks
-            padded = (
-                torch.cat([local, local.new_zeros((padding, local.shape[1]))]) if padding else local
-            )
-            local = padded.chunk(self._ranks)[self._group.rank()]
+            if padding := -rows % self._ranks:
+                local = torch.cat([local, local.new_zeros((padding, local.shape[1]))])
+            local = local.chunk(self._ranks)[self._group.rank()]
         expanded, _ = self._project(local.unsqueeze(1))
         return expanded.view(-1, self._heads, self._plain + self._value_width)[:rows]
 

@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 
 
 def keys_only(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    context: SegmentContext,
-    layer: int,
-    shared: Shared,
+    query: Tensor, key: Tensor, value: Tensor, context: SegmentContext, layer: int, shared: Shared
 ) -> Tensor:
     """Captures the payload, and adds gradients from descendants in the backward; arguments as of
     `segment_attention`.

@@ -12,6 +12,7 @@ gradients are summed over ranks once, in the segment's backward.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,11 +39,16 @@ class Tails(Shared):
         self._form, self.window = form, form.last
 
     def own(self, context: SegmentContext, layer: int, key_value: KeyValue) -> tuple[OwnKeys, Runs]:
-        window = _keys_of(context, self._form, key_value[0].device)
+        window = self._keys(context, key_value[0])
         return _KeysInWindow(window, context, layer, key_value), window.runs
 
+    def _keys(self, context: SegmentContext, like: Tensor) -> WindowKeys:
+        """`window_keys`, made once a step."""
+        make = functools.partial(window_keys, context, self._form, like.device)
+        return context.cache.once(context.index, self._form, make)
+
     def left(self, context: SegmentContext, key: Tensor, value: Tensor) -> Payload:
-        window, exchange = _keys_of(context, self._form, key.device), context.cache.exchange
+        window, exchange = self._keys(context, key), context.cache.exchange
         local = key.index_select(0, window.last), value.index_select(0, window.last)
         if exchange is None or window.places is None:
             return local
@@ -51,10 +57,7 @@ class Tails(Shared):
         return halves(exchange.total(all_rows.index_copy_(0, window.places, joined)), key.shape[-1])
 
     def returned(self, context: SegmentContext, payload_grad: Payload, gradients: KeyValue) -> None:
-        window, exchange = (
-            _keys_of(context, self._form, gradients[0].device),
-            context.cache.exchange,
-        )
+        window, exchange = self._keys(context, gradients[0]), context.cache.exchange
         rows = window.last
         if exchange is not None and window.places is not None:
             total = exchange.total(side_by_side(payload_grad)).index_select(0, window.places)
@@ -91,7 +94,9 @@ class WindowKeys(NamedTuple):
         """K and V of all runs, run after run."""
         if self.order is None:
             return own
-        above = [] if self.reading is None else [self._read(layer, context)]
+        above = []
+        if self.reading is not None:
+            above.append(context.cache.read(layer, context.index, self.reading))
         key, value = (
             torch.cat(parts).index_select(0, self.order) for parts in zip(*above, own, strict=True)
         )
@@ -111,9 +116,6 @@ class WindowKeys(NamedTuple):
             context.cache.add(layer, context.index, self.reading, (sums[0][:num], sums[1][:num]))
         return sums[0][num:], sums[1][num:]
 
-    def _read(self, layer: int, context: SegmentContext) -> Payload:
-        return context.cache.read(layer, context.index, self.reading)  # type: ignore[arg-type]
-
 
 class _KeysInWindow:
     """OwnKeys of spans, preceded by the last keys of their ancestors."""
@@ -126,7 +128,7 @@ class _KeysInWindow:
         self._coming = None if self._exchange is None else self._exchange.gather(*key_value)
 
     def runs(self) -> KeyValue:
-        return self._window.keys(*self._place, self._waited())
+        return self._window.keys(*self._place, self.take())
 
     def send(self, gradients: KeyValue) -> None:
         self._both = self._window.pull(*self._place, gradients)
@@ -134,19 +136,12 @@ class _KeysInWindow:
             self._coming = self._exchange.reduce_scatter(side_by_side(self._both))
 
     def take(self) -> KeyValue:
-        """Without gradients from descendants, which see only the last positions."""
-        return self._waited()
-
-    def _waited(self) -> KeyValue:
+        """Without gradients from descendants, which see only the last positions; before `send` the
+        keys and values that `runs` begins with."""
         if self._coming is None:
             return self._both
         (key_value,) = self._coming.wait()
         return halves(key_value, self._width)
-
-
-def _keys_of(context: SegmentContext, form: Form, device: torch.device) -> WindowKeys:
-    """`window_keys`, made once a step."""
-    return context.cache.once(context.index, form, lambda: window_keys(context, form, device))
 
 
 def window_keys(context: SegmentContext, form: Form, device: torch.device) -> WindowKeys:
@@ -156,9 +151,7 @@ def window_keys(context: SegmentContext, form: Form, device: torch.device) -> Wi
     rank, size = (cache.exchange.rank, cache.exchange.size) if cache.exchange else (0, 1)
     spans = ((),) * len(own) if reading is None else reading.spans
     num_read = max((stop for span in spans for _, stop in span), default=0)
-    view = (
-        cp_layout.view_order(own, size) + num_read if size > 1 else np.arange(sum(own)) + num_read
-    )
+    view = cp_layout.view_order(own, size) + num_read
     order, queries, keys = [], [], []
     for above, begin, length in zip(spans, itertools.accumulate(own, initial=0), own, strict=False):
         ancestors = np.concatenate([np.arange(0), *(np.arange(*bounds) for bounds in above)])

@@ -190,11 +190,9 @@ class Spans:
             size: ranks, each with two pieces of every span.
         """
         if size not in self._dealt:
-            order = cp_layout.view_order(self.lengths, size)
-            self._dealt[size] = (
-                self._on(order),
-                self._on(cp_layout.view_positions(self.lengths, size)),
-            )
+            places = cp_layout.view_order, cp_layout.view_positions
+            order, reverse = (self._on(place_of(self.lengths, size)) for place_of in places)
+            self._dealt[size] = order, reverse
         return self._dealt[size]
 
     def _on(self, index: Sequence[int] | np.ndarray) -> Tensor:

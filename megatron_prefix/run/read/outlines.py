@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,13 +31,11 @@ class Outlines:
         self._rank, self._slices = rank, slices
         self._calls: list[ModelCall] = []
 
-    @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
+    def noted(self) -> contextlib.AbstractContextManager[None]:
         """Around the step. The first stage's calls say what samples there are."""
-        with contextlib.ExitStack() as stack:
-            if self._rank.is_first:
-                stack.enter_context(intercepted(self._rank.models[0], self._intercepting))
-            yield
+        if self._rank.is_first:
+            return intercepted(self._rank.models[0], self._intercepting)
+        return contextlib.nullcontext()
 
     def step(self, num_microbatches: int) -> Step | None:
         """The step without segments, on all stages of a pipeline, which call this together; None

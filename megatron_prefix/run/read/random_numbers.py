@@ -123,27 +123,27 @@ def counts_taken(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_rng_state(device).numel() == _COUNTED
 
 
-def taken(device: torch.device) -> int:
-    """How many numbers were taken from a device's generator and from those of the tracker."""
-    states = map(_generator_state, get_cuda_rng_tracker().get_states().values())
-    return _count(torch.cuda.get_rng_state(device)) + sum(map(_count, states))
-
-
-def not_counted(device: torch.device) -> dict[str, bytes]:
-    """States of torch's generators, and of the tracker's, that do not say how many were taken."""
-    states = {CPU: torch.get_rng_state().numpy().tobytes()}
-    if device.type != "cuda":
-        for name, state in get_cuda_rng_tracker().get_states().items():
-            states[_tracked(name)] = _generator_state(state).numpy().tobytes()
+def torch_states(device: torch.device) -> dict[str, Tensor]:
+    """States of torch's generators, and of those of Megatron's tracker, by name."""
+    states = {CPU: torch.get_rng_state()}
+    if device.type == "cuda":
+        states[CUDA] = torch.cuda.get_rng_state(device)
+    for name, state in get_cuda_rng_tracker().get_states().items():
+        # A generator where it is safe for CUDA graphs.
+        states[f"Megatron's {name}"] = state if isinstance(state, Tensor) else state.get_state()
     return states
 
 
-def _tracked(name: str) -> str:
-    return f"Megatron's {name}"
+def taken(device: torch.device) -> int:
+    """How many numbers were taken from a device's generator and from those of the tracker."""
+    return sum(_count(state) for name, state in torch_states(device).items() if name != CPU)
 
 
-def _generator_state(state: Any) -> Tensor:
-    return state if isinstance(state, Tensor) else state.get_state()
+def not_counted(device: torch.device) -> dict[str, bytes]:
+    """Those of `torch_states` that do not say how many were taken."""
+    is_counted = device.type == "cuda"
+    states = {CPU: torch.get_rng_state()} if is_counted else torch_states(device)
+    return {name: state.numpy().tobytes() for name, state in states.items()}
 
 
 def _count(state: Tensor) -> int:

@@ -19,12 +19,7 @@ from torch import Tensor
 
 from megatron_prefix.device.transfer import to_host
 from megatron_prefix.errors import refused
-from megatron_prefix.refusals.table import (
-    NO_TREE,
-    NUMBER_OF_ROUTES,
-    SOME_ROUTES,
-    STAGES_DIFFER,
-)
+from megatron_prefix.refusals.table import NO_TREE, NUMBER_OF_ROUTES, SOME_ROUTES, STAGES_DIFFER
 from megatron_prefix.run.calls import CallLayout, check_cut
 from megatron_prefix.run.rank import gathered
 from megatron_prefix.run.read.read_calls import CallTokens, Numbers, ReadCalls

@@ -213,10 +213,7 @@ class Capture:
     """
 
     def __init__(
-        self,
-        request: Request,
-        data_iterator: Any,
-        watched: Callable[..., Any] | None = None,
+        self, request: Request, data_iterator: Any, watched: Callable[..., Any] | None = None
     ) -> None:
         rank, forward_step = request.rank, request.arguments["forward_step_func"]
         self._forward_step, self._rank = watched or forward_step, rank

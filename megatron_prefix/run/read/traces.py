@@ -23,13 +23,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 from torch.utils import (
     _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
 )
 
 from megatron_prefix.device.modules import modules_of
+from megatron_prefix.run.read import random_numbers
+from megatron_prefix.run.read.model_walk import members_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +44,7 @@ NODES = 10_000
 
 def random_states(device: torch.device) -> dict[str, bytes]:
     """Digests of the generators that a trainer draws from, by name."""
-    states: dict[str, Any] = {"torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["torch.cuda"] = torch.cuda.get_rng_state(device)
-    for name, state in get_cuda_rng_tracker().get_states().items():
-        states[f"Megatron's {name}"] = state.get_state() if hasattr(state, "get_state") else state
+    states = random_numbers.torch_states(device)
     return {name: _digest(state) for name, state in states.items()} | other_states({})
 
 
@@ -152,13 +149,7 @@ def _of_object(value: Any, depth: int) -> Iterator[bytes]:
     kinds = (kind.__module__.partition(".")[0] for kind in type(value).__mro__)
     if not depth or isinstance(value, type | types.ModuleType) or "torch" in kinds:
         return
-    members = dict(getattr(value, "__dict__", {}))
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if isinstance(vars(kind).get(name), types.MemberDescriptorType):
-                members[name] = getattr(value, name, None)
-    yield from _parts_of(members, depth)
+    yield from _parts_of(members_of(value), depth)
 
 
 def _of_tensor(tensor: Tensor) -> Iterator[bytes]:
