@@ -99,12 +99,9 @@ class StepPart:
             one too many.
         even: segments of at most so many positions are padded so that lengths come again
             (TreeOptions); the same on all ranks. 0: none are.
-        is_tuning: whether it decides by times of the first steps, which are measured then.
-        holds_memory: whether it may hold device memory between steps.
         meets_data_ranks: whether all data-parallel ranks make the segments of this call together,
             and so end or fall back together.
         why_local: why they do not, where they could; "" if nobody wants that.
-        may_offload: whether memory "auto" may give segments the policy "offload".
         why_final: why an attempt that has failed cannot be repeated, and a step that has not failed
             not be given up before its gradients are final; "" if they can.
         problem: what makes the step wrong, known when all actions have run; None: nothing.
@@ -124,7 +121,6 @@ class StepPart:
         yield from ()
 
     def around(self, capture: Capture) -> contextlib.AbstractContextManager:
-        """Around all forward steps, up to their ends."""
         return contextlib.nullcontext()
 
     def check_model(self, chunk: int) -> None:
@@ -205,7 +201,6 @@ class StepPart:
         """Raises CannotShare if segments cannot do what the calls of a step ask."""
 
     def footprint(self, footprint: Footprint) -> Footprint:
-        """Bytes of the model's layers in the segments of this step."""
         return footprint
 
     def rates(self) -> Rates | None:

@@ -53,7 +53,6 @@ def read_config(
 
     Args:
         environ: variables (default: the process's); an empty one counts as not set.
-        flags: settings by name, as text.
 
     Raises:
         UserError: a variable, key or flag that is not known or whose value is not allowed, a file
@@ -101,7 +100,6 @@ def _checked(values: dict[str, Any], where: str) -> PrefixConfig:
 
 
 def _read_file(path: str) -> dict[str, Any]:
-    """Settings of a TOML file; its keys are the variables' names in lower case, without prefix."""
     try:
         values = toml.loads(read_text(path))
     except OSError as error:

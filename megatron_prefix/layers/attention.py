@@ -195,7 +195,6 @@ def mask_use(module: Any) -> MaskUse:
 
 
 def _mask_type(module: Any) -> str:
-    """The name of a module's AttnMaskType; "" where it has none."""
     mask: Any = getattr(module, "attn_mask_type", None)
     return mask.name if type(mask).__name__ == "AttnMaskType" else ""
 

@@ -105,6 +105,5 @@ def _of_shared(config: Any, form: Execution) -> float:
 
 
 def _expert_widths(config: Any) -> tuple[int, int]:
-    """Of one expert, and of what all tokens go through."""
     shared = getattr(config, "moe_shared_expert_intermediate_size", None) or 0
     return config.moe_ffn_hidden_size or config.ffn_hidden_size, shared

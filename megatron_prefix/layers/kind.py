@@ -85,13 +85,11 @@ class Running(Protocol):
     """What the hooks of a model chunk know of the step that runs.
 
     Attributes:
-        kernels: run attention's blocks, by the window; None: without one.
         around_router: (router, segment, its tokens) -> what is around the choice of experts in this
             step; None: nothing.
         tap: called where a layer's core begins, in its place; None: the core runs.
         mlp_tap: (module, its arguments, those by name) -> output of an MLP, in place of its
             forward; None: that runs.
-        packed: whether the step's calls are packs.
         angles: what its layers may be given of rotary embeddings, [positions, 1, 1, width] if they
             are; while a segment runs.
     """
@@ -112,7 +110,6 @@ class Kind:
     Attributes:
         symbol: in the pattern of a hybrid model, as in Megatron's
             megatron/core/ssm/mamba_hybrid_layer_allocation.py.
-        form: rows of its payload; None if it leaves nothing.
         has_window: whether its queries see a window of positions, by the config's `window_size`.
         cut: positions that its kernels take at once; at multiples of it a shared prompt is bitwise
             the unshared one. None if that is so anywhere.
@@ -136,7 +133,6 @@ class Kind:
         return False
 
     def parameters(self, config: Any) -> int:
-        """Weights of a layer, without norms and biases."""
         raise NotImplementedError
 
     def work(self, config: Any) -> LayerWork:

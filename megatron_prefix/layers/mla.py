@@ -120,12 +120,10 @@ class MLA(Attention):
 
 
 def _latent_widths(config: Any) -> tuple[int, int]:
-    """Of a query and a key, and of a value, in one head."""
     return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
 
 
 def _expansion(config: Any) -> int:
-    """Weights of the projection of latents to keys and values."""
     heads: int = config.num_attention_heads
     size: int = config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
     return size

@@ -37,7 +37,6 @@ def layers_of(config: Any, pattern: str | None = None) -> list[tuple[Kind, ...]]
 
 
 def _of_symbol(config: Any, layer: int, symbol: str) -> tuple[Kind, ...]:
-    """The kind of a symbol; of several the first that fills the layer."""
     kinds = [each for each in table.kinds_of(config) if each.symbol == symbol]
     if len(kinds) > 1:
         kinds = [kind for kind in kinds if kind.fills(config, layer)]

@@ -99,7 +99,6 @@ def projected_bytes(config: Any, form: Execution) -> float:
 
 
 def _of(config: Any) -> RowMultiples | None:
-    """Of a model's recipe; None without FP8, or if its scales are not of blocks."""
     recipe = getattr(config, "fp8_recipe", None)  # a str, or Megatron's Fp8Recipe, which is one
     return BY_BLOCKS.get(recipe or "") if is_fp8(config) else None
 

@@ -27,11 +27,9 @@ class SegmentContext:
     """What layers need to know about the segment that runs, in its forward or its backward.
 
     Attributes:
-        inner: whether other segments read its K/V.
         runs: what its queries on this rank see of its own keys.
         positions: position of every token in its rollout, int64 [padded_length], on the model's
             device.
-        ledger: counts for its routers' losses; None without routers or without gradients.
         backward: whether its backward runs; a forward is then recomputation, from the last layer to
             the first.
         saving: what is around its decoder, which takes what that saves; None: nothing.
@@ -67,7 +65,6 @@ class SegmentContext:
             self.cache.capture(layer, self.index, shared.left(self, key, value))
 
     def enter(self, layer: int, *, backward: bool) -> None:
-        """Tells the sidecar that a layer runs now, and which will be next."""
         if not self.cache.looks_ahead or (self.joined and not backward):
             return  # nothing comes from elsewhere, or what it reads is not all made yet
         self.cache.prefetch(layer, self.index, backward=backward)
@@ -91,7 +88,6 @@ class SegmentContext:
 
     @property
     def num_levels(self) -> int:
-        """Calls in which its queries see their ancestors."""
         return len(self.cache.map.levels[self.index])
 
     @functools.cached_property

@@ -125,7 +125,6 @@ def _megatron_layers(model: Any) -> list[Any]:
 
 
 def _has_no_mixer(layer: Any) -> bool:
-    """Whether a layer is an MLP alone, as in hybrid models."""
     if hasattr(layer, "mixer"):
         return False
     attention = getattr(layer, "self_attention", None)

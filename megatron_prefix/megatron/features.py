@@ -79,7 +79,6 @@ def other_steps(config: Any) -> Reason | None:
 
 
 def _configs(model: Any) -> Iterator[Any]:
-    """The model's TransformerConfig, and those that its modules have of their own."""
     yield model.config
     ids = {id(model.config)}
     for module in model.modules():

@@ -73,16 +73,12 @@ class Hooks:
     Attributes:
         parts: what leaves a payload in its layers, in the order in which it runs; the sidecar has
             their numbers.
-        kernels: run the attention blocks, by the window; None: without one.
         keys_only: the layer of which a segment without loss needs K and V only: the last one of the
             last stage; None elsewhere, and where it cannot end early.
         around_router: (router, segment, its tokens) -> what is around the choice of experts in this
             step; None: nothing.
         rotary_slice: (the table that the model has made from positions of its call, how many
             positions) -> the running segment's, in this step; None where tables are ours.
-        predicts_further: whether what is behind its decoder runs in this step.
-        slots: what fills those of every layer, the MLP's last.
-        packed: whether the step's calls are packs.
         angles: what its decoder is given of rotary embeddings, while a segment runs.
     """
 
@@ -149,11 +145,7 @@ class Hooks:
 
     def keep(self, part: Any, kept: Kept | None, overrides: Iterable[Override] = ()) -> None:
         """Lets a part keep something with the model until it keeps something else, or a step with
-        gradients runs without it.
-
-        Args:
-            overrides: what takes the place of methods of the model meanwhile.
-        """
+        gradients runs without it."""
         for undo in self._undo_kept.pop(part, ()):
             undo()
             self._undo.remove(undo)  # it holds what was kept, with its memory
@@ -211,7 +203,6 @@ class Hooks:
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """The language model's, which is suspended in forward steps."""
         if self._calls_parent is None:
             return self.model.forward  # type: ignore[no-any-return]
         return parents.forward(self.model, self._calls_parent)
@@ -331,8 +322,6 @@ class Hooks:
         return forward
 
     def _adding(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """The last layer's residual connection, of the positions that are read."""
-
         def self_attn_bda(*args: Any) -> Callable[..., Any]:
             add = stock(*args)
             return lambda x, residual, *extra: add(
@@ -428,7 +417,6 @@ def intercepted(
     """Replaces the `forward` of a language model for the time of a step.
 
     Args:
-        model: the language model, wrapped or not.
         replacement: (language model, its present `forward`) -> what replaces it.
     """
     inner = language_model(model)
@@ -455,7 +443,6 @@ def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 def _windows(parts: Sequence[Part]) -> list[Any]:
-    """Positions that queries see in every layer of attention."""
     return [window_of(part.module) for part in parts if hasattr(part.module, "core_attention")]
 
 

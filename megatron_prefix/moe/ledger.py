@@ -56,7 +56,6 @@ class RouterLedger:
     """All routers of a model chunk during one step.
 
     Args:
-        group_counts: of the step, the same for all model chunks of the rank.
         scales: by which each microbatch's losses are multiplied, [microbatches], where they may
             differ: filled in before a backward reads them. None: what Megatron's schedule has set.
 
@@ -176,7 +175,6 @@ class RouterLedger:
         }  # fmt: skip
 
     def _layer(self, layer: int, like: Tensor) -> _Layer:
-        """A router's sums, zeros at first, on the device of a tensor."""
         if layer not in self._layers:
             shape = self._tokens.num_rollouts, self._routers[layer].num_experts
             dtype = torch.promote_types(like.dtype, torch.float32)  # exact for counts up to 2^24
@@ -217,7 +215,6 @@ class RouterLedger:
                 state.squares_gradient[closing.rollout] = weights.to(sums.dtype)
 
     def _scaled(self, gradients: Tensor, closing: Closing) -> Tensor:
-        """Gradients of rollouts, [n, ...], each multiplied by the scale of its microbatch."""
         if self._scales is None:
             return gradients
         scales = self._scales[closing.microbatch]

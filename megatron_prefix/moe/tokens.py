@@ -101,7 +101,6 @@ class LogicalTokens:
         return all(len({self._lengths[r] for r in members}) == 1 for members in rows)
 
     def __getitem__(self, index: int) -> SegmentTokens:
-        """The spans of segment `index`."""
         return self._segments[index]
 
     def closing(self, microbatches: tuple[int, ...]) -> Closing:

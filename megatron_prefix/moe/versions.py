@@ -50,7 +50,6 @@ def forget_graphs(model: Any) -> None:
 
 
 def _log_of_losses() -> dict[str, Any]:
-    """Megatron's log of auxiliary losses, by name."""
     try:  # since 0.18
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:

@@ -43,7 +43,6 @@ def is_own(error: Exception) -> bool:
 
 
 def _last_own_line(error: Exception) -> str:
-    """The innermost line of this package in the traceback."""
     lines = [line for name, line in _frames(error.__traceback__) if name.startswith(_PACKAGE + ".")]
     return lines[-1] if lines else "an unknown place"
 

@@ -38,7 +38,6 @@ of one, so that a refusal can be sent to another rank."""
 
 
 def _is_on(name: str, config: Any) -> bool:
-    """Set to something that is not false, zero or empty."""
     return bool(getattr(config, name, None))
 
 
@@ -60,14 +59,12 @@ def _other_than(name: str, config: Any, *, usual: str) -> bool:
 
 
 def _balances(name: str, config: Any, *, kinds: tuple[str, ...], negated: bool = False) -> bool:
-    """One of these load-balancing types in a model with experts; with `negated`, any but these."""
     types = getattr(config, name, "none")
     types = [types] if isinstance(types, str) else types
     return _is_on("num_moe_experts", config) and any((kind in kinds) != negated for kind in types)
 
 
 def _scaled_by(name: str, config: Any, *, recipes: tuple[str, ...], negated: bool = False) -> bool:
-    """Products in FP8 by one of these recipes; with `negated`, by any but these."""
     recipe = getattr(config, name, "delayed")  # Megatron's default
     return _is_on("fp8", config) and (recipe in recipes) != negated
 

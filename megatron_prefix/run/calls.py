@@ -104,7 +104,6 @@ class ModelCall:
         return ModelCall(self.microbatch, outlined, _versions_of(outlined))
 
     def keyword(self, name: str) -> Any:
-        """What the call itself, or what it hands to the decoder, has of a name."""
         value = self[name]
         return (self[BLOCK] or {}).get(name) if value is None else value
 
@@ -145,7 +144,6 @@ class Callbacks:
             is shared may cross them there, too (`PrefixConfig.across_ranks`).
         sums_gradients: the trainer sums gradients over data-parallel ranks after the schedule, of a
             model without Megatron's DDP, so that prompts may cross ranks.
-        slices: how calls are cut for context-parallel ranks.
         masks_tokens: the loss_mask of a call is over tokens, not over the positions that predict
             them, and its losses have masks of their own: as if calls had none.
     """
@@ -208,7 +206,6 @@ class CallLayout(NamedTuple):
         return cp_layout.held_positions(self.lengths, rank, size)
 
     def positions(self, rank: int, size: int) -> cp_layout.Index:
-        """Of each of these, its place in its sample."""
         places = [np.arange(length) for length in self.lengths]
         return np.concatenate(places)[self.held(rank, size)]
 

@@ -81,8 +81,6 @@ _NUMBERS = (bool, int, float, str, bytes, type(None))
 
 
 class _Marks(NamedTuple):
-    """What the parts of a forward step around its model call may change."""
-
     random: dict[str, bytes]
     exchanges: list[int]
     bound: list[dict[str, Any]]
@@ -130,7 +128,6 @@ class FirstStep:
         suspended: whether forward steps are suspended in their calls, which stock does not run.
 
     Attributes:
-        reason: why steps of this kind cannot be shared; None if nothing is in the way.
         losses_exchange: whether losses, or what follows a model call, exchange with other
             data-parallel ranks; only where the stock schedule runs, which calls them in order.
     """
@@ -307,7 +304,6 @@ class FirstStep:
         return output
 
     def _enter(self, *_: Any) -> None:
-        """The model is called, or a wrapper of it: the first part of the forward step ends."""
         step = _running.get()
         if step is None or self._is_beside(step):
             return
@@ -337,7 +333,6 @@ class FirstStep:
             step.resumed, step.after = self._marks(), self._state()
 
     def _is_beside(self, step: _RunningStep) -> bool:
-        """Whether the call of a model that runs now is beside the step's own."""
         if not self._takes_beside or step.modes is None:  # or it is in a loss
             return False
         return is_beside(self.rank.language_models[0], called=step.num_calls > 0)

@@ -42,8 +42,6 @@ class Forecast(NamedTuple):
     """What is predicted of a plan.
 
     Attributes:
-        plan: with the policies that it would have.
-        union: the same on the segments of all pipelines that run side by side.
         peak, limit: bytes besides weights and gradients, of the rank with most; 0 in a step without
             gradients.
     """
@@ -72,7 +70,6 @@ class Planning:
     """What one schedule decides with: plans that it knows, and times that it has measured.
 
     Attributes:
-        meters: times, by model and layout.
         kept: what parts of steps keep from call to call, by model and layout.
     """
 
@@ -193,7 +190,6 @@ class Planning:
         return self._fitting(joint, request).prediction
 
     def _fitting(self, joint: JointForest, request: Request) -> Forecast:
-        """Of the plan that keeps the limit of memory, if one does."""
         plans = self.planner(request).plans(joint)
         tried = (self._forecast(plan, joint, request) for plan in plans)
         return fitting(tried, lambda forecast: forecast.verdict)

@@ -37,8 +37,6 @@ class Model:
     """What a model and its options say, the same in every call until an option changes.
 
     Attributes:
-        other_steps: why forward steps get more than an iterator and a model; None if they do not.
-        refused: what is refused of the options of its language models.
         sequence_ranks: tensor-parallel ranks that share the positions of a segment (sequence
             parallelism).
         alignment: segment boundaries are multiples of it: tp under sequence parallelism, times
@@ -47,10 +45,8 @@ class Model:
         rows: what positions that a context-parallel rank reads of a segment are a multiple of.
         looks_ahead: whether a stage of the model has multi-token prediction.
         gathers_tokens: whether ranks that share experts need equally many tokens of one another.
-        counts_tokens: whether routers count how many tokens each expert gets.
         has_global_loss: whether a microbatch's losses need all microbatches before it
             (global_aux_loss).
-        pattern: one letter per layer of the whole model, as hybrid models name them; "" for others.
         cost: FLOPs of the whole model; the same on every rank.
         joins: whether a span can run in the segment of its parent.
     """
@@ -131,11 +127,6 @@ class Rank:
     """Where a call of the schedule runs: one rank's part of the model, and its place in the job.
 
     Attributes:
-        models: the rank's model chunks as the trainer knows them, wrappers included.
-        groups: process groups, Megatron's own where the trainer gave none.
-        ordered: whether losses of the call's microbatches need those of all before them.
-        is_first: whether it holds the embedding: its model calls have the tokens.
-        is_last: whether it holds the output layer: its model calls have the labels.
         overlaps: whether Megatron's DDP is to reduce gradients during backwards.
         gathers_late: whether forwards gather the weights that they are about to need
             (overlap_param_gather).

@@ -46,7 +46,6 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def timing(self, action: Action) -> Iterator[None]:
-        """Times what runs inside; an action may be timed in several parts."""
         begin, called = now(self._device), time.perf_counter()
         yield
         spent = time.perf_counter() - called
@@ -81,9 +80,7 @@ class StepReport:
 
     Attributes:
         plan: what the prefix schedule runs or would have run.
-        joint: the same actions on the segments of all pipelines that run side by side.
         fallback_count: steps so far in which the stock schedule ran although sharing was wanted.
-        prediction: both schedules' times; None if none was made.
         stopwatch: times of this rank's actions, in a step that was measured.
         memory: predicted of this rank, where the prefix schedule ran with gradients.
         stock_bytes: predicted peak of this rank in the stock schedule, besides weights and
@@ -95,8 +92,6 @@ class StepReport:
         crossed: what this rank exchanged with other data-parallel ranks; None if nothing could
             cross.
         why_alone: why nothing crossed where it could have; on the first pipeline stage.
-        retried: memory ran out, and the step ran once more.
-        features: what features say of the step, by their names.
     """
 
     forest: Forest
@@ -135,7 +130,6 @@ class Reports:
         self.logged: set[str] = set()
 
     def put(self, report: StepReport) -> None:
-        """Makes a report the last; a fallback is counted and logged."""
         before = self.last.fallback_count if self.last else 0
         report.fallback_count = before + bool(report.decision.fallback)
         self.last = report
@@ -160,9 +154,6 @@ def log_shared(forest: Forest, rank: Rank, logged: set[str], runs: bool) -> None
     """Logs once on the first rank what runs of the first shared pass, and of the first update.
 
     As a warning: many a trainer hides other lines of a package that it does not know.
-
-    Args:
-        runs: whether it does; else it would, were the step shared (mode "observe").
     """
     name = "pass without gradients" if rank.forward_only else "update"
     groups = [rank.groups.tp, *filter(None, [rank.data_ranks])]

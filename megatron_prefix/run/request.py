@@ -37,11 +37,9 @@ class Backoff:
         return self._in_a_row >= AFTER
 
     def begin(self) -> None:
-        """The next `STEPS` steps are left alone; after them one of no use is enough."""
         self._in_a_row, self._left = AFTER - 1, STEPS
 
     def skips(self) -> bool:
-        """Whether the next step is left alone; it is counted."""
         is_left = self._left > 0
         self._left -= is_left
         return is_left
@@ -63,8 +61,6 @@ class StepKind:
     Attributes:
         backoff: of looking at them; only in mode "auto".
         watched: whether the first of them has been watched, if that is wanted.
-        logged: whether the first of them that was shared has been logged.
-        refusal: what was in its way; None: nothing.
         problem: what this rank has met while segments ran: the refusal, once all ranks have heard.
         ordered: whether losses have to be called in the trainer's order.
     """

@@ -46,11 +46,7 @@ LOSSES_EXCHANGE = "losses exchange with other data-parallel ranks"
 
 
 class Requests:
-    """Makes the requests of one schedule, and remembers errors and kinds of earlier ones.
-
-    Args:
-        kept: what features keep from call to call, by layout of a model.
-    """
+    """Makes the requests of one schedule, and remembers errors and kinds of earlier ones."""
 
     def __init__(
         self, config: PrefixConfig, kept: Mapping[Hashable, dict[str, dict[str, Any]]]

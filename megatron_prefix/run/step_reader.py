@@ -117,7 +117,6 @@ class StepReader:
     def _calls(
         self, capture: Capture, request: Request, first: FirstStep | None
     ) -> tuple[ReadCalls | None, Request, BaseException | None]:
-        """What this rank's model calls say, or what is wrong with them. See `read`."""
         try:
             capture.run()
         except BaseException as error:  # noqa: BLE001  # the other ranks wait to hear of it

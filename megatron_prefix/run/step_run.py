@@ -75,7 +75,6 @@ class StepUndone(Exception):
 
     Attributes:
         reason: what was in the way; of another rank's error what that says.
-        has_run: whether segments have.
     """
 
     def __init__(self, reason: Exception, *, has_run: bool) -> None:
@@ -91,7 +90,6 @@ class StepRun:
 
     Args:
         schedule: whose step it is; its `report` has the plan and is completed here.
-        joint: the segments among those of ranks that share experts.
         idle: ends with the first action: until then the device has nothing to do.
     """
 

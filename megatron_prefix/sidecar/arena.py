@@ -106,7 +106,6 @@ class DeviceBytes:
     peak: int = 0
 
     def add(self, num_bytes: int) -> None:
-        """Counts allocated bytes (negative: freed)."""
         self.held += num_bytes
         self.peak = max(self.peak, self.held)
 
@@ -121,7 +120,6 @@ class Arena:
 
     Attributes:
         values: tensors [rows, ...], one for each tensor of a payload; empty without memory.
-        sums: their gradients; empty without memory.
         width: size of the last dimension of the first tensor: of a key in one head.
         looks_ahead: whether `fetch` and `leave` do something.
     """
@@ -152,7 +150,6 @@ class Arena:
             total[rows].zero_()
 
     def own(self, index: int) -> Payload:
-        """A segment's payload, views."""
         rows = self.rows.intervals[index]
         return tuple([values[rows] for values in self.values])
 

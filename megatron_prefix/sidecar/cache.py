@@ -78,7 +78,6 @@ class SidecarCache:
 
     Args:
         planned: their places; of this rank's part of every segment.
-        forms: of the payloads of the layers that have one, in the order in which they run.
         elsewhere: keeps the arenas of some layers; None: all are on the device.
         transport: how rows of positions cross ranks; None: they do not.
         exchange: of context-parallel ranks, for payloads that every rank has whole; None: without.
@@ -165,7 +164,6 @@ class SidecarCache:
         return value
 
     def tail(self, index: int, form: Form) -> TailReading | None:
-        """Window keys of a segment; None if it reads none."""
         tail = self.map.tails[form][1][index]
         return TailReading(as_rows(self.device, tail.rows), tail.spans) if tail.rows else None
 
@@ -214,7 +212,6 @@ class SidecarCache:
         layer_state.arena.fetch(reread, with_own if backward else (), levels)
 
     def release(self, layer: int) -> None:
-        """A segment is done in a layer."""
         if layer in self._ahead:
             self._layers[layer].arena.leave()
 
@@ -230,7 +227,6 @@ class SidecarCache:
                 layer_state.arena.drop()
 
     def clear(self) -> None:
-        """Drops everything, in any state: at the end of a step, also of a failed one."""
         for layer in self._layers:
             layer.arena.drop()
             layer.states.clear()

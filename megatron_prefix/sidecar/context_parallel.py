@@ -129,8 +129,6 @@ class GatheredKeys:
     """Own K and V of all ranks in one call of attention; gathering starts at once unless `saved`.
 
     Args:
-        lengths: of the segment's spans, whole.
-        key_value: this rank's K and V, [positions, kv_heads, dim] each.
         saved: returns saved keys and values of `runs`.
         begin: returns gradients from descendants on this rank, in the order of the view.
         returned: returns gradients from descendants on all ranks to this rank's K and V.
@@ -159,7 +157,6 @@ class GatheredKeys:
         return halves(view.index_select(0, rows), self._width)
 
     def send(self, gradients: KeyValue) -> None:
-        """Starts to send gradients to the ranks that own the keys."""
         begin = None if self._begin is None else self._begin()
         self._coming = self._exchange.send_runs(gradients, self._lengths, begin)
 

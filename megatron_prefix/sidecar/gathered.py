@@ -20,7 +20,6 @@ class GatheredArena(Arena):
 
     Args:
         rows: of whole segments; the queries that read them are this rank's.
-        lengths: of every segment's spans, whole.
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class GatheredArena(Arena):
         self._coming.clear()
 
     def _expect(self, index: int, key_value: Payload) -> None:
-        """Starts to gather what `write` will be called with."""
         if index not in self._coming:
             self._coming[index] = self._exchange.gather(*key_value)
 

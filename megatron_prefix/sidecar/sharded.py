@@ -40,7 +40,6 @@ class ShardedArena(Arena):
 
     Args:
         rows: of this rank's part of segments.
-        lengths: of every segment's spans, whole.
     """
 
     looks_ahead = True
@@ -90,7 +89,6 @@ class ShardedArena(Arena):
         return halves(coming.tensors[0], self.width)
 
     def add(self, visible: Collection[int], what: Reading, gradients: Payload) -> None:
-        """Gradients of a level are sent to the owners of the keys."""
         if not isinstance(what, LevelReading):
             super().add(visible, what, gradients)
             return

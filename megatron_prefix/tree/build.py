@@ -123,7 +123,6 @@ class Tries:
         return None if joined is None or costs_more else joined
 
     def _trained(self, segment: Segment) -> int:
-        """Positions of a segment that carry loss in any of their rollouts."""
         spans = [span for span in segment.spans if span.rollouts] if segment.scored else []
         flags = [any_trained(span, self.trained) for span in spans]
         return int(np.count_nonzero(np.concatenate(flags))) if flags else 0
@@ -192,7 +191,6 @@ def find_below(
     Args:
         rollouts: the step's, on this rank.
         beginnings: number of each rollout's beginning; see `common_spans.beginnings_of`.
-        options: see TreeOptions; all rollouts are compared.
     """
     members: dict[int, list[int]] = {}
     for member, number in enumerate(beginnings):

@@ -19,7 +19,6 @@ class CommonSpan(NamedTuple):
         start, end: multiples of the trees' boundary.
         parent: the common span that it continues, with a smaller number; -1: none.
         level: common spans above it.
-        ranks: that have it, ascending.
         scored: whether positions may carry loss on any of them.
     """
 
@@ -67,7 +66,6 @@ class CommonSpans:
         return -1 if segment.owner == self.rank else segment.owner
 
     def here(self, segment: CommonSegment) -> tuple[int, ...]:
-        """Spans of a segment that this rank has."""
         return tuple(span for span in segment.spans if self.rank in self.spans[span].ranks)
 
     def peers(self, segment: CommonSegment) -> tuple[tuple[int, tuple[int, ...]], ...]:

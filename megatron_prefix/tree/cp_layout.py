@@ -38,7 +38,6 @@ class OwnRuns(NamedTuple):
     mask is causal from the bottom right.
 
     Attributes:
-        queries: queries of every run, in the order of the rank's positions.
         visible: the keys as positions of the segment, run after run; some are in two runs.
     """
 

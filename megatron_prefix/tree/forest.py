@@ -72,7 +72,6 @@ class Pairs:
         return replace(self, needed=int(up_to_losses(self.trained, [len(self)])[0]))
 
     def codes(self, start: int = 0, end: int | None = None) -> np.ndarray:
-        """`codes_of` its positions [start, end)."""
         return codes_of([self], start, [len(self) if end is None else end])[0]
 
 
@@ -213,7 +212,6 @@ class TreeOptions:
         return padding if length + padding <= self.even else -length % self.pad_multiple
 
     def rounded(self, position: int) -> int:
-        """The last boundary at or before `position`."""
         return position // self.boundary * self.boundary
 
 
@@ -261,7 +259,6 @@ class Segment(NamedTuple):
         spans: what it computes; siblings are neighbours, and come after a parent in this segment.
         inner: whether its K/V are read, by other segments or by its own spans; else it is a wave.
         scored: whether its outputs reach a loss on any data-parallel rank that has it.
-        trained: positions that carry loss in any rollout of this rank; None: unknown.
         source: the data-parallel rank that computes it and sends its payload here; -1: this rank.
             A received segment is inner; the output layer runs here if it is scored.
         above: positions of all ancestors of its spans, each counted once; None outside a forest.
@@ -394,7 +391,6 @@ class Forest:
 
     @property
     def raw_tokens(self) -> int:
-        """Positions of all rollouts, shared or not."""
         return sum(self.num_positions)
 
     @functools.cached_property
@@ -406,7 +402,6 @@ class Forest:
 
     @functools.cached_property
     def received_tokens(self) -> int:
-        """Positions whose payloads other data-parallel ranks send."""
         return sum(
             s.length for segment in self.segments if segment.source >= 0 for s in segment.spans
         )

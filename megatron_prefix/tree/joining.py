@@ -29,7 +29,6 @@ def joined_segments(
 
     Args:
         roots: of all trees of a step; not changed.
-        longest: most positions in a segment.
     """
     paths: list[list[Node]] = [[] for _ in first_trained]
     needs: dict[int, dict[int, int]] = {microbatch: {} for microbatch in sorted({*owner})}

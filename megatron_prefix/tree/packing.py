@@ -182,7 +182,6 @@ class Packing:
     """The segments of trees.
 
     Attributes:
-        lengths: positions of every segment, in F-order.
         inner: the nodes of every inner segment that does not cross ranks.
         rounds: number of every segment's round.
     """
@@ -246,7 +245,6 @@ class Packing:
             self._add(_Nodes(local, True, source, span.scored), length)
 
     def _inner(self, roots: Sequence[Node]) -> Iterator[tuple[int, Node]]:
-        """(depth, node) of the inner nodes, level by level."""
         level = [node for node in roots if node.children]
         for depth in itertools.count():
             if not level:
@@ -324,13 +322,11 @@ class Packing:
 
     @property
     def parents(self) -> list[set[int]]:
-        """Per segment the others that it reads."""
         above = (map(self._above, added.nodes) for added in self._nodes)
         return [{path[-1].segment for path in paths if path} for paths in above]
 
     @functools.cached_property
     def segments(self) -> list[Segment]:
-        """In F-order."""
         return [self._segment(index, added) for index, added in enumerate(self._nodes)]
 
     def _segment(self, index: int, added: _Nodes) -> Segment:

@@ -122,8 +122,6 @@ class PayloadMap:
     """Where payloads lie on one rank, for one model chunk.
 
     Attributes:
-        positions: rows of payloads with a row a position.
-        spans: rows of payloads with a row a span.
         levels: per segment what its queries see of their ancestors' positions, root first.
         parents: per segment and span the row of `spans` that the span begins with.
         lengths: per segment the lengths of its spans on all ranks, padding included.
@@ -285,8 +283,6 @@ def _line_parent(segments: Sequence[Segment], index: int) -> int | None:
 
 
 class _Levels:
-    """What the queries of segments see; `levels` and `visible` as in PayloadMap and RowMap."""
-
     def __init__(
         self,
         segments: Sequence[Segment],
@@ -306,7 +302,6 @@ class _Levels:
         self.levels = tuple([self._of(index) for index in range(len(segments))])
 
     def _of(self, index: int) -> tuple[Level, ...]:
-        """The levels of a segment; segments come in F-order."""
         spans = self.segments[index].spans
         paths, bounds = list[tuple[Place, ...]](), [0]  # of neighbours that continue one span
         for parent, siblings in itertools.groupby(spans, operator.attrgetter("parent")):

@@ -81,7 +81,6 @@ class AdaptiveKernel(Choosing):
     Args:
         planned: fast, needs a plan for each shape (cuDNN).
         ready: takes any shape at once (FlashAttention-2).
-        num_layers: attention layers that run each shape in a step.
     """
 
     def __init__(self, planned: Kernel, ready: Kernel, num_layers: int) -> None:
@@ -92,7 +91,6 @@ class AdaptiveKernel(Choosing):
         self._planned_now: dict[Shape, bool] = {}
 
     def begin_step(self) -> None:
-        """Adds the last step's calls; within a step a shape keeps its kernel."""
         super().begin_step()
         if len(self._earlier) > MAX_SHAPES:
             self._earlier.clear()

@@ -190,7 +190,6 @@ def _selected(x: Tensor, rows: Rows, dim: int = 0) -> Tensor:
 
 
 def _scattered(part: Partial, rows: Rows, num_queries: int) -> Partial:
-    """The result of `rows` as one of all queries; the others see no key."""
     if isinstance(rows, slice) and rows == slice(0, num_queries):
         return part
     out = part.out.new_zeros((num_queries, *part.out.shape[1:]))

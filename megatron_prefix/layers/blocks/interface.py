@@ -61,7 +61,6 @@ class Runs:
 
     @classmethod
     def own(cls, lengths: tuple[int, ...]) -> Runs:
-        """Spans of these lengths, each of which sees itself causally."""
         return cls(lengths, lengths, causal=True)
 
 

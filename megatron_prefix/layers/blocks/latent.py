@@ -134,7 +134,6 @@ class Latents(Shared):
         return self._project(x, *args, **kwargs)
 
     def _keep(self, context: SegmentContext, x: Tensor) -> None:
-        """Saves this rank's latents [positions, 1, rank] for `left`."""
         if context.cache.state(self._number, context.index) is SegmentState.EMPTY:
             context.between["latents", self._number] = self._whole(x.detach()).squeeze(1)
 
@@ -176,8 +175,6 @@ class Latents(Shared):
         return local.unsqueeze(1)
 
     def angles(self, rotary: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """A rotary embedding's forward; in a segment, of its own positions."""
-
         def forward(*args: Any, **kwargs: Any) -> Any:
             context = self._running.current
             if context is None:

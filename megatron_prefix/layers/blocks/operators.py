@@ -99,8 +99,6 @@ class FlashCpuKernel(SplitCausal):
 
 
 class _Aligned(Batched):
-    """Checks the alignment that FlashAttention-2 and -3 and cuDNN need."""
-
     def guard(self, q: Tensor, k: Tensor, v: Tensor, *backward_inputs: Tensor) -> None:
         why = _misaligned(q, k, v, *backward_inputs)
         if why is not None:
@@ -168,7 +166,6 @@ class _Varlen(Batched):
 
     Attributes:
         short: equal runs with at most so many queries or keys are a varlen call, too.
-        most_runs: per call.
     """
 
     short = 0
@@ -241,7 +238,6 @@ class FlashKernel(_Aligned, _Varlen):
 
     @staticmethod
     def _lengths(q: Tensor, k: Tensor, lengths: dict[str, Any]) -> tuple[Any, ...]:
-        """Where runs of queries and of keys begin, and the longest of both."""
         return (*lengths.values(),) if lengths else (None, None, q.shape[1], k.shape[1])
 
     def _window(self, causal: bool) -> dict[str, int]:
@@ -344,7 +340,6 @@ def _misaligned(q: Tensor, k: Tensor, v: Tensor, *bases: Tensor) -> str | None:
 
 
 def _needs_fa4(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why flash-attn-4 cannot take tensors that `_needs_cuda_16bit` lets pass; None if it can."""
     major, minor = torch.cuda.get_device_capability(q.device)
     widths = (q.shape[-1], v.shape[-1])
     if major not in (9, 10):
@@ -401,7 +396,6 @@ def _fa4_folder() -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def _shortest(runs: Runs) -> int:
-    """The smaller number of queries and keys of a run, where all are alike; else 0."""
     alike = len(set(zip(runs.queries, runs.keys, strict=True))) == 1
     return min(runs.queries[0], runs.keys[0]) if alike else 0
 

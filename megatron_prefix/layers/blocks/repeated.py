@@ -30,8 +30,6 @@ class _Launch(NamedTuple):
     """A compiled kernel, and its arguments.
 
     Attributes:
-        kernel: takes `arguments`.
-        arguments: the fixed ones; None at `places`.
         places: of queries, keys, values, output and log-sum-exp in them.
         written: shapes and dtypes of output and log-sum-exp, which are contiguous.
         options: tensors of the call's options, kept alive because their ids are in the key.
@@ -121,7 +119,6 @@ class _Watched:
 def _watched(
     function: Any, tensors: Sequence[Tensor], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, _Launch | None]:
-    """Results of a call, and its launch; None if that cannot be repeated."""
     with _WATCHING:
         watched = _Watched(function.compile_cache)
         function.compile_cache = watched

@@ -18,7 +18,6 @@ class Rotary:
     Attributes:
         tables: by id of the module, with the scale of sine and cosine.
         placed: maps a table's name and rows to the memory that they are read from; None: as is.
-        changes: how often modules had changed.
     """
 
     def __init__(self) -> None:
@@ -33,7 +32,6 @@ class Rotary:
         self._rows: dict[int, Tensor] = {}
 
     def add(self, module: nn.Module) -> None:
-        """Adds a module, before the next `prepare`."""
         self.modules.append(module)
         self._made_of = []
 
@@ -64,7 +62,6 @@ class Rotary:
         return (rows if self.placed is None else self.placed(name, rows)), scale
 
     def rows(self, name: int, positions: Tensor) -> Tensor:
-        """Rows of a table [positions, 1, 1, width]."""
         if positions is not self._at:
             self._at, self._rows = positions, {}
         if name not in self._rows:

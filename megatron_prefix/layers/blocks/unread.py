@@ -84,5 +84,4 @@ def picked(x: Tensor, rows: Tensor, *, repeats: bool = False) -> Tensor:
 
 
 def _zeros(like: Tensor, shape: Sequence[int]) -> Tensor:
-    """Expanded from a single zero."""
     return like.new_zeros(()).expand(tuple(shape))

@@ -91,7 +91,6 @@ class WindowKeys(NamedTuple):
     places: Tensor | None
 
     def keys(self, layer: int, context: SegmentContext, own: KeyValue) -> KeyValue:
-        """K and V of all runs, run after run."""
         if self.order is None:
             return own
         above = []
@@ -118,8 +117,6 @@ class WindowKeys(NamedTuple):
 
 
 class _KeysInWindow:
-    """OwnKeys of spans, preceded by the last keys of their ancestors."""
-
     def __init__(
         self, window: WindowKeys, context: SegmentContext, layer: int, key_value: KeyValue
     ) -> None:

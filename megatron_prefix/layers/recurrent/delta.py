@@ -33,7 +33,6 @@ class DeltaSpans:
     """The convolution and the rule of one layer while a segment runs.
 
     Args:
-        layer: its number in the sidecar.
         rule: the layer's, with the signature of flash-linear-attention's.
     """
 
@@ -45,7 +44,6 @@ class DeltaSpans:
         self._called = set[str]()
 
     def _run(self, within: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A method of the layer whose kernels are replaced, in a segment."""
         self._called.clear()
         output = within(*args, **kwargs)
         # Where one runs without the other its states are missed; but neither runs with a tap.

@@ -36,12 +36,10 @@ class Shape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of both projections, as wide as the model."""
         return sum(self.projected) + self.values
 
     @property
     def tail(self) -> int:
-        """Numbers in the convolution's last inputs."""
         return sum(self.convolved) * (self.conv_width - 1)
 
 
@@ -73,7 +71,6 @@ class Recurrent(Kind):
     cp_since: ClassVar[str] = "0"
 
     def shape(self, config: Any) -> Shape:
-        """The sizes of a layer; `config` as everywhere in Kind."""
         raise NotImplementedError
 
     def saved(self, config: Any, form: Execution) -> SavedBytes:

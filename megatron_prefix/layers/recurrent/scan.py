@@ -24,11 +24,7 @@ NO_STEP = -1e4
 
 
 class MambaLayer:
-    """One MambaMixer.
-
-    Args:
-        layer: its number in the sidecar.
-    """
+    """One MambaMixer."""
 
     def __init__(self, module: Any, layer: int, running: Running) -> None:
         self._module, self._layer, self._running = module, layer, running
@@ -78,7 +74,6 @@ class MambaLayer:
         return permuted(x, *segment_of(self._running).spans.dealt(size))
 
     def _dealt(self, x: Tensor, size: int, *_: Any) -> Tensor:
-        """The reverse of `_in_order`."""
         return permuted(x, *reversed(segment_of(self._running).spans.dealt(size)))
 
     def _scan(
@@ -119,7 +114,6 @@ def _convolution_rows(
 
     Args:
         x: of all spans, [positions, width].
-        before: positions of a tail.
         left: columns of `x` in front of the convolution's channels.
         heads: columns behind them: time steps.
     """
@@ -138,7 +132,6 @@ def _convolution_rows(
 
 
 def _rows_by_span(states: LayerStates, finals: list[Any]) -> Tensor | None:
-    """States of all spans, from those of the batches."""
     if not states.inner:
         return None
     return torch.cat(finals).index_select(0, states.spans.order)

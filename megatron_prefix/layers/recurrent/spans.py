@@ -101,7 +101,6 @@ class Spans:
 
     @functools.cached_property
     def reading(self) -> Reading:
-        """The parents' rows, one for each span."""
         return Reading(self._on(self.parents))
 
     @functools.cached_property
@@ -135,15 +134,10 @@ class Spans:
 
     @functools.cached_property
     def _numbers(self) -> list[list[int]]:
-        """Of the spans of every batch."""
         return length_batches(self.lengths)
 
     def batches(self, before: int) -> tuple[SpanBatch, ...]:
-        """All spans in batches whose lengths differ by less than a factor of two.
-
-        Args:
-            before: positions in front of every row.
-        """
+        """All spans in batches whose lengths differ by less than a factor of two."""
         if before not in self._batches:
             self._batches[before] = tuple(
                 self._batch(np.array(numbers), before) for numbers in self._numbers

@@ -32,7 +32,6 @@ class LayerStates:
     """What a segment's spans begin with in one layer, and what they leave, in one forward.
 
     Args:
-        layer: its number in the sidecar.
         anchor: a tensor that the layer computes with; it puts states into its graph.
         before: positions that the convolution looks back.
 
@@ -81,7 +80,6 @@ class LayerStates:
         """Keeps states for the segment's children.
 
         Args:
-            out: what the layer goes on with; it is returned.
             state: of every span behind its last position; not needed for a wave.
         """
         if self.inner:

@@ -37,7 +37,6 @@ class AuxiliaryScales:
 
     Attributes:
         routers: float64 [microbatches], once all of them are noted.
-        further: likewise, of multi-token prediction.
     """
 
     def __init__(self, num_microbatches: int, rank: Rank) -> None:
@@ -84,9 +83,6 @@ def begin_ledgers(
     parts: Sequence[StepPart],
 ) -> GroupCounts | None:
     """Gives the stages their ledgers.
-
-    Args:
-        parts: of the step; one may have a ledger of its own.
 
     Returns:
         What sums counts over data-parallel ranks, if the loss of a router needs that.

@@ -45,7 +45,6 @@ class Axis(NamedTuple):
     """Where a tensor is per position.
 
     Attributes:
-        dim: the dimension, or FLAT.
         parts: ranks of sequence parallelism that share it.
     """
 
@@ -239,7 +238,6 @@ class CallOutputs:
         return rows[rank * num : (rank + 1) * num].clone()  # the other ranks' need not live on
 
     def _remember(self, leaves: list[Any], structure: Any, num: int) -> None:
-        """Which dimension of every tensor is per position: the same for all segments."""
         parts = 1 if self._form.sequence is None else self._form.sequence.size
         axes = [_axis(leaf, num, parts) for leaf in leaves]
         plain = [leaf for leaf, axis in zip(leaves, axes, strict=True) if axis is None]

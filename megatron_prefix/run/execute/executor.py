@@ -38,8 +38,6 @@ class Stage:
     """One model chunk during one step.
 
     Attributes:
-        others: their other arguments that are about no position.
-        moves_labels: whether their head moves labels by one: see run/read/heads.py.
         filled: what they put into a dict that calls bring; None: these bring none.
         final: what of its decoder's output crosses data-parallel ranks; None elsewhere, and where
             nothing does.
@@ -69,11 +67,9 @@ class Executor:
     """Runs a plan on one rank.
 
     Args:
-        forward_only: run without gradients; a backward then only releases its segment.
         timing: what times the computation of an action, if anything does.
         idle: ends with the first action.
         acted: called behind every action with its place, and behind what it sends.
-        drawing: around the forward of every segment.
     """
 
     def __init__(
@@ -135,7 +131,6 @@ class Executor:
             part.end()
 
     def _run(self, action: Action, stage: Stage) -> None:
-        """Runs an action, or what is left of it where its segment runs on another rank."""
         runs_here = [part.starts(action, self) for part in self._parts]
         if all(runs_here):
             self._handlers[action.kind](action, stage)

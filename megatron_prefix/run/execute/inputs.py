@@ -32,7 +32,6 @@ class SegmentInputs:
 
     Args:
         samples: what the forest was built from; None on a stage that knows no tokens and labels.
-        rank: place in the context-parallel group, whose ranks share the positions of every segment.
         multiple: of the number of rows that are read; segments are a multiple of it on every rank.
 
     Attributes:

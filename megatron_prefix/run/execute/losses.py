@@ -97,7 +97,6 @@ class Losses:
 
     @property
     def forward_data_store(self) -> list[Any]:
-        """What Megatron's schedule returns, in the trainer's order of microbatches."""
         return [entry for store in self._stores for entry in store]
 
     def take(
@@ -177,7 +176,6 @@ class Losses:
         return answer
 
     def release(self, index: int) -> None:
-        """Drops a segment's output as soon as no answer needs it any more."""
         self._released.add(index)
         self._drop()
 

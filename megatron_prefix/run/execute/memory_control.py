@@ -56,7 +56,6 @@ class MemoryControl:
         self._resting = 0
 
     def end(self) -> None:
-        """A step is over: how it began is forgotten."""
         self.before = None
 
     def settle(self, plan: Plan, joint: JointForest, request: Request) -> None:

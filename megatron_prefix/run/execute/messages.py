@@ -183,7 +183,6 @@ class Links:
                 work.wait()
 
     def _issue(self, message: StageMessage) -> None:
-        """Issues one; a neighbour that is gone may show here already."""
         action, sender, receiver = message.used_by, message.sender, message.receiver
         group = self._channels.groups[action.kind, colour(sender, self._channels.size)]
         if sender == self._channels.rank:

@@ -100,7 +100,6 @@ class Rewind:
         yield from self._gradients.values()
 
     def _totals(self) -> list[Tensor]:
-        """Buffers in which DDP adds gradients up."""
         return [
             buffer.grad_data
             for model in self.models
@@ -125,12 +124,10 @@ class _NotZero:
                 self._flag = pinned.copy_(self._flag, non_blocking=True)
 
     def looked(self) -> None:
-        """The device goes on behind the look."""
         if self._side is not None:
             torch.cuda.current_stream(self._side.device).wait_stream(self._side)
 
     def any(self) -> bool:
-        """Waits for the look, and for nothing else."""
         if self._side is not None:
             self._side.synchronize()
         return bool(self._flag)

@@ -89,7 +89,6 @@ class RepeatedIterators:
         return wrapped(self._data_iterator, lambda iterator: self._source(iterator).again)
 
     def close(self) -> None:
-        """The call is over: the trainer's objects hold their own iterators again."""
         for source in self._sources.values():
             source.close()
 

@@ -35,9 +35,7 @@ class Settings(NamedTuple):
     """What torch keeps per thread and a forward step may change around its model call.
 
     Attributes:
-        grad: whether gradients are recorded.
         autocast: by device type whether it is on, and its dtype.
-        cache_enabled: autocast's cache of weights.
         stream: the current CUDA stream, which names its device; None without CUDA.
     """
 
@@ -59,7 +57,6 @@ class Settings(NamedTuple):
 
     @contextlib.contextmanager
     def autocasting(self) -> Iterator[None]:
-        """Autocast as in these settings, and after it as before."""
         outside = Settings.now()
         outside._replace(autocast=self.autocast, cache_enabled=self.cache_enabled).apply()
         try:
@@ -194,7 +191,6 @@ def _set(tracker: Any, state: Any, name: str | None) -> None:
 
 
 def _mode_name(tracker: Any) -> str | None:
-    """The state that the generator has now; releases before 0.16 do not say."""
     return getattr(tracker, "_current_state_name", None)
 
 

@@ -129,7 +129,6 @@ class ModelState:
 
     @contextlib.contextmanager
     def own(self) -> Iterator[None]:
-        """What changes inside is a model's own business."""
         before = self.changes()
         try:
             yield
@@ -137,7 +136,6 @@ class ModelState:
             self.accept_others(before)
 
     def accept_others(self, changes: Iterable[Change]) -> None:
-        """Has everything as it is now for what was before, but for some changes."""
         known = {(change.holder, change.name, change.is_tensor) for change in changes}
         for change in self.changes():
             if (change.holder, change.name, change.is_tensor) not in known:
@@ -243,7 +241,6 @@ class StateOfSteps:
         self._starts = self._others_wait = False
 
     def called(self, *_: Any) -> None:
-        """What is around a language model is called."""
         if self._is_inside and self._starts and self._state is not None and not self._early:
             self._early = self._state.changes()
 
@@ -405,7 +402,6 @@ def _same_kind(before: Any, now: Any, depth: int) -> bool:
 
 
 def _same_tensor(before: Tensor, now: Tensor) -> bool:
-    """Whether a tensor is another view of the same memory, which no gradient reaches."""
     if before.requires_grad or now.requires_grad or before.data_ptr() != now.data_ptr():
         return False
     return (before.shape, before.stride(), before.dtype) == (now.shape, now.stride(), now.dtype)

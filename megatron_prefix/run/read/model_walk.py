@@ -121,7 +121,6 @@ class ModelWalk:
         rows: of the holders that are modules, by number.
         weights: parameters and buffers of modules, as dicts that are not empty.
         empty: of modules what is empty of these, hooks and submodules, with number and name.
-        tensors: all whose writes are counted, with number and key of their holder.
         holds_memory: whether it holds large tensors that are neither parameters nor buffers.
     """
 
@@ -166,7 +165,6 @@ class ModelWalk:
         return held
 
     def read(self) -> list[Any]:
-        """`now`, of which containers are copied."""
         return [*map(copied, self.now())]
 
     def sizes(self) -> list[int]:
@@ -281,7 +279,6 @@ class ModelWalk:
                 self._left.append(_ToVisit(value, number, key))
 
     def _class(self, kind: type) -> None:
-        """Attributes of a trainer's class of modules, and globals that its methods name."""
         self._seen.add(id(kind))
         number = self._hold(_ToVisit(None, -1, kind.__name__), vars(kind), kind=kind)
         for name, value in vars(kind).items():

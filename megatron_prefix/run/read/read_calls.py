@@ -70,7 +70,6 @@ class CallTokens(NamedTuple):
 
     @property
     def lengths(self) -> list[int]:
-        """Positions of every sample of all calls, on all context-parallel ranks."""
         return [length for layout in self.layouts for length in layout.lengths]
 
 
@@ -78,9 +77,7 @@ class ReadCalls(NamedTuple):
     """What this rank's model calls say of a step.
 
     Attributes:
-        first: of the first stage's calls, on that stage.
         last: of the last stage's calls, on that stage, where they are not the first's.
-        parts: say what stands for tokens, and further what positions must have in common.
         up_to_loss: whether what is behind a sample's last loss has no effect: some routers count
             all tokens, and multi-token prediction has losses of its own.
     """

@@ -42,7 +42,6 @@ class Step:
 
     Attributes:
         microbatch_of: the trainer's microbatch of each sample; samples are in the calls' order.
-        packed: per microbatch whether its samples are one behind the other in one row.
         samples: whole; None on stages in the middle. Routes are on the first stage.
         reads_all: losses look at all positions of segments with loss; known on the first stage.
         crosses: payloads cross data-parallel ranks, though perhaps none of this one.
@@ -85,7 +84,6 @@ class Step:
         return replace(self, forest=forest.all_read() if self.reads_all else forest)
 
     def to_ints(self) -> Numbers:
-        """The step as numbers, to tell the other stages; `from_ints` reads them."""
         owners = np.array(self.microbatch_of, np.int64)
         counts = np.bincount(owners, minlength=self.num_microbatches)
         flags = self.routed + 2 * self.unshared + 4 * self.crosses
@@ -94,7 +92,6 @@ class Step:
 
     @classmethod
     def from_ints(cls, numbers: Numbers, samples: Sequence[Pairs] | None) -> Step:
-        """See `to_ints`; samples are what this stage knows of them."""
         flags, num = numbers[:2].tolist()
         packed, counts = numbers[2 : 2 + num].astype(bool), numbers[2 + num : 2 + 2 * num]
         forest = Forest.from_ints(numbers[2 + 2 * num :].tolist())
@@ -200,7 +197,6 @@ def _tell_first(
 
 
 def _merged_samples(first: CallTokens | None, last: CallTokens) -> CallTokens | None:
-    """The first chunk's columns, and what only the last has."""
     if first is None:
         return None
     return first._replace(

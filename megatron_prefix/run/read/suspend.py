@@ -69,9 +69,7 @@ class SuspendedStep:
         states: what else is put back when it is suspended.
 
     Attributes:
-        call: what the model was called with; None before.
         notes: what each part has noted; it goes when the step goes on with the model itself.
-        called: the settings that it was called with; not there before.
         kept: what of each of `states` is the step's own while it is suspended; None: nothing. The
             first one is the model's mode, train() or eval().
         twice: what is in the way once it has called the model again, with gradients; the second
@@ -170,7 +168,6 @@ class SuspendedStep:
         return self.resume(stock)
 
     def close(self) -> None:
-        """Ends a step that is still suspended; its `finally` blocks run."""
         if self._greenlet and not self._greenlet.dead:
             self._switch(lambda: self._greenlet.throw(greenlet.GreenletExit))
 
