@@ -1,4 +1,4 @@
-"""Segment trees -> order of actions -> one program a rank, and what it costs.
+"""Segments become a plan: which rank runs what, in which order, and what it costs. [pure]
 
-Start with planner.py, then walk.py, which plays and so proves what the planner makes.
+Read actions.py, planner.py, walk.py.
 """
