@@ -28,6 +28,7 @@ import numpy as np
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.across.common import beginnings_of, common_spans
+from megatron_prefix.features.across.tries import find_below
 from megatron_prefix.lab.data.pairs import pairs_of
 from megatron_prefix.lab.data.rollouts import read_groups
 from megatron_prefix.lab.models.presets import resolve
@@ -111,7 +112,8 @@ def measure(ranks: Sequence[Sequence[Pairs]], repeats: int) -> str:
         heard = clock.timed("hear", lambda: [*map(pickle.loads, sent)])
         spans = functools.partial(common_spans, heard, 0, options)
         common = clock.timed("common", spans)
-        _, forest = clock.timed("forest", functools.partial(build, common=(numbers, common)))
+        find = functools.partial(find_below, beginnings=numbers, common=common)
+        _, forest = clock.timed("forest", functools.partial(build, find=find))
         plan = clock.timed("plan", functools.partial(planned, forest, microbatch_of))
         clock.timed("crossing", functools.partial(with_crossing, plan, forest))
         clock.timed("alone", lambda: planned(build()[1], microbatch_of))

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
+from megatron_prefix.lab.plans.forest import trees
 from megatron_prefix.lab.plans.timeline import Event, Timeline, simulate
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.planner import backward_order
 from megatron_prefix.plan.walk import Cost, token_cost
-from megatron_prefix.tree import Forest, Segment, trees
+from megatron_prefix.tree import Forest, Segment
 
 PHASES = "ABC"
 

@@ -49,7 +49,8 @@ def forget_graphs(model: Any) -> None:
                     setattr(part, name, value.detach())
 
 
-def _log_of_losses() -> dict[str, Any]:
+def log_of_losses() -> dict[str, Any]:
+    """Megatron's log of auxiliary losses, by name; of the layers and groups of one model."""
     try:  # since 0.18
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:
@@ -63,13 +64,8 @@ def logged_losses() -> dict[str, Tensor]:
     """Logged auxiliary losses: by name one value per layer; the log's own tensors."""
     return {
         name: entry["values"] if isinstance(entry, dict) else entry.values
-        for name, entry in _log_of_losses().items()
+        for name, entry in log_of_losses().items()
     }
-
-
-def forget_logged_losses() -> None:
-    """Empties the log; it belongs to the layers and process groups of one model."""
-    _log_of_losses().clear()
 
 
 @contextlib.contextmanager

@@ -119,22 +119,13 @@ def check_writable(path: PathLike, *, makes_folders: bool = False) -> None:
             raise IsADirectoryError("a folder has this name")
         if target.exists() and not target.is_file():
             return  # a pipe or a device
-        _check_folder(target.parent, makes_folders)
+        check_folder(target.parent, makes_folders=makes_folders)
         if len(os.fsencode(target.name)) > os.pathconf(_nearest(target), "PC_NAME_MAX"):
             raise OSError("the name is too long")
 
 
-def check_folder_writable(path: PathLike) -> None:
-    """The same for a folder, which may be missing, with those above it.
-
-    Raises:
-        UserError: a file is in the way, permissions lack, or a name is too long.
-    """
-    with writing(path):
-        _check_folder(Path(os.path.realpath(path)), makes_folders=True)
-
-
-def _check_folder(folder: Path, makes_folders: bool) -> None:
+def check_folder(folder: Path, *, makes_folders: bool) -> None:
+    """Raises an OSError where no file can be written in a folder; see `check_writable`."""
     nearest = _nearest(folder)
     if not nearest.is_dir():
         raise NotADirectoryError(f"{nearest} is not a folder")

@@ -18,9 +18,8 @@ from megatron_prefix.plan.chunking import ChunkChooser
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.planner import best_plan
-from megatron_prefix.tree import Forest, Pairs, Tries, find_shared
-from megatron_prefix.tree.build import find_below
-from megatron_prefix.tree.common_spans import NOTHING_IN_COMMON, CommonSpans
+from megatron_prefix.tree import Forest, Pairs, TreeOptions, Tries, find_shared
+from megatron_prefix.tree.common_spans import NOTHING_IN_COMMON
 from megatron_prefix.tree.packing import MicrobatchRows
 
 
@@ -46,8 +45,8 @@ class Verdict(NamedTuple):
 T = TypeVar("T")
 Tried = tuple[Verdict, int, JointForest]
 """Verdict, most positions in a segment, and the segments."""
-Common = tuple[Sequence[int], CommonSpans]
-"""Per rollout the number of its beginning, and what data-parallel ranks have in common."""
+Find = Callable[[Sequence[Pairs], TreeOptions], Tries]
+"""Finds what the rollouts of a step share."""
 Judge = Callable[[JointForest, Plan], Verdict]
 """Predicts a plan of a step's segments."""
 
@@ -116,7 +115,7 @@ class StepPlanner:
         rollouts: Sequence[Pairs],
         microbatch_of: Sequence[int],
         judge: Judge | None = None,
-        common: Common | None = None,
+        find: Find | None = None,
         *,
         joins: bool = True,
     ) -> tuple[int, Forest]:
@@ -126,11 +125,10 @@ class StepPlanner:
             rollouts: of the step.
             microbatch_of: the trainer's microbatch of each rollout.
             judge: chooses among lengths of segments, where that is "auto".
-            common: per rollout the number of its beginning, and what data-parallel ranks have in
-                common.
+            find: None: `find_shared`.
             joins: whether any may be joined.
         """
-        shared = self._shared(rollouts, common)
+        shared = self._shared(rollouts, find)
         cut = functools.partial(self._cut, shared, rollouts, microbatch_of)
         joins = joins and self.options.joins
         if judge is None or (len(self._lengths) == 1 and not joins):
@@ -178,19 +176,19 @@ class StepPlanner:
         rollouts: Sequence[Pairs],
         microbatch_of: Sequence[int],
         *,
-        common: Common | None = None,
+        find: Find | None = None,
         rows: MicrobatchRows | None = None,
         joins: bool = True,
     ) -> Forest:
         """As `build`, in segments of at most `length` positions; `rows`: see `Tries.forest`, only
-        without `common`."""
-        shared = self._shared(rollouts, common)
+        without `find`."""
+        shared = self._shared(rollouts, find)
         return self._cut(shared, rollouts, microbatch_of, length, joins, rows)
 
-    def _shared(self, rollouts: Sequence[Pairs], common: Common | None) -> Tries:
+    def _shared(self, rollouts: Sequence[Pairs], find: Find | None) -> Tries:
         """The tries, before segments are cut."""
-        if common is not None:
-            return find_below(rollouts, *common, self.options)
+        if find is not None:
+            return find(rollouts, self.options)
         return find_shared(rollouts, options=self.options)
 
     def _cut(

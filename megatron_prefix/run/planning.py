@@ -21,7 +21,7 @@ from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.gate import Decision, decide, kept_to_limit, unshared, without_sharing
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.prediction import Prediction, predict
-from megatron_prefix.plan.step_planner import Common, Judge, StepPlanner, Verdict, fitting
+from megatron_prefix.plan.step_planner import Find, Judge, StepPlanner, Verdict, fitting
 from megatron_prefix.refusals.own_errors import softened
 from megatron_prefix.refusals.table import SCALES_ORDER
 from megatron_prefix.run import agreement
@@ -117,7 +117,7 @@ class Planning:
         request: Request,
         judge: Judge | None,
         *,
-        common: Common | None = None,
+        find: Find | None = None,
     ) -> Forest:
         """The segments of a step, which asks no other rank; see `StepPlanner.build`.
 
@@ -126,12 +126,12 @@ class Planning:
         both of the step before, as they hear of one another's segments when those are made.
         """
         planner, rank = self.planner(request), request.rank
-        length, forest = planner.build(samples, microbatch_of, judge, common)
+        length, forest = planner.build(samples, microbatch_of, judge, find)
         if rank.experts is not None and judge is not None:
             last = self._beside.get(planner)
             if last is not None and last.shortest < length:
                 most = last.shortest
-                forest = planner.build_at(most, samples, microbatch_of, common=common)
+                forest = planner.build_at(most, samples, microbatch_of, find=find)
             forest = replace(forest, requested_length=length)
         return replace(forest, ordered=rank.ordered)
 

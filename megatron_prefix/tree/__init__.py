@@ -5,9 +5,8 @@ segments).
 """
 
 from megatron_prefix.tree.build import Tries, build, find_shared
-from megatron_prefix.tree.forest import Forest, Pairs, Place, Segment, Span, TreeOptions, trees
+from megatron_prefix.tree.forest import Forest, Pairs, Place, Segment, Span, TreeOptions
 
 __all__ = [
     "Forest", "Pairs", "Place", "Segment", "Span", "TreeOptions", "Tries", "build", "find_shared",
-    "trees",
 ]  # fmt: skip

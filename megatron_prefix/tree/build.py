@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.tree.common_spans import NOTHING_IN_COMMON, CommonSpans, tree_of
+from megatron_prefix.tree.common_spans import NOTHING_IN_COMMON, CommonSpans
 from megatron_prefix.tree.forest import (
     LEAST_SHARE,
     Forest,
@@ -175,7 +175,7 @@ def find_shared(
     trees: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
         trees.setdefault(group if options.share == "group" else 0, []).append(index)
-    worth = tuple(_worth(rollouts, members, first, options) for members in trees.values())
+    worth = tuple(worthwhile(rollouts, members, first, options) for members in trees.values())
     tries = Tries(worth, tuple(r.trained for r in rollouts), first, options)
     if not routed:
         return tries
@@ -183,39 +183,19 @@ def find_shared(
     return replace(tries, unshared_by_routes=tries.executed_tokens - free.executed_tokens)
 
 
-def find_below(
-    rollouts: Sequence[Pairs], beginnings: Sequence[int], common: CommonSpans, options: TreeOptions
-) -> Tries:
-    """Finds what this rank's rollouts share after the spans in common with other ranks.
-
-    Args:
-        rollouts: the step's, on this rank.
-        beginnings: number of each rollout's beginning; see `common_spans.beginnings_of`.
-    """
-    members: dict[int, list[int]] = {}
-    for member, number in enumerate(beginnings):
-        members.setdefault(common.below[number], []).append(member)
-    ends = {number: common.spans[number].end if number >= 0 else 0 for number in members}
-    trained = tuple(rollout.trained for rollout in rollouts)
-    first = tuple(rollout.first_trained for rollout in rollouts)
-    below = {
-        number: _worth(rollouts, group, first, options, ends[number])
-        for number, group in members.items()
-    }
-    tries = Tries((tree_of(common, below),), trained, first, options, common=common)
-    if not any(member.routes is not None for member in rollouts):
-        return tries
-    unrouted = find_shared(rollouts, options=options)
-    return replace(tries, unshared_by_routes=unrouted.unshared_by_routes)
-
-
-def _worth(
+def worthwhile(
     rollouts: Sequence[Pairs],
     members: Sequence[int],
     first: Sequence[int],
     options: TreeOptions,
     start: int = 0,
 ) -> list[Node]:
+    """The trees of some rollouts from position `start` on, of nodes that are worth their own span.
+
+    Args:
+        members: rollouts, which agree on the positions before `start`.
+        first: first trained position of every rollout.
+    """
     selected = [rollouts[m] for m in members]
     codes = zip(
         members,

@@ -5,11 +5,8 @@ which of its spans another rank computes.  Pure: numpy only.
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
-
-from megatron_prefix.tree.nodes import Node
 
 
 class CommonSpan(NamedTuple):
@@ -80,22 +77,3 @@ class CommonSpans:
 
 NOTHING_IN_COMMON = CommonSpans()
 """Of a rank that is alone."""
-
-
-def tree_of(common: CommonSpans, below: Mapping[int, list[Node]]) -> list[Node]:
-    """The roots of one rank's tree: its common spans, and below them what it has for itself.
-
-    Args:
-        common: what the rank has in common with others.
-        below: by common span (-1: above all of them) the roots of what continues it there.
-    """
-    children = {number: [*nodes] for number, nodes in below.items()}
-    for number in reversed(range(len(common.spans))):  # children first
-        span = common.spans[number]
-        if common.rank not in span.ranks:
-            continue
-        under = sorted(children.pop(number), key=lambda child: child.members[0])
-        members = sorted({member for child in under for member in child.members})
-        node = Node(span.start, span.end, members, under, number)
-        children.setdefault(span.parent, []).append(node)
-    return sorted(children.get(-1, ()), key=lambda child: child.members[0])

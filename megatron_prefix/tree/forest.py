@@ -323,23 +323,6 @@ def with_above(segments: Sequence[Segment]) -> Iterator[Segment]:
         yield segment._replace(above=sum(ancestors.values()))
 
 
-def trees(segments: Sequence[Segment]) -> list[tuple[int, ...]]:
-    """Per segment the tree number of every span; trees are numbered in the order of their roots."""
-    tree_of: list[tuple[int, ...]] = []
-    num_trees = 0
-    for index, segment in enumerate(segments):
-        numbers: list[int] = []
-        for span in segment.spans:
-            if span.parent is None:
-                numbers.append(num_trees)
-                num_trees += 1
-            else:
-                where, number = span.parent
-                numbers.append((numbers if where == index else tree_of[where])[number])
-        tree_of.append(tuple(numbers))
-    return tree_of
-
-
 def joined_of(index: int, spans: Sequence[Span]) -> int:
     """`Segment.joined` of segment `index` with these spans."""
     return index if any(span.parent and span.parent.segment == index for span in spans) else -1
@@ -404,20 +387,6 @@ class Forest:
     def received_tokens(self) -> int:
         return sum(
             s.length for segment in self.segments if segment.source >= 0 for s in segment.spans
-        )
-
-    @functools.cached_property
-    def max_depth(self) -> int:
-        """Most spans on a path from a root to a leaf."""
-        return max(map(len, self.paths), default=0)
-
-    @functools.cached_property
-    def num_trees(self) -> int:
-        """A rollout that shares nothing is a tree, too."""
-        return sum(
-            span.parent is None and bool(span.rollouts)
-            for segment in self.segments
-            for span in segment.spans
         )
 
     @functools.cached_property

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_prefix.features.across.common import beginnings_of, common_spans
+from megatron_prefix.features.across.tries import find_below
 from megatron_prefix.lab.plans.joint_program import Pipeline, Programs, joint_programs
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan, with_crossing
 from megatron_prefix.tree import Forest, Pairs, TreeOptions
-from megatron_prefix.tree.build import find_below
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def forests_of(
     found = []
     for place, rank in enumerate(ranks):
         common = common_spans(heard, place, options)
-        forest = find_below(rank, told[place][1], common, options).forest(
+        forest = find_below(rank, options, told[place][1], common).forest(
             microbatch_of=owners[place]
         )
         found.append(replace(forest, ordered=ordered))

@@ -29,6 +29,7 @@ from megatron_prefix.features.mtp.layer import WithoutLabels
 from megatron_prefix.lab import numerics, runtime
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.lab.runtime.groups import forget_logged_losses
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.moe import versions
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -147,7 +148,7 @@ def run(
     """A step of a trainer; biases of experts are put back afterwards."""
     tracker, inner = MTPLossLoggingHelper.tracker, unwrap(model)
     tracker.clear()
-    versions.forget_logged_losses()
+    forget_logged_losses()
     MTPLossAutoScaler.set_loss_scale(torch.tensor(17.0))  # of another step
     before = [buffer.clone() for buffer in inner.buffers()]
     contract.configure(model)

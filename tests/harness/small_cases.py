@@ -14,8 +14,8 @@ from megatron_prefix.lab.data.rollouts import Group, Rollout
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.lab.numerics import compare
+from megatron_prefix.lab.runtime.groups import forget_logged_losses
 from megatron_prefix.lab.verify import align
-from megatron_prefix.moe.versions import forget_logged_losses
 
 VOCAB = 48
 

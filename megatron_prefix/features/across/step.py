@@ -12,6 +12,7 @@ others, so that a rank that fails can say so.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import Refusal, refused
 from megatron_prefix.features.across.common import beginnings_of, common_spans
 from megatron_prefix.features.across.communicator import communicator
+from megatron_prefix.features.across.tries import find_below
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.table import (
     ACROSS_EXPERTS,
@@ -180,8 +182,8 @@ class Across:
         """Makes the segments."""
         group: Any = self._request.rank.siblings
         self.common = common_spans(heard, group.rank(), self._options)
-        common = self._built(common=(self._numbers, self.common))
-        self.step = replace(common, crosses=True)
+        find = functools.partial(find_below, beginnings=self._numbers, common=self.common)
+        self.step = replace(self._built(find=find), crosses=True)
 
     def _built(self, **options: Any) -> Step:
         step = self._before

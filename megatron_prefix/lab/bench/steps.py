@@ -29,9 +29,9 @@ from megatron_prefix.lab.models.config import alignment
 from megatron_prefix.lab.rl import loss, packing, passes, report_numbers
 from megatron_prefix.lab.rl.job import ModelOptions
 from megatron_prefix.lab.rl.like_for_like import attention_of
+from megatron_prefix.lab.runtime.groups import forget_logged_losses
 from megatron_prefix.lab.verify import align
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.moe.versions import forget_logged_losses
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.execute.memory_control import free_memory
 from megatron_prefix.run.schedule import PrefixSchedule

@@ -20,15 +20,16 @@ from megatron_prefix.lab.cli.report import counted, facts, number, print_facts, 
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
+from megatron_prefix.lab.plans.forest import max_depth
 from megatron_prefix.lab.plans.job_plan import rank_cost
 from megatron_prefix.lab.plans.timeline import Timeline, simulate
 from megatron_prefix.lab.rl.baseline import PACK_TOKENS, pack_sizes
+from megatron_prefix.lab.runtime.folders import check_folder_writable
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.lab.view.drawing import timeline_svg
 from megatron_prefix.layers.model import cost_of, footprint_of
 from megatron_prefix.plan.actions import POLICIES, Plan, policies
 from megatron_prefix.plan.chunking import ChunkChooser
-from megatron_prefix.plan.files import check_folder_writable
 from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.peak_memory import RankMemory, predict_memory
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
@@ -253,7 +254,7 @@ def _result(step: _PlannedStep) -> dict[str, Any]:
         "compression": forest.raw_tokens / forest.executed_tokens,
         "segments": len(forest.segments),
         "inner_segments": sum(segment.inner for segment in forest.segments),
-        "max_depth": forest.max_depth,
+        "max_depth": max_depth(forest),
         "prefix_ratio_p50": float(np.percentile(ratios, 50)),
         "prefix_ratio_p95": float(np.percentile(ratios, 95)),
         "predicted_speedup": _predicted(step).speedup,

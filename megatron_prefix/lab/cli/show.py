@@ -12,7 +12,7 @@ from megatron_prefix.features.plan_files.plan_file import read_plan
 from megatron_prefix.lab.cli.arguments import add_switch, add_text
 from megatron_prefix.lab.cli.outputs import check_outputs, write_text
 from megatron_prefix.lab.cli.report import facts, print_facts, print_json, print_records, print_rich
-from megatron_prefix.lab.plans.forest import forest_of
+from megatron_prefix.lab.plans.forest import forest_of, max_depth, num_trees
 from megatron_prefix.lab.plans.messages import without_messages
 from megatron_prefix.lab.plans.timeline import Timeline, simulate
 from megatron_prefix.lab.view.drawing import timeline_svg
@@ -77,11 +77,11 @@ def _result(plan: Plan, timeline: Timeline) -> dict[str, Any]:
         "num_ranks": plan.num_ranks,
         "num_chunks": plan.num_chunks,
         "segments": len(plan.segments),
-        "trees": forest.num_trees,
+        "trees": num_trees(forest.segments),
         "rollouts": len(forest.num_positions),
         "raw_tokens": forest.raw_tokens,
         "executed_tokens": forest.executed_tokens,
-        "max_depth": forest.max_depth,
+        "max_depth": max_depth(forest),
         "num_actions": sum(map(len, plan.programs)),
         "makespan": timeline.makespan,
         "bubble_fraction": timeline.bubble_fraction,

@@ -26,7 +26,7 @@ from megatron_prefix.lab.cli.training import (
     settings_of,
 )
 from megatron_prefix.lab.rl.settings import RunOptions, TrainSettings
-from megatron_prefix.plan.files import check_folder_writable
+from megatron_prefix.lab.runtime.folders import check_folder_writable
 
 if TYPE_CHECKING:
     from megatron_prefix.lab.rl.run import Summary

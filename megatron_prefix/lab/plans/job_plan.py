@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_prefix.features.across.common import beginnings_of, common_spans
+from megatron_prefix.features.across.tries import find_below
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.plans.job import JobTimeline, simulate_job
 from megatron_prefix.lab.plans.messages import with_messages
@@ -17,7 +18,6 @@ from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.walk import Cost, token_cost
 from megatron_prefix.tree import Forest, Pairs, TreeOptions
-from megatron_prefix.tree.build import find_below
 from megatron_prefix.tree.payload_map import Form
 
 
@@ -91,7 +91,7 @@ def job_plan(
     forests, plans, ready_after = [], [], []
     for rank, (rollouts, microbatches) in enumerate(both):
         common = common_spans(heard, rank, options)
-        tries = find_below(rollouts, told[rank][1], common, options)
+        tries = find_below(rollouts, options, told[rank][1], common)
         forest = tries.forest(microbatch_of=microbatches)
         forests.append(forest)
         plans.append(with_messages(best_plan(forest, microbatches=microbatches), forest))

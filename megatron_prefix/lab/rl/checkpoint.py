@@ -35,7 +35,8 @@ from megatron_prefix.lab.rl import checkpoint_files
 from megatron_prefix.lab.rl.checkpoint_state import CheckpointError, State, read_state, reason
 from megatron_prefix.lab.rl.run_folder import FOLDER, LATEST, STATE, newest
 from megatron_prefix.lab.rl.trainer import Trainer
-from megatron_prefix.plan.files import check_folder_writable, write_text
+from megatron_prefix.lab.runtime.folders import check_folder_writable
+from megatron_prefix.plan.files import write_text
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron_prefix.plan.files import PathLike, check_folder, writing
+
 PREFIX = "megatron_prefix_"
 OWNER = "owner"
 """File that the job holds a lock on. The kernel gives the lock back when the last process of the
@@ -38,3 +40,13 @@ def sweep() -> None:
             with open(folder / OWNER, "r+", encoding="utf-8") as owner:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_folder_writable(path: PathLike) -> None:
+    """Refuses a folder in which no file can be written; it may be missing, with those above it.
+
+    Raises:
+        UserError: a file is in the way, permissions lack, or a name is too long.
+    """
+    with writing(path):
+        check_folder(Path(os.path.realpath(path)), makes_folders=True)

@@ -201,8 +201,6 @@ def shutdown(failed: bool = False) -> None:
         return
     from megatron.core import parallel_state
 
-    from megatron_prefix.moe.versions import forget_logged_losses
-
     forget_logged_losses()
     parallel_state.destroy_model_parallel()
     # It leaves some groups behind. A process that is forked now would inherit them without their
@@ -253,3 +251,10 @@ def end(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def forget_logged_losses() -> None:
+    """Empties Megatron's log, before another model."""
+    from megatron_prefix.moe.versions import log_of_losses
+
+    log_of_losses().clear()

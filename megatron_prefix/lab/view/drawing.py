@@ -12,11 +12,12 @@ import colorsys
 import math
 from collections.abc import Iterator, Sequence
 
+from megatron_prefix.lab.plans.forest import num_trees, trees
 from megatron_prefix.lab.plans.job import JobTimeline
 from megatron_prefix.lab.plans.timeline import Event, Timeline
 from megatron_prefix.lab.view import svg
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.tree import Segment, Span, trees
+from megatron_prefix.tree import Segment, Span
 
 # Widths and heights, in pixels.
 _WIDTH, _LEFT, _RIGHT = 1200, 72, 142
@@ -56,11 +57,10 @@ def timeline_svg(timeline: Timeline, plan: Plan, title: str = "") -> str:
     bottom = _TOP + plan.num_ranks * (row + _GAP)
     trees_top = bottom + 64
     trees, trees_height = _trees(plan.segments, trees_top)
-    spans = (span for segment in plan.segments for span in segment.spans)
-    num_trees = sum(span.parent is None and bool(span.rollouts) for span in spans)
     facts = (
         _counted(plan.num_stages, "stage"),
-        f"{_counted(len(plan.segments), 'segment')} in {_counted(num_trees, 'tree')}",
+        f"{_counted(len(plan.segments), 'segment')}"
+        f" in {_counted(num_trees(plan.segments), 'tree')}",
         _counted(timeline.num_actions, "action"),
         *_sizes(timeline, "live tokens"),
     )

@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_prefix.lab.plans.forest import trees
 from megatron_prefix.lab.plans.job import JobTimeline
 from megatron_prefix.lab.plans.timeline import Event, Timeline
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.tree import Segment, trees
+from megatron_prefix.tree import Segment
 
 _KINDS = {"F": "forward", "B": "backward", "S": "send", "R": "receive"}
 

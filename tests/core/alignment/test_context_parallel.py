@@ -25,6 +25,7 @@ from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import assert_close
+from megatron_prefix.lab.plans.forest import max_depth, trees
 from megatron_prefix.lab.rl import loss, passes
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.rl.batches import on_cp_rank
@@ -33,7 +34,7 @@ from megatron_prefix.lab.verify import align
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.tree import Pairs, TreeOptions, build, cp_layout, trees
+from megatron_prefix.tree import Pairs, TreeOptions, build, cp_layout
 from tests.harness import steps
 from tests.harness.context_parallel import DATA, VOCAB, spec
 from tests.harness.data import BUNDLED
@@ -145,7 +146,7 @@ def test_the_data_has_what_it_is_for() -> None:
     for forest in forests.values():
         assert any(len({span.padded for span in s.spans}) > 1 for s in forest.segments), "uneven"
     assert any(s.inner and s.scored for s in forests["tree"].segments)
-    assert forests["tree"].max_depth > forests["flat"].max_depth == 2
+    assert max_depth(forests["tree"]) > max_depth(forests["flat"]) == 2
 
 
 # Against one rank ---------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.plans.forest import trees
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.tree import Forest, trees
+from megatron_prefix.tree import Forest
 from megatron_prefix.tree.payload_map import payload_map
 from tests.harness.context_parallel import DATA, spec
 from tests.harness.ranks import run_ranks

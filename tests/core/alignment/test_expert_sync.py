@@ -21,9 +21,10 @@ from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.models.weights import global_parameters
 from megatron_prefix.lab.numerics import tolerance
+from megatron_prefix.lab.plans.forest import trees
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.tree import Pairs, build, trees
+from megatron_prefix.tree import Pairs, build
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
 from tests.harness.rows import rows

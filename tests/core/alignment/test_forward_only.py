@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.runtime.groups import forget_logged_losses
 from megatron_prefix.moe import versions
 from megatron_prefix.refusals.table import FORWARD_COUNTS, FORWARD_GRAPH
 from tests.harness import steps
@@ -43,7 +44,7 @@ def counted(
     schedule: Any, fields: dict[str, Any], around: Callable[[], Any], *, trains: bool
 ) -> list[Tensor]:
     """What routers have counted, and Megatron has logged of them, after two calls."""
-    versions.forget_logged_losses()
+    forget_logged_losses()
     spec = {key: value for key, value in fields.items() if key in AUX}
     over = {key: value for key, value in fields.items() if key not in AUX}
     model = small_model("tiny-moe", spec=spec, config_overrides=over).train(trains)

@@ -18,6 +18,7 @@ from packaging.version import Version
 from megatron_prefix.config import MEMORY_POLICIES
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.plans.forest import max_depth, num_trees
 from megatron_prefix.lab.platforms.exact import by_definition
 from megatron_prefix.lab.rl import job, packing
 from megatron_prefix.lab.rl.baseline import Baseline
@@ -120,7 +121,7 @@ def test_the_cases_have_what_their_names_say(families: dict[str, Family], name: 
     forest = ours.report.forest  # type: ignore[union-attr]
     inner = [segment for segment in forest.segments if segment.inner]
     lengths = {span.length for segment in forest.segments for span in segment.spans}
-    assert {1, 2, 3} <= lengths and forest.max_depth == 3 and forest.num_trees == 4
+    assert {1, 2, 3} <= lengths and max_depth(forest) == 3 and num_trees(forest.segments) == 4
     assert any(segment.scored for segment in inner)
     assert any(len({span.length for span in segment.spans}) > 1 for segment in inner)
     assert ours.report.cache_bytes > 0  # type: ignore[union-attr]

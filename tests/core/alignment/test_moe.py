@@ -27,15 +27,16 @@ from megatron_prefix.lab.data.rollouts import Group, Rollout
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.plans.dealing import deal
+from megatron_prefix.lab.plans.forest import trees
 from megatron_prefix.lab.rl import passes
 from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.lab.runtime.groups import forget_logged_losses
 from megatron_prefix.lab.verify import align
 from megatron_prefix.moe import tokens
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.moe.ledger import RouterLedger
-from megatron_prefix.moe.versions import forget_logged_losses
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.tree import build, trees
+from megatron_prefix.tree import build
 from tests.harness.cases import run_cases
 from tests.harness.ranks import run_ranks
 from tests.harness.rows import chosen, rows

@@ -13,6 +13,7 @@ import torch
 
 from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.runtime.groups import forget_logged_losses
 from megatron_prefix.moe import versions
 from megatron_prefix.run import agreement
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -92,7 +93,7 @@ def test_what_a_failed_attempt_has_counted_is_taken_back() -> None:
             return Contract.loss_func(self, {**batch, "weight": batch["weight"] * noise})
 
     def step(at: int | None) -> tuple[Any, dict[str, Any]]:
-        versions.forget_logged_losses()
+        forget_logged_losses()
         torch.manual_seed(7)
         model = small_model("tiny-moe", config_overrides=options)
         unwrap(model).config.finalize_model_grads_func = None  # else the counts are used up
@@ -116,7 +117,7 @@ def test_what_a_failed_attempt_has_counted_is_taken_back() -> None:
     for name, value in state.items():
         assert torch.equal(value, again[name]), name
         assert value.double().abs().sum() > 0
-    versions.forget_logged_losses()
+    forget_logged_losses()
 
 
 def test_twice_is_an_error_with_a_table(caplog: pytest.LogCaptureFixture) -> None:

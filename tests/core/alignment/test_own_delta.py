@@ -14,6 +14,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.features.own_gdn import kind as own_gdn
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.plans.forest import max_depth
 from megatron_prefix.lab.platforms.linear_kernels import causal_conv1d
 from megatron_prefix.lab.rl import packing
 from megatron_prefix.layers.gdn import GatedDeltaNet
@@ -109,7 +110,7 @@ def test_the_cases_have_what_their_names_say(cases: dict[str, Case]) -> None:
     forest = ours.report.forest  # type: ignore[union-attr]
     inner = [segment for segment in forest.segments if segment.inner]
     assert {1, 2, 3} <= {span.length for one in forest.segments for span in one.spans}
-    assert forest.max_depth == 3 and any(segment.scored for segment in inner)
+    assert max_depth(forest) == 3 and any(segment.scored for segment in inner)
     assert len(packs()) < len(hybrid.items())
 
 

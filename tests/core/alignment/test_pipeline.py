@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_prefix.lab.data.pairs import pairs_of_groups
+from megatron_prefix.lab.plans.forest import num_trees, trees
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.tree import build, trees
+from megatron_prefix.tree import build
 from tests.harness.pipelines import SHAPES, Case, rollouts_of, run_cases
 from tests.harness.ranks import run_ranks
 from tests.harness.rows import chosen, rows
@@ -102,7 +103,7 @@ def test_segments_of_several_trees_are_among_the_cases(
     inner = [n for n, segment in zip(together, forest.segments, strict=True) if segment.inner]
     waves = [n for n, segment in zip(together, forest.segments, strict=True) if not segment.inner]
     assert max(inner) > 1 and max(waves) > 1
-    assert forest.num_trees == len(SHAPES[shape].groups)
+    assert num_trees(forest.segments) == len(SHAPES[shape].groups)
     if shape == "two-level-tree":
         assert (
             max(n for n, s in zip(together, forest.segments, strict=True) if s.inner and s.scored)

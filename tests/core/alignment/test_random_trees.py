@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_prefix.config import MEMORY_POLICIES, PrefixConfig
 from megatron_prefix.lab.numerics import assert_close
+from megatron_prefix.lab.plans.forest import max_depth
 from megatron_prefix.run import schedule
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.tree import Pairs, TreeOptions
@@ -265,7 +266,7 @@ def test_the_cases_share_what_their_names_say(
         assert schedule.report is not None
         forest = schedule.report.forest
         inner_loss = any(s.inner and s.scored for s in forest.segments)
-        counts[name] = (forest.raw_tokens, forest.executed_tokens, forest.max_depth, inner_loss)
+        counts[name] = (forest.raw_tokens, forest.executed_tokens, max_depth(forest), inner_loss)
     assert counts == {
         "one rollout": (11, 11, 1, False),
         "one position": (3, 2, 1, False),

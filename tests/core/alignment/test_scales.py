@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.runtime.groups import forget_logged_losses
 from megatron_prefix.megatron.scale_functions import own_scale_functions
-from megatron_prefix.moe import versions
 from megatron_prefix.refusals.table import SCALES_ORDER
 from megatron_prefix.run import planning
 from tests.harness import hybrid, mtp, steps
@@ -93,7 +93,7 @@ def scaled_step(schedule: Any, scale: Callable[[Tensor], Tensor], items: Items) 
     """The gradients of a step whose losses a function scales."""
     model = model_of(**MODELS["experts"])
     unwrap(model).config.grad_scale_func = scale
-    versions.forget_logged_losses()
+    forget_logged_losses()
     steps.zero_gradients(model)
     steps.call(schedule, Contract().step, model, items)
     return steps.gradients(model)

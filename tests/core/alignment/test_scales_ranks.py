@@ -19,7 +19,7 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.moe import versions
+from megatron_prefix.lab.runtime.groups import forget_logged_losses
 from megatron_prefix.refusals.table import ACROSS_SCALES, SCALES_INTERLEAVED
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import cp_layout
@@ -77,7 +77,7 @@ def step(case: Case, trainer: Contract, schedule: Any) -> dict[str, Any]:
     for chunk in chunks:
         trainer.configure(chunk)
         steps.zero_gradients(chunk)
-    versions.forget_logged_losses()
+    forget_logged_losses()
     many = len(chunks) > 1
     schedule(
         forward_step_func=trainer.step, model=chunks if many else chunks[0],

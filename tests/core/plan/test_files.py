@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_prefix.errors import UserError, bounded
+from megatron_prefix.lab.runtime.folders import check_folder_writable
 from megatron_prefix.plan import files
 from tests.harness.ranks import run_ranks
 
@@ -102,8 +103,8 @@ def test_places_that_can_be_written(tmp_path: Path) -> None:
         files.check_writable(path)
         files.check_writable(path, makes_folders=True)
     files.check_writable(tmp_path / "no" / "such" / "x", makes_folders=True)
-    files.check_folder_writable(tmp_path / "no" / "such")
-    files.check_folder_writable(tmp_path)
+    check_folder_writable(tmp_path / "no" / "such")
+    check_folder_writable(tmp_path)
     assert not os.listdir(tmp_path)
 
 
@@ -111,12 +112,12 @@ def test_places_that_can_be_written(tmp_path: Path) -> None:
 def test_folders_that_cannot_be_written(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"is not a folder|too long"):
-        files.check_folder_writable(tmp_path / name)
+        check_folder_writable(tmp_path / name)
 
 
 def test_a_read_only_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the system says it; permissions do not bind the tests where they run as root."""
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK | os.X_OK)
-    for check in (files.check_writable, files.check_folder_writable):
+    for check in (files.check_writable, check_folder_writable):
         with pytest.raises(UserError, match="is not yours to write, or read-only"):
             check(tmp_path / "x")

@@ -20,15 +20,16 @@ from megatron_prefix.lab.bench.counted import SavedBytes
 from megatron_prefix.lab.models import build as models_build
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
+from megatron_prefix.lab.plans.forest import trees
+from megatron_prefix.lab.runtime.groups import forget_logged_losses
 from megatron_prefix.layers import model as layers_model
-from megatron_prefix.moe.versions import forget_logged_losses
 from megatron_prefix.plan.actions import Plan, policies
 from megatron_prefix.plan.footprint import Execution, Footprint
 from megatron_prefix.plan.peak_memory import RankMemory, memory_table, predict_memory
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar import cache as cache_module
-from megatron_prefix.tree import Pairs, TreeOptions, build, trees
+from megatron_prefix.tree import Pairs, TreeOptions, build
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness import lora, saving_kernels, steps
 from tests.harness.one_rank import one_rank, small_model

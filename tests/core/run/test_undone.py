@@ -20,6 +20,7 @@ from megatron.core.timers import Timers
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.runtime.groups import forget_logged_losses
 from megatron_prefix.moe import versions
 from megatron_prefix.refusals import table
 from megatron_prefix.run.execute.call_outputs import CallOutputs
@@ -146,7 +147,7 @@ def run(
         trainer.number = number
         if zeroes or not number:
             steps.zero_gradients(model)
-        versions.forget_logged_losses()
+        forget_logged_losses()
         torch.manual_seed(number)
         random.seed(number)
         np.random.seed(number)

@@ -11,13 +11,13 @@ import pytest
 
 from megatron_prefix.features.across.common import BLOCK, beginnings_of, common_spans
 from megatron_prefix.features.across.owners import EVEN
+from megatron_prefix.features.across.tries import find_below
 from megatron_prefix.features.plan_files.table import from_csv, to_csv
 from megatron_prefix.lab.plans.job import JobTimeline, simulate_job
 from megatron_prefix.lab.plans.messages import with_messages, without_messages
 from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.tree import Forest, Pairs, TreeOptions
-from megatron_prefix.tree.build import find_below
 from megatron_prefix.tree.common_spans import CommonSpan
 from tests.harness.fuzzing import rounds
 from tests.harness.rows import rows
@@ -53,7 +53,7 @@ def forests_of(
     for place, rank in enumerate(ranks):
         heard = [mine for mine, _ in told]
         common = common_spans(heard, place, options)
-        tries = find_below(rank, told[place][1], common, options)
+        tries = find_below(rank, options, told[place][1], common)
         forests.append(tries.forest(microbatch_of=owners[place]))
     return forests, owners
 
@@ -277,7 +277,7 @@ def loads_of(
     load = []
     for place, rank in enumerate(ranks):
         common = common_spans([mine for mine, _ in told], place, options)
-        load.append(find_below(rank, told[place][1], common, options).forest().executed_tokens)
+        load.append(find_below(rank, options, told[place][1], common).forest().executed_tokens)
     owned = [(one.owner, n, common.spans[n]) for one in common.segments for n in one.spans]
     own = [*load]
     for owner, _, span in owned:

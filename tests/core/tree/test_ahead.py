@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron_prefix.features.mtp.tables import AheadTables, Division, FurtherRows, loss_sums
+from megatron_prefix.lab.plans.forest import max_depth
 from megatron_prefix.run.read.step import with_next_token
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build, cp_layout
 from tests.core.tree.test_across_ranks import dealt, forests_of
@@ -107,7 +108,7 @@ def test_every_label_counts_as_in_its_microbatches(
 ) -> None:
     some = samples(masked)
     forest = forest_of(some, 1 if size == 1 else 2 * size)
-    assert forest.executed_tokens < forest.raw_tokens and forest.max_depth > 1
+    assert forest.executed_tokens < forest.raw_tokens and max_depth(forest) > 1
     found, wanted = found_in(forest, some, division, size), expected(some, division, size)
     assert found.keys() == wanted.keys()
     assert all(found[key] == pytest.approx(wanted[key], rel=1e-12) for key in wanted)

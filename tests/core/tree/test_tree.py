@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.data.pairs import pairs_of, pairs_of_groups
-from megatron_prefix.tree import Forest, Pairs, Place, TreeOptions, build, trees
+from megatron_prefix.lab.plans.forest import max_depth, num_trees, trees
+from megatron_prefix.tree import Forest, Pairs, Place, TreeOptions, build
 from tests.harness import data
 from tests.harness.trees import as_pairs, exact, flat_rollouts, is_prefix_tree, trees_of, trie_size
 
@@ -36,7 +37,7 @@ def test_a_flat_group_is_one_inner_segment_and_a_wave() -> None:
         ((0,), [(10, 4, (0,)), (10, 4, (1,)), (10, 4, (2,))]),
     ]
     assert [segment.scored for segment in forest.segments] == [False, True]
-    assert (forest.raw_tokens, forest.executed_tokens, forest.max_depth) == (42, 22, 2)
+    assert (forest.raw_tokens, forest.executed_tokens, max_depth(forest)) == (42, 22, 2)
     assert forest.paths == tuple((Place(0, 0), Place(1, number)) for number in range(3))
     assert [span.parent for span in forest.segments[1].spans] == [Place(0, 0)] * 3
 
@@ -58,7 +59,7 @@ def test_small_trees_share_segments_and_spans_know_their_parents() -> None:
         None, Place(0, 0), Place(0, 0), Place(0, 1), Place(1, 0), Place(1, 0),
     ]  # fmt: skip
     assert trees(forest.segments) == [(0, 1), (1,), (2, 0, 0, 1, 1, 1)]
-    assert (forest.num_trees, forest.max_depth, forest.executed_tokens) == (3, 3, 23)
+    assert (num_trees(forest.segments), max_depth(forest), forest.executed_tokens) == (3, 3, 23)
     assert forest.paths[3] == (Place(0, 1), Place(1, 0), Place(2, 5))
 
 
@@ -181,7 +182,7 @@ def test_a_rollout_of_one_position() -> None:
 
 def test_no_rollouts_make_no_segments() -> None:
     forest = build([], None, exact())
-    assert (forest.segments, forest.raw_tokens, forest.max_depth) == ((), 0, 0)
+    assert (forest.segments, forest.raw_tokens, max_depth(forest)) == ((), 0, 0)
 
 
 @pytest.mark.parametrize("even", [100, 256, 1000])
@@ -294,7 +295,7 @@ def test_deep_trees_need_no_recursion() -> None:
         as_pairs(range(n), range(1, n + 1), [False] * (n - 1) + [True]) for n in range(1, length)
     ]
     forest = build(rollouts, None, exact())
-    assert (forest.max_depth, forest.executed_tokens) == (length - 1, length - 1)
+    assert (max_depth(forest), forest.executed_tokens) == (length - 1, length - 1)
 
 
 @example([3, 3, 3])

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.tree import Forest, Pairs, Place, TreeOptions, build, trees
+from megatron_prefix.lab.plans.forest import max_depth, trees
+from megatron_prefix.tree import Forest, Pairs, Place, TreeOptions, build
 from megatron_prefix.tree.forest import MOST_EXPERTS
 from tests.harness.fuzzing import rounds
 from tests.harness.trees import (
@@ -210,4 +211,4 @@ def test_sharing_does_not_depend_on_the_order_of_rollouts(
     shuffled = build([rollouts[i] for i in order], [groups[i] for i in order], options)
     straight = build(rollouts, groups, options)
     assert shuffled.executed_tokens == straight.executed_tokens
-    assert shuffled.max_depth == straight.max_depth
+    assert max_depth(shuffled) == max_depth(straight)

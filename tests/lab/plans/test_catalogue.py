@@ -18,9 +18,10 @@ from megatron_prefix.features.plan_files.table import from_csv, to_csv
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import read_groups
 from megatron_prefix.lab.plans import catalogue
+from megatron_prefix.lab.plans.forest import trees
 from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.planner import best_plan
-from megatron_prefix.tree import build, trees
+from megatron_prefix.tree import build
 from tests.harness.data import REPOSITORY
 
 FOLDER = REPOSITORY / "schedules"

@@ -11,12 +11,13 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megatron_prefix.lab.plans.forest import trees
 from megatron_prefix.lab.plans.timeline import Timeline, simulate
 from megatron_prefix.lab.view import svg
 from megatron_prefix.lab.view.drawing import comparison_svg, job_svg, timeline_svg
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.joint_forest import joint_forest
-from megatron_prefix.tree import Forest, TreeOptions, build, trees
+from megatron_prefix.tree import Forest, TreeOptions, build
 from tests.harness.jobs import crossing_job
 from tests.harness.trees import flat_rollouts, interleaved, random_forest, ruled_plan
 

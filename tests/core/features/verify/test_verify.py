@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func as stock_s
 
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.features.verify import gradients, logs
+from megatron_prefix.lab.runtime.groups import forget_logged_losses
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.moe import versions
 from megatron_prefix.refusals.table import NOT_VERIFIED
@@ -265,7 +266,7 @@ def test_gradients_may_be_kept_elsewhere(monkeypatch, faulty, place) -> None:
 def test_routers_and_further_tokens_are_stocks(name, spec) -> None:
     found = []
     for schedule in (verifying(), stock_schedule()):
-        versions.forget_logged_losses()
+        forget_logged_losses()
         for values in logs.logged_ahead().values():
             values.zero_()
         model = small_model(name, spec=spec)
