@@ -198,8 +198,9 @@ def barrier_links(channels: Any, plan: Plan, *arguments: Any, **options: Any) ->
     from megatron_prefix.run.execute.messages import Links
 
     phases = [phase(plan, action) for action in plan.programs[channels.rank]]
-    # The first look is before the first action.
-    ends = iter([False, *map(tuple.__ne__, phases, phases[1:]), False])
+    behind = [*map(tuple.__ne__, phases, phases[1:]), False]
+    # The first messages leave before the first action, then before and behind each.
+    ends = iter([False, *(end for is_last in behind for end in (False, is_last))])
 
     class BarrierLinks(Links):
         def advance(self) -> None:

@@ -122,10 +122,9 @@ def make_plan(
         max_live_positions: a rank runs no forward ahead that would make it hold more positions (see
             `Plan.peak_positions`). 0: no limit.
     """
-    orders = _Orders(
-        forest, num_ranks, num_chunks, loss_ready_after(forest, microbatches), group_size
-    )
-    return orders.merged(run_ahead, max_live_positions)
+    ready_after = loss_ready_after(forest, microbatches)
+    merge = _Merge(forest, num_ranks, num_chunks, ready_after, group_size)
+    return merge.plan(run_ahead, max_live_positions)
 
 
 def best_plan(
@@ -144,13 +143,13 @@ def best_plan(
     trees.
     """
     ready_after = loss_ready_after(forest, microbatches)
-    orders = _Orders(forest, num_ranks, num_chunks, ready_after, group_size)
-    plans = [with_crossing(orders.merged(run_ahead, 0), forest)]
+    merge = _Merge(forest, num_ranks, num_chunks, ready_after, group_size)
+    plans = [with_crossing(merge.plan(run_ahead), forest)]
     if num_ranks == 1:
         return plans[0]
     most = max(plans[0].peak_positions)
     for lookahead in (run_ahead + 4, None):
-        plan = with_crossing(orders.merged(lookahead, most), forest)
+        plan = with_crossing(merge.plan(lookahead, most), forest)
         if max(plan.peak_positions) <= most:
             plans.append(plan)
     seconds = seconds_of(plans[0])
@@ -159,15 +158,14 @@ def best_plan(
     return best
 
 
-class _Orders:
-    """What all ranks of a forest's plans have in common.
+class _Merge:
+    """Plays all ranks and writes their programs down.
 
     Attributes:
         actions: by kind in F-order and B-order, segments on model chunks.
-        least: per backward the number of forwards that a rank must have run before.
         scored_at: per segment the forward on the last stage that completes its loss.
+        least: per backward the number of forwards that a rank must have run before.
         positions, times: per segment, and of its "F" and "B" on one model chunk.
-        group_size: segments of a chunk in turn.
     """
 
     def __init__(
@@ -183,10 +181,8 @@ class _Orders:
         chunks, order = range(num_chunks), backward_order(forest.segments, ready_after)
         forwards = chunk_turns(range(len(order)), chunks, self.group_size)
         backwards = chunk_turns(order, chunks[::-1], self.group_size)  # the last chunk first
-        self.actions = {
-            kind: [Action(kind, *turn) for turn in turns]
-            for kind, turns in (("F", forwards), ("B", backwards))
-        }
+        turns = {"F": forwards, "B": backwards}
+        self.actions = {kind: [Action(kind, *turn) for turn in turns[kind]] for kind in turns}
         place = {turn: position for position, turn in enumerate(forwards)}
         self.scored_at = [place[index, num_chunks - 1] for index in ready_after]
         demands = (self.scored_at[index] + 1 for index, _ in backwards)
@@ -197,79 +193,64 @@ class _Orders:
             for kind, passes in (("F", 1), ("B", 2))
         }
 
-    def merged(self, run_ahead: int | None, max_live_positions: int) -> Plan:
-        """See `make_plan`."""
-        programs = _Merge(self, run_ahead, max_live_positions).run()
-        return Plan(self.segments, programs, self.num_chunks)
-
-
-class _Merge:
-    """Plays all ranks and writes their programs down."""
-
-    def __init__(self, orders: _Orders, run_ahead: int | None, max_live_positions: int) -> None:
-        num_ranks, num_chunks = orders.num_ranks, orders.num_chunks
-        self.orders, self.num_actions = orders, len(orders.actions["F"])
+    def plan(self, run_ahead: int | None, max_live_positions: int = 0) -> Plan:
+        """Runs the rank that can start first, until none can; see `make_plan`."""
+        num_ranks, num_actions = self.num_ranks, len(self.actions["F"])
         # A position on one of v model chunks counts 1/v, as in `Plan.peak_positions`.
-        self.limit = max_live_positions * num_chunks or math.inf
+        self._limit = max_live_positions * self.num_chunks or math.inf
         # Forwards before the first backward in Megatron's schedule; a rank stays as many ahead.
-        self.warm_up = (num_chunks - 1) * orders.group_size + 1 if run_ahead != 0 else 0
+        self._warm_up = (self.num_chunks - 1) * self.group_size + 1 if run_ahead != 0 else 0
         behind = range(num_ranks - 1, -1, -1)  # stages after each rank's own
-        self.lookahead = [
-            self.num_actions if run_ahead is None else run_ahead * stages for stages in behind
-        ]
-        self.arrivals = first_arrivals(num_ranks * num_chunks, [math.inf] * len(orders.positions))
-        self.clock, self.live = [0.0] * num_ranks, [0] * num_ranks
-        self.done = {kind: [0] * num_ranks for kind in STEP}
-        self.programs: list[list[Action]] = [[] for _ in range(num_ranks)]
-
-    def run(self) -> tuple[tuple[Action, ...], ...]:
-        """Runs the rank that can start first, until none can."""
-        num_ranks = self.orders.num_ranks
+        self._ahead = [num_actions if run_ahead is None else run_ahead * n for n in behind]
+        num_stages, never = num_ranks * self.num_chunks, [math.inf] * len(self.positions)
+        self._arrivals = first_arrivals(num_stages, never)
+        self._clock, self._live = [0.0] * num_ranks, [0] * num_ranks
+        self._done = {kind: [0] * num_ranks for kind in STEP}
+        programs: list[list[Action]] = [[] for _ in range(num_ranks)]
         choices = [self._choice(rank) for rank in range(num_ranks)]
         while (choice := min(choices))[0] < math.inf:
             start, is_backward, rank = choice
-            neighbour = self._take("FB"[is_backward], rank, start) % num_ranks
+            action = self.actions["FB"[is_backward]][self._done["FB"[is_backward]][rank]]
+            programs[rank].append(action)
+            neighbour = self._run(action, rank, start) % num_ranks
             choices[rank] = self._choice(rank)
             if neighbour != rank:
                 choices[neighbour] = self._choice(neighbour)
-        if any(len(program) < 2 * self.num_actions for program in self.programs):
+        if any(len(program) < 2 * num_actions for program in programs):
             raise RuntimeError("no rank can go on: the planner's rule is broken")
-        return tuple(map(tuple, self.programs))
+        return Plan(self.segments, tuple(map(tuple, programs)), self.num_chunks)
 
     def _choice(self, rank: int) -> tuple[float, bool, int]:
         """(start, whether it is a backward, rank) of a rank's next action; infinity: it waits."""
-        orders, clock, forward, backward = self.orders, self.clock[rank], math.inf, math.inf
-        num_forwards, num_backwards = self.done["F"][rank], self.done["B"][rank]
-        if num_forwards < self.num_actions:
-            _, index, chunk, _ = orders.actions["F"][num_forwards]
-            must = orders.least[num_backwards]
-            may = max(must, self.warm_up + num_backwards) + self.lookahead[rank]
-            fits = self.live[rank] + orders.positions[index] <= self.limit
+        clock, forward, backward = self._clock[rank], math.inf, math.inf
+        num_forwards, num_backwards = self._done["F"][rank], self._done["B"][rank]
+        if num_forwards < len(self.actions["F"]):
+            _, index, chunk, _ = self.actions["F"][num_forwards]
+            must = self.least[num_backwards]
+            may = max(must, self._warm_up + num_backwards) + self._ahead[rank]
+            fits = self._live[rank] + self.positions[index] <= self._limit
             if num_forwards < must or (num_forwards < may and fits):
-                forward = self.arrivals["F"][chunk * orders.num_ranks + rank][index]
-        if num_backwards < self.num_actions:
-            _, index, chunk, _ = orders.actions["B"][num_backwards]
-            stage = chunk * orders.num_ranks + rank
-            is_last = stage == orders.num_ranks * orders.num_chunks - 1
-            if not is_last or num_forwards > orders.scored_at[index]:
-                backward = self.arrivals["B"][stage][index]
+                forward = self._arrivals["F"][chunk * self.num_ranks + rank][index]
+        if num_backwards < len(self.actions["B"]):
+            _, index, chunk, _ = self.actions["B"][num_backwards]
+            stage = chunk * self.num_ranks + rank
+            has_loss = num_forwards > self.scored_at[index]
+            if has_loss or stage < self.num_ranks * self.num_chunks - 1:
+                backward = self._arrivals["B"][stage][index]
         start = clock if backward < clock else backward
         if forward <= start:
             return (clock if forward < clock else forward), False, rank
         return start, True, rank
 
-    def _take(self, kind: str, rank: int, start: float) -> int:
+    def _run(self, action: Action, rank: int, start: float) -> int:
         """Runs a rank's next action of a kind; returns the stage that its message goes to."""
-        orders, done = self.orders, self.done[kind]
-        action = orders.actions[kind][done[rank]]
-        index = action.segment
-        done[rank] += 1
-        self.live[rank] += STEP[kind] * orders.positions[index]
-        self.clock[rank] = end = start + orders.times[kind][index]
-        self.programs[rank].append(action)
-        stage = action.chunk * orders.num_ranks + rank + STEP[kind]
-        if 0 <= stage < orders.num_ranks * orders.num_chunks:
-            self.arrivals[kind][stage][index] = end
+        kind, index, chunk, _ = action
+        self._done[kind][rank] += 1
+        self._live[rank] += STEP[kind] * self.positions[index]
+        self._clock[rank] = end = start + self.times[kind][index]
+        stage = chunk * self.num_ranks + rank + STEP[kind]
+        if 0 <= stage < self.num_ranks * self.num_chunks:
+            self._arrivals[kind][stage][index] = end
         return stage
 
 

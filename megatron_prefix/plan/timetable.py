@@ -86,31 +86,19 @@ def phase(action: Action, level_of: Mapping[int, int]) -> Phase:
     return (0, action.chunk, level) if action.kind == "F" else (2, -action.chunk, -level)
 
 
-class Gap(NamedTuple):
-    """A rank's messages between two of its actions.
-
-    Attributes:
-        before: issued right after the previous action: those of phases before the next action's.
-        after: the others, issued after the level that crosses in between.
-    """
-
-    before: tuple[StageMessage, ...]
-    after: tuple[StageMessage, ...] = ()
-
-
-def message_gaps(plan: Plan, rank: int, levels: Levels = ()) -> list[Gap]:
-    """A rank's messages: those before its first action, between it and the next, and so on; see
-    `timetable`."""
-    gaps: list[list[StageMessage]] = [[]]
+def message_gaps(plan: Plan, rank: int, levels: Levels = ()) -> list[list[StageMessage]]:
+    """A rank's messages, two lists an action and one behind the last: those up to what crosses
+    before the action, and those between that and the action; see `timetable`."""
+    level_of, gaps = dict(levels), list[list[StageMessage]]()
+    gap: list[StageMessage] = []
+    before: Phase | None = None
     for entry in timetable(plan, levels):
-        if not isinstance(entry, StageMessage):
-            gaps += [[]] if entry[0] == rank else []
-        elif rank in entry[:2]:
-            gaps[-1].append(entry)
-    level_of = dict(levels)
-    phases = [phase(action, level_of) for action in plan.programs[rank]] or [_OWN]
-    split = []
-    for gap, last, after in zip(gaps, [phases[0], *phases], [*phases, phases[-1]], strict=False):
-        num = sum(last == after or phase(one.made_by, level_of) < after for one in gap)
-        split.append(Gap(tuple(gap[:num]), tuple(gap[num:])))
-    return split
+        if isinstance(entry, StageMessage):
+            gap += [entry] if rank in entry[:2] else []
+        elif entry[0] == rank:
+            now = phase(entry[1], level_of)
+            stays = now == (before or now)
+            num = sum(stays or phase(message.made_by, level_of) < now for message in gap)
+            gaps += [gap[:num], gap[num:]]
+            gap, before = [], now
+    return [*gaps, gap]

@@ -45,6 +45,7 @@ def test_ranks_wait_between_phases_and_nowhere_else(rank, monkeypatch) -> None:
     monkeypatch.setattr(dist, "barrier", lambda: waits.append(len(done) - 1))
     links = barrier_links(SimpleNamespace(rank=rank, size=1), plan, None, None, None, True)
     for action in plan.programs[rank]:
+        links.advance()
         done.append(action)
         links.advance()
     phases = [phase(plan, action) for action in plan.programs[rank]]

@@ -154,7 +154,6 @@ class Crossing(StepPart):
                 executor.head(arrived, chunk)
         else:
             self._exchanges.backward(index, chunk)
-        executor.advance_further()
         return is_own
 
     def ran(self) -> None:

@@ -167,19 +167,19 @@ class _Writer:
     def steps(self) -> Iterator[Step]:
         """All of them."""
         levels = tuple((one.segment, one.level) for one in self.pipeline.forest.exchanges)
-        gaps = message_gaps(self.pipeline.union, self.rank.stage, levels)
+        gaps = iter(message_gaps(self.pipeline.union, self.rank.stage, levels))
         program = self.pipeline.plan.programs[self.rank.stage]
         sums = iter(sums_behind(self.pipeline.union, self.rank.stage, self.pipeline.owners))
-        yield from self._messages(gaps[0].before)
+        yield from self._messages(next(gaps))
         begun, last = 0, {one.chunk: one for one in program if one.kind == "B"}
-        for gap, action, (before, _) in zip(gaps, program, gaps[1:], strict=False):
+        for action in program:
             yield from self._crossing(action)
-            yield from self._messages(gap.after)
+            yield from self._messages(next(gaps))
             if self.segments[action.segment].source < 0:
                 yield action
                 reduces = self.early and last.get(action.chunk) == action
                 yield from self._layers(action, reduces=reduces)
-            yield from self._messages(before)
+            yield from self._messages(next(gaps))
             number = next(sums) if self.counts else 0
             for microbatch in range(begun, number):
                 yield Meet("counts", microbatch, self._beside(self.everyone))

@@ -110,8 +110,7 @@ class Executor:
                     with _annotated(action), around(self._parts, action):
                         self._run(action, stage)
                     self._idle.close()
-                    if self._links is not None:
-                        self._links.advance()
+                    self._advance()
                     if self._acted is not None:
                         self._acted(place)
             if self._links is not None:
@@ -132,14 +131,15 @@ class Executor:
 
     def _run(self, action: Action, stage: Stage) -> None:
         runs_here = [part.starts(action, self) for part in self._parts]
+        self._advance()
         if all(runs_here):
             self._handlers[action.kind](action, stage)
         elif action.kind == "B":
             self._release(action, stage)
 
-    def advance_further(self) -> None:
+    def _advance(self) -> None:
         if self._links is not None:
-            self._links.advance_further()
+            self._links.advance()
 
     def head(self, index: int, chunk: int) -> None:
         """Runs the output layer on what another rank's decoder gives for a segment. It runs again

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.timetable import Gap, Levels, StageMessage, message_gaps
+from megatron_prefix.plan.timetable import Levels, StageMessage, message_gaps
 from megatron_prefix.run.agreement import naming
 
 ShapeOf = Callable[[int], tuple[int, ...]]
@@ -136,7 +136,6 @@ class Links:
         self._channels, self._shape, self._dtype, self._device = channels, shape, dtype, device
         self._kinds = ("F", "B") if backward else ("F",)
         self._gaps = iter(message_gaps(plan, channels.rank, levels) if channels.size > 1 else ())
-        self._later: tuple[StageMessage, ...] = ()
         self._made: dict[Action, Tensor] = {}
         self._sent: list[tuple[Any, Tensor, int]] = []
         self._coming: dict[Action, tuple[Any, int, Tensor]] = {}
@@ -160,19 +159,10 @@ class Links:
         return tensor
 
     def advance(self) -> None:
-        """Issues the messages up to the rank's next action, or up to what crosses data-parallel
-        ranks before it; called behind every action."""
+        """Issues messages up to the next stop; called behind every action, and before each one,
+        when what crosses data-parallel ranks before it has crossed."""
         self._sent = [sent for sent in self._sent if not sent[0].is_completed()]
-        before, self._later = next(self._gaps, Gap(()))
-        self._issue_all(before)
-
-    def advance_further(self) -> None:
-        """Issues those behind it."""
-        later, self._later = self._later, ()
-        self._issue_all(later)
-
-    def _issue_all(self, messages: Sequence[StageMessage]) -> None:
-        for message in messages:
+        for message in next(self._gaps, ()):
             if message.used_by.kind in self._kinds:
                 self._issue(message)
 

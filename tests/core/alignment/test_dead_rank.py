@@ -230,6 +230,7 @@ def wait_for_a_silent_neighbour() -> tuple[str, float]:
     segment = Segment((Span(0, 4, 4, (0,)),), inner=False, scored=True)
     plan = Plan((segment,), ((Action("F", 0), action), (Action("F", 0), action)))
     links = Links(channels, plan, lambda _: (4,), torch.float32, torch.device("cpu"), True)
+    links.advance()
     links.send(Action("F", 0), torch.zeros(4))
     links.advance()
     begin = time.monotonic()

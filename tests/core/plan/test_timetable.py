@@ -95,6 +95,7 @@ def recorded(
         for place, action in enumerate(plan.programs[rank]):
             stage, last = plan.stage(rank, action.chunk), plan.num_stages - 1
             before, after = (0, last) if action.kind == "F" else (last, 0)
+            links.advance()
             if stage != before:
                 links.receive(action)
             beside = frozenset((other, rank) for other in range(pipelines))
@@ -170,10 +171,10 @@ def test_messages_leave_after_their_action_and_arrive_before_use(num_ranks, num_
         actions = [entry for entry in timetable(plan) if not isinstance(entry, StageMessage)]
         assert tuple(action for of, action in actions if of == rank) == plan.programs[rank]
         gaps = message_gaps(plan, rank)
-        assert len(gaps) == len(plan.programs[rank]) + 1
+        assert len(gaps) == 2 * len(plan.programs[rank]) + 1
         ours = [m for m in sorted(messages, key=place.__getitem__) if rank in m[:2]]
-        assert [message for gap in gaps for message in gap.before] == ours
-        assert not any(gap.after for gap in gaps)  # nothing crosses data-parallel ranks
+        assert [message for gap in gaps for message in gap] == ours
+        assert not any(gaps[1::2])  # nothing crosses data-parallel ranks
 
 
 def test_a_message_is_issued_when_its_sender_ends() -> None:
@@ -186,8 +187,8 @@ def test_a_message_is_issued_when_its_sender_ends() -> None:
         starts[event.rank].append(event.start)
         ends[event.rank, event.action] = event.end
     for rank in range(4):
-        for number, gap in enumerate(message_gaps(plan, rank)):
+        for number, gap in enumerate(message_gaps(plan, rank)[::2]):
             before = starts[rank][number - 1] if number else -1.0
             after = starts[rank][number] if number < len(starts[rank]) else float("inf")
-            for message in gap.before:
+            for message in gap:
                 assert before < ends[message.sender, message.made_by] <= after

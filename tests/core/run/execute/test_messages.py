@@ -41,6 +41,7 @@ def run_plan(num_chunks: int, backward: bool) -> int:
         stage = plan.stage(rank, action.chunk)
         before, after = (0, last) if action.kind == "F" else (last, 0)
         travels = action.kind == "F" or backward
+        links.advance()
         if stage != before and travels:
             source = stage + (-1 if action.kind == "F" else 1)
             message = links.receive(action)
