@@ -27,19 +27,12 @@ STEP = {"F": 1, "B": -1}
 
 
 class Action(NamedTuple):
-    """One cell of a plan.
+    """One cell of a plan."""
 
-    Attributes:
-        kind: "F" or "B"; "S" or "R", which send or receive a segment's payload or its gradients.
-        segment: index in F-order.
-        chunk: model chunk of the rank (0 without virtual stages).
-        peer: the other data-parallel rank of "S" or "R"; -1 of "F" and "B".
-    """
-
-    kind: str
-    segment: int
-    chunk: int = 0
-    peer: int = -1
+    kind: str  # "F", "B"; "S", "R": sends, receives a segment's payload or its gradients
+    segment: int  # in F-order
+    chunk: int = 0  # model chunk of the rank (virtual stages)
+    peer: int = -1  # the other data-parallel rank of "S" or "R"
 
     def __str__(self) -> str:
         chunk = f".{self.chunk}" if self.chunk else ""
@@ -101,7 +94,7 @@ class Plan:
 
     @property
     def crosses(self) -> bool:
-        """Whether segments cross data-parallel ranks."""
+        """Segments cross data-parallel ranks."""
         return bool(self.transfers) or any(segment.source >= 0 for segment in self.segments)
 
     @functools.cached_property
@@ -136,11 +129,9 @@ class Plan:
 def policies(segments: Sequence[Segment], memory: str) -> tuple[str, ...]:
     """The policy of every segment of a step, or () where all retain.
 
-    Args:
-        segments: of the step.
-        memory: the policy of inner segments, and with "recompute_act" of waves. Else these retain:
-            their backward follows their forward; and so do segments of other ranks.
-            "auto" retains here; see memory_policy.py.
+    `memory` is that of inner segments, and with "recompute_act" of waves. Else these retain, as
+    their backward follows their forward, and so do segments of other ranks. "auto" retains here;
+    see memory_policy.py.
     """
     if memory in ("retain", "auto"):
         return ()

@@ -19,10 +19,7 @@ Cell = tuple[int, int]
 
 
 class PlanError(UserError):
-    """A plan that cannot run.
-
-    The first line says what is wrong; `grid` follows, the whole plan with the `marked` cells.
-    """
+    """A plan that cannot run: a line that says why, and the `grid` with the `marked` cells."""
 
     def __init__(self, message: str, plan: Plan, marked: Sequence[Cell]) -> None:
         self.marked = tuple(marked)
@@ -31,11 +28,7 @@ class PlanError(UserError):
 
 
 def check_plan(plan: Plan, ready_after: Sequence[int] | None = None) -> None:
-    """Checks everything but deadlocks.
-
-    Args:
-        plan: any plan.
-        ready_after: see `planner.loss_ready_after`.
+    """Checks everything but deadlocks; for `ready_after` see `planner.loss_ready_after`.
 
     Raises:
         PlanError: naming rank, place and action.
@@ -98,7 +91,6 @@ def _misplaced(action: Action, done: Set[tuple[str, int, int, int]], needs: Sequ
 
 
 def _check_link(plan: Plan, kind: str, source: int, target: int) -> None:
-    """Sender and receiver must agree on the order of the messages of one direction."""
     first = 0 if kind == "F" else plan.num_stages - 1  # which receives nothing
     sent = [plan.receiver(source, action) for action in plan.programs[source] if action[0] == kind]
     expected = [receiver[1] for receiver in sent if receiver is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.cost import CostModel
@@ -13,7 +13,6 @@ from megatron_prefix.tree import Forest, Pairs, TreeOptions, Tries, find_shared
 
 _SHARES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 _LEAST = 128  # shorter chunks cost more overhead than they save
-_MOST_ROLLOUTS = 64  # only the first groups of a step are tried, up to so many rollouts
 _FINALISTS = 3  # lengths tried with the slower planner, best_plan
 MOST_KNOWN = 64
 """Answers that are remembered."""
@@ -22,35 +21,21 @@ TOKENS = CostModel.of_flops(1.0, 0.0, 0.0)
 """A token costs 1, and an action some more; without that the shortest chunks always look best."""
 
 
+@dataclass(eq=False)
 class ChunkChooser:
     """Chooses the chunk length of a step, and remembers it for steps of equal shape.
 
     Tries 0, multiples and fractions of a wave, and fractions of the longest segment. Each is
-    planned and simulated, the best few again with `best_plan`. Of a large step only the first
-    groups are tried. With one rank there is no waiting, so nothing is cut.
-
-    Args:
-        num_ranks: pipeline size.
-        num_chunks: model chunks a rank.
-        run_ahead: see `planner.best_plan`.
-        group_size: see `planner.make_plan`.
-        cost: time of a segment's F or B on one rank.
+    planned and played, the best few again with `best_plan`. With one rank there is no waiting, so
+    nothing is cut. Arguments are those of `best_plan`; `cost` is of one rank.
     """
 
-    def __init__(
-        self,
-        num_ranks: int,
-        *,
-        num_chunks: int = 1,
-        run_ahead: int = 2,
-        group_size: int | None = None,
-        cost: Cost = TOKENS.segment,
-    ) -> None:
-        self._num_ranks, self._cost = num_ranks, cost
-        self._options: dict[str, Any] = dict(
-            num_chunks=num_chunks, run_ahead=run_ahead, group_size=group_size
-        )
-        self._known: dict[tuple[Forest, tuple[int, ...]], int] = {}
+    num_ranks: int
+    num_chunks: int = 1
+    run_ahead: int = 2
+    group_size: int | None = None
+    cost: Cost = TOKENS.segment
+    _known: dict[tuple[Forest, tuple[int, ...]], int] = field(default_factory=dict, init=False)
 
     def choose(
         self,
@@ -62,19 +47,16 @@ class ChunkChooser:
         """The best of the chunk lengths tried; 0: no chunks.
 
         Args:
-            rollouts: see `tree.build`.
-            groups: see `tree.build`.
-            options: see TreeOptions; `chunk_tokens` is ignored.
+            rollouts, groups: see `tree.build`.
+            options: `chunk_tokens` is ignored.
             microbatches: see `planner.loss_ready_after`.
         """
-        if self._num_ranks == 1 or not rollouts:
+        if self.num_ranks == 1 or not rollouts:
             return 0
-        groups = [0] * len(rollouts) if groups is None else groups
-        cached = first_groups(groups)
         microbatch_of = range(len(rollouts)) if microbatches is None else microbatches
         names: dict[int, int] = {}  # microbatches, renumbered from 0
-        numbers = tuple(names.setdefault(microbatch_of[rollout], len(names)) for rollout in cached)
-        shared = find_shared([rollouts[r] for r in cached], [groups[r] for r in cached], options)
+        numbers = tuple(names.setdefault(number, len(names)) for number in microbatch_of)
+        shared = find_shared(rollouts, groups, options)
         forest = shared.forest(0, numbers)
         if (forest, numbers) not in self._known:
             if len(self._known) == MOST_KNOWN:
@@ -87,29 +69,17 @@ class ChunkChooser:
         forests = {length: shared.forest(length, microbatch_of) for length in lengths}
 
         def tried(planner: Callable[..., Plan], chunk_tokens: int) -> tuple[float, int, int]:
-            forest = forests[chunk_tokens]
-            plan = planner(forest, self._num_ranks, microbatches=microbatch_of, **self._options)
-            time = walk(plan, seconds_of(plan, self._cost))
-            return time, len(forest.segments), chunk_tokens
+            plan = planner(
+                forests[chunk_tokens], self.num_ranks, num_chunks=self.num_chunks,
+                microbatches=microbatch_of, run_ahead=self.run_ahead, group_size=self.group_size,
+            )  # fmt: skip
+            return walk(plan, seconds_of(plan, self.cost)), len(plan.segments), chunk_tokens
 
         first = sorted(tried(make_plan, chunk_tokens) for chunk_tokens in lengths)
         return min(tried(best_plan, chunk_tokens) for *_, chunk_tokens in first[:_FINALISTS])[2]
 
 
-def first_groups(groups: Sequence[int]) -> list[int]:
-    """Rollouts of the first groups: at most `_MOST_ROLLOUTS`, at least one group."""
-    selected: set[int] = set()
-    count = 0
-    for group in dict.fromkeys(groups):
-        count += sum(member == group for member in groups)
-        if selected and count > _MOST_ROLLOUTS:
-            break
-        selected.add(group)
-    return [rollout for rollout, group in enumerate(groups) if group in selected]
-
-
 def _chunk_lengths(forest: Forest, options: TreeOptions) -> set[int]:
-    """Chunk lengths to try."""
     longest = max(span.length for segment in forest.segments for span in segment.spans)
     wave = min(options.segment_tokens or longest, longest)
     lengths = {longest // share for share in _SHARES} | {2 * wave, wave, wave // 2, wave // 4}

@@ -19,14 +19,8 @@ from megatron_prefix.plan.actions import Plan
 
 
 def progress(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[tuple[int, int]]:
-    """Per action of a pipeline rank: of how many microbatches, from the first on, all forwards have
-    counted before it, and for the sums of how many it waits.
-
-    Args:
-        plan: of the step.
-        rank: in the pipeline.
-        microbatch_of: the trainer's microbatch of each rollout.
-    """
+    """Per action of a pipeline rank: how many microbatches, from the first on, all forwards before
+    it have counted, and for the sums of how many it waits. `microbatch_of`: of each rollout."""
     through = [segment.microbatches(microbatch_of) for segment in plan.segments]
     missing = [0] * (max(microbatch_of, default=-1) + 1)
     for microbatch in itertools.chain.from_iterable(through):

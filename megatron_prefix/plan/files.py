@@ -16,13 +16,11 @@ from megatron_prefix.errors import UserError
 PathLike = str | os.PathLike[str]
 
 MOST_BYTES = 1 << 26
-"""Of a file that is read whole: 64 MiB. What people write is far smaller; a device has no end."""
+"""Of a file that is read whole: a device has no end."""
 
 
 def read_whole(path: PathLike) -> bytes:
-    """The content of a small file: a configuration, a plan, an index.
-
-    A pipe is read to its end, and is empty where nobody writes into it.
+    """The content of a small file, or of a pipe, which is empty where nobody writes into it.
 
     Raises:
         OSError: it cannot be read, or holds more than `MOST_BYTES`.
@@ -35,16 +33,12 @@ def read_whole(path: PathLike) -> bytes:
 
 
 def read_text(path: PathLike) -> str:
-    """The same as text in UTF-8, with its line ends as they are; else UnicodeDecodeError."""
+    """The same as text in UTF-8 (else UnicodeDecodeError), with its line ends as they are."""
     return read_whole(path).decode("utf-8")
 
 
 def opened(path: PathLike) -> io.BufferedReader:
-    """A file to read, opened without waiting for who writes into a pipe; close it.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """A file to read, opened without waiting for who writes into a pipe; close it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     os.set_blocking(descriptor, True)
     return os.fdopen(descriptor, "rb")
@@ -71,9 +65,7 @@ def replacing(path: PathLike) -> Iterator[BinaryIO]:
     """Opens a new file that takes the place of `path` when the block ends without an error.
 
     Until then what was there stays. Links are followed; a pipe or a device is written directly.
-
-    Raises:
-        UserError: the file cannot be written.
+    Raises a UserError, as all below.
     """
     with writing(path):
         target = Path(os.path.realpath(path))
@@ -94,11 +86,7 @@ def replacing(path: PathLike) -> Iterator[BinaryIO]:
 
 
 def write_text(path: PathLike, text: str) -> None:
-    """Writes a file in UTF-8 whole or not at all.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Writes a file in UTF-8 whole or not at all."""
     with replacing(path) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
 
@@ -106,12 +94,7 @@ def write_text(path: PathLike, text: str) -> None:
 def check_writable(path: PathLike, *, makes_folders: bool = False) -> None:
     """Refuses a place where no file can be written, before the work for it; writes nothing.
 
-    Args:
-        path: of the file.
-        makes_folders: whether the folders above it may be missing.
-
-    Raises:
-        UserError: a folder has this name, permissions lack, or a name is too long.
+    `makes_folders`: the folders above it may be missing.
     """
     with writing(path):
         target = Path(os.path.realpath(path))
@@ -139,7 +122,7 @@ def check_folder(folder: Path, *, makes_folders: bool) -> None:
 
 
 def _nearest(path: Path) -> Path:
-    """The path, or the first above it that exists."""
+    """The first that exists of the path and those above it."""
     while not path.exists():
         path = path.parent
     return path

@@ -27,10 +27,7 @@ def backward_order(
     """B-order: segments as their losses are ready, and an inner one right after its last reader.
 
     For trees that are walked depth first it is their postorder; F-order is their preorder.
-
-    Args:
-        segments: in F-order.
-        ready_after: see `loss_ready_after` (default: every wave is ready after its own forward).
+    `ready_after` is that of `loss_ready_after` (default: a wave is ready after its own forward).
     """
     ready_after = range(len(segments)) if ready_after is None else ready_after
     parents = [segment.parents for segment in segments]
@@ -57,11 +54,8 @@ def loss_ready_after(forest: Forest, microbatches: Sequence[int] | None = None) 
     A microbatch has its loss when the last segment of its last rollout has run forward; every
     scored segment of these rollouts waits for that. In an `ordered` forest it also waits for all
     microbatches before. Segments without loss need no rule: their backward comes after those of
-    their children, and every rollout ends in a scored segment.
-
-    Args:
-        forest: the step's segments.
-        microbatches: the trainer's microbatch of each rollout (default: one rollout each).
+    their children, and every rollout ends in a scored segment. `microbatches`: of each rollout the
+    trainer's (default: one rollout each).
     """
     microbatch_of = range(len(forest.num_positions)) if microbatches is None else microbatches
     through = [segment.microbatches(microbatch_of) for segment in forest.segments]
@@ -110,7 +104,7 @@ def make_plan(
     backwards may run all forwards that its next backward needs, on every stage.
 
     Args:
-        forest: the step's segments.
+        forest: of the step.
         num_ranks: pipeline size.
         num_chunks: model chunks a rank (virtual stages).
         microbatches: see `loss_ready_after`.
@@ -138,9 +132,8 @@ def best_plan(
 ) -> Plan:
     """The shortest of three plans that hold no more positions than `make_plan` with `run_ahead`.
 
-    The others run further ahead, but only into the memory that `run_ahead` needs at its peak, be it
-    0. That shortens most steps, those with virtual stages most; which one is best depends on the
-    trees.
+    The others run further ahead, but only into the memory that `run_ahead` needs at its peak. That
+    shortens most steps, those with virtual stages most; which one is best depends on the trees.
     """
     ready_after = loss_ready_after(forest, microbatches)
     merge = _Merge(forest, num_ranks, num_chunks, ready_after, group_size)
@@ -159,14 +152,7 @@ def best_plan(
 
 
 class _Merge:
-    """Plays all ranks and writes their programs down.
-
-    Attributes:
-        actions: by kind in F-order and B-order, segments on model chunks.
-        scored_at: per segment the forward on the last stage that completes its loss.
-        least: per backward the number of forwards that a rank must have run before.
-        positions, times: per segment, and of its "F" and "B" on one model chunk.
-    """
+    """Plays all ranks of a forest and writes their programs down."""
 
     def __init__(
         self,
@@ -182,9 +168,12 @@ class _Merge:
         forwards = chunk_turns(range(len(order)), chunks, self.group_size)
         backwards = chunk_turns(order, chunks[::-1], self.group_size)  # the last chunk first
         turns = {"F": forwards, "B": backwards}
+        # By kind in F-order and B-order, segments on model chunks.
         self.actions = {kind: [Action(kind, *turn) for turn in turns[kind]] for kind in turns}
         place = {turn: position for position, turn in enumerate(forwards)}
+        # Per segment the forward on the last stage that completes its loss.
         self.scored_at = [place[index, num_chunks - 1] for index in ready_after]
+        # Per backward the number of forwards that a rank must have run before.
         demands = (self.scored_at[index] + 1 for index, _ in backwards)
         self.least = list(itertools.accumulate(demands, max))
         self.positions = [one.padded_length if one.source < 0 else 0 for one in forest.segments]
@@ -243,7 +232,7 @@ class _Merge:
         return start, True, rank
 
     def _run(self, action: Action, rank: int, start: float) -> int:
-        """Runs a rank's next action of a kind; returns the stage that its message goes to."""
+        """Returns the stage that its message goes to."""
         kind, index, chunk, _ = action
         self._done[kind][rank] += 1
         self._live[rank] += STEP[kind] * self.positions[index]
@@ -263,21 +252,16 @@ def with_crossing(plan: Plan, forest: Forest) -> Plan:
     A received segment has an F, which receives its payload, and a B, which returns its gradients.
     The F of a segment that others read also sends its payload, and its B first receives their
     gradients. All ranks have one order: payloads level by level of the trees, local segments,
-    gradients level by level. A level crosses at once, forward after a rank has computed its own
-    segments of it, backward before it needs gradients from others, so the owned segments of a level
-    run on all ranks at the same time. Everything that an exchange waits for comes before it on
-    every rank, so no ranks wait in a circle, even if every exchange blocks both of its ranks.
-    Several model chunks exchange chunk by chunk, forward from the first, backward from the last.
-
-    Args:
-        plan: runs segments in F-order, and a segment's backward after that of its readers.
-        forest: its segments.
+    gradients level by level; model chunks forward from the first, backward from the last. A level
+    crosses at once, forward when a rank has computed its own segments of it, backward before it
+    needs gradients from others. Everything that an exchange waits for comes before it on every
+    rank, so no ranks wait in a circle, even if every exchange blocks both of its ranks.
     """
     if not forest.exchanges:
         return plan
 
+    # In a level what a rank computes, then what it receives; backward the other way round.
     def place(exchange: Exchange) -> tuple[int, bool]:
-        """In a level what a rank computes, then what it receives; backward the other way round."""
         return exchange.level, forest.segments[exchange.segment].source >= 0
 
     levels = sorted(forest.exchanges, key=place)

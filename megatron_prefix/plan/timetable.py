@@ -4,8 +4,8 @@ On a GPU a message is two kernels, one at each end, and neither ends before both
 waiting kernel may hold up everything that its device gets after it: when streams share one queue to
 the device (CUDA_DEVICE_MAX_CONNECTIONS=1, which trainers set) and two messages of a link follow one
 another; when a kernel is loaded at its first use, which may wait for all running kernels; when
-launches block. So the worst is assumed: a rank does one thing after another, and a message ends
-when both its ends have reached it.
+launches block. So a rank is taken to do one thing after another, and a message to end when both its
+ends have reached it.
 
 Ranks that keep to one order cannot wait in a circle even then. Of all that has not happened yet,
 take the first in the order: every rank it concerns has done everything before it, so it can happen.
@@ -53,14 +53,9 @@ _OWN = (1, 0, 0)
 
 @functools.lru_cache(maxsize=4)
 def timetable(plan: Plan, levels: Levels = ()) -> tuple[tuple[int, Action] | StageMessage, ...]:
-    """The order of all actions, each with its rank, and messages.
+    """The order of all actions, each with its rank, and messages of a plan that can run.
 
-    Args:
-        plan: any plan that can run.
-        levels: of what crosses; the plan is one of `planner.with_crossing`.
-
-    Raises:
-        PlanError: ranks wait in a circle.
+    With `levels` of what crosses the plan is one of `planner.with_crossing`.
     """
     entries: list[tuple[tuple[Phase, float, int, int], tuple[int, Action] | StageMessage]] = []
     level_of = dict(levels)

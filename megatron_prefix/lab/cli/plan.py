@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -211,9 +214,20 @@ def _cut(
             layout.pp, num_chunks=layout.vpp, run_ahead=config.run_ahead,
             cost=rank_cost(model, layout).segment,
         )  # fmt: skip
-        chunk_tokens = chooser.choose(rollouts, numbers, _options(args, config, layout))
+        first = first_groups(numbers)
+        chunk_tokens = chooser.choose(
+            [rollouts[n] for n in first], [numbers[n] for n in first],
+            _options(args, config, layout),
+        )  # fmt: skip
     config = replace(config, chunk_tokens=chunk_tokens)
     return config, build(rollouts, numbers, _options(args, config, layout))
+
+
+def first_groups(groups: Sequence[int]) -> list[int]:
+    """Rollouts of the first groups, for which chunks are chosen: as many as fit, at least one."""
+    sizes = Counter(groups)
+    ends = dict(zip(sizes, itertools.accumulate(sizes.values()), strict=True))
+    return [n for n, group in enumerate(groups) if ends[group] <= max(64, sizes[groups[0]])]
 
 
 FACTS = {

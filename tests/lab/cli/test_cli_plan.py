@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_prefix.features.plan_files.table import from_csv
+from megatron_prefix.lab.cli.plan import first_groups
 from megatron_prefix.lab.data.pairs import pairs_of
 from megatron_prefix.lab.data.rollouts import read_groups
 from megatron_prefix.lab.models.presets import resolve
@@ -124,6 +125,13 @@ def test_options_reach_the_tree(capsys) -> None:
     many = ("plan", BUNDLED, "--pp", "4", "--segment-tokens", "200")
     ahead = [result(capsys, *many, "--extra", e)["makespan"] for e in "12"]
     assert ahead[0] != ahead[1]
+
+
+def test_the_first_groups_stand_for_a_large_step() -> None:
+    assert first_groups([5] * 100 + [6]) == list(range(100))
+    assert first_groups([0, 1] * 32 + [2]) == list(range(64))
+    assert first_groups([0] * 32 + [1] * 32 + [0]) == [*range(32), 64]
+    assert first_groups([]) == []
 
 
 def test_auto_chunks_wait_no_more_than_whole_prefixes(capsys, tmp_path) -> None:
