@@ -101,7 +101,7 @@ class Plan:
     def peak_positions(self) -> tuple[int, ...]:
         """Per rank the most positions that it computes and holds between forward and end of
         backward; one on one of v model chunks counts 1/v (rounded up)."""
-        held = [0 if one.source >= 0 else one.padded_length for one in self.segments]
+        held = [0 if s.source >= 0 else s.padded_length for s in self.segments]
         peaks = (
             max(itertools.accumulate((STEP[kind] * held[i] for kind, i, *_ in program), initial=0))
             for program in self.programs

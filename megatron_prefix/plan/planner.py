@@ -176,7 +176,7 @@ class _Merge:
         # Per backward the number of forwards that a rank must have run before.
         demands = (self.scored_at[index] + 1 for index, _ in backwards)
         self.least = list(itertools.accumulate(demands, max))
-        self.positions = [one.padded_length if one.source < 0 else 0 for one in forest.segments]
+        self.positions = [0 if s.source >= 0 else s.padded_length for s in forest.segments]
         self.times = {
             kind: [positions * passes / num_chunks for positions in self.positions]
             for kind, passes in (("F", 1), ("B", 2))
