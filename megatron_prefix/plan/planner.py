@@ -59,13 +59,13 @@ def loss_ready_after(forest: Forest, microbatches: Sequence[int] | None = None) 
     """
     microbatch_of = range(len(forest.num_positions)) if microbatches is None else microbatches
     through = [segment.microbatches(microbatch_of) for segment in forest.segments]
-    last = {microbatch: index for index, some in enumerate(through) for microbatch in some}
+    last = {microbatch: index for index, numbers in enumerate(through) for microbatch in numbers}
     if forest.ordered:
         running = itertools.accumulate((last[m] for m in sorted(last)), max)
         last = dict(zip(sorted(last), running, strict=True))
     return [
-        max([index, *(last[microbatch] for microbatch in some)]) if segment.scored else index
-        for index, (segment, some) in enumerate(zip(forest.segments, through, strict=True))
+        max([index, *(last[microbatch] for microbatch in numbers)]) if segment.scored else index
+        for index, (segment, numbers) in enumerate(zip(forest.segments, through, strict=True))
     ]
 
 
