@@ -89,9 +89,7 @@ def recorded(
         monkeypatch.setattr(messages.dist, "irecv", receive)
         channels = Channels(tuple(range(size)), rank, groups)
         shape = [(segment.padded_length, 0, index) for index, segment in enumerate(plan.segments)]
-        links = messages.Links(
-            channels, joint, shape.__getitem__, torch.float32, CPU, backward=True
-        )
+        links = messages.Links(channels, joint, shape.__getitem__, torch.float32, CPU, True)
         for place, action in enumerate(plan.programs[rank]):
             stage, last = plan.stage(rank, action.chunk), plan.num_stages - 1
             before, after = (0, last) if action.kind == "F" else (last, 0)
