@@ -93,12 +93,3 @@ def leaves_positions(config: Any, pattern: str | None) -> bool:
 
 def _vocabulary(config: Any, vocab_size: int | None) -> int:
     return getattr(config, "vocab_size", None) or 0 if vocab_size is None else vocab_size
-
-
-def longest_sums(config: Any) -> tuple[int, int]:
-    """Width and depth of a model: the longest sum in a layer, and the number of layers, the output
-    layer included; see device/tolerance.py."""
-    experts = config.moe_router_topk * (config.moe_ffn_hidden_size or 0)
-    of = table.heads(config)
-    heads = config.num_attention_heads * max(of.width, of.value_width)
-    return max(config.hidden_size, config.ffn_hidden_size, heads, experts), config.num_layers + 1

@@ -235,12 +235,6 @@ class RouterLedger:
         return torch.stack([state.averages[microbatch] for microbatch in microbatches])
 
 
-def is_counted(router: Any) -> bool:
-    """Whether a router's tokens are counted for a loss."""
-    balanced = any(router.get_aux_loss_coeff(kind) for kind in LOGGED_AS)
-    return balanced or router.config.moe_z_loss_coeff is not None
-
-
 def _balance(
     router: Any, kind: str, coeff: float, counts: Tensor, masses: Tensor, closing: Closing
 ) -> Tensor:

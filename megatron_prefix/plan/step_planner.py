@@ -19,7 +19,6 @@ from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, Tries, find_shared
-from megatron_prefix.tree.common_spans import NOTHING_IN_COMMON
 from megatron_prefix.tree.packing import MicrobatchRows
 
 
@@ -203,7 +202,7 @@ class StepPlanner:
         """Segments of at most `length` positions, with chunks if their length is "auto"."""
         joins = joins and self.options.joins
         options = replace(self.options, segment_tokens=length, joins=joins)
-        if self._chooser is not None and shared.common is NOTHING_IN_COMMON:
+        if self._chooser is not None and shared.exchanged is None:
             chunk_tokens = self._chooser.choose(rollouts, None, options, microbatch_of)
             options = replace(options, chunk_tokens=chunk_tokens)
         return replace(shared, options=options).forest(microbatch_of=microbatch_of, rows=rows)

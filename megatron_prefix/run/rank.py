@@ -128,8 +128,6 @@ class Rank:
 
     Attributes:
         overlaps: whether Megatron's DDP is to reduce gradients during backwards.
-        gathers_late: whether forwards gather the weights that they are about to need
-            (overlap_param_gather).
         reduces: whether the gradients of its models are summed over data-parallel ranks: Megatron's
             DDP does, or the trainer says so.
         scale_functions: of the trainer's own, by which losses are scaled.
@@ -159,7 +157,6 @@ class Rank:
     is_first: bool
     is_last: bool
     overlaps: bool
-    gathers_late: bool
     reduces: bool
     scale_functions: Sequence[Any]
     experts: Any
@@ -201,7 +198,6 @@ class Rank:
             is_first=not stage,
             is_last=stage == num_stages - 1,
             overlaps=any(getattr(options, "overlap_grad_reduce", False) for options in ddp),
-            gathers_late=any(getattr(options, "overlap_param_gather", False) for options in ddp),
             reduces=sums_gradients or all(map(_reduces, models)),
             scale_functions=own_scale_functions(config),
             experts=experts,

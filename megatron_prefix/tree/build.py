@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.tree.common_spans import NOTHING_IN_COMMON, CommonSpans
 from megatron_prefix.tree.forest import (
     LEAST_SHARE,
     Forest,
@@ -33,7 +32,7 @@ from megatron_prefix.tree.forest import (
 )
 from megatron_prefix.tree.joining import joined_segments, most_alive
 from megatron_prefix.tree.nodes import Node, dissolved, equal_bounds, joins_waves, preorder
-from megatron_prefix.tree.packing import MicrobatchRows, Packing
+from megatron_prefix.tree.packing import ExchangedSegment, MicrobatchRows, Packing
 
 _KEY = operator.itemgetter(0)
 
@@ -43,6 +42,9 @@ class Tries:
     """The prefix trees of a step, before chunks and waves are made.
 
     Building them reads every token; trying another chunk length afterwards is cheap.
+
+    Attributes:
+        exchanged: what crosses data-parallel ranks; None: nothing may.
     """
 
     trees: tuple[list[Node], ...]
@@ -50,7 +52,7 @@ class Tries:
     first_trained: tuple[int, ...]
     options: TreeOptions
     unshared_by_routes: int = 0
-    common: CommonSpans = NOTHING_IN_COMMON
+    exchanged: tuple[ExchangedSegment, ...] | None = None
 
     @property
     def executed_tokens(self) -> int:
@@ -76,12 +78,12 @@ class Tries:
         if chunk_tokens is not None:
             options = replace(options, chunk_tokens=chunk_tokens)
         every = [root for tree in self.trees for root in tree]
-        joins = bool(every) and rows is None and self.common is NOTHING_IN_COMMON and options.joins
+        joins = bool(every) and rows is None and self.exchanged is None and options.joins
         options = replace(options, joins=joins)
         packed = self._packed(every, options, owner)
         if options.chunk_tokens or rows is not None:
             roots = _chunked(packed.roots, first, options)
-            packed = Packing(roots, first, options, owner, self.common, rows)
+            packed = Packing(roots, first, options, owner, self.exchanged or (), rows)
         joined: list[Segment] | None = None
         if joins:
             joined = self._joined(every, packed, owner)
@@ -97,13 +99,15 @@ class Tries:
         """The cheaper packing: with and without spans inside the waves that read them. Trees in
         waves are not cut, so they may fill segments worse."""
         raw, first = sum(map(len, self.trained)), self.first_trained
-        packed = _worthwhile_packing(_copied_nodes(roots), first, options, owner, raw, self.common)
+
+        def pack(options: TreeOptions) -> Packing:
+            nodes = _copied_nodes(roots)
+            return _worthwhile_packing(nodes, first, options, owner, raw, self.exchanged or ())
+
+        packed = pack(options)
         if not any(node.joins for node in preorder(packed.roots)):
             return packed
-        options = replace(options, joins=False)
-        without_joins = _worthwhile_packing(
-            _copied_nodes(roots), first, options, owner, raw, self.common
-        )
+        without_joins = pack(replace(options, joins=False))
         return min(packed, without_joins, key=lambda packing: _cost(packing.lengths, options))
 
     def _joined(
@@ -270,7 +274,7 @@ def _worthwhile_packing(
     options: TreeOptions,
     owner: Sequence[int],
     raw_tokens: int,
-    common: CommonSpans,
+    exchanged: Sequence[ExchangedSegment],
 ) -> Packing:
     """A packing without inner segments that save too little: their nodes join the waves that read
     them, or are dissolved.
@@ -280,7 +284,7 @@ def _worthwhile_packing(
     """
     least = min(options.segment_gain, raw_tokens // LEAST_SHARE)
     while True:
-        packed = Packing(roots, first, options, owner, common)
+        packed = Packing(roots, first, options, owner, exchanged)
         every = ((sum(map(packed.saved, nodes)), nodes) for nodes in packed.inner)
         saved = sorted((pair for pair in every if pair[0] < least), key=_KEY)
         if not saved:

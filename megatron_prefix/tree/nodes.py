@@ -14,7 +14,7 @@ from megatron_prefix.tree.forest import Place, Span, TreeOptions
 class Node:
     """Positions [start, end) of the rollouts `members`.
 
-    `common`: its number among the spans that data-parallel ranks have in common (common_spans.py),
+    `common`: its number among the spans that data-parallel ranks have in common (features/across),
     or -1. `joins`: it runs inside the waves that read it, with its descendants (joining.py).
     """
 

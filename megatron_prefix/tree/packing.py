@@ -19,7 +19,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron_prefix.tree.common_spans import NOTHING_IN_COMMON, CommonSpans
 from megatron_prefix.tree.forest import Exchange, Forest, Place, Segment, TreeOptions, padded
 from megatron_prefix.tree.joining import joined_segment, trees_of
 from megatron_prefix.tree.nodes import Node, dissolved, even_parts, joins_waves, preorder
@@ -169,6 +168,22 @@ def _ends(node: Node) -> int:
     return sum(not below.children or bool(below.ending()) for below in preorder([node]))
 
 
+class ExchangedSegment(NamedTuple):
+    """A segment that crosses data-parallel ranks, as one of them has it.
+
+    Attributes:
+        spans: of each of its nodes `Node.common`.
+        source, scored: see Segment.
+        peers, level: see Exchange.
+    """
+
+    spans: tuple[int, ...]
+    source: int
+    peers: tuple[tuple[int, tuple[int, ...]], ...]
+    level: int
+    scored: bool
+
+
 class _Nodes(NamedTuple):
     """The nodes of a segment; `source`, `scored`: see Segment; None: derived from the losses."""
 
@@ -192,7 +207,7 @@ class Packing:
         first_trained: Sequence[int],
         options: TreeOptions,
         owner: Sequence[int],
-        common: CommonSpans = NOTHING_IN_COMMON,
+        exchanged: Sequence[ExchangedSegment] = (),
         rows: MicrobatchRows | None = None,
     ) -> None:
         self.roots = roots
@@ -208,8 +223,9 @@ class Packing:
         leaves = [node for node in preorder(roots) if node.joins or not node.children]
         self._rounds = rounds = Rounds(self._inner(roots), leaves, owner, options, rows)
         self._round = 0
-        if common.segments:
-            self._cross(common, {node.common: node for node in preorder(roots) if node.common >= 0})
+        if exchanged:
+            nodes = {node.common: node for node in preorder(roots) if node.common >= 0}
+            self._cross(exchanged, nodes)
         for together in rounds.together():
             self._round = together[0]
             levels: dict[int, list[Node]] = collections.defaultdict(list)
@@ -232,17 +248,13 @@ class Packing:
         joined = sum(child.joins for child in node.children)
         return node.saved + (below - joined) * (node.end - node.start)
 
-    def _cross(self, common: CommonSpans, nodes: Mapping[int, Node]) -> None:
-        """Adds what crosses ranks, as far as this rank has it."""
-        for shared in filter(common.here, common.segments):
-            source, spans = common.source(shared), common.here(shared)
-            peers = common.peers(shared) if source < 0 else ((source, tuple(range(len(spans)))),)
-            span = common.spans[shared.spans[0]]
-            self.exchanges.append(Exchange(len(self.lengths), peers, span.level))
+    def _cross(self, exchanged: Sequence[ExchangedSegment], nodes: Mapping[int, Node]) -> None:
+        for segment in exchanged:
+            self.exchanges.append(Exchange(len(self.lengths), segment.peers, segment.level))
             # Losses of any rank may look at any of its positions.
-            local = [nodes[number] for number in spans]
+            local = [nodes[number] for number in segment.spans]
             length = sum(node.padded(self._multiple) for node in local)
-            self._add(_Nodes(local, True, source, span.scored), length)
+            self._add(_Nodes(local, True, segment.source, segment.scored), length)
 
     def _inner(self, roots: Sequence[Node]) -> Iterator[tuple[int, Node]]:
         level = [node for node in roots if node.children]

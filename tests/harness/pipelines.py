@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.verify.judge import longest_sums
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group, dense_vocabulary
 from megatron_prefix.lab.models.build import build_model, unwrap
@@ -23,7 +24,6 @@ from megatron_prefix.lab.numerics.compare import Conditions, Trace, compare
 from megatron_prefix.lab.plans import catalogue
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
-from megatron_prefix.layers.model import longest_sums
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import cases as cases_of_a_job
 from tests.harness import steps

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_prefix.features.across.block_tree import BlockTree, RankBeginnings, block_tree
+from megatron_prefix.features.across.common_spans import CommonSegment, CommonSpan, CommonSpans
 from megatron_prefix.features.across.owners import owners_of
-from megatron_prefix.tree.common_spans import CommonSegment, CommonSpan, CommonSpans
 from megatron_prefix.tree.forest import LEAST_SHARE, Pairs, TreeOptions
 from megatron_prefix.tree.nodes import equal_bounds, even_parts
 

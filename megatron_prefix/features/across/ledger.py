@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_prefix.features.across.span_sums import SpanSums
 from megatron_prefix.moe.group_counts import GroupCounts
-from megatron_prefix.moe.ledger import SUMS, RouterLedger, is_counted
+from megatron_prefix.moe.ledger import LOGGED_AS, SUMS, RouterLedger
 from megatron_prefix.moe.tokens import LogicalTokens
 
 
@@ -52,7 +52,7 @@ class CrossingLedger(RouterLedger):
             if router.enable_expert_bias:
                 copies = tokens.copies[:-1].unsqueeze(1)
                 router.local_tokens_per_expert += (counted["routed"] * copies).sum(0)  # type: ignore[operator]
-            if not is_counted(router):
+            if not _is_counted(router):
                 continue
             state = self._layer(layer, router.weight)
             for name in SUMS:
@@ -87,3 +87,9 @@ class CrossingLedger(RouterLedger):
             if back is not None:
                 by_span[:-1] += back.view_as(by_span[:-1]).to(by_span.dtype)
         return by_name
+
+
+def _is_counted(router: Any) -> bool:
+    """Whether a router's tokens are counted for a loss."""
+    balanced = any(router.get_aux_loss_coeff(kind) for kind in LOGGED_AS)
+    return balanced or router.config.moe_z_loss_coeff is not None

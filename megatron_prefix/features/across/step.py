@@ -22,6 +22,7 @@ from typing import Any
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import Refusal, refused
 from megatron_prefix.features.across.common import beginnings_of, common_spans
+from megatron_prefix.features.across.common_spans import CommonSpans
 from megatron_prefix.features.across.communicator import communicator
 from megatron_prefix.features.across.tries import find_below
 from megatron_prefix.plan.joint_forest import JointForest
@@ -41,7 +42,6 @@ from megatron_prefix.run.read.step import Step
 from megatron_prefix.run.request import AFTER, STEPS, Request
 from megatron_prefix.sidecar.arena import wider
 from megatron_prefix.tree import Forest
-from megatron_prefix.tree.common_spans import CommonSpans
 from megatron_prefix.tree.payload_map import Form
 
 logger = logging.getLogger(__name__)
@@ -102,8 +102,9 @@ def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
         return ACROSS_NO_GROUP
     if rank.experts and rank.model.gathers_tokens:
         return ACROSS_EXPERTS
-    if rank.gathers_late:
-        return ACROSS_GATHERS
+    ddp = (getattr(chunk, "ddp_config", None) for chunk in rank.models)
+    if any(getattr(options, "overlap_param_gather", False) for options in ddp):
+        return ACROSS_GATHERS  # forwards gather the weights that they are about to need
     if config.plan_file:
         return ACROSS_PLAN
     if rank.model.looks_ahead and rank.scales_auxiliary_losses:

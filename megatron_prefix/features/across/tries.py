@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from megatron_prefix.features.across.common_spans import CommonSpans
 from megatron_prefix.tree.build import Tries, find_shared, worthwhile
-from megatron_prefix.tree.common_spans import CommonSpans
 from megatron_prefix.tree.forest import Pairs, TreeOptions
 from megatron_prefix.tree.nodes import Node
 
@@ -30,7 +30,7 @@ def find_below(
         number: worthwhile(rollouts, group, first, options, ends[number])
         for number, group in members.items()
     }
-    tries = Tries((_tree_of(common, below),), trained, first, options, common=common)
+    tries = Tries((_tree_of(common, below),), trained, first, options, exchanged=common.exchanged())
     if not any(member.routes is not None for member in rollouts):
         return tries
     unrouted = find_shared(rollouts, options=options)

@@ -6,14 +6,14 @@ Every difference is told in units of what rounding allows it to be: 1 is the lim
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_prefix.device.tolerance import FLOOR, tolerance
 from megatron_prefix.features.verify.gradients import Difference, largest_gradient
 from megatron_prefix.features.verify.logs import Distance, relative
-from megatron_prefix.layers.model import longest_sums
+from megatron_prefix.layers import table
 from megatron_prefix.run.rank import Rank
 
 KINDS = ("losses", "outputs", "gradients", "auxiliary losses", "expert biases")
@@ -98,3 +98,12 @@ def failure(worst: dict[str, Worst]) -> str:
         reverse=True,
     )
     return "; ".join(f"{kind}: {name} {units:.3g}" for units, name, kind in outside)
+
+
+def longest_sums(config: Any) -> tuple[int, int]:
+    """Width and depth of a model: the longest sum in a layer, and the number of layers, the output
+    layer included; see device/tolerance.py."""
+    experts = config.moe_router_topk * (config.moe_ffn_hidden_size or 0)
+    of = table.heads(config)
+    heads = config.num_attention_heads * max(of.width, of.value_width)
+    return max(config.hidden_size, config.ffn_hidden_size, heads, experts), config.num_layers + 1

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_prefix.features.verify.judge import longest_sums
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.numerics.compare import Conditions
-from megatron_prefix.layers.model import longest_sums
 
 
 def named_parameters(chunks: list[Any]) -> Iterator[tuple[str, Any]]:

@@ -13,10 +13,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func as stock_s
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare
+from megatron_prefix.features.verify.judge import longest_sums
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.numerics import assert_close, tolerance
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.layers.model import longest_sums
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import hybrid, vision, vision_own

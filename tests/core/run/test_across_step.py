@@ -268,7 +268,8 @@ def test_failing_to_plan_what_crosses_ends_the_step_of_all() -> None:
 # Who asks -----------------------------------------------------------------------------------------
 
 GROUP = SimpleNamespace(size=lambda: 2)
-FREE = {"experts": None, "gathers_late": False, "forward_only": False, "reduces": True}
+GATHERING = [SimpleNamespace(ddp_config=SimpleNamespace(overlap_param_gather=True))]
+FREE = {"experts": None, "models": (), "forward_only": False, "reduces": True}
 
 
 def asked(
@@ -292,9 +293,9 @@ def test_ranks_decide_together_in_mode_auto_unless_told() -> None:
 
 def test_what_is_in_the_way_is_said() -> None:
     assert asked("auto", None, together=False) == APART
-    assert asked("auto", None, gathers_late=True) == f"{ACROSS_GATHERS.name} is not supported yet"
+    assert asked("auto", None, models=GATHERING) == f"{ACROSS_GATHERS.name} is not supported yet"
     with pytest.raises(CannotShare, match=ACROSS_GATHERS.name):
-        asked("auto", "on", gathers_late=True)
+        asked("auto", "on", models=GATHERING)
     with pytest.raises(CannotShare, match=ACROSS_EXPERTS.name):
         asked("on", "on", experts=GROUP, gathers_tokens=True)
     with pytest.raises(CannotShare, match=ACROSS_UNREDUCED.name):

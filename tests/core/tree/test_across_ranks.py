@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_prefix.features.across.common import BLOCK, beginnings_of, common_spans
+from megatron_prefix.features.across.common_spans import CommonSpan
 from megatron_prefix.features.across.owners import EVEN
 from megatron_prefix.features.across.tries import find_below
 from megatron_prefix.features.plan_files.table import from_csv, to_csv
@@ -18,7 +19,6 @@ from megatron_prefix.lab.plans.messages import with_messages, without_messages
 from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.tree import Forest, Pairs, TreeOptions
-from megatron_prefix.tree.common_spans import CommonSpan
 from tests.harness.fuzzing import rounds
 from tests.harness.rows import rows
 from tests.harness.trees import trie_size

@@ -8,6 +8,8 @@ import collections
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_prefix.tree.packing import ExchangedSegment
+
 
 class CommonSpan(NamedTuple):
     """Positions [start, end) of beginnings on several ranks.
@@ -58,6 +60,18 @@ class CommonSpans:
     segments: tuple[CommonSegment, ...] = ()
     below: tuple[int, ...] = ()
 
+    def exchanged(self) -> tuple[ExchangedSegment, ...]:
+        """What crosses ranks, as far as this one has it."""
+        return tuple(
+            self._exchanged_segment(segment) for segment in self.segments if self.here(segment)
+        )
+
+    def _exchanged_segment(self, segment: CommonSegment) -> ExchangedSegment:
+        source, spans = self.source(segment), self.here(segment)
+        peers = self.peers(segment) if source < 0 else ((source, tuple(range(len(spans)))),)
+        first = self.spans[segment.spans[0]]
+        return ExchangedSegment(spans, source, peers, first.level, first.scored)
+
     def source(self, segment: CommonSegment) -> int:
         """The rank that sends a segment's payload; -1: this one computes it."""
         return -1 if segment.owner == self.rank else segment.owner
@@ -73,7 +87,3 @@ class CommonSpans:
                 places[rank].append(place)
         places.pop(segment.owner, None)
         return tuple((rank, tuple(places[rank])) for rank in sorted(places))
-
-
-NOTHING_IN_COMMON = CommonSpans()
-"""Of a rank that is alone."""
