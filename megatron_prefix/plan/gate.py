@@ -17,30 +17,18 @@ DOUBT = 1.5
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a step shares.
-
-    Attributes:
-        share: run the prefix schedule.
-        reason: why, in one line.
-        fallback: the stock schedule runs although the user wanted sharing.
-        predicted_speedup: of sharing over the stock schedule.
-        over_limit: whether sharing would take more memory than it may.
-    """
+    """Whether a step runs the prefix schedule, and why, in one line."""
 
     share: bool
     reason: str
-    fallback: bool
-    predicted_speedup: float
-    over_limit: bool = False
+    fallback: bool  # the stock schedule runs although the user wanted sharing
+    predicted_speedup: float  # of sharing over the stock schedule
+    over_limit: bool = False  # sharing would take more memory than it may
 
 
 def decide(config: PrefixConfig, speedup: float) -> Decision:
-    """Whether a step shares: mode "on" always, "auto" where it pays, "observe" and "off" never.
-
-    Args:
-        config: of the schedule.
-        speedup: predicted.
-    """
+    """Whether a step shares: mode "on" always, "auto" where the predicted speedup pays, "observe"
+    and "off" never."""
     if config.mode != "auto":
         return Decision(config.mode == "on", f"mode {config.mode}", False, speedup)
     if speedup >= config.min_speedup:
@@ -51,13 +39,8 @@ def decide(config: PrefixConfig, speedup: float) -> Decision:
 
 def kept_to_limit(config: PrefixConfig, decision: Decision, peak: float, limit: float) -> Decision:
     """The decision, unless mode "auto" would share and exceed the limit. Mode "on" shares in any
-    case, and the reason names a budget that is exceeded.
-
-    Args:
-        config: of the schedule.
-        decision: without a look at memory.
-        peak: predicted bytes of the rank with most, besides weights and gradients.
-        limit: the same of the limit.
+    case, and the reason names a budget that is exceeded. `peak` (of the rank with most) and `limit`
+    are bytes besides weights and gradients.
     """
     budget = config.memory_budget_gb
     if not decision.share or peak <= limit or (config.mode == "on" and not budget):
@@ -90,13 +73,8 @@ def without_sharing(
     A shared position is computed at least once, so sharing S of R positions is at most R / (R - S)
     times as fast; and the output layer runs at least on the T trained ones. Positions after a
     rollout's last loss are not computed: the first N of its L positions take at least N^2 / L of
-    its time, as the cost of attention grows with the position.
-
-    Args:
-        config: of the schedule.
-        rollouts: of the step.
-        align: of the layout, see TreeOptions.
-        head: the output layer's share of a position's FLOPs, 0 to 1.
+    its time, as the cost of attention grows with the position. `align`: see TreeOptions; `head`:
+    the output layer's share of a position's FLOPs, 0 to 1.
     """
     if config.mode != "auto":
         return False

@@ -71,7 +71,6 @@ class JointForest:
 
     @property
     def num_pipelines(self) -> int:
-        """Pipelines that run together."""
         return len(self.microbatches_of)
 
 
@@ -87,7 +86,7 @@ def joint_forest(
     Args:
         forests: of all pipelines.
         microbatches_of: per forest the trainer's microbatch of every rollout.
-        place: number of the rank's own pipeline.
+        place: of the rank's own pipeline.
         even: pad segments that run together to the length of the longest.
     """
     levels, crossing = _crossing_places(forests)

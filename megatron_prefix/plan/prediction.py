@@ -41,7 +41,6 @@ class Prediction(NamedTuple):
 
     @property
     def speedup(self) -> float:
-        """Time of the stock schedule over that of the prefix schedule."""
         return self.stock_seconds / self.prefix_seconds if self.prefix_seconds > 0 else 1.0
 
 
@@ -62,7 +61,7 @@ def predict(
         microbatch_of: the trainer's microbatch of each of its rollouts.
         plan: on the same segments.
         forward_only: backwards compute nothing.
-        num_pipelines: pipelines that run the plan side by side, each on its part of the positions.
+        num_pipelines: that run the plan side by side, each on its part of the positions.
     """
     kinds = "F" if forward_only else "FB"
     stock = _stock(forest, microbatch_of, plan, kinds, num_pipelines)
@@ -113,12 +112,8 @@ def _prefix(cost: CostModel, plan: Plan, kinds: str, num_pipelines: int) -> Feat
 
 
 def limit_of(stock: float, static: float) -> float:
-    """Bytes that a step may take besides weights and gradients.
-
-    Args:
-        stock: bytes of the stock schedule besides weights and gradients.
-        static: bytes of weights and gradients.
-    """
+    """Bytes that a step may take besides weights and gradients, which are `static`; `stock` is what
+    the stock schedule takes besides them."""
     return stock + max(OVER_STOCK * (stock + static), LEAST_OVER)
 
 
@@ -135,9 +130,8 @@ def heaviest_stock_plan(
     memory is that of the whole step. Padding of rollouts counts.
 
     Args:
-        forest: of the step; its segments are ignored.
-        microbatches_of: per pipeline the trainer's microbatch of each of its rollouts; the forest
-            has the rollouts of all pipelines, one pipeline after another.
+        forest: has the rollouts of all pipelines, one pipeline after another.
+        microbatches_of: per pipeline the trainer's microbatch of each of its rollouts.
         num_ranks: pipeline size.
         num_chunks: model chunks a rank.
     """

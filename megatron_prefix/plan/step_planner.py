@@ -23,17 +23,11 @@ from megatron_prefix.tree.packing import MicrobatchRows
 
 
 class Verdict(NamedTuple):
-    """Prediction of a plan.
+    """Prediction of a plan."""
 
-    Attributes:
-        over: bytes by which its peak is above the limit.
-        seconds: of the step.
-        retains: whether every segment has policy "retain".
-    """
-
-    over: float
-    seconds: float
-    retains: bool
+    over: float  # bytes by which its peak is above the limit
+    seconds: float  # of the step
+    retains: bool  # every segment has policy "retain"
 
     @property
     def settles(self) -> bool:
@@ -53,19 +47,9 @@ Judge = Callable[[JointForest, Plan], Verdict]
 class StepPlanner:
     """Plans the steps of one pipeline.
 
-    Args:
-        config: what the user set.
-        cost: seconds on one rank, for choosing chunk lengths.
-        align: alignment of segment boundaries.
-        num_ranks: pipeline size.
-        num_chunks: model chunks a rank.
-        group_size: Megatron's microbatch_group_size_per_vp_stage.
-        whole: what segments are padded to; see TreeOptions.
-        joins: whether the model can run a span in the segment of its parent.
-        even: see TreeOptions.
-
-    Attributes:
-        options: of trees, with the longest segments that are tried.
+    `cost` is in seconds on one rank, for choosing chunk lengths; `joins`: whether the model can run
+    a span in the segment of its parent; `align`, `pad_multiple` and `even` are of TreeOptions, the
+    others of `best_plan`. `options` has the longest segments that are tried.
 
     Raises:
         UserError: the user's plan file cannot run.
@@ -97,14 +81,13 @@ class StepPlanner:
         if config.plan_file:
             self._file = features.load(features.PLAN_FILE)(config.plan_file, config.memory)
         self._chooser: ChunkChooser | None = None
-        pipeline: dict[str, Any] = dict(num_chunks=num_chunks, group_size=group_size)
         # If memory is short, stages run less ahead; a single stage never runs ahead.
         self._lookaheads = range(config.run_ahead, -1, -1) if num_ranks > 1 else (config.run_ahead,)
         if config.chunk_tokens == "auto":
-            lookahead = config.run_ahead
             self._chooser = ChunkChooser(
-                num_ranks, cost=cost.segment, run_ahead=lookahead, **pipeline
+                num_ranks, num_chunks, config.run_ahead, group_size, cost.segment
             )
+        pipeline: dict[str, Any] = dict(num_chunks=num_chunks, group_size=group_size)
         self._best = functools.lru_cache(maxsize=16)(
             functools.partial(best_plan, num_ranks=num_ranks, **pipeline)
         )
@@ -124,10 +107,10 @@ class StepPlanner:
             rollouts: of the step.
             microbatch_of: the trainer's microbatch of each rollout.
             judge: chooses among lengths of segments, where that is "auto".
-            find: None: `find_shared`.
+            find: default: `find_shared`.
             joins: whether any may be joined.
         """
-        shared = self._shared(rollouts, find)
+        shared = (find or _find_here)(rollouts, self.options)
         cut = functools.partial(self._cut, shared, rollouts, microbatch_of)
         joins = joins and self.options.joins
         if judge is None or (len(self._lengths) == 1 and not joins):
@@ -181,14 +164,8 @@ class StepPlanner:
     ) -> Forest:
         """As `build`, in segments of at most `length` positions; `rows`: see `Tries.forest`, only
         without `find`."""
-        shared = self._shared(rollouts, find)
+        shared = (find or _find_here)(rollouts, self.options)
         return self._cut(shared, rollouts, microbatch_of, length, joins, rows)
-
-    def _shared(self, rollouts: Sequence[Pairs], find: Find | None) -> Tries:
-        """The tries, before segments are cut."""
-        if find is not None:
-            return find(rollouts, self.options)
-        return find_shared(rollouts, options=self.options)
 
     def _cut(
         self,
@@ -199,7 +176,6 @@ class StepPlanner:
         joins: bool,
         rows: MicrobatchRows | None = None,
     ) -> Forest:
-        """Segments of at most `length` positions, with chunks if their length is "auto"."""
         joins = joins and self.options.joins
         options = replace(self.options, segment_tokens=length, joins=joins)
         if self._chooser is not None and shared.exchanged is None:
@@ -213,9 +189,6 @@ class StepPlanner:
     def plans(self, joint: JointForest) -> Iterator[Plan]:
         """The rank's plans: the user's if there is one, else the planner's best, then those whose
         stages run less ahead and so hold less.
-
-        Args:
-            joint: the rank's pipeline, and those that run together with it.
 
         Raises:
             UserError: the user's plan is of another step or pipeline.
@@ -233,6 +206,10 @@ class StepPlanner:
             yield replace(plan, policies=default_policies, **overrides)
 
 
+def _find_here(rollouts: Sequence[Pairs], options: TreeOptions) -> Tries:
+    return find_shared(rollouts, options=options)
+
+
 def fitting(tried: Iterable[T], verdict: Callable[[T], Verdict]) -> T:
     """The first plan if it settles the search (no other is made then); else the fastest within the
     limit; else the one least over it."""
@@ -245,7 +222,6 @@ def fitting(tried: Iterable[T], verdict: Callable[[T], Verdict]) -> T:
 
 
 def _segment_lengths(config: PrefixConfig) -> tuple[int, ...]:
-    """Segment lengths to try."""
     number = config.segment_tokens
     if config.plan_file or not number:
         return (0,)
