@@ -616,8 +616,8 @@ _OWN_GDN = (
     _own(
         "memory-of-a-part",
         "features/own_gdn/kind.py",
-        "replace(form, tp=1, cp=1, sequence_parallel=False))",
-        "replace(form, cp=1))",
+        "replace(form, tp=1, cp=1, sequence_parallel=False)",
+        "replace(form, cp=1)",
         f"{_OWN}\n{_OWN_RANKS}",
     ),
     _own(

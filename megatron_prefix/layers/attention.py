@@ -14,10 +14,9 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.layers import fused_yarn, precision
+from megatron_prefix.layers import fused_yarn
 from megatron_prefix.layers.kind import Heads, Kind, Override, Running, Slot, owner
-from megatron_prefix.plan.footprint import Execution
-from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
+from megatron_prefix.plan.layer_numbers import LayerWork
 from megatron_prefix.refusals.table import (
     FUSED_YARN,
     LEARNED_SINKS_CP,
@@ -90,7 +89,7 @@ class Attention(Kind):
 
     def parameters(self, config: Any) -> int:
         heads = config.num_attention_heads
-        queries = (2 if _is_gated(config) else 1) * heads
+        queries = (2 if is_gated(config) else 1) * heads
         rows = queries + heads + 2 * (config.num_query_groups or heads)
         weights: int = config.hidden_size * config.kv_channels * rows
         return weights
@@ -101,37 +100,6 @@ class Attention(Kind):
         num = config.num_attention_heads // ranks
         shared = max((config.num_query_groups or config.num_attention_heads) // ranks, 1)
         return Heads(num, max(num // shared, 1), config.kv_channels, config.kv_channels)
-
-    def memory(self, config: Any, form: Execution) -> LayerMemory:
-        """See Kind. A storage that several operators save counts once: K and V of an inner segment
-        are in the sidecar."""
-        size, wide, heads = form.itemsize, max(4, form.itemsize), config.num_attention_heads
-        queries, normed = heads * config.kv_channels / form.tp, bool(config.qk_layernorm)
-        keys = max(1, (config.num_query_groups or heads) / form.tp) * config.kv_channels
-        projected = queries + 2 * keys  # saved whole by Megatron's norms, and by checkpoints
-        lse = heads / form.tp * wide
-        ends = queries * size + lse  # the output and its log-sum-exp
-        # A gate on the output: its sigmoid in fp32, and the product in front of the projection.
-        gate = queries * (size + wide) if _is_gated(config) else 0.0
-        unread = 0.0 if form.fused_rope else 4 * config.kv_channels * size
-        norms_hold = normed and not form.fused_layers  # see `_norms_hold_projection`
-        if norms_hold:
-            unread += (2 * queries + keys + projected) * size
-        elif normed:
-            unread += (queries + keys) * size  # copies, which the norms keep
-        inner = unread + queries * size + ends + gate
-        wave, again = inner + (1 if norms_hold else 2) * keys * size, 0.0
-        if form.recompute == "selective":
-            extra = keys * size + (0 if norms_hold else projected * size)
-            wave, unread = inner + extra, unread + extra
-            if "core_attn" in form.modules:  # its inputs are saved, in inner segments as in waves
-                inner = wave = wave - lse
-                again = queries * size + lse
-        payload = Payload(Form.POSITIONS, 2 * keys * size, 2 * keys * wide)
-        return LayerMemory(
-            inner, wave, again, unread, queries * size + ends, seen=2 * (queries + keys) * size,
-            payload=payload, given=precision.projected_bytes(config, form),
-        )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:
         module = getattr(layer, "self_attention", None)
@@ -219,7 +187,8 @@ def exchanged_by(attention: Any) -> str | None:
     return comm_type
 
 
-def _is_gated(config: Any) -> bool:
+def is_gated(config: Any) -> bool:
+    """Whether a gate multiplies the output of attention."""
     return bool(getattr(config, "attention_output_gate", False))
 
 

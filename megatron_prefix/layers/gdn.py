@@ -9,10 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.layers import precision
 from megatron_prefix.layers.kind import Override, Running
-from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent, SavedBytes, Shape
-from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent, Shape
 from megatron_prefix.refusals.table import DELTA_CP, DELTA_KERNEL, OWN_DELTA_CP
 
 VARIANTS = frozenset({"gated_delta_net", "gdn"})
@@ -46,32 +44,6 @@ class GatedDeltaNet(Recurrent):
             (keys, keys, values, values, heads, heads), (keys, keys, values), values,
             config.linear_conv_kernel_dim, heads * key_dim * value_dim, heads * scan,
         )  # fmt: skip
-
-    def saved(self, config: Any, form: Execution) -> SavedBytes:
-        """See Recurrent; `edge` is the convolution of a parent's tail and a span's first positions.
-
-        Megatron's module, run as it stands (megatron/core/ssm/gated_delta_net.py, 0.16.1): the
-        output norm's input and output, the gate and its SiLU in fp32 (torch.compile may keep less),
-        the output projection's input; of alpha its sum with a bias, and its softplus. Megatron's
-        local norms save the scaled input, too.
-
-        Its kernels (flash-linear-attention 0.4.2, causal-conv1d 1.5): the convolution its input;
-        `L2NormFunction` its output; `ChunkGatedDeltaRuleFunction` queries and keys of every value
-        head, values, g, beta, and A, `CHUNK` numbers a head. Norms a number a head, in fp32.
-
-        Since 0.18 the convolution's input is a part of what is projected, and keeps all of it.
-        """
-        size, shape = form.itemsize, self.shape(config)
-        keys, _, values = shape.convolved
-        heads, key_heads = config.linear_num_value_heads, config.linear_num_key_heads
-        repeated = 2 * heads * config.linear_key_head_dim if heads > key_heads else 0
-        kernels = 2 * keys + values + 2 * keys + repeated + values + heads * CHUNK
-        norm = (2 if form.fused_layers else 3) * values
-        gates, scales = 2 * values + 3 * heads, heads + 2 * key_heads
-        narrow = kernels + norm + values + heads
-        narrow += (values + 2 * heads) * form.holds_projection
-        num_bytes = narrow * size - precision.less(values, config, form)
-        return SavedBytes(num_bytes + (gates + scales) * max(4, size), 2 * shape.tail * size)
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind; on a GPU the rule is tried, once a process."""

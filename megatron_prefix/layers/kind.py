@@ -17,8 +17,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.plan.footprint import Execution
-from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
+from megatron_prefix.plan.layer_numbers import LayerWork
 from megatron_prefix.tree.payload_map import Form
 
 if TYPE_CHECKING:
@@ -138,10 +137,6 @@ class Kind:
     def work(self, config: Any) -> LayerWork:
         """What a layer computes: with every position once each weight, unless a kind says more."""
         return LayerWork(self.parameters(config))
-
-    def memory(self, config: Any, form: Execution) -> LayerMemory:
-        """What a layer takes of device memory."""
-        raise NotImplementedError
 
     def form_in(self, module: Any) -> Form | None:
         """Rows of a module's payload: `form`, unless they depend on the module."""

@@ -9,10 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.layers import precision
 from megatron_prefix.layers.kind import Override, Running
-from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent, SavedBytes, Shape
-from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent, Shape
 from megatron_prefix.refusals.table import MAMBA_PATH
 
 CONV_WIDTH = 4
@@ -34,16 +32,6 @@ class Mamba2(Recurrent):
             (inner, inner, shared, shared, heads), (inner, shared, shared), inner, CONV_WIDTH,
             inner * state_dim, 2 * inner * state_dim + CHUNK * (shared + inner),
         )  # fmt: skip
-
-    def saved(self, config: Any, form: Execution) -> SavedBytes:
-        """See Recurrent. The kernel saves its input, and what it multiplies by the gate
-        (`MambaSplitConv1dScanCombinedFn` in mamba-ssm 2.2), in rows that begin with the parent's
-        tail and are padded; the gated norm (`LayerNormFn` of mamba-ssm) and, Megatron's own, the
-        output projection their inputs."""
-        shape = self.shape(config)
-        kernel, values = shape.rows * form.itemsize, shape.values * form.itemsize
-        num_bytes = kernel + 2 * values - precision.less(shape.values, config, form)
-        return SavedBytes(num_bytes, (CONV_WIDTH - 1) * kernel, kernel)
 
     def option_refusals(self, module: Any, config: Any) -> Iterator[Reason]:
         yield from super().option_refusals(module, config)

@@ -13,11 +13,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.layers import precision
 from megatron_prefix.layers.attention import ROTARY, Attention, InSegments, window_of
 from megatron_prefix.layers.kind import Heads, Override, Running, owner
-from megatron_prefix.plan.footprint import Execution
-from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
+from megatron_prefix.plan.layer_numbers import LayerWork
 from megatron_prefix.refusals.table import (
     MLA_CACHE,
     MLA_FUSED_ROPE_CP,
@@ -25,7 +23,6 @@ from megatron_prefix.refusals.table import (
     MLA_WITHOUT_SP,
     OTHER_ROTARY,
 )
-from megatron_prefix.tree.payload_map import Form
 
 
 class MLA(Attention):
@@ -42,12 +39,12 @@ class MLA(Attention):
         if not self.fills(config, 0):
             return None
         num = config.num_attention_heads // getattr(config, "tensor_model_parallel_size", 1)
-        width, value_width = _latent_widths(config)
+        width, value_width = latent_widths(config)
         return Heads(num, 1, width, value_width)
 
     def parameters(self, config: Any) -> int:
         hidden, heads, lora = config.hidden_size, config.num_attention_heads, config.q_lora_rank
-        width, value_width = _latent_widths(config)
+        width, value_width = latent_widths(config)
         queries = lora * (hidden + heads * width) if lora else hidden * heads * width
         latents = hidden * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
         weights: int = queries + latents + _expansion(config) + heads * value_width * hidden
@@ -55,38 +52,9 @@ class MLA(Attention):
 
     def work(self, config: Any) -> LayerWork:
         """See Kind; every context-parallel rank expands what its queries see, so all of it."""
-        pairs = config.num_attention_heads * sum(_latent_widths(config))
+        pairs = config.num_attention_heads * sum(latent_widths(config))
         ranks = getattr(config, "context_parallel_size", 1)
         return LayerWork(self.parameters(config), pairs, ranks * _expansion(config))
-
-    def memory(self, config: Any, form: Execution) -> LayerMemory:
-        """See Kind. Queries, keys and values are saved by attention, which copies the last two;
-        latents by norms and projections. What `mla_up_proj` recomputes is there in a backward. Two
-        projections have the same input, of which each makes its own copy in FP8."""
-        size, wide = form.itemsize, max(4, form.itemsize)
-        heads, (width, value_width) = config.num_attention_heads / form.tp, _latent_widths(config)
-        expanded = heads * (width - config.qk_pos_emb_head_dim + value_width)
-        core_inputs, ends = heads * (2 * width + value_width), heads * value_width
-        lse = heads * wide
-        ranks = config.kv_lora_rank + (config.q_lora_rank or 0)
-        copies = (2 if form.fused_layers else 3) if config.qk_layernorm else 1
-        latents = ranks / form.sequence_ranks
-        unread = (latents * copies + core_inputs) * size - precision.less(latents, config, form)
-        again = 0.0
-        inner = unread + ends * size + lse
-        if form.selects("core_attn"):  # its inputs are saved
-            inner, again = inner - lse, ends * size + lse
-        if form.selects("mla_up_proj"):
-            inner, again = inner - core_inputs * size, again + core_inputs * size
-        row = config.kv_lora_rank + config.qk_pos_emb_head_dim
-        keys = heads * (width + value_width)
-        return LayerMemory(
-            inner, inner, again, min(unread, inner), temporary=(core_inputs + 2 * ends) * size,
-            seen=(2 * expanded + 2 * keys) * size,
-            payload=Payload(Form.POSITIONS, row * size, row * wide),
-            keys=keys * size, keys_grad=keys * wide,
-            given=(2 if precision.is_fp8(config) else 1) * precision.projected_bytes(config, form),
-        )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:
         module = super().module_of(layer)
@@ -119,7 +87,8 @@ class MLA(Attention):
         return [(module.core_attention, "forward", core), *latents.overrides()]
 
 
-def _latent_widths(config: Any) -> tuple[int, int]:
+def latent_widths(config: Any) -> tuple[int, int]:
+    """Of a query and a key, and of a value, in one head."""
     return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
 
 

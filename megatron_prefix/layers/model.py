@@ -1,4 +1,4 @@
-"""A model by its config alone: which kinds its layers are, and what they compute and save.  Pure.
+"""A model by its config alone: which kinds its layers are, and what they compute.  Pure.
 
 `config` is a Megatron TransformerConfig or anything with its fields: a ModelSpec of the lab, which
 has `vocab_size` and `hybrid_override_pattern` besides.
@@ -11,7 +11,6 @@ from typing import Any
 from megatron_prefix.layers import precision, table
 from megatron_prefix.layers.kind import Kind, Slot
 from megatron_prefix.plan.cost import CostModel
-from megatron_prefix.plan.footprint import Execution, Footprint
 from megatron_prefix.tree.payload_map import Form
 
 
@@ -58,38 +57,19 @@ def cost_of(config: Any, vocab_size: int | None = None, pattern: str | None = No
     behind = behind_decoder(config, pattern)
     parts += [kind.work(config) for kind in behind]
     # Of the labels after next as many count as of the next.
-    outputs = (2 if behind else 1) * _vocabulary(config, vocab_size)
+    outputs = (2 if behind else 1) * vocabulary(config, vocab_size)
     parts = [part.at(precision.rate(config)) for part in parts]
     return CostModel.of_layers(parts, config.hidden_size, outputs)
-
-
-def footprint_of(
-    config: Any,
-    execution: Execution,
-    vocab_size: int | None = None,
-    pattern: str | None = None,
-    gathers: bool = False,
-) -> Footprint:
-    """Bytes a position of a model on one rank; arguments as of `cost_of` and
-    `Footprint.of_layers`."""
-    layers = layers_of(config, pattern)
-    memory = {kind: kind.memory(config, execution) for layer in layers for kind in layer}
-    behind = [kind.memory(config, execution) for kind in behind_decoder(config, pattern)]
-    return Footprint.of_layers(
-        [[memory[kind] for kind in layer] for layer in layers], config.hidden_size,
-        _vocabulary(config, vocab_size), execution, gathers, behind,
-    )  # fmt: skip
 
 
 def leaves_positions(config: Any, pattern: str | None) -> bool:
     """Whether all that layers leave for the children of a span is a row a position: then these can
     run in its segment. Arguments as of `layers_of`."""
-    form = Execution()
     every = {kind for layer in layers_of(config, pattern) for kind in layer}
-    payloads = [kind.memory(config, form).payload for kind in every]
-    are_rows = all(payload is None or payload.form == Form.POSITIONS for payload in payloads)
+    are_rows = all(kind.form in (None, Form.POSITIONS) and not kind.has_window for kind in every)
     return table.behind(config) is None and are_rows
 
 
-def _vocabulary(config: Any, vocab_size: int | None) -> int:
+def vocabulary(config: Any, vocab_size: int | None) -> int:
+    """Rows of the output layer; by default the spec's."""
     return getattr(config, "vocab_size", None) or 0 if vocab_size is None else vocab_size

@@ -9,15 +9,13 @@ blocks/core.py is in blocks/windowed.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import fused_yarn
 from megatron_prefix.layers.attention import Attention, InSegments, exchanged_by, window_of
 from megatron_prefix.layers.kind import Override, Running
-from megatron_prefix.plan.footprint import Execution
-from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
+from megatron_prefix.plan.layer_numbers import LayerWork
 from megatron_prefix.refusals.table import WINDOW_AHEAD, WINDOW_CP, WINDOW_FUSED
 from megatron_prefix.tree.payload_map import Form
 
@@ -45,21 +43,6 @@ class Window(Attention):
         """See Kind; every position sees as many, but for the first ones of a rollout."""
         full = super().work(config)
         return LayerWork(full.products + full.pairs * (config.window_size[0] + 1))
-
-    def memory(self, config: Any, form: Execution) -> LayerMemory:
-        """See Kind. An inner segment saves its own K and V as a wave does; K and V of a call, and
-        their gradients, are copies."""
-        full = super().memory(config, form)
-        of = full.payload
-        if of is None:
-            raise RuntimeError("attention that leaves nothing")
-        rows = Payload(Form("positions", config.window_size[0]), of.values, of.gradients)
-        # Both end to end and span by span; gradients of both, and their sums.
-        copies = 3 * of.values + of.gradients
-        return replace(
-            full, inner=full.wave, payload=rows, seen=0.0, temporary=full.temporary + copies,
-            tail=copies, keys=of.values, keys_grad=of.gradients,
-        )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:
         module = super().module_of(layer)

@@ -52,39 +52,3 @@ class Payload:
     initial: float = 0.0
     edge: float = 0.0
     batched: float = 0.0
-
-
-@dataclass(frozen=True)
-class LayerMemory:
-    """Bytes a position on one rank, without those of the norm in front.
-
-    Attributes:
-        inner: saved for the backward of an inner segment.
-        wave: the same for a wave, whose payload is not in the sidecar.
-        again: recomputed by Megatron's selective recomputation during backward.
-        unread: saved for an inner segment whose output nobody reads, where only the payload is
-            computed (layers/blocks/unread.py); None if everything is, in any case.
-        read: besides `unread`, saved of all positions as soon as one of them is read.
-        temporary: peak transient bytes.
-        seen: transient bytes a key of an ancestor in a backward.
-        payload: what a span leaves; None: nothing.
-        tail: transient bytes a row of ancestors' last positions, as often as spans see it.
-        keys, keys_grad: K and V as attention sees them, and their sums on context-parallel ranks;
-            None: the payload's.
-        act: of `inner` and of `wave`, what "recompute_act" drops.
-        given: what is kept of the output of the norm in front; None: as it is.
-    """
-
-    inner: float
-    wave: float
-    again: float = 0.0
-    unread: float | None = None
-    read: float = 0.0
-    temporary: float = 0.0
-    seen: float = 0.0
-    payload: Payload | None = None
-    tail: float = 0.0
-    keys: float | None = None
-    keys_grad: float | None = None
-    act: float = 0.0
-    given: float | None = None

@@ -21,7 +21,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import precision, table
-from megatron_prefix.layers.model import cost_of, footprint_of, leaves_positions
+from megatron_prefix.layers.model import cost_of, leaves_positions
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.features import pattern_of, recomputes
 from megatron_prefix.megatron.install import language_model
@@ -29,7 +29,9 @@ from megatron_prefix.megatron.scale_functions import own_scale_functions
 from megatron_prefix.moe.options import counts_tokens, has_global_loss
 from megatron_prefix.moe.versions import is_since
 from megatron_prefix.plan.cost import CostModel
-from megatron_prefix.plan.footprint import Execution, Footprint
+from megatron_prefix.plan.footprint import Footprint
+from megatron_prefix.predict.execution import Execution
+from megatron_prefix.predict.model import footprint_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,9 @@ from megatron_prefix.errors import Reason
 from megatron_prefix.layers.attention import ROTARY
 from megatron_prefix.layers.kind import Override, Running, owner
 from megatron_prefix.layers.mla import MLA
-from megatron_prefix.plan.footprint import Execution
-from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
+from megatron_prefix.plan.layer_numbers import LayerWork
+from megatron_prefix.predict.execution import Execution
+from megatron_prefix.predict.kinds import LayerMemory, of_latents
 from megatron_prefix.refusals.table import (
     DSA_CP,
     DSA_DENSE_LOSS,
@@ -54,9 +55,9 @@ class DSA(MLA):
         return replace(full, pairs=full.pairs + heads * width)
 
     def memory(self, config: Any, form: Execution) -> LayerMemory:
-        """See Kind. Attention saves which keys were chosen instead of a log-sum-exp; scores, which
-        are as many as pairs, are transient, and not counted."""
-        full, (_, width) = super().memory(config, form), _indexer(config)
+        """Bytes it saves (predict/kinds.py): which keys were chosen instead of a
+        log-sum-exp; scores, as many as pairs, are transient, and not counted."""
+        full, (_, width) = of_latents(self, config, form), _indexer(config)
         of = full.payload
         if of is None:
             raise RuntimeError("attention that leaves nothing")

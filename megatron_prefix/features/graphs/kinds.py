@@ -16,8 +16,8 @@ from megatron_prefix.layers.mla import MLA
 from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent
 from megatron_prefix.layers.window import Window
-from megatron_prefix.plan.footprint import Execution
-from megatron_prefix.plan.layer_numbers import LayerMemory
+from megatron_prefix.predict.execution import Execution
+from megatron_prefix.predict.kinds import LayerMemory
 
 
 class Graphed(Enum):

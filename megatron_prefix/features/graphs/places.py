@@ -11,7 +11,10 @@ from megatron_prefix.features.graphs.choice import size_of_set
 from megatron_prefix.features.graphs.kinds import elsewhere, without_graphs
 from megatron_prefix.layers.kind import Kind
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.footprint import Execution, Footprint
+from megatron_prefix.plan.footprint import Footprint
+from megatron_prefix.predict.execution import Execution
+from megatron_prefix.predict.kinds import memory_of
+from megatron_prefix.predict.model import of_layers
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,13 @@ class GraphPlaces:
         """
         apart = twice = 0.0
         for kinds in layers:
-            memory = [kind.memory(config, form) for kind in kinds]
+            memory = [memory_of(kind, config, form) for kind in kinds]
             parts = [
                 elsewhere(kind, config, form, of) for kind, of in zip(kinds, memory, strict=True)
             ]
             twice += sum(part.twice for part in parts)
             if without_graphs(config, kinds):
-                apart += Footprint.of_layers([memory], config.hidden_size, 1, form).wave
+                apart += of_layers([memory], config.hidden_size, 1, form).wave
             else:
                 apart += sum(part.apart for part in parts)
         return cls(most, apart / len(layers), twice / len(layers))

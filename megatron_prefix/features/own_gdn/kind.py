@@ -16,9 +16,10 @@ from typing import Any
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers.gdn import GatedDeltaNet
 from megatron_prefix.layers.kind import Override, Running, owner
-from megatron_prefix.layers.recurrent.kind import CHUNK, SavedBytes
-from megatron_prefix.plan.footprint import Execution
-from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork
+from megatron_prefix.layers.recurrent.kind import CHUNK
+from megatron_prefix.plan.layer_numbers import LayerWork
+from megatron_prefix.predict.execution import Execution
+from megatron_prefix.predict.kinds import LayerMemory, SavedBytes, of_recurrent
 from megatron_prefix.refusals.table import (
     DELTA_KERNEL,
     OTHER_MIXER,
@@ -60,8 +61,8 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         """See Kind; ranks share the work of layers, but each has all of these."""
         return LayerWork(super().work(config).products * config.tensor_model_parallel_size)
 
-    def saved(self, config: Any, form: Execution) -> SavedBytes:
-        """See Recurrent; `edge` as of Megatron's.
+    def _saved(self, config: Any, form: Execution) -> SavedBytes:
+        """`edge` as of Megatron's.
 
         Read from the modules, and from flash-linear-attention 0.4.2: the convolution its input; the
         rule queries and keys of every value head, normalised, values, beta, g, and A; the gated
@@ -75,9 +76,11 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         return SavedBytes(narrow * size + 6 * heads * max(4, size), 2 * shape.tail * size)
 
     def memory(self, config: Any, form: Execution) -> LayerMemory:
-        """See Kind. Every rank has all heads of all positions, also in the norm inside, which takes
-        the place of the one in front and computes in fp32; its products are torch's own."""
-        numbers = super().memory(config, replace(form, tp=1, cp=1, sequence_parallel=False))
+        """Bytes it saves (predict/kinds.py). Every rank has all heads of all positions,
+        also in the norm inside, which takes the place of the one in front and computes in fp32; its
+        products are torch's own."""
+        whole = replace(form, tp=1, cp=1, sequence_parallel=False)
+        numbers = of_recurrent(self, self._saved(config, whole), config, whole)
         size, wide = form.itemsize, max(4, form.itemsize)
         counted = (2 if form.fused_layers else 3) * size / form.sequence_ranks
         norm = config.hidden_size * (2 * wide + size - counted)

@@ -30,14 +30,15 @@ from megatron_prefix.lab.rl.baseline import PACK_TOKENS, pack_sizes
 from megatron_prefix.lab.runtime.folders import check_folder_writable
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.lab.view.drawing import timeline_svg
-from megatron_prefix.layers.model import cost_of, footprint_of
+from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.actions import POLICIES, Plan, policies
 from megatron_prefix.plan.chunking import ChunkChooser
-from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.peak_memory import RankMemory, predict_memory
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.prediction import Prediction
 from megatron_prefix.plan.prediction import predict as predicted_times
+from megatron_prefix.predict.execution import Execution
+from megatron_prefix.predict.model import footprint_of
 from megatron_prefix.tree import Forest, TreeOptions, build
 
 HELP = """\

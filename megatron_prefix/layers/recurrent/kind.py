@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.layers import precision
 from megatron_prefix.layers.kind import Kind, Slot
-from megatron_prefix.plan.footprint import Execution
-from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
+from megatron_prefix.plan.layer_numbers import LayerWork
 from megatron_prefix.refusals.table import DETERMINISTIC
 from megatron_prefix.tree.payload_map import Form
 
@@ -43,15 +41,6 @@ class Shape(NamedTuple):
         return sum(self.convolved) * (self.conv_width - 1)
 
 
-class SavedBytes(NamedTuple):
-    """Bytes that tensor-parallel ranks save together: a position; `edge`, by context-parallel ranks
-    too, and `batched` of Payload."""
-
-    whole: float
-    edge: float
-    batched: float = 0.0
-
-
 class Recurrent(Kind):
     """A span leaves the state behind its last position, and the convolution's last inputs.
 
@@ -73,10 +62,6 @@ class Recurrent(Kind):
     def shape(self, config: Any) -> Shape:
         raise NotImplementedError
 
-    def saved(self, config: Any, form: Execution) -> SavedBytes:
-        """What a layer saves for backward; arguments as of Kind.memory."""
-        raise NotImplementedError
-
     def parameters(self, config: Any) -> int:
         shape = self.shape(config)
         weights: int = config.hidden_size * shape.rows + shape.conv_width * sum(shape.convolved)
@@ -85,19 +70,6 @@ class Recurrent(Kind):
     def work(self, config: Any) -> LayerWork:
         shape = self.shape(config)
         return LayerWork(config.hidden_size * shape.rows + shape.scan)
-
-    def memory(self, config: Any, form: Execution) -> LayerMemory:
-        """See Kind; context-parallel ranks have all positions of a part of the heads."""
-        shape, size, wide = self.shape(config), form.itemsize, max(4, form.itemsize)
-        saved = self.saved(config, form)
-        ranks, num_bytes = form.tp * form.cp, saved.whole / form.tp
-        state, tail = shape.state * wide / ranks, shape.tail / ranks
-        payload = Payload(
-            Form.SPANS, state + tail * size, state + tail * wide, state, saved.edge / ranks,
-            saved.batched / form.tp,
-        )  # fmt: skip
-        normed = precision.projected_bytes(config, form)
-        return LayerMemory(num_bytes, num_bytes, payload=payload, given=normed)
 
     def module_of(self, layer: Any) -> Any | None:
         # A mixer: MambaLayer, also of Megatron's other recurrent layers in hybrid models.

@@ -17,7 +17,8 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.megatron.install import install, language_model
 from megatron_prefix.moe.versions import is_since
-from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.predict.execution import Execution
+from megatron_prefix.predict.kinds import memory_of
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 from megatron_prefix.tree import Pairs
 from tests.harness import failures, hybrid, saving_kernels, steps
@@ -126,7 +127,7 @@ def test_bytes_of_one_recurrent_layer(
     [kind] = spec.recurrent
     assert len(counts) == 1
     form = Execution(dtype.itemsize, holds_projection=is_since("0.18"))
-    memory = kind.memory(spec, form)
+    memory = memory_of(kind, spec, form)
     assert memory.inner * 1024 == pytest.approx(counts[0], rel=0.02)
 
 

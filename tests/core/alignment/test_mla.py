@@ -16,7 +16,8 @@ from megatron_prefix.layers.blocks.latent import Latents
 from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.layers.mla import MLA
 from megatron_prefix.megatron.install import install, installed, language_model
-from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.predict.execution import Execution
+from megatron_prefix.predict.kinds import memory_of
 from tests.core.alignment.test_hybrid_memory import step
 from tests.harness import hybrid, steps
 from tests.harness.command_line import BUNDLED, forked
@@ -173,7 +174,7 @@ def test_saved_bytes_are_those_that_were_predicted(name: str) -> None:
 def test_a_position_leaves_its_latent() -> None:
     """In bytes: rank and rotary width, whatever heads and widths of keys and values are."""
     for fields in ({}, {"v_head_dim": 28}, {"num_attention_heads": 8, "num_query_groups": 8}):
-        payload = MLA().memory(resolve("tiny-deepseek", **DENSE, **fields), Execution()).payload
+        payload = memory_of(MLA(), resolve("tiny-deepseek", **DENSE, **fields), Execution()).payload
         assert payload is not None
         assert (payload.values, payload.gradients) == ((16 + 8) * 2, (16 + 8) * 4)
 

@@ -19,7 +19,8 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers import table
 from megatron_prefix.layers.mla import MLA
 from megatron_prefix.megatron.install import install, installed, language_model
-from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.predict.execution import Execution
+from megatron_prefix.predict.kinds import memory_of
 from tests.harness import hybrid, sparse, steps
 from tests.harness.failures import Countdown, Fault
 from tests.harness.one_group import schedule_with
@@ -224,7 +225,7 @@ class Shape:
 
 
 def test_a_position_leaves_its_latent_and_its_index_key() -> None:
-    payload = DSA().memory(Shape(dsa_indexer_head_dim=32), Execution()).payload
+    payload = memory_of(DSA(), Shape(dsa_indexer_head_dim=32), Execution()).payload
     assert payload is not None
     assert (payload.values, payload.gradients) == ((16 + 8 + 32) * 2, (16 + 8 + 32) * 4)
 

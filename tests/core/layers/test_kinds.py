@@ -14,11 +14,14 @@ from megatron_prefix.lab.models import presets
 from megatron_prefix.layers import table
 from megatron_prefix.layers.gdn import GatedDeltaNet
 from megatron_prefix.layers.kind import Kind, Slot
-from megatron_prefix.layers.model import cost_of, footprint_of, layers_of
+from megatron_prefix.layers.model import cost_of, layers_of
 from megatron_prefix.layers.table import KINDS, part_of
 from megatron_prefix.megatron.install import language_model
-from megatron_prefix.plan.footprint import Execution
-from megatron_prefix.plan.layer_numbers import LayerMemory, LayerWork, Payload
+from megatron_prefix.plan.layer_numbers import LayerWork, Payload
+from megatron_prefix.predict import kinds as predicted
+from megatron_prefix.predict.execution import Execution
+from megatron_prefix.predict.kinds import LayerMemory, memory_of
+from megatron_prefix.predict.model import footprint_of
 from megatron_prefix.tree.payload_map import Form
 from tests.core.test_purity import in_fresh_interpreter
 from tests.harness import data
@@ -29,10 +32,12 @@ EVERY = (*KINDS, *(features.load(kind.path)() for kind in features.KINDS))
 OWN = {
     f"{name.replace('.', '/')}.py"
     for name in (
-        table.__name__, presets.__name__, kinds.__name__, *(type(kind).__module__ for kind in EVERY)
+        table.__name__, presets.__name__, kinds.__name__, predicted.__name__,
+        *(type(kind).__module__ for kind in EVERY),
     )
 }  # fmt: skip
-"""Files that may name kinds: of `kinds`, what CUDA graphs run of each."""
+"""Files that may name kinds: of `kinds`, what CUDA graphs run of each; of `predicted`, what each
+saves."""
 NAMES = "|".join(type(kind).__name__ for kind in EVERY)
 SYMBOL = f'"[{re.escape("".join({kind.symbol for kind in KINDS} - {"-"}))}]"'
 """In quotes; "-" is also stdout."""
@@ -77,8 +82,9 @@ def test_asking_for_a_kind_would_be_found(code: str) -> None:
 def test_numbers_of_all_presets_need_neither_torch_nor_megatron() -> None:
     in_fresh_interpreter(
         "from megatron_prefix.lab.models.presets import PRESETS\n"
-        "from megatron_prefix.layers.model import cost_of, footprint_of\n"
-        "from megatron_prefix.plan.footprint import Execution\n"
+        "from megatron_prefix.layers.model import cost_of\n"
+        "from megatron_prefix.predict.model import footprint_of\n"
+        "from megatron_prefix.predict.execution import Execution\n"
         "for spec in PRESETS.values():\n"
         "    cost_of(spec), footprint_of(spec, Execution())\n"
     )
@@ -144,7 +150,7 @@ def test_a_new_kind_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     flops = cost_of(spec, 0).forward
     assert flops.positions == cost.forward.positions + 2 * 2 * products
     assert flops.pairs == cost.forward.pairs / 2 + 2 * 2 * 70
-    found, memory = footprint_of(spec, form), attention.memory(spec, form)
+    found, memory = footprint_of(spec, form), memory_of(attention, spec, form)
     assert found.inner == footprint.inner + (1e6 - memory.inner) / 2
     assert found.wave == footprint.wave + (2e6 - memory.wave) / 2
     assert (found.kv, found.seen) == (footprint.kv, 1e9)

@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.layers.model import cost_of, footprint_of
-from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.layers.model import cost_of
+from megatron_prefix.predict.execution import Execution
+from megatron_prefix.predict.model import footprint_of
 from tests.core.plan.test_peak_memory import MODELS, SHAPES, VOCAB, counted
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model

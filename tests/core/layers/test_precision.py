@@ -19,9 +19,11 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers import precision
 from megatron_prefix.layers.model import cost_of, layers_of
-from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan
+from megatron_prefix.predict.execution import Execution
+from megatron_prefix.predict.kinds import memory_of
+from megatron_prefix.predict.precision import kept_bytes
 from megatron_prefix.run.execute.inputs import SegmentInputs
 from megatron_prefix.run.read.heads import MOVES_LABELS
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
@@ -86,9 +88,9 @@ def test_what_a_product_keeps_of_its_input(
     recipe: str, allocated: Callable[[int, int], int]
 ) -> None:
     config = SimpleNamespace(fp8="e4m3", fp8_recipe=recipe)
-    assert precision.kept_bytes(config, 2) == allocated(2048, 14336) / (2048 * 14336)
-    assert precision.kept_bytes(SimpleNamespace(**{**vars(config), "fp8": None}), 2) == 2
-    assert precision.kept_bytes(SimpleNamespace(fp8="e4m3", fp8_recipe="delayed"), 2) == 2
+    assert kept_bytes(config, 2) == allocated(2048, 14336) / (2048 * 14336)
+    assert kept_bytes(SimpleNamespace(**{**vars(config), "fp8": None}), 2) == 2
+    assert kept_bytes(SimpleNamespace(fp8="e4m3", fp8_recipe="delayed"), 2) == 2
 
 
 INPUTS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, int]]]] = {
@@ -118,7 +120,7 @@ def test_inputs_of_products_are_kept_in_fp8(name: str, tp: int) -> None:
         given, inputs = kinds[layer.name]
         if layer.name == "experts":  # a rank's part of them gets tokens of all
             inputs += (tp - 1) * 8 * 2048
-        wide, narrow = (layer.memory(one, form) for one in (plain, replace(plain, **FP8)))
+        wide, narrow = (memory_of(layer, one, form) for one in (plain, replace(plain, **FP8)))
         assert wide.inner - narrow.inner == pytest.approx(inputs / tp * (2 - copy))
         assert wide.wave - narrow.wave == pytest.approx(wide.inner - narrow.inner)
         copies = given * copy if given else None  # as it is: routers read it, too

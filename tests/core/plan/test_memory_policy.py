@@ -12,13 +12,15 @@ import torch
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.layers.model import cost_of, footprint_of
+from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.actions import Plan, policies
 from megatron_prefix.plan.cost import AGAIN
-from megatron_prefix.plan.footprint import Execution, Footprint
+from megatron_prefix.plan.footprint import Footprint
 from megatron_prefix.plan.memory_policy import Rates, automatic, leaner
 from megatron_prefix.plan.peak_memory import predict_memory
 from megatron_prefix.plan.planner import make_plan
+from megatron_prefix.predict.execution import Execution
+from megatron_prefix.predict.model import footprint_of
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness import steps

@@ -24,9 +24,11 @@ from megatron_prefix.lab.plans.forest import trees
 from megatron_prefix.lab.runtime.groups import forget_logged_losses
 from megatron_prefix.layers import model as layers_model
 from megatron_prefix.plan.actions import Plan, policies
-from megatron_prefix.plan.footprint import Execution, Footprint
+from megatron_prefix.plan.footprint import Footprint
 from megatron_prefix.plan.peak_memory import RankMemory, memory_table, predict_memory
 from megatron_prefix.plan.planner import make_plan
+from megatron_prefix.predict import model as predicted
+from megatron_prefix.predict.execution import Execution
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar import cache as cache_module
 from megatron_prefix.tree import Pairs, TreeOptions, build
@@ -81,7 +83,7 @@ def test_the_output_layer_on_received_rows_takes_memory() -> None:
     """Its final states are kept; and what it saves, where it runs backward."""
     plan = plan_of(384, 4, 3, 1024)
     received, *others = plan.segments
-    footprint = layers_model.footprint_of(resolve("qwen3-8b", num_layers=2), Execution())
+    footprint = predicted.footprint_of(resolve("qwen3-8b", num_layers=2), Execution())
     peaks = []
     for scored in (False, True):
         one = received._replace(source=1, scored=scored, trained=384 * scored)
@@ -370,7 +372,7 @@ def test_gradients_of_a_joined_segment_come_as_activations_go() -> None:
 
 def footprint_of(spec: ModelSpec, **execution: Any) -> Footprint:
     """Of a model, computed as said."""
-    return layers_model.footprint_of(spec, Execution(**execution))
+    return predicted.footprint_of(spec, Execution(**execution))
 
 
 def whole(**options: Any) -> Footprint:

@@ -16,9 +16,10 @@ from megatron_prefix.features.graphs.places import GraphPlaces
 from megatron_prefix.features.graphs.segment_graphs import GraphForm, SegmentGraphs
 from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.layers.model import footprint_of, layers_of
+from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.features import pattern_of
-from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.predict.execution import Execution
+from megatron_prefix.predict.model import footprint_of
 from tests.core.features.graphs.test_graphs import config, made, steps
 from tests.core.features.graphs.test_graphs_experts import MIXED
 from tests.harness.hybrid import GDN, MAMBA, gated_delta, mamba

@@ -22,8 +22,9 @@ from megatron_prefix.features.recompute_act.activation import Between
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers import mlp as kind
-from megatron_prefix.layers.model import footprint_of
-from megatron_prefix.plan.footprint import Execution
+from megatron_prefix.predict.execution import Execution
+from megatron_prefix.predict.kinds import memory_of
+from megatron_prefix.predict.model import footprint_of
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.alignment.test_variants import items
 from tests.harness import steps
@@ -276,7 +277,7 @@ def test_the_first_product_is_not_kept_instead_of_an_input(function: Any) -> Non
     keeps = alive[0]
     alive.clear(), products.clear()
     step(model, "recompute_act")
-    numbers = kind.MLP().memory(unwrap(model).config, Execution())
+    numbers = memory_of(kind.MLP(), unwrap(model).config, Execution())
     assert alive[0] == keeps == (numbers.act > 0) == (function is F.gelu)
 
 

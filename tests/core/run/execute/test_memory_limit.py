@@ -13,13 +13,13 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.bench.counted import SavedBytes
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.layers.model import footprint_of
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan import prediction
-from megatron_prefix.plan.footprint import Execution
 from megatron_prefix.plan.peak_memory import predict_memory
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.plan.prediction import heaviest_stock_plan
+from megatron_prefix.predict.execution import Execution
+from megatron_prefix.predict.model import footprint_of
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Forest, Segment, Span
 from tests.harness import steps
