@@ -41,8 +41,8 @@ class JointForest:
             microbatches unless the forests are ordered.
         union_microbatch_of: the microbatch of each rollout of the union.
         microbatches_of: per forest the microbatch of each of its own rollouts.
-        lengths: per place of the union the positions of every forest's segment.
-        spans: per place of the union the largest number of spans.
+        most: per place of the union the most positions, and the most spans, of a forest's segment;
+            empty: one forest.
         sent: per place of the union the most that a segment sends; empty: nothing.
         mixed: whether only some pipelines join prompts with their suffixes (tree/joining.py): then
             most places pair a segment with dummy segments.
@@ -53,21 +53,15 @@ class JointForest:
     union: Forest
     union_microbatch_of: tuple[int, ...]
     microbatches_of: tuple[tuple[int, ...], ...]
-    lengths: tuple[tuple[int, ...], ...]
-    spans: tuple[int, ...]
+    most: tuple[tuple[int, int], ...]
     sent: tuple[Sent, ...]
     mixed: bool
 
     @classmethod
     def alone(cls, forest: Forest, microbatch_of: Sequence[int]) -> JointForest:
         """A forest that is its own union."""
-        owners, segments = tuple(microbatch_of), forest.segments
-        lengths = tuple((segment.padded_length,) for segment in segments)
-        spans = tuple(len(segment.spans) for segment in segments)
-        transfers = _sent([forest]) if forest.exchanges else ()
-        return cls(
-            forest, owners, forest, owners, (owners,), lengths, spans, transfers, mixed=False
-        )
+        owners = tuple(microbatch_of)
+        return cls(forest, owners, forest, owners, (owners,), (), _sent([forest]), mixed=False)
 
     @property
     def num_pipelines(self) -> int:
@@ -114,10 +108,7 @@ def joint_forest(
         ),
         tuple(_numbered(microbatches_of, ordered)),
         tuple(map(tuple, microbatches_of)),
-        tuple(
-            tuple(f.segments[index].padded_length for f in filled) for index in range(len(nodes))
-        ),
-        tuple(max(len(f.segments[index].spans) for f in filled) for index in range(len(nodes))),
+        tuple(map(_most, *(forest.segments for forest in filled))),
         _sent(filled),
         _is_mixed(forests),
     )
@@ -129,8 +120,15 @@ def _is_mixed(forests: Sequence[Forest]) -> bool:
     return len({any(segment.waits for segment in segments) for segments in inner if segments}) == 2
 
 
+def _most(*segments: Segment) -> tuple[int, int]:
+    positions = max(segment.padded_length for segment in segments)
+    return positions, max(len(segment.spans) for segment in segments)
+
+
 def _sent(forests: Sequence[Forest]) -> tuple[Sent, ...]:
     """Per place the most that a forest sends; all have equally many segments."""
+    if not any(forest.exchanges for forest in forests):
+        return ()
     most = [[0, 0, 0, 0, -1] for _ in forests[0].segments]
     for forest in forests:
         for exchange in forest.exchanges:
@@ -142,7 +140,7 @@ def _sent(forests: Sequence[Forest]) -> tuple[Sent, ...]:
                 row_sum = [*map(sum, zip(row_sum, row, strict=True))]
             counts = (*row_sum, exchange.level)
             most[exchange.segment] = [*map(max, zip(most[exchange.segment], counts, strict=True))]
-    return tuple(Sent(*row) for row in most) if any(forest.exchanges for forest in forests) else ()
+    return tuple(Sent(*row) for row in most)
 
 
 def _numbered(microbatches_of: Sequence[Sequence[int]], ordered: bool) -> Iterator[int]:

@@ -290,9 +290,9 @@ def longest_segments(joint: JointForest) -> tuple[Segment, ...]:
     if joint.num_pipelines == 1:
         return joint.forest.segments
     segments, align = [], max(1, joint.forest.multiple)
-    places = zip(joint.union.segments, joint.lengths, joint.spans, strict=True)
-    for index, (segment, lengths, most) in enumerate(places):
-        num, parents = max(lengths), segment.parents
+    places = zip(joint.union.segments, joint.most, strict=True)
+    for index, (segment, (num, most)) in enumerate(places):
+        parents = segment.parents
         parent = Place(parents[-1], 0) if parents else None
         num_below = max(0, min(most, num // align) - 1)  # a span is not shorter than the alignment
         below = Place(index, 0) if segment.joined >= 0 else parent

@@ -43,9 +43,8 @@ def test_parallel_pipelines_are_predicted_with_all_spans(place: int) -> None:
     microbatches = [list(range(len(forest.num_positions))) for forest in forests]
     joint = joint_forest(forests, microbatches, place)
     longest = longest_segments(joint)
-    assert [len(segment.spans) for segment in longest] == list(joint.spans)
-    assert [segment.padded_length for segment in longest] == [max(one) for one in joint.lengths]
-    assert max(joint.spans) > 20
+    assert [(segment.padded_length, len(segment.spans)) for segment in longest] == [*joint.most]
+    assert max(spans for _, spans in joint.most) > 20
     footprint = footprint_of(resolve("qwen3-next-80b-a3b"), Execution())
     mine = joint.forest
     plan = best_plan(
