@@ -313,6 +313,18 @@ def chosen(
     return made(requested, config, rank, callbacks, kept)
 
 
+def lacking(config: PrefixConfig, request: Request) -> bool:
+    """Whether this rank has left out a part of a call that only makes it faster."""
+    wanted = (f for f in features.PARTS if not f.needed and f.wanted(config, request.rank))
+    return bool(_without_part(wanted, request.parts))
+
+
+def needed_of(parts: Sequence[StepPart]) -> tuple[StepPart, ...]:
+    """The parts without which a call would be wrong."""
+    optional = {feature.path for feature in features.PARTS if not feature.needed}
+    return tuple(part for part in parts if _path(part) not in optional)
+
+
 def missing(calls: Sequence[ModelCall], parts: Sequence[StepPart]) -> list[features.Feature]:
     """Features that answer for keywords of calls and have no part in them yet."""
     names = {name for call in calls for name in features.TAKEN if call.keyword(name) is not None}
@@ -322,8 +334,12 @@ def missing(calls: Sequence[ModelCall], parts: Sequence[StepPart]) -> list[featu
 def _without_part(
     taken: Iterable[features.Feature], parts: Sequence[StepPart]
 ) -> list[features.Feature]:
-    paths = {f"{type(part).__module__}:{type(part).__name__}" for part in parts}
+    paths = {*map(_path, parts)}
     return [feature for feature in taken if feature.path not in paths]
+
+
+def _path(part: StepPart) -> str:
+    return f"{type(part).__module__}:{type(part).__name__}"
 
 
 def made(

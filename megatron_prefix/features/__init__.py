@@ -29,8 +29,8 @@ class Feature(NamedTuple):
         name: for messages.
         path: "module:Class" of a `StepPart`.
         wanted: whether a call has it, by what the user set and what this rank is in it.
-        needed: whether a step without it is wrong, and not just slower. All ranks have one that is
-            not, or none has: ranks run one installation.
+        needed: whether a step without it is wrong, and not just slower. One that is not is left out
+            on all ranks where one of them cannot import it.
         takes: keywords of the language model that it answers for: calls with one of them have it.
         policies: of segments (plan/actions.py) that it answers for: plans with one of them have it
             where they have backwards.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ from megatron_prefix.refusals.table import (
     OWN_ERROR,
     SCALES_INTERLEAVED,
 )
-from megatron_prefix.run.agreement import agree, tried
+from megatron_prefix.run.agreement import agree, agree_on, tried
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.execute.messages import channels_of
 from megatron_prefix.run.first_step import FirstStep
@@ -53,6 +54,7 @@ class Requests:
     ) -> None:
         self._config, self._kept = config, kept
         self._errors: dict[Any, UserError | None] = {}
+        self._have_all: dict[Any, bool] = {}  # whether all ranks have all parts that only speed up
         self._kinds: dict[Any, StepKind] = {}
 
     def of(self, arguments: Mapping[str, Any], callbacks: Callbacks) -> Request | UserError:
@@ -72,13 +74,17 @@ class Requests:
         reason = softened(problem, self._config.mode)
         if key not in self._errors:
             device = next(models[0].parameters()).device
-            reason = agree(reason, meeting(groups, forward_only=forward_only), device)
+            every = meeting(groups, forward_only=forward_only)
+            has_all = request is not None and not parts.lacking(self._config, request)
+            reason, self._have_all[key] = agree_on(reason, has_all, every, device)
             is_own = reason is not None and reason.refusal == OWN_ERROR
             self._errors[key] = reason if is_own else None
         if reason is not None and not isinstance(reason, CannotShare):
             raise reason
         if request is None or reason is not None:
             return reason  # type: ignore[return-value]
+        if not self._have_all[key]:
+            request = replace(request, parts=parts.needed_of(request.parts))
         rank, kind = request.rank, request.kind
         if self._config.mode != "observe" and rank.num_stages > 1:
             # By all ranks of the job, whichever schedule each of them takes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_prefix import features
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features import PARTS
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
@@ -20,8 +23,11 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.refusals import table
 from megatron_prefix.run import planning, step_reader, step_run
 from megatron_prefix.run import rank as rank_module
+from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.execute import memory_control
 from megatron_prefix.run.read import suspend
+from megatron_prefix.run.request import Request
+from megatron_prefix.run.route import Requests
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.one_group import items
 from tests.harness.pipelines import Result, difference, run_step
@@ -270,3 +276,30 @@ def uneven_job() -> list[bool]:
 def test_a_rank_without_anything_to_share_answers_too() -> None:
     first, second = run_ranks(2, uneven_job, timeout_s=60)
     assert first == second
+
+
+def parts_job(broken: bool) -> list[str]:
+    """A rank's part: the parts of a call, where rank 1 cannot import what makes steps faster."""
+    layout = LAYOUTS["tp2"]
+    runtime.initialize(layout)
+    try:
+        chunks = chunks_of(layout, "tp2")
+        if broken and dist.get_rank() == 1:
+            nowhere = (each._replace(path=each.path.replace("graphs", "none")) for each in PARTS)
+            features.PARTS = tuple(nowhere)
+        config = PrefixConfig(mode="auto", graph_tokens=64)
+        requests = Requests(config, collections.defaultdict(dict))
+        request = requests.of(
+            dict(model=chunks, pg_collection=None, forward_only=False, forward_step_func=parts_job),
+            Callbacks(),
+        )
+        assert isinstance(request, Request), request
+        return [type(part).__name__ for part in request.parts]
+    finally:
+        runtime.shutdown()
+
+
+def test_a_part_that_one_rank_lacks_is_left_out_on_all() -> None:
+    """Graphs pad segments to lengths that come again: ranks of different lengths would hang."""
+    assert run_ranks(2, parts_job, False) == [["Graphs"]] * 2
+    assert run_ranks(2, parts_job, True) == [[]] * 2
