@@ -13,6 +13,7 @@ from megatron_prefix.features.across.communicator import Communicator, communica
 from megatron_prefix.features.across.exchange_memory import ExchangeMemory
 from megatron_prefix.features.across.exchanges import Exchanges
 from megatron_prefix.features.across.final_states import FinalStates
+from megatron_prefix.features.across.head import head, head_backward
 from megatron_prefix.features.across.ledger import CrossingLedger
 from megatron_prefix.features.across.step import RESTS, across, tell_alone, why_alone
 from megatron_prefix.parts import Attempt, StepPart
@@ -147,11 +148,11 @@ class Crossing(StepPart):
         stage: Any = executor.stages[chunk]
         is_own = self._attempt.step.forest.segments[index].source < 0
         if stage.final is not None:
-            stage.final.head_backward = functools.partial(executor.head_backward, chunk)
+            stage.final.head_backward = functools.partial(head_backward, executor, chunk)
         if action.kind == "F":
             self._exchanges.forward(index, chunk, stage.cache.map.visible(index) if is_own else ())
             for arrived in stage.final.fresh() if stage.final is not None else ():
-                executor.head(arrived, chunk)
+                head(executor, arrived, chunk)
         else:
             self._exchanges.backward(index, chunk)
         return is_own

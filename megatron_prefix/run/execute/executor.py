@@ -87,7 +87,7 @@ class Executor:
         self._acted, self._drawing = acted, drawing
         self._parts = parts
         self._idle = idle
-        self._timing = timing or contextlib.nullcontext
+        self.timing = timing or contextlib.nullcontext
         self._plan, self.stages, self._inputs = plan, stages, inputs
         self._links: Links | None = None
         self._forward_only = forward_only
@@ -141,26 +141,7 @@ class Executor:
         if self._links is not None:
             self._links.advance()
 
-    def head(self, index: int, chunk: int) -> None:
-        """Runs the output layer on what another rank's decoder gives for a segment. It runs again
-        for its backward: what it saves would live from the step's begin to its end."""
-        stage = self.stages[chunk]
-        with self._timing(Action("F", index, chunk)), torch.no_grad():
-            output = self._call(index, stage, stage.final.received[index])
-            rows = self._inputs.rows[index]
-            stage.losses.take(index, output, rows, differentiable=not self._forward_only)  # type: ignore[union-attr]
-
-    def head_backward(self, chunk: int, index: int) -> None:
-        """Runs the output layer's backward on a segment that another rank has decoded: the gradient
-        is that of `Stage.final.received` then."""
-        stage = self.stages[chunk]
-        stage.losses.complete(index)  # type: ignore[union-attr]
-        with self._timing(Action("B", index, chunk)):
-            output = self._call(index, stage, stage.final.received[index])
-            with stage.hooks.running(self._context(index, stage, backward=True)):
-                torch.autograd.backward(*stage.losses.gradients(index, output))  # type: ignore[union-attr]
-
-    def _context(
+    def context(
         self, index: int, stage: Stage, backward: bool = False, saving: Saving | None = None
     ) -> SegmentContext:
         segment, final = self._plan.segments[index], stage.final
@@ -186,14 +167,13 @@ class Executor:
         if not (again or self._forward_only):
             every = (part.saving(index, action.chunk, received) for part in self._parts)
             saving = next(filter(None, every), None)
-        with self._timing(action):
+        with self.timing(action):
             with torch.no_grad() if again else contextlib.nullcontext(), self._drawing():
-                output = self._call(index, stage, received, saving)
+                output = self.call(index, stage, received, saving)
             for part in self._parts if again else ():
                 part.freed(index, action.chunk)
             if self._scored(index, stage):
-                rows = self._inputs.rows[index]
-                stage.losses.take(index, output, rows, differentiable=not self._forward_only)  # type: ignore[union-attr]
+                self.take(index, stage, output)
         if not self._forward_only:
             stage.live[index] = received, None if again else output
         if not stage.is_last:
@@ -201,12 +181,17 @@ class Executor:
             if self._frees_outputs(stage) and not again:
                 deallocate_output_tensor(output, True)
 
-    def _call(
+    def take(self, index: int, stage: Stage, output: Any) -> None:
+        """Gives the losses a segment's output."""
+        rows, losses = self._inputs.rows[index], stage.losses
+        losses.take(index, output, rows, differentiable=not self._forward_only)  # type: ignore[union-attr]
+
+    def call(
         self, index: int, stage: Stage, received: Tensor | None, saving: Saving | None = None
     ) -> Any:
         stage.hooks.model.set_input_tensor(received)
         scored = self._scored(index, stage)
-        context = self._context(index, stage, saving=saving)
+        context = self.context(index, stage, saving=saving)
         with stage.hooks.running(context, scored=scored), stage.called.autocasting():
             forward = stage.hooks.forward
             others = dict(stage.others)
@@ -226,13 +211,13 @@ class Executor:
         received, output = stage.live.pop(index)
         freed = not stage.is_last and output is not None and self._frees_outputs(stage)
         if output is None:  # while the gradient is on its way
-            with self._timing(action):
-                output = self._call(index, stage, received)
+            with self.timing(action):
+                output = self.call(index, stage, received)
         gradient = None if stage.is_last else self._links.receive(action)  # type: ignore[union-attr]
         for part in self._parts:
             part.backward(index, action.chunk)
-        context = self._context(index, stage, backward=True)
-        with self._timing(action):
+        context = self.context(index, stage, backward=True)
+        with self.timing(action):
             if scored:  # outside of the hooks: a loss may call the model
                 stage.losses.complete(index)  # type: ignore[union-attr]
             with stage.hooks.running(context, scored=scored):
