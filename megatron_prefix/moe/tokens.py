@@ -67,11 +67,8 @@ class LogicalTokens:
         size: int = 1,
         packed: Sequence[bool] = (),
     ) -> None:
-        self._lengths, self._microbatch_of, self._device = (
-            forest.num_positions,
-            tuple(microbatch_of),
-            device,
-        )
+        self._lengths, self._device = forest.num_positions, device
+        self._microbatch_of = tuple(microbatch_of)
         self._members: list[list[int]] = [[] for _ in range(max(microbatch_of, default=-1) + 1)]
         for rollout, microbatch in enumerate(microbatch_of):
             self._members[microbatch].append(rollout)

@@ -26,7 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError, keywords, unexpected
 from megatron_prefix.megatron.stock import call_arguments, run_stock, stock_arguments
-from megatron_prefix.parts import Around, around_calls
+from megatron_prefix.parts import around_calls
 from megatron_prefix.plan.actions import Action
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest
@@ -68,7 +68,7 @@ _num_alike: collections.Counter[Any] = collections.Counter()
 """Schedules that were made of the same configuration and of functions with the same code."""
 
 
-@dataclass
+@dataclass(eq=False)
 class PrefixSchedule:
     """A forward-backward function; call it as Megatron's.
 
@@ -85,12 +85,6 @@ class PrefixSchedule:
     measures: bool = False
     watch: Callable[[Action], contextlib.AbstractContextManager] | None = None
     looks_first: bool = False
-    memory: MemoryControl = field(init=False, repr=False)
-    planning: Planning = field(init=False, repr=False)
-    _reports: Reports = field(init=False, repr=False)
-    _requests: Requests = field(init=False, repr=False)
-    _reader: StepReader = field(init=False, repr=False)
-    _features: list[Around] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.memory = MemoryControl(self.config)

@@ -83,16 +83,9 @@ class FlashCpuKernel(SplitCausal):
         dout, q, k, v, out, lse = saved
         queries = _query_heads(q, k)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _query_heads(dout, k),
-            queries,
-            _kv_heads(q, k),
-            _kv_heads(q, v),
-            _query_heads(out, k),
-            lse.reshape(queries.shape[:3]),
-            0.0,
-            causal,
-            scale=scale,
-        )
+            _query_heads(dout, k), queries, _kv_heads(q, k), _kv_heads(q, v), _query_heads(out, k),
+            lse.reshape(queries.shape[:3]), 0.0, causal, scale=scale,
+        )  # fmt: skip
         group = (k.shape[2], -1)
         dk, dv = (_from_query_heads(x, q).unflatten(2, group).sum(3) for x in (dk, dv))
         return _from_query_heads(dq, q), dk, dv
@@ -137,20 +130,9 @@ class CudnnKernel(_Aligned, SplitCausal):
         strides, stats_shape, stats_strides, *spans, seed, offset = aux
         stats = saved.lse.reshape(stats_shape)
         gradients = aten._scaled_dot_product_cudnn_attention_backward(
-            laid_out(dout, strides),
-            q,
-            k,
-            v,
-            laid_out(out, strides),
-            laid_out(stats, stats_strides),
-            seed,
-            offset,
-            None,
-            *spans,
-            0.0,
-            causal,
-            scale=scale,
-        )
+            laid_out(dout, strides), q, k, v, laid_out(out, strides),
+            laid_out(stats, stats_strides), seed, offset, None, *spans, 0.0, causal, scale=scale,
+        )  # fmt: skip
         dq, dk, dv = (x.transpose(1, 2) for x in gradients)
         return dq, dk, dv
 

@@ -262,23 +262,13 @@ class Capture:
         """
         environment = forward_step_state.environment()
         for chunk, model in enumerate(self._rank.language_models):
-            swaps = [
-                forward_step_state.training_modes(model),
-                environment,
-                self._forks,
-                self._loss_variables.swap,
-            ]
-            swaps += itertools.chain(*(part.swaps(chunk) for part in self._parts))
-            swaps.append(self.state.swap)  # behind the model's mode, which is put back
+            of_parts = itertools.chain(*(part.swaps(chunk) for part in self._parts))
+            modes, loss_variables = forward_step_state.training_modes(model), self._loss_variables
+            # What models hold is last: behind their mode, which is put back.
+            swaps = modes, environment, self._forks, loss_variables.swap, *of_parts, self.state.swap
+            function = functools.partial(self._call, chunk)
             for number in range(self._num):
-                step = SuspendedStep(
-                    functools.partial(self._call, chunk),
-                    model,
-                    tuple(swaps),
-                    number,
-                    chunk,
-                    self._parts,
-                )
+                step = SuspendedStep(function, model, swaps, number, chunk, self._parts)
                 self.steps[chunk].append(step)
                 self._left[chunk].append(step)
                 try:
