@@ -79,13 +79,9 @@ def other_steps(config: Any) -> Reason | None:
 
 
 def _configs(model: Any) -> Iterator[Any]:
-    yield model.config
-    ids = {id(model.config)}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if isinstance(config, TransformerConfig) and id(config) not in ids:
-            ids.add(id(config))
-            yield config
+    configs = (getattr(module, "config", None) for module in model.modules())
+    own = [config for config in configs if isinstance(config, TransformerConfig)]
+    yield from {id(config): config for config in (model.config, *own)}.values()
 
 
 def _wrapper_refusals(model: Any) -> Iterator[Reason]:

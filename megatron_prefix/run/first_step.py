@@ -199,10 +199,10 @@ class FirstStep:
     def forward_step(self, *args: Any, **kwargs: Any) -> Any:
         seen, self._seen = self._seen, []
         own = (  # what it may write in place, as that is bound under no name that is restored
-            (str(name), one)
+            (str(name), value)
             for place in self._places
-            for name, one in place.read().items()
-            if isinstance(one, list | deque | set | np.ndarray | Tensor)
+            for name, value in place.read().items()
+            if isinstance(value, list | deque | set | np.ndarray | Tensor)
         )
         step = _RunningStep(
             self._number, self._marks(), before=traces.Values(seen),
@@ -515,12 +515,12 @@ def _loads(function: Any) -> set[str]:
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None:
         return set()
-    steps = [one for one in dis.get_instructions(frame.f_code) if one.offset <= frame.f_lasti]
+    steps = [i for i in dis.get_instructions(frame.f_code) if i.offset <= frame.f_lasti]
     reads = set()
-    for one, after in zip(steps, [*steps[1:], None], strict=True):
+    for step, after in zip(steps, [*steps[1:], None], strict=True):
         stored = after is not None and after.opname.startswith("STORE_SUBSCR")
-        if one.opname in _READS and isinstance(one.argval, str) and not stored:
-            reads.add(one.argval)
+        if step.opname in _READS and isinstance(step.argval, str) and not stored:
+            reads.add(step.argval)
     return reads
 
 

@@ -200,10 +200,10 @@ class Executor:
             if stage.filled is not None:
                 others[FILLED_BY_MODEL] = dict(stage.filled.brought)
             moves_labels = scored and stage.moves_labels
-            found = self._inputs.call(forward, index, stage.has_labels, others, moves_labels)
+            output = self._inputs.call(forward, index, stage.has_labels, others, moves_labels)
             if stage.filled is not None:
                 stage.filled.take(others, scored=scored)
-            return found
+            return output
 
     def _backward(self, action: Action, stage: Stage) -> None:
         index = action.segment
@@ -224,8 +224,8 @@ class Executor:
                 if scored:
                     tensors, gradients = stage.losses.gradients(index, output)  # type: ignore[union-attr]
                     if stage.final is not None:
-                        states, sent = stage.final.gradients(index)
-                        tensors, gradients = tensors + states, gradients + sent
+                        states, of_states = stage.final.gradients(index)
+                        tensors, gradients = tensors + states, gradients + of_states
                     torch.autograd.backward(tensors, gradients)
                 elif freed:
                     custom_backward(output, gradient)

@@ -173,28 +173,30 @@ def used_names(function: Any) -> set[str] | None:
     owners: dict[int, Any] = {}  # each once, though many of its methods are met
     seen: set[int] = set()
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, functools.partial):
-            waiting.append(one.func)
+        called = waiting.pop()
+        if isinstance(called, functools.partial):
+            waiting.append(called.func)
             continue
-        if isinstance(one, types.MethodType):
-            owners[id(one.__self__)] = one.__self__
-            one = one.__func__
-        elif not isinstance(one, types.FunctionType):
-            one = inspect.getattr_static(type(one), "__call__", None)
-        if not isinstance(one, types.FunctionType) or id(one) in seen:
+        if isinstance(called, types.MethodType):
+            owners[id(called.__self__)] = called.__self__
+            called = called.__func__
+        elif not isinstance(called, types.FunctionType):
+            called = inspect.getattr_static(type(called), "__call__", None)
+        if not isinstance(called, types.FunctionType) or id(called) in seen:
             continue
-        if package(one) in LIBRARIES:
+        if package(called) in LIBRARIES:
             continue
-        seen.add(id(one))
+        seen.add(id(called))
         has_code = True
-        names = {*one.__code__.co_freevars}
-        for code in _codes(one.__code__):
+        names = {*called.__code__.co_freevars}
+        for code in _codes(called.__code__):
             texts = (text for text in code.co_consts if isinstance(text, str))  # keys of a dict?
             names |= {*code.co_names, *(text for text in texts if len(text) < MOST_LETTERS)}
         used |= names
         near = [
-            value for place in (closure(one), named_globals(one)) for value in place.read().values()
+            value
+            for place in (closure(called), named_globals(called))
+            for value in place.read().values()
         ]
         waiting += [value for value in near if isinstance(value, _CODE)]
         for owner, name in itertools.product(owners.values(), names):

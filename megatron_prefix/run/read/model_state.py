@@ -118,7 +118,7 @@ class ModelState:
         return [
             *itertools.chain.from_iterable(map(self._changes_of, range(most))),
             *(self._filled(most)),
-            *(one for one in self._written() if self._walk.tensors[one.holder][1] < most),
+            *(write for write in self._written() if self._walk.tensors[write.holder][1] < most),
         ]
 
     def put_back(self, changes: Iterable[Change]) -> None:
@@ -160,7 +160,7 @@ class ModelState:
         )
 
     def _weights_now(self) -> Iterator[Any]:
-        return itertools.chain.from_iterable(one.values() for one in self._walk.weights)
+        return itertools.chain.from_iterable(weights.values() for weights in self._walk.weights)
 
     def _marks_now(self) -> list[list[Any]]:
         """Of every tensor what tells that it was written, or moved."""
@@ -180,11 +180,11 @@ class ModelState:
             return
         kind = self._walk.holders[number].kind
         for name in [*before, *(name for name in [*value] if name not in before)]:
-            was, now = before.get(name, _MISSING), value.get(name, _MISSING)
+            was, by_now = before.get(name, _MISSING), value.get(name, _MISSING)
             if was is _MISSING and kind is not None:  # it was the class's (peft)
                 was = getattr(kind, name, _MISSING)
-            if was is not now and not _is_same_value(was, now):
-                yield Change(number, name, before.get(name, _MISSING), now)
+            if was is not by_now and not _is_same_value(was, by_now):
+                yield Change(number, name, before.get(name, _MISSING), by_now)
 
     def _filled(self, most: int) -> Iterator[Change]:
         for registry, owner, name in self._walk.empty:
@@ -275,8 +275,8 @@ class StateOfSteps:
         """Others are suspended that had called the model as it was."""
         with contextlib.suppress(Exception):  # what cannot be written
             state.put_back(changes)
-        left = state.changes(inner=self._is_inside)
-        self._lost = next((one for one in changes if one.is_lost), left[0] if left else None)
+        remaining = [*state.changes(inner=self._is_inside), None]
+        self._lost = next((change for change in changes if change.is_lost), remaining[0])
 
     def check(self, changes: list[Change] | None) -> None:
         """Raises what is in the way of a step that has changed this.
@@ -297,19 +297,17 @@ class StateOfSteps:
 
 def outer_modules(places: Iterable[Place], models: Sequence[Any]) -> list[Any]:
     """Modules of a trainer's own that hold a model, of those that its forward step can reach."""
-    known, found = {*map(id, models)}, list[Any]()
+    ids = {*map(id, models)}
     values = itertools.chain.from_iterable(place.read().values() for place in places)
-    for value in values:
-        if isinstance(value, nn.Module) and id(value) not in known and _holds_model(value, known):
-            found.append(value)
-    return found
+    modules = (v for v in values if isinstance(v, nn.Module) and id(v) not in ids)
+    return [module for module in modules if _holds_model(module, ids)]
 
 
 def _holds_model(module: Any, models: set[int]) -> bool:
     level = [module]
     for _ in range(MOST_WRAPPERS):
-        level = [one for each in level[:MOST_COPIED] for one in each._modules.values() if one]
-        if any(id(one) in models for one in level):
+        level = [m for parent in level[:MOST_COPIED] for m in parent._modules.values() if m]
+        if any(id(module) in models for module in level):
             return True
     return False
 
@@ -357,8 +355,8 @@ def _is_small(tensor: Tensor) -> bool:
 def _sample(tensor: Tensor) -> bytes:
     try:
         flat = tensor.detach().reshape(-1)
-        some = flat[:: 1 + flat.numel() // SAMPLED].contiguous().cpu()
-        return some.view(torch.uint8).numpy().tobytes() if some.numel() else b""
+        sample = flat[:: 1 + flat.numel() // SAMPLED].contiguous().cpu()
+        return sample.view(torch.uint8).numpy().tobytes() if sample.numel() else b""
     except (RuntimeError, TypeError):  # sparse, or quantised
         return b""
 

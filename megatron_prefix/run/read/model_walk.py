@@ -208,7 +208,7 @@ class ModelWalk:
         self._alive += [values[number] for number in self._followed]
         self._ids = [id(values[number]) for number in self._followed]
         self._sizes = self.sizes()
-        weights = {id(one) for each in self.weights for one in each.values()}
+        weights = {id(weight) for registry in self.weights for weight in registry.values()}
         self.holds_memory = any(
             tensor.numel() > SMALL and id(tensor) not in weights for tensor, _, _ in self.tensors
         )
@@ -387,9 +387,9 @@ def walk_of(
 
 
 def _flat(read: list[Any]) -> list[Any]:
-    parts = (held.values() if isinstance(held, dict) else held for held in read)
-    several = (part for part in parts if not isinstance(part, functools.partial | types.MethodType))
-    return [*itertools.chain.from_iterable(several)]
+    contents = (value.values() if isinstance(value, dict) else value for value in read)
+    unwritten = functools.partial | types.MethodType  # of these the parts are holders, too
+    return [*itertools.chain.from_iterable(c for c in contents if not isinstance(c, unwritten))]
 
 
 def _nothing(_: Any) -> tuple[Any, ...]:
@@ -406,7 +406,7 @@ def copied(value: Any) -> Any:
 def _some_attributes(value: Any, names: frozenset[str] | None) -> Place:
     def read() -> dict[Any, Any]:
         members = members_of(value)
-        return {n: one for n, one in members.items() if names is None or n in names}
+        return {n: member for n, member in members.items() if names is None or n in names}
 
     return Place(read, functools.partial(setattr, value))
 
@@ -416,8 +416,8 @@ def members_of(value: Any) -> dict[str, Any]:
     members: dict[str, Any] = getattr(value, "__dict__", {})
     slots = [
         name
-        for each in type(value).__mro__
-        for name, member in vars(each).items()
+        for kind in type(value).__mro__
+        for name, member in vars(kind).items()
         if isinstance(member, types.MemberDescriptorType) and hasattr(value, name)
     ]
     return members | {name: getattr(value, name) for name in slots} if slots else members

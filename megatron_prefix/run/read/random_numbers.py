@@ -89,30 +89,27 @@ class RandomUse:
             self._inside += self._taken_here() - self._begin
 
 
-class SegmentRandomUse:
-    """Notices segments that draw random numbers."""
+class SegmentRandomUse(RandomUse):
+    """Notices segments that draw random numbers.
+
+    Attributes:
+        undo: makes generators what they were before the first segment.
+    """
 
     def __init__(self, models: Iterable[Any], device: torch.device) -> None:
-        self.problem: UserError | None = None
-        self._restore = saved_generators(device)
-        counts = counts_taken(device)
-        self._use = RandomUse(
+        super().__init__(
             models, lambda: not_counted(device),
-            (lambda: taken(device)) if counts else None,
+            (lambda: taken(device)) if counts_taken(device) else None,
             # A segment's attention (layers/blocks/core.py) enters no fork.
             lambda: _count(torch.cuda.get_rng_state(device)),
         )  # fmt: skip
-
-    def undo(self) -> None:
-        self._restore()
-
-    def watching(self) -> contextlib.AbstractContextManager[None]:
-        return self._use.watching()
+        self.problem: UserError | None = None
+        self.undo = saved_generators(device)
 
     @contextlib.contextmanager
     def checking(self) -> Iterator[None]:
         """Around the forward of a segment; the host does not wait for the device."""
-        with self._use.calling() as names:
+        with self.calling() as names:
             yield
         if names and self.problem is None:
             self.problem = refused(MODEL_DRAWS, ", ".join(names))

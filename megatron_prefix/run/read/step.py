@@ -124,18 +124,18 @@ def read_step(
     step: Step | None = None
     problem: BaseException | None = None
     if pp.size() > 1:
-        known = _tell_first(calls.last, calls.first, pp, device)
+        columns = _tell_first(calls.last, calls.first, pp, device)
     else:
-        known = calls.first if calls.last is None else _merged_samples(calls.first, calls.last)
+        columns = calls.first if calls.last is None else _merged_samples(calls.first, calls.last)
     try:
-        samples = _read_samples(calls, known, groups, device)
+        samples = _read_samples(calls, columns, groups, device)
     except Exception as error:  # noqa: BLE001  # the other stages wait for this one's message
         problem = error
     if calls.first is not None:
         unshared = prefilter is not None and prefilter(samples)
         try:
-            if known is not None and samples is not None:
-                step = _built(known, samples, None if unshared else build, unshared)
+            if columns is not None and samples is not None:
+                step = _built(columns, samples, None if unshared else build, unshared)
         except Exception as error:  # noqa: BLE001  # likewise
             problem = error
     if pp.size() > 1:
@@ -144,16 +144,16 @@ def read_step(
 
 
 def _read_samples(
-    calls: ReadCalls, known: CallTokens | None, groups: Any, device: torch.device
+    calls: ReadCalls, columns: CallTokens | None, groups: Any, device: torch.device
 ) -> list[Pairs] | None:
-    """What this stage knows of the samples; `known`: columns of both ends of the pipeline."""
-    cp, layouts = groups.cp, known.layouts if known else ()
+    """What this stage knows of the samples; `columns`: of both ends of the pipeline."""
+    cp, layouts = groups.cp, columns.layouts if columns else ()
     routes = [*itertools.chain(*(part.same(layouts) for part in calls.parts))]
-    if calls.first is None or known is None:
+    if calls.first is None or columns is None:
         return None if calls.last is None else _samples(calls.last, (), cp, device)
     for part in calls.parts:
-        known = known._replace(tokens=part.tokens(known.lengths, known.tokens))
-    return _samples(known, routes, cp, device, up_to_loss=calls.up_to_loss)
+        columns = columns._replace(tokens=part.tokens(columns.lengths, columns.tokens))
+    return _samples(columns, routes, cp, device, up_to_loss=calls.up_to_loss)
 
 
 def told(
@@ -170,10 +170,10 @@ def told(
 
 
 def _built(
-    known: CallTokens, samples: Sequence[Pairs], build: Builder | None, unshared: bool
+    columns: CallTokens, samples: Sequence[Pairs], build: Builder | None, unshared: bool
 ) -> Step:
-    reads_all = known.labels is None  # outputs are logits of all positions
-    step = replace(Step.of(known.layouts, samples), unshared=unshared, reads_all=reads_all)
+    reads_all = columns.labels is None  # outputs are logits of all positions
+    step = replace(Step.of(columns.layouts, samples), unshared=unshared, reads_all=reads_all)
     return step if build is None else step.with_forest(build(samples, step.microbatch_of))
 
 
@@ -206,18 +206,18 @@ def _merged_samples(first: CallTokens | None, last: CallTokens) -> CallTokens | 
 
 
 def _samples(
-    known: CallTokens,
+    columns: CallTokens,
     routes: Sequence[Tensor | None],
     group: Any,
     device: torch.device,
     *,
     up_to_loss: bool = False,
 ) -> list[Pairs]:
-    lengths, bounds = known.lengths, np.cumsum([0, *known.lengths])
-    (inputs, after, flags, *bits), paths = _whole_samples(known, routes, group, device)
+    lengths, bounds = columns.lengths, np.cumsum([0, *columns.lengths])
+    (inputs, after, flags, *bits), paths = _whole_samples(columns, routes, group, device)
     flags = flags != 0
     mask = bits[0].view(np.float64) if bits else None
-    if known.labels is None:
+    if columns.labels is None:
         # Whatever follows a token may be its label; no other sample has the last one's.
         after, last = np.append(inputs[1:], 0), bounds[1:] - 1
         after[last] = -2 - np.arange(len(last))
@@ -235,7 +235,7 @@ def _samples(
         samples.append(Pairs(*own, routed, weights_of, None, most))
     if paths is not None:
         check_routes(samples)
-    return samples if known.weights is None else with_next_token(samples)
+    return samples if columns.weights is None else with_next_token(samples)
 
 
 def with_next_token(samples: Sequence[Pairs]) -> list[Pairs]:
@@ -247,17 +247,17 @@ def with_next_token(samples: Sequence[Pairs]) -> list[Pairs]:
 
 
 def _whole_samples(
-    known: CallTokens, routes: Sequence[Tensor | None], group: Any, device: torch.device
+    columns: CallTokens, routes: Sequence[Tensor | None], group: Any, device: torch.device
 ) -> tuple[list[Numbers], Numbers | None]:
     """Of whole samples tokens, labels, flags of loss and perhaps weights; routes."""
-    lengths, size = known.lengths, group.size()
+    lengths, size = columns.lengths, group.size()
     num = sum(lengths) // size
-    if any(c is not None and len(c) != num for c in (known.labels, known.trained)):
+    if any(c is not None and len(c) != num for c in (columns.labels, columns.trained)):
         raise refused(STAGES_DIFFER)
-    tokens = np.zeros(num, np.int64) if known.tokens is None else known.tokens
-    trained = np.ones(num, np.int64) if known.trained is None else known.trained
-    labels = tokens if known.labels is None else known.labels
-    weights = [] if known.weights is None else [known.weights]
+    tokens = np.zeros(num, np.int64) if columns.tokens is None else columns.tokens
+    trained = np.ones(num, np.int64) if columns.trained is None else columns.trained
+    labels = tokens if columns.labels is None else columns.labels
+    weights = [] if columns.weights is None else [columns.weights]
     rows = [tokens, labels, trained, *weights]
     paths = _joined_routes(routes, num) if routes else None
     if size > 1:

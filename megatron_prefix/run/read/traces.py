@@ -87,12 +87,12 @@ def groups_beyond(inside: set[int], others: Iterable[int]) -> list[Any]:
     Args:
         others: ranks that stand in its place in other pipelines.
     """
-    wanted = {*others} - inside
-    if not wanted:
+    ranks = {*others} - inside
+    if not ranks:
         return []
     # Private: torch has no public list of its groups.
-    known = list(dist.distributed_c10d._world.pg_map)
-    return [group for group in known if wanted.intersection(dist.get_process_group_ranks(group))]
+    groups = list(dist.distributed_c10d._world.pg_map)
+    return [group for group in groups if ranks.intersection(dist.get_process_group_ranks(group))]
 
 
 class Values:
