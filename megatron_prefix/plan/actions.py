@@ -49,40 +49,25 @@ class Transfer(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What of a segment other data-parallel ranks get, each of them counted.
+    """What of a segment other data-parallel ranks get, each of them counted."""
 
-    Attributes:
-        positions, spans: of the segment, padding included.
-        copied, copied_spans: those of them that go to ranks whose spans are not neighbours.
-        level: of the segment, which crosses or is received; -1: neither.
-    """
-
-    positions: int
+    positions: int  # padding included
     spans: int
-    copied: int
+    copied: int  # positions that go to ranks whose spans are not neighbours
     copied_spans: int
-    level: int = -1
+    level: int = -1  # of the segment, which crosses or is received; -1: neither
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank of a pipeline does in one step.
+    """What every rank of a pipeline does in one step."""
 
-    Attributes:
-        segments: in F-order.
-        programs: per pipeline rank its actions in order.
-        num_chunks: model chunks a rank (virtual stages), 1 without interleaving.
-        policies: per segment one of POLICIES; empty: all retain.
-        transfers: payloads that this data-parallel rank sends, one of each segment and peer.
-        sent: per segment what crosses, for the memory that it takes; empty: nothing. Not in a file.
-    """
-
-    segments: tuple[Segment, ...]
-    programs: tuple[tuple[Action, ...], ...]
-    num_chunks: int = 1
-    policies: tuple[str, ...] = ()
-    transfers: tuple[Transfer, ...] = ()
-    sent: tuple[Sent, ...] = ()
+    segments: tuple[Segment, ...]  # in F-order
+    programs: tuple[tuple[Action, ...], ...]  # per pipeline rank its actions in order
+    num_chunks: int = 1  # model chunks a rank (virtual stages)
+    policies: tuple[str, ...] = ()  # per segment one of POLICIES; empty: all retain
+    transfers: tuple[Transfer, ...] = ()  # payloads sent, one of each segment and peer
+    sent: tuple[Sent, ...] = ()  # per segment, for its memory; empty: nothing. Not in a file
 
     @property
     def num_ranks(self) -> int:

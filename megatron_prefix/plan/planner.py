@@ -105,8 +105,7 @@ def make_plan(
 
     Args:
         forest: of the step.
-        num_ranks: pipeline size.
-        num_chunks: model chunks a rank (virtual stages).
+        num_ranks, num_chunks: of the pipeline, and model chunks a rank (virtual stages).
         microbatches: see `loss_ready_after`.
         run_ahead: forwards that a stage runs ahead of its successor, beyond those that its next
             backward needs. More hides uneven segments, less holds less memory. 0: only what is
