@@ -8,16 +8,8 @@ knows none of them by name. A part changes neither the plan nor another part, an
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from megatron_prefix import features
-from megatron_prefix.errors import CANNOT_RUN, CannotShare, named, refused
-from megatron_prefix.megatron.stock import run_stock
-from megatron_prefix.refusals.table import FEATURE_MISSING
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_prefix.plan.footprint import Footprint
     from megatron_prefix.plan.memory_policy import Rates
     from megatron_prefix.plan.peak_memory import RankMemory
-    from megatron_prefix.run.calls import Callbacks, CallLayout, ModelCall
+    from megatron_prefix.run.calls import Callbacks, CallLayout
     from megatron_prefix.run.execute.executor import Executor, Stage
     from megatron_prefix.run.execute.losses import LossContract
     from megatron_prefix.run.planning import Planning
@@ -44,8 +36,6 @@ if TYPE_CHECKING:
     from megatron_prefix.run.request import Request
     from megatron_prefix.sidecar.arena import ArenasElsewhere
     from megatron_prefix.tree import Forest
-
-logger = logging.getLogger(__name__)
 
 
 class Attempt(NamedTuple):
@@ -295,104 +285,6 @@ class StepPart:
         return True
 
 
-def chosen(
-    config: PrefixConfig,
-    rank: Rank,
-    callbacks: Callbacks,
-    kept: dict[str, dict[str, Any]] | None = None,
-) -> tuple[StepPart, ...]:
-    """The parts that features take in a call, in the order of the table.
-
-    One that only makes steps faster is left out where it cannot be imported; mode "on" raises.
-
-    Raises:
-        CannotShare: one without which the step would be wrong cannot be imported, or refuses the
-            model.
-    """
-    requested = [feature for feature in features.PARTS if feature.wanted(config, rank)]
-    return made(requested, config, rank, callbacks, kept)
-
-
-def lacking(config: PrefixConfig, request: Request) -> bool:
-    """Whether this rank has left out a part of a call that only makes it faster."""
-    wanted = (f for f in features.PARTS if not f.needed and f.wanted(config, request.rank))
-    return bool(_without_part(wanted, request.parts))
-
-
-def needed_of(parts: Sequence[StepPart]) -> tuple[StepPart, ...]:
-    """The parts without which a call would be wrong."""
-    optional = {feature.path for feature in features.PARTS if not feature.needed}
-    return tuple(part for part in parts if _path(part) not in optional)
-
-
-def missing(calls: Sequence[ModelCall], parts: Sequence[StepPart]) -> list[features.Feature]:
-    """Features that answer for keywords of calls and have no part in them yet."""
-    names = {name for call in calls for name in features.TAKEN if call.keyword(name) is not None}
-    return _without_part((f for f in features.PARTS if names.intersection(f.takes)), parts)
-
-
-def _without_part(
-    taken: Iterable[features.Feature], parts: Sequence[StepPart]
-) -> list[features.Feature]:
-    paths = {*map(_path, parts)}
-    return [feature for feature in taken if feature.path not in paths]
-
-
-def _path(part: StepPart) -> str:
-    return f"{type(part).__module__}:{type(part).__name__}"
-
-
-def made(
-    requested: Sequence[features.Feature],
-    config: PrefixConfig,
-    rank: Rank,
-    callbacks: Callbacks,
-    kept: dict[str, dict[str, Any]] | None = None,
-) -> tuple[StepPart, ...]:
-    """The parts of some features; see `chosen`."""
-    parts = []
-    for feature in requested:
-        make = loaded(feature, config.mode)
-        if make is None:
-            continue
-        part: StepPart = make(config, rank, callbacks)
-        if kept is not None:
-            part.kept = kept.setdefault(feature.name, part.kept)
-        for reason in part.refusals():
-            raise reason.error(CANNOT_RUN)
-        parts.append(part)
-    return tuple(parts)
-
-
-def needed_by(
-    plan: Plan, config: PrefixConfig, request: Request, parts: Sequence[StepPart]
-) -> tuple[StepPart, ...]:
-    """The parts of features that answer for policies of a plan's segments, but for those that are
-    among `parts`.
-
-    Raises:
-        CannotShare: as of `chosen`.
-    """
-    policies = {*plan.policies}
-    taken = (feature for feature in features.PARTS if policies.intersection(feature.policies))
-    return made(_without_part(taken, parts), config, request.rank, request.callbacks)
-
-
-def loaded(feature: features.Feature | features.FeatureAround, mode: str) -> Any:
-    """The class of a feature; None if it cannot be imported, and is not needed in this mode.
-
-    Raises:
-        CannotShare: it cannot be imported, and is.
-    """
-    try:
-        return features.load(feature.path)
-    except ImportError as error:
-        if feature.needed or mode == "on":
-            raise refused(FEATURE_MISSING, feature.name, named(error)) from None
-        _warn(f"{feature.name} is left out: {named(error)}")
-        return None
-
-
 def around(parts: Sequence[StepPart], action: Action | None) -> contextlib.AbstractContextManager:
     """What all parts have around an action."""
     if not parts:
@@ -425,35 +317,3 @@ class Around:
             run: what this is around; it may be given a changed request.
         """
         return run(request)
-
-
-class _Missing(Around):
-    """A feature that is needed and cannot be imported: calls are the stock schedule's."""
-
-    def __init__(self, config: PrefixConfig, reports: Reports, reason: CannotShare) -> None:
-        super().__init__(config, reports)
-        self._reason = reason
-
-    def shared(self, run: Run, request: Request) -> list[Any]:
-        self.reports.refused(copy.copy(self._reason))
-        return run_stock(request.arguments)
-
-
-def around_calls(config: PrefixConfig, reports: Reports) -> list[Around]:
-    """The features that these options ask for, imported now; the first is the innermost."""
-    objects: list[Around] = []
-    for feature in features.AROUND:
-        if not feature.wanted(config):
-            continue
-        try:
-            make = loaded(feature, config.mode)
-        except CannotShare as reason:
-            objects.append(_Missing(config, reports, reason.with_traceback(None)))
-        else:
-            objects += [] if make is None else [make(config, reports)]
-    return objects
-
-
-@functools.cache
-def _warn(text: str) -> None:
-    logger.warning(text)

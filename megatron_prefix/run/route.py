@@ -18,7 +18,6 @@ from torch.utils import (
     _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
 )
 
-from megatron_prefix import parts
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError, refused
 from megatron_prefix.layers.precision import is_untried
@@ -34,6 +33,7 @@ from megatron_prefix.refusals.table import (
     OWN_ERROR,
     SCALES_INTERLEAVED,
 )
+from megatron_prefix.run import parts_of_call
 from megatron_prefix.run.agreement import agree, agree_on, tried
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.execute.messages import channels_of
@@ -75,7 +75,7 @@ class Requests:
         if key not in self._errors:
             device = next(models[0].parameters()).device
             every = meeting(groups, forward_only=forward_only)
-            has_all = request is not None and not parts.lacking(self._config, request)
+            has_all = request is not None and not parts_of_call.lacking(self._config, request)
             reason, self._have_all[key] = agree_on(reason, has_all, every, device)
             is_own = reason is not None and reason.refusal == OWN_ERROR
             self._errors[key] = reason if is_own else None
@@ -84,7 +84,7 @@ class Requests:
         if request is None or reason is not None:
             return reason  # type: ignore[return-value]
         if not self._have_all[key]:
-            request = replace(request, parts=parts.needed_of(request.parts))
+            request = replace(request, parts=parts_of_call.needed_of(request.parts))
         rank, kind = request.rank, request.kind
         if self._config.mode != "observe" and rank.num_stages > 1:
             # By all ranks of the job, whichever schedule each of them takes.
@@ -107,7 +107,7 @@ class Requests:
             raise refused(FP8_UNTRIED)
         if rank.scales_auxiliary_losses and len(rank.models) > 1:
             raise refused(SCALES_INTERLEAVED)
-        chosen = parts.chosen(self._config, rank, callbacks, self._kept[rank.layout])
+        chosen = parts_of_call.chosen(self._config, rank, callbacks, self._kept[rank.layout])
         kind = self._kind(arguments["forward_step_func"], rank)
         return Request(arguments, rank, kind, callbacks, chosen)
 

@@ -26,7 +26,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError, keywords, unexpected
 from megatron_prefix.megatron.stock import call_arguments, run_stock, stock_arguments
-from megatron_prefix.parts import around_calls
 from megatron_prefix.plan.actions import Action
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest
@@ -36,6 +35,7 @@ from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
 from megatron_prefix.run.execute.losses import are_in_order
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.first_step import FirstStep
+from megatron_prefix.run.parts_of_call import around_calls
 from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.read.loss_variables import code_name
 from megatron_prefix.run.read.outlines import Outlines

@@ -13,11 +13,11 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from megatron_prefix import parts
 from megatron_prefix.errors import UserError, refused
 from megatron_prefix.layers import fused_yarn
 from megatron_prefix.refusals.own_errors import is_own, softened
 from megatron_prefix.refusals.table import FUSED_YARN
+from megatron_prefix.run import parts_of_call
 from megatron_prefix.run.agreement import agree, agree_on, tried
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.execute.rewind import Rewind
@@ -128,8 +128,10 @@ class StepReader:
             if first is not None:
                 first.check()
             called = itertools.chain(*map(capture.calls, range(len(capture.steps))))
-            if lacking := parts.missing([*called], request.parts):
-                parts_needed = parts.made(lacking, self._config, request.rank, request.callbacks)
+            if lacking := parts_of_call.missing([*called], request.parts):
+                parts_needed = parts_of_call.made(
+                    lacking, self._config, request.rank, request.callbacks
+                )
                 request = replace(request, parts=(*request.parts, *parts_needed))
             calls = read_calls(capture, request)
             if self._config.mode != "observe":

@@ -28,7 +28,7 @@ from megatron_prefix.device.memory import free_bytes
 from megatron_prefix.errors import named, refused
 from megatron_prefix.megatron.install import Hooks, install, installed
 from megatron_prefix.moe.group_counts import GroupCounts
-from megatron_prefix.parts import Attempt, around, needed_by
+from megatron_prefix.parts import Attempt, around
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.count_sums import sums_behind
 from megatron_prefix.plan.joint_forest import JointForest
@@ -53,6 +53,7 @@ from megatron_prefix.run.execute.messages import (
     message_shape,
 )
 from megatron_prefix.run.execute.rewind import Rewind
+from megatron_prefix.run.parts_of_call import needed_by
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read import heads
 from megatron_prefix.run.read.forward_step_state import Settings

@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func as stock_s
 from megatron_prefix import features, parts
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare
+from megatron_prefix.run import parts_of_call
 from megatron_prefix.run.calls import Callbacks, ModelCall
 from tests.core.test_purity import in_fresh_interpreter
 from tests.harness import data
@@ -169,7 +170,7 @@ def feature(path: str, *, needed: bool) -> features.Feature:
 def test_a_feature_that_cannot_be_imported_is_in_the_way(monkeypatch, mode, needed) -> None:
     monkeypatch.setattr(features, "PARTS", (feature("no.such.module:Part", needed=needed),))
     with pytest.raises(CannotShare, match=r"^a feature cannot be imported \(ModuleNotFoundError"):
-        parts.chosen(PrefixConfig(mode=mode), RANK, Callbacks())
+        parts_of_call.chosen(PrefixConfig(mode=mode), RANK, Callbacks())
 
 
 def test_what_only_makes_steps_faster_is_left_out(monkeypatch, caplog) -> None:
@@ -177,7 +178,7 @@ def test_what_only_makes_steps_faster_is_left_out(monkeypatch, caplog) -> None:
     overlap = next(one for one in features.PARTS if "overlap" in one.path)
     monkeypatch.setattr(features, "PARTS", (missing, overlap._replace(wanted=lambda *_: True)))
     for _ in range(2):
-        (part,) = parts.chosen(PrefixConfig(mode="auto"), RANK, Callbacks())
+        (part,) = parts_of_call.chosen(PrefixConfig(mode="auto"), RANK, Callbacks())
         assert type(part).__name__ == "Overlap"
     assert [record.getMessage()[:22] for record in caplog.records] == ["a feature is left out:"]
 
@@ -204,13 +205,13 @@ def test_a_keyword_of_a_call_brings_its_feature() -> None:
     rank: Any = SimpleNamespace(models=[], language_models=[])
     options = PrefixConfig(), rank, Callbacks()
     plain = ModelCall(0, {"input_ids": None, "extra_block_kwargs": {}})
-    assert parts.missing([plain], ()) == []
+    assert parts_of_call.missing([plain], ()) == []
     for name in features.TAKEN:
         for arguments in ({name: 1}, {"extra_block_kwargs": {name: 1}}):
-            lacking = parts.missing([plain, ModelCall(1, arguments)], ())
+            lacking = parts_of_call.missing([plain, ModelCall(1, arguments)], ())
             assert [feature.name for feature in lacking] == ["images"]
-            made = parts.made(lacking, *options)
-            assert parts.missing([ModelCall(1, arguments)], made) == []
+            made = parts_of_call.made(lacking, *options)
+            assert parts_of_call.missing([ModelCall(1, arguments)], made) == []
 
 
 def test_parts_around_an_action_are_left_if_one_fails() -> None:

@@ -21,9 +21,10 @@ from megatron_prefix.moe import versions
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.moe.ledger import LOGGED_AS, RouterLedger
 from megatron_prefix.moe.tokens import LogicalTokens
-from megatron_prefix.parts import StepPart, chosen
+from megatron_prefix.parts import StepPart
 from megatron_prefix.plan.planner import backward_order
 from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.run.parts_of_call import chosen
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 from tests.harness.one_rank import one_rank, small_model

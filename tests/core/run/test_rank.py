@@ -12,8 +12,8 @@ from torch import nn
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.vision import models
-from megatron_prefix.parts import chosen
 from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.run.parts_of_call import chosen
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.request import Request, StepKind
 from tests.core.megatron.test_families import Wrapper, named

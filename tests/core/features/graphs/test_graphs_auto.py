@@ -7,12 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_prefix import parts
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.graphs import choice
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.verify import align
-from megatron_prefix.run import cost_meter
+from megatron_prefix.run import cost_meter, parts_of_call
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.recorded import RecordedGraph, choice_of, recorded_graphs  # noqa: F401
@@ -56,7 +55,7 @@ def test_steps_go_on_where_graphs_cannot_be_imported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "megatron_prefix.features.graphs.part", None)
-    parts._warn.cache_clear()
+    parts_of_call._warn.cache_clear()
     schedule = PrefixSchedule(CONFIG)
     items = align.microbatches([*generate(2, 24, 9, 4, vocab_size=64, seed=0)], 0)
     align.run_step(schedule, [small_model()], items, optimize=False)
