@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from megatron_prefix.plan.actions import Sent
-from megatron_prefix.tree import Forest, Segment, Span
+from megatron_prefix.tree import Forest, Place, Segment, Span
 from megatron_prefix.tree.forest import Exchange
 
 _Node = tuple[int | None, ...]
@@ -235,14 +235,14 @@ def _lengthened(segment: Segment, length: int) -> Segment:
 
 
 def _renumbered(segment: Segment, new: Mapping[int, int]) -> Segment:
-    spans = (
-        span if span.parent is None
-        else span._replace(parent=span.parent._replace(segment=new[span.parent.segment]))
+    spans = [
+        span._replace(parent=Place(new[span.parent.segment], span.parent.number))
+        if span.parent and new[span.parent.segment] != span.parent.segment
+        else span
         for span in segment.spans
-    )  # fmt: skip
-    moved_spans = tuple(spans)
+    ]
     joined = -1 if segment.joined < 0 else new[segment.joined]
-    return segment._replace(spans=moved_spans, joined=joined)
+    return segment._replace(spans=tuple(spans), joined=joined)
 
 
 def _union(forests: Sequence[Forest], sources: Sequence[int]) -> Iterator[Segment]:
@@ -252,14 +252,14 @@ def _union(forests: Sequence[Forest], sources: Sequence[int]) -> Iterator[Segmen
     places = zip(sources, *(forest.segments for forest in forests), strict=True)
     for index, (source, *segments) in enumerate(places):
         before.append([0, *itertools.accumulate(len(segment.spans) for segment in segments)])
-        spans = []
-        for number, segment in enumerate(segments):
+        spans = [*segments[0].spans]
+        for number, segment in enumerate(segments[1:], start=1):
             for span in segment.spans:
                 members = tuple(rollouts[number] + rollout for rollout in span.rollouts)
                 parent = span.parent
                 if parent is not None:
                     shift = before[parent.segment][number]
-                    parent = parent._replace(number=parent.number + shift)
+                    parent = Place(parent.segment, parent.number + shift)
                 spans.append(span._replace(rollouts=members, parent=parent))
         inner, scored = (any(flags) for flags in zip(*(s[1:3] for s in segments), strict=True))
         trained = [segment.trained for segment in segments if segment.trained is not None]
