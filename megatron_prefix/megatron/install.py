@@ -403,17 +403,14 @@ def install(model: nn.Module, kernel: str = "auto") -> Hooks:
 
 def uninstall(model: nn.Module) -> None:
     """Removes the hooks of a model chunk, if there are any."""
-    inner = language_model(model)
-    hooks = getattr(inner, _INSTALLED, None)
-    if hooks is not None:
+    if (hooks := installed(model)) is not None:
         hooks.uninstall()
-    vars(inner).pop(WALK, None)
+    vars(language_model(model)).pop(WALK, None)
 
 
-@contextlib.contextmanager
 def intercepted(
     model: nn.Module, replacement: Callable[[Any, Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Replaces the `forward` of a language model for the time of a step.
 
     Args:
@@ -422,11 +419,8 @@ def intercepted(
     inner = language_model(model)
     owner = families.calls_parent(inner)
     if owner is None:
-        hook = replaced(inner, replacement(inner, inner.forward))
-    else:
-        hook = parents.replaced(inner, owner, replacement(inner, parents.forward(inner, owner)))
-    with hook:
-        yield
+        return replaced(inner, replacement(inner, inner.forward))
+    return parents.replaced(inner, owner, replacement(inner, parents.forward(inner, owner)))
 
 
 @contextlib.contextmanager

@@ -172,7 +172,8 @@ def run_watched(first: FirstStep, request: Request, config: PrefixConfig) -> lis
         refusal = refusal or refused(DATA_EXCHANGE)  # ranks meet in segments, too
     elif first.losses_exchange:
         exchange = refused(DATA_EXCHANGE)
-    if rank.forward_only and any(map(_has_graph, pytree.tree_leaves(store))):
+    tensors = (leaf for leaf in pytree.tree_leaves(store) if isinstance(leaf, torch.Tensor))
+    if rank.forward_only and any(tensor.requires_grad for tensor in tensors):
         refusal = refusal or refused(FORWARD_GRAPH)
     groups = request.agreeing
     kind.refusal = copy.copy(agree(refusal, groups, rank.device))  # no traceback: models
@@ -189,7 +190,3 @@ def _check_model(request: Request) -> None:
     for part in request.parts:
         for chunk in range(len(rank.models)):
             part.check_model(chunk)
-
-
-def _has_graph(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad

@@ -61,12 +61,14 @@ def choose_kernel(
 ) -> Kernel:
     """The kernel called ``name`` (see the table above), or the best one here for "auto".
 
-    "auto" is `math` for fp64 and torch's flash on the CPU; on CUDA FlashAttention-4, then 3, then
-    cuDNN or FlashAttention-2 by shape (layers/blocks/adaptive.py), or whichever of them works. A
-    kernel that does not work here is a UserError that says why and which do. Only kernels that
-    could be chosen are tried. ``num_layers`` is how many attention layers will use it, ``group``
-    how many query heads a K/V head has; unless it ``compiles``, kernels of `COMPILED` are only
-    asked whether they would take such tensors; ``window``: see `Batched`.
+    "auto" is `math` for fp64 and torch's flash on the CPU; on CUDA FlashAttention-4, then cuDNN or
+    FlashAttention-2 by shape (layers/blocks/adaptive.py), or whichever of them works. Only kernels
+    that could be chosen are tried. ``num_layers`` is how many attention layers will use it,
+    ``group`` how many query heads a K/V head has; unless it ``compiles``, kernels of `COMPILED` are
+    only asked whether they would take such tensors; ``window``: see `Batched`.
+
+    Raises:
+        UserError: a kernel that does not work here; it says why, and which do.
     """
     probe = probe_of(device, dtype, head_dim, head_dim_v, group, compiles, window)
     if name == "auto":

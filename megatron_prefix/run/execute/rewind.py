@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_prefix.device.modules import modules_of
 from megatron_prefix.moe import versions
@@ -39,7 +39,9 @@ class Rewind:
         ]
         self._losses = {name: values.clone() for name, values in self._logged().items()}
         self._gradients = {p: p.grad for p in self._parameters if p.grad is not None}
-        self._was_added = [p for p in self._parameters if _is_added(p)]
+        # Megatron's flag: a fused weight gradient is in the total already.
+        flag = "grad_added_to_main_grad"
+        self._was_added = [p for p in self._parameters if getattr(p, flag, False)]
         self._watched = None if rank.forward_only else _NotZero(self._totals(), rank.device)
 
     def looked(self) -> None:
@@ -131,10 +133,6 @@ class _NotZero:
         if self._side is not None:
             self._side.synchronize()
         return bool(self._flag)
-
-
-def _is_added(parameter: nn.Parameter) -> bool:
-    return bool(getattr(parameter, "grad_added_to_main_grad", False))
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

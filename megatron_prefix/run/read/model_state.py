@@ -100,7 +100,8 @@ class ModelState:
         self._weights = [*self._weights_now()]
         self._empty = [registry for registry, _, _ in walk.empty]
         self._tensors = [tensor for tensor, _, _ in walk.tensors]
-        small = (n for n, tensor in enumerate(self._tensors) if _is_small(tensor))
+        others = (n for n, t in enumerate(self._tensors) if not isinstance(t, nn.Parameter))
+        small = (n for n in others if self._tensors[n].numel() <= SMALL)
         few = itertools.islice(small, MOST_COPIED)
         self._kept = {n: self._tensors[n].detach().clone() for n in few}
         self._marks = self._marks_now()
@@ -346,10 +347,6 @@ def _data_pointer(tensor: Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:  # of a tensor that is made of others
         return 0
-
-
-def _is_small(tensor: Tensor) -> bool:
-    return not isinstance(tensor, nn.Parameter) and tensor.numel() <= SMALL
 
 
 def _sample(tensor: Tensor) -> bytes:
