@@ -76,15 +76,14 @@ def read_config(
     return _checked({name: value for name, (_, value) in settings.items()}, f"{PREFIX}*")
 
 
-def names_a_mode(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether a variable or the file sets the mode; `environ`: as of `read_config`.
+def names_a_mode() -> bool:
+    """Whether a variable or the file sets the mode.
 
     Raises:
         UserError: a file that cannot be read.
     """
-    environ = os.environ if environ is None else environ
-    path = environ.get(FILE)
-    return bool(environ.get(variable("mode")) or (path and "mode" in _read_file(path)))
+    path = os.environ.get(FILE)
+    return bool(os.environ.get(variable("mode")) or (path and "mode" in _read_file(path)))
 
 
 def _checked(values: dict[str, Any], where: str) -> PrefixConfig:

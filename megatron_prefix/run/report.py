@@ -112,10 +112,6 @@ class StepReport:
     retried: bool = False
     features: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def fallback_reason(self) -> str | None:
-        return self.decision.reason if self.decision.fallback else None
-
 
 class Reports:
     """The report of a schedule's last step, and what is logged of its steps.

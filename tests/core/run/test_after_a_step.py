@@ -88,7 +88,7 @@ def test_what_a_part_has_begun_ends_where_it_cannot_begin(monkeypatch: pytest.Mo
     schedule = PrefixSchedule(PrefixConfig(mode="auto", min_gain=0, memory="offload"))
     before = hooks(model)
     steps.call(schedule, contract.step, model, steps.group(3, 3))
-    assert "it cannot begin" in schedule.report.fallback_reason  # type: ignore[union-attr]
+    assert "it cannot begin" in schedule.report.decision.reason  # type: ignore[union-attr]
     assert hooks(model) == before
 
 

@@ -176,4 +176,5 @@ def test_a_trainers_vision_language_models(name: str, monkeypatch: pytest.Monkey
         shares.append(ours.report.decision.share)
     refused = trainer.images is not None
     assert shares == [True, not refused] and refused == (name == "NeMo-RL")
-    assert (ours.report.fallback_reason or "").endswith(table.MULTIMODAL.fix) == refused
+    decision = ours.report.decision
+    assert (decision.fallback and decision.reason.endswith(table.MULTIMODAL.fix)) == refused
