@@ -92,8 +92,8 @@ class StepPart:
         meets_data_ranks: whether all data-parallel ranks make the segments of this call together,
             and so end or fall back together.
         why_local: why they do not, where they could; "" if nobody wants that.
-        why_final: why an attempt that has failed cannot be repeated, and a step that has not failed
-            not be given up before its gradients are final; "" if they can.
+        why_final: why the step can no longer run again, nor be handed to the stock schedule; "" if
+            it can.
         problem: what makes the step wrong, known when all actions have run; None: nothing.
     """
 

@@ -43,27 +43,27 @@ def chosen(
     return made(requested, config, rank, callbacks, kept)
 
 
-def lacking(config: PrefixConfig, request: Request) -> bool:
-    """Whether this rank has left out a part of a call that only makes it faster."""
-    wanted = (f for f in features.PARTS if not f.needed and f.wanted(config, request.rank))
-    return bool(_without_part(wanted, request.parts))
+def optional(config: PrefixConfig, rank: Rank) -> list[features.Feature]:
+    """The features that only make a call faster; the same on all ranks."""
+    return [f for f in features.PARTS if not f.needed and f.wanted(config, rank)]
 
 
 def needed_of(parts: Sequence[StepPart]) -> tuple[StepPart, ...]:
     """The parts without which a call would be wrong."""
-    optional = {feature.path for feature in features.PARTS if not feature.needed}
-    return tuple(part for part in parts if _path(part) not in optional)
+    paths = {feature.path for feature in features.PARTS if not feature.needed}
+    return tuple(part for part in parts if _path(part) not in paths)
 
 
 def missing(calls: Sequence[ModelCall], parts: Sequence[StepPart]) -> list[features.Feature]:
     """Features that answer for keywords of calls and have no part in them yet."""
     names = {name for call in calls for name in features.TAKEN if call.keyword(name) is not None}
-    return _without_part((f for f in features.PARTS if names.intersection(f.takes)), parts)
+    return without_part((f for f in features.PARTS if names.intersection(f.takes)), parts)
 
 
-def _without_part(
+def without_part(
     taken: Iterable[features.Feature], parts: Sequence[StepPart]
 ) -> list[features.Feature]:
+    """Those of some features that are not among the parts of a call."""
     paths = {*map(_path, parts)}
     return [feature for feature in taken if feature.path not in paths]
 
@@ -105,7 +105,7 @@ def needed_by(
     """
     policies = {*plan.policies}
     taken = (feature for feature in features.PARTS if policies.intersection(feature.policies))
-    return made(_without_part(taken, parts), config, request.rank, request.callbacks)
+    return made(without_part(taken, parts), config, request.rank, request.callbacks)
 
 
 def loaded(feature: features.Feature | features.FeatureAround, mode: str) -> Any:

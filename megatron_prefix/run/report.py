@@ -112,6 +112,11 @@ class StepReport:
     retried: bool = False
     features: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def fallback_reason(self) -> str | None:
+        """Why the stock schedule ran although sharing was wanted; None where it did not."""
+        return self.decision.reason if self.decision.fallback else None
+
 
 class Reports:
     """The report of a schedule's last step, and what is logged of its steps.

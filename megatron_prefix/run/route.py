@@ -74,18 +74,21 @@ class Requests:
         reason = softened(problem, self._config.mode)
         if key not in self._errors:
             device = next(models[0].parameters()).device
-            every = meeting(groups, forward_only=forward_only)
-            has_all = request is not None and not parts_of_call.lacking(self._config, request)
-            reason, self._have_all[key] = agree_on(reason, has_all, every, device)
+            reason = agree(reason, meeting(groups, forward_only=forward_only), device)
             is_own = reason is not None and reason.refusal == OWN_ERROR
             self._errors[key] = reason if is_own else None
         if reason is not None and not isinstance(reason, CannotShare):
             raise reason
         if request is None or reason is not None:
             return reason  # type: ignore[return-value]
-        if not self._have_all[key]:
-            request = replace(request, parts=parts_of_call.needed_of(request.parts))
         rank, kind = request.rank, request.kind
+        if optional := parts_of_call.optional(self._config, rank):
+            if key not in self._have_all:  # in the first call that is not refused
+                has_all = not parts_of_call.without_part(optional, request.parts)
+                every = meeting(groups, forward_only=forward_only)
+                _, self._have_all[key] = agree_on(None, has_all, every, rank.device)
+            if not self._have_all[key]:
+                request = replace(request, parts=parts_of_call.needed_of(request.parts))
         if self._config.mode != "observe" and rank.num_stages > 1:
             # By all ranks of the job, whichever schedule each of them takes.
             channels_of(rank.groups.pp, rank.device)

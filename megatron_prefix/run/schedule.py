@@ -253,6 +253,7 @@ class PrefixSchedule:
         self._reports.refused(reason)
 
     def _timed(self, decision: Decision, request: Request) -> list[Any]:
+        """A step of the stock schedule, to time it; nothing of it is read before it has run."""
         rank, report = request.rank, self._reports.stock(decision)
         outlines = Outlines(rank, request.callbacks.slices)
 

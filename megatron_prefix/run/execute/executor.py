@@ -68,7 +68,7 @@ class Executor:
 
     Args:
         timing: what times the computation of an action, if anything does.
-        idle: ends with the first action.
+        idle: closed after the first action; until then no garbage is collected.
         acted: called behind every action with its place, and behind what it sends.
     """
 

@@ -59,7 +59,7 @@ def test_mode_auto_falls_back_loudly(caplog: pytest.LogCaptureFixture) -> None:
         assert report is not None and report.fallback_count == count
         assert report.decision.share is False and report.decision.fallback is True
         reason = f"predicted speedup {report.decision.predicted_speedup:.2f} is below min_speedup"
-        assert report.decision.fallback and report.decision.reason == f"{reason} 3.20"
+        assert report.fallback_reason == report.decision.reason == f"{reason} 3.20"
         assert report.forest.executed_tokens == 33
         messages = [record.getMessage() for record in caplog.records]
         assert messages == [f"stock schedule for this step: {report.decision.reason}"]
@@ -98,7 +98,7 @@ def test_mode_auto_shares_where_it_pays(caplog: pytest.LogCaptureFixture) -> Non
     report = schedule.report
     assert report is not None and report.decision.share is True and report.fallback_count == 0
     assert report.decision.fallback is False and not caplog.records and installed(model) is not None
-    assert not report.decision.fallback
+    assert report.fallback_reason is None
 
 
 def test_a_budget_that_sharing_exceeds_is_kept_by_stock() -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.errors import refused
+from megatron_prefix.errors import CannotShare, refused
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.refusals.table import NO_CALL
 from megatron_prefix.run import route as routes
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.request import STEPS, Backoff, Request, StepKind
 from megatron_prefix.run.route import Share, Stock, Watch, route
+from tests.harness.one_rank import one_rank, small_model
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +71,21 @@ def test_steps_that_nobody_looks_at_are_stocks() -> None:
         way = taken(request, "auto")
         assert isinstance(way, Stock) and isinstance(way.reason, Decision) and way.reason.fallback
     assert taken(request, "auto") == Share(None)
+
+
+def test_a_refused_first_call_leaves_no_part_out_of_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with one_rank():
+        model = small_model()
+        requests = routes.Requests(
+            PrefixConfig(mode="auto", graph_tokens=64), collections.defaultdict(dict)
+        )
+        call = dict(model=model, pg_collection=None, forward_only=False, forward_step_func=route)
+        monkeypatch.setattr(routes, "is_untried", lambda _: True)
+        assert isinstance(requests.of(call, Callbacks()), CannotShare)
+        monkeypatch.undo()
+        for _ in range(2):
+            request = requests.of(call, Callbacks())
+            assert isinstance(request, Request)
+            assert [type(part).__name__ for part in request.parts] == ["Graphs"]
