@@ -32,10 +32,10 @@ class LayerMemory:
     Attributes:
         inner: saved for the backward of an inner segment.
         wave: the same for a wave, whose payload is not in the sidecar.
-        again: recomputed by Megatron's selective recomputation during backward.
-        unread: saved for an inner segment whose output nobody reads, where only the payload is
-            computed (layers/blocks/unread.py); None if everything is, in any case.
-        read: besides `unread`, saved of all positions as soon as one of them is read.
+        recomputed: by Megatron's selective recomputation during backward.
+        unused_output: saved for an inner segment whose output nobody reads, where only the payload
+            is computed (layers/blocks/unread.py); None if everything is, in any case.
+        read: besides `unused_output`, saved of all positions as soon as one of them is read.
         temporary: peak transient bytes.
         seen: transient bytes a key of an ancestor in a backward.
         payload: what a span leaves; None: nothing.
@@ -43,13 +43,13 @@ class LayerMemory:
         keys, keys_grad: K and V as attention sees them, and their sums on context-parallel ranks;
             None: the payload's.
         act: of `inner` and of `wave`, what "recompute_act" drops.
-        given: what is kept of the output of the norm in front; None: as it is.
+        norm_output: what is kept of the output of the norm in front; None: as it is.
     """
 
     inner: float
     wave: float
-    again: float = 0.0
-    unread: float | None = None
+    recomputed: float = 0.0
+    unused_output: float | None = None
     read: float = 0.0
     temporary: float = 0.0
     seen: float = 0.0
@@ -58,7 +58,7 @@ class LayerMemory:
     keys: float | None = None
     keys_grad: float | None = None
     act: float = 0.0
-    given: float | None = None
+    norm_output: float | None = None
 
 
 def memory_of(kind: Kind, config: Any, form: Execution) -> LayerMemory:
@@ -94,25 +94,26 @@ def of_attention(kind: Attention, config: Any, form: Execution) -> LayerMemory:
     ends = queries * size + lse  # the output and its log-sum-exp
     # A gate on the output: its sigmoid in fp32, and the product in front of the projection.
     gate = queries * (size + wide) if is_gated(config) else 0.0
-    unread = 0.0 if form.fused_rope else 4 * config.kv_channels * size
+    unused_output = 0.0 if form.fused_rope else 4 * config.kv_channels * size
     # Megatron's local norms keep the whole projection.
     norms_hold = normed and not form.fused_layers
     if norms_hold:
-        unread += (2 * queries + keys + projected) * size
+        unused_output += (2 * queries + keys + projected) * size
     elif normed:
-        unread += (queries + keys) * size  # copies, which the norms keep
-    inner = unread + queries * size + ends + gate
-    wave, again = inner + (1 if norms_hold else 2) * keys * size, 0.0
+        unused_output += (queries + keys) * size  # copies, which the norms keep
+    inner = unused_output + queries * size + ends + gate
+    wave, recomputed = inner + (1 if norms_hold else 2) * keys * size, 0.0
     if form.recompute == "selective":
         extra = keys * size + (0 if norms_hold else projected * size)
-        wave, unread = inner + extra, unread + extra
+        wave, unused_output = inner + extra, unused_output + extra
         if "core_attn" in form.modules:  # its inputs are saved, in inner segments as in waves
             inner = wave = wave - lse
-            again = queries * size + lse
+            recomputed = queries * size + lse
     payload = Payload(Form.POSITIONS, 2 * keys * size, 2 * keys * wide)
     return LayerMemory(
-        inner, wave, again, unread, queries * size + ends, seen=2 * (queries + keys) * size,
-        payload=payload, given=projected_bytes(config, form),
+        inner, wave, recomputed, unused_output, queries * size + ends,
+        seen=2 * (queries + keys) * size, payload=payload,
+        norm_output=projected_bytes(config, form),
     )  # fmt: skip
 
 
@@ -146,20 +147,20 @@ def of_latents(kind: MLA, config: Any, form: Execution) -> LayerMemory:
     ranks = config.kv_lora_rank + (config.q_lora_rank or 0)
     copies = (2 if form.fused_layers else 3) if config.qk_layernorm else 1
     latents = ranks / form.sequence_ranks
-    unread = (latents * copies + core_inputs) * size - less(latents, config, form)
-    inner, again = unread + ends * size + lse, 0.0
+    unused_output = (latents * copies + core_inputs) * size - less(latents, config, form)
+    inner, recomputed = unused_output + ends * size + lse, 0.0
     if form.selects("core_attn"):  # its inputs are saved
-        inner, again = inner - lse, ends * size + lse
+        inner, recomputed = inner - lse, ends * size + lse
     if form.selects("mla_up_proj"):
-        inner, again = inner - core_inputs * size, again + core_inputs * size
+        inner, recomputed = inner - core_inputs * size, recomputed + core_inputs * size
     row = config.kv_lora_rank + config.qk_pos_emb_head_dim
     keys = heads * (width + value_width)
     return LayerMemory(
-        inner, inner, again, min(unread, inner), temporary=(core_inputs + 2 * ends) * size,
-        seen=(2 * expanded + 2 * keys) * size,
+        inner, inner, recomputed, min(unused_output, inner),
+        temporary=(core_inputs + 2 * ends) * size, seen=(2 * expanded + 2 * keys) * size,
         payload=Payload(Form.POSITIONS, row * size, row * wide),
         keys=keys * size, keys_grad=keys * wide,
-        given=(2 if is_fp8(config) else 1) * projected_bytes(config, form),
+        norm_output=(2 if is_fp8(config) else 1) * projected_bytes(config, form),
     )  # fmt: skip
 
 
@@ -170,12 +171,14 @@ def _of_mlp(kind: MLP, config: Any, form: Execution) -> LayerMemory:
     numbers = _numbers_between(width, config, form)
     saved = numbers * form.itemsize - less(width, config, form)
     memory = replace(
-        saving(saved, numbers, config, form), given=projected_bytes(config, form), unread=0.0
+        saving(saved, numbers, config, form),
+        norm_output=projected_bytes(config, form),
+        unused_output=0.0,
     )
     layer_input = config.hidden_size / form.sequence_ranks * form.itemsize
     if form.selects("mlp"):  # Megatron keeps its input, and runs it again
-        again = memory.inner - layer_input
-        return replace(memory, inner=layer_input, wave=layer_input, again=again)
+        recomputed = memory.inner - layer_input
+        return replace(memory, inner=layer_input, wave=layer_input, recomputed=recomputed)
     return replace(memory, act=width * form.itemsize * can_drop_activation(config))
 
 
@@ -201,7 +204,7 @@ def _of_experts(kind: Experts, config: Any, form: Execution) -> LayerMemory:
     act = copies * (inside - width * (1 + config.gated_linear_unit)) * form.itemsize
     act -= less(copies * width, config, form)
     saved = (run - act * form.selects("moe_act")) * (not form.selects("moe"))
-    return replace(memory, inner=saved, wave=saved, again=max(run, shared) - saved)
+    return replace(memory, inner=saved, wave=saved, recomputed=max(run, shared) - saved)
 
 
 def _of_shared(config: Any, form: Execution) -> float:
@@ -242,10 +245,15 @@ def saving(num_bytes: float, numbers: float, config: Any, form: Execution) -> La
 
 
 class SavedBytes(NamedTuple):
-    """Bytes that tensor-parallel ranks save together: a position; `edge`, by context-parallel ranks
-    too, and `batched` of Payload."""
+    """Bytes that all tensor-parallel ranks together save; names as of Payload.
 
-    whole: float
+    Attributes:
+        position: for a position.
+        edge: for a span; all context-parallel ranks together, too.
+        batched: for a position of a batch of spans.
+    """
+
+    position: float
     edge: float
     batched: float = 0.0
 
@@ -253,14 +261,14 @@ class SavedBytes(NamedTuple):
 def of_recurrent(kind: Recurrent, saved: SavedBytes, config: Any, form: Execution) -> LayerMemory:
     """Of a layer with a state; context-parallel ranks have all positions of a part of the heads."""
     shape, size, wide = kind.shape(config), form.itemsize, max(4, form.itemsize)
-    ranks, num_bytes = form.tp * form.cp, saved.whole / form.tp
+    ranks, num_bytes = form.tp * form.cp, saved.position / form.tp
     state, tail = shape.state * wide / ranks, shape.tail / ranks
     payload = Payload(
         Form.SPANS, state + tail * size, state + tail * wide, state, saved.edge / ranks,
         saved.batched / form.tp,
     )  # fmt: skip
     normed = projected_bytes(config, form)
-    return LayerMemory(num_bytes, num_bytes, payload=payload, given=normed)
+    return LayerMemory(num_bytes, num_bytes, payload=payload, norm_output=normed)
 
 
 @_memory.register

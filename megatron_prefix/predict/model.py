@@ -108,7 +108,8 @@ def _saved(
     *waves, behind_wave = [sum(before(part) + part.wave for part in layer) for layer in stack]
     inner, wave = sum(inners) / len(layers), sum(waves) / len(layers)
     repeated = max(
-        max((part.again for part in layer), default=0.0) + repeated * len(layer) for layer in stack
+        max((part.recomputed for part in layer), default=0.0) + repeated * len(layer)
+        for layer in stack
     )
     unused, last = inner, layers[-1]
     if form.recompute == "full":
@@ -124,7 +125,7 @@ def _saved(
     elif _ends_early(layers, behind):
         # transformer-engine's second norm is part of the MLP, which does not run.
         norms = before(last[0]) if form.fused_layers else norm * len(last)
-        unused = min(inners[-1], norms + sum(part.unread or 0.0 for part in last))
+        unused = min(inners[-1], norms + sum(part.unused_output or 0.0 for part in last))
     attention = max(0.0, min(sum(part.read for part in last), inner - unused))
     return dict(
         inner=inner, wave=wave, unread=unused, attention=attention, again=repeated, act=act,
@@ -135,7 +136,7 @@ def _saved(
 def _ends_early(layers: Sequence[Sequence[LayerMemory]], behind: Sequence[LayerMemory]) -> bool:
     """Whether the end of the last layer runs on scored positions only."""
     last = layers[-1]
-    return len(last) > 1 and not behind and all(part.unread is not None for part in last)
+    return len(last) > 1 and not behind and all(part.unused_output is not None for part in last)
 
 
 def _mean(layers: Sequence[Sequence[LayerMemory]], name: str) -> float:
@@ -147,7 +148,7 @@ def _in_front(part: LayerMemory, norm: float, output: float, *, recomputed: bool
     """Bytes saved by the norm before a part; by itself it saves `norm`, including its output."""
     if recomputed:  # it saves its input only
         return norm - output
-    return norm if part.given is None else norm - output + part.given
+    return norm if part.norm_output is None else norm - output + part.norm_output
 
 
 def _by_stage(

@@ -79,12 +79,14 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         """Bytes it saves (predict/kinds.py). Every rank has all heads of all positions,
         also in the norm inside, which takes the place of the one in front and computes in fp32; its
         products are torch's own."""
-        whole = replace(form, tp=1, cp=1, sequence_parallel=False)
-        numbers = of_recurrent(self, self._saved(config, whole), config, whole)
+        unsplit = replace(form, tp=1, cp=1, sequence_parallel=False)
+        numbers = of_recurrent(self, self._saved(config, unsplit), config, unsplit)
         size, wide = form.itemsize, max(4, form.itemsize)
         counted = (2 if form.fused_layers else 3) * size / form.sequence_ranks
         norm = config.hidden_size * (2 * wide + size - counted)
-        return replace(numbers, inner=numbers.inner + norm, wave=numbers.wave + norm, given=None)
+        return replace(
+            numbers, inner=numbers.inner + norm, wave=numbers.wave + norm, norm_output=None
+        )
 
     def module_of(self, layer: Any) -> Any | None:
         """See Kind."""

@@ -124,7 +124,7 @@ def test_inputs_of_products_are_kept_in_fp8(name: str, tp: int) -> None:
         assert wide.inner - narrow.inner == pytest.approx(inputs / tp * (2 - copy))
         assert wide.wave - narrow.wave == pytest.approx(wide.inner - narrow.inner)
         copies = given * copy if given else None  # as it is: routers read it, too
-        assert narrow.given == (copies if copies is None else pytest.approx(copies / tp))
+        assert narrow.norm_output == (copies if copies is None else pytest.approx(copies / tp))
         assert narrow.temporary == wide.temporary and narrow.payload == wide.payload
 
 
