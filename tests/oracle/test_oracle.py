@@ -92,6 +92,13 @@ def test_two_ranks(case: Case) -> None:
     _run(runner.Job(settle(case), ("auto",)))
 
 
+@pytest.mark.slow
+def test_softmax_with_nearly_one_key() -> None:
+    """In the third step scores are 250: a gradient was three times as far from the stock schedule's
+    as the policy allows, and weights off by one ulp move it by no more than a fifth of that."""
+    _run(runner.Job(draw(6400135), ("on", "auto")))
+
+
 # The oracle itself --------------------------------------------------------------------------------
 
 

@@ -5,9 +5,12 @@ once at the end. The backward recomputes softmax weights from the log-sum-exp ("
 and Memory-Efficient Exact Attention with IO-Awareness", appendix B.2), so it also works from a
 *merged* log-sum-exp:
 
-    S = scale * Q K^T            P = exp(S - lse)          O = P V
+    S = scale * Q K^T            O = softmax(S) V          P = exp(S - lse)
     D = rowsum(dO * O)           dS = P * (dO V^T - D)
     dQ = scale * dS K            dK = scale * dS^T Q       dV = P^T dO
+
+O is not P V: lse is rounded, by up to eps |lse|, and a row of P is off by as much. In D it would
+count in full where one key has nearly all of the weight and dO V^T - D cancels.
 
 Shapes: q [n, s, h, d], k [n, t, h_kv, d], v [n, t, h_kv, dv], lse [n, h, s], out [n, s, h, dv], for
 n independent spans with the same mask. The query heads of one K/V head are stacked in one matrix
@@ -42,10 +45,9 @@ def attend(
     lse = torch.empty(num, heads, length, dtype=wide, device=q.device)
     for start, stop, num_visible in _query_pieces(q, k, causal):
         scores = _scores(q[:, start:stop], keys[:, :, :num_visible], scale, causal, window)
-        total = torch.logsumexp(scores, -1, keepdim=True)
-        weighted = torch.exp(scores - total) @ values[:, :, :num_visible]
+        weighted = torch.softmax(scores, -1) @ values[:, :, :num_visible]
         out[:, start:stop] = _ungroup(weighted, stop - start)
-        lse[:, :, start:stop] = total.reshape(num, heads, stop - start)
+        lse[:, :, start:stop] = torch.logsumexp(scores, -1).reshape(num, heads, stop - start)
     return out, lse
 
 

@@ -11,11 +11,12 @@ The order of the blocks does not matter.
 An attention sink is one more term in every head's softmax, which has no value. A kernel that knows
 no sinks gives out and lse of the keys. With a sink s of the head
 
-    lse' = log(exp(lse) + exp(s))          out' = exp(lse - lse') * out
+    lse' = log(exp(lse) + exp(s))          out' = out / (1 + exp(s - lse))
 
-and a block's backward from out' and lse' is that of any merged block (math.py). The sink's own
-gradient is that of a key whose value is zero: -sum over queries of exp(s - lse') * (dO . O').
-("Efficient Streaming Language Models with Attention Sinks", section 3.)
+and a block's backward from out' and lse' is that of any merged block (math.py). The factor is also
+exp(lse - lse'), but lse' is rounded. The sink's own gradient is that of a key whose value is zero:
+-sum over queries of exp(s - lse') * (dO . O'). ("Efficient Streaming Language Models with Attention
+Sinks", section 3.)
 """
 
 from __future__ import annotations
@@ -88,9 +89,9 @@ def formula(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype) -> Merge
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Merged:
     """out [queries, heads, dim] and lse [heads, queries] with a sink [heads]."""
-    total = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
-    share = torch.exp(lse - total).transpose(0, 1).unsqueeze(-1)
-    return (out * share).to(out.dtype), total
+    score = sink.to(lse.dtype)[:, None]
+    share = torch.sigmoid(lse - score).transpose(0, 1).unsqueeze(-1)
+    return (out * share).to(out.dtype), torch.logaddexp(lse, score)
 
 
 def sink_gradient(out_grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

@@ -157,6 +157,19 @@ def test_math_bounds_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == 2 * forward > 4 and max(seen) <= 4096
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["math", "flash_cpu"])
+def test_weights_of_large_scores_add_up_to_one(name: str, dtype: torch.dtype) -> None:
+    """Values are ones, so an output is the sum of its weights; exp(scores - lse) would add up to
+    one but for the rounding of a log-sum-exp of hundreds."""
+    draw = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(60, 2, 16, generator=draw, dtype=torch.float64).to(dtype) for _ in "qk")
+    ones = torch.ones_like(k)
+    part = KERNELS[name].forward(q, k, ones, Runs.own((20, 40)), 30.0)
+    assert float(part.lse.abs().median()) > 128
+    assert_close(part.out, ones, 40)
+
+
 def test_no_keys_count_for_nothing() -> None:
     q, empty = torch.randn(3, 4, 8), torch.randn(0, 2, 8)
     out, lse = math.attend(q[None], empty[None], empty[None], 1.0, causal=False)

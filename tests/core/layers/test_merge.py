@@ -10,7 +10,7 @@ from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.layers.blocks import merge as merging
 from megatron_prefix.layers.blocks.interface import Partial, Runs
 from megatron_prefix.layers.blocks.kernels import KERNELS
-from megatron_prefix.layers.blocks.merge import Merged, formula, merge, prepare
+from megatron_prefix.layers.blocks.merge import Merged, formula, merge, prepare, with_sink
 
 HEADS, DIM, ROWS = 4, 8, 11
 MATH = KERNELS["math"]
@@ -161,3 +161,14 @@ def test_the_largest_block_may_stand_anywhere(place: int, dtype: torch.dtype) ->
     parts[place] = Partial(parts[place].out, parts[place].lse + 8192.0)
     out, lse = merge(parts)
     assert torch.equal(out, parts[place].out) and torch.equal(lse, parts[place].lse)
+
+
+def test_a_sink_beside_large_scores_costs_no_accuracy() -> None:
+    """Against fp64: the merged log-sum-exp is rounded by more than the share may be off."""
+    draw = torch.Generator().manual_seed(0)
+    lse = 250 + torch.randn(HEADS, 100, generator=draw)
+    sink = 250 + torch.randn(HEADS, generator=draw)
+    out, total = with_sink(torch.ones(100, HEADS, DIM), lse, sink)
+    share = 1 / (1 + torch.exp(sink.double()[:, None] - lse.double()))
+    assert_close(out, share.T[..., None].expand(out.shape), 2)
+    assert_close(total, torch.logaddexp(lse.double(), sink.double()[:, None]), 2)
