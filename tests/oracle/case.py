@@ -328,6 +328,8 @@ def _rules(case: Case) -> Iterator[tuple[bool, dict[str, str]]]:
     yield value and case.labels == "given", {"labels": "absent"}
     yield value and case.loss in ("entropy", "distil"), {"loss": "token_mean"}
     yield value and case.wrapper.endswith("derived"), {"wrapper": "none"}
+    # Its embedding is tied: Megatron sums the first stage's gradients with this head's.
+    yield value and case.model == "qk_norm" and case.layout == "pp2", {"model": "gqa"}
     yield case.loss == "last" and not value, {"loss": "token_mean"}
     yield case.loss == "last" and case.loss_mask == "given", {"loss_mask": "absent"}
     yield case.loss == "last" and case.reads != "masked", {"reads": "masked"}

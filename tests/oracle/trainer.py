@@ -226,12 +226,14 @@ class Trainer:
         }
 
     def _update(self, call: Call) -> None:
-        """Plain gradient descent, so that a step shows in the next one."""
+        """Gradient descent, so that a step shows in the next one; clipped as trainers clip, because
+        not every loss is bounded: large weights would amplify rounding beyond any limit."""
         gradients = self._updates.pop(0) if self._updates else call.gradients
         with torch.no_grad():
             for name, parameter in self.parts.language.named_parameters():
                 if name in gradients:
-                    parameter -= 0.01 * gradients[name].to(parameter.dtype)
+                    gradient = gradients[name].to(parameter.dtype)
+                    parameter -= 0.01 * gradient / gradient.norm().clamp(min=1)
 
     # The forward step ----------------------------------------------------------------------------
 

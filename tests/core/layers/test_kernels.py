@@ -170,6 +170,16 @@ def test_weights_of_large_scores_add_up_to_one(name: str, dtype: torch.dtype) ->
     assert_close(part.out, ones, 40)
 
 
+def test_gradients_where_one_key_has_nearly_all_of_the_weight() -> None:
+    """Their terms cancel: what a row's weights add up to shows tenfold."""
+    case = CASES["one span, no ancestor"]
+    tensors = make(case, torch.float64)
+    tensors = tensors._replace(q=70 * tensors.q)
+    wanted = expected(case, tensors)
+    assert float(wanted["lse"].abs().max()) > 250
+    assert_close(by_blocks(KERNELS["math"], case, tensors)["dq"], wanted["dq"], 37)
+
+
 def test_no_keys_count_for_nothing() -> None:
     q, empty = torch.randn(3, 4, 8), torch.randn(0, 2, 8)
     out, lse = math.attend(q[None], empty[None], empty[None], 1.0, causal=False)
