@@ -115,8 +115,8 @@ def of_prefix(run: Any, items: Sequence[Any]) -> dict[str, Any]:
         share=report.decision.share, reason=report.decision.reason, begun=begun, ended=counters(),
         milliseconds=milliseconds, whole_ms=[run._call(items) for _ in range(TIMES)],
         memory=report.memory._asdict() if hasattr(report.memory, "_asdict") else str(report.memory),
-        cache_bytes=report.cache_bytes, stock_bytes=report.stock_bytes,
-        limit=schedule.memory.limit, times=str(report.times), rows=record.rows(report.plan),
+        cache_bytes=report.cache_bytes, limit=schedule.memory.limit,
+        times=str(report.times), rows=record.rows(report.plan),
         raw=report.forest.raw_tokens, executed=report.forest.executed_tokens,
         stock_work=list(stock_work(report.forest)),
     )  # fmt: skip

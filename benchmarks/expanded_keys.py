@@ -19,14 +19,14 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import read_groups
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
+from megatron_prefix.lab.predict.execution import Execution
+from megatron_prefix.lab.predict.model import footprint_of
+from megatron_prefix.lab.predict.peak_memory import predict_memory
 from megatron_prefix.lab.rl.baseline import PACK_TOKENS, pack_sizes
 from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.cost import CostModel, segment_work
-from megatron_prefix.plan.peak_memory import predict_memory
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.plan.prediction import heaviest_stock_plan
-from megatron_prefix.predict.execution import Execution
-from megatron_prefix.predict.model import footprint_of
 from megatron_prefix.tree import find_shared
 
 SETS = {"gsm8k": 60, "math_cot": 16, "rag_musique": 8, "rag_hotpot_llm": 8}

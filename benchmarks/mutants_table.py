@@ -614,19 +614,11 @@ _OWN_GDN = (
         f"{_OWN}\n{_OWN_RANKS}",
     ),
     _own(
-        "memory-of-a-part",
+        "payload-of-a-part",
         "features/own_gdn/kind.py",
-        "replace(form, tp=1, cp=1, sequence_parallel=False)",
-        "replace(form, cp=1)",
-        f"{_OWN}\n{_OWN_RANKS}",
-    ),
-    _own(
-        "memory-without-the-norm's-inputs",
-        "features/own_gdn/kind.py",
-        "narrow = 2 * keys + values + rule + 3 * values",
-        "narrow = 2 * keys + values + rule + 2 * values",
-        why="read from flash-linear-attention's source; the CPU runs another rule, and nothing"
-        " counts what its kernels save",
+        "sharding._replace(tp=1, cp=1)",
+        "sharding._replace(cp=1)",
+        _OWN_RANKS,
     ),
     _own(
         "modules-that-read-more",
@@ -771,8 +763,8 @@ _DSA = (
     _sparse(
         "payload-without-index-keys",
         "features/dsa/kind.py",
-        "            values=of.values + width * form.itemsize,",
-        "            values=of.values,",
+        "values=latents.values + keys.values,",
+        "values=latents.values,",
     ),
     _sparse(
         "pairs-of-the-indexer-free",
@@ -957,4 +949,55 @@ _ROUTES = (
     ),
 )
 
-MUTANTS: tuple[Mutant, ...] = (*_ACROSS, *_GRAPHS, *_VISION, *_OWN_GDN, *_DSA, *_ROUTES)
+# Measured bytes ------------------------------------------------------------------------------
+
+_METER = "tests/core/run/execute/test_byte_meter.py"
+_bytes = _area("bytes", _METER)
+_BYTES = (
+    _bytes(
+        "arenas-are-kept-by-segments",
+        "run/execute/byte_meter.py",
+        "return memory.peaks(self._rank.device).used - float(arenas)",
+        "return memory.peaks(self._rank.device).used",
+    ),
+    _bytes(
+        "what-is-dropped-is-not-kept",
+        "run/execute/byte_meter.py",
+        "        size += self._act * positions * (not runs_again and policy in AGAIN)\n",
+        "",
+    ),
+    _bytes(
+        "of-a-rank-that-has-least",
+        "run/execute/byte_meter.py",
+        "StageBytes(*map(max, zip(known, numbers, strict=True)))",
+        "StageBytes(*map(min, zip(known, numbers, strict=True)))",
+    ),
+    _bytes(
+        "an-old-maximum-is-new",
+        "run/execute/byte_meter.py",
+        "has_moved = after.allocated > before.allocated and",
+        "has_moved =",
+    ),
+    _bytes(
+        "nothing-is-lean-at-first",
+        "run/execute/memory_control.py",
+        "return (leaner(plan) if is_free and meter.counts else None) or plan, 0.0",
+        "return plan, 0.0",
+    ),
+    _bytes(
+        "gradients-of-keys-are-free",
+        "plan/memory.py",
+        "return values + (sum(gradients for _, gradients in layers) if self._returned else 0.0)",
+        "return values",
+        "tests/core/plan/test_memory.py",
+    ),
+    _bytes(
+        "what-runs-again-is-free",
+        "plan/memory.py",
+        'return saved * (action.kind == "B")',
+        "return 0.0",
+        "tests/core/plan/test_memory.py",
+    ),
+)
+
+MUTANTS: tuple[Mutant, ...] = (*_ACROSS, *_GRAPHS, *_VISION, *_OWN_GDN, *_DSA, *_ROUTES, *_BYTES)

@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from megatron_prefix.errors import Reason
     from megatron_prefix.moe.ledger import RouterLedger
     from megatron_prefix.plan.actions import Action, Plan
-    from megatron_prefix.plan.footprint import Footprint
+    from megatron_prefix.plan.memory import Footprint, RankMemory
     from megatron_prefix.plan.memory_policy import Rates
-    from megatron_prefix.plan.peak_memory import RankMemory
     from megatron_prefix.run.calls import Callbacks, CallLayout
     from megatron_prefix.run.execute.executor import Executor, Stage
     from megatron_prefix.run.execute.losses import LossContract

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import fused_yarn
 from megatron_prefix.layers.kind import Heads, Kind, Override, Running, Slot, owner
-from megatron_prefix.plan.layer_numbers import LayerWork
+from megatron_prefix.plan.layer_numbers import LayerWork, Payload, Sharding
 from megatron_prefix.refusals.table import (
     FUSED_YARN,
     LEARNED_SINKS_CP,
@@ -93,6 +93,11 @@ class Attention(Kind):
         rows = queries + heads + 2 * (config.num_query_groups or heads)
         weights: int = config.hidden_size * config.kv_channels * rows
         return weights
+
+    def payload(self, config: Any, sharding: Sharding) -> Payload:
+        groups = config.num_query_groups or config.num_attention_heads
+        keys = max(1, groups / sharding.tp) * config.kv_channels
+        return Payload.of(Form.POSITIONS, 2 * keys, sharding.itemsize)
 
     def heads(self, config: Any) -> Heads | None:
         """See Kind; of K/V heads a rank of tensor parallelism has at least one."""

@@ -17,7 +17,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.plan.layer_numbers import LayerWork
+from megatron_prefix.plan.layer_numbers import LayerWork, Payload, Sharding
 from megatron_prefix.tree.payload_map import Form
 
 if TYPE_CHECKING:
@@ -137,6 +137,15 @@ class Kind:
     def work(self, config: Any) -> LayerWork:
         """What a layer computes: with every position once each weight, unless a kind says more."""
         return LayerWork(self.parameters(config))
+
+    def payload(self, config: Any, sharding: Sharding) -> Payload | None:
+        """What a span leaves for its children in a layer; None: nothing."""
+        return None
+
+    def dropped(self, config: Any, sharding: Sharding) -> float:
+        """Bytes a position on one rank that need not be kept, as memory policy "recompute_act"
+        makes them again."""
+        return 0.0
 
     def form_in(self, module: Any) -> Form | None:
         """Rows of a module's payload: `form`, unless they depend on the module."""

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers.attention import ROTARY, Attention, InSegments, window_of
 from megatron_prefix.layers.kind import Heads, Override, Running, owner
-from megatron_prefix.plan.layer_numbers import LayerWork
+from megatron_prefix.plan.layer_numbers import LayerWork, Payload, Sharding
 from megatron_prefix.refusals.table import (
     MLA_CACHE,
     MLA_FUSED_ROPE_CP,
@@ -23,6 +23,7 @@ from megatron_prefix.refusals.table import (
     MLA_WITHOUT_SP,
     OTHER_ROTARY,
 )
+from megatron_prefix.tree.payload_map import Form
 
 
 class MLA(Attention):
@@ -55,6 +56,11 @@ class MLA(Attention):
         pairs = config.num_attention_heads * sum(latent_widths(config))
         ranks = getattr(config, "context_parallel_size", 1)
         return LayerWork(self.parameters(config), pairs, ranks * _expansion(config))
+
+    def payload(self, config: Any, sharding: Sharding) -> Payload:
+        """See Kind: latents, and the rotated part of all heads' keys, whole on every rank."""
+        row = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        return Payload.of(Form.POSITIONS, row, sharding.itemsize)
 
     def module_of(self, layer: Any) -> Any | None:
         module = super().module_of(layer)

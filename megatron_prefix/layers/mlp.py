@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_prefix.layers.kind import Kind, Override, Running, Slot
+from megatron_prefix.plan.layer_numbers import Sharding
 
 
 class MLP(Kind):
@@ -23,6 +24,14 @@ class MLP(Kind):
     def parameters(self, config: Any) -> int:
         weights: int = matrices(config) * config.hidden_size * config.ffn_hidden_size
         return weights
+
+    def dropped(self, config: Any, sharding: Sharding) -> float:
+        modules = getattr(config, "recompute_modules", None) or ()
+        runs_again = getattr(config, "recompute_granularity", None) and "mlp" in modules
+        if runs_again or not can_drop_activation(config):
+            return 0.0
+        numbers: float = config.ffn_hidden_size / sharding.tp
+        return numbers * sharding.itemsize
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
         config = getattr(module, "config", None)  # a model's own MLP may have none

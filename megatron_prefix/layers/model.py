@@ -11,6 +11,7 @@ from typing import Any
 from megatron_prefix.layers import precision, table
 from megatron_prefix.layers.kind import Kind, Slot
 from megatron_prefix.plan.cost import CostModel
+from megatron_prefix.plan.layer_numbers import Payload, Sharding
 from megatron_prefix.tree.payload_map import Form
 
 
@@ -60,6 +61,23 @@ def cost_of(config: Any, vocab_size: int | None = None, pattern: str | None = No
     outputs = (2 if behind else 1) * vocabulary(config, vocab_size)
     parts = [part.at(precision.rate(config)) for part in parts]
     return CostModel.of_layers(parts, config.hidden_size, outputs)
+
+
+def payloads_of(
+    config: Any, pattern: str | None, sharding: Sharding
+) -> tuple[tuple[Payload, ...], ...]:
+    """What a span leaves in every layer of a whole model, on one rank, and behind its decoder;
+    arguments as of `layers_of`."""
+    layers = [*layers_of(config, pattern), behind_decoder(config, pattern)]
+    every = ([kind.payload(config, sharding) for kind in layer] for layer in layers)
+    return tuple(tuple(payload for payload in layer if payload) for layer in every)
+
+
+def dropped_bytes(config: Any, pattern: str | None, sharding: Sharding) -> float:
+    """Bytes a position that policy "recompute_act" drops in all layers; arguments as of
+    `layers_of`."""
+    layers = layers_of(config, pattern)
+    return sum(kind.dropped(config, sharding) for layer in layers for kind in layer)
 
 
 def leaves_positions(config: Any, pattern: str | None) -> bool:

@@ -9,13 +9,14 @@ blocks/core.py is in blocks/windowed.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import fused_yarn
 from megatron_prefix.layers.attention import Attention, InSegments, exchanged_by, window_of
 from megatron_prefix.layers.kind import Override, Running
-from megatron_prefix.plan.layer_numbers import LayerWork
+from megatron_prefix.plan.layer_numbers import LayerWork, Payload, Sharding
 from megatron_prefix.refusals.table import WINDOW_AHEAD, WINDOW_CP, WINDOW_FUSED
 from megatron_prefix.tree.payload_map import Form
 
@@ -43,6 +44,10 @@ class Window(Attention):
         """See Kind; every position sees as many, but for the first ones of a rollout."""
         full = super().work(config)
         return LayerWork(full.products + full.pairs * (config.window_size[0] + 1))
+
+    def payload(self, config: Any, sharding: Sharding) -> Payload:
+        rows = Form("positions", config.window_size[0])
+        return replace(super().payload(config, sharding), form=rows)
 
     def module_of(self, layer: Any) -> Any | None:
         module = super().module_of(layer)

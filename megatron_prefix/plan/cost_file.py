@@ -1,25 +1,63 @@
 """Measurements of several models, layouts and devices in one JSON file.  Pure.
 
-{"format": "megatron_prefix costs", "version": 2, "measured": {KEY: {...}}} with the keys that
-`run/cost_meter.py` makes and `Evidence.to_json` of each. Several jobs may share a file: what others
-wrote in the meantime stays, and of two that write at once the last one wins.
+{"format": "megatron_prefix costs", "version": 2, "measured": {KEY: {..., "bytes": [...]}}} with the
+keys that `run/cost_meter.py` makes, `Evidence.to_json` of each, and [shared, stage, *StageBytes] of
+every stage. Several jobs may share a file: what others wrote in the meantime stays, and of two that
+write at once the last one wins.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.plan.cost_fit import Evidence
 from megatron_prefix.plan.files import read_whole, write_text, writing
+from megatron_prefix.plan.memory import StageBytes
 
+Numbers = dict[bool, dict[int, StageBytes]]
+"""Measured bytes, by whether a step was shared, and by stage."""
 FORMAT, VERSION = "megatron_prefix costs", 2
 _FIX = "name another file, or move this one away to measure again"
 
 
-def read_costs(path: str) -> dict[str, Evidence]:
+@dataclass(frozen=True)
+class Measured:
+    """Of one model, layout and device: what work takes, and bytes of memory."""
+
+    times: Evidence = field(default_factory=Evidence)
+    num_bytes: Numbers = field(default_factory=lambda: {False: {}, True: {}})
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain sequences and numbers; `from_json` reads them."""
+        rows = [(s, stage, *n) for s, of in self.num_bytes.items() for stage, n in of.items()]
+        return self.times.to_json() | {"bytes": rows}
+
+    @classmethod
+    def from_json(cls, values: Any) -> Measured:
+        """The inverse of `to_json`; a file of before has no bytes.
+
+        Raises:
+            ValueError: not what `to_json` makes.
+        """
+        times, numbers = Evidence.from_json(values), cls().num_bytes
+        try:
+            for share, stage, *row in values.get("bytes", ()):
+                numbers[bool(share)][int(stage)] = StageBytes(*map(float, row))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"no measured bytes ({error})") from None
+        every = [number for of in numbers.values() for row in of.values() for number in row]
+        if not all(0 <= number < math.inf for number in every):
+            raise ValueError("measured bytes that are not finite numbers from 0")
+        return cls(times, numbers)
+
+
+def read_costs(path: str) -> dict[str, Measured]:
     """What a file has, by key; nothing where it is missing or empty.
 
     A damaged file is refused and not overwritten: it may be the user's, and another one.
@@ -49,12 +87,12 @@ def read_costs(path: str) -> dict[str, Evidence]:
     if values.get("version") != VERSION:
         raise UserError(f"{path}: measured costs of another version than {VERSION}; {_FIX}")
     try:
-        return {key: Evidence.from_json(entry) for key, entry in values["measured"].items()}
+        return {key: Measured.from_json(entry) for key, entry in values["measured"].items()}
     except (ValueError, AttributeError, KeyError) as error:
         raise UserError(f"{path}: damaged ({error}); {_FIX}") from None
 
 
-def write_costs(path: str, key: str, measured: Evidence) -> None:
+def write_costs(path: str, key: str, measured: Measured) -> None:
     """Writes what was measured under a key, beside what the file has under others; whole or not
     at all.
 
@@ -64,7 +102,7 @@ def write_costs(path: str, key: str, measured: Evidence) -> None:
     entries = {**read_costs(path), key: measured}
     values = {
         "format": FORMAT, "version": VERSION,
-        "measured": {name: evidence.to_json() for name, evidence in sorted(entries.items())},
+        "measured": {name: entry.to_json() for name, entry in sorted(entries.items())},
     }  # fmt: skip
     with writing(path):
         Path(path).parent.mkdir(parents=True, exist_ok=True)

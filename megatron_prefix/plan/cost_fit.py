@@ -125,7 +125,7 @@ class Evidence:
             return prior
         factor = moment.sum() / gram.sum()
         pull = RIDGE / factor**2
-        solved = _non_negative(gram + pull * np.eye(len(gram)), moment + pull * factor)
+        solved = non_negative(gram + pull * np.eye(len(gram)), moment + pull * factor)
         scale = np.zeros(NUM_FEATURES)
         scale[used] = solved
         return replace(prior, prices=tuple((scale * unit).tolist()))
@@ -182,7 +182,7 @@ def together(parts: Sequence[Evidence], times: CostModel) -> Evidence:
     return replace(functools.reduce(Evidence.and_also, parts, Evidence()), steps=tuple(fastest))
 
 
-def _non_negative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
+def non_negative(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
     """The x >= 0 with the least x·gram·x - 2 x·moment, for a positive definite `gram`."""
     size = len(moment)
     passive, solution = np.zeros(size, bool), np.zeros(size)

@@ -1,4 +1,4 @@
-"""Computation and memory of one slot of a layer, as numbers.  Pure.
+"""Computation of one slot of a layer, and what a span leaves in it, as numbers.  Pure.
 
 Every kind of layer states its own (layers/kind.py); this folder only adds them up.
 """
@@ -6,6 +6,7 @@ Every kind of layer states its own (layers/kind.py); this folder only adds them 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_prefix.tree.payload_map import Form
 
@@ -40,15 +41,22 @@ class Payload:
         form: whether a row is a position's or a span's.
         values: a row in the sidecar.
         gradients: a row of its gradient there.
-        initial: saved for a span with a parent, whose payload it begins with.
-        edge: saved for any span: its first positions once more.
-        batched: saved for a position, not a span, where a batch of spans has a row for each, as
-            long as the longest (tree/payload_map.py, `length_batches`); 0 elsewhere.
     """
 
     form: Form
     values: float
     gradients: float
-    initial: float = 0.0
-    edge: float = 0.0
-    batched: float = 0.0
+
+    @classmethod
+    def of(cls, form: Form, numbers: float, size: int) -> Payload:
+        """Of rows of so many numbers of `size` bytes; gradients are summed in fp32 or wider."""
+        return cls(form, numbers * size, numbers * max(4, size))
+
+
+class Sharding(NamedTuple):
+    """How a rank's part of a layer is cut, and in what it computes: tensor- and context-parallel
+    ranks, and bytes of a number."""
+
+    tp: int = 1
+    cp: int = 1
+    itemsize: int = 2

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 
 from megatron_prefix.plan.actions import ON_DEVICE, Plan, policies
 from megatron_prefix.plan.cost import AGAIN, CostModel
-from megatron_prefix.plan.footprint import Footprint
-from megatron_prefix.plan.peak_memory import RankMemory, predict_memory
+from megatron_prefix.plan.memory import MemoryModel, RankMemory
 from megatron_prefix.tree import Segment
 
 MOST_TRIES = 32
@@ -41,7 +40,7 @@ class Rates:
 @functools.lru_cache(maxsize=32)
 def automatic(
     plan: Plan,
-    footprint: Footprint,
+    footprint: MemoryModel,
     cost: CostModel,
     rates: Rates,
     free: float,
@@ -84,8 +83,8 @@ def automatic(
     return less if cheaper or not fits else selected
 
 
-def _largest_peak(plan: Plan, footprint: Footprint) -> float:
-    return max(memory.peak for memory in predict_memory(plan, footprint))
+def _largest_peak(plan: Plan, footprint: MemoryModel) -> float:
+    return max(memory.peak for memory in footprint.peaks(plan))
 
 
 def _computed(segment: Segment) -> bool:
@@ -102,7 +101,7 @@ class _Choice:
     """
 
     def __init__(
-        self, plan: Plan, footprint: Footprint, cost: CostModel, rates: Rates, may_offload: bool
+        self, plan: Plan, footprint: MemoryModel, cost: CostModel, rates: Rates, may_offload: bool
     ) -> None:
         self.plan, self._footprint, self._may_offload = plan, footprint, may_offload
         self._rates, self._begun = rates, plan
@@ -122,7 +121,7 @@ class _Choice:
         if least > free and not self._may_offload:  # a search would take long, and find as little
             return self._become(lean)
         for _ in range(min(MOST_TRIES, 2 * len(lean.segments))):
-            memory = predict_memory(self.plan, self._footprint)
+            memory = self._footprint.peaks(self.plan)
             worst = max(range(len(memory)), key=lambda rank: memory[rank].peak)
             if memory[worst].peak <= free or not self.give(
                 worst, memory[worst], memory[worst].peak - free
@@ -168,7 +167,7 @@ class _Choice:
             if self.plan.policy(index) in ON_DEVICE and _computed(self.plan.segments[index])
         )
         for price, index, policy in offers:
-            size = self._size(index)
+            size = self._footprint.saved(self.plan, index)
             self.price += price * size
             self._chosen.append(index)
             self._set(index, policy)
@@ -181,7 +180,7 @@ class _Choice:
 
     def _cheapest(self, rank: int, index: int) -> tuple[float, int, str]:
         """The cheaper policy of an inner segment: (seconds a byte, segment, policy)."""
-        size = max(self._size(index), 1.0)
+        size = max(self._footprint.saved(self.plan, index), 1.0)
         prices = {"recompute": self._seconds[index]}
         if self._may_offload:
             copy = size / self._rates.link
@@ -190,13 +189,6 @@ class _Choice:
             prices["offload"] = sum(waits)
         policy = min(prices, key=prices.__getitem__)
         return prices[policy] / size, index, policy
-
-    def _size(self, index: int) -> float:
-        """Bytes of a segment's saved tensors on one rank."""
-        footprint = self._footprint
-        act = footprint.act if self.plan.policy(index) == "recompute_act" else 0.0
-        positions = self.plan.segments[index].padded_length / footprint.parts
-        return positions * (footprint.inner - act) * footprint.num_layers * self.plan.num_chunks
 
     def _set(self, index: int, policy: str) -> None:
         changed = list(self.plan.policies or ["retain"] * len(self.plan.segments))

@@ -2,8 +2,7 @@
 
 A few steps are measured, the first ones and then one in 50. In those the host waits for the device
 at the beginning and at the end, and all ranks put together what they have measured; all others run
-as without it. Ranks that must decide alike have the same numbers: those of the first rank. On a GPU
-peaks of memory are read in the same steps.
+as without it. Ranks that must decide alike have the same numbers: those of the first rank.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from megatron_prefix.device.clock import wait_for
 from megatron_prefix.errors import UserError
 from megatron_prefix.parts import StepPart, TimedStep
 from megatron_prefix.plan.cost import FLOPS_PER_SECOND, CostModel, action_features
-from megatron_prefix.plan.cost_file import read_costs, write_costs
+from megatron_prefix.plan.cost_file import Measured, read_costs, write_costs
 from megatron_prefix.plan.cost_fit import KEPT, Evidence, StepTime, together
 from megatron_prefix.plan.files import check_writable
 from megatron_prefix.plan.gate import Decision, decide, other_way
-from megatron_prefix.plan.peak_memory import Peaks, Seen, factors
 from megatron_prefix.run.agreement import all_say, first_says
+from megatron_prefix.run.execute.byte_meter import ByteMeter
 from megatron_prefix.run.rank import Rank, layer_ranks
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.run.request import Request
@@ -55,12 +54,11 @@ class CostMeter:
     """What work of one model takes in one layout; ranks of one schedule make theirs together.
 
     Attributes:
-        memory_factors: by what predicted peaks are multiplied, of the stock schedule and of ours;
-            the same on all ranks.
         due: whether the step that runs is measured.
     """
 
-    def __init__(self, config: PrefixConfig, rank: Rank) -> None:
+    def __init__(self, config: PrefixConfig, rank: Rank, num_bytes: ByteMeter) -> None:
+        self._bytes = num_bytes
         self._config, self._key, self._device = config, key_of(rank, config.kernel), rank.device
         self._prior = guessed(rank, rank.frozen_share)
         self._groups = list(rank.companions)
@@ -77,22 +75,21 @@ class CostMeter:
         # without having agreed on a schedule. For experts see `Planning.proposed`.
         self._agrees = rank.data_ranks is not None and rank.experts is None
         self._doubted: float | None = None
-        self._seen = {share: Seen() for share in (False, True)}
-        self.memory_factors = 1.0, 1.0
         self.due = False
 
     def _loaded(self) -> Evidence:
-        read: Evidence | str = Evidence()
+        read: Measured | str = Measured()
         path = self._config.cost_file or ""
         try:
-            read = read_costs(path).get(self._key, Evidence())
+            read = read_costs(path).get(self._key, Measured())
             check_writable(path, makes_folders=True)
         except UserError as error:
             read = str(error)
         read = first_says(read, self._groups)
         if isinstance(read, str):
             raise UserError(read)
-        return read
+        self._bytes.load(read.num_bytes)
+        return read.times
 
     def begin(self, request: Request) -> Decision | None:
         """Counts a step; all ranks call this for every step, and measure the same ones (`due`).
@@ -110,6 +107,7 @@ class CostMeter:
         if not self._num_steps:
             self._measured = self._loaded() if self._config.cost_file else Evidence()
             self.times = first_says(self._measured.times(self._prior), self._groups)
+            self._bytes.begin(self._groups)
         self._num_steps += 1
         if self._config.mode != "auto":
             return None
@@ -146,28 +144,23 @@ class CostMeter:
         Args:
             complete: called when the step's time is taken, to put a prediction into the report.
         """
+        begin = 0.0
         if due := self.due:
             wait_for(self._device)
-            before, begin = peaks(self._device), time.perf_counter()
-        yield
-        if due:
-            wait_for(self._device)
+            begin = time.perf_counter()
+        with self._bytes.step(report, request, self._groups, self._num_steps):
+            yield
+            if due:
+                wait_for(self._device)
             seconds = time.perf_counter() - begin
+        if due:
             complete()
-            self._learn(report, request, seconds, self._looked(report, request, before))
+            self._learn(report, request, seconds)
+        elif self._bytes.is_due(self._num_steps) and not request.rank.forward_only:
+            self._save()
         self._ran.add(report.decision.share)
 
-    def _looked(self, report: StepReport, request: Request, before: Peaks | None) -> Seen:
-        after = peaks(self._device)
-        # What parts hold is there before a step, and in what is predicted of it.
-        holds_memory = report.decision.share and any(part.holds_memory for part in request.parts)
-        if before is None or after is None or report.retried or holds_memory:
-            return Seen()
-        ours = report.memory.within(report.room_bytes).peak if report.memory else 0.0
-        predicted = ours if report.decision.share else report.stock_bytes
-        return Seen.of_step(before, after, predicted)
-
-    def _learn(self, report: StepReport, request: Request, seconds: float, peak: Seen) -> None:
+    def _learn(self, report: StepReport, request: Request, seconds: float) -> None:
         evidence, share = Evidence(), report.decision.share
         if report.stopwatch is not None and share and not report.retried:
             timed = report.stopwatch.seconds()
@@ -179,15 +172,8 @@ class CostMeter:
             if features.any():
                 step = StepTime(share, tuple(features.tolist()), seconds)
                 evidence = evidence.and_also(Evidence(steps=(step,)))
-        # By schedule: where nothing crosses them, data-parallel ranks may run different ones.
-        by_schedule = [peak if share is one else Seen() for one in self._seen]
         for group in self._groups:
-            measured, peaks_seen = zip(*all_say((evidence, by_schedule), group), strict=True)
-            evidence = together(measured, self.times)
-            by_schedule = [*map(Seen.most, zip(*peaks_seen, strict=True))]
-        for one, most in zip(self._seen, by_schedule, strict=True):
-            self._seen[one] = self._seen[one].then(most)
-        self.memory_factors = factors(self._seen[False], self._seen[True])
+            evidence = together(all_say(evidence, group), self.times)
         if self._is_typical(report, request.parts, seconds):
             self._measured = self._measured.and_also(evidence, KEPT)
         times = self._measured.times(self._prior)
@@ -228,18 +214,9 @@ class CostMeter:
         if path is None or any(group.rank() for group in self._groups):
             return
         try:
-            write_costs(path, self._key, self._measured)
+            write_costs(path, self._key, Measured(self._measured, self._bytes.numbers))
         except UserError as error:  # a full disk must not end the training
             logger.warning("measured costs are not kept: %s", error)
-
-
-def peaks(device: torch.device) -> Peaks | None:
-    """What the allocator says; None if there is none. The host does not wait."""
-    if device.type != "cuda":
-        return None
-    stats = torch.cuda.memory_stats(device)
-    names = "allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.peak"
-    return Peaks(*(float(stats.get(name, 0)) for name in names))
 
 
 def key_of(rank: Rank, kernel: str) -> str:

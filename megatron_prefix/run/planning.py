@@ -96,7 +96,7 @@ class Planning:
     def meter(self, rank: Rank) -> CostMeter:
         """What is known of a model's times; all ranks ask together the first time."""
         if rank.layout not in self.meters:
-            self.meters[rank.layout] = CostMeter(self.config, rank)
+            self.meters[rank.layout] = CostMeter(self.config, rank, self._memory.meter(rank))
         return self.meters[rank.layout]
 
     def shares_nothing(self, samples: Sequence[Pairs] | None, rank: Rank) -> bool:
@@ -126,7 +126,8 @@ class Planning:
         both of the step before, as they hear of one another's segments when those are made.
         """
         planner, rank = self.planner(request), request.rank
-        length, forest = planner.build(samples, microbatch_of, judge, find)
+        joins = self._memory.may_join(rank)
+        length, forest = planner.build(samples, microbatch_of, judge, find, joins=joins)
         if rank.experts is not None and judge is not None:
             last = self._beside.get(planner)
             if last is not None and last.shortest < length:
@@ -200,8 +201,7 @@ class Planning:
         rank, peak, limit = request.rank, 0.0, 0.0
         if not rank.forward_only:
             longest = replace(plan, segments=longest_segments(joint))
-            factors = self.meter(rank).memory_factors
-            longest, peak = self._memory.limited(longest, joint, request, factors, least)
+            longest, peak = self._memory.limited(longest, joint, request, least)
             limit = self._memory.limit
             plan = replace(plan, policies=longest.policies)
         union = plan
@@ -215,13 +215,12 @@ class Planning:
         verdict = Verdict(max(0.0, peak - limit), prediction.prefix_seconds, retains)
         return Forecast(plan, union, peak, limit, prediction, verdict)
 
-    def of_stock(self, step: Step, request: Request) -> tuple[Prediction, float]:
-        """Of a step without segments what the stock schedule computes, with nothing beside it, and
-        the bytes that it is predicted to take on this rank; it asks no other rank."""
+    def of_stock(self, step: Step, request: Request) -> Prediction:
+        """Of a step without segments what the stock schedule computes, with nothing beside it; it
+        asks no other rank."""
         joint, rank = JointForest.alone(step.forest, step.microbatch_of), request.rank
         plan = Plan((), ((),) * rank.num_stages, len(rank.models))
-        prediction = predict(self.meter(rank).times, joint.union, joint.union_microbatch_of, plan)
-        return prediction, self._memory.stock_peaks(joint, request)[rank.stage]
+        return predict(self.meter(rank).times, joint.union, joint.union_microbatch_of, plan)
 
     def decided(self, step: Step, request: Request) -> tuple[StepReport, JointForest]:
         """Which schedule runs a step, and by which plan; all ranks that meet call this.
@@ -356,7 +355,7 @@ class Planning:
             logger.warning("mode on shares all the same: %s", decision.reason)
         report = StepReport(
             step.forest, decision, forecast.plan, forecast.union, prediction=forecast.prediction,
-            times=meter.times, stock_bytes=0.0 if rank.forward_only else self._memory.stock_bytes,
+            times=meter.times,
         )  # fmt: skip
         return report, forecast.verdict.over
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,17 +21,14 @@ from megatron.core.utils import get_model_config
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import precision, table
-from megatron_prefix.layers.model import cost_of, leaves_positions
+from megatron_prefix.layers.model import cost_of, dropped_bytes, leaves_positions, payloads_of
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.features import pattern_of, recomputes
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.megatron.scale_functions import own_scale_functions
 from megatron_prefix.moe.options import counts_tokens, has_global_loss
-from megatron_prefix.moe.versions import is_since
 from megatron_prefix.plan.cost import CostModel
-from megatron_prefix.plan.footprint import Footprint
-from megatron_prefix.predict.execution import Execution
-from megatron_prefix.predict.model import footprint_of
+from megatron_prefix.plan.layer_numbers import Payload, Sharding
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +48,9 @@ class Model:
             (global_aux_loss).
         cost: FLOPs of the whole model; the same on every rank.
         joins: whether a span can run in the segment of its parent.
+        payloads: of every layer what a span leaves there, on a rank; the last ones of what is
+            behind the decoder.
+        dropped: bytes a position on a rank that policy "recompute_act" drops, of all stages.
     """
 
     other_steps: Reason | None
@@ -68,7 +68,8 @@ class Model:
     pattern: str
     cost: CostModel
     joins: bool
-    footprints: dict[bool, Footprint] = field(default_factory=dict)
+    payloads: tuple[tuple[Payload, ...], ...]
+    dropped: float
 
     @classmethod
     def of(cls, config: Any, models: Sequence[Any]) -> Model:
@@ -78,6 +79,8 @@ class Model:
         sequence_ranks = tp if config.sequence_parallel else 1
         vocab_size, pattern = getattr(models[0], "vocab_size", 0), pattern_of(models[0])
         layers = table.with_module_fields(config, models)
+        sharding = Sharding(tp, cp, config.params_dtype.itemsize)
+        recomputed = config.recompute_granularity == "full" and recomputes(models[0])
         return cls(
             other_steps=features.other_steps(config),
             refused=[reason for own_config in configs for reason in features.refusals(own_config)],
@@ -94,6 +97,8 @@ class Model:
             pattern=pattern,
             cost=cost_of(layers, vocab_size, pattern),
             joins=leaves_positions(layers, pattern),
+            payloads=payloads_of(layers, pattern, sharding),
+            dropped=0.0 if recomputed else dropped_bytes(layers, pattern, sharding),
         )
 
 
@@ -246,24 +251,23 @@ class Rank:
         return bool(bias) or self.language_models[0].training
 
     @property
-    def execution(self) -> Execution:
-        form = Execution.of_config(self.config, recomputes(self.language_models[0]))
-        stages = self.num_stages * len(self.models)  # a trainer's config may say another number
-        return replace(form, num_stages=stages, holds_projection=is_since("0.18"))
+    def layers(self) -> int:
+        """Of a model chunk."""
+        return max(1, (len(self.model.payloads) - 1) // (self.num_stages * len(self.models)))
 
-    def footprint(self, gathers: bool) -> Footprint:
-        """Bytes per row of the model on this rank.
+    @property
+    def payloads(self) -> tuple[tuple[Payload, ...], ...]:
+        """Of every stage, those of its layers; what is behind the decoder is on the last."""
+        num, (*layers, behind) = self.num_stages * len(self.models), self.model.payloads
+        ends = [len(layers) * stage // num for stage in range(num + 1)]
+        stages = [layers[begin:end] for begin, end in itertools.pairwise(ends)]
+        stages[-1].append(behind)
+        return tuple(tuple(itertools.chain(*stage)) for stage in stages)
 
-        Args:
-            gathers: whether it keeps K/V of all context-parallel ranks.
-        """
-        model = self.model
-        if gathers not in model.footprints:
-            layers = table.with_module_fields(self.config, self.language_models)
-            model.footprints[gathers] = footprint_of(
-                layers, self.execution, model.vocab_size, model.pattern, gathers
-            )
-        return model.footprints[gathers]
+    @property
+    def act(self) -> float:
+        """Bytes a position of a stage that policy "recompute_act" drops."""
+        return self.model.dropped / (self.num_stages * len(self.models))
 
     @property
     def static_bytes(self) -> float:

@@ -17,7 +17,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.gate import Decision
-from megatron_prefix.plan.peak_memory import RankMemory
+from megatron_prefix.plan.memory import RankMemory
 from megatron_prefix.plan.prediction import Prediction
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.tree import Forest
@@ -82,9 +82,10 @@ class StepReport:
         plan: what the prefix schedule runs or would have run.
         fallback_count: steps so far in which the stock schedule ran although sharing was wanted.
         stopwatch: times of this rank's actions, in a step that was measured.
-        memory: predicted of this rank, where the prefix schedule ran with gradients.
-        stock_bytes: predicted peak of this rank in the stock schedule, besides weights and
-            gradients; 0 where nothing was predicted.
+        memory: predicted of this rank, where the prefix schedule ran with gradients; of what
+            segments keep, as far as that has been measured.
+        counter: counts the bytes of this rank's forwards, in a step that was measured
+            (run/execute/byte_meter.py).
         base_bytes: allocated on the device when the step began, without what parts keep there,
             which `memory` counts.
         room_bytes: what the step could still use then; 0 if it is not known.
@@ -102,8 +103,8 @@ class StepReport:
     prediction: Prediction | None = None
     times: CostModel | None = None
     stopwatch: Stopwatch | None = None
+    counter: Any = None
     memory: RankMemory | None = None
-    stock_bytes: float = 0.0
     base_bytes: int = 0
     room_bytes: float = 0.0
     cache_bytes: int = 0

@@ -167,12 +167,15 @@ class PrefixSchedule:
         return run_stock(arguments)
 
     def _watched(self, first: FirstStep, request: Request) -> list[Any]:
-        store, kind = run_watched(first, request, self.config), request.kind
+        rank, kind = request.rank, request.kind
+        learns = self.config.mode == "auto" and not rank.forward_only
+        with self.memory.meter(rank).watching(rank) if learns else contextlib.nullcontext():
+            store = run_watched(first, request, self.config)
         if kind.refusal is not None:
             self._reports.refused(kind.refusal)
             return store
-        if self.config.mode == "auto" and not request.rank.forward_only:
-            self.planning.meter(request.rank).ran_stock()
+        if learns:
+            self.planning.meter(rank).ran_stock()
         self._reports.stock(Decision(False, WATCHED, False, 1.0))
         return store
 
@@ -260,7 +263,7 @@ class PrefixSchedule:
         def complete() -> None:
             step = outlines.step(request.arguments["num_microbatches"])
             if step is not None:
-                report.prediction, report.stock_bytes = self.planning.of_stock(step, request)
+                report.prediction = self.planning.of_stock(step, request)
 
         with self.planning.meter(rank).step(report, request, complete), outlines.noted():
             return run_stock(request.arguments)

@@ -29,7 +29,7 @@ from megatron_prefix.errors import named, refused
 from megatron_prefix.megatron.install import Hooks, install, installed
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.parts import Attempt, around
-from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.count_sums import sums_behind
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.own_errors import as_refusal, softened
@@ -302,14 +302,29 @@ class StepRun:
             raise
         if report.stopwatch is not None:
             report.stopwatch.forget()
+        if report.counter is not None:
+            report.counter.begin([stage.cache for stage in stages], gathers=self._memory.gathers)
         self._random_use = SegmentRandomUse(rank.language_models, rank.device)
         return Executor(
-            plan, stages, inputs, rank.forward_only,
-            self._schedule.watch or (report.stopwatch.timing if report.stopwatch else None),
-            self._idle,
+            plan, stages, inputs, rank.forward_only, self._watching(plan), self._idle,
             None if counts is None else self._summing(counts), self._random_use.checking,
             self._parts,
         )  # fmt: skip
+
+    def _watching(self, plan: Plan) -> Callable[[Action], contextlib.AbstractContextManager] | None:
+        """What is around the computation of an action."""
+        report, watch = self._report, self._schedule.watch
+        watch = watch or (report.stopwatch.timing if report.stopwatch else None)
+        if report.counter is None:
+            return watch
+
+        @contextlib.contextmanager
+        def counted(action: Action) -> Iterator[None]:
+            around_action = watch(action) if watch else contextlib.nullcontext()
+            with around_action, report.counter.counting(plan, action):
+                yield
+
+        return counted
 
     def _attempt(self, plan: Plan) -> Any:
         executor, self._first = self._first or self._executor(plan), None

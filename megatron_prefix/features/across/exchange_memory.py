@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from megatron_prefix.plan.actions import Action, Plan, Sent
-from megatron_prefix.plan.footprint import Footprint
+from megatron_prefix.plan.memory import Messages
 from megatron_prefix.tree.payload_map import Form
 
 
@@ -35,7 +35,7 @@ class ExchangeMemory:
         plan: Plan,
         rank: int,
         chunk: int,
-        footprint: Footprint,
+        footprint: Messages,
         visible: Callable[[int], Collection[int]],
     ) -> None:
         self._plan, self._footprint, self._visible = plan, footprint, visible

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_prefix.config import PrefixConfig
     from megatron_prefix.errors import Reason
     from megatron_prefix.plan.actions import Action
-    from megatron_prefix.plan.footprint import Footprint
+    from megatron_prefix.plan.memory import Footprint
     from megatron_prefix.run.calls import Callbacks
     from megatron_prefix.run.execute.executor import Executor, Stage
     from megatron_prefix.run.planning import Planning

@@ -255,7 +255,7 @@ def _decided(
 
 def _crossing(forest: Forest, rank: Rank) -> float:
     """Bytes that a rank sends and receives in a step; states of recurrent layers do not count."""
-    stages = rank.footprint(gathers=False).payloads
+    stages = rank.payloads
     rows = [one for of in stages[rank.stage :: rank.num_stages] for one in of]
     rows = [row for row in rows if row.form == Form.POSITIONS]
     back = not rank.forward_only

@@ -17,9 +17,7 @@ from megatron_prefix.errors import Reason
 from megatron_prefix.layers.attention import ROTARY
 from megatron_prefix.layers.kind import Override, Running, owner
 from megatron_prefix.layers.mla import MLA
-from megatron_prefix.plan.layer_numbers import LayerWork
-from megatron_prefix.predict.execution import Execution
-from megatron_prefix.predict.kinds import LayerMemory, of_latents
+from megatron_prefix.plan.layer_numbers import LayerWork, Payload, Sharding
 from megatron_prefix.refusals.table import (
     DSA_CP,
     DSA_DENSE_LOSS,
@@ -54,21 +52,14 @@ class DSA(MLA):
         full, (heads, width) = super().work(config), _indexer(config)
         return replace(full, pairs=full.pairs + heads * width)
 
-    def memory(self, config: Any, form: Execution) -> LayerMemory:
-        """Bytes it saves (predict/kinds.py): which keys were chosen instead of a
-        log-sum-exp; scores, as many as pairs, are transient, and not counted."""
-        full, (_, width) = of_latents(self, config, form), _indexer(config)
-        of = full.payload
-        if of is None:
-            raise RuntimeError("attention that leaves nothing")
-        lse = config.num_attention_heads / form.tp * max(4, form.itemsize)
-        extra = 4 * config.dsa_indexer_topk - lse
-        row = replace(
-            of,
-            values=of.values + width * form.itemsize,
-            gradients=of.gradients + width * max(4, form.itemsize),
-        )
-        return replace(full, inner=full.inner + extra, wave=full.wave + extra, payload=row)
+    def payload(self, config: Any, sharding: Sharding) -> Payload:
+        """See Kind: an index key besides."""
+        latents, (_, width) = super().payload(config, sharding), _indexer(config)
+        keys = Payload.of(latents.form, width, sharding.itemsize)
+        return replace(
+            latents, values=latents.values + keys.values,
+            gradients=latents.gradients + keys.gradients,
+        )  # fmt: skip
 
     def module_of(self, layer: Any) -> Any | None:
         """See Kind."""

@@ -1,10 +1,10 @@
-"""What CUDA graphs run of every kind of layer, and where that saves what it does.  Pure."""
+"""What CUDA graphs run of every kind of layer.  Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_prefix.layers import fused_yarn
 from megatron_prefix.layers.attention import Attention
@@ -14,10 +14,8 @@ from megatron_prefix.layers.kind import Kind
 from megatron_prefix.layers.mamba import Mamba2
 from megatron_prefix.layers.mla import MLA
 from megatron_prefix.layers.mlp import MLP
-from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent
+from megatron_prefix.layers.recurrent.kind import Recurrent
 from megatron_prefix.layers.window import Window
-from megatron_prefix.predict.execution import Execution
-from megatron_prefix.predict.kinds import LayerMemory
 
 
 class Graphed(Enum):
@@ -57,37 +55,3 @@ def without_graphs(config: Any, kinds: Iterable[Kind | None]) -> str:
     """What keeps graphs from a layer with these kinds; "" if nothing does."""
     names = (kind.name for kind in kinds if kind and graphed(kind, config) is Graphed.NOTHING)
     return " and ".join(names)
-
-
-class Elsewhere(NamedTuple):
-    """Bytes a position on one rank.
-
-    Attributes:
-        apart: of what is saved for a wave, what is not where graphs write.
-        twice: of that, what is there, too.
-    """
-
-    apart: float = 0.0
-    twice: float = 0.0
-
-
-def elsewhere(kind: Kind, config: Any, form: Execution, memory: LayerMemory) -> Elsewhere:
-    """What a kind's core and experts save; arguments as of `Kind.memory`, and what that says."""
-    size = form.itemsize
-    if isinstance(kind, Experts):
-        return Elsewhere(memory.wave)
-    if isinstance(kind, Mamba2):  # the kernel's input, and the output projection's
-        shape = kind.shape(config)
-        return Elsewhere((shape.rows + shape.values) * size / form.tp)
-    if isinstance(kind, GatedDeltaNet):  # A; what the convolution makes has a place of its own
-        convolved = sum(kind.shape(config).convolved)
-        numbers = config.linear_num_value_heads * CHUNK
-        return Elsewhere(numbers * size / form.tp, convolved * size / form.tp)
-    if isinstance(kind, MLA):
-        return Elsewhere(config.num_attention_heads / form.tp * max(4, size))
-    if isinstance(kind, Attention):  # values that norms hold are copied
-        heads = config.num_attention_heads
-        keys = max(1, (config.num_query_groups or heads) / form.tp) * config.kv_channels
-        keeps_keys = bool(config.qk_layernorm) and not form.fused_layers
-        return Elsewhere(heads / form.tp * max(4, size), keys * size if keeps_keys else 0.0)
-    return Elsewhere()

@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_prefix.features.graphs import cuda
 from megatron_prefix.features.graphs.choice import GraphChoice, longest_waiting
 from megatron_prefix.features.graphs.layers import LayerGraphs, why_not
-from megatron_prefix.features.graphs.places import GraphPlaces
 from megatron_prefix.layers import table
 from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import Hooks, installed
 from megatron_prefix.parts import Attempt, StepPart, TimedStep
-from megatron_prefix.plan.footprint import Footprint
 from megatron_prefix.run.agreement import all_say, first_says
 from megatron_prefix.run.execute.memory_control import free_memory
 
@@ -56,14 +53,6 @@ class Graphs(StepPart):
             _warn_once(f"layers run without CUDA graphs: {why}")
             return 0
         return tokens
-
-    def footprint(self, footprint: Footprint) -> Footprint:
-        """See StepPart."""
-        return replace(footprint, places=self._places) if self.even else footprint
-
-    @functools.cached_property
-    def _places(self) -> GraphPlaces:
-        return GraphPlaces.of_layers(self.even, *self._layers, self.rank.execution)
 
     def begin(self, attempt: Attempt) -> None:
         """See StepPart: before another attempt what graphs hold is given back: as much as all

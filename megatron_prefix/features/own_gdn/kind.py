@@ -10,16 +10,12 @@ features/own_gdn/layer.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers.gdn import GatedDeltaNet
 from megatron_prefix.layers.kind import Override, Running, owner
-from megatron_prefix.layers.recurrent.kind import CHUNK
-from megatron_prefix.plan.layer_numbers import LayerWork
-from megatron_prefix.predict.execution import Execution
-from megatron_prefix.predict.kinds import LayerMemory, SavedBytes, of_recurrent
+from megatron_prefix.plan.layer_numbers import LayerWork, Payload, Sharding
 from megatron_prefix.refusals.table import (
     DELTA_KERNEL,
     OTHER_MIXER,
@@ -61,32 +57,9 @@ class OwnGatedDeltaNet(GatedDeltaNet):
         """See Kind; ranks share the work of layers, but each has all of these."""
         return LayerWork(super().work(config).products * config.tensor_model_parallel_size)
 
-    def _saved(self, config: Any, form: Execution) -> SavedBytes:
-        """`edge` as of Megatron's.
-
-        Read from the modules, and from flash-linear-attention 0.4.2: the convolution its input; the
-        rule queries and keys of every value head, normalised, values, beta, g, and A; the gated
-        norm both inputs; the output projection its input. In fp32 what g is made of, and norms a
-        number a head.
-        """
-        size, shape, heads = form.itemsize, self.shape(config), config.linear_num_value_heads
-        keys, _, values = shape.convolved
-        rule = 2 * heads * config.linear_key_head_dim + values + heads * CHUNK + heads
-        narrow = 2 * keys + values + rule + 3 * values
-        return SavedBytes(narrow * size + 6 * heads * max(4, size), 2 * shape.tail * size)
-
-    def memory(self, config: Any, form: Execution) -> LayerMemory:
-        """Bytes it saves (predict/kinds.py). Every rank has all heads of all positions,
-        also in the norm inside, which takes the place of the one in front and computes in fp32; its
-        products are torch's own."""
-        unsplit = replace(form, tp=1, cp=1, sequence_parallel=False)
-        numbers = of_recurrent(self, self._saved(config, unsplit), config, unsplit)
-        size, wide = form.itemsize, max(4, form.itemsize)
-        counted = (2 if form.fused_layers else 3) * size / form.sequence_ranks
-        norm = config.hidden_size * (2 * wide + size - counted)
-        return replace(
-            numbers, inner=numbers.inner + norm, wave=numbers.wave + norm, norm_output=None
-        )
+    def payload(self, config: Any, sharding: Sharding) -> Payload:
+        """See Kind: every rank has all heads."""
+        return super().payload(config, sharding._replace(tp=1, cp=1))
 
     def module_of(self, layer: Any) -> Any | None:
         """See Kind."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,14 +32,15 @@ class SavedBytes:
     Args:
         resident: addresses of storages that are not counted, those of parameters
             (`segment.addresses`).
+        noted: called when another number of bytes is held.
 
     Attributes:
         now: bytes held now.
         peak: the most bytes held at once.
     """
 
-    def __init__(self, resident: set[int]) -> None:
-        self._resident = resident
+    def __init__(self, resident: set[int], noted: Callable[[], None] = lambda: None) -> None:
+        self._resident, self._noted = resident, noted
         self._known: weakref.WeakValueDictionary[StorageWeakRef, _Held] = (
             weakref.WeakValueDictionary()
         )
@@ -63,8 +64,12 @@ class SavedBytes:
             held = self._known[key] = _Held(tensor)
             weakref.finalize(held, self._dropped, held.counted)
             self._recent.append(weakref.ref(held))
-            self._count(*(one() for one in self._recent))
+            self.look()
         return tensor, held
+
+    def look(self) -> None:
+        """Counts once more what may have been emptied."""
+        self._count(*(held() for held in self._recent))
 
     def _unpack(self, saved: tuple[Tensor, _Held | None]) -> Tensor:
         self._count(saved[1])
@@ -77,6 +82,7 @@ class SavedBytes:
                 self.now += num_bytes - held.counted[0]
                 held.counted[0] = num_bytes
         self.peak = max(self.peak, self.now)
+        self._noted()
 
     def _dropped(self, counted: list[int]) -> None:
         self.now -= counted[0]

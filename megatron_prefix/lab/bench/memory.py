@@ -27,12 +27,14 @@ from megatron_prefix.lab.bench.scores import held_by_math, with_saved_scores
 from megatron_prefix.lab.bench.timing import GIB
 from megatron_prefix.lab.bench.work import GroupShape
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.predict.footprint import Footprint
+from megatron_prefix.lab.predict.of_rank import footprint_of_rank
+from megatron_prefix.lab.predict.peak_memory import PredictedMemory, predict_memory
 from megatron_prefix.lab.rl import loss, passes
 from megatron_prefix.lab.rl.updates import now
 from megatron_prefix.lab.verify import align
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan.actions import Action, Plan, policies
-from megatron_prefix.plan.peak_memory import RankMemory, predict_memory
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.execute.memory_control import free_memory
 from megatron_prefix.run.rank import Rank
@@ -138,15 +140,16 @@ def measure(
         report = schedule.report if isinstance(schedule, PrefixSchedule) else None
         if report is not None and report.retried:
             return replace(row, problem="out of device memory until every segment was recomputed")
-        if report is not None and report.memory is not None:  # of the policies that really ran
-            memory = report.memory.within(report.room_bytes)
+        if report is not None:  # of the policies that really ran
+            footprint = _footprint(chunks, config)
+            memory = predict_memory(report.plan, footprint)[0].within(report.room_bytes)
             of_step, of_waves = _compared(memory, shape, way, chunks)
             row = replace(row, predicted_gib=of_step, predicted_wave_gib=of_waves)
         return _filled(row, schedule, results[1:] or results, base)
 
 
 def _compared(
-    memory: RankMemory, shape: GroupShape, way: Way, chunks: list[Any]
+    memory: PredictedMemory, shape: GroupShape, way: Way, chunks: list[Any]
 ) -> tuple[float, float]:
     """What is predicted of what is measured here, of a step and while waves run, GiB."""
     if next(chunks[0].parameters()).device.type != "cuda":
@@ -264,14 +267,20 @@ def recomputing(chunks: list[Any], recompute: str) -> Iterator[None]:
                 setattr(config, name, value)
 
 
-def predicted(shape: GroupShape, way: Way, chunks: list[Any], config: PrefixConfig) -> RankMemory:
+def predicted(
+    shape: GroupShape, way: Way, chunks: list[Any], config: PrefixConfig
+) -> PredictedMemory:
     """Predicted memory of a shape (memory "auto": as if all were retained)."""
-    footprint = Rank.of(chunks).footprint(gathers=False)
-    footprint = replace(footprint, host_layers=config.cache_host_layers)
+    footprint = _footprint(chunks, config)
     if way.policy == STOCK:
         length = shape.prompt + shape.response - 1
         footprint = with_saved_scores(footprint, unwrap(chunks[0]).config, length)
     return predict_memory(_plan(shape, way, config), footprint)[0]
+
+
+def _footprint(chunks: list[Any], config: PrefixConfig) -> Footprint:
+    footprint = footprint_of_rank(Rank.of(chunks))
+    return replace(footprint, host_layers=config.cache_host_layers)
 
 
 def _plan(shape: GroupShape, way: Way, config: PrefixConfig) -> Plan:

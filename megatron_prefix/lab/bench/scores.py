@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megatron_prefix.lab.predict.footprint import Footprint
 from megatron_prefix.layers.blocks.math import MAX_SCORES
-from megatron_prefix.plan.footprint import Footprint
 from megatron_prefix.tree.payload_map import Form
 
 COPIES = 3

@@ -26,6 +26,9 @@ from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.lab.plans.forest import max_depth
 from megatron_prefix.lab.plans.job_plan import rank_cost
 from megatron_prefix.lab.plans.timeline import Timeline, simulate
+from megatron_prefix.lab.predict.execution import Execution
+from megatron_prefix.lab.predict.model import footprint_of
+from megatron_prefix.lab.predict.peak_memory import PredictedMemory, predict_memory
 from megatron_prefix.lab.rl.baseline import PACK_TOKENS, pack_sizes
 from megatron_prefix.lab.runtime.folders import check_folder_writable
 from megatron_prefix.lab.runtime.layout import Layout
@@ -33,12 +36,9 @@ from megatron_prefix.lab.view.drawing import timeline_svg
 from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.actions import POLICIES, Plan, policies
 from megatron_prefix.plan.chunking import ChunkChooser
-from megatron_prefix.plan.peak_memory import RankMemory, predict_memory
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.prediction import Prediction
 from megatron_prefix.plan.prediction import predict as predicted_times
-from megatron_prefix.predict.execution import Execution
-from megatron_prefix.predict.model import footprint_of
 from megatron_prefix.tree import Forest, TreeOptions, build
 
 HELP = """\
@@ -351,7 +351,7 @@ def _names(args: argparse.Namespace) -> str:
 
 def peaks(
     plan: Plan, spec: ModelSpec, layout: Layout, host_layers: int = 0
-) -> dict[str, RankMemory]:
+) -> dict[str, PredictedMemory]:
     """Per memory policy the predicted memory of the rank with the highest peak, without weights and
     gradients: bf16, transformer-engine's layers, no recomputation by Megatron.
 

@@ -10,14 +10,14 @@ from megatron_prefix.features.across.tries import find_below
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.plans.job import JobTimeline, simulate_job
 from megatron_prefix.lab.plans.messages import with_messages
+from megatron_prefix.lab.predict.execution import Execution
+from megatron_prefix.lab.predict.model import footprint_of
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.cost import FLOPS_PER_SECOND, CostModel
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.walk import Cost, token_cost
-from megatron_prefix.predict.execution import Execution
-from megatron_prefix.predict.model import footprint_of
 from megatron_prefix.tree import Forest, Pairs, TreeOptions
 from megatron_prefix.tree.payload_map import Form
 

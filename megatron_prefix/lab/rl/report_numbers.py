@@ -14,10 +14,14 @@ from megatron_prefix.run.report import StepReport, Stopwatch
 
 
 def predicted_peak(report: StepReport) -> float | None:
-    """Predicted peak of device memory in bytes, with what was there when the step began."""
-    if report.memory is None:
+    """Predicted peak of device memory in bytes, with what was there when the step began; None
+    while nothing was measured. Copies to the host are waited for only when memory is short, so
+    offloaded tensors may stay on the device longer."""
+    memory = report.memory
+    if memory is None or not memory.kept:
         return None
-    return report.base_bytes + report.memory.within(report.room_bytes).peak
+    lingering = min(report.room_bytes, memory.cache_peak + memory.staged) if memory.staged else 0.0
+    return report.base_bytes + max(memory.peak, lingering)
 
 
 def measured_peak(report: StepReport) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers.kind import Kind, Slot
-from megatron_prefix.plan.layer_numbers import LayerWork
+from megatron_prefix.plan.layer_numbers import LayerWork, Payload, Sharding
 from megatron_prefix.refusals.table import DETERMINISTIC
 from megatron_prefix.tree.payload_map import Form
 
@@ -70,6 +70,12 @@ class Recurrent(Kind):
     def work(self, config: Any) -> LayerWork:
         shape = self.shape(config)
         return LayerWork(config.hidden_size * shape.rows + shape.scan)
+
+    def payload(self, config: Any, sharding: Sharding) -> Payload:
+        """See Kind: the state in fp32 or wider, and the tail; ranks have a part of the heads."""
+        shape, size, ranks = self.shape(config), sharding.itemsize, sharding.tp * sharding.cp
+        state, tail = shape.state / ranks * max(4, size), shape.tail / ranks
+        return Payload(Form.SPANS, state + tail * size, state + tail * max(4, size))
 
     def module_of(self, layer: Any) -> Any | None:
         # A mixer: MambaLayer, also of Megatron's other recurrent layers in hybrid models.

@@ -207,8 +207,7 @@ class Executor:
 
     def _backward(self, action: Action, stage: Stage) -> None:
         index = action.segment
-        scored = self._scored(index, stage)
-        received, output = stage.live.pop(index)
+        received, output = stage.live[index]
         freed = not stage.is_last and output is not None and self._frees_outputs(stage)
         if output is None:  # while the gradient is on its way
             with self.timing(action):
@@ -216,27 +215,37 @@ class Executor:
         gradient = None if stage.is_last else self._links.receive(action)  # type: ignore[union-attr]
         for part in self._parts:
             part.backward(index, action.chunk)
-        context = self.context(index, stage, backward=True)
+        stage.live[index] = received, output
+        output = None  # what `live` has goes while it is timed, and its bytes are counted
         with self.timing(action):
-            if scored:  # outside of the hooks: a loss may call the model
-                stage.losses.complete(index)  # type: ignore[union-attr]
-            with stage.hooks.running(context, scored=scored):
-                if scored:
-                    tensors, gradients = stage.losses.gradients(index, output)  # type: ignore[union-attr]
-                    if stage.final is not None:
-                        states, of_states = stage.final.gradients(index)
-                        tensors, gradients = tensors + states, gradients + of_states
-                    torch.autograd.backward(tensors, gradients)
-                elif freed:
-                    custom_backward(output, gradient)
-                else:
-                    gradient = torch.zeros_like(output) if gradient is None else gradient
-                    torch.autograd.backward(output, gradient)
+            self._differentiate(index, stage, gradient, freed=freed)
         if received is not None:
             if received.grad is None:
                 raise RuntimeError(f"{action}: no gradient has reached the stage's input")
             self._links.send(action, received.grad)  # type: ignore[union-attr]
         self._release(action, stage)
+
+    def _differentiate(
+        self, index: int, stage: Stage, gradient: Tensor | None, *, freed: bool
+    ) -> None:
+        """Runs a segment's backward, from its losses or from the gradient that the next stage has
+        sent; `freed`: whether the output has its graph only."""
+        _, output = stage.live.pop(index)
+        scored, context = self._scored(index, stage), self.context(index, stage, backward=True)
+        if scored:  # outside of the hooks: a loss may call the model
+            stage.losses.complete(index)  # type: ignore[union-attr]
+        with stage.hooks.running(context, scored=scored):
+            if scored:
+                tensors, gradients = stage.losses.gradients(index, output)  # type: ignore[union-attr]
+                if stage.final is not None:
+                    states, of_states = stage.final.gradients(index)
+                    tensors, gradients = tensors + states, gradients + of_states
+                torch.autograd.backward(tensors, gradients)
+            elif freed:
+                custom_backward(output, gradient)
+            else:
+                gradient = torch.zeros_like(output) if gradient is None else gradient
+                torch.autograd.backward(output, gradient)
 
     def _scored(self, index: int, stage: Stage) -> bool:
         return stage.losses is not None and self._plan.segments[index].scored

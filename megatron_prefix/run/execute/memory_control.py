@@ -16,11 +16,11 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.device.memory import free_bytes
 from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.footprint import Footprint
 from megatron_prefix.plan.joint_forest import JointForest
+from megatron_prefix.plan.memory import MemoryModel, RankMemory, memory_table
 from megatron_prefix.plan.memory_policy import Rates, automatic, leaner
-from megatron_prefix.plan.peak_memory import RankMemory, memory_table, predict_memory
 from megatron_prefix.plan.prediction import heaviest_stock_plan, limit_of
+from megatron_prefix.run.execute.byte_meter import ByteMeter, with_parts
 from megatron_prefix.run.execute.rewind import Rewind
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.request import Request
@@ -39,9 +39,10 @@ class MemoryControl:
 
     Attributes:
         gathers: whether every context-parallel rank keeps K/V of all, in the step that runs.
+        meters: what is known of bytes, by model and layout.
         before: how the step that runs has begun; None outside of steps.
-        limit: bytes besides weights and gradients that the last planned step may take on a rank.
-        stock_bytes: what it is predicted to take on this one with the stock schedule, likewise.
+        limit: bytes besides weights and gradients that the last planned step may take on a rank;
+            infinite while nothing is known of that.
     """
 
     def __init__(self, config: PrefixConfig) -> None:
@@ -51,12 +52,25 @@ class MemoryControl:
         self._settled = 0
         self._known: dict[Any, tuple[float, Rates]] = {}
         self._static, self._rates = 0.0, Rates(1.0, 1.0)
-        self.limit, self.stock_bytes = math.inf, 0.0
+        self.limit = math.inf
+        self.meters: dict[Any, ByteMeter] = {}
         self.before: Rewind | None = None
         self._resting = 0
 
     def end(self) -> None:
         self.before = None
+
+    def meter(self, rank: Rank) -> ByteMeter:
+        """What is known of a model's bytes."""
+        if rank.layout not in self.meters:
+            self.meters[rank.layout] = ByteMeter(rank)
+        return self.meters[rank.layout]
+
+    def may_join(self, rank: Rank) -> bool:
+        """Whether spans may run in the segment of their parent. Not while nothing is known of a
+        device that counts bytes: what is joined cannot be recomputed."""
+        meter = self.meter(rank)
+        return meter.is_known or not meter.counts
 
     def settle(self, plan: Plan, joint: JointForest, request: Request) -> None:
         """Decides where K/V are with context parallelism, alike on all ranks that make this step
@@ -74,9 +88,10 @@ class MemoryControl:
             if self._settled < STEPS_ASKED or self._settled % STEPS_BETWEEN == 0:
                 self._free = [*self._free, self._least_of(rank.same_schedule, rank)][-STEPS_ASKED:]
             self._settled += 1
-        if self._free:
+        meter = self.meter(rank)
+        if self._free and (meter.is_known or not meter.counts):
             longest = replace(plan, segments=longest_segments(joint))
-            peaks = predict_memory(longest, self._footprint(request, gathers=True))
+            peaks = self._footprint(request, gathers=True).peaks(longest)
             self.gathers = max(memory.peak for memory in peaks) <= min(*self._free, self.limit)
 
     def ask_once(self, request: Request) -> None:
@@ -98,69 +113,66 @@ class MemoryControl:
         return Rates(*map(_rounded, numbers))
 
     def limited(
-        self,
-        plan: Plan,
-        joint: JointForest,
-        request: Request,
-        factors: tuple[float, float],
-        least: float = 0.0,
+        self, plan: Plan, joint: JointForest, request: Request, least: float = 0.0
     ) -> tuple[Plan, float]:
         """The plan with policies that keep the limit, by memory "auto", and the peak of the rank
         with most, in bytes; sets `limit`.
 
         Without a budget the limit is the peak of Megatron's own schedule on the same
         microbatches, with the user's own recomputation, and a little more. All ranks that make a
-        step together come to the same answer.
+        step together come to the same answer. While nothing is known, all inner segments run again,
+        if the device counts bytes, so that more is known behind the step; else nothing does.
 
         Args:
             plan: of the step, on segments as long as on the longest rank.
             joint: the step, of all ranks that share experts.
-            factors: by what predictions are multiplied, of the stock schedule and of ours.
             least: of the limit, where it is known to be that of a rank that is not in `joint`.
         """
-        rank, (by_stock, by_ours) = request.rank, factors
-        stock = self.stock_peaks(joint, request)
-        self.stock_bytes, limit = stock[rank.stage], self._budget
+        rank, meter = request.rank, self.meter(request.rank)
+        is_free = self._config.memory == "auto" and not self._config.plan_file
+        if not meter.is_known:
+            self.limit = math.inf if self._budget is None else self._budget
+            return (leaner(plan) if is_free and meter.counts else None) or plan, 0.0
+        limit = self._budget
         if limit is None:
-            limit = limit_of(by_stock * max(stock), self._static)
+            limit = limit_of(max(self._stock_peaks(joint, request)), self._static)
         self.limit = max(least, limit)
         footprint = self._before_settled(request)
-        if self._config.memory == "auto" and not self._config.plan_file:
+        if is_free:
             may_offload = any(part.may_offload for part in request.parts)
             policies = automatic(
-                plan, footprint, rank.model.cost, self._rates, self.limit / by_ours, may_offload
-            )
+                plan, footprint, rank.model.cost, self._rates, self.limit / meter.overhead,
+                may_offload,
+            )  # fmt: skip
             plan = replace(plan, policies=policies)
-        return plan, by_ours * max(memory.peak for memory in predict_memory(plan, footprint))
+        return plan, meter.overhead * max(memory.peak for memory in footprint.peaks(plan))
 
-    def stock_peaks(self, joint: JointForest, request: Request) -> list[float]:
-        """What the stock schedule is predicted to take on each stage, besides weights and
-        gradients; of a step without segments, too."""
+    def _stock_peaks(self, joint: JointForest, request: Request) -> list[float]:
+        """What Megatron's schedule takes on each stage, besides weights and gradients."""
         rank = request.rank
         plan = heaviest_stock_plan(
             joint.union, joint.microbatches_of, rank.num_stages, len(rank.models)
         )
-        stock = replace(self._before_settled(request), places=None)
-        return [memory.peak for memory in predict_memory(plan, stock)]
+        footprint = self.meter(rank).footprint(rank, gathers=False, stock=True)
+        return [memory.peak for memory in footprint.peaks(plan)]
 
-    def _before_settled(self, request: Request) -> Footprint:
+    def _before_settled(self, request: Request) -> MemoryModel:
         """Before it is known whether a rank keeps K/V of all: only if the user says so."""
         return self._footprint(request, gathers=self._config.cp_reduce == "segment")
 
-    def _footprint(self, request: Request, gathers: bool | None = None) -> Footprint:
-        """Bytes per row of the model on a rank, in the step that runs unless `gathers` is given."""
+    def _footprint(self, request: Request, gathers: bool | None = None) -> MemoryModel:
+        """Bytes of the model on a rank, in the step that runs unless `gathers` is given."""
         gathers = self.gathers if gathers is None else gathers
-        footprint = request.rank.footprint(gathers)
-        for part in request.parts:
-            footprint = part.footprint(footprint)
-        return footprint
+        footprint = self.meter(request.rank).footprint(request.rank, gathers=gathers)
+        model: MemoryModel = with_parts(footprint, request)
+        return model
 
     def _least_of(self, groups: Sequence[Any], rank: Rank) -> float:
         free = [float(free_bytes(rank.device, self._budget))]
         return _rounded(_least(free, groups, rank.device)[0])
 
     def predicted(self, plan: Plan, request: Request) -> RankMemory:
-        return predict_memory(plan, self._footprint(request))[request.rank.stage]
+        return self._footprint(request).peaks(plan)[request.rank.stage]
 
     def give_back(self, used: int, reserved: int, device: torch.device) -> None:
         """In mode "auto" returns to the device the blocks that torch's allocator has cached in a
@@ -242,7 +254,7 @@ class MemoryControl:
         return "gradients were not zero when the step began"
 
     def _failure(self, reason: str, plan: Plan, request: Request) -> StepOutOfMemory:
-        rows = memory_table(plan, predict_memory(plan, self._footprint(request)))
+        rows = memory_table(plan, self._footprint(request).peaks(plan))
         keeps = "cp_reduce 'wave', " if self.gathers else ""
         logger.error("predicted besides weights and gradients, GiB:\n%s", rows)
         return StepOutOfMemory(

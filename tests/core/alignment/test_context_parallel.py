@@ -26,6 +26,7 @@ from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.plans.forest import max_depth, trees
+from megatron_prefix.lab.predict.of_rank import predicted_bytes
 from megatron_prefix.lab.rl import loss, passes
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.rl.batches import on_cp_rank
@@ -239,7 +240,7 @@ def decisions(budgets: list[float]) -> list[list[Any]]:
         config = PrefixConfig(
             min_gain=0, chunk_tokens=64, segment_tokens=256, memory="auto", memory_budget_gb=budget
         )
-        with contextlib.suppress(Decided):
+        with contextlib.suppress(Decided), predicted_bytes():
             align.run_step(PrefixSchedule(config), chunks, items, optimize=False)
     return found
 

@@ -102,8 +102,8 @@ def test_all_ranks_know_the_same(layout: Layout, tmp_path: Path) -> None:
     prior, times, shares = first
     assert times.prices != prior.prices and shares == [True] * 6
     assert all(found == first for found in others)
-    (measured,) = read_costs(path).values()
-    assert measured.times(prior) == times and measured.measured(True)
+    (entry,) = read_costs(path).values()
+    assert entry.times.times(prior) == times and entry.times.measured(True)
     # What the file has, the next job begins with; all ranks have what the first one read.
     again = run_ranks(layout.world_size, begun, layout, path)
     assert again == [times] * layout.world_size
@@ -135,17 +135,16 @@ TIMED = [Layout(tp=2, sequence_parallel=True), Layout(cp=2), *LAYOUTS[2:]]
 def test_all_ranks_time_stock_without_a_look(layout: Layout, tmp_path: Path) -> None:
     """In the same steps, and each stage learns what the step has computed."""
     found = run_ranks(layout.world_size, timed_stock, layout, str(tmp_path / "costs.json"))
-    (measured,) = read_costs(str(tmp_path / "costs.json")).values()
-    for letters, _, bytes_read, told in found:
-        assert letters == "rSrS--rS" and told == bytes_read > 0
-    expected = {features for _, features, _, _ in found}
-    assert {step.features for step in measured.measured(False)} <= expected
+    (entry,) = read_costs(str(tmp_path / "costs.json")).values()
+    assert {letters for letters, _ in found} == {"rSrS--rS"}
+    expected = {features for _, features in found}
+    assert {step.features for step in entry.times.measured(False)} <= expected
 
 
-def timed_stock(layout: Layout, path: str) -> tuple[str, Any, float, float]:
+def timed_stock(layout: Layout, path: str) -> tuple[str, Any]:
     """Per step whether it was read and shared; and what reading says of the stock schedule."""
     runtime.initialize(layout)
-    gate.DOUBT, letters, before, told = 1e9, "", None, 0.0
+    gate.DOUBT, letters, before = 1e9, "", None
     config = PrefixConfig(mode="auto", min_gain=0, kernel="math", min_speedup=0.01, cost_file=path)
     schedule, chunks = PrefixSchedule(config), model_of(layout)
     groups = list(generate(2, 15, 34, 4, vocab_size=64, uneven=True))
@@ -166,10 +165,9 @@ def timed_stock(layout: Layout, path: str) -> tuple[str, Any, float, float]:
         assert report is not None
         letters += "-S"[report.decision.share]
         before = before or report
-        told = told if report.decision.share else report.stock_bytes
     runtime.shutdown()
     assert before is not None and before.prediction is not None
-    return letters, tuple(before.prediction.stock_features.tolist()), before.stock_bytes, told
+    return letters, tuple(before.prediction.stock_features.tolist())
 
 
 def test_a_bad_file_ends_all_ranks(tmp_path: Path) -> None:

@@ -15,10 +15,11 @@ from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.bench.counted import SavedBytes
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.predict.execution import Execution
+from megatron_prefix.lab.predict.kinds import memory_of
+from megatron_prefix.lab.predict.of_rank import predicted_bytes
 from megatron_prefix.megatron.install import install, language_model
 from megatron_prefix.moe.versions import is_since
-from megatron_prefix.predict.execution import Execution
-from megatron_prefix.predict.kinds import memory_of
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 from megatron_prefix.tree import Pairs
 from tests.harness import failures, hybrid, saving_kernels, steps
@@ -48,7 +49,7 @@ def step(model: Any, items: list[steps.Microbatch] | None = None, **fields: Any)
     count = SavedBytes(addresses(*inner.parameters(), *inner.buffers()))
     ours = schedule_with(**fields)
     steps.zero_gradients(model)
-    with count.counting():
+    with count.counting(), predicted_bytes():
         steps.call(ours, Contract().step, model, items or hybrid.items())
     assert ours.report is not None and ours.report.memory is not None and count.now == 0
     return count.peak, ours.report

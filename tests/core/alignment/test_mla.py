@@ -11,13 +11,13 @@ import torch
 
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.predict.execution import Execution
+from megatron_prefix.lab.predict.kinds import memory_of
 from megatron_prefix.layers.blocks import core
 from megatron_prefix.layers.blocks.latent import Latents
 from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.layers.mla import MLA
 from megatron_prefix.megatron.install import install, installed, language_model
-from megatron_prefix.predict.execution import Execution
-from megatron_prefix.predict.kinds import memory_of
 from tests.core.alignment.test_hybrid_memory import step
 from tests.harness import hybrid, steps
 from tests.harness.command_line import BUNDLED, forked

@@ -11,17 +11,14 @@ import pytest
 from megatron_prefix import features
 from megatron_prefix.features.graphs import kinds
 from megatron_prefix.lab.models import presets
+from megatron_prefix.lab.predict import kinds as predicted
 from megatron_prefix.layers import table
 from megatron_prefix.layers.gdn import GatedDeltaNet
 from megatron_prefix.layers.kind import Kind, Slot
-from megatron_prefix.layers.model import cost_of, layers_of
+from megatron_prefix.layers.model import cost_of, dropped_bytes, layers_of, payloads_of
 from megatron_prefix.layers.table import KINDS, part_of
 from megatron_prefix.megatron.install import language_model
-from megatron_prefix.plan.layer_numbers import LayerWork, Payload
-from megatron_prefix.predict import kinds as predicted
-from megatron_prefix.predict.execution import Execution
-from megatron_prefix.predict.kinds import LayerMemory, memory_of
-from megatron_prefix.predict.model import footprint_of
+from megatron_prefix.plan.layer_numbers import LayerWork, Payload, Sharding
 from megatron_prefix.tree.payload_map import Form
 from tests.core.test_purity import in_fresh_interpreter
 from tests.harness import data
@@ -83,8 +80,8 @@ def test_numbers_of_all_presets_need_neither_torch_nor_megatron() -> None:
     in_fresh_interpreter(
         "from megatron_prefix.lab.models.presets import PRESETS\n"
         "from megatron_prefix.layers.model import cost_of\n"
-        "from megatron_prefix.predict.model import footprint_of\n"
-        "from megatron_prefix.predict.execution import Execution\n"
+        "from megatron_prefix.lab.predict.model import footprint_of\n"
+        "from megatron_prefix.lab.predict.execution import Execution\n"
         "for spec in PRESETS.values():\n"
         "    cost_of(spec), footprint_of(spec, Execution())\n"
     )
@@ -128,15 +125,14 @@ class Other(Kind):
     def work(self, config: Any) -> LayerWork:
         return LayerWork(1000.0 * config.hidden_size, 70.0)
 
-    def memory(self, config: Any, form: Execution) -> LayerMemory:
-        payload = Payload(Form.SPANS, 5.0, 6.0)
-        return LayerMemory(5e5 * form.itemsize, 2e6, seen=1e9, payload=payload)
+    def payload(self, config: Any, sharding: Sharding) -> Payload:
+        return Payload(Form.SPANS, 5.0, 6.0)
 
 
 def test_a_new_kind_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its module is found, and its numbers are in costs and memory."""
-    spec, form = presets.resolve("tiny-llama", num_layers=4), Execution()
-    cost, footprint = cost_of(spec, 0), footprint_of(spec, form)
+    """Its module is found, and its numbers are in costs and payloads."""
+    spec, sharding = presets.resolve("tiny-llama", num_layers=4), Sharding()
+    cost = cost_of(spec, 0)
     other = Other()
     monkeypatch.setattr(table, "KINDS", (other, *KINDS))
     model = SimpleNamespace(decoder=SimpleNamespace(layers=[SimpleNamespace(other=3)]))
@@ -150,12 +146,9 @@ def test_a_new_kind_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     flops = cost_of(spec, 0).forward
     assert flops.positions == cost.forward.positions + 2 * 2 * products
     assert flops.pairs == cost.forward.pairs / 2 + 2 * 2 * 70
-    found, memory = footprint_of(spec, form), memory_of(attention, spec, form)
-    assert found.inner == footprint.inner + (1e6 - memory.inner) / 2
-    assert found.wave == footprint.wave + (2e6 - memory.wave) / 2
-    assert (found.kv, found.seen) == (footprint.kv, 1e9)
-    assert found.unread == found.inner  # all of the last layer is computed
-    assert found.payloads == ((memory.payload, Payload(Form.SPANS, 5.0, 6.0)) * 2,)
+    keys, states = attention.payload(spec, sharding), other.payload(spec, sharding)
+    assert payloads_of(spec, None, sharding) == (*[(keys,), (states,)] * 2, ())
+    assert dropped_bytes(spec, None, sharding) == 4 * mlp.dropped(spec, sharding) > 0
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ from megatron.core.enums import Fp8Recipe
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.predict.execution import Execution
+from megatron_prefix.lab.predict.kinds import memory_of
+from megatron_prefix.lab.predict.precision import kept_bytes
 from megatron_prefix.layers import precision
 from megatron_prefix.layers.model import cost_of, layers_of
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan
-from megatron_prefix.predict.execution import Execution
-from megatron_prefix.predict.kinds import memory_of
-from megatron_prefix.predict.precision import kept_bytes
 from megatron_prefix.run.execute.inputs import SegmentInputs
 from megatron_prefix.run.read.heads import MOVES_LABELS
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build

@@ -12,15 +12,16 @@ import torch
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.predict.execution import Execution
+from megatron_prefix.lab.predict.footprint import Footprint
+from megatron_prefix.lab.predict.model import footprint_of
+from megatron_prefix.lab.predict.of_rank import predicted_bytes
+from megatron_prefix.lab.predict.peak_memory import predict_memory
 from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.actions import Plan, policies
 from megatron_prefix.plan.cost import AGAIN
-from megatron_prefix.plan.footprint import Footprint
 from megatron_prefix.plan.memory_policy import Rates, automatic, leaner
-from megatron_prefix.plan.peak_memory import predict_memory
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.predict.execution import Execution
-from megatron_prefix.predict.model import footprint_of
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness import steps
@@ -205,7 +206,8 @@ def test_a_step_takes_what_fits_its_budget() -> None:
     for budget in (1.0, 1e-3, 2e-4, 1e-6):
         config = replace(CONFIG, memory="auto", memory_budget_gb=budget)
         schedule = PrefixSchedule(config)
-        assert_same(run(schedule, model), expected)
+        with predicted_bytes():
+            assert_same(run(schedule, model), expected)
         report = schedule.report
         assert report is not None and report.memory is not None
         found[budget] = set(report.plan.policies), report.memory.peak

@@ -31,6 +31,7 @@ from megatron_prefix.features.across.step import (
     why_alone,
 )
 from megatron_prefix.lab import runtime
+from megatron_prefix.lab.predict.of_rank import predicted_bytes
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan import cost
@@ -64,7 +65,8 @@ def sharing_experts(mine: list[Any]) -> list[str]:
     stock = gradients(stock_schedule(), model, items)
     for config in mine:
         schedule = PrefixSchedule(config)
-        ours = gradients(schedule, model, items)
+        with predicted_bytes():
+            ours = gradients(schedule, model, items)
         expected = steps.Reference(stock, {n: float(g.abs().max()) for n, g in stock.items()})
         steps.assert_gradients(ours, expected, sum(i["tokens"].numel() for i in items))
         said.append(schedule.report.why_alone)  # type: ignore[union-attr]
@@ -175,7 +177,7 @@ def test_each_rank_is_alone_where_the_slowest_gains_nothing() -> None:
 def test_each_rank_is_alone_where_one_would_take_too_much_memory() -> None:
     """A limit that no plan keeps."""
     config = replace(AUTO, memory="retain", memory_budget_gb=1e-6)
-    for said, *_ in run_ranks(2, run, config, Layout(dp=2), nothing):
+    for said, *_ in run_ranks(2, run, config, Layout(dp=2), predicted_bytes):
         assert all("more memory than it may" in one for one in said)
 
 

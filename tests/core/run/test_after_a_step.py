@@ -14,10 +14,11 @@ import torch
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.host.part import HostMemory
 from megatron_prefix.features.host.segment import Offloader
+from megatron_prefix.lab.predict.of_rank import footprint_of_rank
+from megatron_prefix.lab.predict.peak_memory import predict_memory
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.parts import Attempt
 from megatron_prefix.plan.actions import Plan, policies
-from megatron_prefix.plan.peak_memory import predict_memory
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.execute.memory_control import MemoryControl
@@ -107,7 +108,7 @@ def test_host_memory_goes_with_the_first_step_without_offload() -> None:
     def kept_after(plan: Plan, rank: Rank) -> Offloader | None:
         part = HostMemory(PrefixConfig(memory="offload"), rank, Callbacks())
         part.kept = kept
-        part.prepare(plan, lambda: predict_memory(plan, rank.footprint(gathers=False))[0])
+        part.prepare(plan, lambda: predict_memory(plan, footprint_of_rank(rank))[0])
         return next(iter(kept.values()), None)
 
     first = kept_after(away, with_gradients)

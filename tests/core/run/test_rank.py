@@ -24,19 +24,16 @@ def test_numbers_are_made_once_until_an_option_changes() -> None:
     with one_rank():
         model = small_model()
         first, again = Rank.of([model]), Rank.of([model], forward_only=True)
-        assert (
-            again.model.cost is first.model.cost
-            and again.model.footprints is first.model.footprints
-        )
-        kept = first.footprint(False)
-        assert again.footprint(False) is kept
+        assert again.model.cost is first.model.cost and again.model.payloads is first.model.payloads
+        dropped = first.act
+        assert dropped > 0
         first.config.recompute_granularity = "full"
         first.config.recompute_method, first.config.recompute_num_layers = "uniform", 1
-        assert Rank.of([model]).footprint(False) != kept
+        assert Rank.of([model]).act == 0
         first.config.recompute_granularity, first.config.recompute_modules = "selective", []
-        nothing = Rank.of([model]).footprint(False)
-        first.config.recompute_modules.append("core_attn")  # in place
-        assert Rank.of([model]).footprint(False) != nothing
+        assert Rank.of([model]).act == dropped
+        first.config.recompute_modules.append("mlp")  # in place
+        assert Rank.of([model]).act == 0
 
 
 def test_other_chunks_have_numbers_of_their_own() -> None:
@@ -58,7 +55,7 @@ def test_numbers_do_not_keep_a_model() -> None:
     with one_rank():
         model = small_model()
         gone = weakref.ref(model)
-        Rank.of([model]).footprint(False)
+        assert Rank.of([model]).payloads
         del model
         gc.collect()
         assert gone() is None

@@ -21,7 +21,6 @@ from megatron_prefix.layers.blocks.interface import Kernel, Runs
 from megatron_prefix.layers.blocks.kernels import KERNELS, CompositeKernel
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.calls import CallLayout
-from megatron_prefix.run.execute import memory_control
 from megatron_prefix.run.execute.inputs import SegmentInputs
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.read.read_calls import CallTokens, ReadCalls
@@ -219,11 +218,13 @@ def test_every_rank_keeps_all_if_the_least_room_allows_it(
     control = MemoryControl(PrefixConfig(cp_reduce=reduce))
     rooms = iter(free)
     monkeypatch.setattr(control, "_least_of", lambda groups, rank: next(rooms))
-    monkeypatch.setattr(control, "_footprint", lambda request, gathers: gathers)
     peaks = {True: 5.0, False: 1.0}
-    monkeypatch.setattr(
-        memory_control, "predict_memory", lambda plan, kept: [SimpleNamespace(peak=peaks[kept])]
-    )
+
+    def footprint(request: Any, gathers: bool) -> Any:
+        return SimpleNamespace(peaks=lambda plan: [SimpleNamespace(peak=peaks[gathers])])
+
+    monkeypatch.setattr(control, "_footprint", footprint)
+    monkeypatch.setattr(control, "meter", lambda rank: SimpleNamespace(is_known=True))
     forest_of_one = forest()
     joint: Any = SimpleNamespace(lengths=[(1,)], forest=forest_of_one, num_pipelines=1)
     plan = make_plan(forest_of_one)

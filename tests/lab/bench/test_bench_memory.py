@@ -21,10 +21,10 @@ from megatron_prefix.lab.bench.work import GroupShape
 from megatron_prefix.lab.cli import bench, bench_memory
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.predict.execution import Execution
+from megatron_prefix.lab.predict.model import footprint_of
 from megatron_prefix.layers.blocks.math import MAX_SCORES
 from megatron_prefix.plan.actions import ON_DEVICE
-from megatron_prefix.predict.execution import Execution
-from megatron_prefix.predict.model import footprint_of
 from tests.harness.command_line import failure, forked
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.rows import rows

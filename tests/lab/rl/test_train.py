@@ -244,7 +244,6 @@ WHEN_SHARING = {
     "prefix_sharing/bubble_fraction": float,
     "prefix_sharing/kv_cache_gb": float,
     "prefix_sharing/out_of_memory_retried": int,
-    "prefix_sharing/predicted_peak_gb": float,
 }
 FALLBACK = {"prefix_sharing/fallback_reason": str}
 
@@ -286,5 +285,5 @@ def test_metrics_of_every_mode(
         assert 0 < row["prefix_sharing/shared_ratio"] < 1
         assert row["prefix_sharing/predicted_speedup"] > 1
     if active:
-        assert row["prefix_sharing/predicted_peak_gb"] > row["prefix_sharing/kv_cache_gb"] > 0
+        assert row["prefix_sharing/kv_cache_gb"] > 0
         assert row["prefix_sharing/bubble_fraction"] == 0

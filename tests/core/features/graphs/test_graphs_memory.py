@@ -12,17 +12,11 @@ from torch import Tensor
 
 from megatron_prefix.features.graphs import cuda
 from megatron_prefix.features.graphs.pieces import Piece
-from megatron_prefix.features.graphs.places import GraphPlaces
 from megatron_prefix.features.graphs.segment_graphs import GraphForm, SegmentGraphs
 from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.layers.model import layers_of
-from megatron_prefix.megatron.features import pattern_of
-from megatron_prefix.predict.execution import Execution
-from megatron_prefix.predict.model import footprint_of
 from tests.core.features.graphs.test_graphs import config, made, steps
-from tests.core.features.graphs.test_graphs_experts import MIXED
-from tests.harness.hybrid import GDN, MAMBA, gated_delta, mamba
+from tests.harness.hybrid import GDN, MAMBA, mamba
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.recorded import recorded_graphs  # noqa: F401
 
@@ -127,55 +121,6 @@ def new_sets(
     steps(model, config(memory=memory))
     assert found
     return found
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "memory"),
-    [
-        ("tiny-llama", {}, "retain"), ("tiny-moe", PLAIN, "retain"),
-        ("tiny-moe", {**PLAIN, **MIXED}, "retain"), ("tiny-llama", {}, "recompute_act"),
-    ],
-)  # fmt: skip
-@pytest.mark.usefixtures("recorded_graphs")
-def test_sets_hold_what_is_predicted(
-    name: str, fields: dict[str, Any], memory: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To the byte: what pieces save, and places of what attention and experts save."""
-    model = small_model(name, spec={"num_layers": LAYERS, **fields})
-    own = unwrap(model).config
-    form = Execution.of_config(own)
-    one = footprint_of(own, form, 64, "")
-    places = GraphPlaces.of_layers(1, own, layers_of(own, ""), form)
-    assert one.ends_early == (name == "tiny-llama")
-    # What the last of them gives has a place, too, unless experts give it.
-    last = one.ends_early * one.stage_input
-    dropped = one.act * (memory == "recompute_act")
-    each = (LAYERS - one.ends_early) * (one.wave - places.apart + places.twice - dropped) + last
-    for positions, held, *_ in new_sets(model, monkeypatch, memory):
-        assert held == pytest.approx(positions * each, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("name", "fields"),
-    [(GDN, {**gated_delta(3, 4), **PLAIN}), (MAMBA, mamba("MMM")), (MAMBA, mamba("M*M-M-"))],
-)
-@pytest.mark.usefixtures("recorded_graphs")
-def test_sets_of_recurrent_layers_hold_what_is_predicted(
-    name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same, but for numbers that no position has: two a head of a rule, made of weights."""
-    model = small_model(name, spec=fields)
-    own, pattern = unwrap(model).config, pattern_of(unwrap(model))
-    form = Execution.of_config(own)
-    one = footprint_of(own, form, 64, pattern)
-    places = GraphPlaces.of_layers(1, own, layers_of(own, pattern), form)
-    assert not one.ends_early
-    num = fields["num_layers"]
-    last = one.stage_input * (pattern[-1:] != "-")  # what an MLP has saved is in its place
-    each = num * (one.wave - places.apart + places.twice) + last
-    more = 2 * num * own.linear_num_value_heads * 8 if name == GDN else 0
-    for positions, held, *_ in new_sets(model, monkeypatch):
-        assert held == pytest.approx(positions * each + more, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.recompute_act.activation import Between
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.predict.execution import Execution
+from megatron_prefix.lab.predict.kinds import memory_of
+from megatron_prefix.lab.predict.model import footprint_of
 from megatron_prefix.layers import mlp as kind
-from megatron_prefix.predict.execution import Execution
-from megatron_prefix.predict.kinds import memory_of
-from megatron_prefix.predict.model import footprint_of
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.alignment.test_variants import items
 from tests.harness import steps

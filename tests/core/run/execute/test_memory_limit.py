@@ -13,13 +13,14 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.bench.counted import SavedBytes
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.predict.execution import Execution
+from megatron_prefix.lab.predict.model import footprint_of
+from megatron_prefix.lab.predict.of_rank import predicted_bytes
+from megatron_prefix.lab.predict.peak_memory import predict_memory
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan import prediction
-from megatron_prefix.plan.peak_memory import predict_memory
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.plan.prediction import heaviest_stock_plan
-from megatron_prefix.predict.execution import Execution
-from megatron_prefix.predict.model import footprint_of
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Forest, Segment, Span
 from tests.harness import steps
@@ -60,7 +61,7 @@ def saved(schedule: Any, model: Any, items: list[Any]) -> tuple[float, list[torc
     inner = unwrap(model)
     count = SavedBytes(addresses(*inner.parameters(), *inner.buffers()))
     steps.zero_gradients(model)
-    with count.counting():
+    with count.counting(), predicted_bytes():
         steps.call(schedule, Contract().step, model, items)
     cache = schedule.report.cache_bytes if isinstance(schedule, PrefixSchedule) else 0
     return count.peak + cache, [p.main_grad.clone() for p in model.parameters()]

@@ -19,6 +19,7 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.bench.counted import SavedBytes
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.predict.of_rank import predicted_bytes
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan import prediction
 from megatron_prefix.plan.step_planner import StepPlanner
@@ -85,7 +86,7 @@ def step(schedule: Any, chunks: list[Any], items: list[Any]) -> tuple[float, tor
     )
     for chunk in chunks:
         steps.zero_gradients(chunk)
-    with count.counting():
+    with count.counting(), predicted_bytes():
         schedule(
             forward_step_func=Contract().step, num_microbatches=len(items), forward_only=False,
             data_iterator=[iter(items) for _ in chunks] if len(chunks) > 1 else iter(items),

@@ -14,11 +14,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_prefix.lab.predict.execution import Execution
+from megatron_prefix.lab.predict.footprint import Footprint
+from megatron_prefix.lab.predict.kinds import LayerMemory, SavedPayload, memory_of
 from megatron_prefix.layers.model import behind_decoder, layers_of, vocabulary
-from megatron_prefix.plan.footprint import Footprint
-from megatron_prefix.plan.layer_numbers import Payload
-from megatron_prefix.predict.execution import Execution
-from megatron_prefix.predict.kinds import LayerMemory, memory_of
 from megatron_prefix.tree.payload_map import Form
 
 
@@ -153,7 +152,7 @@ def _in_front(part: LayerMemory, norm: float, output: float, *, recomputed: bool
 
 def _by_stage(
     layers: Sequence[Sequence[LayerMemory]], behind: Sequence[LayerMemory], form: Execution
-) -> tuple[tuple[Payload, ...], ...]:
+) -> tuple[tuple[SavedPayload, ...], ...]:
     """Payloads of every stage; layers are spread evenly, `behind` is on the last."""
     ends = [len(layers) * stage // form.num_stages for stage in range(form.num_stages + 1)]
     stages = [[*layers[start:end]] for start, end in itertools.pairwise(ends)]

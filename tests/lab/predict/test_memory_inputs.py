@@ -11,12 +11,12 @@ import torch
 
 from megatron_prefix.device.modules import modules_of
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.predict.execution import Execution
+from megatron_prefix.lab.predict.model import footprint_of
+from megatron_prefix.lab.predict.peak_memory import predict_memory
 from megatron_prefix.megatron.features import pattern_of
 from megatron_prefix.plan.joint_forest import joint_forest
-from megatron_prefix.plan.peak_memory import predict_memory
 from megatron_prefix.plan.planner import best_plan
-from megatron_prefix.predict.execution import Execution
-from megatron_prefix.predict.model import footprint_of
 from megatron_prefix.run.execute.memory_control import longest_segments
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_prefix.plan.layer_numbers import Sharding
+
 
 @dataclass(frozen=True)
 class Execution:
@@ -40,6 +42,10 @@ class Execution:
     keeps_outputs: bool = True
     fused_gradients: bool = True
     holds_projection: bool = False
+
+    @property
+    def sharding(self) -> Sharding:
+        return Sharding(self.tp, self.cp, self.itemsize)
 
     @property
     def sequence_ranks(self) -> int:

@@ -14,21 +14,20 @@ from megatron.core.transformer import mlp as megatron_mlp
 from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.features.graphs.places import GraphPlaces
 from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.bench.counted import SavedBytes
 from megatron_prefix.lab.models import build as models_build
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.lab.plans.forest import trees
+from megatron_prefix.lab.predict import model as predicted
+from megatron_prefix.lab.predict.execution import Execution
+from megatron_prefix.lab.predict.footprint import Footprint
+from megatron_prefix.lab.predict.of_rank import predicted_bytes
+from megatron_prefix.lab.predict.peak_memory import PredictedMemory, predict_memory
 from megatron_prefix.lab.runtime.groups import forget_logged_losses
-from megatron_prefix.layers import model as layers_model
 from megatron_prefix.plan.actions import Plan, policies
-from megatron_prefix.plan.footprint import Footprint
-from megatron_prefix.plan.peak_memory import RankMemory, memory_table, predict_memory
 from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.predict import model as predicted
-from megatron_prefix.predict.execution import Execution
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar import cache as cache_module
 from megatron_prefix.tree import Pairs, TreeOptions, build
@@ -96,7 +95,7 @@ def test_the_output_layer_on_received_rows_takes_memory() -> None:
 
 def counted(
     model: Any, shape: tuple[int, ...], memory: str, host_layers: int = 0
-) -> tuple[int, int, RankMemory]:
+) -> tuple[int, int, PredictedMemory]:
     """Peaks of what autograd and the sidecar hold in a step, and the prediction."""
     prompt, response, num, wave, chunk, num_groups = shape
     rollouts, groups = flat_rollouts(prompt, response, num, num_groups)
@@ -108,7 +107,7 @@ def counted(
     config = replace(config, cache_host_layers=host_layers)
     schedule = PrefixSchedule(config)
     steps.zero_gradients(model)
-    with count.counting():
+    with count.counting(), predicted_bytes():
         steps.call(schedule, Contract().step, model, items)
     report = schedule.report
     assert report is not None and report.memory is not None and count.now == 0
@@ -255,7 +254,7 @@ def test_bytes_of_a_segment_that_is_read_in_part(
         count = SavedBytes(addresses(*inner.parameters(), *inner.buffers()))
         schedule = PrefixSchedule(PrefixConfig(segment_tokens=1024, min_gain=0))
         steps.zero_gradients(model)
-        with count.counting():
+        with count.counting(), predicted_bytes():
             steps.call(schedule, contract.step, model, items)
         report = schedule.report
         assert report is not None and report.memory is not None
@@ -273,45 +272,6 @@ def test_offloaded_segments_hold_less() -> None:
     assert saved["offload"][0] < 0.3 * saved["retain"][0]
     assert saved["offload"][2].saved < 0.8 * saved["retain"][2].saved
     assert saved["offload"][2].saved >= sum(saved["offload"][:2])  # loaded layers are in it
-
-
-def places(most: int) -> GraphPlaces:
-    spec = resolve("llama3-8b")
-    return GraphPlaces.of_layers(most, spec, layers_model.layers_of(spec), Execution())
-
-
-def test_graphs_have_places_for_keys_of_all_segments() -> None:
-    """As many sets as segments about as long are live at once, each as large as the longest's."""
-    footprint = replace(footprint_of(resolve("llama3-8b")), places=places(16384))
-    plan = plan_of(16384, 16384, 2, 1)
-    [found] = predict_memory(plan, footprint)
-    layers = footprint.num_layers - 1
-    assert footprint.inner < footprint.wave
-    assert found.activations >= 2 * 16384 * layers * footprint.wave
-
-
-def test_segments_that_are_recomputed_have_one_set_of_graphs() -> None:
-    """One after the other; what they save when they run again is nowhere else."""
-    footprint = replace(footprint_of(resolve("llama3-8b")), places=places(4096))
-    plan = plan_of(16384, 64, 2, 1, chunk=4096)
-    assert sum(segment.inner for segment in plan.segments) == 4
-
-    def static(policy: str) -> float:
-        [found] = predict_memory(replace(plan, policies=policies(plan.segments, policy)), footprint)
-        return found.activations - sum(size for _, size in found.held)
-
-    layer = footprint.num_layers - 1
-    kept = footprint.wave - places(4096).apart + places(4096).twice
-    one = 4096 * (layer * kept + footprint.temporary)
-    wave = one * 64 / 4096  # in a set of its own, which is smaller
-    assert static("recompute") == pytest.approx(one + wave)
-    assert static("retain") == pytest.approx(4 * one + wave)
-    dropped = layer * footprint.act
-    assert static("recompute_act") == pytest.approx(4 * one + wave - dropped * (4 * 4096 + 64))
-    recomputed = replace(plan, policies=policies(plan.segments, "recompute"))
-    both = footprint, replace(footprint, places=None)
-    [graphed], [plain] = (predict_memory(recomputed, one) for one in both)
-    assert graphed.temporary < plain.temporary and graphed.peak >= plain.peak
 
 
 def test_what_is_on_the_host_is_not_released_from_the_device() -> None:
@@ -547,14 +507,6 @@ def test_phase_b_of_the_issue() -> None:
         assert 1 - (chain + one * response) / stock.activations >= least / 100
         lean = replace(plan, policies=policies(plan.segments, "recompute"))
         assert predict_memory(lean, footprint)[0].peak < stock.peak
-
-
-def test_the_table_names_what_is_held() -> None:
-    footprint = footprint_of(resolve("llama3-8b"))
-    plan = plan_of(1024, 256, 4, 256)
-    text = memory_table(plan, predict_memory(plan, footprint))
-    assert text.splitlines()[1].split()[-2:] == ["2", "(retain)"]
-    assert len(text.splitlines()) == 2
 
 
 def test_the_sidecar_counts_its_bytes() -> None:

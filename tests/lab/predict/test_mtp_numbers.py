@@ -12,13 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.predict.execution import Execution
+from megatron_prefix.lab.predict.model import footprint_of
 from megatron_prefix.layers.model import cost_of
-from megatron_prefix.predict.execution import Execution
-from megatron_prefix.predict.model import footprint_of
-from tests.core.plan.test_peak_memory import MODELS, SHAPES, VOCAB, counted
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.rows import rows
+from tests.lab.predict.test_peak_memory import MODELS, SHAPES, VOCAB, counted
 
 
 @pytest.fixture(scope="module", autouse=True)

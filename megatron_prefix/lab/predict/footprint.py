@@ -1,52 +1,20 @@
-"""Bytes of device memory that a position of a segment takes on one rank.  Pure.
+"""Bytes of device memory that a position of a segment takes on one rank, predicted from a
+configuration.  Pure.
 
-predict/ makes these numbers of a configuration.
+It is a MemoryModel (plan/memory.py), as is what the core measures in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from megatron_prefix.plan.layer_numbers import Payload
+from megatron_prefix.lab.predict.kinds import SavedPayload
+from megatron_prefix.plan.memory import BuffersOf
 
 if TYPE_CHECKING:
-    from megatron_prefix.plan.actions import Action, Plan
-
-
-class Places(Protocol):
-    """Memory of a part of the step that stays between steps, where layers of some segments write
-    what they save. It is hashable; bytes are of one rank of a pipeline."""
-
-    def saved(self, plan: Plan, footprint: Footprint, rank: int, action: Action) -> float:
-        """Of what a segment's layers save, bytes that are there."""
-        ...
-
-    def held(self, plan: Plan, footprint: Footprint, rank: int) -> float:
-        """Bytes of all of it."""
-        ...
-
-
-class Buffers(Protocol):
-    """Memory of further messages of a model chunk, beyond those between stages, while its program
-    runs."""
-
-    @property
-    def held(self) -> float:
-        """Bytes."""
-        ...
-
-    def post(self, action: Action) -> None:
-        """Allocates buffers of messages that start with an action."""
-        ...
-
-    def take(self, action: Action) -> None:
-        """Frees buffers of messages that an action waits for."""
-        ...
-
-
-BuffersOf = Callable[["Plan", int, int, "Footprint", Callable[[int], Collection[int]]], Buffers]
+    from megatron_prefix.lab.predict.peak_memory import PredictedMemory
+    from megatron_prefix.plan.actions import Plan
 
 
 @dataclass(frozen=True)
@@ -82,7 +50,6 @@ class Footprint:
         state, state_grad: a final hidden state that crosses data-parallel ranks, and its gradient.
         shares: into how many parts K/V and gK/gV of inner segments are cut; a rank has one.
         keeps_outputs: whether a stage's output stays until its backward.
-        places: where layers save what stays between steps; None: nothing does.
         buffers: makes those of a plan, a rank, its model chunk and a footprint, with what says
             which segments a segment reads; None: there are no further messages.
         ends_early: whether the last layer of the last stage runs on what is read only.
@@ -112,12 +79,11 @@ class Footprint:
     shares: int = 1
     keeps_outputs: bool = True
     host_layers: int = 0
-    payloads: tuple[tuple[Payload, ...], ...] = ()
+    payloads: tuple[tuple[SavedPayload, ...], ...] = ()
     behind_inner: float = 0.0
     behind_wave: float = 0.0
     state: float = 0.0
     state_grad: float = 0.0
-    places: Places | None = None
     buffers: BuffersOf | None = None
     ends_early: bool = True
     checkpointed: bool = False
@@ -177,12 +143,14 @@ class Footprint:
         the final norm is not."""
         return self.after(read) - (self.norm if self.behind_wave else 0.0)
 
+    def peaks(self, plan: Plan) -> tuple[PredictedMemory, ...]:
+        """See MemoryModel."""
+        from megatron_prefix.lab.predict.peak_memory import predict_memory
 
-def spread_evenly(num_layers: int, num_host: int) -> list[int]:
-    """Numbers of the layers on the host, evenly spread and including the last."""
-    share = min(num_host, num_layers)
-    return [
-        layer
-        for layer in range(num_layers)
-        if (layer + 1) * share // num_layers > layer * share // num_layers
-    ]
+        return predict_memory(plan, self)
+
+    def saved(self, plan: Plan, index: int) -> float:
+        """See MemoryModel."""
+        act = self.act if plan.policy(index) == "recompute_act" else 0.0
+        positions = plan.segments[index].padded_length / self.parts
+        return positions * (self.inner - act) * self.num_layers * plan.num_chunks

@@ -1,7 +1,4 @@
-"""Bytes that one slot of a layer saves for backward, by its kind.  Pure.
-
-A kind that says so itself, in a method `memory(config, form)`, is asked first.
-"""
+"""Bytes that one slot of a layer saves for backward, by its kind.  Pure."""
 
 from __future__ import annotations
 
@@ -9,6 +6,11 @@ import functools
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from megatron_prefix.features.dsa.kind import DSA
+from megatron_prefix.features.mtp.kind import NextToken
+from megatron_prefix.features.own_gdn.kind import OwnGatedDeltaNet
+from megatron_prefix.lab.predict.execution import Execution
+from megatron_prefix.lab.predict.precision import less, projected_bytes
 from megatron_prefix.layers.attention import Attention, is_gated
 from megatron_prefix.layers.experts import Experts, expert_widths
 from megatron_prefix.layers.gdn import GatedDeltaNet
@@ -20,9 +22,29 @@ from megatron_prefix.layers.precision import is_fp8
 from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent
 from megatron_prefix.layers.window import Window
 from megatron_prefix.plan.layer_numbers import Payload
-from megatron_prefix.predict.execution import Execution
-from megatron_prefix.predict.precision import less, projected_bytes
-from megatron_prefix.tree.payload_map import Form
+
+
+@dataclass(frozen=True)
+class SavedPayload(Payload):
+    """What a span leaves for its children, and what is saved by the span.
+
+    Attributes:
+        initial: saved for a span with a parent, whose payload it begins with.
+        edge: saved for any span: its first positions once more.
+        batched: saved for a position, not a span, where a batch of spans has a row for each, as
+            long as the longest (tree/payload_map.py, `length_batches`); 0 elsewhere.
+    """
+
+    initial: float = 0.0
+    edge: float = 0.0
+    batched: float = 0.0
+
+    @classmethod
+    def of_kind(cls, kind: Kind, config: Any, form: Execution, **saved: float) -> SavedPayload:
+        payload = kind.payload(config, form.sharding)
+        if payload is None:
+            raise RuntimeError(f"{kind.name} leaves nothing")
+        return cls(payload.form, payload.values, payload.gradients, **saved)
 
 
 @dataclass(frozen=True)
@@ -53,7 +75,7 @@ class LayerMemory:
     read: float = 0.0
     temporary: float = 0.0
     seen: float = 0.0
-    payload: Payload | None = None
+    payload: SavedPayload | None = None
     tail: float = 0.0
     keys: float | None = None
     keys_grad: float | None = None
@@ -72,14 +94,12 @@ def memory_of(kind: Kind, config: Any, form: Execution) -> LayerMemory:
     Raises:
         NotImplementedError: nothing is known of the kind.
     """
-    own = getattr(kind, "memory", None)
-    memory: LayerMemory = _memory(kind, config, form) if own is None else own(config, form)
-    return memory
+    return _memory(kind, config, form)
 
 
 @functools.singledispatch
 def _memory(kind: Kind, config: Any, form: Execution) -> LayerMemory:
-    raise NotImplementedError(f"bytes of a layer of kind {kind.name}: it has no method `memory`")
+    raise NotImplementedError(f"bytes of a layer of kind {kind.name}")
 
 
 @_memory.register
@@ -109,7 +129,7 @@ def of_attention(kind: Attention, config: Any, form: Execution) -> LayerMemory:
         if "core_attn" in form.modules:  # its inputs are saved, in inner segments as in waves
             inner = wave = wave - lse
             recomputed = queries * size + lse
-    payload = Payload(Form.POSITIONS, 2 * keys * size, 2 * keys * wide)
+    payload = SavedPayload.of_kind(kind, config, form)
     return LayerMemory(
         inner, wave, recomputed, unused_output, queries * size + ends,
         seen=2 * (queries + keys) * size, payload=payload,
@@ -125,11 +145,10 @@ def _of_window(kind: Window, config: Any, form: Execution) -> LayerMemory:
     of = full.payload
     if of is None:
         raise RuntimeError("attention that leaves nothing")
-    rows = Payload(Form("positions", config.window_size[0]), of.values, of.gradients)
     # Both end to end and span by span; gradients of both, and their sums.
     copies = 3 * of.values + of.gradients
     return replace(
-        full, inner=full.wave, payload=rows, seen=0.0, temporary=full.temporary + copies,
+        full, inner=full.wave, seen=0.0, temporary=full.temporary + copies,
         tail=copies, keys=of.values, keys_grad=of.gradients,
     )  # fmt: skip
 
@@ -153,12 +172,11 @@ def of_latents(kind: MLA, config: Any, form: Execution) -> LayerMemory:
         inner, recomputed = inner - lse, ends * size + lse
     if form.selects("mla_up_proj"):
         inner, recomputed = inner - core_inputs * size, recomputed + core_inputs * size
-    row = config.kv_lora_rank + config.qk_pos_emb_head_dim
     keys = heads * (width + value_width)
     return LayerMemory(
         inner, inner, recomputed, min(unused_output, inner),
         temporary=(core_inputs + 2 * ends) * size, seen=(2 * expanded + 2 * keys) * size,
-        payload=Payload(Form.POSITIONS, row * size, row * wide),
+        payload=SavedPayload.of_kind(kind, config, form),
         keys=keys * size, keys_grad=keys * wide,
         norm_output=(2 if is_fp8(config) else 1) * projected_bytes(config, form),
     )  # fmt: skip
@@ -260,12 +278,11 @@ class SavedBytes(NamedTuple):
 
 def of_recurrent(kind: Recurrent, saved: SavedBytes, config: Any, form: Execution) -> LayerMemory:
     """Of a layer with a state; context-parallel ranks have all positions of a part of the heads."""
-    shape, size, wide = kind.shape(config), form.itemsize, max(4, form.itemsize)
+    shape, wide = kind.shape(config), max(4, form.itemsize)
     ranks, num_bytes = form.tp * form.cp, saved.position / form.tp
-    state, tail = shape.state * wide / ranks, shape.tail / ranks
-    payload = Payload(
-        Form.SPANS, state + tail * size, state + tail * wide, state, saved.edge / ranks,
-        saved.batched / form.tp,
+    payload = SavedPayload.of_kind(
+        kind, config, form, initial=shape.state * wide / ranks, edge=saved.edge / ranks,
+        batched=saved.batched / form.tp,
     )  # fmt: skip
     normed = projected_bytes(config, form)
     return LayerMemory(num_bytes, num_bytes, payload=payload, norm_output=normed)
@@ -310,3 +327,49 @@ def _of_delta(kind: GatedDeltaNet, config: Any, form: Execution) -> LayerMemory:
     narrow += (values + 2 * heads) * form.holds_projection
     num_bytes = narrow * size - less(values, config, form) + (gates + scales) * max(4, size)
     return of_recurrent(kind, SavedBytes(num_bytes, 2 * shape.tail * size), config, form)
+
+
+@_memory.register
+def _of_own_delta(kind: OwnGatedDeltaNet, config: Any, form: Execution) -> LayerMemory:
+    """Every rank has all heads of all positions, also in the norm inside, which takes the place of
+    the one in front and computes in fp32; its products are torch's own.
+
+    Read from the modules, and from flash-linear-attention 0.4.2: the convolution its input; the
+    rule queries and keys of every value head, normalised, values, beta, g, and A; the gated norm
+    both inputs; the output projection its input. In fp32 what g is made of, and norms a number a
+    head. `edge` as of Megatron's.
+    """
+    unsplit = replace(form, tp=1, cp=1, sequence_parallel=False)
+    size, wide, shape = form.itemsize, max(4, form.itemsize), kind.shape(config)
+    heads, (keys, _, values) = config.linear_num_value_heads, shape.convolved
+    rule = 2 * heads * config.linear_key_head_dim + values + heads * CHUNK + heads
+    narrow = 2 * keys + values + rule + 3 * values
+    saved = SavedBytes(narrow * size + 6 * heads * wide, 2 * shape.tail * size)
+    numbers = of_recurrent(kind, saved, config, unsplit)
+    counted = (2 if form.fused_layers else 3) * size / form.sequence_ranks
+    norm = config.hidden_size * (2 * wide + size - counted)
+    return replace(numbers, inner=numbers.inner + norm, wave=numbers.wave + norm, norm_output=None)
+
+
+# Features ----------------------------------------------------------------------------------------
+
+
+@_memory.register
+def _of_sparse(kind: DSA, config: Any, form: Execution) -> LayerMemory:
+    """Which keys were chosen instead of a log-sum-exp; scores, as many as pairs, are transient, and
+    not counted."""
+    full = of_latents(kind, config, form)
+    lse = config.num_attention_heads / form.tp * max(4, form.itemsize)
+    extra = 4 * config.dsa_indexer_topk - lse
+    return replace(full, inner=full.inner + extra, wave=full.wave + extra)
+
+
+@_memory.register
+def _of_next_token(kind: NextToken, config: Any, form: Execution) -> LayerMemory:
+    """Without one norm: two more, of which nobody saves the output, and what the projection is
+    given, two rows wide."""
+    hidden = config.hidden_size / form.sequence_ranks
+    local = 0 if form.fused_layers else 2 * hidden + 2  # norms save what they have normed
+    numbers = 3 * hidden + local
+    saved = numbers * form.itemsize - less(2 * hidden, config, form)
+    return saving(saved, numbers, config, form)

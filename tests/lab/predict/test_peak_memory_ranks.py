@@ -12,8 +12,8 @@ from megatron.core import parallel_state
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
-from tests.core.plan.test_peak_memory import SHAPES, VOCAB, counted
 from tests.harness.cases import check_cases
+from tests.lab.predict.test_peak_memory import SHAPES, VOCAB, counted
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "many experts": ({"num_moe_experts": 72}, {}),

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_prefix.lab.predict.execution import Execution
 from megatron_prefix.layers.precision import is_fp8
-from megatron_prefix.predict.execution import Execution
 
 _SCALES = {"blockwise": 4 / 128, "mxfp8": 1 / 32}
 """Bytes of scales for a number of a copy in blocks of columns: for 128 rows 4 bytes, for 32 one

@@ -1,4 +1,4 @@
-"""Predicted memory of every rank of a pipeline in one step.  Pure.
+"""Memory of every rank of a pipeline in one step, predicted from a configuration.  Pure.
 
 Goes through a rank's program action by action. A forward adds what the segment's policy saves. The
 first live inner segment adds the arena of K/V, the first backward that reads it that of gK/gV; the
@@ -10,30 +10,27 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
+from megatron_prefix.lab.predict.footprint import Footprint
+from megatron_prefix.lab.predict.kinds import SavedPayload
 from megatron_prefix.plan.actions import ON_DEVICE, Action, Plan
-from megatron_prefix.plan.footprint import Buffers, Footprint, spread_evenly
-from megatron_prefix.plan.layer_numbers import Payload
+from megatron_prefix.plan.memory import (
+    GRADIENTS_VISITED,
+    LAYERS_LOADED,
+    LAYERS_VISITED,
+    MESSAGES,
+    Buffers,
+    Sizes,
+    spread_evenly,
+)
 from megatron_prefix.tree import Segment
 from megatron_prefix.tree.payload_map import Level, PayloadMap, length_batches, payload_map
 
-Sizes = list[tuple[float, float]]
-"""Per layer the bytes of its payload, and of its gradient."""
-
-MESSAGES = 4
-"""Receives posted ahead and sends under way, both directions together (run/execute/messages.py)."""
-LAYERS_VISITED, GRADIENTS_VISITED = 2, 3
-"""With layers on the host, so many of them have K/V, or gK/gV, on the device at once: the one that
-runs, the next, and for gK/gV those on their way back (features/host/arena.py)."""
-LAYERS_LOADED = 3
-"""Layers of an offloaded segment on the device at once (features/host/segment.py)."""
-
 
 @dataclass(frozen=True)
-class RankMemory:
+class PredictedMemory:
     """One rank's peak, in bytes, besides weights and gradients.
 
     Attributes:
@@ -65,7 +62,7 @@ class RankMemory:
     held: tuple[tuple[int, float], ...]
     exchanged: float = 0.0
 
-    def within(self, room: float) -> RankMemory:
+    def within(self, room: float) -> PredictedMemory:
         """The peaks with `room` bytes: copies to the host are waited for only when memory is short,
         so offloaded tensors may stay on the device longer."""
         lingering = min(room, self.cache_peak + self.staged) if self.staged else 0.0
@@ -74,32 +71,10 @@ class RankMemory:
 
 
 @functools.lru_cache(maxsize=16)
-def predict_memory(plan: Plan, footprint: Footprint) -> tuple[RankMemory, ...]:
+def predict_memory(plan: Plan, footprint: Footprint) -> tuple[PredictedMemory, ...]:
     """Of every rank of a plan's pipeline."""
     run = _MemoryRun(plan, footprint)
     return tuple(run.rank(rank) for rank in range(plan.num_ranks))
-
-
-def memory_table(plan: Plan, memory: Sequence[RankMemory]) -> str:
-    """A table of what every rank holds at its peak, in GiB."""
-    lines = ["rank   peak  activations    K/V  gK/gV  temporary  at    segments held"]
-    for rank, peak_memory in enumerate(memory):
-        policies = sorted({plan.policy(index) for index, _ in peak_memory.held})
-        segments = (
-            f"{len(peak_memory.held)} ({', '.join(policies)})" if peak_memory.held else "none"
-        )
-        numbers = (
-            peak_memory.peak,
-            peak_memory.activations,
-            peak_memory.kv,
-            peak_memory.kv_grad,
-            peak_memory.temporary,
-        )
-        cells = (f"{number / 2**30:.2f}" for number in numbers)
-        widths = (6, 12, 6, 6, 10)
-        row = " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-        lines.append(f"{rank:4d} {row}  {peak_memory.action!s:5s} {segments}")
-    return "\n".join(lines)
 
 
 class _MemoryRun:
@@ -117,17 +92,16 @@ class _MemoryRun:
         message = footprint.stage_input * max(self.positions, default=0.0)
         self.messages = MESSAGES * message if plan.num_ranks > 1 else 0.0
 
-    def rank(self, rank: int) -> RankMemory:
+    def rank(self, rank: int) -> PredictedMemory:
         live: dict[tuple[int, int], float] = {}
         arenas = self._arenas(rank)
         buffers = self._buffers(rank, arenas)
-        activations = self._held_by_places(rank)
-        saved = staged = cache = wave = exchanged = 0.0
-        peak = RankMemory(0.0, 0.0, Action("F", 0), *(0.0,) * 9, ())
+        activations = saved = staged = cache = wave = exchanged = 0.0
+        peak = PredictedMemory(0.0, 0.0, Action("F", 0), *(0.0,) * 9, ())
         for action in self.plan.programs[rank]:
             key = action.chunk, action.segment
             if action.kind == "F":
-                live[key] = self._kept(rank, action) - self._kept_in_places(rank, action)
+                live[key] = self._kept(rank, action)
                 activations += live[key]
             arenas[action.chunk].begin(action)
             kv = sum(arena.values(arena.here) for arena in arenas)
@@ -144,7 +118,7 @@ class _MemoryRun:
             if not self.plan.segments[action.segment].waits:
                 wave = max(wave, used)
             if used > peak.peak:
-                peak = RankMemory(
+                peak = PredictedMemory(
                     used, 0.0, action, activations, kv, kv_grad - late, self.messages + after,
                     at_once - after, 0.0, 0.0, 0.0, 0.0,
                     tuple((index, size) for (_, index), size in live.items()),
@@ -154,21 +128,6 @@ class _MemoryRun:
                 arenas[action.chunk].end(action)
         peak = replace(peak, staged=max(self._staged(rank), default=0.0), cache_staged=staged)
         return replace(peak, saved=saved, wave_peak=wave, exchanged=exchanged, cache_peak=cache)
-
-    def _held_by_places(self, rank: int) -> float:
-        """Bytes of places that layers save in."""
-        places = self.footprint.places
-        return 0.0 if places is None else places.held(self.plan, self.footprint, rank)
-
-    def _kept_in_places(self, rank: int, action: Action) -> float:
-        """Of what a segment keeps, bytes in places of their own."""
-        is_recomputed = self.plan.policy(action.segment) == "recompute"
-        return 0.0 if is_recomputed else self._in_places(rank, action)
-
-    def _in_places(self, rank: int, action: Action) -> float:
-        """Of what a segment's layers save, bytes in places of their own."""
-        places = self.footprint.places
-        return 0.0 if places is None else places.saved(self.plan, self.footprint, rank, action)
 
     def _buffers(self, rank: int, arenas: Sequence[_ArenaMemory]) -> list[Buffers]:
         """Per model chunk of a rank; none without further messages."""
@@ -298,7 +257,6 @@ class _MemoryRun:
         if recomputed:
             saved = footprint.kept("retain", segment.inner, read, first, last)
             row_bytes += saved - (0.0 if first else footprint.stage_input)
-            spans -= self._in_places(rank, action)
         return positions * row_bytes + spans
 
     def _arriving(self, action: Action, scored: bool) -> float:
@@ -347,7 +305,7 @@ class _ArenaMemory:
     """
 
     def __init__(
-        self, planned: PayloadMap, footprint: Footprint, payloads: Sequence[Payload]
+        self, planned: PayloadMap, footprint: Footprint, payloads: Sequence[SavedPayload]
     ) -> None:
         rows = {payload.form: planned.rows(payload.form).length for payload in payloads}
         sizes = [
@@ -388,57 +346,3 @@ class _ArenaMemory:
         """Frees after a backward."""
         self.live -= self.map.positions.intervals[action.segment] is not None
         self.returned, self.late = self.returned and self.live > 0, 0.0
-
-
-# What was seen -----------------------------------------------------------------------------------
-
-
-class Peaks(NamedTuple):
-    """Bytes of a device's allocator: `used` now; `allocated` and `reserved` at most so far."""
-
-    used: float
-    allocated: float
-    reserved: float
-
-
-class Seen(NamedTuple):
-    """Measured over predicted peaks of a schedule's steps, above the bytes before a step: allocated
-    by tensors, and reserved by the allocator; 0: not measured."""
-
-    allocated: float = 0.0
-    reserved: float = 0.0
-
-    @classmethod
-    def of_step(cls, before: Peaks, after: Peaks, predicted: float) -> Seen:
-        """Of one step. Counters are never reset, so only a new maximum counts.
-
-        Args:
-            before, after: the step.
-            predicted: bytes besides weights and gradients; 0: no prediction.
-        """
-        if not predicted:
-            return cls()
-        pairs = (before.allocated, after.allocated), (before.reserved, after.reserved)
-        return cls(*((new - before.used) / predicted * (new > old) for old, new in pairs))
-
-    @classmethod
-    def most(cls, ranks: Iterable[Seen]) -> Seen:
-        """Maxima over ranks."""
-        return cls(*map(max, zip(*ranks, strict=True)))
-
-    def then(self, later: Seen) -> Seen:
-        """With a later step's."""
-        return Seen(*(new or old for old, new in zip(self, later, strict=True)))
-
-
-def factors(stock: Seen, ours: Seen) -> tuple[float, float]:
-    """Correction factors of predictions for the stock schedule and for ours.
-
-    Until both are measured, the error of one is assumed for the other. If our steps reserve more
-    per allocated byte than the stock schedule's, the difference counts as allocated.
-    """
-    by_stock = stock.allocated or ours.allocated or 1.0
-    by_ours = ours.allocated or by_stock
-    if stock.reserved and ours.reserved:
-        by_ours = max(by_ours, by_stock * ours.reserved / stock.reserved)
-    return by_stock, by_ours

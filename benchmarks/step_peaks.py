@@ -1,0 +1,131 @@
+"""Peaks of memory of every step, mode "auto" beside Megatron's schedule on equal microbatches.
+
+    python -m benchmarks.step_peaks OUT.json -- --model qwen3-8b --set num_layers=12 ... (as of
+        `megatron-prefix bench`)
+    python -m benchmarks.step_peaks OUT.json -- vision --layers 24 ... (as of
+        benchmarks/vision_step.py)
+
+Runs the command, and behind its timed steps both schedules once more, a step at a time: Megatron's,
+then a new prefix schedule in mode "auto", whose first step is Megatron's and watched.  A line a
+step: which schedule ran, policies of its segments, milliseconds, and peaks in GiB, weights and
+gradients included.  The allocator's maximum is reset before every step here, and what the schedule
+sees of it is the largest so far, as of a trainer, which never resets it.  One process.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import vision_step
+from megatron_prefix.device import memory
+from megatron_prefix.device.memory import Peaks
+from megatron_prefix.lab.bench import steps
+from megatron_prefix.lab.cli.main import main
+from megatron_prefix.lab.rl import loss, passes
+from megatron_prefix.lab.rl.updates import now
+from megatron_prefix.run.execute.memory_control import free_memory
+from megatron_prefix.run.schedule import PrefixSchedule
+
+NUM_STEPS = 8
+GIB = 2**30
+_peaks = memory.peaks
+
+
+class _Highest:
+    """The largest counters so far, over all resets."""
+
+    def __init__(self) -> None:
+        self._allocated = self._reserved = 0.0
+
+    def peaks(self, device: torch.device) -> Peaks:
+        """In the place of the core's."""
+        found = _peaks(device)
+        self._allocated = max(self._allocated, found.allocated)
+        self._reserved = max(self._reserved, found.reserved)
+        return Peaks(found.used, self._allocated, self._reserved)
+
+
+def rows(run: Any, all_steps: Sequence[Sequence[Any]], schedule: Any) -> list[dict[str, Any]]:
+    """One a step."""
+    forward_step, found = loss.forward_step(loss.GrpoConfig()), []
+    free_memory()
+    for number in range(NUM_STEPS):
+        items = all_steps[number % len(all_steps)]
+        for chunk in run._chunks:
+            chunk.zero_grad_buffer()
+        memory.peaks(run._device)
+        torch.cuda.reset_peak_memory_stats()
+        begin = now(run._device)
+        passes.run(schedule, forward_step, run._chunks, items)
+        milliseconds = 1e3 * (now(run._device) - begin)
+        row: dict[str, Any] = dict(gib=torch.cuda.max_memory_allocated() / GIB, ms=milliseconds)
+        if isinstance(schedule, PrefixSchedule):
+            report: Any = schedule.report
+            policies = collections.Counter(
+                report.plan.policy(n) for n, s in enumerate(report.plan.segments) if s.waits
+            )
+            row |= dict(
+                share=report.decision.share, reason=report.decision.reason, inner=dict(policies),
+                light=report.plan.policies.count("recompute_act"), retried=report.retried,
+                longest=max((s.padded_length for s in report.plan.segments), default=0),
+                predicted=report.memory.peak / GIB if report.memory else 0.0,
+                limit=min(schedule.memory.limit, 1e15) / GIB, base=report.base_bytes / GIB,
+                numbers={
+                    str(share): {stage: [*n] for stage, n in stages.items()}
+                    for meter in schedule.memory.meters.values()
+                    for share, stages in meter.numbers.items()
+                },
+            )  # fmt: skip
+        found.append(row)
+    return found
+
+
+def watch(output: Path) -> None:
+    """Puts the steps behind the timed ones of `bench`."""
+    timed, found = steps._Run.timed, list[dict[str, Any]]()
+
+    def watched(run: Any, warm_up: Any, all_steps: Any, repeats: int) -> Any:
+        ours, schedule = isinstance(run._schedule, PrefixSchedule), run._schedule
+        measured = timed(run, warm_up, all_steps, repeats)
+        if ours:
+            config = replace(schedule.config, mode="auto", min_speedup=0.01)
+            schedule = PrefixSchedule(config, looks_first=True)
+            memory.peaks = _Highest().peaks
+        try:
+            each = rows(run, all_steps, schedule)
+        finally:
+            memory.peaks = _peaks
+        found.append(dict(ours=ours, step_ms=measured.step_ms, gib=measured.gib, steps=each))
+        output.write_text(json.dumps(found), encoding="utf-8")
+        if ours:
+            for number, (stock, row) in enumerate(zip(found[-2]["steps"], each, strict=True)):
+                print(
+                    f"step {number} {'ours ' if row['share'] else 'stock'} {row['ms']:7.1f} ms,"
+                    f" stock {stock['ms']:7.1f}; {row['gib']:.2f} GiB, stock {stock['gib']:.2f},"
+                    f" ratio {row['gib'] / stock['gib']:.3f}; predicted"
+                    f" {row['base'] + row['predicted']:.2f}, limit {row['base'] + row['limit']:.2f}"
+                    f" longest {row['longest']} {row['inner']} light {row['light']}"
+                    f" {row['reason'][:40]}"
+                )
+            numbers = each[-1]["numbers"]
+            print({k: {s: [round(x) for x in n] for s, n in v.items()} for k, v in numbers.items()})
+        return measured
+
+    steps._Run.timed = watched  # type: ignore[method-assign, assignment]
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3 or sys.argv[2] != "--":
+        sys.exit("python -m benchmarks.step_peaks OUT.json -- ARGUMENTS of bench")
+    watch(Path(sys.argv[1]))
+    if sys.argv[3:4] == ["vision"]:
+        sys.exit(vision_step.main(sys.argv[4:]))
+    sys.exit(main(["bench", *sys.argv[3:]]))

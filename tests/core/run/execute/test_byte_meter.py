@@ -1,0 +1,233 @@
+"""What mode "auto" and memory "auto" learn of bytes, from counters in the place of a GPU's."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.plan import prediction
+from megatron_prefix.plan.memory import StageBytes
+from megatron_prefix.run.execute.byte_meter import ByteMeter, StageCount, most
+from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.core.run.execute.test_memory_limit import batches
+from tests.harness import steps
+from tests.harness.allocator import Allocator
+from tests.harness.one_rank import one_rank, small_model
+from tests.harness.ranks import run_ranks
+from tests.harness.steps import Contract
+
+OPTIONS: dict[str, Any] = dict(segment_tokens=96, min_gain=0, min_speedup=0.01)
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """No bytes are too few to count."""
+    monkeypatch.setattr(prediction, "LEAST_OVER", 0.0)
+    with one_rank():
+        yield small_model("tiny-llama", vocab=128, spec={"num_layers": 3}, dtype=torch.float32)
+
+
+class Step:
+    """One step of a schedule: its decision, and the most bytes at once in it alone."""
+
+    def __init__(self, schedule: Any, model: Any, items: list[Any], allocator: Allocator) -> None:
+        before, allocator.highest = allocator.highest, allocator.used
+        with allocator.running():
+            steps.zero_gradients(model)
+            steps.call(schedule, Contract().step, model, items)
+        self.report = schedule.report
+        self.limit = schedule.memory.limit
+        self.share = schedule.report.decision.share
+        self.policies = {*schedule.report.plan.policies}
+        self.peak = allocator.highest - allocator.other
+        allocator.highest = max(before, allocator.highest)
+
+
+def schedule_of(mode: str = "auto", **options: Any) -> PrefixSchedule:
+    config = PrefixConfig(mode=mode, **{**OPTIONS, **options})
+    return PrefixSchedule(config, looks_first=mode == "auto")
+
+
+def run(model: Any, items: list[Any], number: int = 4, **options: Any) -> list[Step]:
+    """The first steps of a schedule."""
+    schedule, allocator = schedule_of(**options), Allocator(model)
+    return [Step(schedule, model, items, allocator) for _ in range(number)]
+
+
+@pytest.mark.parametrize("order", ["shuffled", "in groups"])
+def test_auto_keeps_to_what_stock_has_taken(order: str, model: Any) -> None:
+    """The first step is Megatron's; then none takes more, the first shared one included, and what
+    is predicted of later ones is what they take."""
+    watched, *shared = run(model, batches(order), 6)
+    assert not watched.share and all(step.share for step in shared)
+    weights = sum(2 * p.numel() * p.element_size() for p in model.parameters())
+    limit = 1.05 * (watched.peak + weights) - weights
+    assert shared[0].peak <= limit
+    for step in shared[1:]:
+        assert step.limit == pytest.approx(limit, rel=0.01)
+        assert step.peak <= 1.02 * limit
+        assert step.report.memory.peak == pytest.approx(step.peak, rel=0.06)
+    assert {"recompute", "recompute_act"}.isdisjoint(shared[-1].policies) == (order != "shuffled")
+
+
+def test_mode_on_learns_from_a_lean_step(model: Any) -> None:
+    """All inner segments run again in the first; what they keep is known all the same."""
+    first, *later = run(model, batches("in groups"), 4, mode="on")
+    assert first.policies == {"recompute", "retain"} and first.limit == float("inf")
+    assert not first.report.memory.kept
+    for step in later:
+        assert step.policies == set() and step.peak > first.peak
+        assert step.report.memory.peak == pytest.approx(step.peak, rel=0.04)
+
+
+@pytest.mark.parametrize("memory", ["retain", "recompute", "recompute_act", "offload"])
+def test_policies_that_the_user_has_set_stay(memory: str, model: Any) -> None:
+    for step in run(model, batches("in groups"), 2, mode="on", memory=memory):
+        assert memory in {*step.policies, "retain"} and len(step.policies) <= 2
+
+
+def test_without_memory_to_spare_segments_run_again(model: Any) -> None:
+    """A budget of 0.8 of what sharing wants is kept."""
+    items = batches("in groups")
+    wanted = max(step.peak for step in run(model, items, 3, mode="on"))
+    budget = 0.8 * wanted / 2**30
+    first, *later = run(model, items, 4, mode="on", memory_budget_gb=budget)
+    assert {"recompute", "recompute_act", "offload"} & first.policies
+    for step in later:
+        assert {"recompute", "recompute_act", "offload"} & step.policies
+        assert step.peak <= 1.02 * 0.8 * wanted
+
+
+def test_what_the_trainer_holds_besides_changes_nothing(model: Any) -> None:
+    """Before every step another amount, and much more than steps take."""
+    items = batches("shuffled")
+    alone = run(model, items, 5)
+    schedule, allocator = schedule_of(), Allocator(model)
+    for number, step in enumerate(alone):
+        allocator.other = 1e9 * (1 + number % 2)
+        beside = Step(schedule, model, items, allocator)
+        assert (beside.share, beside.peak) == (step.share, step.peak)
+        if number > 1:
+            assert beside.limit == pytest.approx(step.limit, rel=0.02)
+
+
+def test_where_others_had_the_maximum_moments_are_guessed_once(model: Any) -> None:
+    """A second process, or another phase: the allocator's maximum moves in no step."""
+    schedule, allocator = schedule_of(), Allocator(model)
+    allocator.highest = 1e12
+    with allocator.running():
+        for number in range(4):
+            steps.zero_gradients(model)
+            steps.call(schedule, Contract().step, model, batches("in groups"))
+            assert schedule.report is not None and schedule.report.decision.share == (number > 0)
+    [meter] = schedule.memory.meters.values()
+    stock, ours = meter.numbers[False][0], meter.numbers[True][0]
+    assert stock.moment == pytest.approx(2 * stock.wave / 3, rel=0.01)
+    assert ours.moment == stock.moment  # there is nothing better
+
+
+def test_a_resume_begins_with_what_is_known(model: Any, tmp_path: Path) -> None:
+    options = dict(mode="on", cost_file=str(tmp_path / "costs.json"))
+    *_, last = run(model, batches("in groups"), 3, **options)
+    [first] = run(model, batches("in groups"), 1, **options)
+    assert first.policies == last.policies == set()
+    assert first.limit == pytest.approx(last.limit, rel=0.01)
+
+
+def hot(factor: float) -> tuple[Any, Any, list[Any]]:
+    """A rank's part of steps in which the second rank's tokens take more."""
+    runtime.initialize(Layout(dp=2, ep=2))
+    prediction.LEAST_OVER = 0.0
+    spec = {"num_layers": 2, "num_moe_experts": 4}
+    model = small_model("tiny-moe", spec=spec, layout=Layout(dp=2, ep=2), dtype=torch.float32)
+    schedule, allocator = schedule_of(kernel="math", across_ranks="off"), Allocator(model)
+    allocator.hot = factor if dist.get_rank() else 1.0
+    plans = []
+    for _ in range(4):
+        Step(schedule, model, batches("in groups"), allocator)
+        report: Any = schedule.report
+        plans.append((report.decision.share, report.plan.policies, schedule.memory.limit))
+    [meter] = schedule.memory.meters.values()
+    runtime.shutdown()
+    return meter.numbers, [share for share, *_ in plans], plans
+
+
+def test_all_ranks_plan_by_the_one_that_has_most() -> None:
+    (even, *_), _ = run_ranks(2, hot, 1.0)
+    one, other = run_ranks(2, hot, 1.5)
+    assert one == other and True in one[1]
+    for share in (False, True):
+        for ours, alone in zip(one[0][share][0][:2], even[share][0][:2], strict=True):
+            assert 1.3 * alone < ours < 1.6 * alone
+
+
+# Numbers ------------------------------------------------------------------------------------------
+
+
+def test_numbers_fit_what_was_counted() -> None:
+    wanted = StageBytes(90.0, 110.0, 7.0, 500.0)
+    rows = [
+        (64.0, 0.0, 0.0, 0.0),
+        (0.0, 32.0, 8.0, 2.0),
+        (0.0, 48.0, 3.0, 1.0),
+        (0.0, 9.0, 9.0, 4.0),
+    ]
+    sizes = [sum(a * b for a, b in zip(row, wanted[:4], strict=True)) for row in rows]
+    found = StageCount(rows, sizes).numbers()
+    again = [sum(a * b for a, b in zip(row, found[:4], strict=True)) for row in rows]
+    assert again == pytest.approx(sizes, rel=1e-4)
+    assert (*found[:3], found.span) == pytest.approx((*wanted[:3], wanted.span), rel=0.01)
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_what_did_not_run_keeps_as_much(kind: int) -> None:
+    row = tuple(float(10 * (place == kind)) for place in range(4))
+    numbers = StageCount([row], [50.0]).numbers()  # type: ignore[list-item]
+    assert numbers == pytest.approx((5.0, 5.0, 0.0, 0.0, 0.0, 0.0))
+    assert StageCount([], []).numbers() == StageBytes()
+
+
+def test_what_comes_in_one_proportion_is_the_positions() -> None:
+    """So that Megatron's schedule, whose positions have no parents, is not taken for lighter."""
+    rows = [(0.0, float(n), float(n), n / 8) for n in (8, 16, 24)]
+    numbers = StageCount(rows, [100 * row[1] for row in rows]).numbers()
+    assert numbers.wave == pytest.approx(100, rel=0.01)
+
+
+def test_of_each_stage_the_largest_of_any_rank() -> None:
+    ranks: list[Any] = [
+        {False: {}, True: {0: StageBytes(1.0, 5.0), 1: StageBytes(2.0)}},
+        {False: {0: StageBytes(3.0)}, True: {0: StageBytes(4.0, 2.0)}},
+    ]
+    wanted = {False: {0: StageBytes(3.0)}, True: {0: StageBytes(4.0, 5.0), 1: StageBytes(2.0)}}
+    for order in itertools.permutations(ranks):
+        assert most(order) == wanted
+
+
+def test_on_the_cpu_nothing_is_counted(model: Any) -> None:
+    schedule = schedule_of("on")
+    steps.call(schedule, Contract().step, model, batches("in groups"))
+    [meter] = schedule.memory.meters.values()
+    assert not meter.counts and not meter.is_known
+    assert schedule.report is not None and schedule.report.plan.policies == ()
+
+
+@pytest.mark.parametrize(
+    ("overheads", "wanted"), [((0.0, 1.3), 1.0), ((1.2, 1.2), 1.0), ((1.0, 1.5), 1.5)]
+)
+def test_what_ours_reserves_more_counts(
+    overheads: tuple[float, float], wanted: float, model: Any
+) -> None:
+    meter = ByteMeter(Rank.of([model]))
+    meter.overheads = dict(zip((False, True), overheads, strict=True))
+    assert meter.overhead == wanted
