@@ -955,22 +955,16 @@ _METER = "tests/core/run/execute/test_byte_meter.py"
 _bytes = _area("bytes", _METER)
 _BYTES = (
     _bytes(
-        "arenas-are-kept-by-segments",
-        "run/execute/byte_meter.py",
-        "return memory.peaks(self._rank.device).used - float(arenas)",
-        "return memory.peaks(self._rank.device).used",
-    ),
-    _bytes(
         "what-is-dropped-is-not-kept",
         "run/execute/byte_meter.py",
-        "        size += self._act * positions * (not runs_again and policy in AGAIN)\n",
-        "",
+        "size += self._act * positions * (policy in ON_DEVICE and policy in AGAIN)",
+        "size += 0",
     ),
     _bytes(
         "of-a-rank-that-has-least",
         "run/execute/byte_meter.py",
-        "StageBytes(*map(max, zip(known, numbers, strict=True)))",
-        "StageBytes(*map(min, zip(known, numbers, strict=True)))",
+        "max(ratios, default=1.0)",
+        "min(ratios, default=1.0)",
     ),
     _bytes(
         "an-old-maximum-is-new",

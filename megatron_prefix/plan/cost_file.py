@@ -20,7 +20,7 @@ from megatron_prefix.plan.cost_fit import Evidence
 from megatron_prefix.plan.files import read_whole, write_text, writing
 from megatron_prefix.plan.memory import StageBytes
 
-Numbers = dict[bool, dict[int, StageBytes]]
+StagesBytes = dict[bool, dict[int, StageBytes]]
 """Measured bytes, by whether a step was shared, and by stage."""
 FORMAT, VERSION = "megatron_prefix costs", 2
 _FIX = "name another file, or move this one away to measure again"
@@ -31,7 +31,7 @@ class Measured:
     """Of one model, layout and device: what work takes, and bytes of memory."""
 
     times: Evidence = field(default_factory=Evidence)
-    num_bytes: Numbers = field(default_factory=lambda: {False: {}, True: {}})
+    num_bytes: StagesBytes = field(default_factory=lambda: {False: {}, True: {}})
 
     def to_json(self) -> dict[str, Any]:
         """Plain sequences and numbers; `from_json` reads them."""

@@ -165,7 +165,7 @@ class Footprint:
 
     def peaks(self, plan: Plan) -> tuple[RankMemory, ...]:
         """See MemoryModel."""
-        return _peaks(plan, self)
+        return _of_ranks(plan, self)
 
     def saved(self, plan: Plan, index: int) -> float:
         """See MemoryModel; of the stage that saves most."""
@@ -236,11 +236,12 @@ class Load(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def _peaks(plan: Plan, footprint: Footprint) -> tuple[RankMemory, ...]:
-    return tuple(_peak(list(loads(plan, footprint, rank))) for rank in range(plan.num_ranks))
+def _of_ranks(plan: Plan, footprint: Footprint) -> tuple[RankMemory, ...]:
+    programs = (program_loads(plan, footprint, rank) for rank in range(plan.num_ranks))
+    return tuple(_highest([*program]) for program in programs)
 
 
-def _peak(program: Sequence[Load]) -> RankMemory:
+def _highest(program: Sequence[Load]) -> RankMemory:
     if not program:
         return RankMemory(0.0, Action("F", 0))
     most = max(program, key=lambda load: load.used)
@@ -257,15 +258,15 @@ def least_moment(plan: Plan, footprint: Footprint, rank: int, peak: float) -> fl
     """The `moment` of a rank's stages, bytes a position, with which its predicted peak is `peak`;
     where that was not reached, at most so much. Infinite without actions."""
     stages = tuple(numbers._replace(moment=0.0) for numbers in footprint.stages)
-    program = loads(plan, replace(footprint, stages=stages), rank)
+    program = program_loads(plan, replace(footprint, stages=stages), rank)
     bounds = ((peak - load.used) / load.positions for load in program if load.positions)
     return max(0.0, min(bounds, default=math.inf))
 
 
-def loads(plan: Plan, footprint: Footprint, rank: int) -> Iterator[Load]:
+def program_loads(plan: Plan, footprint: Footprint, rank: int) -> Iterator[Load]:
     """A rank's memory in every action of its program."""
     arenas = [_Arenas(plan, footprint, rank, chunk) for chunk in range(plan.num_chunks)]
-    buffers = _buffers(plan, footprint, rank, arenas)
+    buffers = _message_buffers(plan, footprint, rank, arenas)
     whole = sum(footprint.positions(segment) for segment in plan.segments)
     stages = [footprint.stages[plan.stage(rank, chunk)] for chunk in range(plan.num_chunks)]
     before = whole * max(numbers.before for numbers in stages)
@@ -300,7 +301,7 @@ def loads(plan: Plan, footprint: Footprint, rank: int) -> Iterator[Load]:
             own.end(action)
 
 
-def _buffers(
+def _message_buffers(
     plan: Plan, footprint: Footprint, rank: int, arenas: Sequence[_Arenas]
 ) -> list[Buffers]:
     make = footprint.buffers
@@ -360,9 +361,9 @@ class _Arenas:
         total = self._a_position * max(visible, default=0)
         total += 2 * self._gathered * sum(visible) * (self._shares > 1)
         if visible or self.map.positions.intervals[action.segment] is not None:
-            total += _largest((values for values, _ in self._away), LAYERS_VISITED)
+            total += _sum_of_largest((values for values, _ in self._away), LAYERS_VISITED)
             if action.kind == "B":
-                total += _largest((grads for _, grads in self._away), GRADIENTS_VISITED)
+                total += _sum_of_largest((grads for _, grads in self._away), GRADIENTS_VISITED)
         return total
 
     def begin(self, action: Action) -> None:
@@ -381,7 +382,7 @@ class _Arenas:
         self._returned, self.late = self._returned and self._live > 0, 0.0
 
 
-def _largest(sizes: Iterator[float], num: int) -> float:
+def _sum_of_largest(sizes: Iterator[float], num: int) -> float:
     return sum(sorted(sizes, reverse=True)[:num])
 
 

@@ -88,7 +88,7 @@ class CostMeter:
         read = first_says(read, self._groups)
         if isinstance(read, str):
             raise UserError(read)
-        self._bytes.load(read.num_bytes)
+        self._bytes.numbers = read.num_bytes
         return read.times
 
     def begin(self, request: Request) -> Decision | None:
@@ -107,7 +107,8 @@ class CostMeter:
         if not self._num_steps:
             self._measured = self._loaded() if self._config.cost_file else Evidence()
             self.times = first_says(self._measured.times(self._prior), self._groups)
-            self._bytes.begin(self._groups)
+            if self._bytes.counts:
+                self._bytes.tell(self._groups)
         self._num_steps += 1
         if self._config.mode != "auto":
             return None
@@ -239,4 +240,9 @@ def key_of(rank: Rank, kernel: str) -> str:
     if rank.frozen_share:
         model += f", {rank.frozen_share:.2f} of the weights frozen"
     recompute = f"recompute {config.recompute_granularity or 'none'}"
+    if config.recompute_granularity:
+        how = config.recompute_method, config.recompute_num_layers, config.recompute_modules
+        recompute += " " + " ".join(map(str, filter(None, how)))
+    if config.fp8:
+        recompute += f"; fp8 {config.fp8} {config.fp8_recipe}"
     return "; ".join([model, layout, recompute, name, f"kernel {kernel}", ", ".join(versions)])

@@ -7,6 +7,7 @@ ask one another (run/agreement.py).
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -178,7 +179,7 @@ class Planning:
             return None
         self._memory.ask_once(request)
         last = self._beside.get(self.planner(request))
-        least = 0.0 if last is None else last.limit
+        least = 0.0 if last is None or math.isinf(last.limit) else last.limit
 
         return lambda joint, plan: self._forecast(plan, joint, request, least).verdict
 

@@ -303,15 +303,15 @@ class StepRun:
         if report.stopwatch is not None:
             report.stopwatch.forget()
         if report.counter is not None:
-            report.counter.begin([stage.cache for stage in stages], gathers=self._memory.gathers)
+            report.counter.begin(plan, gathers=self._memory.gathers)
         self._random_use = SegmentRandomUse(rank.language_models, rank.device)
         return Executor(
-            plan, stages, inputs, rank.forward_only, self._watching(plan), self._idle,
+            plan, stages, inputs, rank.forward_only, self._watching(), self._idle,
             None if counts is None else self._summing(counts), self._random_use.checking,
             self._parts,
         )  # fmt: skip
 
-    def _watching(self, plan: Plan) -> Callable[[Action], contextlib.AbstractContextManager] | None:
+    def _watching(self) -> Callable[[Action], contextlib.AbstractContextManager] | None:
         """What is around the computation of an action."""
         report, watch = self._report, self._schedule.watch
         watch = watch or (report.stopwatch.timing if report.stopwatch else None)
@@ -321,7 +321,7 @@ class StepRun:
         @contextlib.contextmanager
         def counted(action: Action) -> Iterator[None]:
             around_action = watch(action) if watch else contextlib.nullcontext()
-            with around_action, report.counter.counting(plan, action):
+            with around_action, report.counter.counting(action):
                 yield
 
         return counted

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from megatron_prefix.device.memory import counts_bytes
 from megatron_prefix.features.graphs import cuda
 from megatron_prefix.features.graphs.choice import GraphChoice, longest_waiting
 from megatron_prefix.features.graphs.layers import LayerGraphs, why_not
@@ -18,7 +19,7 @@ from megatron_prefix.run.agreement import all_say, first_says
 from megatron_prefix.run.execute.memory_control import free_memory
 
 logger = logging.getLogger(__name__)
-_CHOICE = "choice"
+_CHOICE, _RAN = "choice", "ran"
 
 
 class Graphs(StepPart):
@@ -47,6 +48,8 @@ class Graphs(StepPart):
         warning says once why."""
         if not (tokens := self.choice.tokens):
             return 0
+        if self.config.mode == "on" and counts_bytes(self.rank.device) and not self.kept.get(_RAN):
+            return 0  # what segments keep without graphs is measured once
         collectives = self.rank.config.tensor_model_parallel_size > 1
         why = why_not(*self._layers) or cuda.why_not(self.rank.device, collectives=collectives)
         if why:
@@ -68,7 +71,7 @@ class Graphs(StepPart):
                 graphs.give_back()
         if self._has_begun:
             free_memory()
-        self._has_begun = True
+        self._has_begun = self.kept[_RAN] = True
 
     def _of(self, hooks: Hooks) -> LayerGraphs | None:
         """Of the layers of a model chunk, for segments of up to `even` positions. The last layer of
@@ -107,7 +110,7 @@ class Graphs(StepPart):
     @property
     def holds_memory(self) -> bool:  # type: ignore[override]
         """See StepPart."""
-        return self.choice.tokens > 0
+        return self.even > 0
 
     def timed(self, step: TimedStep) -> bool:
         """See StepPart. Chooses the use of graphs from the next step on, alike on all ranks. Times

@@ -9,6 +9,7 @@ plan with the same numbers: of each stage those of the rank that has most.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -21,14 +22,15 @@ from megatron_prefix.device import memory
 from megatron_prefix.device.memory import Peaks
 from megatron_prefix.plan.actions import ON_DEVICE, Action, Plan
 from megatron_prefix.plan.cost import AGAIN
-from megatron_prefix.plan.cost_file import Numbers
+from megatron_prefix.plan.cost_file import StagesBytes
 from megatron_prefix.plan.cost_fit import non_negative
 from megatron_prefix.plan.memory import Footprint, StageBytes, least_moment
-from megatron_prefix.run.agreement import all_say
+from megatron_prefix.run.agreement import all_say, tried
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.request import Request
 
-FIRST, EVERY = 5, 50
+logger = logging.getLogger(__name__)
+FIRST_STEPS, ONE_IN = 5, 50
 """Steps with gradients that are measured: so many at first, and then every so many."""
 LAYERS_AT_ONCE, LAYERS_MADE_AGAIN = 2, 20
 """While nothing is known of what an action has for its duration: what so many layers keep. A layer
@@ -40,85 +42,110 @@ BITS = 8
 
 
 class StageCount(NamedTuple):
-    """Segments of one stage in one step.
+    """What was counted of a stage, on one rank or on several; it can be added up.
 
     Attributes:
-        rows: positions of an inner segment, of a wave, those with loss, and spans with a parent.
-        sizes: bytes that each has kept.
+        gram, sums: of rows, and of rows and bytes: float64 [4, 4] and [4]. A row has a segment's
+            positions if it is inner, if it is a wave, those with loss, and spans with a parent.
+        ranks: of each rank the sum of its rows, and of its bytes.
+        moment, before: see StageBytes.
     """
 
-    rows: list[tuple[float, float, float, float]]
-    sizes: list[float]
+    gram: np.ndarray
+    sums: np.ndarray
+    ranks: tuple[tuple[np.ndarray, float], ...]
+    moment: float = 0.0
+    before: float = 0.0
 
-    def numbers(self) -> StageBytes:
-        """What fits the forwards best; none of the numbers is below 0. A kind of segment that did
-        not run keeps as much as the other."""
-        rows, sizes = np.array(self.rows, float).reshape(-1, 4), np.array(self.sizes)
-        used = np.asarray(rows.any(axis=0))
-        if not used.any():
-            return StageBytes()
-        columns = rows[:, used] / rows[:, used].max(0)
-        gram = columns.T @ columns
-        gram += np.trace(gram) * np.diag(_RIDGE[used])
-        solved = np.zeros(4)
-        solved[used] = non_negative(gram, columns.T @ sizes) / rows[:, used].max(0)
-        inner, wave, scored, span = map(float, solved)
-        return StageBytes(inner if used[0] else wave, wave if used[1] else inner, scored, span)
+    @classmethod
+    def of_rows(cls, rows: Sequence[Sequence[float]], sizes: Sequence[float]) -> StageCount:
+        """Of segments on one rank, and bytes that each has kept."""
+        table, kept = np.array(rows, float).reshape(-1, 4), np.array(sizes, float)
+        return cls(table.T @ table, table.T @ kept, ((table.sum(0), float(kept.sum())),))
+
+    def plus(self, other: StageCount) -> StageCount:
+        """Of these ranks and others."""
+        return StageCount(
+            self.gram + other.gram, self.sums + other.sums, self.ranks + other.ranks,
+            max(self.moment, other.moment), max(self.before, other.before),
+        )  # fmt: skip
+
+    def numbers(self, known: StageBytes | None = None) -> StageBytes:
+        """What fits all ranks best, as much larger as it must be for the rank that has most; none
+        of the numbers is below 0. A kind of segment that did not run keeps what is known of it, or
+        else as much as the other."""
+        scale = np.sqrt(np.diag(self.gram))
+        used, solved = scale > 0, np.zeros(4)
+        if used.any():
+            gram = self.gram[np.ix_(used, used)] / np.outer(scale[used], scale[used])
+            gram += np.diag(_RIDGE[used])
+            solved[used] = non_negative(gram, self.sums[used] / scale[used]) / scale[used]
+        ratios = [size / fit for rows, size in self.ranks if (fit := float(rows @ solved)) > 0]
+        inner, wave, scored, span = map(float, solved * max(ratios, default=1.0))
+        inner = inner if used[0] else known.inner if known else wave
+        wave = wave if used[1] else known.wave if known else inner
+        return StageBytes(inner, wave, scored, span, self.moment, self.before)
+
+
+StageCounts = dict[bool, dict[int, StageCount]]
+"""By whether a step was shared, and by stage."""
 
 
 class SegmentBytes:
-    """What forwards of segments leave allocated on one rank, in one step of the prefix schedule.
+    """What segments keep on one rank, in one step of the prefix schedule.
 
     Attributes:
-        stages: by number.
         gathers: whether the rank keeps K/V of all context-parallel ranks.
         before: allocated when the first action began; None: none has.
+        stays: whether no tensors of segments come and go between device and host.
     """
 
     def __init__(self, rank: Rank) -> None:
-        self._rank, self._act = rank, rank.act
-        self.begin((), gathers=False)
-
-    def begin(self, caches: Sequence[Any], *, gathers: bool) -> None:
-        """Begins an attempt, in which these sidecars grow."""
-        self._caches, self.gathers = caches, gathers
+        self._rank, self._act, self.gathers = rank, rank.act, False
         self.before: float | None = None
-        self.stages: dict[int, StageCount] = {}
+        self._rows: dict[int, tuple[list[tuple[float, ...]], list[float]]] = {}
+
+    def begin(self, plan: Plan, *, gathers: bool) -> None:
+        """Begins an attempt."""
+        self._plan, self.gathers, self.before = plan, gathers, None
+        self.stays = {*plan.policies} <= {*ON_DEVICE, *AGAIN}
+        self._rows.clear()
         self._again: set[Action] = set()
 
-    def _allocated(self) -> float:
-        arenas = sum(cache.device_bytes.held for cache in self._caches)
-        return memory.peaks(self._rank.device).used - float(arenas)
-
     @contextlib.contextmanager
-    def counting(self, plan: Plan, action: Action) -> Iterator[None]:
+    def counting(self, action: Action) -> Iterator[None]:
         """Around the computation of an action. Of a wave counts what its forward leaves; of an
         inner segment what the forward that a backward runs again does, or else what the backward
-        frees: a step's first forward may leave more than a segment's tensors (quantised weights).
+        frees, if nothing else comes meanwhile: a step's first forward may leave more than a
+        segment's tensors (quantised weights).
         """
-        if self.before is None:
-            self.before = memory.peaks(self._rank.device).used
-        segment, policy = plan.segments[action.segment], plan.policy(action.segment)
+        allocated = memory.peaks(self._rank.device).used
+        self.before = allocated if self.before is None else self.before
+        segment, policy = self._plan.segments[action.segment], self._plan.policy(action.segment)
         runs_again = policy == "recompute" and action.kind == "B" and action not in self._again
         is_counted = policy in ON_DEVICE and segment.inner == (action.kind == "B")
-        if not (runs_again or is_counted):
-            yield
-            return
+        is_counted &= self.stays or not segment.inner
         self._again.add(action)
-        allocated = self._allocated()
         yield
-        size = (self._allocated() - allocated) * (1 if runs_again or not segment.inner else -1)
+        if segment.source < 0 and (runs_again or is_counted):
+            size = memory.peaks(self._rank.device).used - allocated
+            self._add(action, -size if segment.inner and not runs_again else size)
+
+    def _add(self, action: Action, size: float) -> None:
+        plan, segment = self._plan, self._plan.segments[action.segment]
+        policy = plan.policy(action.segment)
         positions = segment.padded_length / self._rank.groups.cp.size()
-        size += self._act * positions * (not runs_again and policy in AGAIN)
-        row = (
-            positions * segment.inner, positions * (not segment.inner),
-            min(positions, segment.num_read), sum(s.parent is not None for s in segment.spans),
-        )  # fmt: skip
-        count = self.stages.setdefault(
-            plan.stage(self._rank.stage, action.chunk), StageCount([], [])
-        )
-        count.rows.append(row)
-        count.sizes.append(size)
+        size += self._act * positions * (policy in ON_DEVICE and policy in AGAIN)
+        stage = plan.stage(self._rank.stage, action.chunk)
+        rows, sizes = self._rows.setdefault(stage, ([], []))
+        row = positions * segment.inner, positions * (not segment.inner)
+        with_parents = sum(span.parent is not None for span in segment.spans)
+        rows.append((*row, min(positions, segment.num_read), float(with_parents)))
+        sizes.append(size)
+
+    @property
+    def stages(self) -> dict[int, StageCount]:
+        return {stage: StageCount.of_rows(*counted) for stage, counted in self._rows.items()}
 
 
 class CallBytes:
@@ -159,8 +186,11 @@ class CallBytes:
         stack.callback(model.decoder.register_forward_hook(decoded).remove)
         stack.callback(model.register_forward_hook(ended).remove)
 
-    def numbers(self, before: Peaks, after: Peaks, known: dict[int, StageBytes]) -> dict[int, Any]:
-        """By stage; `known` before the step."""
+    def stages(
+        self, before: Peaks, after: Peaks, known: dict[int, StageBytes]
+    ) -> dict[int, StageCount]:
+        """What was counted, by stage; `known` before the step. A call's bytes follow its positions,
+        and the median leaves out what the first one allocates for all."""
         rank, stages = self._rank, {}
         for chunk, (positions, sizes) in enumerate(zip(self._positions, self._sizes, strict=True)):
             if not positions:
@@ -170,26 +200,27 @@ class CallBytes:
             bound = math.inf
             if len(rank.models) == 1:
                 held = a_position * sum(longest[: rank.num_stages - rank.stage])
-                bound = max(0.0, (after.allocated - before.used - held) / longest[0])
-            numbers = StageBytes(a_position, a_position)
-            stages[stage] = with_moment(numbers, bound, before, after, known.get(stage), rank)
+                bound = max(0.0, (_step_peak(before, after) - held) / longest[0])
+            count = StageCount.of_rows([(0.0, 1.0, 0.0, 0.0)], [a_position])
+            moment = _moment(a_position, bound, before, after, known.get(stage), rank)
+            stages[stage] = count._replace(moment=moment)
         return stages
 
 
-def with_moment(
-    numbers: StageBytes,
-    bound: float,
-    before: Peaks,
-    after: Peaks,
-    known: StageBytes | None,
-    rank: Rank,
-) -> StageBytes:
-    """Of a stage, with what actions have for their duration: so much as the new maximum of the
-    allocator says. An old one is only a bound, for what was known, or is guessed."""
+def _step_peak(before: Peaks, after: Peaks) -> float:
+    """The most bytes at once in a step that set the maximum, without gradients that it has left."""
+    return after.allocated - before.used - max(0.0, after.used - before.used)
+
+
+def _moment(
+    wave: float, bound: float, before: Peaks, after: Peaks, known: StageBytes | None, rank: Rank
+) -> float:
+    """What actions of a stage have for their duration: so much as the new maximum of the allocator
+    says. An old one is only a bound, for what was known, or is guessed by what a wave keeps."""
     layers = LAYERS_AT_ONCE + LAYERS_MADE_AGAIN * bool(rank.config.recompute_granularity)
-    guess = layers * numbers.wave / rank.layers if known is None else known.moment
+    guess = layers * wave / rank.layers if known is None else known.moment
     has_moved = after.allocated > before.allocated and bound < math.inf
-    return numbers._replace(moment=bound if has_moved else min(bound, guess))
+    return bound if has_moved else min(bound, guess)
 
 
 class ByteMeter:
@@ -203,9 +234,9 @@ class ByteMeter:
 
     def __init__(self, rank: Rank) -> None:
         self.counts = memory.counts_bytes(rank.device)
-        self.numbers: Numbers = {False: {}, True: {}}
-        self._local: Numbers = {False: {}, True: {}}
+        self.numbers: StagesBytes = {False: {}, True: {}}
         self.overheads = {False: 0.0, True: 0.0}
+        self._local: StageCounts = {False: {}, True: {}}
 
     @property
     def is_known(self) -> bool:
@@ -226,9 +257,7 @@ class ByteMeter:
             stock: of Megatron's schedule. While one schedule was never measured, its numbers are
                 the other's.
         """
-        numbers = self.numbers[not stock] or self.numbers[stock]
-        if stock and not self.numbers[False]:
-            numbers = {stage: n._replace(inner=n.wave) for stage, n in numbers.items()}
+        numbers = {**self.numbers[stock], **self.numbers[not stock]}
         payloads = rank.payloads
         stages = tuple(numbers.get(stage, StageBytes()) for stage in range(len(payloads)))
         config, parts = rank.config, rank.groups.cp.size()
@@ -239,19 +268,9 @@ class ByteMeter:
             state=config.hidden_size * size, state_grad=config.hidden_size * max(4, size),
         )  # fmt: skip
 
-    def load(self, numbers: Numbers) -> None:
-        """Takes what an earlier run has measured."""
-        self.numbers = numbers
-
-    def begin(self, groups: Sequence[Any]) -> None:
-        """Before the first step with gradients that may be shared; all ranks of the groups call
-        this."""
-        if self.counts:
-            self.tell(groups)
-
     def is_due(self, number: int) -> bool:
         """Whether the step of a number, from 1, is measured; the same on all ranks."""
-        return self.counts and (number <= FIRST or number % EVERY == 0)
+        return self.counts and (number <= FIRST_STEPS or number % ONE_IN == 0)
 
     @contextlib.contextmanager
     def watching(self, rank: Rank) -> Iterator[None]:
@@ -263,9 +282,8 @@ class ByteMeter:
         with calls.counting():
             yield
         after = memory.peaks(rank.device)
-        self._local[False] |= calls.numbers(
-            before, after, {**self.numbers[True], **self.numbers[False]}
-        )
+        known = {**self.numbers[True], **self.numbers[False]}
+        self._local[False] |= calls.stages(before, after, known)
 
     @contextlib.contextmanager
     def step(
@@ -277,17 +295,22 @@ class ByteMeter:
         if rank.forward_only or not self.is_due(number):
             yield
             return
-        calls, before = CallBytes(rank), memory.peaks(rank.device)
-        report.counter = SegmentBytes(rank)
-        with calls.counting() if not report.decision.share else contextlib.nullcontext():
-            yield
-        after, share = memory.peaks(rank.device), report.decision.share
-        if not share:
-            self._local[False] |= calls.numbers(
-                before, after, {**self.numbers[True], **self.numbers[False]}
-            )
-        elif not (report.retried or any(part.holds_memory for part in request.parts)):
-            self._local[True] |= self._of_segments(report, request, before, after)
+        share, calls, before = report.decision.share, CallBytes(rank), memory.peaks(rank.device)
+        count = report.counter = SegmentBytes(rank) if share else None
+        try:
+            with contextlib.nullcontext() if share else calls.counting():
+                yield
+        finally:
+            report.counter = None  # reports outlive models
+        after, known = memory.peaks(rank.device), {**self.numbers[not share], **self.numbers[share]}
+        # What fails on a rank must not keep the others waiting.
+        stages, problem = tried(
+            lambda: calls.stages(before, after, known) if count is None
+            else self._of_segments(count, report, request, before, after, known)
+        )  # fmt: skip
+        if problem is not None:
+            logger.warning("bytes of a step are not known: %s", problem)
+        self._local[share] |= stages or {}
         overhead = {False: 0.0, True: 0.0}
         if after.allocated > before.allocated and after.reserved > before.reserved:
             overhead[share] = after.reserved / after.allocated
@@ -297,33 +320,41 @@ class ByteMeter:
         """Ranks tell one another what each has measured; all of them call this."""
         local, overheads = self._local, overhead or {False: 0.0, True: 0.0}
         for group in groups:
-            numbers, ratios = zip(*all_say((local, overheads), group), strict=True)
-            local = most(numbers)
+            counts, ratios = zip(*all_say((local, overheads), group), strict=True)
+            local = of_all_ranks(counts)
             overheads = {share: max(of_rank[share] for of_rank in ratios) for share in overheads}
         for share, stages in local.items():
-            rounded = {stage: StageBytes(*map(_rounded, n)) for stage, n in stages.items()}
-            self.numbers[share] |= rounded
+            known = self.numbers[share]
+            for stage, count in stages.items():
+                known[stage] = StageBytes(*map(_to_bits, count.numbers(known.get(stage))))
             self.overheads[share] = overheads[share] or self.overheads[share]
         self._local = {False: {}, True: {}}
 
     def _of_segments(
-        self, report: Any, request: Request, before: Peaks, after: Peaks
-    ) -> dict[int, StageBytes]:
-        rank, count, plan = request.rank, report.counter, report.plan
-        stages = {stage: of_stage.numbers() for stage, of_stage in count.stages.items()}
+        self, count: SegmentBytes, report: Any, request: Request, before: Peaks, after: Peaks,
+        known: dict[int, StageBytes],
+    ) -> dict[int, StageCount]:  # fmt: skip
+        if report.retried or any(part.holds_memory for part in request.parts):
+            return {}
+        rank, plan, stages = request.rank, report.plan, count.stages
         whole = sum(s.padded_length for s in plan.segments) / rank.groups.cp.size()
         held = max(0.0, (count.before or before.used) - before.used) / max(whole, 1.0)
-        stages = {stage: numbers._replace(before=held) for stage, numbers in stages.items()}
+        own = {
+            stage: counted._replace(before=held).numbers(known.get(stage))
+            for stage, counted in stages.items()
+        }
         footprint = with_parts(self.footprint(rank, gathers=count.gathers), request)
-        own = tuple(stages.get(n, StageBytes()) for n in range(len(footprint.stages)))
+        numbers = tuple(own.get(n, StageBytes()) for n in range(len(footprint.stages)))
         bound = math.inf
-        if {*plan.policies} <= {*ON_DEVICE, *AGAIN}:  # what is copied away stays for a while
-            peak = after.allocated - before.used
-            bound = least_moment(plan, replace(footprint, stages=own), rank.stage, peak)
-        known = {**self.numbers[False], **self.numbers[True]}
+        if count.stays:  # what was copied away may stay on the device for a while
+            peak = _step_peak(before, after)
+            bound = least_moment(plan, replace(footprint, stages=numbers), rank.stage, peak)
         return {
-            stage: with_moment(numbers, bound, before, after, known.get(stage), rank)
-            for stage, numbers in stages.items()
+            stage: counted._replace(
+                before=held,
+                moment=_moment(own[stage].wave, bound, before, after, known.get(stage), rank),
+            )
+            for stage, counted in stages.items()
         }
 
 
@@ -334,18 +365,18 @@ def with_parts(footprint: Any, request: Request) -> Any:
     return footprint
 
 
-def most(ranks: Iterable[Numbers]) -> Numbers:
-    """Of every stage the largest numbers of any rank."""
-    largest: Numbers = {False: {}, True: {}}
+def of_all_ranks(ranks: Iterable[StageCounts]) -> StageCounts:
+    """What several ranks have counted, stage by stage."""
+    together: StageCounts = {False: {}, True: {}}
     for of_rank in ranks:
         for share, stages in of_rank.items():
-            for stage, numbers in stages.items():
-                known = largest[share].get(stage, numbers)
-                largest[share][stage] = StageBytes(*map(max, zip(known, numbers, strict=True)))
-    return largest
+            for stage, count in stages.items():
+                known = together[share].get(stage)
+                together[share][stage] = count if known is None else known.plus(count)
+    return together
 
 
-def _rounded(number: float) -> float:
+def _to_bits(number: float) -> float:
     """To the nearest of so many binary digits."""
     if not 0 < number < math.inf:
         return 0.0

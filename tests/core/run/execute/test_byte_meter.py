@@ -16,7 +16,7 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan import prediction
 from megatron_prefix.plan.memory import StageBytes
-from megatron_prefix.run.execute.byte_meter import ByteMeter, StageCount, most
+from megatron_prefix.run.execute.byte_meter import ByteMeter, StageCount, of_all_ranks
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.run.execute.test_memory_limit import batches
@@ -183,7 +183,7 @@ def test_numbers_fit_what_was_counted() -> None:
         (0.0, 9.0, 9.0, 4.0),
     ]
     sizes = [sum(a * b for a, b in zip(row, wanted[:4], strict=True)) for row in rows]
-    found = StageCount(rows, sizes).numbers()
+    found = StageCount.of_rows(rows, sizes).numbers()
     again = [sum(a * b for a, b in zip(row, found[:4], strict=True)) for row in rows]
     assert again == pytest.approx(sizes, rel=1e-4)
     assert (*found[:3], found.span) == pytest.approx((*wanted[:3], wanted.span), rel=0.01)
@@ -192,26 +192,46 @@ def test_numbers_fit_what_was_counted() -> None:
 @pytest.mark.parametrize("kind", [0, 1])
 def test_what_did_not_run_keeps_as_much(kind: int) -> None:
     row = tuple(float(10 * (place == kind)) for place in range(4))
-    numbers = StageCount([row], [50.0]).numbers()  # type: ignore[list-item]
+    numbers = StageCount.of_rows([row], [50.0]).numbers()
     assert numbers == pytest.approx((5.0, 5.0, 0.0, 0.0, 0.0, 0.0))
-    assert StageCount([], []).numbers() == StageBytes()
+    assert StageCount.of_rows([], []).numbers() == StageBytes()
 
 
 def test_what_comes_in_one_proportion_is_the_positions() -> None:
     """So that Megatron's schedule, whose positions have no parents, is not taken for lighter."""
     rows = [(0.0, float(n), float(n), n / 8) for n in (8, 16, 24)]
-    numbers = StageCount(rows, [100 * row[1] for row in rows]).numbers()
+    numbers = StageCount.of_rows(rows, [100 * row[1] for row in rows]).numbers()
     assert numbers.wave == pytest.approx(100, rel=0.01)
 
 
-def test_of_each_stage_the_largest_of_any_rank() -> None:
-    ranks: list[Any] = [
-        {False: {}, True: {0: StageBytes(1.0, 5.0), 1: StageBytes(2.0)}},
-        {False: {0: StageBytes(3.0)}, True: {0: StageBytes(4.0, 2.0)}},
-    ]
-    wanted = {False: {0: StageBytes(3.0)}, True: {0: StageBytes(4.0, 5.0), 1: StageBytes(2.0)}}
-    for order in itertools.permutations(ranks):
-        assert most(order) == wanted
+def test_ranks_are_fitted_together_and_count_as_the_one_that_has_most() -> None:
+    """One cannot tell a wave's positions from those with loss; another keeps a half more."""
+    row = [(0.0, 10.0, 10.0, 0.0), (0.0, 30.0, 30.0, 0.0)]
+    others = [(0.0, 10.0, 2.0, 0.0), (0.0, 30.0, 25.0, 0.0)]
+
+    def count(rows: list[Any], more: float = 1.0) -> StageCount:
+        return StageCount.of_rows(rows, [more * (4 * r[1] + 8 * r[2]) for r in rows])
+
+    alone: list[Any] = [{False: {}, True: {0: count(rows)}} for rows in (row, others)]
+    for order in itertools.permutations(alone):
+        numbers = of_all_ranks(order)[True][0].numbers()
+        assert (numbers.wave, numbers.scored) == pytest.approx((4, 8), rel=1e-3)
+    hot: Any = {False: {0: count(row)}, True: {0: count(others, 1.5), 1: count(row)}}
+    both = of_all_ranks([alone[1], hot])
+    assert both[False].keys() == {0} and both[True].keys() == {0, 1}
+    assert both[True][0].numbers()[1:3] == pytest.approx((6, 12), rel=1e-3)
+
+
+def test_what_did_not_run_is_as_it_was_known() -> None:
+    known = StageBytes(7.0, 9.0)
+    wave = StageCount.of_rows([(0.0, 10.0, 0.0, 0.0)], [50.0])
+    assert wave.numbers(known)[:2] == pytest.approx((7.0, 5.0))
+
+
+def test_nothing_of_a_step_stays_with_its_report(model: Any) -> None:
+    """Reports outlive models."""
+    for step in run(model, batches("in groups"), 3):
+        assert step.report.counter is None
 
 
 def test_on_the_cpu_nothing_is_counted(model: Any) -> None:
