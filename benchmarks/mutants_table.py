@@ -73,8 +73,8 @@ _ACROSS = (
     _across(
         "spans-with-loss-among-others",
         "features/across/common.py",
-        "together[span.level, owners[number], span.scored].append(number)",
-        "together[span.level, owners[number], False].append(number)",
+        "together[span.depth, owners[number], span.scored].append(number)",
+        "together[span.depth, owners[number], False].append(number)",
     ),
     _across(
         "final-states-of-all-spans",

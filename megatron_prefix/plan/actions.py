@@ -55,7 +55,7 @@ class Sent(NamedTuple):
     spans: int
     copied: int  # positions that go to ranks whose spans are not neighbours
     copied_spans: int
-    level: int = -1  # of the segment, which crosses or is received; -1: neither
+    depth: int = -1  # of the segment, which crosses or is received; -1: neither
 
 
 @dataclass(frozen=True)

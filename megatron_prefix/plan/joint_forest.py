@@ -138,7 +138,7 @@ def _sent(forests: Sequence[Forest]) -> tuple[Sent, ...]:
                 apart = spans[-1] - spans[0] >= len(spans)
                 row = (positions, len(spans), positions * apart, len(spans) * apart)
                 row_sum = [*map(sum, zip(row_sum, row, strict=True))]
-            counts = (*row_sum, exchange.level)
+            counts = (*row_sum, exchange.depth)
             most[exchange.segment] = [*map(max, zip(most[exchange.segment], counts, strict=True))]
     return tuple(Sent(*row) for row in most)
 
@@ -152,12 +152,12 @@ def _numbered(microbatches_of: Sequence[Sequence[int]], ordered: bool) -> Iterat
 
 
 def _crossing_places(forests: Sequence[Forest]) -> tuple[list[int], list[_Node]]:
-    """Levels and places of segments that cross data-parallel ranks; forests begin with them."""
+    """Depths and places of segments that cross data-parallel ranks; forests begin with them."""
     rows: dict[tuple[int, bool], list[list[int]]] = {}
     for place, forest in enumerate(forests):
         for exchange in forest.exchanges:
             received = forest.segments[exchange.segment].source >= 0
-            row = rows.setdefault((exchange.level, received), [[] for _ in forests])
+            row = rows.setdefault((exchange.depth, received), [[] for _ in forests])
             row[place].append(exchange.segment)
     places = [
         (level, node) for (level, _), row in sorted(rows.items()) for node in zip_longest(*row)
@@ -214,7 +214,7 @@ def _with_dummies(
     for number, (level, node) in enumerate(zip(levels, nodes, strict=False)):
         if node[place] is None:
             exchanges.append(Exchange(number, (), level))
-    exchanges.sort(key=lambda exchange: exchange.level)  # within a level in the order of all ranks
+    exchanges.sort(key=lambda exchange: exchange.depth)  # within a depth in the order of all ranks
     return replace(forest, segments=tuple(segments), exchanges=tuple(exchanges), rounds=())
 
 

@@ -261,7 +261,7 @@ def with_crossing(plan: Plan, forest: Forest) -> Plan:
 
     # In a level what a rank computes, then what it receives; backward the other way round.
     def place(exchange: Exchange) -> tuple[int, bool]:
-        return exchange.level, forest.segments[exchange.segment].source >= 0
+        return exchange.depth, forest.segments[exchange.segment].source >= 0
 
     levels = sorted(forest.exchanges, key=place)
     chunks, crossing = range(plan.num_chunks), {exchange.segment for exchange in levels}

@@ -43,8 +43,8 @@ class StageMessage(NamedTuple):
     used_by: Action
 
 
-Levels = tuple[tuple[int, int], ...]
-"""Segments that cross data-parallel ranks, each with its level; see tree.forest.Exchange."""
+Depths = tuple[tuple[int, int], ...]
+"""Segments that cross data-parallel ranks, each with its depth; see tree.forest.Exchange."""
 
 Phase = tuple[int, int, int]
 _OWN = (1, 0, 0)
@@ -52,16 +52,16 @@ _OWN = (1, 0, 0)
 
 
 @functools.lru_cache(maxsize=4)
-def timetable(plan: Plan, levels: Levels = ()) -> tuple[tuple[int, Action] | StageMessage, ...]:
+def timetable(plan: Plan, depths: Depths = ()) -> tuple[tuple[int, Action] | StageMessage, ...]:
     """The order of all actions, each with its rank, and messages of a plan that can run.
 
-    With `levels` of what crosses the plan is one of `planner.with_crossing`.
+    With `depths` of what crosses the plan is one of `planner.with_crossing`.
     """
     entries: list[tuple[tuple[Phase, float, int, int], tuple[int, Action] | StageMessage]] = []
-    level_of = dict(levels)
+    depth_of = dict(depths)
 
     def enter(rank: int, action: Action, begin: float, end: float) -> None:
-        when = phase(action, level_of)
+        when = phase(action, depth_of)
         entries.append(((when, begin, 1, rank), (rank, action)))
         receiver = plan.receiver(rank, action)
         if receiver is not None and plan.segments[action.segment].source < 0:
@@ -73,27 +73,27 @@ def timetable(plan: Plan, levels: Levels = ()) -> tuple[tuple[int, Action] | Sta
     return tuple(entry for _, entry in entries)
 
 
-def phase(action: Action, level_of: Mapping[int, int]) -> Phase:
+def phase(action: Action, depth_of: Mapping[int, int]) -> Phase:
     """The phase of an action, and of the message that it makes; later ones are larger."""
-    level = level_of.get(action.segment)
-    if level is None:
+    depth = depth_of.get(action.segment)
+    if depth is None:
         return _OWN
-    return (0, action.chunk, level) if action.kind == "F" else (2, -action.chunk, -level)
+    return (0, action.chunk, depth) if action.kind == "F" else (2, -action.chunk, -depth)
 
 
-def message_gaps(plan: Plan, rank: int, levels: Levels = ()) -> list[list[StageMessage]]:
+def message_gaps(plan: Plan, rank: int, depths: Depths = ()) -> list[list[StageMessage]]:
     """A rank's messages, two lists an action and one behind the last: those up to what crosses
     before the action, and those between that and the action; see `timetable`."""
-    level_of, gaps = dict(levels), list[list[StageMessage]]()
+    depth_of, gaps = dict(depths), list[list[StageMessage]]()
     gap: list[StageMessage] = []
     before: Phase | None = None
-    for entry in timetable(plan, levels):
+    for entry in timetable(plan, depths):
         if isinstance(entry, StageMessage):
             gap += [entry] if rank in entry[:2] else []
         elif entry[0] == rank:
-            now = phase(entry[1], level_of)
+            now = phase(entry[1], depth_of)
             stays = now == (before or now)
-            num = sum(stays or phase(message.made_by, level_of) < now for message in gap)
+            num = sum(stays or phase(message.made_by, depth_of) < now for message in gap)
             gaps += [gap[:num], gap[num:]]
             gap, before = [], now
     return [*gaps, gap]

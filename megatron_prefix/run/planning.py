@@ -245,7 +245,7 @@ class Planning:
             concurrent = replace(step, forest=joint.forest)
             report.decision = self._in_order(report, concurrent, request)
         if rank.ordered and not step.unshared:
-            count_sums.prove(report.joint, rank.stage, joint.union_microbatch_of)
+            count_sums.prove(report.union_plan, rank.stage, joint.union_microbatch_of)
         if rank.experts is not None:
             # Actions that were not planned together with those of the other pipelines.
             program: Sequence[Any] | None = None

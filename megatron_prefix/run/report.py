@@ -80,6 +80,7 @@ class StepReport:
 
     Attributes:
         plan: what the prefix schedule runs or would have run.
+        union_plan: the same on the segments of all ranks that share experts.
         fallback_count: steps so far in which the stock schedule ran although sharing was wanted.
         stopwatch: times of this rank's actions, in a step that was measured.
         memory: predicted of this rank, where the prefix schedule ran with gradients; of what
@@ -98,7 +99,7 @@ class StepReport:
     forest: Forest
     decision: Decision
     plan: Plan
-    joint: Plan
+    union_plan: Plan
     fallback_count: int = 0
     prediction: Prediction | None = None
     times: CostModel | None = None

@@ -346,13 +346,13 @@ class StepRun:
     def _links(self, plan: Plan) -> Links:
         rank, config = self._rank, self._rank.config
         return Links(
-            channels_of(rank.groups.pp, rank.device), self._report.joint,
+            channels_of(rank.groups.pp, rank.device), self._report.union_plan,
             message_shape(config, plan), message_dtype(config), rank.device, not rank.forward_only,
-            tuple((exchange.segment, exchange.level) for exchange in self._step.forest.exchanges),
+            tuple((exchange.segment, exchange.depth) for exchange in self._step.forest.exchanges),
         )  # fmt: skip
 
     def _summing(self, counts: GroupCounts) -> Callable[[int], None]:
-        union, owners = self._report.joint, self._joint.union_microbatch_of
+        union, owners = self._report.union_plan, self._joint.union_microbatch_of
         begun = sums_behind(union, self._rank.stage, owners)
         return lambda place: counts.begin(begun[place])
 

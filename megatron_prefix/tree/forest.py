@@ -334,12 +334,12 @@ class Exchange(NamedTuple):
     Attributes:
         peers: (rank, numbers of spans): the ranks that get it, or the single rank that sends it;
             empty where only other ranks of a joint plan have such a segment.
-        level: number of ancestors that cross.
+        depth: number of ancestors that cross.
     """
 
     segment: int
     peers: tuple[tuple[int, tuple[int, ...]], ...]
-    level: int
+    depth: int
 
 
 @dataclass(frozen=True)
@@ -409,7 +409,7 @@ class Forest:
         numbers = [self.multiple, int(self.ordered), self.unshared_by_routes, self.pad_multiple]
         numbers += [self.requested_length, len(self.exchanges)]
         for exchange in self.exchanges:
-            numbers += [exchange.segment, exchange.level, len(exchange.peers)]
+            numbers += [exchange.segment, exchange.depth, len(exchange.peers)]
             for rank, spans in exchange.peers:
                 numbers += [rank, len(spans), *spans]
         numbers += [len(self.num_positions), *self.num_positions, *self.first_trained]
@@ -433,9 +433,9 @@ class Forest:
         align, ordered, unshared, pad_multiple, requested_length, num_exchanges = take(6)
         exchanges = []
         for _ in range(num_exchanges):
-            segment, level, num_peers = take(3)
+            segment, depth, num_peers = take(3)
             peers = ((rank, take(num)) for rank, num in (take(2) for _ in range(num_peers)))
-            exchanges.append(Exchange(segment, tuple(peers), level))
+            exchanges.append(Exchange(segment, tuple(peers), depth))
         (num_rollouts,) = take(1)
         num_positions, first_trained = take(num_rollouts), take(num_rollouts)
         segments: list[Segment] = []

@@ -174,13 +174,13 @@ class ExchangedSegment(NamedTuple):
     Attributes:
         spans: of each of its nodes `Node.common`.
         source, scored: see Segment.
-        peers, level: see Exchange.
+        peers, depth: see Exchange.
     """
 
     spans: tuple[int, ...]
     source: int
     peers: tuple[tuple[int, tuple[int, ...]], ...]
-    level: int
+    depth: int
     scored: bool
 
 
@@ -250,7 +250,7 @@ class Packing:
 
     def _cross(self, exchanged: Sequence[ExchangedSegment], nodes: Mapping[int, Node]) -> None:
         for segment in exchanged:
-            self.exchanges.append(Exchange(len(self.lengths), segment.peers, segment.level))
+            self.exchanges.append(Exchange(len(self.lengths), segment.peers, segment.depth))
             # Losses of any rank may look at any of its positions.
             local = [nodes[number] for number in segment.spans]
             length = sum(node.padded(self._multiple) for node in local)

@@ -110,7 +110,7 @@ def _spans(tree: BlockTree, options: TreeOptions) -> _SpanTable:
     todo = [(node, 0, -1, 0) for node in reversed(tree.children[-1])]
     boundary, gain = options.boundary, max(1, options.min_gain)
     while todo:
-        node, start, parent, level = todo.pop()
+        node, start, parent, depth = todo.pop()
         ranks, least = tree.ranks[node], gain / (len(tree.ranks[node]) - 1)
         last = tree.end[node]
         cut = tree.first_trained[node] // boundary * boundary
@@ -118,10 +118,10 @@ def _spans(tree: BlockTree, options: TreeOptions) -> _SpanTable:
         pieces = [(min(cut, last), False)] if cut > tree.start[node] else []
         for end, scored in [*pieces, (last, True)] if cut < last else pieces:
             if end - start >= least:
-                shared.spans.append(CommonSpan(start, end, parent, level, ranks, scored))
-                start, parent, level = end, len(shared.spans) - 1, level + 1
+                shared.spans.append(CommonSpan(start, end, parent, depth, ranks, scored))
+                start, parent, depth = end, len(shared.spans) - 1, depth + 1
         shared.below[node] = parent
-        todo += [(child, start, parent, level) for child in reversed(tree.children[node])]
+        todo += [(child, start, parent, depth) for child in reversed(tree.children[node])]
     return shared
 
 
@@ -161,8 +161,8 @@ def _recut(
         if number not in dropped:
             bounds = equal_bounds(begin, span.end, longest or span.end - begin, boundary)
         for start, end in itertools.pairwise(bounds):
-            level = spans[parent].level + 1 if parent >= 0 else 0
-            spans.append(span._replace(start=start, end=end, parent=parent, level=level))
+            depth = spans[parent].depth + 1 if parent >= 0 else 0
+            spans.append(span._replace(start=start, end=end, parent=parent, depth=depth))
             parent = len(spans) - 1
         moved.append(parent)
         ends.append(bounds[-1])
@@ -172,13 +172,13 @@ def _recut(
 def _segments(
     spans: Sequence[CommonSpan], load: Sequence[int], budget: int
 ) -> Iterator[CommonSegment]:
-    """Spans of one owner (owners.py) and level together, those with loss apart from others; parents
+    """Spans of one owner (owners.py) and depth together, those with loss apart from others; parents
     cross before children. `load`: positions that every rank computes besides."""
     lengths_of = [one.end - one.start for one in spans]
     owners = owners_of(lengths_of, [one.ranks for one in spans], load)
     together: dict[tuple[int, int, bool], list[int]] = collections.defaultdict(list)
     for number, span in enumerate(spans):
-        together[span.level, owners[number], span.scored].append(number)
+        together[span.depth, owners[number], span.scored].append(number)
     for (_, owner, _), numbers in sorted(together.items()):
         numbers.sort(key=lambda number: (spans[number].parent, number))
         lengths = [lengths_of[number] for number in numbers]

@@ -17,14 +17,14 @@ class CommonSpan(NamedTuple):
     Attributes:
         start, end: multiples of the trees' boundary.
         parent: the common span that it continues, with a smaller number; -1: none.
-        level: common spans above it.
+        depth: common spans above it.
         scored: whether positions may carry loss on any of them.
     """
 
     start: int
     end: int
     parent: int
-    level: int
+    depth: int
     ranks: tuple[int, ...]
     scored: bool = False
 
@@ -70,7 +70,7 @@ class CommonSpans:
         source, spans = self.source(segment), self.here(segment)
         peers = self.peers(segment) if source < 0 else ((source, tuple(range(len(spans)))),)
         first = self.spans[segment.spans[0]]
-        return ExchangedSegment(spans, source, peers, first.level, first.scored)
+        return ExchangedSegment(spans, source, peers, first.depth, first.scored)
 
     def source(self, segment: CommonSegment) -> int:
         """The rank that sends a segment's payload; -1: this one computes it."""

@@ -126,7 +126,7 @@ class ExchangeMemory:
             return None
         if not received and self._sent(index) is None:
             return None
-        return self._plan.sent[index].level if self._plan.sent else 0
+        return self._plan.sent[index].depth if self._plan.sent else 0
 
     def _sent(self, index: int) -> Sent | None:
         transfer = self._plan.sent[index] if self._plan.sent else None

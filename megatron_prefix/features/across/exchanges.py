@@ -78,8 +78,8 @@ class Exchanges:
         device: torch.device,
         forward_only: bool = False,
     ) -> None:
-        self._level_of = {exchange.segment: exchange.level for exchange in forest.exchanges}
-        levels = itertools.groupby(forest.exchanges, lambda one: one.level)
+        self._level_of = {exchange.segment: exchange.depth for exchange in forest.exchanges}
+        levels = itertools.groupby(forest.exchanges, lambda one: one.depth)
         self._levels = [[*of_level] for _, of_level in levels]
         self._crossed = [0] * len(chunks)
         self._returned = [len(self._levels)] * len(chunks)

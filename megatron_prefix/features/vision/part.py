@@ -50,7 +50,7 @@ class Images(StepPart):
         return self.runs_outside and models.vision_tower(self.rank.models[0]) is not None
 
     @contextlib.contextmanager
-    def around(self, capture: Capture) -> Iterator[None]:
+    def around_forward_steps(self, capture: Capture) -> Iterator[None]:
         """See StepPart: towers run once an image, and what they change is their own."""
         with contextlib.ExitStack() as stack:
             for model in self.rank.models if self.runs_outside else ():

@@ -158,15 +158,15 @@ class _Writer:
         self.pipeline, self.rank, self.everyone = pipeline, rank, everyone
         self.counts, self.early = counts, early
         self.segments = pipeline.plan.segments
-        self.level_of = {one.segment: one.level for one in pipeline.forest.exchanges}
-        levels = itertools.groupby(pipeline.forest.exchanges, lambda one: one.level)
+        self.depth_of = {one.segment: one.depth for one in pipeline.forest.exchanges}
+        levels = itertools.groupby(pipeline.forest.exchanges, lambda one: one.depth)
         self.levels = [[*of_level] for _, of_level in levels]
         self.crossed = [0] * pipeline.plan.num_chunks
         self.returned = [len(self.levels)] * pipeline.plan.num_chunks
 
     def steps(self) -> Iterator[Step]:
         """All of them."""
-        levels = tuple((one.segment, one.level) for one in self.pipeline.forest.exchanges)
+        levels = tuple((one.segment, one.depth) for one in self.pipeline.forest.exchanges)
         gaps = iter(message_gaps(self.pipeline.union, self.rank.stage, levels))
         program = self.pipeline.plan.programs[self.rank.stage]
         sums = iter(sums_behind(self.pipeline.union, self.rank.stage, self.pipeline.owners))
@@ -210,7 +210,7 @@ class _Writer:
 
     def _crossing(self, action: Action) -> Iterator[Batch]:
         """What crosses data-parallel ranks before an action, as `Exchanges` has it."""
-        level, chunk = self.level_of.get(action.segment, len(self.levels)), action.chunk
+        level, chunk = self.depth_of.get(action.segment, len(self.levels)), action.chunk
         if action.kind == "F":
             for one in range(len(self.crossed)):
                 if one < chunk or level == len(self.levels):

@@ -54,7 +54,7 @@ def _with_messages(program: Sequence[Action], forest: Forest) -> Iterator[Action
     def group(action: Action) -> tuple[str, int, int] | None:
         if action.segment not in of:
             return None
-        return action.kind, of[action.segment][1].level, action.chunk
+        return action.kind, of[action.segment][1].depth, action.chunk
 
     for key, actions in itertools.groupby(program, group):
         if key is None:

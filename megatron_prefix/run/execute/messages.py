@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.timetable import Levels, StageMessage, message_gaps
+from megatron_prefix.plan.timetable import Depths, StageMessage, message_gaps
 from megatron_prefix.run.agreement import naming
 
 ShapeOf = Callable[[int], tuple[int, ...]]
@@ -131,11 +131,11 @@ class Links:
         dtype: torch.dtype,
         device: torch.device,
         backward: bool,
-        levels: Levels = (),
+        depths: Depths = (),
     ) -> None:
         self._channels, self._shape, self._dtype, self._device = channels, shape, dtype, device
         self._kinds = ("F", "B") if backward else ("F",)
-        self._gaps = iter(message_gaps(plan, channels.rank, levels) if channels.size > 1 else ())
+        self._gaps = iter(message_gaps(plan, channels.rank, depths) if channels.size > 1 else ())
         self._made: dict[Action, Tensor] = {}
         self._sent: list[tuple[Any, Tensor, int]] = []
         self._coming: dict[Action, tuple[Any, int, Tensor]] = {}

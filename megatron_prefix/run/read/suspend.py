@@ -243,7 +243,7 @@ class Capture:
             for model in self._rank.models:
                 stack.enter_context(intercepted(model, self._intercepting))
             for part in self._parts:
-                stack.enter_context(part.around(self))
+                stack.enter_context(part.around_forward_steps(self))
             try:
                 yield
             finally:

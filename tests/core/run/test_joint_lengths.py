@@ -107,7 +107,7 @@ def cut(
         several = [s.padded_length for s in report.forest.segments if len(s.spans) > 1]
         found.append(
             Cut(
-                report.forest.requested_length, max(several), len(report.joint.segments),
+                report.forest.requested_length, max(several), len(report.union_plan.segments),
                 report.prediction.prefix_seconds, made[0], saved, schedule.memory.limit, error,
                 any(segment.joined >= 0 for segment in report.forest.segments),
             )

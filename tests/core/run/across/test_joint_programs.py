@@ -158,7 +158,7 @@ def links_of(
         monkeypatch.setattr(messages.dist, name, functools.partial(begin, kind))
     groups = {key: key for key in itertools.product("FB", range(3))}
     channels = Channels(tuple(range(pipeline.plan.num_ranks)), rank.stage, groups)
-    levels = tuple((one.segment, one.level) for one in pipeline.forest.exchanges)
+    levels = tuple((one.segment, one.depth) for one in pipeline.forest.exchanges)
     shape = shapes(pipeline).__getitem__
     return Links(channels, pipeline.union, shape, torch.float32, CPU, True, levels)
 
