@@ -71,7 +71,8 @@ class StepPart:
     They are called in this order:
 
     - a call: `refusals`, `keep_local`;
-    - its forward steps: `around_forward_steps` all, `swaps` before each begins, `suspended` at its model call;
+    - its forward steps: `around_forward_steps` all, `swaps` before each begins, `suspended` at its
+      model call;
     - reading: `check_model`, `read`, `read_last`, `same`, `tokens`, `check`, `build`, `built`;
       `stock` instead where the stock schedule takes the step now;
     - planning: `rates`, `footprint`;
