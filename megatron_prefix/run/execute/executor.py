@@ -91,10 +91,6 @@ class Executor:
         self._plan, self.stages, self._inputs = plan, stages, inputs
         self._links: Links | None = None
         self._forward_only = forward_only
-        self._handlers: dict[str, Callable[[Action, Stage], None]] = {
-            "F": self._forward,
-            "B": self._release if forward_only else self._backward,
-        }
 
     def run(self, rank: int, links: Links | None) -> None:
         """Runs the rank's program; whatever happens, nothing of the step is left behind."""
@@ -130,10 +126,13 @@ class Executor:
             part.end()
 
     def _run(self, action: Action, stage: Stage) -> None:
-        runs_here = [part.starts(action, self) for part in self._parts]
+        starts = [part.starts(action, self) for part in self._parts]  # all of them are asked
         self._advance()
-        if all(runs_here):
-            self._handlers[action.kind](action, stage)
+        runs_here = all(starts)
+        if runs_here and action.kind == "F":
+            self._forward(action, stage)
+        elif runs_here and not self._forward_only:
+            self._backward(action, stage)
         elif action.kind == "B":
             self._release(action, stage)
 

@@ -91,6 +91,8 @@ class RepeatedIterators:
     def close(self) -> None:
         for source in self._sources.values():
             source.close()
+        self._sources.clear()  # a circle, in which batches would wait for the collector
+        self.first = None
 
     def copied(self, value: Any) -> Any:
         """What is drawn first: a deep copy; where there can be none the value, and `problem` is
@@ -122,7 +124,12 @@ class _Items:
         self._iterator, self._owner = iterator, owner
         self._items: deque[_Item] = deque()
         self._is_rewound = False
-        self.first = self.again = self
+
+    @property
+    def first(self) -> _Items:
+        return self
+
+    again = first
 
     def __iter__(self) -> _Items:
         return self
@@ -143,7 +150,8 @@ class _Items:
         return value
 
     def close(self) -> None:
-        """Nothing of the trainer's has been changed."""
+        """Keeps nothing more; nothing of the trainer's has been changed."""
+        self._items.clear()
 
     def rewind(self) -> None:
         if any(tensor._version != old for item in self._items for tensor, old in item.versions):
@@ -176,6 +184,7 @@ class _Attributes:
             members = vars(self.again)
             if members.get(name) is items:
                 members[name] = self._iterators[name]
+            items.close()
 
 
 def _is_plain_iterator(value: Any) -> bool:

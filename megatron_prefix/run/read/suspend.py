@@ -225,13 +225,11 @@ class Capture:
         self.steps: list[list[SuspendedStep]] = [[] for _ in rank.models]
         self.is_broken = False
         self.tokens: list[Any] = []
-        self._loss_variables = LossVariables(forward_step, *rank.scale_functions)
+        self._loss_variables = variables = LossVariables(forward_step, *rank.scale_functions)
         self._left = [deque[SuspendedStep]() for _ in rank.models]
         models = [*rank.language_models, *rank.models]
         self.state = StateOfSteps(
-            lambda: ModelState(
-                models, len(rank.models), outer_modules(self._loss_variables.places, models)
-            ),
+            lambda: ModelState(models, len(rank.models), outer_modules(variables.places, models)),
             is_inside=request.runs_outside,
         )
 
@@ -251,6 +249,8 @@ class Capture:
                     for step in itertools.chain(*self.steps):
                         closing.callback(step.close)
                 self._loss_variables.end()
+                for steps in (*self.steps, *self._left):
+                    steps.clear()  # a circle, in which batches would wait for the collector
 
     def run(self) -> None:
         """Runs every forward step up to its model call.

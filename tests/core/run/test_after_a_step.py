@@ -142,3 +142,23 @@ def test_cached_blocks_beyond_the_limit_are_returned(
         for _ in range(50):
             control.give_back(60, reserved, torch.device("cuda", 0))
         assert len(calls) == wanted  # once in so many steps
+
+
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_nothing_of_a_step_waits_for_the_collector(mode: str) -> None:
+    """What is in a circle stays until Python looks for those, which trainers do seldom: batches of
+    images would take ever more of the device."""
+    config = PrefixConfig(mode=mode, min_gain=0, min_speedup=0.01, kernel="math")
+    schedule, forward_step = PrefixSchedule(config, looks_first=mode == "auto"), Contract().step
+    kept, model = list[int](), small_model()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            steps.zero_gradients(model)
+            steps.call(schedule, forward_step, model, steps.group(0, 4))
+            kept.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
+    finally:
+        gc.enable()
+    assert schedule.report is not None and schedule.report.decision.share
+    assert kept[2] == kept[3]

@@ -96,6 +96,17 @@ def test_policies_that_the_user_has_set_stay(memory: str, model: Any) -> None:
         assert memory in {*step.policies, "retain"} and len(step.policies) <= 2
 
 
+def test_what_a_policy_drops_is_known_to_be_kept_without_it(model: Any) -> None:
+    numbers = []
+    for memory in ("retain", "recompute", "recompute_act"):
+        schedule, allocator = schedule_of("on", memory=memory), Allocator(model)
+        Step(schedule, model, batches("in groups"), allocator)
+        [meter] = schedule.memory.meters.values()
+        numbers.append(meter.numbers[True][0])
+    for other in numbers[1:]:
+        assert other[:2] == pytest.approx(numbers[0][:2], rel=0.05)
+
+
 def test_without_memory_to_spare_segments_run_again(model: Any) -> None:
     """A budget of 0.8 of what sharing wants is kept."""
     items = batches("in groups")
