@@ -215,7 +215,7 @@ def test_what_comes_in_one_proportion_is_the_positions() -> None:
     assert numbers.wave == pytest.approx(100, rel=0.01)
 
 
-def test_ranks_are_fitted_together_and_count_as_the_one_that_has_most() -> None:
+def test_ranks_count_as_the_one_that_has_most() -> None:
     """One cannot tell a wave's positions from those with loss; another keeps a half more."""
     row = [(0.0, 10.0, 10.0, 0.0), (0.0, 30.0, 30.0, 0.0)]
     others = [(0.0, 10.0, 2.0, 0.0), (0.0, 30.0, 25.0, 0.0)]
