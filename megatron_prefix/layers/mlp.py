@@ -27,7 +27,8 @@ class MLP(Kind):
 
     def dropped(self, config: Any, sharding: Sharding) -> float:
         modules = getattr(config, "recompute_modules", None) or ()
-        runs_again = getattr(config, "recompute_granularity", None) and "mlp" in modules
+        again = getattr(config, "recompute_granularity", None)
+        runs_again = again == "full" or (again and "mlp" in modules)
         if runs_again or not can_drop_activation(config):
             return 0.0
         numbers: float = config.ffn_hidden_size / sharding.tp

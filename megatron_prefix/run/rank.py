@@ -23,7 +23,7 @@ from megatron_prefix.errors import Reason
 from megatron_prefix.layers import precision, table
 from megatron_prefix.layers.model import cost_of, dropped_bytes, leaves_positions, payloads_of
 from megatron_prefix.megatron import features
-from megatron_prefix.megatron.features import pattern_of, recomputes
+from megatron_prefix.megatron.features import pattern_of
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.megatron.scale_functions import own_scale_functions
 from megatron_prefix.moe.options import counts_tokens, has_global_loss
@@ -80,7 +80,6 @@ class Model:
         vocab_size, pattern = getattr(models[0], "vocab_size", 0), pattern_of(models[0])
         layers = table.with_module_fields(config, models)
         sharding = Sharding(tp, cp, config.params_dtype.itemsize)
-        recomputed = config.recompute_granularity == "full" and recomputes(models[0])
         return cls(
             other_steps=features.other_steps(config),
             refused=[reason for own_config in configs for reason in features.refusals(own_config)],
@@ -98,7 +97,7 @@ class Model:
             cost=cost_of(layers, vocab_size, pattern),
             joins=leaves_positions(layers, pattern),
             payloads=payloads_of(layers, pattern, sharding),
-            dropped=0.0 if recomputed else dropped_bytes(layers, pattern, sharding),
+            dropped=dropped_bytes(layers, pattern, sharding),
         )
 
 

@@ -1,7 +1,7 @@
 """Measures how many bytes of device memory a position takes, by the allocator's own counters.
 
-They are read around every forward of a segment, or around every model call of Megatron's schedule,
-and before and after the step: in the first steps with gradients, and then in one of 50. That waits
+They are read around every action of ours, or around every model call of Megatron's schedule, and
+before and after the step: in the first steps with gradients, and then in one of 50. That waits
 for nothing. At the end of such a step ranks tell one another what they have counted, so that all
 plan with the same numbers: of each stage those of the rank that has most.
 """
@@ -173,7 +173,7 @@ class CallBytes:
 
         def decoded(_: Any, __: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
-            if len(call) == 1:
+            if len(call) == 1 and isinstance(hidden, torch.Tensor) and hidden.dim() > 1:
                 call.append(float(hidden.shape[0] * hidden.shape[1] * ranks))
 
         def ended(*_: Any) -> None:
@@ -182,8 +182,11 @@ class CallBytes:
                 self._positions[chunk].append(call[1])
             call.clear()
 
+        decoder = getattr(model, "decoder", None)
+        if decoder is None:  # nothing of such a model is shared, and its step is not ours to end
+            return
         stack.callback(model.register_forward_pre_hook(begun).remove)
-        stack.callback(model.decoder.register_forward_hook(decoded).remove)
+        stack.callback(decoder.register_forward_hook(decoded).remove)
         stack.callback(model.register_forward_hook(ended).remove)
 
     def stages(

@@ -67,10 +67,10 @@ class MemoryControl:
         return self.meters[rank.layout]
 
     def may_join(self, rank: Rank) -> bool:
-        """Whether spans may run in the segment of their parent. Not while nothing is known of a
-        device that counts bytes: what is joined cannot be recomputed."""
+        """Whether spans may run in the segment of their parent. With gradients not while nothing is
+        known of a device that counts bytes: what is joined cannot be recomputed."""
         meter = self.meter(rank)
-        return meter.is_known or not meter.counts
+        return rank.forward_only or meter.is_known or not meter.counts
 
     def settle(self, plan: Plan, joint: JointForest, request: Request) -> None:
         """Decides where K/V are with context parallelism, alike on all ranks that make this step

@@ -26,7 +26,6 @@ from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.plans.forest import max_depth, trees
-from megatron_prefix.lab.predict.of_rank import predicted_bytes
 from megatron_prefix.lab.rl import loss, passes
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.rl.batches import on_cp_rank
@@ -39,6 +38,7 @@ from megatron_prefix.tree import Pairs, TreeOptions, build, cp_layout
 from tests.harness import steps
 from tests.harness.context_parallel import DATA, VOCAB, spec
 from tests.harness.data import BUNDLED
+from tests.harness.predicted import predicted_bytes
 from tests.harness.ranks import run_ranks
 from tests.harness.rows import EVERYTHING, rows
 from tests.harness.steps import Contract

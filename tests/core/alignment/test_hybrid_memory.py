@@ -17,7 +17,6 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.predict.execution import Execution
 from megatron_prefix.lab.predict.kinds import memory_of
-from megatron_prefix.lab.predict.of_rank import predicted_bytes
 from megatron_prefix.megatron.install import install, language_model
 from megatron_prefix.moe.versions import is_since
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
@@ -28,6 +27,7 @@ from tests.harness.failures import Countdown, Fault, raised
 from tests.harness.hybrid import GDN, MAMBA
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
+from tests.harness.predicted import predicted_bytes
 from tests.harness.rows import rows
 from tests.harness.steps import Contract
 

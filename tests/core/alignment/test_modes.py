@@ -11,13 +11,13 @@ import pytest
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.lab.predict.of_rank import predicted_bytes
 from megatron_prefix.megatron.install import installed
 from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.run.schedule import get_forward_backward_func
 from tests.harness import one_group
 from tests.harness.one_group import assert_aligned, assert_bitwise, run, schedule_with
 from tests.harness.one_rank import one_rank, small_model
+from tests.harness.predicted import predicted_bytes
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,13 +15,13 @@ from megatron_prefix.features.host.segment import OffloadedSegment, addresses
 from megatron_prefix.features.host.transfers import Transfers
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.lab.predict.of_rank import predicted_bytes
 from megatron_prefix.lab.verify import align
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.arenas import offloaders, watch_arenas
 from tests.harness.failures import CONFIG, run
 from tests.harness.one_rank import one_rank, small_model
+from tests.harness.predicted import predicted_bytes
 
 
 @pytest.fixture(scope="module", autouse=True)

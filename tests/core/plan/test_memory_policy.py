@@ -15,7 +15,6 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.predict.execution import Execution
 from megatron_prefix.lab.predict.footprint import Footprint
 from megatron_prefix.lab.predict.model import footprint_of
-from megatron_prefix.lab.predict.of_rank import predicted_bytes
 from megatron_prefix.lab.predict.peak_memory import predict_memory
 from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.actions import Plan, policies
@@ -27,6 +26,7 @@ from megatron_prefix.tree import TreeOptions, build
 from tests.harness import steps
 from tests.harness.failures import CONFIG, assert_same, items, run
 from tests.harness.one_rank import one_rank, small_model
+from tests.harness.predicted import predicted_bytes
 from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts, random_forest
 

@@ -31,7 +31,6 @@ from megatron_prefix.features.across.step import (
     why_alone,
 )
 from megatron_prefix.lab import runtime
-from megatron_prefix.lab.predict.of_rank import predicted_bytes
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan import cost
@@ -42,6 +41,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.one_rank import small_model
+from tests.harness.predicted import predicted_bytes
 from tests.harness.ranks import run_ranks
 from tests.harness.rows import rows
 from tests.harness.steps import Contract, microbatch

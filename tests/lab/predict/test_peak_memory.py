@@ -23,7 +23,6 @@ from megatron_prefix.lab.plans.forest import trees
 from megatron_prefix.lab.predict import model as predicted
 from megatron_prefix.lab.predict.execution import Execution
 from megatron_prefix.lab.predict.footprint import Footprint
-from megatron_prefix.lab.predict.of_rank import predicted_bytes
 from megatron_prefix.lab.predict.peak_memory import PredictedMemory, predict_memory
 from megatron_prefix.lab.runtime.groups import forget_logged_losses
 from megatron_prefix.plan.actions import Plan, policies
@@ -34,6 +33,7 @@ from megatron_prefix.tree import Pairs, TreeOptions, build
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness import lora, saving_kernels, steps
 from tests.harness.one_rank import one_rank, small_model
+from tests.harness.predicted import predicted_bytes
 from tests.harness.rows import rows
 from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.device.memory import Peaks
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan import prediction
 from megatron_prefix.plan.memory import StageBytes
-from megatron_prefix.run.execute.byte_meter import ByteMeter, StageCount, of_all_ranks
+from megatron_prefix.run.execute.byte_meter import ByteMeter, CallBytes, StageCount, of_all_ranks
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.run.execute.test_memory_limit import batches
@@ -237,6 +239,28 @@ def test_what_did_not_run_is_as_it_was_known() -> None:
     known = StageBytes(7.0, 9.0)
     wave = StageCount.of_rows([(0.0, 10.0, 0.0, 0.0)], [50.0])
     assert wave.numbers(known)[:2] == pytest.approx((7.0, 5.0))
+
+
+@pytest.mark.parametrize("odd", ["no decoder", "no tensor"])
+def test_a_model_that_is_odd_ends_no_step(odd: str, model: Any) -> None:
+    """Mode auto watches it before it is refused."""
+    other = torch.nn.Identity()
+    if odd == "no tensor":
+        other.decoder = torch.nn.Identity()
+        other.register_forward_hook(lambda *_: other.decoder({"loss": 1}))
+    rank: Any = replace(Rank.of([model]), language_models=[other])
+    calls, allocator = CallBytes(rank), Allocator(model)
+    with allocator.running(), calls.counting():
+        other(torch.ones(2, 3))
+    assert calls.stages(Peaks(0.0, 0.0, 0.0), Peaks(0.0, 0.0, 0.0), {}) == {}
+    assert len(other._forward_hooks) == (odd == "no tensor") and not other._forward_pre_hooks
+
+
+def test_passes_without_gradients_join_from_the_first(model: Any) -> None:
+    memory = schedule_of("on").memory
+    with Allocator(model).running():
+        assert memory.may_join(Rank.of([model], forward_only=True))
+        assert not memory.may_join(Rank.of([model]))
 
 
 def test_nothing_of_a_step_stays_with_its_report(model: Any) -> None:

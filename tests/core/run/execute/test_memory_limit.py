@@ -15,7 +15,6 @@ from megatron_prefix.lab.bench.counted import SavedBytes
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.predict.execution import Execution
 from megatron_prefix.lab.predict.model import footprint_of
-from megatron_prefix.lab.predict.of_rank import predicted_bytes
 from megatron_prefix.lab.predict.peak_memory import predict_memory
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.plan import prediction
@@ -25,6 +24,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Forest, Segment, Span
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
+from tests.harness.predicted import predicted_bytes
 from tests.harness.steps import Contract
 from tests.harness.trees import flat_rollouts
 

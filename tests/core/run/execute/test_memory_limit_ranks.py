@@ -19,12 +19,12 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.bench.counted import SavedBytes
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.lab.predict.of_rank import predicted_bytes
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan import prediction
 from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
+from tests.harness.predicted import predicted_bytes
 from tests.harness.ranks import run_ranks
 from tests.harness.rows import rows
 from tests.harness.steps import Contract
