@@ -9,13 +9,18 @@ Runs the command, and behind its timed steps both schedules once more, a step at
 then a new prefix schedule in mode "auto", whose first step is Megatron's and watched.  A line a
 step: which schedule ran, policies of its segments, milliseconds, and peaks in GiB, weights and
 gradients included.  The allocator's maximum is reset before every step here, and what the schedule
-sees of it is the largest so far, as of a trainer, which never resets it.  One process.
+sees of it is the largest so far, as of a trainer, which never resets it.
+
+Of several ranks the first one's are told: `torchrun --nproc-per-node 2 -m benchmarks.step_peaks
+OUT.json --mode on --steps 12 -- --cp 2 ...`.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +39,6 @@ from megatron_prefix.lab.rl.updates import now
 from megatron_prefix.run.execute.memory_control import free_memory
 from megatron_prefix.run.schedule import PrefixSchedule
 
-NUM_STEPS = 8
 GIB = 2**30
 _peaks = memory.peaks
 
@@ -53,20 +57,24 @@ class _Highest:
         return Peaks(found.used, self._allocated, self._reserved)
 
 
-def rows(run: Any, all_steps: Sequence[Sequence[Any]], schedule: Any) -> list[dict[str, Any]]:
-    """One a step."""
+def rows(
+    run: Any, all_steps: Sequence[Sequence[Any]], schedule: Any, num: int
+) -> list[dict[str, Any]]:
+    """One a step, of so many."""
     forward_step, found = loss.forward_step(loss.GrpoConfig()), []
     free_memory()
-    for number in range(NUM_STEPS):
+    for number in range(num):
         items = all_steps[number % len(all_steps)]
         for chunk in run._chunks:
             chunk.zero_grad_buffer()
         memory.peaks(run._device)
         torch.cuda.reset_peak_memory_stats()
+        allocations = torch.cuda.memory_stats().get("num_device_alloc", 0)
         begin = now(run._device)
         passes.run(schedule, forward_step, run._chunks, items)
         milliseconds = 1e3 * (now(run._device) - begin)
         row: dict[str, Any] = dict(gib=torch.cuda.max_memory_allocated() / GIB, ms=milliseconds)
+        row["allocations"] = torch.cuda.memory_stats().get("num_device_alloc", 0) - allocations
         if isinstance(schedule, PrefixSchedule):
             report: Any = schedule.report
             policies = collections.Counter(
@@ -75,6 +83,7 @@ def rows(run: Any, all_steps: Sequence[Sequence[Any]], schedule: Any) -> list[di
             row |= dict(
                 share=report.decision.share, reason=report.decision.reason, inner=dict(policies),
                 light=report.plan.policies.count("recompute_act"), retried=report.retried,
+                segments=len(report.plan.segments),
                 longest=max((s.padded_length for s in report.plan.segments), default=0),
                 predicted=report.memory.peak / GIB if report.memory else 0.0,
                 limit=min(schedule.memory.limit, 1e15) / GIB, base=report.base_bytes / GIB,
@@ -88,7 +97,7 @@ def rows(run: Any, all_steps: Sequence[Sequence[Any]], schedule: Any) -> list[di
     return found
 
 
-def watch(output: Path) -> None:
+def watch(output: Path, num: int, mode: str) -> None:
     """Puts the steps behind the timed ones of `bench`."""
     timed, found = steps._Run.timed, list[dict[str, Any]]()
 
@@ -96,14 +105,16 @@ def watch(output: Path) -> None:
         ours, schedule = isinstance(run._schedule, PrefixSchedule), run._schedule
         measured = timed(run, warm_up, all_steps, repeats)
         if ours:
-            config = replace(schedule.config, mode="auto", min_speedup=0.01)
+            config = replace(schedule.config, mode=mode, min_speedup=0.01)
             schedule = PrefixSchedule(config, looks_first=True)
             memory.peaks = _Highest().peaks
         try:
-            each = rows(run, all_steps, schedule)
+            each = rows(run, all_steps, schedule, num)
         finally:
             memory.peaks = _peaks
         found.append(dict(ours=ours, step_ms=measured.step_ms, gib=measured.gib, steps=each))
+        if int(os.environ.get("RANK", "0")):
+            return measured
         output.write_text(json.dumps(found), encoding="utf-8")
         if ours:
             for number, (stock, row) in enumerate(zip(found[-2]["steps"], each, strict=True)):
@@ -112,7 +123,8 @@ def watch(output: Path) -> None:
                     f" stock {stock['ms']:7.1f}; {row['gib']:.2f} GiB, stock {stock['gib']:.2f},"
                     f" ratio {row['gib'] / stock['gib']:.3f}; predicted"
                     f" {row['base'] + row['predicted']:.2f}, limit {row['base'] + row['limit']:.2f}"
-                    f" longest {row['longest']} {row['inner']} light {row['light']}"
+                    f" segments {row['segments']} of {row['longest']} {row['inner']}"
+                    f" light {row['light']} new blocks {row['allocations']}"
                     f" {row['reason'][:40]}"
                 )
             numbers = each[-1]["numbers"]
@@ -122,10 +134,19 @@ def watch(output: Path) -> None:
     steps._Run.timed = watched  # type: ignore[method-assign, assignment]
 
 
+def _main(arguments: list[str]) -> int:
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("output", type=Path, metavar="OUT.json")
+    parser.add_argument("--steps", type=int, default=8, help="of each schedule (default 8)")
+    parser.add_argument("--mode", choices=("auto", "on"), default="auto", help="(default auto)")
+    options = parser.parse_args(arguments[:split])
+    watch(options.output, options.steps, options.mode)
+    rest = arguments[split + 1 :]
+    return vision_step.main(rest[1:]) if rest[:1] == ["vision"] else main(["bench", *rest])
+
+
 if __name__ == "__main__":
-    if len(sys.argv) < 3 or sys.argv[2] != "--":
-        sys.exit("python -m benchmarks.step_peaks OUT.json -- ARGUMENTS of bench")
-    watch(Path(sys.argv[1]))
-    if sys.argv[3:4] == ["vision"]:
-        sys.exit(vision_step.main(sys.argv[4:]))
-    sys.exit(main(["bench", *sys.argv[3:]]))
+    sys.exit(_main(sys.argv[1:]))
