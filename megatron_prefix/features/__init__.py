@@ -67,15 +67,28 @@ class FeatureKind(NamedTuple):
         path: "module:Class" of a `Kind`.
         in_config: whether layers of a model with this config may be of it.
         in_layer: whether one of Megatron's layers may have a module of it.
+        symbol: in the pattern of a hybrid model, where that alone tells of it.
     """
 
     path: str
     in_config: Callable[[Any], bool]
     in_layer: Callable[[Any], bool]
+    symbol: str = ""
 
 
 def _attention_of(layer: Any) -> Any:
     return getattr(layer, "self_attention", None)
+
+
+def _has_mixer(layer: Any, name: str) -> bool:
+    """Whether a layer's mixer is of a class with this name, or of one that derives from it."""
+    mixer = getattr(layer, "mixer", None) or _attention_of(layer)
+    return any(base.__name__ == name for base in type(mixer).__mro__)
+
+
+def _variant(config: Any) -> str | None:
+    variant: str | None = getattr(config, "experimental_attention_variant", None)
+    return variant
 
 
 KINDS: tuple[FeatureKind, ...] = (
@@ -91,8 +104,20 @@ KINDS: tuple[FeatureKind, ...] = (
     ),
     FeatureKind(
         f"{_FOLDER}dsa.kind:DSA",
-        lambda config: getattr(config, "experimental_attention_variant", None) == "dsa",
+        lambda config: _variant(config) == "dsa",
         lambda layer: hasattr(getattr(_attention_of(layer), "core_attention", None), "indexer"),
+    ),
+    FeatureKind(
+        f"{_FOLDER}recurrent.mamba:Mamba2",
+        lambda _: False,
+        lambda layer: _has_mixer(layer, "MambaMixer"),
+        symbol="M",
+    ),
+    FeatureKind(
+        f"{_FOLDER}recurrent.gdn:GatedDeltaNet",
+        lambda config: _variant(config) in ("gated_delta_net", "gdn"),
+        lambda layer: _has_mixer(layer, "GatedDeltaNet"),
+        symbol="G",
     ),
 )
 """Tried before the core's kinds, in this order."""

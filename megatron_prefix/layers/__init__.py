@@ -1,1 +1,1 @@
-"""Kinds of layers, a file for each; attention's blocks and kernels, and recurrent states below."""
+"""Kinds of layers, a file for each; attention's blocks and kernels below."""

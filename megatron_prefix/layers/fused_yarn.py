@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_prefix.layers.kind import Override, Running
-from megatron_prefix.layers.recurrent.rebound import rebound
+from megatron_prefix.layers.rebound import rebound
 
 _SCALE = "_yarn_get_concentration_factor_from_config"
 """What an attention asks for the scale, by a global name."""

@@ -110,8 +110,6 @@ class Kind:
         symbol: in the pattern of a hybrid model, as in Megatron's
             megatron/core/ssm/mamba_hybrid_layer_allocation.py.
         has_window: whether its queries see a window of positions, by the config's `window_size`.
-        cut: positions that its kernels take at once; at multiples of it a shared prompt is bitwise
-            the unshared one. None if that is so anywhere.
     """
 
     name: ClassVar[str]
@@ -119,7 +117,6 @@ class Kind:
     slot: ClassVar[Slot]
     form: ClassVar[Form | None] = None
     has_window: ClassVar[bool] = False
-    cut: ClassVar[int | None] = None
 
     def fills(self, config: Any, layer: int) -> bool:
         """Whether it fills its slot in a layer of a GPTModel, counted from 0, unless a kind before

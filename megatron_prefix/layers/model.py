@@ -6,6 +6,7 @@ has `vocab_size` and `hybrid_override_pattern` besides.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from megatron_prefix.layers import precision, table
@@ -24,9 +25,9 @@ def layers_of(config: Any, pattern: str | None = None) -> list[tuple[Kind, ...]]
     """
     if pattern is None:
         pattern = getattr(config, "hybrid_override_pattern", None) or ""
+    kinds = table.kinds_of(config, pattern)
     if pattern:
-        return [_of_symbol(config, layer, symbol) for layer, symbol in enumerate(pattern)]
-    kinds = table.kinds_of(config)
+        return [_of_symbol(kinds, config, layer, symbol) for layer, symbol in enumerate(pattern)]
     return [
         tuple(
             next(kind for kind in kinds if kind.slot is slot and kind.fills(config, layer))
@@ -36,8 +37,8 @@ def layers_of(config: Any, pattern: str | None = None) -> list[tuple[Kind, ...]]
     ]
 
 
-def _of_symbol(config: Any, layer: int, symbol: str) -> tuple[Kind, ...]:
-    kinds = [each for each in table.kinds_of(config) if each.symbol == symbol]
+def _of_symbol(kinds: Iterable[Kind], config: Any, layer: int, symbol: str) -> tuple[Kind, ...]:
+    kinds = [kind for kind in kinds if symbol == kind.symbol]
     if len(kinds) > 1:
         kinds = [kind for kind in kinds if kind.fills(config, layer)]
     return tuple(kinds[:1])

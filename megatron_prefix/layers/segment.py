@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megatron_prefix.layers.blocks.interface import Runs
-from megatron_prefix.layers.recurrent.spans import Spans
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 
 if TYPE_CHECKING:
@@ -38,7 +37,8 @@ class SegmentContext:
             more than once (`repeats`); None if all are, or the stage is not the last.
         decoded: what the decoder gives, if another rank has computed it: no layer runs then.
         on_decoded: gets what the decoder gives, for other ranks; None if they do not want it.
-        between: what one method of a layer leaves for another, by what it is and the layer.
+        between: what one method of a layer leaves for another, by what it is and the layer; None: a
+            layer for all of its kind.
         joined: whether spans of it continue others of it (tree/joining.py).
     """
 
@@ -56,7 +56,7 @@ class SegmentContext:
     repeats: bool = False
     decoded: Tensor | None = None
     on_decoded: Callable[[Tensor], None] | None = None
-    between: dict[tuple[str, int], Any] = field(default_factory=dict)
+    between: dict[tuple[str, int | None], Any] = field(default_factory=dict)
     joined: bool = False
 
     def capture(self, layer: int, shared: Shared, key: Tensor, value: Tensor) -> None:
@@ -79,12 +79,6 @@ class SegmentContext:
         if backward:
             for part in self.parts:
                 part.layer_left()
-
-    @functools.cached_property
-    def spans(self) -> Spans:
-        """What recurrent layers need to know of its spans; made in the first, for all of them."""
-        lengths, parents = self.cache.map.lengths[self.index], self.cache.map.parents[self.index]
-        return Spans(lengths, parents, self.positions.device)
 
     @property
     def num_levels(self) -> int:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megatron_prefix import features
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers.attention import Attention
 from megatron_prefix.layers.experts import Experts
-from megatron_prefix.layers.gdn import GatedDeltaNet
 from megatron_prefix.layers.kind import Heads, Kind, Part, Slot
-from megatron_prefix.layers.mamba import Mamba2
 from megatron_prefix.layers.mla import MLA
 from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.layers.window import Window
@@ -20,8 +18,6 @@ from megatron_prefix.refusals.table import OTHER_MIXER
 from megatron_prefix.tree.payload_map import Form
 
 KINDS: tuple[Kind, ...] = (
-    Mamba2(),
-    GatedDeltaNet(),
     MLA(),
     Window(),
     Attention(),
@@ -30,16 +26,25 @@ KINDS: tuple[Kind, ...] = (
 )
 """In a slot the first that knows the module, or the config, has it; before them those of features
 (`kinds_of`, `_kinds_in`)."""
-SYMBOLS = frozenset(kind.symbol for kind in KINDS)
+_OF_FEATURES = {kind.symbol for kind in features.KINDS if kind.symbol}
+SYMBOLS = frozenset(_OF_FEATURES | {kind.symbol for kind in KINDS})
 
 
-def kinds_of(config: Any) -> tuple[Kind, ...]:
-    """The kinds that layers of a model with this config may be of."""
-    return (*(_kind_at(kind.path) for kind in features.KINDS if kind.in_config(config)), *KINDS)
+def kinds_of(config: Any, symbols: str = "") -> tuple[Kind, ...]:
+    """The kinds that layers of a model with this config may be of.
+
+    Args:
+        symbols: of the layers of a hybrid model, which its config need not tell.
+    """
+    return _with_features(lambda kind: kind.in_config(config) or kind.symbol in {*symbols})
 
 
 def _kinds_in(layer: Any) -> tuple[Kind, ...]:
-    return (*(_kind_at(kind.path) for kind in features.KINDS if kind.in_layer(layer)), *KINDS)
+    return _with_features(lambda kind: kind.in_layer(layer))
+
+
+def _with_features(has: Callable[[features.FeatureKind], bool]) -> tuple[Kind, ...]:
+    return (*(_kind_at(kind.path) for kind in features.KINDS if has(kind)), *KINDS)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_prefix.layers.recurrent.rebound import rebound
+from megatron_prefix.layers.rebound import rebound
 
 KERNEL = "te_parallel_cross_entropy"  # as Megatron's module of language models has it
 

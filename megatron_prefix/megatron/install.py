@@ -5,7 +5,8 @@ Hooks on a built model; none replaces a module or changes a checkpoint key:
 1. a pre-hook on the decoder gives every token the rotary embedding of its position in its rollout;
 2. the *instance's* `core_attention.forward` runs the segment's blocks; from there on the last layer
 runs on the positions whose output is read (`linear_proj`, `self_attn_bda`, `mlp`);
-3. the *instance's* methods of a recurrent layer begin spans with their parents' states;
+3. the *instances'* methods that other kinds of layers name (`Kind.overrides`), such as the first
+operation of a layer that begins spans with their parents' states;
 4. the *instances'* methods of routers count every rollout of a token (layers/routing.py);
 5. the *instance's* `forward` of the decoder lets an offloaded segment take what it saves, and a
 hook on every layer says where one ends; its output is kept for other ranks, and what another rank

@@ -40,6 +40,7 @@ WORDS = {
     "qat": r"QUANTISER|[qQ]uantiser|bmm_quantizer|TensorQuantizer",
     "vision": r"[iI]mages|\b[vV]ision|[tT]ower|visual|deepstack",
     "recompute_act": r"ActivatedAgain|activates_again|recompute_act",
+    "recurrent": r"Recurrent|Mamba2|GatedDelta|gated_delta|LayerStates|_ssm_",
     "own_gdn": r"own_gdn|own_delta|OwnGated|linear_attn|hf_forward",
     "verify": r"[Vv]erif|VERIF",
     "watchdog": r"[Ww]atchdog",
@@ -67,6 +68,7 @@ STAYS = {
         "plan/memory_policy.py",
     },
     "qat": {"layers/attention.py", "refusals/table.py"},
+    "recurrent": {"refusals/table.py"},
     "replay": {"refusals/table.py", "run/read/model_walk.py"},
     "verify": {"config.py", "refusals/table.py"},
     "vision": {"refusals/table.py", "trainers/table.py", "trainers/trainer.py"},
@@ -128,14 +130,18 @@ def test_a_name_of_any_kind_is_seen() -> None:
 
 
 def test_the_package_loads_no_feature() -> None:
-    """Nor do the numbers of models."""
+    """And the numbers of a model load its own kinds of layers."""
     in_fresh_interpreter(
         "import sys, megatron_prefix\n"
-        "from megatron_prefix.lab.models.presets import PRESETS\n"
-        "from megatron_prefix.layers.model import cost_of\n"
-        "for spec in PRESETS.values():\n    cost_of(spec)\n"
-        "loaded = [n for n in sys.modules if n.startswith('megatron_prefix.features.')]\n"
-        "assert not loaded, loaded\n"
+        "from types import SimpleNamespace\n"
+        "from megatron_prefix.layers.model import layers_of\n"
+        "def loaded():\n"
+        "    prefix = 'megatron_prefix.features.'\n"
+        "    return {n.split('.')[2] for n in sys.modules if n.startswith(prefix)}\n"
+        "layers_of(SimpleNamespace(num_layers=2))\n"
+        "assert loaded() == set(), loaded()\n"
+        "layers_of(SimpleNamespace(), 'M-')\n"
+        "assert loaded() == {'recurrent'}, loaded()\n"
     )
 
 
@@ -147,15 +153,19 @@ case = dataclasses.replace(case, options={**case.options, "watchdog_minutes": 0}
 with tempfile.TemporaryDirectory() as folder, step_trace.joined(case, 0, folder) as device:
     _, step = step_trace.prepared(case, device, folder)
     step()
-loaded = [name for name in sys.modules if name.startswith("megatron_prefix.features.")]
-assert not loaded, loaded
+prefix = "megatron_prefix.features."
+loaded = {name.split(".")[2] for name in sys.modules if name.startswith(prefix)}
+assert loaded == {*sys.argv[2:]}, loaded
 """
 
 
-@pytest.mark.parametrize("case", ["dense-tree", "experts", "hybrid-delta"])
-def test_a_step_without_a_feature_enters_no_line_of_it(case) -> None:
-    """It does not even import it."""
-    command = [sys.executable, "-W", "ignore", "-c", PLAIN_STEP, case]
+@pytest.mark.parametrize(
+    ("case", "kinds"),
+    [("dense-tree", []), ("experts", []), ("hybrid-delta", ["recurrent"])],
+)
+def test_a_step_without_a_feature_enters_no_line_of_it(case, kinds) -> None:
+    """It does not even import it; a model's own kinds of layers it does."""
+    command = [sys.executable, "-W", "ignore", "-c", PLAIN_STEP, case, *kinds]
     done = subprocess.run(command, cwd=data.REPOSITORY, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 

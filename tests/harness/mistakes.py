@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_prefix.layers.recurrent import delta
-from megatron_prefix.layers.recurrent.spans import Spans
+from megatron_prefix.features.recurrent import delta
+from megatron_prefix.features.recurrent.spans import Spans
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import payload_map
 

@@ -27,11 +27,11 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
+from megatron_prefix.features.recurrent.definition import chunk_gated_delta_rule
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.platforms.linear_kernels import causal_conv1d
 from megatron_prefix.lab.rl import packing
-from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule
 from tests.harness.steps import Contract
 
 SIZES = {

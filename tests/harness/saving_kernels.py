@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron_prefix.features.recurrent.kind import CHUNK
 from megatron_prefix.lab.platforms import linear_kernels
-from megatron_prefix.layers.recurrent.kind import CHUNK
 
 
 def install(patch: pytest.MonkeyPatch, model: Any) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_prefix.errors import Reason
-from megatron_prefix.layers.gdn import GatedDeltaNet
+from megatron_prefix.features.recurrent.gdn import GatedDeltaNet
 from megatron_prefix.layers.kind import Override, Running, owner
 from megatron_prefix.plan.layer_numbers import LayerWork, Payload, Sharding
 from megatron_prefix.refusals.table import (
@@ -74,7 +74,7 @@ class OwnGatedDeltaNet(GatedDeltaNet):
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind; the rule is tried, once a process, and so is all around it."""
         from megatron_prefix.features.own_gdn import layer as own_layer
-        from megatron_prefix.layers.recurrent import probe
+        from megatron_prefix.features.recurrent import probe
 
         inside, config = module.linear_attn, model.config
         if config.context_parallel_size > 1:

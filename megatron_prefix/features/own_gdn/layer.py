@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.device import tolerance
+from megatron_prefix.features.recurrent.delta import DeltaSpans, parameters_of
 from megatron_prefix.layers.kind import Override, Running
-from megatron_prefix.layers.recurrent.delta import DeltaSpans, parameters_of
-from megatron_prefix.layers.recurrent.rebound import rebound
+from megatron_prefix.layers.rebound import rebound
 
 _RULE = "chunk_gated_delta_rule"
 

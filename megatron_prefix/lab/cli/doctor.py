@@ -215,12 +215,12 @@ def _what_runs(device: str, spec: ModelSpec | None, probes: bool) -> dict[str, A
     platforms.select(device)
     import torch
 
+    from megatron_prefix.features.recurrent import probe
     from megatron_prefix.lab.numerics import working_kernels
     from megatron_prefix.lab.platforms import stock_packs
     from megatron_prefix.layers import table
     from megatron_prefix.layers.blocks import kernels
     from megatron_prefix.layers.kind import Heads
-    from megatron_prefix.layers.recurrent import probe
     from megatron_prefix.megatron import features
 
     features.check_version()

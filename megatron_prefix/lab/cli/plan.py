@@ -330,7 +330,7 @@ def _alignment_reasons(step: _PlannedStep) -> list[str]:
     own, layout = step.config.align, step.layout.alignment
     reasons = [f"layout {number(layout)}"] if layout > 1 else []
     reasons += [f"--align {number(own)}"] if own > 1 else []
-    for kind in step.model.kinds:
+    for kind in step.model.recurrent:
         if kind.cut and step.options.boundary % kind.cut:
             reasons.append(
                 f"with --align {kind.cut}, where {kind.name}'s kernels cut, a shared prompt is"

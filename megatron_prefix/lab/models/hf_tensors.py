@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_prefix.features.recurrent.kind import Recurrent
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.layers.kind import Slot
-from megatron_prefix.layers.recurrent.kind import Recurrent
 
 
 class Rows(NamedTuple):

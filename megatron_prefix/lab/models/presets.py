@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prefix.errors import UserError, shown
+from megatron_prefix.features.recurrent.kind import Recurrent
 from megatron_prefix.layers.kind import Kind, Slot
 from megatron_prefix.layers.model import behind_decoder, layers_of
 from megatron_prefix.layers.precision import BY_BLOCKS
-from megatron_prefix.layers.recurrent.kind import Recurrent
-from megatron_prefix.layers.table import KINDS
+from megatron_prefix.layers.table import SYMBOLS, kinds_of
 from megatron_prefix.moe.options import counts_tokens
 
 if sys.version_info >= (3, 11):
@@ -365,13 +365,14 @@ class ModelSpec:
                           " position; use 2 or more")  # fmt: skip
 
     def _check_pattern(self, pattern: str) -> None:
-        wrong = sorted(set(pattern) - {kind.symbol for kind in KINDS})
+        wrong = sorted(set(pattern) - SYMBOLS)
+        kinds = kinds_of(self, "".join(SYMBOLS))
         # The last of a symbol is the plain one.
-        names = {kind.symbol: kind.name for kind in KINDS if kind.symbol}
+        names = {kind.symbol: kind.name for kind in kinds if kind.symbol}
         known = ", ".join(f"{symbol} {name}" for symbol, name in names.items())
         self._require(not wrong, f"hybrid_override_pattern {shown(pattern)} has"
                       f" {', '.join(wrong)}: use {known}")  # fmt: skip
-        mixers = {kind.symbol for kind in KINDS if kind.slot is Slot.MIXER}
+        mixers = {kind.symbol for kind in kinds if kind.slot is Slot.MIXER}
         self._require(bool(set(pattern) & mixers), f"hybrid_override_pattern {shown(pattern)}"
                       " has no layer that mixes positions: add one of M G *")  # fmt: skip
         self._require(
@@ -396,11 +397,6 @@ class ModelSpec:
         return layers_of(self)
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """All kinds that the layers have."""
-        return tuple(kind for kind in KINDS if any(kind in layer for layer in self.layers))
-
-    @property
     def needs_tails(self) -> bool:
         """Whether what is behind a rollout's last loss has an effect on a training step, as a run
         decides it (run/read/read_calls.py, `ReadCalls.up_to_loss`)."""
@@ -408,8 +404,9 @@ class ModelSpec:
 
     @property
     def recurrent(self) -> tuple[Recurrent, ...]:
-        """Those that are recurrent."""
-        return tuple(kind for kind in self.kinds if isinstance(kind, Recurrent))
+        """The recurrent kinds that the layers have."""
+        kinds = (kind for layer in self.layers for kind in layer)
+        return tuple(dict.fromkeys(kind for kind in kinds if isinstance(kind, Recurrent)))
 
     def with_vocab(self, smallest: int) -> ModelSpec:
         """This model for token ids below `smallest`; fills the vocabulary if it is open.

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from megatron_prefix.features.recurrent.kind import Recurrent
 from megatron_prefix.lab.models.presets import ModelSpec
-from megatron_prefix.layers.recurrent.kind import Recurrent
 from megatron_prefix.moe.versions import transformer_layers
 
 VOCAB_MULTIPLE = 128

@@ -501,8 +501,8 @@ def load_recurrent_layers() -> None:
             " megatron_prefix.lab.models.build before it and call"
             " platforms.cpu.load_recurrent_layers()"
         )
+    from megatron_prefix.features.recurrent.definition import chunk_gated_delta_rule, l2norm
     from megatron_prefix.lab.platforms import linear_kernels as kernels
-    from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule, l2norm
 
     delta = {
         "l2norm": l2norm,

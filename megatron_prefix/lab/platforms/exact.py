@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_prefix.features.recurrent.definition import chunk_gated_delta_rule
 from megatron_prefix.lab.platforms import linear_kernels as kernels
-from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule
-from megatron_prefix.layers.recurrent.rebound import rebound
+from megatron_prefix.layers.rebound import rebound
 from megatron_prefix.layers.table import payload_parts
 from megatron_prefix.megatron.install import language_model
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_prefix.layers.recurrent.definition import CHUNK, decays, wide
+from megatron_prefix.features.recurrent.definition import CHUNK, decays, wide
 
 
 def causal_conv1d_fn(

@@ -17,6 +17,8 @@ from packaging.version import Version
 
 from megatron_prefix.config import MEMORY_POLICIES
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.recurrent import states
+from megatron_prefix.features.recurrent.spans import Spans
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.plans.forest import max_depth, num_trees
 from megatron_prefix.lab.platforms.exact import by_definition
@@ -25,8 +27,6 @@ from megatron_prefix.lab.rl import job, packing
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.layers import table
-from megatron_prefix.layers.recurrent import states
-from megatron_prefix.layers.recurrent.spans import Spans
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import install, installed, language_model
 from megatron_prefix.run.rank import Rank

@@ -12,14 +12,14 @@ import torch
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.own_gdn import kind as own_gdn
+from megatron_prefix.features.recurrent.definition import chunk_gated_delta_rule
+from megatron_prefix.features.recurrent.gdn import GatedDeltaNet
+from megatron_prefix.features.recurrent.spans import Spans
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.plans.forest import max_depth
 from megatron_prefix.lab.platforms.linear_kernels import causal_conv1d
 from megatron_prefix.lab.rl import packing
-from megatron_prefix.layers.gdn import GatedDeltaNet
-from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule
-from megatron_prefix.layers.recurrent.spans import Spans
 from megatron_prefix.megatron.install import install, installed
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import hybrid, mistakes, own_delta, steps

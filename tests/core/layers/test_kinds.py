@@ -10,10 +10,10 @@ import pytest
 
 from megatron_prefix import features
 from megatron_prefix.features.graphs import kinds
+from megatron_prefix.features.recurrent.gdn import GatedDeltaNet
 from megatron_prefix.lab.models import presets
 from megatron_prefix.lab.predict import kinds as predicted
 from megatron_prefix.layers import table
-from megatron_prefix.layers.gdn import GatedDeltaNet
 from megatron_prefix.layers.kind import Kind, Slot
 from megatron_prefix.layers.model import cost_of, dropped_bytes, layers_of, payloads_of
 from megatron_prefix.layers.table import KINDS, part_of
@@ -36,10 +36,11 @@ OWN = {
 """Files that may name kinds: of `kinds`, what CUDA graphs run of each; of `predicted`, what each
 saves."""
 NAMES = "|".join(type(kind).__name__ for kind in EVERY)
-SYMBOL = f'"[{re.escape("".join({kind.symbol for kind in KINDS} - {"-"}))}]"'
+SYMBOL = f'"[{re.escape("".join(table.SYMBOLS - {"-"}))}]"'
 """In quotes; "-" is also stdout."""
 ASKS = re.compile(
-    rf"from megatron_prefix\.layers\S* import .*\b({NAMES})\b|isinstance\([^)]*\b({NAMES})\b"
+    rf"from megatron_prefix\.(?:layers|features)\S* import .*\b({NAMES})\b"
+    rf"|isinstance\([^)]*\b({NAMES})\b"
     rf"|kind\.(name|symbol) ==|{SYMBOL} (not )?in |{SYMBOL}: [a-z_]+[,}}]|[!=]= {SYMBOL}"
     rf"|\.(get|count|find|index)\({SYMBOL}"
 )
@@ -63,7 +64,7 @@ def test_only_its_file_and_the_table_name_a_kind() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "from megatron_prefix.layers.gdn import GatedDeltaNet",
+        "from megatron_prefix.features.recurrent.gdn import GatedDeltaNet",
         "isinstance(kind, Attention)",
         'if "G" in pattern:',
         'mixers = mix.count("*")',

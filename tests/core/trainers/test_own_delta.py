@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.recurrent.definition import chunk_gated_delta_rule, l2norm
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.rollouts import dense_vocabulary
 from megatron_prefix.lab.models.build import build_model, unwrap
@@ -32,7 +33,6 @@ from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.lab.verify.matrix import SHAPES
-from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule, l2norm
 from tests.core.trainers.stand_ins import where_missing
 from tests.harness import own_delta
 from tests.harness.own_delta import FULL, LINEAR, SIZES

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.recurrent.definition import chunk_gated_delta_rule
 from megatron_prefix.lab.platforms import cpu, linear_kernels
 from megatron_prefix.lab.platforms.linear_kernels import CHUNK, mamba_split_conv1d_scan_combined
-from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule
 
 
 def random(*shape: int) -> Tensor:

@@ -18,12 +18,12 @@ from megatron_prefix.features.dsa.kind import DSA
 from megatron_prefix.features.graphs import cuda, layers, pieces, segment_graphs
 from megatron_prefix.features.graphs.kinds import without_graphs
 from megatron_prefix.features.graphs.part import graphs_of
+from megatron_prefix.features.recurrent.gdn import GatedDeltaNet
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.lab.verify import align
-from megatron_prefix.layers.gdn import GatedDeltaNet
 from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.layers.model import layers_of
 from megatron_prefix.megatron.install import installed

@@ -10,11 +10,11 @@ import torch
 
 from megatron_prefix.features.graphs import layers
 from megatron_prefix.features.graphs.kinds import GRAPHED, Graphed
+from megatron_prefix.features.recurrent import delta
+from megatron_prefix.features.recurrent.gdn import GatedDeltaNet
+from megatron_prefix.features.recurrent.mamba import Mamba2
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.layers.gdn import GatedDeltaNet
-from megatron_prefix.layers.mamba import Mamba2
 from megatron_prefix.layers.mlp import MLP
-from megatron_prefix.layers.recurrent import delta
 from megatron_prefix.megatron.install import installed
 from tests.core.features.graphs.test_graphs import config, made, same, steps, without
 from tests.harness.hybrid import GDN, MAMBA, gated_delta, mamba

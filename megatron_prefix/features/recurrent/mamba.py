@@ -1,6 +1,6 @@
 """Mamba2 (Nemotron-H).  Pure.
 
-Its segments run in layers/recurrent/scan.py.
+Its segments run in features/recurrent/scan.py.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_prefix.errors import Reason
+from megatron_prefix.features.recurrent.kind import CHUNK, Recurrent, Shape
 from megatron_prefix.layers.kind import Override, Running
-from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent, Shape
 from megatron_prefix.refusals.table import MAMBA_PATH
 
 CONV_WIDTH = 4
@@ -39,6 +39,6 @@ class Mamba2(Recurrent):
             yield MAMBA_PATH.given()
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
-        from megatron_prefix.layers.recurrent.scan import MambaLayer
+        from megatron_prefix.features.recurrent.scan import MambaLayer
 
         return MambaLayer(module, number, running).overrides()

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from megatron_prefix.layers.recurrent import states
-from megatron_prefix.layers.recurrent.spans import Spans
+from megatron_prefix.features.recurrent import states
+from megatron_prefix.features.recurrent.spans import Spans
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.sidecar.arena import Reading
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
@@ -96,7 +96,7 @@ def test_gradients_are_summed_in_fp32_and_taken_once() -> None:
 @pytest.mark.parametrize("kernels", [torch.float32, torch.bfloat16])
 def test_final_states_are_kept_in_fp32_and_tails_as_they_are(kernels: torch.dtype) -> None:
     spans = Spans((3, 4), (0, 0), torch.device("cpu"))
-    segment = mock.Mock(spans=spans, inner=True, backward=False)
+    segment = mock.Mock(between={("spans", None): spans}, inner=True, backward=False)
     state = torch.full((2, 3), 1 + 2**-12).to(kernels)
     layer = states.LayerStates(segment, 0, state, before=3)
     row, _ = layer.edges(torch.ones(7, 4, dtype=torch.bfloat16))

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_prefix.features.recurrent.moves import from_batches, permuted, to_batches
+from megatron_prefix.features.recurrent.states import LayerStates, segment_of, spans_of
 from megatron_prefix.layers.kind import Override, Running
-from megatron_prefix.layers.recurrent.moves import from_batches, permuted, to_batches
-from megatron_prefix.layers.recurrent.rebound import rebound
-from megatron_prefix.layers.recurrent.states import LayerStates, segment_of
+from megatron_prefix.layers.rebound import rebound
 
 NO_STEP = -1e4
 """A time step's input that is zero behind softplus, whatever its bias."""
@@ -56,7 +56,7 @@ class MambaLayer:
 
         def again(zxbcdt: Tensor, **_: Any) -> Tensor:
             # The next layer's is put in the same place.
-            is_one_root = segment_of(self._running).spans.is_one_root
+            is_one_root = spans_of(segment_of(self._running)).is_one_root
             return self._within(zxbcdt.clone() if is_one_root else zxbcdt, *args, **kwargs)
 
         shape = len(zxbcdt), 1, self._module.cp.d_inner_local_tpcp
@@ -71,10 +71,10 @@ class MambaLayer:
     def _in_order(self, x: Tensor, size: int, *_: Any) -> Tensor:
         """Positions of all ranks [positions, ...] in order: Megatron does it for one sequence, and
         each span is dealt by itself (tree/cp_layout.py)."""
-        return permuted(x, *segment_of(self._running).spans.dealt(size))
+        return permuted(x, *spans_of(segment_of(self._running)).dealt(size))
 
     def _dealt(self, x: Tensor, size: int, *_: Any) -> Tensor:
-        return permuted(x, *reversed(segment_of(self._running).spans.dealt(size)))
+        return permuted(x, *reversed(spans_of(segment_of(self._running)).dealt(size)))
 
     def _scan(
         self,

@@ -1,6 +1,6 @@
 """GatedDeltaNet, which replaces attention in most layers of Qwen3-Next.  Pure.
 
-Its segments run in layers/recurrent/delta.py.
+Its segments run in features/recurrent/delta.py.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_prefix.errors import Reason
+from megatron_prefix.features.recurrent.kind import CHUNK, Recurrent, Shape
 from megatron_prefix.layers.kind import Override, Running
-from megatron_prefix.layers.recurrent.kind import CHUNK, Recurrent, Shape
 from megatron_prefix.refusals.table import DELTA_CP, DELTA_KERNEL, OWN_DELTA_CP
 
 VARIANTS = frozenset({"gated_delta_net", "gdn"})
@@ -47,7 +47,7 @@ class GatedDeltaNet(Recurrent):
 
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind; on a GPU the rule is tried, once a process."""
-        from megatron_prefix.layers.recurrent import probe
+        from megatron_prefix.features.recurrent import probe
         from megatron_prefix.moe.versions import is_since
 
         config = model.config
@@ -66,7 +66,7 @@ class GatedDeltaNet(Recurrent):
             yield DELTA_KERNEL.given(why)
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
-        from megatron_prefix.layers.recurrent.delta import GatedDeltaLayer
+        from megatron_prefix.features.recurrent.delta import GatedDeltaLayer
 
         return GatedDeltaLayer(module, number, running).overrides()
 

@@ -48,6 +48,8 @@ class Recurrent(Kind):
         method: the method of it that segments run; a subclass's own may call other kernels.
         divides: two fields of a config: the first divides the second, and tensor parallelism the
             first.
+        cut: positions that its kernels take at once; at multiples of it a shared prompt is bitwise
+            the unshared one. None if that is so anywhere.
         hybrid_since, cp_since: the first Megatron-Core whose hybrid models have it, and where it
             has context parallelism.
     """
@@ -56,6 +58,7 @@ class Recurrent(Kind):
     module: ClassVar[str]
     method: ClassVar[str]
     divides: ClassVar[tuple[str, str]]
+    cut: ClassVar[int | None] = None
     hybrid_since: ClassVar[str] = "0"
     cp_since: ClassVar[str] = "0"
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_prefix.features.recurrent import moves
+from megatron_prefix.features.recurrent.definition import chunk_gated_delta_rule  # noqa: F401  # its module has it
+from megatron_prefix.features.recurrent.spans import Spans
+from megatron_prefix.features.recurrent.states import LayerStates
 from megatron_prefix.lab.platforms import cpu
 from megatron_prefix.lab.platforms.linear_kernels import causal_conv1d, causal_conv1d_fn
-from megatron_prefix.layers.recurrent import moves
-from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule  # noqa: F401  # its module has it
-from megatron_prefix.layers.recurrent.spans import Spans
-from megatron_prefix.layers.recurrent.states import LayerStates
 
 BEFORE, WIDTH = 3, 4
 LENGTHS = pytest.mark.parametrize("lengths", [[9], [5, 4], [1, 2, 3, 9, 1]])
@@ -37,7 +37,7 @@ def spans_of(lengths: list[int]) -> Spans:
 
 
 def segment_of(lengths: list[int], inner: bool) -> Any:
-    return mock.Mock(spans=spans_of(lengths), inner=inner, backward=False, between={})
+    return mock.Mock(inner=inner, backward=False, between={("spans", None): spans_of(lengths)})
 
 
 def states_of(lengths: list[int], inner: bool) -> LayerStates:
@@ -168,7 +168,7 @@ def convolution_of(
 ) -> Callable[[Tensor], Tensor]:
     """The convolution of a GatedDeltaNet's layer, in a segment with spans of these lengths."""
     cpu.load_recurrent_layers()
-    from megatron_prefix.layers.recurrent.delta import GatedDeltaLayer
+    from megatron_prefix.features.recurrent.delta import GatedDeltaLayer
 
     running = SimpleNamespace(current=segment_of(lengths, inner), tap=None)
     ((_, name, forward),) = GatedDeltaLayer(Mixer(positions_first), 0, running).overrides()

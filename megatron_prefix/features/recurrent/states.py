@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_prefix.features.recurrent.moves import with_some
+from megatron_prefix.features.recurrent.spans import Spans
 from megatron_prefix.layers.kind import Running
 from megatron_prefix.layers.own_backward import with_backward
-from megatron_prefix.layers.recurrent.moves import with_some
 from megatron_prefix.sidecar.arena import Payload, Reading, wider
 
 if TYPE_CHECKING:
@@ -26,6 +27,16 @@ def segment_of(running: Running) -> SegmentContext:
     if running.current is None:
         raise RuntimeError("a segment ended inside a recurrent layer")
     return running.current
+
+
+def spans_of(context: SegmentContext) -> Spans:
+    """What layers need to know of a segment's spans; made in the first, for all of them."""
+    made: Spans | None = context.between.get(("spans", None))
+    if made is None:
+        lengths, parents = context.cache.map.lengths, context.cache.map.parents
+        made = Spans(lengths[context.index], parents[context.index], context.positions.device)
+        context.between["spans", None] = made
+    return made
 
 
 class LayerStates:
@@ -42,7 +53,7 @@ class LayerStates:
 
     def __init__(self, context: SegmentContext, layer: int, anchor: Tensor, before: int) -> None:
         self._context, self._layer, self._before = context, layer, before
-        self.spans, self.inner = context.spans, context.inner
+        self.spans, self.inner = spans_of(context), context.inner
         self.state: Tensor | None = None
         self.tail: Tensor | None = None
         self._left: Tensor | None = None
@@ -95,13 +106,13 @@ def _enter(anchor: Tensor, context: SegmentContext, layer: int) -> Payload:
 
     def pull(*gradients: Tensor) -> None:
         context.enter(layer, backward=True)
-        numbers, rows = context.spans.runs
+        numbers, rows = spans_of(context).runs
         sums = (summed(gradient, numbers) for gradient in gradients)
         context.cache.add(layer, context.index, Reading(rows), tuple(sums))
         context.leave(layer, backward=True)
 
     payload: Payload = with_backward(
-        lambda _: context.cache.read(layer, context.index, context.spans.reading), pull, anchor
+        lambda _: context.cache.read(layer, context.index, spans_of(context).reading), pull, anchor
     )
     return payload
 
@@ -120,7 +131,7 @@ def _leave(out: Tensor, state: Tensor, tail: Tensor, context: SegmentContext, la
         # Copies: the arena's rows will be others' again.
         pairs = zip(gradients, dtypes, strict=True)
         state, tail = (None if x is None else x.to(dtype, copy=True) for x, dtype in pairs)
-        if not context.spans.has_parents:  # else the layer ends where it sends to them
+        if not spans_of(context).has_parents:  # else the layer ends where it sends to them
             context.leave(layer, backward=True)
         return gradient, state, tail
 

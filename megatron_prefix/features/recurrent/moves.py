@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_prefix.features.recurrent.spans import Spans
 from megatron_prefix.layers.own_backward import with_backward
-from megatron_prefix.layers.recurrent.spans import Spans
 
 
 def with_some(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_prefix.features.recurrent.moves import overwritten
+from megatron_prefix.features.recurrent.states import LayerStates, segment_of, spans_of
 from megatron_prefix.layers.kind import Override, Running
-from megatron_prefix.layers.recurrent.moves import overwritten
-from megatron_prefix.layers.recurrent.rebound import rebound
-from megatron_prefix.layers.recurrent.states import LayerStates, segment_of
+from megatron_prefix.layers.rebound import rebound
 
 if TYPE_CHECKING:
     from megatron_prefix.layers.segment import SegmentContext
@@ -107,7 +107,7 @@ class DeltaSpans:
     def _packing(context: SegmentContext) -> PackedSeqParams:
         """A segment's spans as Megatron's packed sequences: context parallelism deals each to ranks
         by itself."""
-        ends = context.spans.cu_seqlens.int()
+        ends = spans_of(context).cu_seqlens.int()
         return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_prefix.device import tolerance
 from megatron_prefix.errors import named
-from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule
+from megatron_prefix.features.recurrent.definition import chunk_gated_delta_rule
 
 logger = logging.getLogger(__name__)
 PACKAGES = ("fla-core", "flash-linear-attention", "mamba-ssm", "causal-conv1d", "triton")
@@ -152,7 +152,7 @@ def _run(
 
 
 def _lengths(rule: Callable[..., Any], device: torch.device) -> dict[str, Tensor]:
-    """As a segment's layers give them (layers/recurrent/delta.py)."""
+    """As a segment's layers give them (features/recurrent/delta.py)."""
     arguments = {"cu_seqlens": torch.tensor(_BOUNDS, device=device)}
     if "cu_seqlens_cpu" in inspect.signature(rule).parameters:
         arguments["cu_seqlens_cpu"] = torch.tensor(_BOUNDS)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_prefix.features.recurrent import probe
+from megatron_prefix.features.recurrent.definition import chunk_gated_delta_rule
 from megatron_prefix.lab.platforms import cpu
-from megatron_prefix.layers.recurrent import probe
-from megatron_prefix.layers.recurrent.definition import chunk_gated_delta_rule
 from megatron_prefix.megatron import features
 from megatron_prefix.refusals.table import DELTA_KERNEL
 from tests.harness import ranks  # noqa: F401  # applies the CPU platform
