@@ -119,6 +119,11 @@ KINDS: tuple[FeatureKind, ...] = (
         lambda layer: _has_mixer(layer, "GatedDeltaNet"),
         symbol="G",
     ),
+    FeatureKind(
+        f"{_FOLDER}mla.kind:MLA",
+        lambda config: bool(getattr(config, "multi_latent_attention", False)),
+        lambda layer: hasattr(_attention_of(layer), "linear_kv_up_proj"),
+    ),
 )
 """Tried before the core's kinds, in this order."""
 

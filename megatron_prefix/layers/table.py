@@ -11,14 +11,12 @@ from megatron_prefix.errors import Reason
 from megatron_prefix.layers.attention import Attention
 from megatron_prefix.layers.experts import Experts
 from megatron_prefix.layers.kind import Heads, Kind, Part, Slot
-from megatron_prefix.layers.mla import MLA
 from megatron_prefix.layers.mlp import MLP
 from megatron_prefix.layers.window import Window
 from megatron_prefix.refusals.table import OTHER_MIXER
 from megatron_prefix.tree.payload_map import Form
 
 KINDS: tuple[Kind, ...] = (
-    MLA(),
     Window(),
     Attention(),
     Experts(),

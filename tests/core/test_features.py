@@ -40,6 +40,7 @@ WORDS = {
     "qat": r"QUANTISER|[qQ]uantiser|bmm_quantizer|TensorQuantizer",
     "vision": r"[iI]mages|\b[vV]ision|[tT]ower|visual|deepstack",
     "recompute_act": r"ActivatedAgain|activates_again|recompute_act",
+    "mla": r"\bMLA|[lL]atents|multi_latent|kv_up_proj|lora_rank",
     "recurrent": r"Recurrent|Mamba2|GatedDelta|gated_delta|LayerStates|_ssm_",
     "own_gdn": r"own_gdn|own_delta|OwnGated|linear_attn|hf_forward",
     "verify": r"[Vv]erif|VERIF",
@@ -59,6 +60,7 @@ STAYS = {
         "refusals/table.py",
         "run/execute/memory_control.py",
     },
+    "mla": {"megatron/families.py", "refusals/table.py"},
     "mtp": {"run/execute/auxiliary.py"},
     "recompute_act": {
         "config.py",
@@ -161,7 +163,7 @@ assert loaded == {*sys.argv[2:]}, loaded
 
 @pytest.mark.parametrize(
     ("case", "kinds"),
-    [("dense-tree", []), ("experts", []), ("hybrid-delta", ["recurrent"])],
+    [("dense-tree", []), ("experts", []), ("hybrid-delta", ["recurrent"]), ("latent", ["mla"])],
 )
 def test_a_step_without_a_feature_enters_no_line_of_it(case, kinds) -> None:
     """It does not even import it; a model's own kinds of layers it does."""

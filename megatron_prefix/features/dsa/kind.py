@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_prefix.errors import Reason
+from megatron_prefix.features.mla.kind import MLA
 from megatron_prefix.layers.attention import ROTARY
 from megatron_prefix.layers.kind import Override, Running, owner
-from megatron_prefix.layers.mla import MLA
 from megatron_prefix.plan.layer_numbers import LayerWork, Payload, Sharding
 from megatron_prefix.refusals.table import (
     DSA_CP,

@@ -2,7 +2,7 @@
 
 What a query sees is decided by scores of all keys before it, so levels cannot be merged: in front
 of the keys of a span lie all those of its ancestors, in the order of positions, and one call takes
-them. Ancestors' keys and values are expanded from latents, as in layers/blocks/latent.py; index
+them. Ancestors' keys and values are expanded from latents, as in features/mla/latent.py; index
 keys are what they left. The arithmetic is that of `unfused_dsa_fn` in
 megatron/core/transformer/experimental_attention_variant/dsa.py: scores of all pairs, and a mask;
 some queries at a time.
@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_prefix.device.transfer import to_device
+from megatron_prefix.features.mla.latent import Latents
 from megatron_prefix.layers.blocks.core import autocast_now, sum_of
-from megatron_prefix.layers.blocks.latent import Latents
 from megatron_prefix.layers.blocks.shared import Pull
 from megatron_prefix.layers.blocks.unread import keys_only
 from megatron_prefix.sidecar.arena import KeyValue, Payload, wider

@@ -3,7 +3,7 @@
 Of a position it leaves the latent and the rotated part of the key, `kv_lora_rank` and
 `qk_pos_emb_head_dim` numbers that all heads share: DeepSeek-V3's are 1.1 KiB a layer in bf16, its K
 and V 80 KiB. A segment expands what it sees of its ancestors by the layer's own projection
-(layers/blocks/latent.py). With DeepSeek-V3's widths an ancestor's position so costs a segment as
+(features/mla/latent.py). With DeepSeek-V3's widths an ancestor's position so costs a segment as
 much as 410 pairs more.
 """
 
@@ -86,7 +86,7 @@ class MLA(Attention):
             yield MLA_CACHE.given()
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
-        from megatron_prefix.layers.blocks.latent import Latents
+        from megatron_prefix.features.mla.latent import Latents
 
         latents = Latents(module, number, running)
         core = InSegments(module, number, running, latents).forward

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from megatron_prefix.errors import CannotShare
+from megatron_prefix.features.mla.kind import MLA
+from megatron_prefix.features.mla.latent import Latents
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.predict.execution import Execution
 from megatron_prefix.lab.predict.kinds import memory_of
 from megatron_prefix.layers.blocks import core
-from megatron_prefix.layers.blocks.latent import Latents
 from megatron_prefix.layers.blocks.rotary import Rotary
-from megatron_prefix.layers.mla import MLA
 from megatron_prefix.megatron.install import install, installed, language_model
 from tests.core.alignment.test_hybrid_memory import step
 from tests.harness import hybrid, steps

@@ -15,11 +15,11 @@ from megatron_prefix.errors import CannotShare
 from megatron_prefix.features.dsa import sparse as blocks
 from megatron_prefix.features.dsa.kind import DSA
 from megatron_prefix.features.dsa.sparse import Index, Sparse, choose
+from megatron_prefix.features.mla.kind import MLA
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.predict.execution import Execution
 from megatron_prefix.lab.predict.kinds import memory_of
 from megatron_prefix.layers import table
-from megatron_prefix.layers.mla import MLA
 from megatron_prefix.megatron.install import install, installed, language_model
 from tests.harness import hybrid, sparse, steps
 from tests.harness.failures import Countdown, Fault

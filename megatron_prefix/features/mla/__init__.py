@@ -1,0 +1,1 @@
+"""Multi-latent attention: a kind of layer, and how its segments run."""
