@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -86,6 +86,13 @@ def _has_mixer(layer: Any, name: str) -> bool:
     return any(base.__name__ == name for base in type(mixer).__mro__)
 
 
+def _has_window(layer: Any) -> bool:
+    from megatron_prefix.layers.attention import window_of
+
+    attention = _attention_of(layer)
+    return hasattr(attention, "core_attention") and window_of(attention) is not None
+
+
 def _variant(config: Any) -> str | None:
     variant: str | None = getattr(config, "experimental_attention_variant", None)
     return variant
@@ -123,6 +130,11 @@ KINDS: tuple[FeatureKind, ...] = (
         f"{_FOLDER}mla.kind:MLA",
         lambda config: bool(getattr(config, "multi_latent_attention", False)),
         lambda layer: hasattr(_attention_of(layer), "linear_kv_up_proj"),
+    ),
+    FeatureKind(
+        f"{_FOLDER}windows.kind:Window",
+        lambda config: isinstance(getattr(config, "window_size", None), Sequence),
+        _has_window,
     ),
 )
 """Tried before the core's kinds, in this order."""

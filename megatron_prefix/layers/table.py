@@ -12,16 +12,10 @@ from megatron_prefix.layers.attention import Attention
 from megatron_prefix.layers.experts import Experts
 from megatron_prefix.layers.kind import Heads, Kind, Part, Slot
 from megatron_prefix.layers.mlp import MLP
-from megatron_prefix.layers.window import Window
 from megatron_prefix.refusals.table import OTHER_MIXER
 from megatron_prefix.tree.payload_map import Form
 
-KINDS: tuple[Kind, ...] = (
-    Window(),
-    Attention(),
-    Experts(),
-    MLP(),
-)
+KINDS: tuple[Kind, ...] = (Attention(), Experts(), MLP())
 """In a slot the first that knows the module, or the config, has it; before them those of features
 (`kinds_of`, `_kinds_in`)."""
 _OF_FEATURES = {kind.symbol for kind in features.KINDS if kind.symbol}

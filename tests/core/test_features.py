@@ -41,6 +41,7 @@ WORDS = {
     "vision": r"[iI]mages|\b[vV]ision|[tT]ower|visual|deepstack",
     "recompute_act": r"ActivatedAgain|activates_again|recompute_act",
     "mla": r"\bMLA|[lL]atents|multi_latent|kv_up_proj|lora_rank",
+    "windows": r"WindowKeys|window_keys|WINDOW_|window_attn",
     "recurrent": r"Recurrent|Mamba2|GatedDelta|gated_delta|LayerStates|_ssm_",
     "own_gdn": r"own_gdn|own_delta|OwnGated|linear_attn|hf_forward",
     "verify": r"[Vv]erif|VERIF",
@@ -75,6 +76,7 @@ STAYS = {
     "verify": {"config.py", "refusals/table.py"},
     "vision": {"refusals/table.py", "trainers/table.py", "trainers/trainer.py"},
     "watchdog": {"config.py"},
+    "windows": {"refusals/table.py"},
 }
 """Files of the core that name a feature all the same: refusals, options and what trainers can do
 have one place each, policies of segments are words of a plan that planning prices and predicts, a
@@ -163,7 +165,13 @@ assert loaded == {*sys.argv[2:]}, loaded
 
 @pytest.mark.parametrize(
     ("case", "kinds"),
-    [("dense-tree", []), ("experts", []), ("hybrid-delta", ["recurrent"]), ("latent", ["mla"])],
+    [
+        ("dense-tree", []),
+        ("experts", []),
+        ("hybrid-delta", ["recurrent"]),
+        ("latent", ["mla"]),
+        ("windows", ["windows"]),
+    ],
 )
 def test_a_step_without_a_feature_enters_no_line_of_it(case, kinds) -> None:
     """It does not even import it; a model's own kinds of layers it does."""

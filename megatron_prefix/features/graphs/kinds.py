@@ -10,12 +10,12 @@ from megatron_prefix.features.mla.kind import MLA
 from megatron_prefix.features.recurrent.gdn import GatedDeltaNet
 from megatron_prefix.features.recurrent.kind import Recurrent
 from megatron_prefix.features.recurrent.mamba import Mamba2
+from megatron_prefix.features.windows.kind import Window
 from megatron_prefix.layers import fused_yarn
 from megatron_prefix.layers.attention import Attention
 from megatron_prefix.layers.experts import Experts
 from megatron_prefix.layers.kind import Kind
 from megatron_prefix.layers.mlp import MLP
-from megatron_prefix.layers.window import Window
 
 
 class Graphed(Enum):

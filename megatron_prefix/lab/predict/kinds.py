@@ -13,6 +13,7 @@ from megatron_prefix.features.own_gdn.kind import OwnGatedDeltaNet
 from megatron_prefix.features.recurrent.gdn import GatedDeltaNet
 from megatron_prefix.features.recurrent.kind import CHUNK, Recurrent
 from megatron_prefix.features.recurrent.mamba import CONV_WIDTH, Mamba2
+from megatron_prefix.features.windows.kind import Window
 from megatron_prefix.lab.predict.execution import Execution
 from megatron_prefix.lab.predict.precision import less, projected_bytes
 from megatron_prefix.layers.attention import Attention, is_gated
@@ -20,7 +21,6 @@ from megatron_prefix.layers.experts import Experts, expert_widths
 from megatron_prefix.layers.kind import Kind
 from megatron_prefix.layers.mlp import MLP, activation_name, can_drop_activation
 from megatron_prefix.layers.precision import is_fp8
-from megatron_prefix.layers.window import Window
 from megatron_prefix.plan.layer_numbers import Payload
 
 

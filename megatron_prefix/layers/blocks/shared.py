@@ -1,7 +1,7 @@
 """Payloads of attention layers, and how a span's children get keys and values from them.
 
-The payload is K and V (`KeysAndValues`), with a window the last ones (windowed.py), with
-multi-latent attention the latents (features/mla).
+The payload is K and V (`KeysAndValues`), with a window the last ones (features/windows),
+with multi-latent attention the latents (features/mla).
 """
 
 from __future__ import annotations

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from megatron_prefix.errors import CannotShare
+from megatron_prefix.features.windows import windowed
+from megatron_prefix.features.windows.windowed import Tails, WindowKeys
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.predict.execution import Execution
 from megatron_prefix.lab.predict.model import footprint_of
 from megatron_prefix.lab.predict.peak_memory import predict_memory
-from megatron_prefix.layers.blocks import core, windowed
-from megatron_prefix.layers.blocks.windowed import Tails, WindowKeys
+from megatron_prefix.layers.blocks import core
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness import hybrid, steps

@@ -16,14 +16,14 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.windows import windowed
+from megatron_prefix.features.windows.windowed import Tails, WindowKeys
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.layers import table
-from megatron_prefix.layers.blocks import windowed
-from megatron_prefix.layers.blocks.windowed import Tails, WindowKeys
 from megatron_prefix.refusals.table import LEARNED_SINKS_CP, SINKS_CP, WINDOW_CP
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar.context_parallel import RowExchange

@@ -3,7 +3,7 @@
 A query sees its own position and the `window` before it, so descendants read no more of a span than
 its last positions, and attention costs the same at every position. A model has such layers and full
 ones in turn (gpt-oss, Gemma 3, MiMo), or no other (Mistral). What of segments is other than in
-blocks/core.py is in blocks/windowed.py.
+layers/blocks/core.py is in features/windows/windowed.py.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Window(Attention):
                 yield WINDOW_CP.given(how)
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
-        from megatron_prefix.layers.blocks.windowed import Tails
+        from megatron_prefix.features.windows.windowed import Tails
 
         tails = Tails(self.form_in(module))
         yield module.core_attention, "forward", InSegments(module, number, running, tails).forward

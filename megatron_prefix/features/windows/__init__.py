@@ -1,0 +1,1 @@
+"""Attention with a sliding window: a kind of layer, and how its segments run."""
