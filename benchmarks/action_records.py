@@ -26,6 +26,7 @@ import torch
 from megatron_prefix.device.clock import elapsed, now, wait_for
 from megatron_prefix.lab.bench import steps
 from megatron_prefix.lab.cli.main import main
+from megatron_prefix.lab.rl.step_parts import watching
 from megatron_prefix.plan.actions import Action
 from megatron_prefix.plan.cost import action_features, stock_work
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -102,14 +103,13 @@ class Record:
 def of_prefix(run: Any, items: Sequence[Any]) -> dict[str, Any]:
     """One step of the prefix schedule."""
     schedule, record = run._schedule, Record(run._device)
-    schedule.watch = record.timing
-    for _ in range(TIMES):
-        run._call(items)
-        record.add_times()
-    schedule.watch = record.counting
+    with watching(schedule, record.timing):
+        for _ in range(TIMES):
+            run._call(items)
+            record.add_times()
     begun = counters()
-    milliseconds = run._call(items)
-    schedule.watch = None
+    with watching(schedule, record.counting):
+        milliseconds = run._call(items)
     report = schedule.report
     return dict(
         share=report.decision.share, reason=report.decision.reason, begun=begun, ended=counters(),

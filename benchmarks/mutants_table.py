@@ -951,31 +951,31 @@ _ROUTES = (
 
 # Measured bytes ------------------------------------------------------------------------------
 
-_METER = "tests/core/run/execute/test_byte_meter.py"
+_METER = "tests/core/features/measure/test_byte_meter.py"
 _bytes = _area("bytes", _METER)
 _BYTES = (
     _bytes(
         "what-is-dropped-is-not-kept",
-        "run/execute/byte_meter.py",
+        "features/measure/byte_meter.py",
         "size += self._act * positions * (policy in ON_DEVICE and policy in AGAIN)",
         "size += 0",
     ),
     _bytes(
         "of-a-rank-that-has-least",
-        "run/execute/byte_meter.py",
+        "features/measure/byte_meter.py",
         "max(ratios, default=1.0)",
         "min(ratios, default=1.0)",
     ),
     _bytes(
         "an-old-maximum-is-new",
-        "run/execute/byte_meter.py",
+        "features/measure/byte_meter.py",
         "has_moved = after.allocated > before.allocated and",
         "has_moved =",
     ),
     _bytes(
         "nothing-is-lean-at-first",
         "run/execute/memory_control.py",
-        "return (leaner(plan) if is_free and meter.counts else None) or plan, 0.0",
+        "return (leaner(plan) if is_free and costs.counts else None) or plan, 0.0",
         "return plan, 0.0",
     ),
     _bytes(

@@ -35,7 +35,7 @@ from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import ModelSpec, resolve
 from megatron_prefix.lab.plans.timeline import Timeline, simulate
-from megatron_prefix.lab.rl.report_numbers import timeline
+from megatron_prefix.lab.rl.report_numbers import stopwatch_of, timeline
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.actions import Plan
@@ -124,8 +124,10 @@ def run_rank(setting: Setting, plan_file: str) -> tuple[dict[str, Run], float]:
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from megatron_prefix.features.measure.stopwatch import TimedActions
     from megatron_prefix.lab import runtime
     from megatron_prefix.lab.models.build import build_model
+    from megatron_prefix.lab.rl.step_parts import with_part
     from megatron_prefix.lab.verify import align
     from megatron_prefix.run.schedule import PrefixSchedule
 
@@ -140,13 +142,12 @@ def run_rank(setting: Setting, plan_file: str) -> tuple[dict[str, Run], float]:
         # Twice: kernels choose by the shapes that they have met, then make their plans.
         _step(name, schedule, chunks, items)
         _step(name, schedule, chunks, items)
-        schedule.measures = True
-        _step(name, schedule, chunks, items)
-        schedule.measures = False
-        report = schedule.report
-        if report is None or report.stopwatch is None:
+        with with_part(schedule, TimedActions):
+            _step(name, schedule, chunks, items)
+        report, stopwatch = schedule.report, stopwatch_of(schedule.report)
+        if report is None or stopwatch is None:
             raise RuntimeError("a measured step left no times")
-        measured[name] = report.plan, timeline(report.stopwatch, report.plan)
+        measured[name] = report.plan, timeline(stopwatch, report.plan)
     times: dict[str, list[float]] = {name: [] for name in schedules}
     for _ in range(setting.repeats):
         for name, schedule in schedules.items():

@@ -1,4 +1,4 @@
-"""Three prices against the fit of plan/cost_fit.py, replayed from measured actions.
+"""Three prices against the fit of features/measure/cost_fit.py, replayed from measured actions.
 
     python -m benchmarks.price_replay RECORDS.json...
 
@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron_prefix.features.measure.cost_fit import Evidence, StepTime
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.cost import CostModel, Work
-from megatron_prefix.plan.cost_fit import Evidence, StepTime
 
 FLOPS = cost_of(replace(resolve("qwen3-8b"), num_layers=12))
 PRIOR = FLOPS.in_seconds(4e14, 12)

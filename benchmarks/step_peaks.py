@@ -89,8 +89,8 @@ def rows(
                 limit=min(schedule.memory.limit, 1e15) / GIB, base=report.base_bytes / GIB,
                 numbers={
                     str(share): {stage: [*n] for stage, n in stages.items()}
-                    for meter in schedule.memory.meters.values()
-                    for share, stages in meter.numbers.items()
+                    for costs in schedule.requests.costs.values()
+                    for share, stages in costs.num_bytes.items()
                 },
             )  # fmt: skip
         found.append(row)

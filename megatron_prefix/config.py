@@ -100,7 +100,7 @@ class PrefixConfig:
         run_ahead: forwards that a pipeline stage runs ahead of its successor (1 or 2).
         min_speedup: in mode "auto", the predicted speedup below which the stock schedule runs.
         cost_file: where mode "auto" keeps what it measures of this model, layout and device, for
-            the next run (megatron_prefix/plan/cost_file.py); None: for this process only.
+            the next run (megatron_prefix/features/measure); None: for this process only.
         plan_file: a plan to run instead of the planner's (megatron_prefix/features/plan_files),
             with what it says that each segment keeps.
         graph_tokens: positions of the longest segment whose layers run on CUDA graphs, but for

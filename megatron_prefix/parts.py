@@ -8,7 +8,7 @@ knows none of them by name. A part changes neither the plan nor another part, an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megatron_prefix.errors import Reason
     from megatron_prefix.moe.ledger import RouterLedger
     from megatron_prefix.plan.actions import Action, Plan
+    from megatron_prefix.plan.gate import Decision
     from megatron_prefix.plan.memory import Footprint, RankMemory
     from megatron_prefix.plan.memory_policy import Rates
     from megatron_prefix.run.calls import Callbacks, CallLayout
@@ -47,6 +48,7 @@ class Attempt(NamedTuple):
     parts: Sequence[StepPart]
     force_all_reduce: bool | None
     report: StepReport
+    gathers: bool
 
 
 class TimedStep(NamedTuple):
@@ -56,6 +58,7 @@ class TimedStep(NamedTuple):
         predicted: seconds by prices that nothing measured has changed; 0: not comparable.
         is_settled: whether the first steps, which are measured in a row, are over with this one.
         groups: whose ranks measure the same steps.
+        times: what has timed this rank's actions; None: nothing has.
     """
 
     report: StepReport
@@ -63,6 +66,7 @@ class TimedStep(NamedTuple):
     predicted: float
     is_settled: bool
     groups: Sequence[Any]
+    times: Any
 
 
 class StepPart:
@@ -75,10 +79,11 @@ class StepPart:
       model call;
     - reading: `check_model`, `read`, `read_last`, `same`, `tokens`, `check`, `build`, `built`;
       `stock` instead where the stock schedule takes the step now;
-    - planning: `rates`, `footprint`;
-    - a step: `around_step`; then of each attempt `prepare`, `elsewhere`, `ledger`, `begin`;
-    - an action: `action` around it, `starts`, `saving`, `arguments`, `backward`, `layer_left`,
-      `freed`;
+    - planning: `rates`, `footprint`, `decided`;
+    - a step: `around_run`, `around_step`; then of each attempt `prepare`, `elsewhere`, `ledger`,
+      `begin`;
+    - an action: `action` around it, `starts`, `saving`, `computing` around what it computes,
+      `arguments`, `backward`, `layer_left`, `freed`;
     - behind the actions: `ran`, `input_backwards`, `end` (always), `behind`, `finished`, `timed`.
 
     Attributes:
@@ -87,6 +92,7 @@ class StepPart:
             called.
         counts_calls: whether a second call of the model in a forward step, without gradients, is
             one too many.
+        measures: whether the step is timed, so that another schedule may run it than pays.
         even: segments of at most so many positions are padded so that lengths come again
             (TreeOptions); the same on all ranks. 0: none are.
         meets_data_ranks: whether all data-parallel ranks make the segments of this call together,
@@ -97,7 +103,7 @@ class StepPart:
         problem: what makes the step wrong, known when all actions have run; None: nothing.
     """
 
-    runs_outside = counts_calls = is_tuning = holds_memory = may_offload = False
+    runs_outside = counts_calls = is_tuning = holds_memory = may_offload = measures = False
     meets_data_ranks = False
     even = 0
     why_final = why_local = ""
@@ -198,6 +204,21 @@ class StepPart:
         It may wait for the device."""
         return None
 
+    def decided(self, decision: Decision) -> Decision:
+        """What this rank would do with a step, where nothing else keeps it from the other schedule;
+        the same on all ranks."""
+        return decision
+
+    def around_run(
+        self, report: StepReport, request: Request
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Around a step that was read and planned, whichever schedule runs it now.
+
+        Args:
+            request: the call, with all parts that the step has.
+        """
+        return contextlib.nullcontext()
+
     def around_step(self, step: Step) -> contextlib.AbstractContextManager:
         """Around all attempts of a step whose segments are known."""
         return contextlib.nullcontext()
@@ -220,6 +241,11 @@ class StepPart:
 
     def action(self, action: Action | None) -> contextlib.AbstractContextManager:
         """Around an action; None: around the backward of what has made the models' inputs."""
+        return contextlib.nullcontext()
+
+    def computing(self, action: Action) -> contextlib.AbstractContextManager[Any]:
+        """Around what an action computes, without what it waits for; twice in a backward whose
+        forward runs again."""
         return contextlib.nullcontext()
 
     def saving(
@@ -287,11 +313,16 @@ class StepPart:
 
 def around(parts: Sequence[StepPart], action: Action | None) -> contextlib.AbstractContextManager:
     """What all parts have around an action."""
-    if not parts:
-        return contextlib.nullcontext()
+    return entered(part.action(action) for part in parts)
+
+
+def entered(
+    contexts: Iterable[contextlib.AbstractContextManager],
+) -> contextlib.AbstractContextManager:
+    """Contexts one in another, entered now and left together."""
     with contextlib.ExitStack() as stack:
-        for part in parts:
-            stack.enter_context(part.action(action))
+        for context in contexts:
+            stack.enter_context(context)
         return stack.pop_all()
 
 
@@ -308,6 +339,10 @@ class Around:
 
     def call(self) -> contextlib.AbstractContextManager[Any]:
         """Entered around every call, whichever schedule runs it."""
+        return contextlib.nullcontext()
+
+    def watched(self, request: Request) -> contextlib.AbstractContextManager[Any]:
+        """Entered around the stock schedule's run of a kind's first step, which is watched."""
         return contextlib.nullcontext()
 
     def shared(self, run: Run, request: Request) -> list[Any]:

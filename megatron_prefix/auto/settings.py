@@ -14,7 +14,6 @@ from typing import Any
 from megatron_prefix import features
 from megatron_prefix.config import PrefixConfig, check_type, kinds_of, wanted
 from megatron_prefix.errors import UserError, shown
-from megatron_prefix.plan.cost_file import read_costs
 from megatron_prefix.plan.files import read_text
 
 if sys.version_info >= (3, 11):
@@ -92,7 +91,7 @@ def _checked(values: dict[str, Any], where: str) -> PrefixConfig:
         if config.plan_file is not None:
             features.load(features.PLAN_FILE)(config.plan_file, config.memory)
         if config.cost_file is not None:
-            read_costs(config.cost_file)
+            features.load(features.COST_FILE)(config.cost_file)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return config

@@ -49,6 +49,11 @@ class Peaks(NamedTuple):
     reserved: float
 
 
+def may_count() -> bool:
+    """Whether any device of this machine has an allocator that counts."""
+    return torch.cuda.is_available()
+
+
 def counts_bytes(device: torch.device) -> bool:
     """Whether the allocator of a device counts."""
     return device.type == "cuda"

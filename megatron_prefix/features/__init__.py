@@ -248,10 +248,20 @@ PARTS: tuple[Feature, ...] = (
 TAKEN = tuple(name for feature in PARTS for name in feature.takes)
 """Keywords of language models that features answer for."""
 
+COST_FILE = f"{_FOLDER}measure.cost_file:read_costs"
+"""Reads the file that `PrefixConfig.cost_file` names."""
 PLAN_FILE = f"{_FOLDER}plan_files.plan_file:PlanFile"
 """The plan that `PrefixConfig.plan_file` names, which a planner takes instead of making one."""
 DEALING = f"{_FOLDER}dealing.verl:deal_after_import"
 """For no step: what importing `megatron_prefix.auto.whole_groups` calls."""
+
+
+def _may_measure(config: PrefixConfig) -> bool:
+    """Seconds in mode "auto", bytes on a GPU; a file has both."""
+    from megatron_prefix.device.memory import may_count
+
+    is_asked = config.mode == "auto" or config.cost_file is not None
+    return config.mode != "off" and (is_asked or may_count())
 
 
 AROUND: tuple[FeatureAround, ...] = (
@@ -260,6 +270,7 @@ AROUND: tuple[FeatureAround, ...] = (
         f"{_FOLDER}verify.around:Verify",
         lambda config: config.verify > 0 and config.mode in ("auto", "on"),
     ),
+    FeatureAround("measuring", f"{_FOLDER}measure.around:Measure", _may_measure, needed=False),
     FeatureAround(
         "the watchdog",
         f"{_FOLDER}watchdog.around:WatchedCalls",

@@ -4,7 +4,7 @@ Work has six features: positions, scored positions, visible (query, key) pairs, 
 calls and ancestors' positions seen. A model has a price for each, forward and backward. In FLOPs
 these are of matrix products, and a backward costs two forwards ("Schedule-Level Shared-Prefix Reuse
 for LLM RL Training", section 3.2; "AReaL-DTA", section 4, balances the same quantity). In seconds
-they are of one rank: guessed from FLOPs until actions have been measured (plan/cost_fit.py).
+they are of one rank: guessed from FLOPs until actions have been measured (features/measure).
 """
 
 from __future__ import annotations

@@ -11,9 +11,6 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.tree import Pairs
 from megatron_prefix.tree.beginnings import most_saved
 
-DOUBT = 1.5
-"""A schedule that was never timed gets a step to itself where the prediction is this close."""
-
 
 @dataclass(frozen=True)
 class Decision:
@@ -53,16 +50,6 @@ def kept_to_limit(config: PrefixConfig, decision: Decision, peak: float, limit: 
     reason = f"sharing would take {peak / 2**30:.3g} GiB beside the weights, and {most}"
     is_on = config.mode == "on"
     return Decision(is_on, reason, not is_on, decision.predicted_speedup, over_limit=True)
-
-
-def other_way(config: PrefixConfig, decision: Decision) -> Decision:
-    """The other schedule, to time it, if the prediction is close to the bar; else the decision."""
-    ratio = decision.predicted_speedup / config.min_speedup
-    if config.mode != "auto" or not 1 / DOUBT <= ratio <= DOUBT:
-        return decision
-    name = "stock" if decision.share else "prefix"
-    reason = f"predicted speedup {decision.predicted_speedup:.2f}: times the {name} schedule"
-    return Decision(not decision.share, reason, decision.share, decision.predicted_speedup)
 
 
 def without_sharing(

@@ -5,7 +5,7 @@ first live inner segment adds the arenas of K/V, the first backward that reads t
 the last one frees both. A backward adds for its duration what it recomputes or loads, then frees
 its segment. Weights, their gradients and the optimizer are not counted.
 
-How much a position takes is measured (run/execute/byte_meter.py); what a span leaves in the sidecar
+How much a position takes is measured (run/costs.py); what a span leaves in the sidecar
 every kind of layer says (layers/kind.py, `payload`).
 """
 
@@ -87,6 +87,10 @@ class StageBytes(NamedTuple):
     span: float = 0.0
     moment: float = 0.0
     before: float = 0.0
+
+
+StagesBytes = dict[bool, dict[int, StageBytes]]
+"""Measured, by whether a step was shared, and by stage."""
 
 
 @dataclass(frozen=True)

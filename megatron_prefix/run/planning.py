@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from megatron_prefix.plan.step_planner import Find, Judge, StepPlanner, Verdict,
 from megatron_prefix.refusals.own_errors import softened
 from megatron_prefix.refusals.table import SCALES_ORDER
 from megatron_prefix.run import agreement
-from megatron_prefix.run.cost_meter import CostMeter, guessed
+from megatron_prefix.run.costs import guessed
 from megatron_prefix.run.execute.losses import are_in_order
 from megatron_prefix.run.execute.memory_control import MemoryControl, longest_segments
 from megatron_prefix.run.rank import Rank, default_groups
@@ -68,19 +67,13 @@ class Beside(NamedTuple):
 
 
 class Planning:
-    """What one schedule decides with: plans that it knows, and times that it has measured.
-
-    Attributes:
-        kept: what parts of steps keep from call to call, by model and layout.
-    """
+    """What one schedule decides with: plans that it knows, and what costs say of them."""
 
     def __init__(self, config: PrefixConfig, memory: MemoryControl) -> None:
         self.config, self._memory = config, memory
         self._planners: dict[Any, StepPlanner] = {}
         self._beside: dict[StepPlanner, Beside] = {}
         self._warned = False
-        self.meters: dict[Any, CostMeter] = {}
-        self.kept: defaultdict[Any, dict[str, dict[str, Any]]] = defaultdict(dict)
 
     def planner(self, request: Request) -> StepPlanner:
         rank, model = request.rank, request.rank.model
@@ -93,12 +86,6 @@ class Planning:
                 turn, model.whole, model.joins, even,
             )  # fmt: skip
         return self._planners[key]
-
-    def meter(self, rank: Rank) -> CostMeter:
-        """What is known of a model's times; all ranks ask together the first time."""
-        if rank.layout not in self.meters:
-            self.meters[rank.layout] = CostMeter(self.config, rank, self._memory.meter(rank))
-        return self.meters[rank.layout]
 
     def shares_nothing(self, samples: Sequence[Pairs] | None, rank: Rank) -> bool:
         """Whether a step in mode "auto" is without sharing, for which no tree is built; all ranks
@@ -127,7 +114,7 @@ class Planning:
         both of the step before, as they hear of one another's segments when those are made.
         """
         planner, rank = self.planner(request), request.rank
-        joins = self._memory.may_join(rank)
+        joins = request.may_join
         length, forest = planner.build(samples, microbatch_of, judge, find, joins=joins)
         if rank.experts is not None and judge is not None:
             last = self._beside.get(planner)
@@ -209,19 +196,12 @@ class Planning:
         if joint.union is not joint.forest:
             union = replace(plan, segments=joint.union.segments)
         prediction = predict(
-            self.meter(rank).times, joint.union, joint.union_microbatch_of, union,
+            request.costs.times, joint.union, joint.union_microbatch_of, union,
             forward_only=rank.forward_only, num_pipelines=joint.num_pipelines,
         )  # fmt: skip
         retains = rank.forward_only or self.config.memory != "auto" or not any(plan.policies)
         verdict = Verdict(max(0.0, peak - limit), prediction.prefix_seconds, retains)
         return Forecast(plan, union, peak, limit, prediction, verdict)
-
-    def of_stock(self, step: Step, request: Request) -> Prediction:
-        """Of a step without segments what the stock schedule computes, with nothing beside it; it
-        asks no other rank."""
-        joint, rank = JointForest.alone(step.forest, step.microbatch_of), request.rank
-        plan = Plan((), ((),) * rank.num_stages, len(rank.models))
-        return predict(self.meter(rank).times, joint.union, joint.union_microbatch_of, plan)
 
     def decided(self, step: Step, request: Request) -> tuple[StepReport, JointForest]:
         """Which schedule runs a step, and by which plan; all ranks that meet call this.
@@ -344,19 +324,20 @@ class Planning:
         """What this rank alone would decide, and by how many bytes its predicted peak is above the
         limit; it asks no other rank."""
         rank = request.rank
-        forecast, meter = self._fitting(joint, request), self.meter(rank)
+        forecast = self._fitting(joint, request)
         decision = decide(self.config, forecast.prediction.speedup)
         # Ranks that share experts need equally many microbatches for one schedule and may need
         # segments of equal lengths for the other, so nothing is tried there.
-        if meter.due and not (forecast.verdict.over or rank.experts or step.crosses):
-            decision = meter.chosen(decision)
+        if not (forecast.verdict.over or rank.experts or step.crosses):
+            for part in request.parts:
+                decision = part.decided(decision)
         decision = kept_to_limit(self.config, decision, forecast.peak, forecast.limit)
         if decision.share and decision.over_limit and rank.is_first and not self._warned:
             self._warned = True
             logger.warning("mode on shares all the same: %s", decision.reason)
         report = StepReport(
             step.forest, decision, forecast.plan, forecast.union, prediction=forecast.prediction,
-            times=meter.times,
+            times=request.costs.times,
         )  # fmt: skip
         return report, forecast.verdict.over
 

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from megatron_prefix.device.clock import elapsed, now, wait_for
 from megatron_prefix.errors import UserError
-from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.memory import RankMemory
@@ -25,55 +18,6 @@ from megatron_prefix.tree import Forest
 logger = logging.getLogger(__name__)
 
 
-class Stopwatch:
-    """Times what one rank computes in one step; its zero is where it was made.
-
-    On CUDA times are those of events in the current stream, on the CPU those of the host's clock.
-    Waiting for a neighbour is not in them.
-    """
-
-    def __init__(self, group: Any, device: torch.device) -> None:
-        self.group, self._device = group, device
-        self._marks: list[tuple[Action, Any, Any]] = []
-        self._host: dict[Action, float] = {}
-        dist.barrier(group=group)
-        wait_for(device)
-        self._zero = now(device)
-
-    def forget(self) -> None:
-        self._marks.clear()
-        self._host.clear()
-
-    @contextlib.contextmanager
-    def timing(self, action: Action) -> Iterator[None]:
-        begin, called = now(self._device), time.perf_counter()
-        yield
-        spent = time.perf_counter() - called
-        self._marks.append((action, begin, now(self._device)))
-        self._host[action] = self._host.get(action, 0.0) + spent
-
-    def seconds(self) -> dict[Action, float]:
-        """What this rank's actions took, parts of an action added up; waits for the device."""
-        wait_for(self._device)
-        spent: dict[Action, float] = {}
-        for action, begin, end in self._marks:
-            spent[action] = spent.get(action, 0.0) + elapsed(begin, end)
-        return spent
-
-    def host_seconds(self) -> dict[Action, float]:
-        """What the host took to give the device these actions."""
-        return dict(self._host)
-
-    def marks(self) -> list[tuple[Action, float, float]]:
-        """What was timed in its order, from and to how many seconds after the stopwatch was made;
-        waits for the device."""
-        wait_for(self._device)
-        return [
-            (action, elapsed(self._zero, begin), elapsed(self._zero, end))
-            for action, begin, end in self._marks
-        ]
-
-
 @dataclass
 class StepReport:
     """What the last step did; the numbers behind the `prefix_sharing/` metrics.
@@ -82,11 +26,8 @@ class StepReport:
         plan: what the prefix schedule runs or would have run.
         union_plan: the same on the segments of all ranks that share experts.
         fallback_count: steps so far in which the stock schedule ran although sharing was wanted.
-        stopwatch: times of this rank's actions, in a step that was measured.
         memory: predicted of this rank, where the prefix schedule ran with gradients; of what
             segments keep, as far as that has been measured.
-        counter: counts the bytes of this rank's forwards, in a step that was measured
-            (run/execute/byte_meter.py).
         base_bytes: allocated on the device when the step began, without what parts keep there,
             which `memory` counts.
         room_bytes: what the step could still use then; 0 if it is not known.
@@ -103,8 +44,6 @@ class StepReport:
     fallback_count: int = 0
     prediction: Prediction | None = None
     times: CostModel | None = None
-    stopwatch: Stopwatch | None = None
-    counter: Any = None
     memory: RankMemory | None = None
     base_bytes: int = 0
     room_bytes: float = 0.0

@@ -17,6 +17,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.parts import StepPart
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.run.costs import Costs
 from megatron_prefix.run.rank import Rank
 
 AFTER, STEPS = 2, 24
@@ -81,7 +82,22 @@ class Request:
     rank: Rank
     kind: StepKind
     callbacks: Callbacks
+    costs: Costs
     parts: Sequence[StepPart] = ()
+
+    def footprint(self, *, gathers: bool) -> Any:
+        """Bytes of the model on the ranks of its pipeline, with what parts of the call add to them;
+        a MemoryModel. `gathers`: see Costs."""
+        footprint: Any = self.costs.footprint(self.rank, gathers=gathers)
+        for part in self.parts:
+            footprint = part.footprint(footprint)
+        return footprint
+
+    @property
+    def may_join(self) -> bool:
+        """Whether spans may run in the segment of their parent. With gradients not while nothing is
+        known of a device that counts bytes: what is joined cannot be recomputed."""
+        return self.rank.forward_only or self.costs.is_known or not self.costs.counts
 
     @property
     def may_cross(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from megatron_prefix.refusals.table import (
 from megatron_prefix.run import parts_of_call
 from megatron_prefix.run.agreement import agree, agree_on, tried
 from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.run.costs import Costs
 from megatron_prefix.run.execute.messages import channels_of
 from megatron_prefix.run.first_step import FirstStep
 from megatron_prefix.run.rank import Rank, meeting
@@ -47,12 +49,17 @@ LOSSES_EXCHANGE = "losses exchange with other data-parallel ranks"
 
 
 class Requests:
-    """Makes the requests of one schedule, and remembers errors and kinds of earlier ones."""
+    """Makes the requests of one schedule, and remembers errors and kinds of earlier ones.
 
-    def __init__(
-        self, config: PrefixConfig, kept: Mapping[Hashable, dict[str, dict[str, Any]]]
-    ) -> None:
-        self._config, self._kept = config, kept
+    Attributes:
+        costs: by model and layout.
+        kept: what parts of steps keep from call to call, by model and layout.
+    """
+
+    def __init__(self, config: PrefixConfig) -> None:
+        self._config = config
+        self.costs: dict[Hashable, Costs] = {}
+        self.kept: defaultdict[Hashable, dict[str, dict[str, Any]]] = defaultdict(dict)
         self._errors: dict[Any, UserError | None] = {}
         self._have_all: dict[Any, bool] = {}  # whether all ranks have all parts that only speed up
         self._kinds: dict[Any, StepKind] = {}
@@ -110,9 +117,11 @@ class Requests:
             raise refused(FP8_UNTRIED)
         if rank.scales_auxiliary_losses and len(rank.models) > 1:
             raise refused(SCALES_INTERLEAVED)
-        chosen = parts_of_call.chosen(self._config, rank, callbacks, self._kept[rank.layout])
+        chosen = parts_of_call.chosen(self._config, rank, callbacks, self.kept[rank.layout])
         kind = self._kind(arguments["forward_step_func"], rank)
-        return Request(arguments, rank, kind, callbacks, chosen)
+        if rank.layout not in self.costs:
+            self.costs[rank.layout] = Costs(rank)
+        return Request(arguments, rank, kind, callbacks, self.costs[rank.layout], chosen)
 
     def _kind(self, forward_step: Any, rank: Rank) -> StepKind:
         key = rank.forward_only, code_name(forward_step), *map(weakref.ref, rank.language_models)

@@ -26,7 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError, keywords, unexpected
 from megatron_prefix.megatron.stock import call_arguments, run_stock, stock_arguments
-from megatron_prefix.plan.actions import Action
+from megatron_prefix.parts import entered
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.own_errors import as_refusal, softened
@@ -38,7 +38,6 @@ from megatron_prefix.run.first_step import FirstStep
 from megatron_prefix.run.parts_of_call import around_calls
 from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.read.loss_variables import code_name
-from megatron_prefix.run.read.outlines import Outlines
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.run.read.suspend import Capture
 from megatron_prefix.run.report import Reports, StepReport, log_shared
@@ -74,35 +73,33 @@ class PrefixSchedule:
 
     Attributes:
         callbacks: what the trainer says of its microbatches that its model calls do not say.
-        measures: times every action of the next steps (`report.stopwatch`), for a barrier per step.
-        watch: runs around the computation of every action, instead of `measures`.
+        features: what is around its calls, from the innermost on.
+        reports: of its steps.
         looks_first: watches the first step of a kind (first_step.py), in modes "auto" and "observe"
             with the stock schedule; for trainers whose code is not known.
     """
 
     config: PrefixConfig = field(default_factory=PrefixConfig)
     callbacks: Callbacks = field(default_factory=Callbacks)
-    measures: bool = False
-    watch: Callable[[Action], contextlib.AbstractContextManager] | None = None
     looks_first: bool = False
 
     def __post_init__(self) -> None:
         self.memory = MemoryControl(self.config)
         self.planning = Planning(self.config, self.memory)
-        self._reports = Reports(self.config.mode)
-        self._requests = Requests(self.config, self.planning.kept)
-        self._reader = StepReader(self.memory, self.planning, self._reports)
-        self._features = around_calls(self.config, self._reports)
+        self.reports = Reports(self.config.mode)
+        self.requests = Requests(self.config)
+        self._reader = StepReader(self.memory, self.planning, self.reports)
+        self.features = around_calls(self.config, self.reports)
 
     @property
     def report(self) -> StepReport | None:
-        return self._reports.last
+        return self.reports.last
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
         """What features do around a call, for those who want that around more than the call."""
         with contextlib.ExitStack() as stack:
-            for feature in reversed(self._features):
+            for feature in reversed(self.features):
                 stack.enter_context(feature.call())
             yield
 
@@ -147,7 +144,7 @@ class PrefixSchedule:
     def _run(self, arguments: Mapping[str, Any]) -> list[Any]:
         if self.config.mode == "off":
             return run_stock(arguments)
-        request = self._requests.of(arguments, self.callbacks)
+        request = self.requests.of(arguments, self.callbacks)
         if isinstance(request, UserError):
             return self._stock(request, arguments)
         match route(request, self.config, looks_first=self.looks_first):
@@ -161,27 +158,23 @@ class PrefixSchedule:
     def _stock(self, reason: UserError | Decision, arguments: Mapping[str, Any]) -> list[Any]:
         """Megatron's schedule, for a reason that is reported; in mode "on" an error is raised."""
         if isinstance(reason, UserError):
-            self._reports.refused(reason)
+            self.reports.refused(reason)
         else:
-            self._reports.stock(reason)
+            self.reports.stock(reason)
         return run_stock(arguments)
 
     def _watched(self, first: FirstStep, request: Request) -> list[Any]:
-        rank, kind = request.rank, request.kind
-        learns = self.config.mode == "auto" and not rank.forward_only
-        with self.memory.meter(rank).watching(rank) if learns else contextlib.nullcontext():
+        with entered(feature.watched(request) for feature in self.features):
             store = run_watched(first, request, self.config)
-        if kind.refusal is not None:
-            self._reports.refused(kind.refusal)
+        if request.kind.refusal is not None:
+            self.reports.refused(request.kind.refusal)
             return store
-        if learns:
-            self.planning.meter(rank).ran_stock()
-        self._reports.stock(Decision(False, WATCHED, False, 1.0))
+        self.reports.stock(Decision(False, WATCHED, False, 1.0))
         return store
 
     def _shared(self, first: FirstStep | None, request: Request) -> list[Any]:
         run = functools.partial(self._captured, first)
-        for feature in self._features:
+        for feature in self.features:
             run = functools.partial(feature.shared, run)
         store = run(request)
         if first is not None:
@@ -191,11 +184,8 @@ class PrefixSchedule:
 
     def _captured(self, first: FirstStep | None, request: Request) -> list[Any]:
         """Runs a step whose forward steps are suspended in their model calls."""
-        rank, arguments = request.rank, request.arguments
-        iterator, meter = arguments["data_iterator"], self.planning.meter(rank)
-        decision = meter.begin(request)
-        if decision is not None:
-            return self._timed(decision, request)
+        rank, iterator = request.rank, request.arguments["data_iterator"]
+        request.costs.begin(rank)
         with contextlib.ExitStack() as stack:
             restart = None
             if self.config.mode != "on":
@@ -212,8 +202,7 @@ class PrefixSchedule:
     ) -> list[Any]:
         """Reads, plans and runs a step, or gives it to the stock schedule: from its begin, where
         segments have run."""
-        rank, arguments = request.rank, request.arguments
-        meter = self.planning.meter(rank)
+        arguments = request.arguments
         with contextlib.ExitStack() as around, contextlib.ExitStack() as idle:
             around.enter_context(capture.running())
             around.enter_context(contextlib.nullcontext() if first is None else first.watching())
@@ -221,11 +210,11 @@ class PrefixSchedule:
             idle.enter_context(uncollected())
             step, request = self._reader.read(capture, request, first)
             joint = None if step is None else self._plan(step, request)
-            with meter.step(self.report, request):  # type: ignore[arg-type]
+            report: Any = self.report
+            with entered(part.around_run(report, request) for part in request.parts):
                 if step is not None and joint is not None:
                     capture.forget_arguments()
-                    times = self.measures or meter.due
-                    run = StepRun(self, capture, request, step, joint, times, idle)
+                    run = StepRun(self, capture, request, step, joint, idle)
                     try:
                         return run.run()
                     except StepUndone as undone:
@@ -253,20 +242,7 @@ class PrefixSchedule:
             kind.problem, reason.lasts = reason, True
         if self.report is not None:
             self.report.retried = True  # its times say nothing
-        self._reports.refused(reason)
-
-    def _timed(self, decision: Decision, request: Request) -> list[Any]:
-        """A step of the stock schedule, to time it; nothing of it is read before it has run."""
-        rank, report = request.rank, self._reports.stock(decision)
-        outlines = Outlines(rank, request.callbacks.slices)
-
-        def complete() -> None:
-            step = outlines.step(request.arguments["num_microbatches"])
-            if step is not None:
-                report.prediction = self.planning.of_stock(step, request)
-
-        with self.planning.meter(rank).step(report, request, complete), outlines.noted():
-            return run_stock(request.arguments)
+        self.reports.refused(reason)
 
     def _plan(self, step: Step, request: Request) -> JointForest | None:
         """The segments that run; None if the stock schedule is the better one, or no plan can be
@@ -277,7 +253,7 @@ class PrefixSchedule:
             return joint
         if not isinstance(problem, CannotShare):
             raise problem
-        self._reports.refused(problem)
+        self.reports.refused(problem)
         return None
 
     def _planned(self, step: Step, request: Request) -> JointForest | None:
@@ -291,13 +267,13 @@ class PrefixSchedule:
                 reason = f"{LOSSES_EXCHANGE}, and segments would call them in another order"
                 stock = replace(report.decision, share=False, fallback=True, reason=reason)
                 report.decision = stock
-        self._reports.put(report)
+        self.reports.put(report)
         shares = report.decision.share
         if (shares or self.config.mode == "observe") and self.looks_first and not kind.logged:
             kind.logged = True
-            log_shared(report.forest, rank, self._reports.logged, shares)
-        if kind.backoff and not (rank.forward_only or self.planning.meter(rank).due):
-            # In others it may run to be timed.
+            log_shared(report.forest, rank, self.reports.logged, shares)
+        measures = any(part.measures for part in request.parts)
+        if kind.backoff and not (rank.forward_only or measures):
             kind.backoff.note(useful=not report.decision.fallback)
         return joint if shares else None
 

@@ -29,7 +29,7 @@ from megatron_prefix.errors import named, refused
 from megatron_prefix.megatron.install import Hooks, install, installed
 from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.parts import Attempt, around
-from megatron_prefix.plan.actions import Action, Plan
+from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.count_sums import sums_behind
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.own_errors import as_refusal, softened
@@ -60,7 +60,6 @@ from megatron_prefix.run.read.forward_step_state import Settings
 from megatron_prefix.run.read.random_numbers import SegmentRandomUse
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.run.read.suspend import Capture, SuspendedStep
-from megatron_prefix.run.report import Stopwatch
 from megatron_prefix.run.request import Request
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.sidecar.context_parallel import RowExchange
@@ -101,10 +100,9 @@ class StepRun:
         request: Request,
         step: Step,
         joint: JointForest,
-        measures: bool,
         idle: contextlib.ExitStack,
     ) -> None:
-        self._measures, self._idle = measures, idle
+        self._idle = idle
         self._schedule, self._capture, self._joint = schedule, capture, joint
         self._request, rank, arguments = request, request.rank, request.arguments
         self._rank, self._parts = rank, request.parts
@@ -130,7 +128,6 @@ class StepRun:
             StepUndone: it cannot be shared, and is undone: of all ranks that run it together.
         """
         report, rank = self._report, self._rank
-        report.stopwatch = Stopwatch(rank.groups.pp, rank.device) if self._measures else None
         on_gpu, reserved = rank.device.type == "cuda", 0
         if on_gpu:
             reserved = torch.cuda.memory_reserved(rank.device)
@@ -278,7 +275,7 @@ class StepRun:
         return torch.zeros(shape, dtype=message_dtype(config), device=self._rank.device)
 
     def _executor(self, plan: Plan) -> Executor:
-        rank, report = self._rank, self._report
+        rank = self._rank
         for part in self._parts:
             part.prepare(plan, functools.partial(self._memory.predicted, plan, self._request))
         cp = rank.groups.cp
@@ -291,7 +288,14 @@ class StepRun:
         if rank.model.has_experts:
             counts = begin_ledgers(stages, self._step, self._contract, rank, self._parts)
         attempt = Attempt(
-            self._step, plan, stages, self._contract, self._parts, self._force_all_reduce, report
+            self._step,
+            plan,
+            stages,
+            self._contract,
+            self._parts,
+            self._force_all_reduce,
+            self._report,
+            self._memory.gathers,
         )
         try:
             for part in self._parts:
@@ -300,31 +304,12 @@ class StepRun:
             for part in self._parts:
                 part.end()
             raise
-        if report.stopwatch is not None:
-            report.stopwatch.forget()
-        if report.counter is not None:
-            report.counter.begin(plan, gathers=self._memory.gathers)
         self._random_use = SegmentRandomUse(rank.language_models, rank.device)
         return Executor(
-            plan, stages, inputs, rank.forward_only, self._watching(), self._idle,
+            plan, stages, inputs, rank.forward_only, self._idle,
             None if counts is None else self._summing(counts), self._random_use.checking,
             self._parts,
         )  # fmt: skip
-
-    def _watching(self) -> Callable[[Action], contextlib.AbstractContextManager] | None:
-        """What is around the computation of an action."""
-        report, watch = self._report, self._schedule.watch
-        watch = watch or (report.stopwatch.timing if report.stopwatch else None)
-        if report.counter is None:
-            return watch
-
-        @contextlib.contextmanager
-        def counted(action: Action) -> Iterator[None]:
-            around_action = watch(action) if watch else contextlib.nullcontext()
-            with around_action, report.counter.counting(action):
-                yield
-
-        return counted
 
     def _attempt(self, plan: Plan) -> Any:
         executor, self._first = self._first or self._executor(plan), None

@@ -45,6 +45,7 @@ WORDS = {
     "recurrent": r"Recurrent|Mamba2|GatedDelta|gated_delta|LayerStates|_ssm_",
     "own_gdn": r"own_gdn|own_delta|OwnGated|linear_attn|hf_forward",
     "verify": r"[Vv]erif|VERIF",
+    "measure": r"[sS]topwatch|\b_?[mM]eters?\b|(Cost|Byte)Meter|Evidence|[oO]utlines",
     "watchdog": r"[Ww]atchdog",
 }
 """By feature what only it says: in a name, or in a string that is a value."""
@@ -113,7 +114,12 @@ def _naming(pattern: str) -> set[str]:
 def test_every_folder_of_a_feature_is_in_the_table() -> None:
     folders = {path.parent.name for path in (PACKAGE / "features").glob("*/__init__.py")}
     table = (*features.KINDS, *features.PARTS, *features.AROUND)
-    paths = [*(feature.path for feature in table), features.DEALING, features.PLAN_FILE]
+    paths = [
+        *(feature.path for feature in table),
+        features.DEALING,
+        features.PLAN_FILE,
+        features.COST_FILE,
+    ]
     assert {path.split(".")[2] for path in paths} == folders == WORDS.keys()
 
 

@@ -25,7 +25,7 @@ is a room of the core."""
 COMMANDS = {"__main__.py", "run/__main__.py"}
 """Of the core: they start the lab's command line, and nothing imports them."""
 RUN = PACKAGE / "run"
-KNOWN = {"agreement", "calls", "rank", "request"}
+KNOWN = {"agreement", "calls", "costs", "rank", "request"}
 """Files of run/ that its rooms import; they import no others of run/ themselves."""
 STOCK = r"^megatron\.(.*\.get_forward_backward_func|core\.pipeline_parallel(\.schedules)?)$"
 NAMED = re.compile(r"\bmegatron_prefix(?:\.\w+)+")

@@ -28,7 +28,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 
 def choice_of(schedule: PrefixSchedule) -> GraphChoice:
     """What a schedule that has run one model chooses; closed without a part for graphs."""
-    [kept] = schedule.planning.kept.values()
+    [kept] = schedule.requests.kept.values()
     choice: GraphChoice = kept.get("the use of CUDA graphs", {}).get("choice", GraphChoice(0))
     return choice
 

@@ -16,7 +16,7 @@ from megatron_prefix.run.execute.executor import Executor
 def head(executor: Executor, index: int, chunk: int) -> None:
     """Runs the output layer on a received segment, and gives the losses what it returns."""
     stage = executor.stages[chunk]
-    with executor.timing(Action("F", index, chunk)), torch.no_grad():
+    with executor.computing(Action("F", index, chunk)), torch.no_grad():
         output = executor.call(index, stage, stage.final.received[index])
         executor.take(index, stage, output)
 
@@ -26,7 +26,7 @@ def head_backward(executor: Executor, chunk: int, index: int) -> None:
     `Stage.final.received` then."""
     stage: Any = executor.stages[chunk]
     stage.losses.complete(index)
-    with executor.timing(Action("B", index, chunk)):
+    with executor.computing(Action("B", index, chunk)):
         output = executor.call(index, stage, stage.final.received[index])
         with stage.hooks.running(executor.context(index, stage, backward=True)):
             torch.autograd.backward(*stage.losses.gradients(index, output))

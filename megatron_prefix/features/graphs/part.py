@@ -129,10 +129,10 @@ class Graphs(StepPart):
 
     def _seen(self, step: TimedStep) -> SeenSegments:
         report, waits = step.report, 0
-        if report.stopwatch is not None and report.decision.share and not report.retried:
+        if step.times is not None and report.decision.share and not report.retried:
             # In forwards of experts the host reads from the device how many tokens each gets.
             without_waiting = "B" if self.rank.model.has_experts else "F"
-            times = report.stopwatch.seconds(), report.stopwatch.host_seconds()
+            times = step.times.seconds(), step.times.host_seconds()
             waits = longest_waiting(report.plan, *times, without_waiting)
         captured = any(graphs.captured for graphs in self._graphs)
         no_room = report.decision.over_limit or report.retried

@@ -31,6 +31,7 @@ from megatron_prefix.lab.predict.footprint import Footprint
 from megatron_prefix.lab.predict.of_rank import footprint_of_rank
 from megatron_prefix.lab.predict.peak_memory import PredictedMemory, predict_memory
 from megatron_prefix.lab.rl import loss, passes
+from megatron_prefix.lab.rl.step_parts import watching
 from megatron_prefix.lab.rl.updates import now
 from megatron_prefix.lab.verify import align
 from megatron_prefix.megatron.stock import stock_schedule
@@ -204,9 +205,8 @@ def _call(schedule: Any, chunks: list[Any], items: Sequence[Any]) -> _Peaks:
     ours = schedule if isinstance(schedule, PrefixSchedule) else None
     if device.type == "cuda":
         meter = _Meter(device)
-        if ours is not None:
-            ours.watch = meter.watch
-        seconds = _timed(lambda: passes.run(schedule, step, chunks, items), device)
+        with contextlib.nullcontext() if ours is None else watching(ours, meter.watch):
+            seconds = _timed(lambda: passes.run(schedule, step, chunks, items), device)
         return _Peaks(meter.read(), seconds, meter.by_action)
     models = [unwrap(chunk) for chunk in chunks]
     resident = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]

@@ -23,12 +23,14 @@ import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.graphs.part import graphs_of
+from megatron_prefix.features.measure.stopwatch import TimedActions
 from megatron_prefix.lab.bench.timing import GIB, Measured, Timing, counted, timing, together
 from megatron_prefix.lab.bench.work import GroupShape, Setting, Work
 from megatron_prefix.lab.models.config import alignment
 from megatron_prefix.lab.rl import loss, packing, passes, report_numbers
 from megatron_prefix.lab.rl.job import ModelOptions
 from megatron_prefix.lab.rl.like_for_like import attention_of
+from megatron_prefix.lab.rl.step_parts import with_part
 from megatron_prefix.lab.runtime.groups import forget_logged_losses
 from megatron_prefix.lab.verify import align
 from megatron_prefix.megatron.stock import stock_schedule
@@ -121,13 +123,13 @@ class _Run:
         schedule = self._schedule
         if not isinstance(schedule, PrefixSchedule):
             return
-        schedule.measures = True
-        self._call(items)
-        schedule.measures = False
+        with with_part(schedule, TimedActions):
+            self._call(items)
         report = schedule.report
-        if report is None or report.stopwatch is None or not report.decision.share:
+        stopwatch = report_numbers.stopwatch_of(report)
+        if report is None or stopwatch is None or not report.decision.share:
             return
-        line = report_numbers.timeline(report.stopwatch, report.plan)
+        line = report_numbers.timeline(stopwatch, report.plan)
         measured.phases = {
             name: 1e3 * spent
             for name, spent in report_numbers.phases(report, line.makespan / 1e3).items()

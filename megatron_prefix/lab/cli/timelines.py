@@ -33,12 +33,13 @@ def write_traces(trainer: Trainer, paths: Sequence[str], rank: int) -> None:
     Raises:
         UserError: the last update was not measured, since it ran no plan.
     """
-    from megatron_prefix.lab.rl.report_numbers import timeline
+    from megatron_prefix.lab.rl.report_numbers import stopwatch_of, timeline
 
     last = trainer.report
-    if last is None or last.stopwatch is None:
+    stopwatch = stopwatch_of(last)
+    if last is None or stopwatch is None:
         raise UserError("--trace: the last update ran no plan, so there is nothing to show")
-    measured = timeline(last.stopwatch, last.plan)
+    measured = timeline(stopwatch, last.plan)
     for path in paths if rank == 0 else ():
         if path.endswith(".svg"):
             title = f"Measured: update of step {trainer.num_steps}"

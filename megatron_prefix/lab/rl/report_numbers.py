@@ -6,11 +6,13 @@ import functools
 
 import torch
 
+from megatron_prefix.features.measure.stopwatch import NAME as STOPWATCH
+from megatron_prefix.features.measure.stopwatch import Stopwatch
 from megatron_prefix.lab.plans.timeline import Event, Timeline, simulate
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.run.agreement import all_say
-from megatron_prefix.run.report import StepReport, Stopwatch
+from megatron_prefix.run.report import StepReport
 
 
 def predicted_peak(report: StepReport) -> float | None:
@@ -30,6 +32,11 @@ def measured_peak(report: StepReport) -> int | None:
     return torch.cuda.max_memory_allocated() if report.base_bytes else None
 
 
+def stopwatch_of(report: StepReport | None) -> Stopwatch | None:
+    """What has timed a step's actions; None if nothing has."""
+    return None if report is None else report.features.get(STOPWATCH)
+
+
 def phases(report: StepReport, makespan: float | None = None) -> dict[str, float]:
     """Seconds that this rank computed in phase A (forwards of inner segments), B (waves) and C
     (backwards of inner segments), and that it did not compute (`wait`); empty in a step that was
@@ -39,13 +46,14 @@ def phases(report: StepReport, makespan: float | None = None) -> dict[str, float
         report: of the step.
         makespan: seconds of the whole step; None: from this rank's first action to its last.
     """
-    if report.stopwatch is None or not report.decision.share:
+    stopwatch = stopwatch_of(report)
+    if stopwatch is None or not report.decision.share:
         return {}
     spent = dict.fromkeys("ABC", 0.0)
-    for action, seconds in report.stopwatch.seconds().items():
+    for action, seconds in stopwatch.seconds().items():
         inner = "A" if action.kind == "F" else "C"
         spent[inner if report.plan.segments[action.segment].waits else "B"] += seconds
-    marks = report.stopwatch.marks()
+    marks = stopwatch.marks()
     if makespan is None:
         makespan = marks[-1][2] - marks[0][1] if marks else 0.0
     return {**spent, "wait": max(0.0, makespan - sum(spent.values()))}

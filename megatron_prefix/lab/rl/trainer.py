@@ -15,6 +15,7 @@ from typing import Any
 from megatron.core import parallel_state
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.measure.stopwatch import TimedActions
 from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.config import alignment
@@ -29,6 +30,7 @@ from megatron_prefix.lab.rl.metrics import Metrics
 from megatron_prefix.lab.rl.passes import Microbatch
 from megatron_prefix.lab.rl.recorded_routes import recorded
 from megatron_prefix.lab.rl.settings import TrainSettings
+from megatron_prefix.lab.rl.step_parts import WithPart
 from megatron_prefix.lab.rl.updates import Update, Updater, now
 from megatron_prefix.lab.runtime.groups import World
 from megatron_prefix.lab.runtime.layout import Layout
@@ -113,7 +115,8 @@ class Trainer:
             self._reference = _build(settings, options, spec, world, reference=True)
         self._peak_flops, self._seed = flops.peak_flops(options.dtype), options.seed
         self._seconds: dict[str, float] = {}
-        self.schedule.measures = True  # the host waits for the device after every update anyway
+        # The host waits for the device after every update anyway.
+        self.schedule.features.append(WithPart(self.schedule, TimedActions))
         self.updater = Updater(
             self.chunks, self.optimizer, self.schedule, settings, world.device,
             flops.cost_model(spec),

@@ -22,7 +22,7 @@ from megatron_prefix.layers.blocks.core import own_kernel_runs
 from megatron_prefix.layers.segment import Saving, SegmentContext
 from megatron_prefix.megatron.install import Hooks
 from megatron_prefix.moe.ledger import RouterLedger
-from megatron_prefix.parts import StepPart, around
+from megatron_prefix.parts import StepPart, around, entered
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.run.calls import FILLED_BY_MODEL
 from megatron_prefix.run.execute.inputs import SegmentInputs
@@ -67,7 +67,6 @@ class Executor:
     """Runs a plan on one rank.
 
     Args:
-        timing: what times the computation of an action, if anything does.
         idle: closed after the first action; until then no garbage is collected.
         acted: called behind every action with its place, and behind what it sends.
     """
@@ -78,7 +77,6 @@ class Executor:
         stages: Sequence[Stage],
         inputs: SegmentInputs,
         forward_only: bool,
-        timing: Callable[[Action], contextlib.AbstractContextManager] | None,
         idle: contextlib.ExitStack,
         acted: Callable[[int], None] | None = None,
         drawing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
@@ -87,7 +85,6 @@ class Executor:
         self._acted, self._drawing = acted, drawing
         self._parts = parts
         self._idle = idle
-        self.timing = timing or contextlib.nullcontext
         self._plan, self.stages, self._inputs = plan, stages, inputs
         self._links: Links | None = None
         self._forward_only = forward_only
@@ -166,7 +163,7 @@ class Executor:
         if not (again or self._forward_only):
             every = (part.saving(index, action.chunk, received) for part in self._parts)
             saving = next(filter(None, every), None)
-        with self.timing(action):
+        with self.computing(action):
             with torch.no_grad() if again else contextlib.nullcontext(), self._drawing():
                 output = self.call(index, stage, received, saving)
             for part in self._parts if again else ():
@@ -179,6 +176,9 @@ class Executor:
             self._links.send(action, output)  # type: ignore[union-attr]
             if self._frees_outputs(stage) and not again:
                 deallocate_output_tensor(output, True)
+
+    def computing(self, action: Action) -> contextlib.AbstractContextManager:
+        return entered(part.computing(action) for part in self._parts)
 
     def take(self, index: int, stage: Stage, output: Any) -> None:
         """Gives the losses a segment's output."""
@@ -209,14 +209,14 @@ class Executor:
         received, output = stage.live[index]
         freed = not stage.is_last and output is not None and self._frees_outputs(stage)
         if output is None:  # while the gradient is on its way
-            with self.timing(action):
+            with self.computing(action):
                 output = self.call(index, stage, received)
         gradient = None if stage.is_last else self._links.receive(action)  # type: ignore[union-attr]
         for part in self._parts:
             part.backward(index, action.chunk)
         stage.live[index] = received, output
         output = None  # what `live` has goes while it is timed, and its bytes are counted
-        with self.timing(action):
+        with self.computing(action):
             self._differentiate(index, stage, gradient, freed=freed)
         if received is not None:
             if received.grad is None:

@@ -20,7 +20,6 @@ from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.memory import MemoryModel, RankMemory, memory_table
 from megatron_prefix.plan.memory_policy import Rates, automatic, leaner
 from megatron_prefix.plan.prediction import heaviest_stock_plan, limit_of
-from megatron_prefix.run.execute.byte_meter import ByteMeter, with_parts
 from megatron_prefix.run.execute.rewind import Rewind
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.request import Request
@@ -39,7 +38,6 @@ class MemoryControl:
 
     Attributes:
         gathers: whether every context-parallel rank keeps K/V of all, in the step that runs.
-        meters: what is known of bytes, by model and layout.
         before: how the step that runs has begun; None outside of steps.
         limit: bytes besides weights and gradients that the last planned step may take on a rank;
             infinite while nothing is known of that.
@@ -53,24 +51,11 @@ class MemoryControl:
         self._known: dict[Any, tuple[float, Rates]] = {}
         self._static, self._rates = 0.0, Rates(1.0, 1.0)
         self.limit = math.inf
-        self.meters: dict[Any, ByteMeter] = {}
         self.before: Rewind | None = None
         self._resting = 0
 
     def end(self) -> None:
         self.before = None
-
-    def meter(self, rank: Rank) -> ByteMeter:
-        """What is known of a model's bytes."""
-        if rank.layout not in self.meters:
-            self.meters[rank.layout] = ByteMeter(rank)
-        return self.meters[rank.layout]
-
-    def may_join(self, rank: Rank) -> bool:
-        """Whether spans may run in the segment of their parent. With gradients not while nothing is
-        known of a device that counts bytes: what is joined cannot be recomputed."""
-        meter = self.meter(rank)
-        return rank.forward_only or meter.is_known or not meter.counts
 
     def settle(self, plan: Plan, joint: JointForest, request: Request) -> None:
         """Decides where K/V are with context parallelism, alike on all ranks that make this step
@@ -88,8 +73,8 @@ class MemoryControl:
             if self._settled < STEPS_ASKED or self._settled % STEPS_BETWEEN == 0:
                 self._free = [*self._free, self._least_of(rank.same_schedule, rank)][-STEPS_ASKED:]
             self._settled += 1
-        meter = self.meter(rank)
-        if self._free and (meter.is_known or not meter.counts):
+        costs = request.costs
+        if self._free and (costs.is_known or not costs.counts):
             longest = replace(plan, segments=longest_segments(joint))
             peaks = self._footprint(request, gathers=True).peaks(longest)
             self.gathers = max(memory.peak for memory in peaks) <= min(*self._free, self.limit)
@@ -128,11 +113,11 @@ class MemoryControl:
             joint: the step, of all ranks that share experts.
             least: of the limit, where it is known to be that of a rank that is not in `joint`.
         """
-        rank, meter = request.rank, self.meter(request.rank)
+        rank, costs = request.rank, request.costs
         is_free = self._config.memory == "auto" and not self._config.plan_file
-        if not meter.is_known:
+        if not costs.is_known:
             self.limit = math.inf if self._budget is None else self._budget
-            return (leaner(plan) if is_free and meter.counts else None) or plan, 0.0
+            return (leaner(plan) if is_free and costs.counts else None) or plan, 0.0
         limit = self._budget
         if limit is None:
             limit = limit_of(max(self._stock_peaks(joint, request)), self._static)
@@ -141,11 +126,11 @@ class MemoryControl:
         if is_free:
             may_offload = any(part.may_offload for part in request.parts)
             policies = automatic(
-                plan, footprint, rank.model.cost, self._rates, self.limit / meter.overhead,
+                plan, footprint, rank.model.cost, self._rates, self.limit / costs.overhead,
                 may_offload,
             )  # fmt: skip
             plan = replace(plan, policies=policies)
-        return plan, meter.overhead * max(memory.peak for memory in footprint.peaks(plan))
+        return plan, costs.overhead * max(memory.peak for memory in footprint.peaks(plan))
 
     def _stock_peaks(self, joint: JointForest, request: Request) -> list[float]:
         """What Megatron's schedule takes on each stage, besides weights and gradients."""
@@ -153,7 +138,7 @@ class MemoryControl:
         plan = heaviest_stock_plan(
             joint.union, joint.microbatches_of, rank.num_stages, len(rank.models)
         )
-        footprint = self.meter(rank).footprint(rank, gathers=False, stock=True)
+        footprint = request.costs.footprint(rank, gathers=False, stock=True)
         return [memory.peak for memory in footprint.peaks(plan)]
 
     def _before_settled(self, request: Request) -> MemoryModel:
@@ -163,9 +148,7 @@ class MemoryControl:
     def _footprint(self, request: Request, gathers: bool | None = None) -> MemoryModel:
         """Bytes of the model on a rank, in the step that runs unless `gathers` is given."""
         gathers = self.gathers if gathers is None else gathers
-        footprint = self.meter(request.rank).footprint(request.rank, gathers=gathers)
-        model: MemoryModel = with_parts(footprint, request)
-        return model
+        return request.footprint(gathers=gathers)
 
     def _least_of(self, groups: Sequence[Any], rank: Rank) -> float:
         free = [float(free_bytes(rank.device, self._budget))]

@@ -13,6 +13,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.features.measure.cost_meter import key_of
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.data.rollouts import Group
@@ -23,7 +24,6 @@ from megatron_prefix.lab.rl import loss, passes
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.plan.cost import NUM_FEATURES
-from megatron_prefix.run.cost_meter import key_of
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import lora, steps
@@ -108,11 +108,11 @@ def compare(case: Case) -> None:
         assert any(terms.values())
         for one in found:
             steps.assert_gradients(one, steps.Reference(stock, terms), 1000)
-        (meter,) = ours.planning.meters.values()
+        (costs,) = ours.requests.costs.values()
         frozen = Rank.of(chunks).frozen_share
         assert 0.8 < frozen < 1 and "of the weights frozen" in key_of(Rank.of(chunks), "math")
         # A frozen weight has no gradient: its backward is one product, and not two.
-        forward, backward = meter.times.prices[0], meter.times.prices[NUM_FEATURES // 2]
+        forward, backward = costs.times.prices[0], costs.times.prices[NUM_FEATURES // 2]
         assert backward == pytest.approx((2 - frozen) * forward, rel=0.05)  # the first rank's
         forest = ours.report.forest
         assert forest.executed_tokens < 0.6 * forest.raw_tokens

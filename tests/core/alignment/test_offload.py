@@ -15,6 +15,7 @@ from megatron_prefix.features.host.segment import OffloadedSegment, addresses
 from megatron_prefix.features.host.transfers import Transfers
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.rl.step_parts import watching
 from megatron_prefix.lab.verify import align
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -110,8 +111,7 @@ def test_a_segment_is_loaded_in_the_backward_before_its_own(
     groups = list(generate(2, 60, 4, 3, vocab_size=64))  # prompts that pay for their action
     config = PrefixConfig(memory="offload", kernel="math", min_gain=3, segment_tokens=4, mode="on")
     schedule = PrefixSchedule(config)
-    schedule.watch = watch
-    with predicted_bytes():
+    with predicted_bytes(), watching(schedule, watch):
         align.run_step(schedule, [small_model()], align.microbatches(groups, 0))
     program = [str(action) for action in schedule.report.plan.programs[0]]
     prompts = [f"B{n}" for n, s in enumerate(schedule.report.plan.segments) if s.inner]

@@ -11,7 +11,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.cost import CostModel
-from megatron_prefix.plan.gate import Decision, decide, other_way, unshared, without_sharing
+from megatron_prefix.plan.gate import Decision, decide, unshared, without_sharing
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.plan.prediction import predict
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
@@ -78,24 +78,6 @@ def test_vocabulary_and_experts_decide() -> None:
     limit = PrefixConfig(mode="auto", min_speedup=1.05 * plain)
     for vocab_size, share in ((0, False), (150_000, True)):
         assert decided(limit, forest, cost(vocab_size, 64), [0, 0]).share == share
-
-
-# The schedule that was never timed ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("speedup", "turns"), [(1.0, True), (1.5, True), (1.7, False), (0.6, False)]
-)
-def test_a_close_prediction_times_the_other_schedule(speedup, turns) -> None:
-    config = PrefixConfig(mode="auto")
-    decision = decide(config, speedup)
-    other = other_way(config, decision)
-    assert (other.share != decision.share) == turns
-    if turns:
-        assert other.fallback == (not other.share)
-        assert other.reason.endswith(f"times the {'prefix' if other.share else 'stock'} schedule")
-    on = PrefixConfig(mode="on")
-    assert other_way(on, decide(on, speedup)).share
 
 
 # The prefilter ------------------------------------------------------------------------------------

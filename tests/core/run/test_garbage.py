@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab.rl.step_parts import watching
 from megatron_prefix.run.schedule import PrefixSchedule, uncollected
 from tests.harness import steps
 from tests.harness.one_rank import one_rank, small_model
@@ -75,9 +76,10 @@ def test_it_waits_for_the_first_action_only(mode: str) -> None:
 
     with one_rank():
         schedule = PrefixSchedule(PrefixConfig(mode=mode, min_gain=0, min_speedup=1e9))
-        schedule.watch, model = watch, small_model()
+        model = small_model()
         hook = model.register_forward_hook(answered)
-        steps.call(schedule, steps.Contract().step, model, steps.group(3, 3))
+        with watching(schedule, watch):
+            steps.call(schedule, steps.Contract().step, model, steps.group(3, 3))
         hook.remove()
     assert begun == ([False] + [True] * (len(begun) - 1) if mode == "on" else [])
     assert len(begun) > 1 or (called and all(called))

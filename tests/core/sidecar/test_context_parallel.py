@@ -224,12 +224,11 @@ def test_every_rank_keeps_all_if_the_least_room_allows_it(
         return SimpleNamespace(peaks=lambda plan: [SimpleNamespace(peak=peaks[gathers])])
 
     monkeypatch.setattr(control, "_footprint", footprint)
-    monkeypatch.setattr(control, "meter", lambda rank: SimpleNamespace(is_known=True))
     forest_of_one = forest()
     joint: Any = SimpleNamespace(lengths=[(1,)], forest=forest_of_one, num_pipelines=1)
     plan = make_plan(forest_of_one)
     rank: Any = SimpleNamespace(groups=SimpleNamespace(cp=Alone(2)), same_schedule=[])
-    request: Any = SimpleNamespace(rank=rank)
+    request: Any = SimpleNamespace(rank=rank, costs=SimpleNamespace(is_known=True))
     found = ""
     for kind in steps:
         rank.forward_only = kind == "f"

@@ -10,10 +10,12 @@ from xml.etree import ElementTree
 import pytest
 
 from megatron_prefix.device import clock
+from megatron_prefix.features.measure.stopwatch import TimedActions
 from megatron_prefix.features.plan_files.table import from_csv
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.plans import catalogue
 from megatron_prefix.lab.rl import report_numbers
+from megatron_prefix.lab.rl.step_parts import WithPart
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.command_line import forked
@@ -116,13 +118,15 @@ def on_one_rank_of_two(measures: bool) -> int:
     clock.time = Clock  # type: ignore[assignment]
     case = Case("flat-group")
     groups, vocab = rollouts_of(case.shape)
-    schedule = PrefixSchedule(case.config(layout), measures=measures)
+    schedule = PrefixSchedule(case.config(layout))
+    if measures:
+        schedule.features.append(WithPart(schedule, TimedActions))
     chunks, items = build_chunks(case, layout, vocab), microbatches(groups)
     run_step(schedule, Contract(), chunks, items)
-    report = schedule.report
-    assert report is not None and (report.stopwatch is not None) == measures
-    if report.stopwatch is not None:
-        timeline = report_numbers.timeline(report.stopwatch, report.plan)
+    report, stopwatch = schedule.report, report_numbers.stopwatch_of(schedule.report)
+    assert report is not None and (stopwatch is not None) == measures
+    if stopwatch is not None:
+        timeline = report_numbers.timeline(stopwatch, report.plan)
         assert (timeline.unit, timeline.num_actions) == ("ms", 36)
         assert timeline.busy == (18e3, 18e3)  # every action lasts from one look to the next
     runtime.shutdown()

@@ -9,9 +9,10 @@ import pytest
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.graphs import choice
+from megatron_prefix.features.measure import cost_meter
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.verify import align
-from megatron_prefix.run import cost_meter, parts_of_call
+from megatron_prefix.run import parts_of_call
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.recorded import RecordedGraph, choice_of, recorded_graphs  # noqa: F401

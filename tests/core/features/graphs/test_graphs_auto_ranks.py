@@ -7,13 +7,13 @@ import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.graphs import choice, cuda
+from megatron_prefix.features.measure import cost_meter
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
-from megatron_prefix.run import cost_meter
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.features.graphs.test_graphs_auto import CONFIG
 from tests.harness.ranks import run_ranks

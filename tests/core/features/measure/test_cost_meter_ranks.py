@@ -12,6 +12,8 @@ from megatron.core import parallel_state
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.measure import cost_meter
+from megatron_prefix.features.measure.cost_file import read_costs
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import build_model
@@ -19,8 +21,6 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.rl import packing
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
-from megatron_prefix.plan import gate
-from megatron_prefix.plan.cost_file import read_costs
 from megatron_prefix.run.read.suspend import Capture
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
@@ -85,11 +85,11 @@ def learned(layout: Layout, path: str, unequal: bool = False) -> tuple[Any, Any,
         run(schedule, chunks, data)
         assert schedule.report is not None
         shares.append(schedule.report.decision.share)
-        (meter,) = schedule.planning.meters.values()
+        (costs,) = schedule.requests.costs.values()
         if number == 0:  # which is not measured
-            guess = meter.times
+            guess = costs.times
     runtime.shutdown()
-    return guess, meter.times, shares
+    return guess, costs.times, shares
 
 
 LAYOUTS = [Layout(pp=2), Layout(tp=2), Layout(dp=2), Layout(pp=2, vpp=2), Layout(pp=2, dp=2)]
@@ -115,9 +115,9 @@ def begun(layout: Layout, path: str) -> Any:
     config = PrefixConfig(mode="observe", kernel="math", cost_file=path + "x" * bool(rank))
     schedule, chunks = PrefixSchedule(config), model_of(layout)
     run(schedule, chunks, items(4, 0))
-    (meter,) = schedule.planning.meters.values()
+    (costs,) = schedule.requests.costs.values()
     runtime.shutdown()
-    return meter.times
+    return costs.times
 
 
 def test_ranks_with_different_schedules_learn_together(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_all_ranks_time_stock_without_a_look(layout: Layout, tmp_path: Path) -> 
 def timed_stock(layout: Layout, path: str) -> tuple[str, Any]:
     """Per step whether it was read and shared; and what reading says of the stock schedule."""
     runtime.initialize(layout)
-    gate.DOUBT, letters, before = 1e9, "", None
+    cost_meter.DOUBT, letters, before = 1e9, "", None
     config = PrefixConfig(mode="auto", min_gain=0, kernel="math", min_speedup=0.01, cost_file=path)
     schedule, chunks = PrefixSchedule(config), model_of(layout)
     groups = list(generate(2, 15, 34, 4, vocab_size=64, uneven=True))

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
+from megatron_prefix.device import memory
 from megatron_prefix.device.memory import Peaks
+from megatron_prefix.features.measure.byte_meter import CallBytes, StageCount, of_all_ranks
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.plan import prediction
 from megatron_prefix.plan.memory import StageBytes
-from megatron_prefix.run.execute.byte_meter import ByteMeter, CallBytes, StageCount, of_all_ranks
+from megatron_prefix.run.costs import Costs
 from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.request import Request
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.run.execute.test_memory_limit import batches
 from tests.harness import steps
@@ -57,7 +62,8 @@ class Step:
 
 def schedule_of(mode: str = "auto", **options: Any) -> PrefixSchedule:
     config = PrefixConfig(mode=mode, **{**OPTIONS, **options})
-    return PrefixSchedule(config, looks_first=mode == "auto")
+    with mock.patch.object(memory, "may_count", return_value=True):
+        return PrefixSchedule(config, looks_first=mode == "auto")
 
 
 def run(model: Any, items: list[Any], number: int = 4, **options: Any) -> list[Step]:
@@ -100,11 +106,11 @@ def test_policies_that_the_user_has_set_stay(memory: str, model: Any) -> None:
 
 def test_what_a_policy_drops_is_known_to_be_kept_without_it(model: Any) -> None:
     numbers = []
-    for memory in ("retain", "recompute", "recompute_act"):
-        schedule, allocator = schedule_of("on", memory=memory), Allocator(model)
+    for policy in ("retain", "recompute", "recompute_act"):
+        schedule, allocator = schedule_of("on", memory=policy), Allocator(model)
         Step(schedule, model, batches("in groups"), allocator)
-        [meter] = schedule.memory.meters.values()
-        numbers.append(meter.numbers[True][0])
+        [costs] = schedule.requests.costs.values()
+        numbers.append(costs.num_bytes[True][0])
     for other in numbers[1:]:
         assert other[:2] == pytest.approx(numbers[0][:2], rel=0.05)
 
@@ -143,8 +149,8 @@ def test_where_others_had_the_maximum_moments_are_guessed_once(model: Any) -> No
             steps.zero_gradients(model)
             steps.call(schedule, Contract().step, model, batches("in groups"))
             assert schedule.report is not None and schedule.report.decision.share == (number > 0)
-    [meter] = schedule.memory.meters.values()
-    stock, ours = meter.numbers[False][0], meter.numbers[True][0]
+    [costs] = schedule.requests.costs.values()
+    stock, ours = costs.num_bytes[False][0], costs.num_bytes[True][0]
     assert stock.moment == pytest.approx(2 * stock.wave / 3, rel=0.01)
     assert ours.moment == stock.moment  # there is nothing better
 
@@ -170,9 +176,9 @@ def hot(factor: float) -> tuple[Any, Any, list[Any]]:
         Step(schedule, model, batches("in groups"), allocator)
         report: Any = schedule.report
         plans.append((report.decision.share, report.plan.policies, schedule.memory.limit))
-    [meter] = schedule.memory.meters.values()
+    [costs] = schedule.requests.costs.values()
     runtime.shutdown()
-    return meter.numbers, [share for share, *_ in plans], plans
+    return costs.num_bytes, [share for share, *_ in plans], plans
 
 
 def test_all_ranks_plan_by_the_one_that_has_most() -> None:
@@ -257,23 +263,27 @@ def test_a_model_that_is_odd_ends_no_step(odd: str, model: Any) -> None:
 
 
 def test_passes_without_gradients_join_from_the_first(model: Any) -> None:
-    memory = schedule_of("on").memory
+    options: Any = {}, None, None
     with Allocator(model).running():
-        assert memory.may_join(Rank.of([model], forward_only=True))
-        assert not memory.may_join(Rank.of([model]))
+        for forward_only in (True, False):
+            rank = Rank.of([model], forward_only=forward_only)
+            request = Request(options[0], rank, *options[1:], Costs(rank))
+            assert request.may_join == forward_only
 
 
 def test_nothing_of_a_step_stays_with_its_report(model: Any) -> None:
     """Reports outlive models."""
     for step in run(model, batches("in groups"), 3):
-        assert step.report.counter is None
+        assert not [name for name in step.report.features if name != "stopwatch"]
+        gone = {type(one).__name__ for one in gc.get_objects()} & {"SegmentBytes", "CallBytes"}
+        assert not gone
 
 
 def test_on_the_cpu_nothing_is_counted(model: Any) -> None:
     schedule = schedule_of("on")
     steps.call(schedule, Contract().step, model, batches("in groups"))
-    [meter] = schedule.memory.meters.values()
-    assert not meter.counts and not meter.is_known
+    [costs] = schedule.requests.costs.values()
+    assert not costs.counts and not costs.is_known
     assert schedule.report is not None and schedule.report.plan.policies == ()
 
 
@@ -283,6 +293,6 @@ def test_on_the_cpu_nothing_is_counted(model: Any) -> None:
 def test_what_ours_reserves_more_counts(
     overheads: tuple[float, float], wanted: float, model: Any
 ) -> None:
-    meter = ByteMeter(Rank.of([model]))
-    meter.overheads = dict(zip((False, True), overheads, strict=True))
-    assert meter.overhead == wanted
+    costs = Costs(Rank.of([model]))
+    costs.overheads = dict(zip((False, True), overheads, strict=True))
+    assert costs.overhead == wanted

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_prefix.features.measure.cost_fit import Evidence, StepTime, together
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.cost import CostModel, Features, Work, features
-from megatron_prefix.plan.cost_fit import Evidence, StepTime, together
 
 COST = cost_of(resolve("qwen3-8b", num_layers=12))
 PRIOR = COST.in_seconds(4e14, 12)

@@ -15,12 +15,14 @@ import torch
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.graphs import choice
+from megatron_prefix.features.measure import cost_meter, outlines
+from megatron_prefix.features.measure.around import Measure
+from megatron_prefix.features.measure.cost_file import Measured, read_costs, write_costs
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.rl.report_numbers import stopwatch_of
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.plan import gate
-from megatron_prefix.plan.cost_file import Measured, read_costs, write_costs
-from megatron_prefix.run import cost_meter, step_reader
-from megatron_prefix.run.read import outlines
+from megatron_prefix.plan.gate import decide
+from megatron_prefix.run import costs, step_reader
 from megatron_prefix.run.read.suspend import Capture
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.run.schedule import WATCHED, PrefixSchedule
@@ -37,9 +39,19 @@ def _rank() -> Iterator[None]:
         yield
 
 
+def around_of(schedule: PrefixSchedule) -> Measure:
+    (feature,) = [one for one in schedule.features if isinstance(one, Measure)]
+    return feature
+
+
 def meter_of(schedule: PrefixSchedule) -> cost_meter.CostMeter:
-    (meter,) = schedule.planning.meters.values()
+    (meter,) = around_of(schedule).meters.values()
     return meter
+
+
+def costs_of(schedule: PrefixSchedule) -> costs.Costs:
+    (of_model,) = schedule.requests.costs.values()
+    return of_model
 
 
 def measured(path: Path) -> cost_meter.Evidence:
@@ -72,7 +84,7 @@ def test_ranks_that_share_a_layer_count_once_in_the_guess() -> None:
         device=torch.device("cpu"), groups=SimpleNamespace(tp=two, cp=two), model=model,
         config=SimpleNamespace(num_layers=4), num_stages=1, models=[model],
     )  # fmt: skip
-    assert cost_meter.guessed(rank) == 4 * cost_meter.FLOPS_PER_SECOND["cpu"]  # type: ignore[comparison-overlap]
+    assert costs.guessed(rank) == 4 * costs.FLOPS_PER_SECOND["cpu"]  # type: ignore[comparison-overlap]
 
 
 def test_the_first_steps_are_measured_and_one_in_fifty(monkeypatch, tmp_path: Path) -> None:
@@ -81,13 +93,13 @@ def test_the_first_steps_are_measured_and_one_in_fifty(monkeypatch, tmp_path: Pa
     model = small_model()
     schedule = schedule_with(mode="auto", min_speedup=0.01, cost_file=str(path))
     found = ran(schedule, model, 1)
-    guess = meter_of(schedule).times
+    guess = costs_of(schedule).times
     found += ran(schedule, model, 7)
     assert [due for _, due in found] == [False, True, True, True, True, False, True, False]
     assert all(share for share, _ in found)
-    assert meter_of(schedule).times.prices != guess.prices
+    assert costs_of(schedule).times.prices != guess.prices
     report = schedule.report
-    assert report is not None and report.stopwatch is None and report.prediction is not None
+    assert report is not None and stopwatch_of(report) is None and report.prediction is not None
     # Steps of one shape: the fit says what they took, whatever the machine.
     shared = [step for step in measured(path).steps if step.share]
     assert len(shared) == 5
@@ -103,8 +115,8 @@ def test_other_modes_and_passes_without_grad_are_not_measured() -> None:
             steps.call(
                 schedule, Contract().step, model, one_group.items(), forward_only=forward_only
             )
-            assert not meter_of(schedule).due
-            times.add(meter_of(schedule).times)
+            assert mode != "auto" or not meter_of(schedule).due
+            times.add(costs_of(schedule).times)
         assert len(times) == 1
 
 
@@ -183,7 +195,7 @@ def test_a_close_prediction_times_both_schedules(tmp_path: Path) -> None:
     found = ran(schedule, model, 3)
     assert [share for share, _ in found] == [True, False, False], "the first run warms up"
     assert {step.share for step in measured(path).steps} == {True, False}
-    assert meter_of(schedule).times.stock_factor != meter_of(schedule).times.prefix_factor
+    assert costs_of(schedule).times.stock_factor != costs_of(schedule).times.prefix_factor
 
 
 def doubting(path: Path, model: Any) -> tuple[PrefixSchedule, StepReport]:
@@ -234,7 +246,7 @@ def test_a_timed_step_that_cannot_be_read_has_run_all_the_same(monkeypatch, tmp_
 
 def test_the_watched_step_is_the_first_run_of_stock(monkeypatch, tmp_path: Path) -> None:
     """So one step is enough to time it."""
-    monkeypatch.setattr(gate, "DOUBT", 1e9)
+    monkeypatch.setattr(cost_meter, "DOUBT", 1e9)
     path, model = tmp_path / "costs.json", small_model()
     config = PrefixConfig(
         mode="auto", min_gain=0, kernel="math", min_speedup=0.01, cost_file=str(path)
@@ -279,6 +291,21 @@ def test_auto_learns_that_sharing_is_slow(tmp_path: Path) -> None:
     assert schedule.report.fallback_count == 1
 
 
+@pytest.mark.parametrize(
+    ("speedup", "turns"), [(1.0, True), (1.5, True), (1.7, False), (0.6, False)]
+)
+def test_a_close_prediction_times_the_other_schedule(speedup, turns) -> None:
+    config = PrefixConfig(mode="auto")
+    decision = decide(config, speedup)
+    other = cost_meter.other_way(config, decision)
+    assert (other.share != decision.share) == turns
+    if turns:
+        assert other.fallback == (not other.share)
+        assert other.reason.endswith(f"times the {'prefix' if other.share else 'stock'} schedule")
+    on = PrefixConfig(mode="on")
+    assert cost_meter.other_way(on, decide(on, speedup)).share
+
+
 # The file -----------------------------------------------------------------------------------------
 
 
@@ -289,12 +316,12 @@ def test_the_next_run_begins_with_what_was_measured(tmp_path: Path) -> None:
     ran(first, model, 3)
     second = schedule_with(mode="observe", cost_file=path)
     ran(second, model, 1)
-    assert meter_of(second).times == meter_of(first).times
+    assert costs_of(second).times == costs_of(first).times
     wider = small_model(spec={"ffn_hidden_size": 256})
     other, without = schedule_with(mode="observe", cost_file=path), schedule_with(mode="observe")
     for schedule in (other, without):
         run(schedule, wider)
-    assert meter_of(other).times == meter_of(without).times
+    assert costs_of(other).times == costs_of(without).times
     (key,) = read_costs(path)
     assert "2 layers" in key and "cpu" in key and "kernel math" in key
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.plan.cost_file import Measured, read_costs, write_costs
-from megatron_prefix.plan.cost_fit import Evidence
+from megatron_prefix.features.measure.cost_file import Measured, read_costs, write_costs
+from megatron_prefix.features.measure.cost_fit import Evidence
 from megatron_prefix.plan.memory import StageBytes
 
 

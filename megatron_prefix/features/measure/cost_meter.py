@@ -11,7 +11,7 @@ import contextlib
 import importlib.metadata
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -19,15 +19,19 @@ from megatron_prefix import __version__
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.device.clock import wait_for
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.measure.byte_meter import ByteMeter, SegmentBytes
+from megatron_prefix.features.measure.cost_file import Measured, read_costs, write_costs
+from megatron_prefix.features.measure.cost_fit import KEPT, Evidence, StepTime, together
+from megatron_prefix.features.measure.outlines import Outlines
+from megatron_prefix.features.measure.stopwatch import NAME as STOPWATCH
+from megatron_prefix.features.measure.stopwatch import Stopwatch
 from megatron_prefix.parts import StepPart, TimedStep
-from megatron_prefix.plan.cost import FLOPS_PER_SECOND, CostModel, action_features
-from megatron_prefix.plan.cost_file import Measured, read_costs, write_costs
-from megatron_prefix.plan.cost_fit import KEPT, Evidence, StepTime, together
+from megatron_prefix.plan.cost import CostModel, action_features
 from megatron_prefix.plan.files import check_writable
-from megatron_prefix.plan.gate import Decision, decide, other_way
+from megatron_prefix.plan.gate import Decision, decide
 from megatron_prefix.run.agreement import all_say, first_says
-from megatron_prefix.run.execute.byte_meter import ByteMeter
-from megatron_prefix.run.rank import Rank, layer_ranks
+from megatron_prefix.run.costs import Costs, guessed, judging_alike
+from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.run.request import Request
 
@@ -35,40 +39,37 @@ logger = logging.getLogger(__name__)
 
 FIRST, EVERY = (2, 3, 4, 5), 50
 """Steps with gradients that are measured: these, and every so many."""
+DOUBT = 1.5
+"""A schedule that was never timed gets a step to itself where the prediction is this close."""
 _KERNELS = ("flash-attn", "flash-attn-4", "nvidia-cudnn-frontend", "transformer-engine")
 
 
-def guessed(rank: Rank, frozen: float = 0.0) -> CostModel:
-    """What work of a rank takes, until actions have been measured; see `CostModel.in_seconds`."""
-    rate = FLOPS_PER_SECOND.get(rank.device.type, FLOPS_PER_SECOND["cuda"])
-    return rank.model.cost.in_seconds(
-        rate * layer_ranks(rank.groups),
-        rank.config.num_layers,
-        rank.num_stages,
-        len(rank.models),
-        frozen,
-    )
+def other_way(config: PrefixConfig, decision: Decision) -> Decision:
+    """The other schedule, to time it, if the prediction is close to the bar; else the decision."""
+    ratio = decision.predicted_speedup / config.min_speedup
+    if config.mode != "auto" or not 1 / DOUBT <= ratio <= DOUBT:
+        return decision
+    name = "stock" if decision.share else "prefix"
+    reason = f"predicted speedup {decision.predicted_speedup:.2f}: times the {name} schedule"
+    return Decision(not decision.share, reason, decision.share, decision.predicted_speedup)
 
 
 class CostMeter:
-    """What work of one model takes in one layout; ranks of one schedule make theirs together.
+    """Times work of one model in one layout, for its `Costs`; ranks of one schedule time theirs
+    together.
 
     Attributes:
         due: whether the step that runs is measured.
     """
 
-    def __init__(self, config: PrefixConfig, rank: Rank, num_bytes: ByteMeter) -> None:
-        self._bytes = num_bytes
+    def __init__(
+        self, config: PrefixConfig, rank: Rank, costs: Costs, num_bytes: ByteMeter
+    ) -> None:
+        self._costs, self._bytes = costs, num_bytes
         self._config, self._key, self._device = config, key_of(rank, config.kernel), rank.device
         self._prior = guessed(rank, rank.frozen_share)
-        self._groups = list(rank.companions)
-        if rank.experts is not None and rank.data_ranks is None:
-            self._groups.append(rank.experts)
+        self._groups = judging_alike(rank)
         self._measured = Evidence()
-        # Data-parallel ranks need not call without gradients equally often: they meet in `begin`.
-        # Until then stages have one guess, whatever each of them has of frozen weights.
-        stages = [rank.groups.pp] if rank.num_stages > 1 else []
-        self.times = first_says(self._measured.times(self._prior), stages)
         self._num_steps = 0
         self._ran: set[bool] = set()
         # A trainer's groups that do not tell which ranks are data-parallel: these may meet later,
@@ -88,7 +89,7 @@ class CostMeter:
         read = first_says(read, self._groups)
         if isinstance(read, str):
             raise UserError(read)
-        self._bytes.numbers = read.num_bytes
+        self._costs.num_bytes = read.num_bytes
         return read.times
 
     def begin(self, request: Request) -> Decision | None:
@@ -105,9 +106,10 @@ class CostMeter:
         if request.rank.forward_only:
             return None
         if not self._num_steps:
-            self._measured = self._loaded() if self._config.cost_file else Evidence()
-            self.times = first_says(self._measured.times(self._prior), self._groups)
-            if self._bytes.counts:
+            if self._config.cost_file:
+                self._measured = self._loaded()
+                self._costs.times = self._measured.times(self._costs.times)
+            if self._costs.counts:
                 self._bytes.tell(self._groups)
         self._num_steps += 1
         if self._config.mode != "auto":
@@ -138,24 +140,26 @@ class CostMeter:
 
     @contextlib.contextmanager
     def step(
-        self, report: StepReport, request: Request, complete: Callable[[], None] = lambda: None
-    ) -> Iterator[None]:
-        """Surrounds a step after its planning, whichever schedule runs it.
+        self, report: StepReport, request: Request, outlines: Outlines | None = None
+    ) -> Iterator[SegmentBytes | None]:
+        """Surrounds a step after its planning, whichever schedule runs it; gives what counts the
+        bytes of its segments, if any do.
 
         Args:
-            complete: called when the step's time is taken, to put a prediction into the report.
+            outlines: of a step that was not read.
         """
         begin = 0.0
         if due := self.due:
             wait_for(self._device)
             begin = time.perf_counter()
-        with self._bytes.step(report, request, self._groups, self._num_steps):
-            yield
+        with self._bytes.step(report, request, self._groups, self._num_steps) as counter:
+            yield counter
             if due:
                 wait_for(self._device)
             seconds = time.perf_counter() - begin
         if due:
-            complete()
+            if outlines is not None:
+                report.prediction = outlines.predicted(request)
             self._learn(report, request, seconds)
         elif self._bytes.is_due(self._num_steps) and not request.rank.forward_only:
             self._save()
@@ -163,8 +167,9 @@ class CostMeter:
 
     def _learn(self, report: StepReport, request: Request, seconds: float) -> None:
         evidence, share = Evidence(), report.decision.share
-        if report.stopwatch is not None and share and not report.retried:
-            timed = report.stopwatch.seconds()
+        stopwatch: Stopwatch | None = report.features.get(STOPWATCH)
+        if stopwatch is not None and share and not report.retried:
+            timed = stopwatch.seconds()
             work = [action_features(report.plan, action, request.rank.stage) for action in timed]
             evidence = Evidence.of_actions(work, list(timed.values()), self._prior)
         if report.prediction is not None and share in self._ran and not report.retried:
@@ -174,25 +179,24 @@ class CostMeter:
                 step = StepTime(share, tuple(features.tolist()), seconds)
                 evidence = evidence.and_also(Evidence(steps=(step,)))
         for group in self._groups:
-            evidence = together(all_say(evidence, group), self.times)
+            evidence = together(all_say(evidence, group), self._costs.times)
         if self._is_typical(report, request.parts, seconds):
             self._measured = self._measured.and_also(evidence, KEPT)
         times = self._measured.times(self._prior)
-        mine_next = times, self._doubt(report, times)
-        self.times, self._doubted = first_says(mine_next, self._groups)
-        logger.info("measured step %d: %s", self._num_steps, self.times)
+        learned = times, self._doubt(report, times)
+        self._costs.times, self._doubted = first_says(learned, self._groups)
+        logger.info("measured step %d: %s", self._num_steps, self._costs.times)
         self._save()
 
     def _is_typical(self, report: StepReport, parts: Sequence[StepPart], seconds: float) -> bool:
-        if not parts:
-            return True
         prediction, predicted = report.prediction, 0.0
         if prediction is not None and report.decision.share in self._ran and not report.retried:
             share = report.decision.share
             features = prediction.prefix_features if share else prediction.stock_features
             predicted = self._prior.of(features)
         is_settled = self._num_steps >= FIRST[-1]
-        step = TimedStep(report, seconds, predicted, is_settled, self._groups)
+        times = report.features.get(STOPWATCH)
+        step = TimedStep(report, seconds, predicted, is_settled, self._groups, times)
         typical = [part.timed(step) for part in parts]  # all parts see it
         return all(typical)
 
@@ -215,7 +219,7 @@ class CostMeter:
         if path is None or any(group.rank() for group in self._groups):
             return
         try:
-            write_costs(path, self._key, Measured(self._measured, self._bytes.numbers))
+            write_costs(path, self._key, Measured(self._measured, self._costs.num_bytes))
         except UserError as error:  # a full disk must not end the training
             logger.warning("measured costs are not kept: %s", error)
 

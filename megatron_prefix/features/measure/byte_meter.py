@@ -20,13 +20,14 @@ import torch
 
 from megatron_prefix.device import memory
 from megatron_prefix.device.memory import Peaks
+from megatron_prefix.features.measure.cost_fit import non_negative
 from megatron_prefix.plan.actions import ON_DEVICE, Action, Plan
 from megatron_prefix.plan.cost import AGAIN
-from megatron_prefix.plan.cost_file import StagesBytes
-from megatron_prefix.plan.cost_fit import non_negative
-from megatron_prefix.plan.memory import Footprint, StageBytes, least_moment
+from megatron_prefix.plan.memory import StageBytes, least_moment
 from megatron_prefix.run.agreement import all_say, tried
+from megatron_prefix.run.costs import Costs
 from megatron_prefix.run.rank import Rank
+from megatron_prefix.run.report import StepReport
 from megatron_prefix.run.request import Request
 
 logger = logging.getLogger(__name__)
@@ -227,85 +228,45 @@ def _moment(
 
 
 class ByteMeter:
-    """What positions of one model take in one layout; ranks that meet have the same numbers.
+    """Counts what positions of one model take in one layout; ranks that meet have the same
+    numbers. `costs` gets them."""
 
-    Attributes:
-        numbers: measured, or read from the user's file.
-        overheads: bytes reserved of the device for an allocated one, by schedule; 0: not known.
-        counts: whether the device's allocator counts.
-    """
-
-    def __init__(self, rank: Rank) -> None:
-        self.counts = memory.counts_bytes(rank.device)
-        self.numbers: StagesBytes = {False: {}, True: {}}
-        self.overheads = {False: 0.0, True: 0.0}
+    def __init__(self, costs: Costs) -> None:
+        self._costs = costs
         self._local: StageCounts = {False: {}, True: {}}
-
-    @property
-    def is_known(self) -> bool:
-        return any(self.numbers.values())
-
-    @property
-    def overhead(self) -> float:
-        """What our steps reserve of the device for an allocated byte, over what Megatron's do; at
-        least 1, until both are known as well."""
-        stock, ours = self.overheads[False], self.overheads[True]
-        return max(1.0, ours / stock) if stock and ours else 1.0
-
-    def footprint(self, rank: Rank, *, gathers: bool, stock: bool = False) -> Footprint:
-        """Bytes of a model on the ranks of a pipeline.
-
-        Args:
-            gathers: whether a rank keeps K/V of all context-parallel ranks.
-            stock: of Megatron's schedule. While one schedule was never measured, its numbers are
-                the other's.
-        """
-        numbers = {**self.numbers[stock], **self.numbers[not stock]}
-        payloads = rank.payloads
-        stages = tuple(numbers.get(stage, StageBytes()) for stage in range(len(payloads)))
-        config, parts = rank.config, rank.groups.cp.size()
-        size = config.params_dtype.itemsize
-        return Footprint(
-            stages, payloads, config.hidden_size / rank.model.sequence_ranks * size, rank.layers,
-            parts, 1 if gathers else parts, rank.act,
-            state=config.hidden_size * size, state_grad=config.hidden_size * max(4, size),
-        )  # fmt: skip
 
     def is_due(self, number: int) -> bool:
         """Whether the step of a number, from 1, is measured; the same on all ranks."""
-        return self.counts and (number <= FIRST_STEPS or number % ONE_IN == 0)
+        return self._costs.counts and (number <= FIRST_STEPS or number % ONE_IN == 0)
 
     @contextlib.contextmanager
     def watching(self, rank: Rank) -> Iterator[None]:
         """Around a step of Megatron's schedule before any is shared: no other rank is told yet."""
-        if not self.counts:
+        if not self._costs.counts:
             yield
             return
         calls, before = CallBytes(rank), memory.peaks(rank.device)
         with calls.counting():
             yield
         after = memory.peaks(rank.device)
-        known = {**self.numbers[True], **self.numbers[False]}
+        known = self._known(share=False)
         self._local[False] |= calls.stages(before, after, known)
 
     @contextlib.contextmanager
     def step(
-        self, report: Any, request: Request, groups: Sequence[Any], number: int
-    ) -> Iterator[None]:
+        self, report: StepReport, request: Request, groups: Sequence[Any], number: int
+    ) -> Iterator[SegmentBytes | None]:
         """Around the step of a number, whichever schedule runs it; all ranks of the groups enter
-        it. `report`: a StepReport, which gets a counter."""
+        it. Gives what counts the segments' bytes, if any do."""
         rank = request.rank
         if rank.forward_only or not self.is_due(number):
-            yield
+            yield None
             return
         share, calls, before = report.decision.share, CallBytes(rank), memory.peaks(rank.device)
-        count = report.counter = SegmentBytes(rank) if share else None
-        try:
-            with contextlib.nullcontext() if share else calls.counting():
-                yield
-        finally:
-            report.counter = None  # reports outlive models
-        after, known = memory.peaks(rank.device), {**self.numbers[not share], **self.numbers[share]}
+        count = SegmentBytes(rank) if share else None
+        with contextlib.nullcontext() if share else calls.counting():
+            yield count
+        after, known = memory.peaks(rank.device), self._known(share=share)
         # What fails on a rank must not keep the others waiting.
         stages, problem = tried(
             lambda: calls.stages(before, after, known) if count is None
@@ -319,6 +280,11 @@ class ByteMeter:
             overhead[share] = after.reserved / after.allocated
         self.tell(groups, overhead)
 
+    def _known(self, *, share: bool) -> dict[int, StageBytes]:
+        """By stage what is known of a schedule, or else of the other."""
+        numbers = self._costs.num_bytes
+        return {**numbers[not share], **numbers[share]}
+
     def tell(self, groups: Sequence[Any], overhead: dict[bool, float] | None = None) -> None:
         """Ranks tell one another what each has measured; all of them call this."""
         local, overheads = self._local, overhead or {False: 0.0, True: 0.0}
@@ -327,15 +293,15 @@ class ByteMeter:
             local = of_all_ranks(counts)
             overheads = {share: max(of_rank[share] for of_rank in ratios) for share in overheads}
         for share, stages in local.items():
-            known = self.numbers[share]
+            known = self._costs.num_bytes[share]
             for stage, count in stages.items():
                 known[stage] = StageBytes(*map(_to_bits, count.numbers(known.get(stage))))
-            self.overheads[share] = overheads[share] or self.overheads[share]
+            self._costs.overheads[share] = overheads[share] or self._costs.overheads[share]
         self._local = {False: {}, True: {}}
 
     def _of_segments(
-        self, count: SegmentBytes, report: Any, request: Request, before: Peaks, after: Peaks,
-        known: dict[int, StageBytes],
+        self, count: SegmentBytes, report: StepReport, request: Request, before: Peaks,
+        after: Peaks, known: dict[int, StageBytes],
     ) -> dict[int, StageCount]:  # fmt: skip
         if report.retried or any(part.holds_memory for part in request.parts):
             return {}
@@ -346,7 +312,7 @@ class ByteMeter:
             stage: counted._replace(before=held).numbers(known.get(stage))
             for stage, counted in stages.items()
         }
-        footprint = with_parts(self.footprint(rank, gathers=count.gathers), request)
+        footprint = request.footprint(gathers=count.gathers)
         numbers = tuple(own.get(n, StageBytes()) for n in range(len(footprint.stages)))
         bound = math.inf
         if count.stays:  # what was copied away may stay on the device for a while
@@ -359,13 +325,6 @@ class ByteMeter:
             )
             for stage, counted in stages.items()
         }
-
-
-def with_parts(footprint: Any, request: Request) -> Any:
-    """A footprint with what the parts of a call add to it."""
-    for part in request.parts:
-        footprint = part.footprint(footprint)
-    return footprint
 
 
 def of_all_ranks(ranks: Iterable[StageCounts]) -> StageCounts:

@@ -1,7 +1,7 @@
 """Measurements of several models, layouts and devices in one JSON file.  Pure.
 
 {"format": "megatron_prefix costs", "version": 2, "measured": {KEY: {..., "bytes": [...]}}} with the
-keys that `run/cost_meter.py` makes, `Evidence.to_json` of each, and [shared, stage, *StageBytes] of
+keys that `cost_meter.py` makes, `Evidence.to_json` of each, and [shared, stage, *StageBytes] of
 every stage. Several jobs may share a file: what others wrote in the meantime stays, and of two that
 write at once the last one wins.
 """
@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.plan.cost_fit import Evidence
+from megatron_prefix.features.measure.cost_fit import Evidence
 from megatron_prefix.plan.files import read_whole, write_text, writing
-from megatron_prefix.plan.memory import StageBytes
+from megatron_prefix.plan.memory import StageBytes, StagesBytes
 
-StagesBytes = dict[bool, dict[int, StageBytes]]
-"""Measured bytes, by whether a step was shared, and by stage."""
 FORMAT, VERSION = "megatron_prefix costs", 2
 _FIX = "name another file, or move this one away to measure again"
 

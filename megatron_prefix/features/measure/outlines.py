@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from megatron_prefix.megatron.install import intercepted
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.plan.joint_forest import JointForest
+from megatron_prefix.plan.prediction import Prediction, predict
 from megatron_prefix.run.calls import ModelCall, are_contiguous, bound, layouts
-from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read.step import Step, told
-from megatron_prefix.tree.cp_layout import Slices
+from megatron_prefix.run.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +29,8 @@ logger = logging.getLogger(__name__)
 class Outlines:
     """Notes the model calls of one step."""
 
-    def __init__(self, rank: Rank, slices: Slices) -> None:
-        self._rank, self._slices = rank, slices
+    def __init__(self, request: Request) -> None:
+        self._rank, self._slices = request.rank, request.callbacks.slices
         self._calls: list[ModelCall] = []
 
     def noted(self) -> contextlib.AbstractContextManager[None]:
@@ -37,9 +39,19 @@ class Outlines:
             return intercepted(self._rank.models[0], self._intercepting)
         return contextlib.nullcontext()
 
-    def step(self, num_microbatches: int) -> Step | None:
-        """The step without segments, on all stages of a pipeline, which call this together; None
-        if its calls do not say what it is. The host waits for the device."""
+    def predicted(self, request: Request) -> Prediction | None:
+        """Of the step what the stock schedule has computed, with nothing beside it, on all stages
+        of a pipeline, which call this together; None if its calls do not say what it is. The host
+        waits for the device."""
+        rank, step = self._rank, self._step(request.arguments["num_microbatches"])
+        if step is None:
+            return None
+        joint = JointForest.alone(step.forest, step.microbatch_of)
+        plan = Plan((), ((),) * rank.num_stages, len(rank.models))
+        return predict(request.costs.times, joint.union, joint.union_microbatch_of, plan)
+
+    def _step(self, num_microbatches: int) -> Step | None:
+        """Without segments."""
         rank, step = self._rank, None
         try:
             if rank.is_first and len(self._calls) == num_microbatches:
