@@ -74,7 +74,9 @@ class Outlines:
         signature = inspect.signature(stock)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():  # else it is beside the microbatch's own (suspend.py)
+            if (
+                torch.is_grad_enabled()
+            ):  # else it is beside the microbatch's own (run/read/suspend.py)
                 call = bound(signature, args, kwargs, len(self._calls))
                 self._calls.append(call.outline())
             return stock(*args, **kwargs)

@@ -115,8 +115,7 @@ class Trainer:
             self._reference = _build(settings, options, spec, world, reference=True)
         self._peak_flops, self._seed = flops.peak_flops(options.dtype), options.seed
         self._seconds: dict[str, float] = {}
-        # The host waits for the device after every update anyway.
-        self.schedule.features.append(WithPart(self.schedule, TimedActions))
+        self.schedule.features.append(WithPart(self.schedule, TimedActions))  # the host waits
         self.updater = Updater(
             self.chunks, self.optimizer, self.schedule, settings, world.device,
             flops.cost_model(spec),
