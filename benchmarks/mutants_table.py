@@ -785,9 +785,9 @@ _DSA = (
 _REPLAY = "tests/core/alignment/test_replay.py"
 _QUEUES = "tests/core/alignment/test_replay_queues.py"
 _CALLS = "tests/core/alignment/test_routes_of_calls.py"
-_TOLD = "tests/core/moe/test_told.py"
+_TOLD = "tests/core/features/replay/test_told.py"
 _READ = "tests/core/run/read/test_routes.py"
-_TABLE = "tests/core/moe/test_segment_routes.py"
+_TABLE = "tests/core/features/replay/test_segment_routes.py"
 _replay = _area("replay", f"{_TOLD}\n{_REPLAY}")
 _ROUTES = (
     _replay(

@@ -122,6 +122,10 @@ class Case:
 
 BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 NO_AUX = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
+BATCH = {  # losses of a microbatch, and those of the global batch
+    "moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"],
+    "moe_aux_loss_coeff": [1e-2, 1e-2],
+}
 FULL = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -186,6 +190,7 @@ CASES: dict[str, Case] = {
     "ep2": Case("experts", branches=True, layout={"ep": 2, "dp": 2}),
     "dp2-overlap": Case(branches=True, layout={"dp": 2}, overlaps=True, ran=OVERLAP),
     "pp2-ep2": Case("experts", layout={"pp": 2, "ep": 2, "dp": 2}),
+    "pp2-ep2-batch": Case("experts", layout={"pp": 2, "ep": 2, "dp": 2}, model=BATCH),
     "images": Case("vision", branches=True, ran=IMAGES),
     "images-chunks": Case("vision", options={**CHUNKS, "memory": "recompute"}, ran=IMAGES),
     "pp2-images": Case("vision", branches=True, layout={"pp": 2}, ran=IMAGES),
@@ -194,6 +199,9 @@ CASES: dict[str, Case] = {
         layout={"dp": 2}, **SPREAD | {"options": {**ACROSS, **CHUNKS, "memory": "recompute"}}
     ),
     "dp2-across-delta": Case("delta", branches=True, layout={"dp": 2}, **SPREAD),
+    "dp2-across-experts": Case(
+        "experts", branches=True, layout={"dp": 2}, model={**BATCH, **BIAS}, **SPREAD
+    ),
     "dp2-across-images": Case("vision", layout={"dp": 2}, **SPREAD),
     "dp2-across-predicts-further": Case(
         branches=True, layout={"dp": 2}, model={"mtp_num_layers": 1}, **SPREAD

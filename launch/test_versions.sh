@@ -19,7 +19,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 prepare test
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-tests="tests/lab/platforms/test_platform.py tests/lab/models/test_build.py tests/core/moe/test_moe_router.py
+tests="tests/lab/platforms/test_platform.py tests/lab/models/test_build.py tests/core/features/experts/test_moe_router.py
     tests/core/alignment/test_layouts.py tests/core/alignment/test_moe.py tests/core/alignment/test_distributed.py
     tests/core/alignment/test_replay.py tests/core/alignment/test_hybrid.py
     tests/core/alignment/test_hybrid_layouts.py tests/core/alignment/test_hybrid_16_bit.py

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from megatron_prefix.config import PrefixConfig
     from megatron_prefix.errors import Reason
-    from megatron_prefix.moe.ledger import RouterLedger
     from megatron_prefix.plan.actions import Action, Plan
     from megatron_prefix.plan.gate import Decision
+    from megatron_prefix.plan.joint_forest import JointForest
     from megatron_prefix.plan.memory import Footprint, RankMemory
     from megatron_prefix.plan.memory_policy import Rates
     from megatron_prefix.run.calls import Callbacks, CallLayout
@@ -42,6 +42,7 @@ class Attempt(NamedTuple):
     """One run of a plan; another one, of a leaner plan, follows if memory runs out."""
 
     step: Step
+    joint: JointForest
     plan: Plan
     stages: Sequence[Stage]
     contract: LossContract
@@ -80,10 +81,9 @@ class StepPart:
     - reading: `check_model`, `read`, `read_last`, `same`, `tokens`, `check`, `build`, `built`;
       `stock` instead where the stock schedule takes the step now;
     - planning: `rates`, `footprint`, `decided`;
-    - a step: `around_run`, `around_step`; then of each attempt `prepare`, `elsewhere`, `ledger`,
-      `begin`;
+    - a step: `around_run`, `around_step`; then of each attempt `prepare`, `elsewhere`, `begin`;
     - an action: `action` around it, `starts`, `saving`, `computing` around what it computes,
-      `arguments`, `backward`, `layer_left`, `freed`;
+      `arguments`, `backward`, `layer_left`, `freed`; `acted`;
     - behind the actions: `ran`, `input_backwards`, `end` (always), `behind`, `finished`, `timed`.
 
     Attributes:
@@ -231,11 +231,6 @@ class StepPart:
         all are on the device."""
         return None
 
-    def ledger(self, step: Step) -> Callable[..., RouterLedger] | None:
-        """What makes the step's ledgers of routers, with the arguments of RouterLedger; None: that
-        itself."""
-        return None
-
     def begin(self, attempt: Attempt) -> None:
         """Before the first action of an attempt, whose stages are made."""
 
@@ -272,6 +267,9 @@ class StepPart:
             Whether its segment runs on this rank.
         """
         return True
+
+    def acted(self, place: int) -> None:
+        """Behind an action, and behind what it sends; `place`: in this rank's program."""
 
     def ran(self) -> None:
         """All actions have run here."""

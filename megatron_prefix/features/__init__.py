@@ -136,6 +136,12 @@ KINDS: tuple[FeatureKind, ...] = (
         lambda config: isinstance(getattr(config, "window_size", None), Sequence),
         _has_window,
     ),
+    FeatureKind(
+        f"{_FOLDER}experts.kind:Experts",
+        lambda config: bool(getattr(config, "num_moe_experts", None)),
+        lambda layer: hasattr(getattr(layer, "mlp", None), "router"),
+        symbol="E",
+    ),
 )
 """Tried before the core's kinds, in this order."""
 
@@ -158,8 +164,7 @@ def may_replay(config: Any) -> bool:
 def _is_routed(_: PrefixConfig, rank: Rank) -> bool:
     if not rank.model.has_experts or may_replay(rank.config):
         return rank.model.has_experts
-    from megatron_prefix.moe.versions import routers
-
+    routers = load(f"{_FOLDER}experts.routers:routers")
     every = [router for model in rank.language_models for router in routers(model).values()]
     names = ("routing_replay", "router_replay")
     return any(getattr(router, name, None) is not None for router in every for name in names)
@@ -215,6 +220,8 @@ def _by_plan(*_: Any) -> bool:
 
 
 PARTS: tuple[Feature, ...] = (
+    # First: parts below it add to what it makes when an attempt begins.
+    Feature("experts", f"{_FOLDER}experts.part:Routers", lambda _, rank: rank.model.has_experts),
     Feature("prompts across data-parallel ranks", f"{_FOLDER}across.part:Crossing", _may_cross),
     Feature("multi-token prediction", f"{_FOLDER}mtp.part:MultiToken", _has_further_layer),
     Feature("the replay of routes", f"{_FOLDER}replay.part:RoutedStep", _is_routed),

@@ -12,7 +12,6 @@ too.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 Override = tuple[Any, str, Callable[..., Any]]
 """An object, the name of its method, and what takes its place."""
-AroundRouter = Callable[[Any, int, int], AbstractContextManager[None]]
 
 
 class Heads(NamedTuple):
@@ -84,8 +82,6 @@ class Running(Protocol):
     """What the hooks of a model chunk know of the step that runs.
 
     Attributes:
-        around_router: (router, segment, its tokens) -> what is around the choice of experts in this
-            step; None: nothing.
         tap: called where a layer's core begins, in its place; None: the core runs.
         mlp_tap: (module, its arguments, those by name) -> output of an MLP, in place of its
             forward; None: that runs.
@@ -98,7 +94,6 @@ class Running(Protocol):
     mlp_tap: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any] | None
     packed: bool
     kernels: dict[int | None, Kernel]
-    around_router: AroundRouter | None
     rotary: Rotary
     angles: Tensor | None
 

@@ -15,7 +15,6 @@ from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 
 if TYPE_CHECKING:
     from megatron_prefix.layers.blocks.shared import Shared
-    from megatron_prefix.moe.ledger import RouterLedger
     from megatron_prefix.parts import StepPart
 
 Saving = Callable[[], AbstractContextManager]
@@ -47,7 +46,6 @@ class SegmentContext:
     runs: Runs
     positions: Tensor
     cache: SidecarCache
-    ledger: RouterLedger | None = None
     backward: bool = False
     saving: Saving | None = None
     parts: Sequence[StepPart] = ()

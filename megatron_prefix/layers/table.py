@@ -9,13 +9,13 @@ from typing import Any
 from megatron_prefix import features
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers.attention import Attention
-from megatron_prefix.layers.experts import Experts
 from megatron_prefix.layers.kind import Heads, Kind, Part, Slot
 from megatron_prefix.layers.mlp import MLP
+from megatron_prefix.layers.releases import transformer_layers
 from megatron_prefix.refusals.table import OTHER_MIXER
 from megatron_prefix.tree.payload_map import Form
 
-KINDS: tuple[Kind, ...] = (Attention(), Experts(), MLP())
+KINDS: tuple[Kind, ...] = (Attention(), MLP())
 """In a slot the first that knows the module, or the config, has it; before them those of features
 (`kinds_of`, `_kinds_in`)."""
 _OF_FEATURES = {kind.symbol for kind in features.KINDS if kind.symbol}
@@ -72,7 +72,7 @@ def part_of(layer: Any, slot: Slot) -> Part | None:
 
 def parts(model: Any, slot: Slot) -> list[Part]:
     """Of all layers of a language model; what is not known counts as nothing."""
-    return [part_of(layer, slot) or Part(None) for layer in _megatron_layers(model)]
+    return [part_of(layer, slot) or Part(None) for layer in transformer_layers(model)]
 
 
 def payload_parts(model: Any) -> list[Part]:
@@ -89,7 +89,7 @@ def forms(parts: Iterable[Part]) -> list[Form]:
 def with_module_fields(config: Any, models: Iterable[Any]) -> Any:
     """A model's config with what its modules tell beside it, as the numbers of kinds want it."""
     fields: dict[str, Any] = {}
-    for layer in (layer_of_model for model in models for layer_of_model in _megatron_layers(model)):
+    for layer in (layer for model in models for layer in transformer_layers(model)):
         for kind in _kinds_in(layer):
             fields |= kind.told(layer)
     return _ConfigWithFields(config, fields) if fields else config
@@ -105,7 +105,7 @@ class _ConfigWithFields:
 
 def refusals(model: Any) -> Iterator[Reason]:
     """What is refused of a language model's layers, for good."""
-    for number, layer in enumerate(_megatron_layers(model)):
+    for number, layer in enumerate(transformer_layers(model)):
         for slot in Slot:
             part = part_of(layer, slot)
             if part is None:
@@ -113,12 +113,6 @@ def refusals(model: Any) -> Iterator[Reason]:
                 yield OTHER_MIXER.given(number, type(module).__name__)
             elif part.kind is not None:
                 yield from part.kind.refusals(number, part.module, model)
-
-
-def _megatron_layers(model: Any) -> list[Any]:
-    from megatron_prefix.moe.versions import transformer_layers
-
-    return transformer_layers(model)
 
 
 def _has_no_mixer(layer: Any) -> bool:

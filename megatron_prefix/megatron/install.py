@@ -7,13 +7,12 @@ Hooks on a built model; none replaces a module or changes a checkpoint key:
 runs on the positions whose output is read (`linear_proj`, `self_attn_bda`, `mlp`);
 3. the *instances'* methods that other kinds of layers name (`Kind.overrides`), such as the first
 operation of a layer that begins spans with their parents' states;
-4. the *instances'* methods of routers count every rollout of a token (layers/routing.py);
-5. the *instance's* `forward` of the decoder lets an offloaded segment take what it saves, and a
+4. the *instance's* `forward` of the decoder lets an offloaded segment take what it saves, and a
 hook on every layer says where one ends; its output is kept for other ranks, and what another rank
 has computed is its output, without a layer;
-6. the *instance's* `compute_language_model_loss` does not wait for the device (cross_entropy.py);
-7. what a part of the step has in the place of methods (`Hooks.keep`);
-8. for the time of a step, the *instance's* `forward` of the language model is where the trainer's
+5. the *instance's* `compute_language_model_loss` does not wait for the device (cross_entropy.py);
+6. what a part of the step has in the place of methods (`Hooks.keep`);
+7. for the time of a step, the *instance's* `forward` of the language model is where the trainer's
 forward steps are suspended (`intercepted`); where that calls its parent class's for the language
 model, it is the parent's (parents.py).
 
@@ -43,12 +42,11 @@ from megatron_prefix.layers.blocks.kernels import Kernel, choose_kernel
 from megatron_prefix.layers.blocks.merge import prepare
 from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.layers.blocks.unread import picked, skipped
-from megatron_prefix.layers.kind import AroundRouter, Override, Part, Slot, Tap
+from megatron_prefix.layers.kind import Override, Part, Slot, Tap
 from megatron_prefix.layers.precision import is_fp8
 from megatron_prefix.layers.segment import SegmentContext
 from megatron_prefix.megatron import families, features, parents
 from megatron_prefix.megatron.cross_entropy import without_waiting
-from megatron_prefix.moe import versions
 from megatron_prefix.refusals.table import NO_LANGUAGE_MODEL, ROTARY_TABLES
 from megatron_prefix.tree.payload_map import Form
 
@@ -76,8 +74,6 @@ class Hooks:
             their numbers.
         keys_only: the layer of which a segment without loss needs K and V only: the last one of the
             last stage; None elsewhere, and where it cannot end early.
-        around_router: (router, segment, its tokens) -> what is around the choice of experts in this
-            step; None: nothing.
         rotary_slice: (the table that the model has made from positions of its call, how many
             positions) -> the running segment's, in this step; None where tables are ours.
         angles: what its decoder is given of rotary embeddings, while a segment runs.
@@ -94,7 +90,6 @@ class Hooks:
         self._forms, self._windows = table.forms(self.parts), _windows(self.parts)
         self._reads_all = hasattr(self.model, "mtp")  # behind the decoder
         self.mask_use = features.mask_use(self.parts)
-        self.routers: dict[int, Any] = versions.routers(self.model)
         config = self.model.config
         self._sequence_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         # A stage for the loss alone has no layer.
@@ -104,7 +99,6 @@ class Hooks:
         self.keys_only = len(self.parts) - 1 if ends_early else None
         self.use(kernel)
         self.current: SegmentContext | None = None
-        self.around_router: AroundRouter | None = None
         self.packed = False
         self.rotary = Rotary()
         self.rotary_slice: Callable[[Any, int], Any] | None = None
@@ -250,8 +244,7 @@ class Hooks:
         self.rotary.prepare(max_position)
 
     def end_step(self) -> None:
-        self.around_router = self.rotary_slice = None
-        versions.forget_graphs(self.model)
+        self.rotary_slice = None
 
     def _entering(self, _: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """The decoder's arguments: every token's own position, and an input with a gradient.

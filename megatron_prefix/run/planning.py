@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import StepFailed, refused
-from megatron_prefix.plan import count_sums
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.gate import Decision, decide, kept_to_limit, unshared, without_sharing
 from megatron_prefix.plan.joint_forest import JointForest
@@ -224,8 +223,6 @@ class Planning:
         if rank.scale_functions and not rank.forward_only and report.decision.share:
             concurrent = replace(step, forest=joint.forest)
             report.decision = self._in_order(report, concurrent, request)
-        if rank.ordered and not step.unshared:
-            count_sums.prove(report.union_plan, rank.stage, joint.union_microbatch_of)
         if rank.experts is not None:
             # Actions that were not planned together with those of the other pipelines.
             program: Sequence[Any] | None = None

@@ -21,12 +21,18 @@ from megatron.core.utils import get_model_config
 
 from megatron_prefix.errors import Reason
 from megatron_prefix.layers import precision, table
-from megatron_prefix.layers.model import cost_of, dropped_bytes, leaves_positions, payloads_of
+from megatron_prefix.layers.model import (
+    cost_of,
+    counts_tokens,
+    dropped_bytes,
+    has_global_loss,
+    leaves_positions,
+    payloads_of,
+)
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.features import pattern_of
 from megatron_prefix.megatron.install import language_model
 from megatron_prefix.megatron.scale_functions import own_scale_functions
-from megatron_prefix.moe.options import counts_tokens, has_global_loss
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.layer_numbers import Payload, Sharding
 

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,20 +27,14 @@ from torch import Tensor
 from megatron_prefix.device.memory import free_bytes
 from megatron_prefix.errors import named, refused
 from megatron_prefix.megatron.install import Hooks, install, installed
-from megatron_prefix.moe.group_counts import GroupCounts
 from megatron_prefix.parts import Attempt, around
 from megatron_prefix.plan.actions import Plan
-from megatron_prefix.plan.count_sums import sums_behind
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.refusals.own_errors import as_refusal, softened
 from megatron_prefix.refusals.table import CHANGED_OUTPUT, NO_COPY
 from megatron_prefix.run import agreement
 from megatron_prefix.run.calls import FILLED_BY_MODEL, ModelCall
-from megatron_prefix.run.execute.auxiliary import (
-    AuxiliaryScales,
-    begin_ledgers,
-    set_auxiliary_scales,
-)
+from megatron_prefix.run.execute.auxiliary import AuxiliaryScales, set_auxiliary_scales
 from megatron_prefix.run.execute.call_outputs import AnswerForm
 from megatron_prefix.run.execute.executor import Executor, Stage
 from megatron_prefix.run.execute.inputs import SegmentInputs
@@ -284,19 +278,10 @@ class StepRun:
             rank.model.rows,
         )  # fmt: skip
         stages = self._stages(plan)
-        counts = None
-        if rank.model.has_experts:
-            counts = begin_ledgers(stages, self._step, self._contract, rank, self._parts)
         attempt = Attempt(
-            self._step,
-            plan,
-            stages,
-            self._contract,
-            self._parts,
-            self._force_all_reduce,
-            self._report,
-            self._memory.gathers,
-        )
+            self._step, self._joint, plan, stages, self._contract, self._parts,
+            self._force_all_reduce, self._report, self._memory.gathers,
+        )  # fmt: skip
         try:
             for part in self._parts:
                 part.begin(attempt)
@@ -307,8 +292,7 @@ class StepRun:
         self._random_use = SegmentRandomUse(rank.language_models, rank.device)
         return Executor(
             plan, stages, inputs, rank.forward_only, self._idle,
-            None if counts is None else self._summing(counts), self._random_use.checking,
-            self._parts,
+            self._random_use.checking, self._parts,
         )  # fmt: skip
 
     def _attempt(self, plan: Plan) -> Any:
@@ -335,11 +319,6 @@ class StepRun:
             message_shape(config, plan), message_dtype(config), rank.device, not rank.forward_only,
             tuple((exchange.segment, exchange.depth) for exchange in self._step.forest.exchanges),
         )  # fmt: skip
-
-    def _summing(self, counts: GroupCounts) -> Callable[[int], None]:
-        union, owners = self._report.union_plan, self._joint.union_microbatch_of
-        begun = sums_behind(union, self._rank.stage, owners)
-        return lambda place: counts.begin(begun[place])
 
     def _stages(self, plan: Plan) -> list[Stage]:
         cp = self._rank.groups.cp

@@ -31,6 +31,7 @@ WORDS = {
     "across": r"across_step|[cC]ommunicator$|Crossing|Exchange(s$|M)|FinalStates|SpanSums|Carried",
     "dealing": r"\bDealt|[Cc]osts_of_length|_balance_batch|deal_whole",
     "dsa": r"dsa|DSA|indexer",
+    "experts": r"[lL]edger|LogicalTokens|GroupCounts|sums_behind|TopKRouter|aux_loss_coeff",
     "graphs": r"graph_tokens|Graphs|(?i:graphed|cuda.?graph(?!able))",
     "overlap": r"Reductions|start_grad_sync",
     "mtp": r"StepAhead|LooksAhead|multi_token|eh_proj",
@@ -51,6 +52,7 @@ WORDS = {
 """By feature what only it says: in a name, or in a string that is a value."""
 STAYS = {
     "dsa": {"refusals/table.py"},
+    "experts": {"layers/model.py", "refusals/table.py"},
     "graphs": {"config.py", "refusals/table.py"},
     "host": {
         "config.py",
@@ -81,8 +83,8 @@ STAYS = {
 }
 """Files of the core that name a feature all the same: refusals, options and what trainers can do
 have one place each, policies of segments are words of a plan that planning prices and predicts, a
-walk of a model passes by attributes that other files look at, and all auxiliary losses get their
-scales in one place."""
+walk of a model passes by attributes that other files look at, all auxiliary losses get their scales
+in one place, and planning asks a model's options whether routers count tokens."""
 
 
 def _files() -> Iterator[tuple[str, ast.Module]]:
@@ -152,6 +154,8 @@ def test_the_package_loads_no_feature() -> None:
         "assert loaded() == set(), loaded()\n"
         "layers_of(SimpleNamespace(), 'M-')\n"
         "assert loaded() == {'recurrent'}, loaded()\n"
+        "layers_of(SimpleNamespace(num_layers=2, num_moe_experts=4))\n"
+        "assert loaded() == {'recurrent', 'experts'}, loaded()\n"
     )
 
 
@@ -173,7 +177,7 @@ assert loaded == {*sys.argv[2:]}, loaded
     ("case", "kinds"),
     [
         ("dense-tree", []),
-        ("experts", []),
+        ("experts", ["experts"]),
         ("hybrid-delta", ["recurrent"]),
         ("latent", ["mla"]),
         ("windows", ["windows"]),
@@ -268,7 +272,7 @@ def test_a_schedule_loads_the_features_of_its_options() -> None:
         "def loaded(**options):\n"
         "    PrefixSchedule(PrefixConfig(**options))\n"
         "    names = [n for n in sys.modules if n.startswith('megatron_prefix.features.')]\n"
-        "    return {n.split('.')[2] for n in names} - {'across'}\n"
+        "    return {n.split('.')[2] for n in names} - {'across', 'experts'}\n"
         "off = dict(watchdog_minutes=1, verify=2, mode='off')\n"
         "assert loaded(**off) == loaded(watchdog_minutes=0) == set()\n"
         "assert loaded(watchdog_minutes=0, verify=2, mode='observe') == set()\n"

@@ -30,8 +30,8 @@ from megatron_prefix.lab import numerics, runtime
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.runtime.groups import forget_logged_losses
+from megatron_prefix.megatron.logged_losses import logged_losses
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.moe import versions
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import hybrid, steps
@@ -156,7 +156,7 @@ def run(
     step = options.pop("step", contract.step)
     logs = steps.call(schedule, step, model, items, **options)
     logged = {name: value.clone() for name, value in tracker.items() if "values" in name}
-    logged |= versions.logged_losses()
+    logged |= logged_losses()
     logged |= {name: one.clone() for name, one in inner.named_buffers() if "bias" in name}
     for buffer, value in zip(inner.buffers(), before, strict=True):
         buffer.copy_(value)

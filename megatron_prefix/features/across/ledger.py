@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.features.across.span_sums import SpanSums
-from megatron_prefix.moe.group_counts import GroupCounts
-from megatron_prefix.moe.ledger import LOGGED_AS, SUMS, RouterLedger
-from megatron_prefix.moe.tokens import LogicalTokens
+from megatron_prefix.features.experts.group_counts import GroupCounts
+from megatron_prefix.features.experts.ledger import LOGGED_AS, SUMS, RouterLedger
+from megatron_prefix.features.experts.tokens import LogicalTokens
 
 
 class CrossingLedger(RouterLedger):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +16,7 @@ from megatron_prefix.features.across.final_states import FinalStates
 from megatron_prefix.features.across.head import head, head_backward
 from megatron_prefix.features.across.ledger import CrossingLedger
 from megatron_prefix.features.across.step import RESTS, across, tell_alone, why_alone
+from megatron_prefix.features.experts.part import routers_of
 from megatron_prefix.parts import Attempt, StepPart
 from megatron_prefix.run.request import Backoff
 
@@ -106,13 +107,6 @@ class Crossing(StepPart):
             finally:
                 self.communicator = None
 
-    def ledger(self, step: Step) -> Callable[..., CrossingLedger] | None:
-        """See StepPart."""
-        if self.communicator is None:
-            return None
-        crossing = [exchange.segment for exchange in step.forest.exchanges]
-        return functools.partial(CrossingLedger, crossing)
-
     def begin(self, attempt: Attempt) -> None:
         """See StepPart."""
         if self.communicator is None:
@@ -122,13 +116,23 @@ class Crossing(StepPart):
             if stage.is_last:
                 stage.final = self._final(stage, forest)
         scored = [segment.scored for segment in forest.segments]
+        ledgers = self._ledgers(attempt)
         chunks = [
-            Carried(stage.model, stage.cache, cast(Any, stage.ledger), stage.final, scored)
-            for stage in attempt.stages
+            Carried(stage.model, stage.cache, ledger, stage.final, scored)
+            for stage, ledger in zip(attempt.stages, ledgers, strict=True)
         ]
         device, forward_only = self.rank.device, self.rank.forward_only
         self._exchanges = Exchanges(forest, self.communicator, chunks, device, forward_only)
         attempt.report.crossed = self._exchanges.crossed
+
+    def _ledgers(self, attempt: Attempt) -> Sequence[CrossingLedger | None]:
+        """Of the stages' routers, which also count what other ranks compute."""
+        routers = routers_of(attempt.parts)
+        if routers is not None:
+            crossing = [exchange.segment for exchange in attempt.step.forest.exchanges]
+            routers.make_ledgers(functools.partial(CrossingLedger, crossing))
+        ledgers = cast(Sequence[CrossingLedger], routers.ledgers if routers is not None else ())
+        return ledgers or [None] * len(attempt.stages)
 
     def _final(self, stage: Stage, forest: Forest) -> FinalStates | None:
         """What of a last stage's decoder output crosses; None if nothing."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
+from megatron_prefix.features.experts.kind import Experts
 from megatron_prefix.features.mla.kind import MLA
 from megatron_prefix.features.recurrent.gdn import GatedDeltaNet
 from megatron_prefix.features.recurrent.kind import Recurrent
@@ -13,7 +14,6 @@ from megatron_prefix.features.recurrent.mamba import Mamba2
 from megatron_prefix.features.windows.kind import Window
 from megatron_prefix.layers import fused_yarn
 from megatron_prefix.layers.attention import Attention
-from megatron_prefix.layers.experts import Experts
 from megatron_prefix.layers.kind import Kind
 from megatron_prefix.layers.mlp import MLP
 

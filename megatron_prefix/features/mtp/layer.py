@@ -36,7 +36,7 @@ _LAYER = "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionL
 
 def division(config: Any) -> Division:
     """How this release of Megatron divides the loss of a microbatch."""
-    from megatron_prefix.moe.versions import is_since
+    from megatron_prefix.layers.releases import is_since
 
     per_token = bool(config.calculate_per_token_loss)
     return Division(per_token, _process() is not None, clamps_mean=is_since("0.18"))

@@ -18,11 +18,11 @@ that nothing ever does.
 actions. On all of them exchanges of layer l come before the gradient of its input, those of layer
 l - 1 behind it, so reductions stand between the same exchanges. Other data-parallel ranks have in
 common only the reductions, which have one queue, and sums of counts, which all begin before the
-first of these (plan/count_sums.py). The last backward of a model chunk follows that of the next
-one in the pipeline. So, from the last model chunk to the first, every pipeline comes to a chunk's
-reductions without waiting for another pipeline, and all of them end, whatever holds a rank up: a
-device with one queue, or a host that waits for its device. What crosses data-parallel ranks would
-come between; no reduction starts early in such a step. (lab/plans/joint_judge.py plays it.)
+first of these (features/experts/sums.py). The last backward of a model chunk follows that of the
+next one in the pipeline. So, from the last model chunk to the first, every pipeline comes to a
+chunk's reductions without waiting for another pipeline, and all of them end, whatever holds a rank
+up: a device with one queue, or a host that waits for its device. What crosses data-parallel ranks
+would come between; no reduction starts early in such a step. (lab/plans/joint_judge.py plays it.)
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class GatedDeltaNet(Recurrent):
     def refusals(self, number: int, module: Any, model: Any) -> Iterator[Reason]:
         """See Kind; on a GPU the rule is tried, once a process."""
         from megatron_prefix.features.recurrent import probe
-        from megatron_prefix.moe.versions import is_since
+        from megatron_prefix.layers.releases import is_since
 
         config = model.config
         if config.context_parallel_size > 1 and _is_bridges(type(module)):

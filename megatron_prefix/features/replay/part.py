@@ -10,10 +10,11 @@ from torch import Tensor
 
 from megatron_prefix.errors import Reason, refused
 from megatron_prefix.features import may_replay, replays_routes
+from megatron_prefix.features.experts.part import routers_of
+from megatron_prefix.features.experts.routers import routers as routers_in
 from megatron_prefix.features.replay import routes, swaps
 from megatron_prefix.features.replay.segments import Replay, SegmentRoutes
 from megatron_prefix.features.replay.told import RECORD, Told, is_known, replays_of, told
-from megatron_prefix.moe import versions
 from megatron_prefix.parts import Attempt, StepPart
 from megatron_prefix.refusals.table import (
     AHEAD_ROUTES,
@@ -36,7 +37,7 @@ class RoutedStep(StepPart):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._routers = [versions.routers(model) for model in self.rank.language_models]
+        self._routers = [routers_in(model) for model in self.rank.language_models]
         self._told: list[dict[int, tuple[Any, list[Told]]]] = []
 
     def refusals(self) -> Iterator[Reason]:
@@ -116,12 +117,14 @@ class RoutedStep(StepPart):
         # On all stages, whether they have routers or not.
         shape = rank.config.num_layers, rank.config.moe_router_topk
         followed = SegmentRoutes(step.forest, step.samples, shape, rank.groups, rank.device)
-        for stage, by_layer in zip(attempt.stages, self._told, strict=True):
-            by_router = {
-                router: calls[0]._replace(has_mask=any(call.has_mask for call in calls))
-                for router, calls in by_layer.values()
-            }
-            stage.hooks.around_router = Replay(followed, by_router).around if by_router else None
+        by_router = {
+            router: calls[0]._replace(has_mask=any(call.has_mask for call in calls))
+            for by_layer in self._told
+            for router, calls in by_layer.values()
+        }
+        part = routers_of(attempt.parts)
+        if part is not None:
+            part.around |= dict.fromkeys(by_router, Replay(followed, by_router).around)
 
     def finished(self) -> None:
         """See StepPart: routers are left as by the stock schedule."""

@@ -14,7 +14,7 @@ from torch.utils import (
     _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
 )
 
-from megatron_prefix.moe import versions
+from megatron_prefix.megatron.logged_losses import logged_losses
 from megatron_prefix.run.rank import Rank
 
 Distance = tuple[float, float, str]
@@ -31,7 +31,7 @@ def logged_ahead() -> dict[str, Tensor]:
 def auxiliary(rank: Rank) -> dict[str, Tensor]:
     """Logged losses of layers, summed over the ranks that share them, float64; all ranks that make
     a training step together call this."""
-    logged = dict(versions.logged_losses()) if rank.model.has_experts else {}
+    logged = dict(logged_losses()) if rank.model.has_experts else {}
     # Another model of the process may have logged.
     logged |= logged_ahead() if rank.model.looks_ahead else {}
     # Parts of a span may be another data-parallel rank's.

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from megatron_prefix.features.experts.routers import routers
 from megatron_prefix.features.verify.logs import logged_ahead
-from megatron_prefix.moe import versions
 from megatron_prefix.run.execute.rewind import Rewind
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read.loss_variables import places
@@ -60,7 +60,7 @@ class StepState(Rewind):
         self._replays = [
             (holder, {name: copy.copy(value) for name, value in vars(holder).items()})
             for model in rank.language_models
-            for router in (versions.routers(model).values() if rank.model.has_experts else ())
+            for router in (routers(model).values() if rank.model.has_experts else ())
             for holder in (
                 getattr(router, "routing_replay", None),
                 getattr(router, "router_replay", None),

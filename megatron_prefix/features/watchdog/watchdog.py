@@ -66,7 +66,7 @@ WAITS = (
     Mark(
         "megatron_prefix.features.across", "", "an exchange of prompts across data-parallel ranks"
     ),
-    Mark("megatron_prefix.moe.group_counts", "", "a sum of routers' counts"),
+    Mark("megatron_prefix.features.experts.group_counts", "", "a sum of routers' counts"),
     Mark("megatron_prefix.features.overlap.reductions", "", "a reduction of gradients"),
     Mark("megatron_prefix.sidecar.context_parallel", "", "an exchange of context-parallel ranks"),
     Mark("megatron.core.distributed.finalize_model_grads", "", "a reduction of gradients"),

@@ -22,7 +22,7 @@ from megatron_prefix.lab.models.optimizer import build_optimizer
 from megatron_prefix.lab.models.presets import ModelSpec, RopeScaling, YarnScaling
 from megatron_prefix.lab.platforms import cpu
 from megatron_prefix.lab.runtime.layout import Layout
-from megatron_prefix.moe.versions import transformer_layers
+from megatron_prefix.layers.releases import transformer_layers
 
 __all__ = ["build_model", "build_optimizer", "has_transformer_engine", "unwrap"]
 

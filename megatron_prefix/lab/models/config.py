@@ -78,7 +78,7 @@ def check_layout(spec: ModelSpec, layout: Layout) -> None:
 
 def _check_local(spec: ModelSpec, layout: Layout) -> None:
     """Refuse layouts that Megatron's layers do not have, or in which they are wrong."""
-    from megatron_prefix.moe.versions import is_since
+    from megatron_prefix.layers.releases import is_since
 
     if spec.is_moe and spec.add_bias_linear and layout.tp > 1:
         raise UserError(
@@ -101,7 +101,7 @@ def _check_local(spec: ModelSpec, layout: Layout) -> None:
 
 def _check_recurrent(spec: ModelSpec, layout: Layout) -> None:
     """Refuse layouts that Megatron's recurrent layers do not have."""
-    from megatron_prefix.moe.versions import is_since
+    from megatron_prefix.layers.releases import is_since
 
     pattern = spec.hybrid_override_pattern
     for kind in spec.recurrent:

@@ -13,10 +13,9 @@ from typing import Any
 from megatron_prefix.errors import UserError, shown
 from megatron_prefix.features.recurrent.kind import Recurrent
 from megatron_prefix.layers.kind import Kind, Slot
-from megatron_prefix.layers.model import behind_decoder, layers_of
+from megatron_prefix.layers.model import behind_decoder, counts_tokens, layers_of
 from megatron_prefix.layers.precision import BY_BLOCKS
 from megatron_prefix.layers.table import SYMBOLS, kinds_of
-from megatron_prefix.moe.options import counts_tokens
 
 if sys.version_info >= (3, 11):
     import tomllib as toml

@@ -17,7 +17,7 @@ import torch
 
 from megatron_prefix.features.recurrent.kind import Recurrent
 from megatron_prefix.lab.models.presets import ModelSpec
-from megatron_prefix.moe.versions import transformer_layers
+from megatron_prefix.layers.releases import transformer_layers
 
 VOCAB_MULTIPLE = 128
 """Embedding tables are padded to a multiple of this and of tp, so padding rarely varies with tp."""

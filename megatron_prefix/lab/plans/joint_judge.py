@@ -20,6 +20,7 @@ import enum
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator, Sequence
 
+from megatron_prefix.features.experts.sums import progress
 from megatron_prefix.lab.plans.joint_program import (
     Batch,
     End,
@@ -30,7 +31,6 @@ from megatron_prefix.lab.plans.joint_program import (
     Step,
 )
 from megatron_prefix.plan.actions import Action
-from megatron_prefix.plan.count_sums import progress
 
 
 class How(enum.Enum):

@@ -2,10 +2,10 @@
 
 Data-parallel ranks exchange prompts (features/across/exchanges.py), stages of their pipelines
 messages (run/execute/messages.py), ranks that share experts tokens in every expert layer, and where
-the global batch is balanced all of them sum counts (moe/group_counts.py).  In the last backward of
-a model chunk gradients begin to be reduced between the exchanges of tokens of its layers
-(features/overlap/reductions.py).  Here all of that is one program a rank; joint_judge.py says
-whether all of them end.
+the global batch is balanced all of them sum counts (features/experts/group_counts.py).  In the last
+backward of a model chunk gradients begin to be reduced between the exchanges of tokens of its
+layers (features/overlap/reductions.py).  Here all of that is one program a rank; joint_judge.py
+says whether all of them end.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_prefix.features.experts.sums import sums_behind
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.count_sums import sums_behind
 from megatron_prefix.plan.timetable import StageMessage, message_gaps
 from megatron_prefix.tree import Forest
 from megatron_prefix.tree.forest import Exchange

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_prefix.features.dsa.kind import DSA
+from megatron_prefix.features.experts.kind import Experts, expert_widths
 from megatron_prefix.features.mla.kind import MLA, latent_widths
 from megatron_prefix.features.mtp.kind import NextToken
 from megatron_prefix.features.own_gdn.kind import OwnGatedDeltaNet
@@ -17,7 +18,6 @@ from megatron_prefix.features.windows.kind import Window
 from megatron_prefix.lab.predict.execution import Execution
 from megatron_prefix.lab.predict.precision import less, projected_bytes
 from megatron_prefix.layers.attention import Attention, is_gated
-from megatron_prefix.layers.experts import Experts, expert_widths
 from megatron_prefix.layers.kind import Kind
 from megatron_prefix.layers.mlp import MLP, activation_name, can_drop_activation
 from megatron_prefix.layers.precision import is_fp8

@@ -8,8 +8,8 @@ from megatron_prefix.lab.predict.execution import Execution
 from megatron_prefix.lab.predict.footprint import Footprint
 from megatron_prefix.lab.predict.model import footprint_of
 from megatron_prefix.layers import table
+from megatron_prefix.layers.releases import is_since
 from megatron_prefix.megatron.features import recomputes
-from megatron_prefix.moe.versions import is_since
 from megatron_prefix.run.rank import Rank
 
 

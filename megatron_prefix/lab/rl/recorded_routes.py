@@ -17,13 +17,13 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_prefix.features.experts.routers import routers
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.rl import passes
 from megatron_prefix.lab.rl.loss import logprob_step
 from megatron_prefix.lab.rl.routes import Microbatch, Routes, acting, seen, shape_of
 from megatron_prefix.megatron.stock import stock_schedule
-from megatron_prefix.moe.versions import routers
 from megatron_prefix.tree import cp_layout
 
 

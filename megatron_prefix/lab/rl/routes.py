@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.experts.routers import routers
 from megatron_prefix.lab.data.rollouts import Group, Rollout
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import ModelSpec
-from megatron_prefix.moe.versions import routers
 
 Microbatch = dict[str, Any]
 Routes = dict[tuple[str, str], NDArray[np.int16]]

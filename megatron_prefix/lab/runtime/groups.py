@@ -255,6 +255,6 @@ def end(code: int) -> NoReturn:
 
 def forget_logged_losses() -> None:
     """Empties Megatron's log, before another model."""
-    from megatron_prefix.moe.versions import log_of_losses
+    from megatron_prefix.megatron.logged_losses import log_of_losses
 
     log_of_losses().clear()

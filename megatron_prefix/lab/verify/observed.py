@@ -11,8 +11,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
 
-from megatron_prefix.moe import versions
-from megatron_prefix.moe.ledger import LOGGED_AS
+from megatron_prefix.features.experts.ledger import LOGGED_AS
+from megatron_prefix.features.experts.routers import routers as routers_in
+from megatron_prefix.megatron.logged_losses import logged_losses
 
 
 def take_auxiliary(models: Sequence[Any]) -> dict[str, Tensor]:
@@ -30,7 +31,7 @@ def take_auxiliary(models: Sequence[Any]) -> dict[str, Tensor]:
     if not routers:
         return logged
     group = routers[0][1].tp_cp_group
-    for name, values in versions.logged_losses().items():
+    for name, values in logged_losses().items():
         total = values.clone()
         values.zero_()
         whole = routers[0][1].tp_dp_cp_group if name == LOGGED_AS["global_aux_loss"] else group
@@ -63,5 +64,5 @@ def _ahead() -> dict[str, Tensor]:
 def _routers(models: Sequence[Any]) -> Iterator[tuple[int, Any]]:
     """(number of the layer in the whole model, from 1; router)."""
     for model in models:
-        for router in versions.routers(model).values():
+        for router in routers_in(model).values():
             yield router.layer_number, router

@@ -1,4 +1,4 @@
-"""Auxiliary losses, of routers and multi-token prediction: their scales, and routers' counts.
+"""The scales of auxiliary losses, of routers and multi-token prediction.
 
 Megatron keeps one scale for the losses of routers and one for those of multi-token prediction.
 `forward_step_calc_loss` sets them for each microbatch, by the trainer's functions, and a backward
@@ -7,7 +7,6 @@ reads what is there. A segment stands for several microbatches, so each one's nu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,15 +15,9 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch import Tensor
 
-from megatron_prefix.moe.group_counts import GroupCounts
-from megatron_prefix.moe.ledger import RouterLedger
-from megatron_prefix.moe.tokens import LogicalTokens
 from megatron_prefix.run.rank import Rank
-from megatron_prefix.run.read.step import Step
 
 if TYPE_CHECKING:
-    from megatron_prefix.parts import StepPart
-    from megatron_prefix.run.execute.executor import Stage
     from megatron_prefix.run.execute.losses import LossContract
 
 
@@ -73,29 +66,3 @@ def set_auxiliary_scales(contract: LossContract, model: Any, num_microbatches: i
         model, next(model.parameters()), None, config, getattr(model, "vp_stage", None),
         contract.collect_non_loss_data, max(num_microbatches, 1), [], contract.cp_size, False,
     )  # fmt: skip
-
-
-def begin_ledgers(
-    stages: Sequence[Stage],
-    step: Step,
-    contract: LossContract,
-    rank: Rank,
-    parts: Sequence[StepPart],
-) -> GroupCounts | None:
-    """Gives the stages their ledgers.
-
-    Returns:
-        What sums counts over data-parallel ranks, if the loss of a router needs that.
-    """
-    if rank.forward_only or not any(stage.hooks.routers for stage in stages):
-        return None
-    cp = rank.groups.cp
-    tokens = LogicalTokens(
-        step.forest, step.microbatch_of, rank.device, cp.rank(), cp.size(), step.packed
-    )
-    group_counts = GroupCounts()
-    make = next(filter(None, (part.ledger(step) for part in parts)), RouterLedger)
-    scales = None if contract.scales is None else contract.scales.routers
-    for stage in stages:
-        stage.ledger = make(tokens, stage.hooks.routers, group_counts, scales)
-    return group_counts if rank.ordered else None

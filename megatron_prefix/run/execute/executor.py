@@ -21,7 +21,6 @@ from torch import Tensor
 from megatron_prefix.layers.blocks.core import own_kernel_runs
 from megatron_prefix.layers.segment import Saving, SegmentContext
 from megatron_prefix.megatron.install import Hooks
-from megatron_prefix.moe.ledger import RouterLedger
 from megatron_prefix.parts import StepPart, around, entered
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.run.calls import FILLED_BY_MODEL
@@ -41,7 +40,6 @@ class Stage:
         filled: what they put into a dict that calls bring; None: these bring none.
         final: what of its decoder's output crosses data-parallel ranks; None elsewhere, and where
             nothing does.
-        ledger: accounts for the routers' losses; None without routers and without gradients.
         live: input and output of segments whose backward is still to come; the output with its
             graph, or None if the forward will run again.
     """
@@ -59,7 +57,6 @@ class Stage:
     filled: FilledDict | None = None
     losses: Losses | None = None
     final: Any = None
-    ledger: RouterLedger | None = None
     live: dict[int, tuple[Tensor | None, Any]] = field(default_factory=dict)
 
 
@@ -68,7 +65,6 @@ class Executor:
 
     Args:
         idle: closed after the first action; until then no garbage is collected.
-        acted: called behind every action with its place, and behind what it sends.
     """
 
     def __init__(
@@ -78,12 +74,10 @@ class Executor:
         inputs: SegmentInputs,
         forward_only: bool,
         idle: contextlib.ExitStack,
-        acted: Callable[[int], None] | None = None,
         drawing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
         parts: Sequence[StepPart] = (),
     ) -> None:
-        self._acted, self._drawing = acted, drawing
-        self._parts = parts
+        self._drawing, self._parts = drawing, parts
         self._idle = idle
         self._plan, self.stages, self._inputs = plan, stages, inputs
         self._links: Links | None = None
@@ -104,8 +98,8 @@ class Executor:
                         self._run(action, stage)
                     self._idle.close()
                     self._advance()
-                    if self._acted is not None:
-                        self._acted(place)
+                    for part in self._parts:
+                        part.acted(place)
             if self._links is not None:
                 self._links.finish()
             for part in self._parts:
@@ -116,7 +110,7 @@ class Executor:
     def end(self) -> None:
         for stage in self.stages:
             stage.hooks.end_step()
-            for kept in (stage.live, stage.cache, stage.final, stage.ledger):
+            for kept in (stage.live, stage.cache, stage.final):
                 if kept is not None:
                     kept.clear()
         for part in self._parts:
@@ -146,8 +140,7 @@ class Executor:
         decoded, on_decoded = (None, None) if final is None else final.of(index)
         unread, scored = stage.is_last and not segment.scored, self._scored(index, stage)
         return SegmentContext(
-            index, segment.inner, runs, positions, stage.cache, stage.ledger,
-            backward, saving, self._parts,
+            index, segment.inner, runs, positions, stage.cache, backward, saving, self._parts,
             stage.hooks.keys_only if unread else None,
             self._inputs.read(index, stage.moves_labels) if scored else None, stage.moves_labels,
             decoded, on_decoded, joined=segment.joined >= 0,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.device.modules import modules_of
-from megatron_prefix.moe import versions
+from megatron_prefix.megatron.logged_losses import logged_losses
 from megatron_prefix.run.rank import Rank
 
 
@@ -26,7 +26,7 @@ class Rewind:
 
     def __init__(self, rank: Rank) -> None:
         self.models, self._copies_of_totals = rank.models, list[Tensor]()
-        self._logged = versions.logged_losses if rank.model.has_experts else dict
+        self._logged = logged_losses if rank.model.has_experts else dict
         modules = list(modules_of(*rank.models))
         self._parameters = [
             p for module in modules for p in module._parameters.values() if p is not None

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime.groups import forget_logged_losses
-from megatron_prefix.moe import versions
+from megatron_prefix.megatron.logged_losses import logged_losses
 from megatron_prefix.refusals.table import FORWARD_COUNTS, FORWARD_GRAPH
 from tests.harness import steps
 from tests.harness.one_group import items, schedule_with
@@ -52,7 +52,7 @@ def counted(
         with around():
             steps.call(schedule, Contract().step, model, items(), forward_only=True)
     counts = [one.clone() for name, one in unwrap(model).named_buffers() if "tokens" in name]
-    return counts + [one.clone() for one in versions.logged_losses().values()]
+    return counts + [one.clone() for one in logged_losses().values()]
 
 
 @pytest.mark.parametrize("around", [contextlib.nullcontext, torch.no_grad])

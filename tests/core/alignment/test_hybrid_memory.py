@@ -17,8 +17,8 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.predict.execution import Execution
 from megatron_prefix.lab.predict.kinds import memory_of
+from megatron_prefix.layers.releases import is_since
 from megatron_prefix.megatron.install import install, language_model
-from megatron_prefix.moe.versions import is_since
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
 from megatron_prefix.tree import Pairs
 from tests.harness import failures, hybrid, saving_kernels, steps

@@ -21,6 +21,9 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.across.span_sums import SpanSums
+from megatron_prefix.features.experts import tokens
+from megatron_prefix.features.experts.group_counts import GroupCounts
+from megatron_prefix.features.experts.ledger import RouterLedger
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group, Rollout
@@ -32,9 +35,6 @@ from megatron_prefix.lab.rl import passes
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.runtime.groups import forget_logged_losses
 from megatron_prefix.lab.verify import align
-from megatron_prefix.moe import tokens
-from megatron_prefix.moe.group_counts import GroupCounts
-from megatron_prefix.moe.ledger import RouterLedger
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import build
 from tests.harness.cases import run_cases
@@ -399,8 +399,8 @@ def compare_with(what: tuple[str, str], layout: Layout) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if mistake:
             _, where, wrong = MISTAKES[mistake]
-            folder = "features.across" if where.startswith("span_sums.") else "moe"
-            patch.setattr(f"megatron_prefix.{folder}.{where}", wrong)
+            folder = "across" if where.startswith("span_sums.") else "experts"
+            patch.setattr(f"megatron_prefix.features.{folder}.{where}", wrong)
         return compare(CASES[name], layout)
 
 

@@ -14,7 +14,7 @@ import torch
 from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime.groups import forget_logged_losses
-from megatron_prefix.moe import versions
+from megatron_prefix.megatron.logged_losses import logged_losses
 from megatron_prefix.run import agreement
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import steps
@@ -108,7 +108,7 @@ def test_what_a_failed_attempt_has_counted_is_taken_back() -> None:
             for name, buffer in unwrap(model).named_buffers()
             if "tokens_per_expert" in name
         }
-        return found, {**counted, **versions.logged_losses(), "random": torch.get_rng_state()}
+        return found, {**counted, **logged_losses(), "random": torch.get_rng_state()}
 
     expected, state = step(None)
     found, again = step(16)

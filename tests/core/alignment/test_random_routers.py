@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features import replays_routes
+from megatron_prefix.features.experts.routers import routers as routers_in
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.verify.observed import take_auxiliary
-from megatron_prefix.moe import versions
 from megatron_prefix.run import schedule
 from megatron_prefix.tree import TreeOptions
 from tests.harness import steps
@@ -92,14 +92,14 @@ class Replaying(Contract):
     """A trainer that has routers follow the routes of its microbatches."""
 
     def step(self, data_iterator: Iterator[Microbatch], model: Any) -> Any:
-        routers = versions.routers(unwrap(model))
+        routers = routers_in(unwrap(model))
         return steps.replaying(super().step, routers)(data_iterator, model)
 
 
 def configure(model: Any, contract: Contract, num_microbatches: int) -> None:
     """What the trainer sets, and the weight of auxiliary losses that Megatron derives from it."""
     contract.configure(model)
-    for router in versions.routers(unwrap(model)).values():
+    for router in routers_in(unwrap(model)).values():
         router.calculate_per_token_loss = contract.per_token
     scale = contract.scale or 1.0
     weight = scale if contract.per_token else scale / num_microbatches
@@ -121,7 +121,7 @@ def taken(model: Any) -> Taken:
     steps.zero_gradients(model)
     counts: list[Tensor] = []
     averaged: list[Tensor] = []
-    for router in versions.routers(unwrap(model)).values():
+    for router in routers_in(unwrap(model)).values():
         if router.enable_expert_bias:
             counts.append(router.local_tokens_per_expert.clone())
             router.local_tokens_per_expert.zero_()

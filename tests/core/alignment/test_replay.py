@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.experts.routers import routers as routers_in
 from megatron_prefix.features.replay import segments as replay
 from megatron_prefix.features.replay.routes import ToldRoutes
 from megatron_prefix.lab import runtime
@@ -28,7 +29,6 @@ from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.rl import batches
 from megatron_prefix.lab.rl.metrics import of_report
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.moe import versions
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
@@ -113,7 +113,7 @@ def compare(case: Case) -> tuple[int, int]:
             spec, layout=case.layout, dtype="float64", recompute=case.recompute,
             config_overrides=ROUTED,
         )  # fmt: skip
-        routers = versions.routers(unwrap(model))
+        routers = routers_in(unwrap(model))
         if len(routers) > len(unwrap(model).decoder.layers):  # nobody has routes for it
             routers.popitem()
         step = steps.replaying(CONTRACT.step, routers)
@@ -124,7 +124,7 @@ def compare(case: Case) -> tuple[int, int]:
         found = []
         for schedule in (get_forward_backward_func(), told, asked):
             set_action(RouterReplayAction.REPLAY_FORWARD, routers)
-            for router in versions.routers(unwrap(model)).values():
+            for router in routers_in(unwrap(model)).values():
                 router.expert_bias.zero_()  # a step moves it
             with torch.no_grad():
                 logs = steps.call(schedule, step, model, items(), forward_only=True)
@@ -233,7 +233,7 @@ def in_part(_: Any, router: Any, routes: torch.Tensor, number: int) -> None:
 def test_what_a_router_is_told_of_one_microbatch_is_its_own(tell: Any) -> None:
     with one_rank():
         built = small_model("tiny-moe", spec=SIZES, config_overrides=ROUTED, wrap_ddp=False)
-        routers, kept = versions.routers(built), {}
+        routers, kept = routers_in(built), {}
 
         def step(iterator: Iterator[Microbatch], model: Any) -> Any:
             batch = next(iterator)
@@ -320,7 +320,7 @@ def test_a_router_of_multi_token_prediction_follows_no_routes(model) -> None:
 
 
 def test_without_an_action_routers_choose_and_leave_nothing(model) -> None:
-    routers = versions.routers(model)
+    routers = routers_in(model)
 
     def gradients(made: list[Microbatch]) -> dict[str, torch.Tensor]:
         steps.zero_gradients(model)

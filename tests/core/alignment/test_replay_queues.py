@@ -19,11 +19,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe import router as megatron_router
 from torch import Tensor
 
+from megatron_prefix.features.experts.routers import routers as routers_in
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.moe import versions
 from megatron_prefix.refusals.table import TWO_CALLS
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.alignment.test_replay import CHUNKED, CONTRACT, SIZES, items
@@ -85,7 +85,7 @@ def put_into(model: Any, stage: Callable[[], str]) -> list[Entries]:
         return stock(*args, **options | {"router_replay": queue})
 
     megatron_router.topk_routing_with_score_function = routed
-    for router in versions.routers(unwrap(model)).values():
+    for router in routers_in(unwrap(model)).values():
         router.routing_replay = queue = Entries()
         queues.append(queue)
         router.register_forward_pre_hook(lambda *_, queue=queue: setattr(Entries, "current", queue))
@@ -102,7 +102,7 @@ def compare(name: str, kind: str) -> tuple[int, int]:
     queues, made = put_into(model, now), items()
 
     def fill() -> None:
-        for queue, router in zip(queues, versions.routers(unwrap(model)).values(), strict=True):
+        for queue, router in zip(queues, routers_in(unwrap(model)).values(), strict=True):
             vars(queue).update(vars(Entries()))
             for item in made:
                 rows = item["routes"][0, :, router.layer_number - 1].long()
@@ -138,9 +138,7 @@ def reference_with_entries() -> None:
     (model,) = build_model(resolve("tiny-moe", **SIZES).with_vocab(64), layout=Layout())
     now, set_stage = stages("slime")
     made = items()
-    for queue, router in zip(
-        put_into(model, now), versions.routers(unwrap(model)).values(), strict=True
-    ):
+    for queue, router in zip(put_into(model, now), routers_in(unwrap(model)).values(), strict=True):
         routes = [item["routes"][0, :, router.layer_number - 1].long() for item in made]
         queue.top_indices_list += [one for one in routes for _ in range(2)]
 

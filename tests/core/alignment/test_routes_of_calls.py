@@ -14,11 +14,11 @@ import pytest
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
+from megatron_prefix.features.experts.routers import routers as routers_in
 from megatron_prefix.features.replay.routes import ToldRoutes
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.moe import versions
 from tests.core.alignment.test_model_calls import Case, built, compare_with
 from tests.harness.calls import ROWS, Form, Trainer
 from tests.harness.cases import check_cases
@@ -98,7 +98,7 @@ def compare(case: Case, layout: Layout) -> None:
 def following(kind: type[Routed], chunks: Sequence[Any]) -> type[Routed]:
     """A trainer of these chunks, whose routers replay."""
     RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
-    found = [one for chunk in chunks for one in versions.routers(unwrap(chunk)).values()]
+    found = [one for chunk in chunks for one in routers_in(unwrap(chunk)).values()]
     return type("Following", (kind,), {"routers": found})
 
 

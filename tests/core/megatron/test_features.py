@@ -22,11 +22,12 @@ from torch import nn
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, Refusal, UserError
 from megatron_prefix.features import replays_routes
+from megatron_prefix.features.experts.routers import global_loss_is_whole
 from megatron_prefix.features.host.part import offload_refusal
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.layers.model import has_global_loss
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import install
-from megatron_prefix.moe import options, versions
 from megatron_prefix.refusals import table
 from megatron_prefix.refusals.table import OPTIONS
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -420,12 +421,12 @@ def test_the_global_loss_is_told_from_other_losses() -> None:
             moe_aux_loss_coeff=coefficients,
         )  # fmt: skip
 
-    assert options.has_global_loss(config("global_aux_loss", 0.1))
-    assert options.has_global_loss(config(["aux_loss", "global_aux_loss"], [0.0, 0.1]))
-    assert not options.has_global_loss(config(["aux_loss", "global_aux_loss"], [0.1, 0.0]))
-    assert not options.has_global_loss(config("aux_loss", 0.1))
-    assert not options.has_global_loss(config("global_aux_loss", 0.1, experts=None))
-    assert not options.has_global_loss(SimpleNamespace())
+    assert has_global_loss(config("global_aux_loss", 0.1))
+    assert has_global_loss(config(["aux_loss", "global_aux_loss"], [0.0, 0.1]))
+    assert not has_global_loss(config(["aux_loss", "global_aux_loss"], [0.1, 0.0]))
+    assert not has_global_loss(config("aux_loss", 0.1))
+    assert not has_global_loss(config("global_aux_loss", 0.1, experts=None))
+    assert not has_global_loss(SimpleNamespace())
 
 
 def test_the_global_losses_log_is_never_averaged_over_ranks() -> None:
@@ -436,8 +437,8 @@ def test_the_global_losses_log_is_never_averaged_over_ranks() -> None:
 
     def since(activation, needs_dp_avg=True): ...
 
-    assert versions.global_loss_is_whole(router(before)) == {"reduce_group_has_dp": True}
-    assert versions.global_loss_is_whole(router(since)) == {"needs_dp_avg": False}
+    assert global_loss_is_whole(router(before)) == {"reduce_group_has_dp": True}
+    assert global_loss_is_whole(router(since)) == {"needs_dp_avg": False}
 
 
 def test_routes_are_followed_where_a_config_says_so() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.layers.attention import MaskUse
-from megatron_prefix.moe.options import counts_tokens
+from megatron_prefix.layers.model import counts_tokens
 from megatron_prefix.run.calls import ModelCall, check_masks
 
 CAUSAL = torch.ones(1, 1, 4, 4, dtype=torch.bool).triu(1)

@@ -21,7 +21,7 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime.groups import forget_logged_losses
-from megatron_prefix.moe import versions
+from megatron_prefix.megatron.logged_losses import logged_losses
 from megatron_prefix.refusals import table
 from megatron_prefix.run.execute.call_outputs import CallOutputs
 from megatron_prefix.run.execute.inputs import SegmentInputs
@@ -158,7 +158,7 @@ def run(
             forward_only=False,
         )  # fmt: skip
         others = {name: value.clone() for name, value in model.named_buffers()}
-        others |= {name: value.clone() for name, value in versions.logged_losses().items()}
+        others |= {name: value.clone() for name, value in logged_losses().items()}
         others["random"] = torch.get_rng_state(), random.random(), np.random.rand()
         found.append(Seen(logs, {n: g.clone() for n, g in steps.gradients(model).items()}, others))
     return found

@@ -11,10 +11,10 @@ import pytest
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
+from megatron_prefix.features.experts.routers import routers
 from megatron_prefix.features.graphs import cut_layer, layers
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.numerics import tolerance
-from megatron_prefix.moe.versions import routers
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.alignment.test_replay import CONTRACT, ROUTED, SIZES, items, set_action
 from tests.core.features.graphs.test_graphs import TOKENS, config, made, same, steps, without

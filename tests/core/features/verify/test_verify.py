@@ -17,7 +17,7 @@ from megatron_prefix.errors import CannotShare
 from megatron_prefix.features.verify import gradients, logs
 from megatron_prefix.lab.runtime.groups import forget_logged_losses
 from megatron_prefix.megatron.install import language_model
-from megatron_prefix.moe import versions
+from megatron_prefix.megatron.logged_losses import logged_losses
 from megatron_prefix.refusals.table import NOT_VERIFIED
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.read.model_state import StateOfSteps
@@ -271,7 +271,7 @@ def test_routers_and_further_tokens_are_stocks(name, spec) -> None:
             values.zero_()
         model = small_model(name, spec=spec)
         result = run(schedule, model)
-        logged = {**versions.logged_losses(), **logs.logged_ahead()}
+        logged = {**logged_losses(), **logs.logged_ahead()}
         found.append((result, {key: value.clone() for key, value in logged.items()}))
         if isinstance(schedule, PrefixSchedule):
             worst = schedule.report.features["verify"].worst

@@ -19,11 +19,12 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.across.communicator import Message
 from megatron_prefix.features.across.exchanges import Exchanges
 from megatron_prefix.features.across.part import Crossing
+from megatron_prefix.features.experts.part import Routers
+from megatron_prefix.features.experts.sums import sums_behind
 from megatron_prefix.features.overlap.part import Overlap
 from megatron_prefix.features.overlap.reductions import Group, Reductions
 from megatron_prefix.lab.plans.joint_program import LAYERS, Batch, Pipeline, Rank, Step
 from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.count_sums import sums_behind
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.execute import messages
 from megatron_prefix.run.execute.executor import Executor
@@ -76,22 +77,34 @@ def issued(
         if stage != after:
             links.send(action, torch.empty(shapes(pipeline)[action.segment]))
 
-    sums = [0, *sums_behind(pipeline.union, rank.stage, pipeline.owners)]
-
-    def acted(place: int) -> None:
-        steps.extend(("sum", number) for number in range(*sums[place : place + 2]))
-
     stages = [stage_of(pipeline, rank, chunk, act) for chunk in range(plan.num_chunks)]
     inputs: Any = SimpleNamespace(max_position=0)
     reductions = reductions_of(pipeline, steps, early=early)
     overlap = overlap_of(reductions, plan, rank.stage)
+    routers = [routers_of(pipeline, rank, steps)] if sizes.counts else []
     executor = Recording(
-        plan, stages, inputs, False, None, contextlib.ExitStack(),
-        acted if sizes.counts else None, parts=[crossing_of(pipeline, rank, steps), overlap],
+        plan, stages, inputs, False, contextlib.ExitStack(),
+        parts=[*routers, crossing_of(pipeline, rank, steps), overlap],
     )  # fmt: skip
     executor.run(rank.stage, links)
     overlap.behind()
     return steps
+
+
+def routers_of(pipeline: Pipeline, rank: Rank, steps: list[Told]) -> Routers:
+    """The part that begins sums of counts, which are written down."""
+    begun = 0
+
+    def begin(number: int) -> None:
+        nonlocal begun
+        steps.extend(("sum", each) for each in range(begun, number))
+        begun = max(begun, number)
+
+    alone: Any = SimpleNamespace(language_models=[])
+    part = Routers(PrefixConfig(), alone, Callbacks())
+    sums = sums_behind(pipeline.union, rank.stage, pipeline.owners)
+    vars(part).update(_begun=sums, _counts=SimpleNamespace(begin=begin))
+    return part
 
 
 @dataclass(eq=False)
@@ -218,7 +231,7 @@ def stage_of(pipeline: Pipeline, rank: Rank, chunk: int, act: Any) -> Any:
     cache = SimpleNamespace(map=seen, clear=lambda: None, free=lambda *_, **__: None)
     hooks = SimpleNamespace(prepare=lambda _: None, end_step=lambda: None)
     return SimpleNamespace(
-        hooks=hooks, cache=cache, final=None, ledger=None, losses=None, live={}, act=act,
+        hooks=hooks, cache=cache, final=None, losses=None, live={}, act=act,
     )  # fmt: skip
 
 

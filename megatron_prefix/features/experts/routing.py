@@ -1,6 +1,6 @@
 """Routers in a segment: they count every rollout that a token stands for.
 
-That sum is a payload, too: a span of it goes to the ledger of the step (moe/ledger.py), not to the
+That sum is a payload, too: a span of it goes to the ledger of the step (ledger.py), not to the
 span's children.
 """
 
@@ -14,9 +14,10 @@ import torch
 from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
 from torch import Tensor
 
+from megatron_prefix.features.experts.ledger import RouterLedger
+from megatron_prefix.features.experts.part import Routers, routers_of
 from megatron_prefix.layers.kind import Running
 from megatron_prefix.layers.own_backward import with_backward
-from megatron_prefix.moe.ledger import RouterLedger
 
 
 def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[..., Any]]:
@@ -34,11 +35,14 @@ def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[.
     may_count = router.enable_expert_bias and not is_stock
     counted = [False]
 
-    def running() -> tuple[RouterLedger, int] | None:
+    def step() -> tuple[Routers | None, int]:
         context = hooks.current
-        if context is None or context.ledger is None:
-            return None
-        return context.ledger, context.index
+        return (None, 0) if context is None else (routers_of(context.parts), context.index)
+
+    def running() -> tuple[RouterLedger, int] | None:
+        part, index = step()
+        ledger = None if part is None else part.ledger_of.get(router)
+        return None if ledger is None else (ledger, index)
 
     def routing_of_segment(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         context, counted[0] = running(), False
@@ -46,9 +50,9 @@ def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[.
         if context is not None and may_count:
             before = router.local_tokens_per_expert.clone()
         with contextlib.ExitStack() as stack:
-            if hooks.current is not None and hooks.around_router is not None:
-                num_tokens = logits.shape[:-1].numel()
-                stack.enter_context(hooks.around_router(router, hooks.current.index, num_tokens))
+            part, index = step()
+            if part is not None and (around := part.around.get(router)) is not None:
+                stack.enter_context(around(router, index, logits.shape[:-1].numel()))
             probs, routing_map = routing(logits, *args, **kwargs)
         if before is not None and not counted[0]:
             router.local_tokens_per_expert.copy_(before)

@@ -1,7 +1,6 @@
-"""When sums of routers' counts over data-parallel ranks begin in a plan, and that none is waited
-for that cannot have begun.  Pure.
+"""When sums of routers' counts over data-parallel ranks begin in a plan.  Pure.
 
-moe/group_counts.py says what they are and why waiting for them ends.  A sum is a kernel of a stream
+group_counts.py says what they are and why waiting for them ends.  A sum is a kernel of a stream
 of its own, and on a device with one queue (CUDA_DEVICE_MAX_CONNECTIONS=1) one behind another that
 has not ended holds up everything.  So a sum begins early only if no other is under way that no
 backward has waited for; the rest begin right before the backward that waits for them.  Ranks that
@@ -14,7 +13,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from megatron_prefix.errors import UserError
 from megatron_prefix.plan.actions import Plan
 
 
@@ -33,21 +31,6 @@ def progress(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[tuple[
         while done < len(missing) and not missing[done]:
             done += 1
     return steps
-
-
-def prove(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> None:
-    """Refuses a plan, a user's own, whose backwards would wait for sums that come after them.
-
-    Raises:
-        UserError: naming the action.
-    """
-    steps = progress(plan, rank, microbatch_of)
-    for action, (counted, needed) in zip(plan.programs[rank], steps, strict=True):
-        if counted < needed:
-            raise UserError(
-                f"rank {rank}: {action} waits for the global_aux_loss of {needed} microbatches"
-                f" and the plan has counted {counted} by then: run it later, or give no plan file"
-            )
 
 
 def sums_behind(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[int]:

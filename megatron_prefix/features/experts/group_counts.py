@@ -8,7 +8,7 @@ context and data-parallel group (megatron/core/transformer/moe/router.py, `_appl
 **Rule.** A rank starts one all-reduce per microbatch, of the counts of all its routers (of all
 model chunks), in order of microbatches: number m behind an action, when forwards have counted
 microbatches 0..m in every router, and at the latest before the first backward that waits for it
-(plan/count_sums.py). A backward of microbatch m's segments waits for the sums 0..m; nothing else
+(sums.py). A backward of microbatch m's segments waits for the sums 0..m; nothing else
 waits. Ranks that share experts run one plan, each on its own segments, and start number m behind
 the same action: in the middle of one, another of them may wait for this rank's tokens.
 

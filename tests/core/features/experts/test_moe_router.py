@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError
+from megatron_prefix.features.experts.group_counts import GroupCounts
+from megatron_prefix.features.experts.ledger import LOGGED_AS, RouterLedger
+from megatron_prefix.features.experts.part import Routers
+from megatron_prefix.features.experts.routers import routers as routers_in
+from megatron_prefix.features.experts.tokens import LogicalTokens
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.megatron import features, install
-from megatron_prefix.moe import versions
-from megatron_prefix.moe.group_counts import GroupCounts
-from megatron_prefix.moe.ledger import LOGGED_AS, RouterLedger
-from megatron_prefix.moe.tokens import LogicalTokens
 from megatron_prefix.parts import StepPart
 from megatron_prefix.plan.planner import backward_order
 from megatron_prefix.run.calls import Callbacks
@@ -256,44 +258,58 @@ def model() -> Iterator[Any]:
 
 
 def test_taking_the_hooks_off_leaves_the_routers_as_they_were(model):
-    routers = versions.routers(model).values()
-    before = [dict(router.__dict__) for router in routers]
-    hooks = install.install(model)
-    assert list(hooks.routers) == [0, 1]
-    assert all("routing" in router.__dict__ for router in routers)
+    routers = routers_in(model)
+    before = [dict(router.__dict__) for router in routers.values()]
+    assert list(routers) == [0, 1]
+    install.install(model)
+    assert all("routing" in router.__dict__ for router in routers.values())
     install.uninstall(model)
-    assert [dict(router.__dict__) for router in routers] == before
+    assert [dict(router.__dict__) for router in routers.values()] == before
 
 
 def test_a_queue_of_routes_that_is_not_known_is_refused(model):
     """As slime's register_routing_replay and miles' register_to_module leave a router; and else."""
-    router = versions.routers(model)[1]
+    router = routers_in(model)[1]
 
     def parts() -> tuple[StepPart, ...]:
         return chosen(PrefixConfig(), Rank.of([model]), Callbacks())
 
     router.routing_replay = SimpleNamespace(forward_index=0, backward_index=0, top_indices_list=[])
-    assert [type(part).__name__ for part in parts()] == ["RoutedStep"]
+    assert [type(part).__name__ for part in parts()] == ["Routers", "RoutedStep"]
     router.routing_replay = SimpleNamespace(forward_index=0)
     with pytest.raises(CannotShare, match="layer 1's router takes its routes from a queue that is"):
         parts()
     del router.routing_replay
-    assert not parts()
+    assert [type(part).__name__ for part in parts()] == ["Routers"]
+
+
+@contextlib.contextmanager
+def in_segment(model: Any) -> Iterator[Any]:
+    """The ledger of a segment that runs, whose tokens stand for three each."""
+    ledger = SimpleNamespace(
+        route=lambda layer, index, routing_map: 3 * routing_map.sum(0), count=lambda *_: None
+    )
+    part = Routers(PrefixConfig(), Rank.of([model]), Callbacks())
+    part.ledger_of = dict.fromkeys(routers_in(model).values(), ledger)
+    hooks = install.install(model)
+    hooks.current = SimpleNamespace(parts=[part], index=0)
+    try:
+        yield ledger
+    finally:
+        hooks.current = None
 
 
 @pytest.fixture
-def hooks(model: Any) -> Iterator[install.Hooks]:
-    """The model's, in a segment whose tokens stand for three each."""
-    found = install.install(model)
-    ledger = SimpleNamespace(route=lambda layer, index, routing_map: 3 * routing_map.sum(0))
-    found.current = SimpleNamespace(ledger=ledger, index=0)
-    yield found
-    found.current = None
+def ledger(model: Any) -> Iterator[Any]:
+    """See `in_segment`."""
+    with in_segment(model) as found:
+        yield found
     install.uninstall(model)
 
 
-def test_the_expert_bias_counts_a_recomputed_segment_once(hooks, monkeypatch):
-    router = hooks.routers[0]
+@pytest.mark.usefixtures("ledger")
+def test_the_expert_bias_counts_a_recomputed_segment_once(model, monkeypatch):
+    router = routers_in(model)[0]
     monkeypatch.setattr(router, "enable_expert_bias", True)
     monkeypatch.setattr(router, "local_tokens_per_expert", torch.zeros(4))
     routing_map = torch.tensor([[True, True, False, False], [True, False, False, True]])
@@ -306,7 +322,7 @@ def test_the_expert_bias_counts_a_recomputed_segment_once(hooks, monkeypatch):
 
 def test_a_router_that_counts_for_itself_counts_every_rollout(model, monkeypatch):
     """verl's `routing` adds to the counts without Megatron's method for it."""
-    router = versions.routers(model)[0]
+    router = routers_in(model)[0]
     routing_map = torch.tensor([[True, True, False, False], [True, False, False, True]])
 
     def routing(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -317,17 +333,13 @@ def test_a_router_that_counts_for_itself_counts_every_rollout(model, monkeypatch
     monkeypatch.setattr(router, "enable_expert_bias", True)
     monkeypatch.setattr(router, "local_tokens_per_expert", torch.zeros(4))
     monkeypatch.setattr(router, "routing", routing)
-    found = install.install(model)
-    ledger = SimpleNamespace(
-        route=lambda layer, index, routing_map: 3 * routing_map.sum(0), count=lambda *_: None
-    )
+    install.install(model)
     router.routing(torch.zeros(2, 4))
     assert router.local_tokens_per_expert.tolist() == [2, 1, 0, 1]  # outside of segments
-    found.current = SimpleNamespace(ledger=ledger, index=0)
-    with torch.no_grad():
+    with in_segment(model):
+        with torch.no_grad():
+            router.routing(torch.zeros(2, 4))
         router.routing(torch.zeros(2, 4))
-    router.routing(torch.zeros(2, 4))
-    found.current = None
     assert router.local_tokens_per_expert.tolist() == [8, 4, 0, 4]
     install.uninstall(model)
 
@@ -340,28 +352,23 @@ def test_megatrons_own_routing_is_known_to_count_by_its_method(model, monkeypatc
         copied.append(tensor is router.local_tokens_per_expert)
         return stock(tensor, *args, **options)
 
-    router = versions.routers(model)[0]
+    router = routers_in(model)[0]
     monkeypatch.setattr(router, "enable_expert_bias", True)
     monkeypatch.setattr(router, "local_tokens_per_expert", torch.zeros(8))
     monkeypatch.setattr(router, "expert_bias", torch.zeros(8))
     monkeypatch.setattr(torch.Tensor, "clone", clone)
-    found = install.install(model)
-    ledger = SimpleNamespace(
-        route=lambda layer, index, routing_map: 3 * routing_map.sum(0), count=lambda *_: None
-    )
-    found.current = SimpleNamespace(ledger=ledger, index=0)
-    router.routing(torch.rand(2, 1, 8))
-    found.current = None
+    with in_segment(model):
+        router.routing(torch.rand(2, 1, 8))
     assert not any(copied)
     assert int(router.local_tokens_per_expert.sum()) == 3 * 2 * router.topk
     install.uninstall(model)
 
 
-def test_no_auxiliary_loss_in_eval_mode(hooks, monkeypatch):
+def test_no_auxiliary_loss_in_eval_mode(model, ledger, monkeypatch):
     """As Megatron's routers have none."""
-    router, counted = hooks.routers[0], []
+    router, counted = routers_in(model)[0], []
     monkeypatch.setattr(router.config, "moe_z_loss_coeff", 1.0)
-    hooks.current.ledger.count = lambda *found: counted.append(found)
+    ledger.count = lambda *found: counted.append(found)
     logits = torch.randn(5, router.config.num_moe_experts)
     router.routing(logits)
     assert len(counted) == 1

@@ -1,6 +1,6 @@
 """Experts: their routers count every rollout that a token of a segment stands for.  Pure.
 
-Their segments run in layers/routing.py.
+Their segments run in routing.py.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Experts(Kind):
             yield OTHER_ROUTER.given(number, type(module.router).__name__)
 
     def overrides(self, module: Any, number: int, running: Running) -> Iterable[Override]:
-        from megatron_prefix.layers.routing import in_segments
+        from megatron_prefix.features.experts.routing import in_segments
 
         methods = in_segments(module.router, number, running)
         return [(module.router, name, method) for name, method in methods.items()]

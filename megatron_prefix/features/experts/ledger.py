@@ -12,9 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_prefix.errors import refused
-from megatron_prefix.moe.group_counts import GroupCounts
-from megatron_prefix.moe.tokens import Closing, LogicalTokens, SegmentTokens
-from megatron_prefix.moe.versions import global_loss_is_whole, sample_losses_weigh_batch, unscaled
+from megatron_prefix.features.experts.group_counts import GroupCounts
+from megatron_prefix.features.experts.routers import (
+    global_loss_is_whole,
+    sample_losses_weigh_batch,
+    unscaled,
+)
+from megatron_prefix.features.experts.tokens import Closing, LogicalTokens, SegmentTokens
 from megatron_prefix.refusals.table import UNEVEN_SAMPLES
 
 LOGGED_AS = {

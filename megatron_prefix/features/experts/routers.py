@@ -1,4 +1,4 @@
-"""Differences between Megatron's releases in routers, their names and their counting."""
+"""Megatron's routers, and what differs in them between its releases."""
 
 from __future__ import annotations
 
@@ -7,25 +7,9 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-import megatron.core
-from packaging.version import Version
 from torch import Tensor
 
-
-def is_since(release: str) -> bool:
-    """Whether Megatron-Core is of a release or a later one; candidates for one count as it."""
-    return Version(Version(megatron.core.__version__).base_version) >= Version(release)
-
-
-def transformer_layers(model: Any) -> list[Any]:
-    """Megatron's layers of a language model, in the order in which they run: the decoder's, and
-    behind them those inside multi-token prediction, on the stage that has it."""
-    blocks = getattr(getattr(model, "mtp", None), "layers", ())
-    # 0.17 has renamed it.
-    inside = (
-        getattr(block, "transformer_layer", None) or block.mtp_model_layer for block in blocks
-    )
-    return [*model.decoder.layers, *inside]
+from megatron_prefix.layers.releases import is_since, transformer_layers
 
 
 def routers(model: Any) -> dict[int, Any]:
@@ -47,25 +31,6 @@ def forget_graphs(model: Any) -> None:
             for name, value in [*getattr(part, "__dict__", {}).items()] if dispatcher else ():
                 if isinstance(value, Tensor) and value.grad_fn is not None:
                     setattr(part, name, value.detach())
-
-
-def log_of_losses() -> dict[str, Any]:
-    """Megatron's log of auxiliary losses, by name; of the layers and groups of one model."""
-    try:  # since 0.18
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-    except ImportError:
-        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-
-        return get_moe_layer_wise_logging_tracker()
-    return get_moe_metrics_tracker().metrics
-
-
-def logged_losses() -> dict[str, Tensor]:
-    """Logged auxiliary losses: by name one value per layer; the log's own tensors."""
-    return {
-        name: entry["values"] if isinstance(entry, dict) else entry.values
-        for name, entry in log_of_losses().items()
-    }
 
 
 @contextlib.contextmanager
