@@ -34,8 +34,10 @@ if TYPE_CHECKING:
     from megatron_prefix.run.read.suspend import Capture, SuspendedStep
     from megatron_prefix.run.report import Reports, StepReport
     from megatron_prefix.run.request import Request
-    from megatron_prefix.sidecar.arena import ArenasElsewhere
+    from megatron_prefix.sidecar.arena import LayerArenas
+    from megatron_prefix.sidecar.row_exchange import RowExchange
     from megatron_prefix.tree import Forest
+    from megatron_prefix.tree.payload_map import Form, PayloadMap
 
 
 class Attempt(NamedTuple):
@@ -81,7 +83,7 @@ class StepPart:
     - reading: `check_model`, `read`, `read_last`, `same`, `tokens`, `check`, `build`, `built`;
       `stock` instead where the stock schedule takes the step now;
     - planning: `rates`, `footprint`, `decided`;
-    - a step: `around_run`, `around_step`; then of each attempt `prepare`, `elsewhere`, `begin`;
+    - a step: `around_run`, `around_step`; then of each attempt `prepare`, `arenas`, `begin`;
     - an action: `action` around it, `starts`, `saving`, `computing` around what it computes,
       `arguments`, `backward`, `layer_left`, `freed`; `acted`;
     - behind the actions: `ran`, `input_backwards`, `end` (always), `behind`, `finished`, `timed`.
@@ -226,9 +228,16 @@ class StepPart:
     def prepare(self, plan: Plan, predicted: Callable[[], RankMemory]) -> None:
         """Before the stages of an attempt are made."""
 
-    def elsewhere(self, num_layers: int) -> ArenasElsewhere | None:
-        """What keeps payloads of some of a model chunk's `num_layers` layers that have one; None:
-        all are on the device."""
+    def arenas(
+        self, planned: PayloadMap, forms: Sequence[Form], exchange: RowExchange | None
+    ) -> LayerArenas | None:
+        """What makes the arenas of some of a model chunk's layers; None: all are plain ones.
+
+        Args:
+            planned: places of payloads.
+            forms: of the layers that leave one.
+            exchange: of context-parallel ranks; None: there is one.
+        """
         return None
 
     def begin(self, attempt: Attempt) -> None:

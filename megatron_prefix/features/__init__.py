@@ -237,6 +237,11 @@ PARTS: tuple[Feature, ...] = (
         needed=False,
     ),
     Feature("quantisers", f"{_FOLDER}qat.quantisers:Quantisers", _may_have_quantisers),
+    Feature(
+        "context parallelism",
+        f"{_FOLDER}context_parallel.part:ContextParallel",
+        lambda _, rank: rank.groups.cp.size() > 1,
+    ),
     Feature("host memory", f"{_FOLDER}host.part:HostMemory", _uses_host, policies=("offload",)),
     Feature(
         "images",

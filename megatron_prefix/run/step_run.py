@@ -56,9 +56,7 @@ from megatron_prefix.run.read.step import Step
 from megatron_prefix.run.read.suspend import Capture, SuspendedStep
 from megatron_prefix.run.request import Request
 from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.sidecar.context_parallel import RowExchange
-from megatron_prefix.sidecar.gathered import GatheredArena
-from megatron_prefix.sidecar.sharded import ShardedArena
+from megatron_prefix.sidecar.row_exchange import RowExchange
 from megatron_prefix.tree.payload_map import payload_map
 
 logger = logging.getLogger(__name__)
@@ -362,15 +360,10 @@ class StepRun:
         self, plan: Plan, chunk: int, hooks: Hooks, exchange: RowExchange | None
     ) -> SidecarCache:
         actions, parts = plan.actions_of(self._rank.stage, chunk), self._rank.groups.cp.size()
-        gathers = self._memory.gathers
-        forms = hooks.forms
-        planned = payload_map(plan.segments, actions, parts, 1 if gathers else parts, forms)
-        if exchange is None:
-            every = (part.elsewhere(len(forms)) for part in self._parts)
-            return SidecarCache(planned, forms, next(filter(None, every), None))
-        store = GatheredArena if gathers else ShardedArena
-        transport = functools.partial(store, exchange)
-        return SidecarCache(planned, forms, transport=transport, exchange=exchange)
+        shares, forms = 1 if self._memory.gathers else parts, hooks.forms
+        planned = payload_map(plan.segments, actions, parts, shares, forms)
+        every = (part.arenas(planned, forms, exchange) for part in self._parts)
+        return SidecarCache(planned, forms, next(filter(None, every), None), exchange)
 
 
 @contextlib.contextmanager

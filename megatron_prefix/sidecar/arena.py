@@ -113,10 +113,9 @@ class DeviceBytes:
 class Arena:
     """Payloads of one layer on the device, and their gradients in fp32 or wider.
 
-    The sidecar checks that they are present. Subclasses keep them elsewhere (`ArenasElsewhere`), or
-    exchange payloads of positions among context-parallel ranks when they are written (gathered.py)
-    or read (sharded.py); of states every rank keeps those of its own heads. The first `write`
-    allocates payloads, the first `add` gradients.
+    The sidecar checks that they are present. Subclasses of features (`LayerArenas`) keep them
+    elsewhere, or exchange payloads of positions among context-parallel ranks; of states every rank
+    keeps those of its own heads. The first `write` allocates payloads, the first `add` gradients.
 
     Attributes:
         values: tensors [rows, ...], one for each tensor of a payload; empty without memory.
@@ -221,13 +220,14 @@ def _num_bytes(tensors: Sequence[Tensor]) -> int:
     return sum([tensor.nbytes for tensor in tensors])
 
 
-class ArenasElsewhere(Protocol):
-    """Layers of a model chunk whose arenas are on the device only while they are used."""
+class LayerArenas(Protocol):
+    """What makes the arenas of some layers of a model chunk, for one step."""
 
     def __contains__(self, layer: int) -> bool: ...
 
     def near(self, layer: int, backward: bool) -> int | None:
-        """The next of them from `layer` on, in the order in which layers run; None: no more."""
+        """The layer whose arena is to be announced when `layer` is about to run, this one or a
+        later one in the order in which layers run; None: none."""
         ...
 
     def arena(self, rows: RowMap, device_bytes: DeviceBytes) -> Arena: ...

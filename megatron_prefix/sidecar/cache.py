@@ -26,7 +26,6 @@ from megatron_prefix.sidecar.arena import (
     Arena,
     DeviceBytes,
     KeyValue,
-    Lengths,
     LevelReading,
     OwnKeys,
     Payload,
@@ -34,15 +33,13 @@ from megatron_prefix.sidecar.arena import (
     Rows,
     TailReading,
 )
-from megatron_prefix.tree.payload_map import Form, PayloadMap, RowMap, one_interval
+from megatron_prefix.tree.payload_map import Form, PayloadMap, one_interval
 
 if TYPE_CHECKING:
-    from megatron_prefix.sidecar.arena import ArenasElsewhere
-    from megatron_prefix.sidecar.context_parallel import RowExchange
+    from megatron_prefix.sidecar.arena import LayerArenas
+    from megatron_prefix.sidecar.row_exchange import RowExchange
 
 T = TypeVar("T")
-Transport = Callable[[RowMap, DeviceBytes, tuple[Lengths, ...]], Arena]
-"""Makes the arena of a layer whose rows cross ranks, from the lengths of all segments' spans."""
 
 
 class SegmentState(Enum):
@@ -78,8 +75,7 @@ class SidecarCache:
 
     Args:
         planned: their places; of this rank's part of every segment.
-        elsewhere: keeps the arenas of some layers; None: all are on the device.
-        transport: how rows of positions cross ranks; None: they do not.
+        special: makes the arenas of some layers; None: all are plain ones.
         exchange: of context-parallel ranks, for payloads that every rank has whole; None: without.
 
     Attributes:
@@ -92,23 +88,17 @@ class SidecarCache:
         self,
         planned: PayloadMap,
         forms: Sequence[Form],
-        elsewhere: ArenasElsewhere | None = None,
-        transport: Transport | None = None,
+        special: LayerArenas | None = None,
         exchange: RowExchange | None = None,
     ) -> None:
         self.map, self.forms, self.exchange = planned, tuple(forms), exchange
-        self._elsewhere = elsewhere
+        self._special = special
         self.device_bytes, self.device = DeviceBytes(), torch.device("cpu")
         self._layers: list[_LayerState] = []
         for number, form in enumerate(forms):
             rows = planned.rows(form)
-            # All positions are exchanged; of last ones every rank has a copy.
-            if transport is not None and form == Form.POSITIONS:
-                arena = transport(rows, self.device_bytes, planned.lengths)
-            elif elsewhere is not None and number in elsewhere:
-                arena = elsewhere.arena(rows, self.device_bytes)
-            else:
-                arena = Arena(rows, self.device_bytes)
+            make = special.arena if special is not None and number in special else Arena
+            arena = make(rows, self.device_bytes)
             self._layers.append(_LayerState(arena, rows.visible, rereads=form.name == "positions"))
         self._ahead = {n for n, layer in enumerate(self._layers) if layer.arena.looks_ahead}
         self.looks_ahead = bool(self._ahead)
@@ -199,7 +189,7 @@ class SidecarCache:
             layer: local index; may be out of range.
             backward: whether gradients are needed, too; layers then run from last to first.
         """
-        near = layer if self._elsewhere is None else self._elsewhere.near(layer, backward)
+        near = layer if self._special is None else self._special.near(layer, backward)
         if near is None or near not in self._ahead:
             return
         layer_state = self._layers[near]
@@ -232,8 +222,8 @@ class SidecarCache:
             layer.states.clear()
             layer.live.clear()
         self._made.clear()
-        if self._elsewhere is not None:
-            self._elsewhere.clear()
+        if self._special is not None:
+            self._special.clear()
 
     def _closed(self, layer: int, index: int) -> RuntimeError:
         layer_state = self._layers[layer]

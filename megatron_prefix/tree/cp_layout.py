@@ -77,20 +77,6 @@ def view_order(lengths: Sequence[int], size: int) -> Index:
     return places_of
 
 
-def runs_in_view(lengths: Sequence[int], size: int) -> Index:
-    """Places in the view of runs of keys of these (whole) lengths, run by run. Every rank has an
-    equal part of each run, and the view is the first rank's parts of all runs, then the second's.
-    """
-    local = [length // size for length in lengths]
-    starts, total = np.cumsum([0, *local]), sum(local)
-    pieces = [
-        np.arange(num) + start + rank * total
-        for start, num in zip(starts, local, strict=False)
-        for rank in range(size)
-    ]
-    return np.concatenate(pieces)
-
-
 def own_runs(lengths: tuple[int, ...], rank: int, size: int) -> OwnRuns:
     """A segment's own attention on one rank, for spans of these (whole) lengths.
 
@@ -140,18 +126,3 @@ def last_positions(
         places.append(offsets[hits] + at)
         begin, at = begin + length // size, at + num
     return np.concatenate(local), np.concatenate(places)
-
-
-def own_sums(lengths: tuple[int, ...], rank: int, size: int) -> Index:
-    """Keys of a rank's own runs at every place of the view, [2, places]; -1: none.
-
-    A key is in the run of the rank's late piece, in both runs, or in none.
-    """
-    runs = own_runs(lengths, rank, size)
-    places = view_order(lengths, size)[runs.visible]
-    late = np.repeat(np.arange(len(runs.keys)) % 2 == 1, runs.keys)
-    key_at = np.full((2, sum(lengths)), -1, np.int64)
-    keys = np.arange(len(places))
-    for number, selected in enumerate((late, ~late)):
-        key_at[number, places[selected]] = keys[selected]
-    return key_at

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_prefix.errors import UserError
+from megatron_prefix.features.context_parallel import own_keys as sums
+from megatron_prefix.features.context_parallel import places
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.numerics.working_kernels import available
 from megatron_prefix.layers.blocks import merge as merging
@@ -17,7 +19,6 @@ from megatron_prefix.layers.blocks import operators
 from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
 from megatron_prefix.layers.blocks.kernels import KERNELS, choose_kernel
 from megatron_prefix.layers.blocks.merge import formula, merge
-from megatron_prefix.sidecar import context_parallel as sums
 from megatron_prefix.tree import cp_layout
 from tests.harness.attention_cases import CASES, LAYOUTS, Case, by_blocks, check, make
 
@@ -354,7 +355,7 @@ def test_sums_of_own_keys_are_those_of_torch(
         seen = cp_layout.own_runs(lengths, rank, size).visible
         tables = {
             "own": cp_layout.view_order(lengths, size)[seen],
-            "own sums": cp_layout.own_sums(lengths, rank, size),
+            "own sums": places.own_sums(lengths, rank, size),
         }
         tables = {name: torch.from_numpy(table).cuda() for name, table in tables.items()}
         k, v = (torch.randn(len(seen), heads, w, device="cuda").bfloat16() for w in width)

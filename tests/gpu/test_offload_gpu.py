@@ -72,7 +72,7 @@ def test_a_sidecar_on_the_host_gives_the_same() -> None:
     for _ in range(3):
         owner.begin_step()
         cache = SidecarCache(
-            made.planned(), [Form.POSITIONS] * LAYERS, elsewhere=HostLayers(owner, LAYERS, LAYERS)
+            made.planned(), [Form.POSITIONS] * LAYERS, special=HostLayers(owner, LAYERS, LAYERS)
         )
         found = step(cache, made, device="cuda")
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

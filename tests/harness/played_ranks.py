@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 from collections.abc import Callable
@@ -13,10 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_prefix.features.context_parallel.part import ExchangedLayers
 from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.sidecar.context_parallel import RowExchange
-from megatron_prefix.sidecar.gathered import GatheredArena
-from megatron_prefix.sidecar.sharded import ShardedArena
+from megatron_prefix.sidecar.row_exchange import RowExchange
 from megatron_prefix.tree import Forest, TreeOptions, build
 from megatron_prefix.tree.payload_map import Form, PayloadMap
 from tests.harness.trees import flat_rollouts
@@ -90,10 +88,9 @@ def spread(
 ) -> SidecarCache:
     """A rank's sidecar by the name of cp_reduce; `planned` maps an arena of one of so many shares
     of K/V."""
-    store, shares = {"wave": (ShardedArena, rank.size), "segment": (GatheredArena, 1)}[reduce]
-    transport = functools.partial(store, rank)
+    places = planned({"wave": rank.size, "segment": 1}[reduce])
     forms = [Form.POSITIONS] * num_layers
-    return SidecarCache(planned(shares), forms, transport=transport, exchange=rank)
+    return SidecarCache(places, forms, ExchangedLayers(places, forms, rank), rank)
 
 
 def play(size: int, part: Callable[[PlayedRank], T]) -> list[T]:

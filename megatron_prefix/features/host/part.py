@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from megatron_prefix.run.calls import Callbacks
     from megatron_prefix.run.execute.executor import Stage
     from megatron_prefix.run.rank import Rank
+    from megatron_prefix.sidecar.row_exchange import RowExchange
+    from megatron_prefix.tree.payload_map import Form, PayloadMap
 
 NAME = "host memory"
 """Of the `Counts` in `StepReport.features`."""
@@ -96,11 +98,13 @@ class HostMemory(StepPart):
         staged = memory.staged if offloads else 0.0
         self._offloader.begin_step(memory.peak, staged + memory.cache_staged)
 
-    def elsewhere(self, num_layers: int) -> HostLayers | None:
+    def arenas(
+        self, planned: PayloadMap, forms: Sequence[Form], exchange: RowExchange | None
+    ) -> HostLayers | None:
         """See StepPart."""
         if self._offloader is None or not self.config.cache_host_layers:
             return None
-        return HostLayers(self._offloader, num_layers, self.config.cache_host_layers)
+        return HostLayers(self._offloader, len(forms), self.config.cache_host_layers)
 
     def begin(self, attempt: Attempt) -> None:
         """See StepPart."""

@@ -68,7 +68,7 @@ WAITS = (
     ),
     Mark("megatron_prefix.features.experts.group_counts", "", "a sum of routers' counts"),
     Mark("megatron_prefix.features.overlap.reductions", "", "a reduction of gradients"),
-    Mark("megatron_prefix.sidecar.context_parallel", "", "an exchange of context-parallel ranks"),
+    Mark("megatron_prefix.sidecar.row_exchange", "", "an exchange of context-parallel ranks"),
     Mark("megatron.core.distributed.finalize_model_grads", "", "a reduction of gradients"),
     Mark("megatron.core.distributed.param_and_grad_buffer", "", "a reduction of gradients"),
     Mark("megatron.core.transformer.moe.token_dispatcher", "", "the exchange of experts"),

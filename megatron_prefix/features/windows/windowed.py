@@ -24,7 +24,7 @@ from megatron_prefix.device.transfer import to_device
 from megatron_prefix.layers.blocks.interface import Runs
 from megatron_prefix.layers.blocks.shared import Shared
 from megatron_prefix.sidecar.arena import KeyValue, OwnKeys, Payload, TailReading, wider
-from megatron_prefix.sidecar.context_parallel import halves, side_by_side
+from megatron_prefix.sidecar.row_exchange import halves, side_by_side
 from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.payload_map import Form
 

@@ -32,7 +32,7 @@ from megatron_prefix.run.execute.inputs import ScoredRows
 from megatron_prefix.run.read.heads import FilledDict
 from megatron_prefix.run.read.step import Step
 from megatron_prefix.sidecar.arena import Rows
-from megatron_prefix.sidecar.context_parallel import RowExchange
+from megatron_prefix.sidecar.row_exchange import RowExchange
 from megatron_prefix.tree import Place, Span, cp_layout
 
 FLAT = -1

@@ -26,7 +26,7 @@ from megatron_prefix.lab.verify import align
 from megatron_prefix.layers import table
 from megatron_prefix.refusals.table import LEARNED_SINKS_CP, SINKS_CP, WINDOW_CP
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.sidecar.context_parallel import RowExchange
+from megatron_prefix.sidecar.row_exchange import RowExchange
 from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.payload_map import Form
 from tests.harness.context_parallel import DATA, spec

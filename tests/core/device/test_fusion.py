@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from megatron_prefix.device.fusion import has_triton
-from megatron_prefix.sidecar.context_parallel import key_sums
+from megatron_prefix.features.context_parallel import places
+from megatron_prefix.features.context_parallel.own_keys import key_sums
 from megatron_prefix.tree import cp_layout
 
 PROBE = "megatron_prefix.device.triton_probe"
@@ -85,7 +86,7 @@ def test_places_of_own_keys_say_the_same_both_ways(lengths: tuple[int, ...], siz
             base = None if begin is None else begin.clone()
             got = key_sums(gradients, tables.__getitem__, num, base)
             both = torch.cat([torch.cat(gradients, -1), torch.zeros(1, 2, 8)])
-            sources = cp_layout.own_sums(lengths, rank, size)
+            sources = places.own_sums(lengths, rank, size)
             wanted = both[sources[0]] + both[sources[1]] + (0 if begin is None else begin)
             torch.testing.assert_close(got, wanted)
             found = np.sort(sources[sources >= 0])

@@ -36,15 +36,16 @@ for num, width, dtype in [(2, 24, torch.float32), (3, 64, torch.float32), (3, 16
 
 SUMS = """
 import torch
-from megatron_prefix.sidecar import context_parallel as sums
-from megatron_prefix.sidecar.key_sums_triton import key_sums_triton
+from megatron_prefix.features.context_parallel import own_keys as sums
+from megatron_prefix.features.context_parallel import places as of
+from megatron_prefix.features.context_parallel.key_sums_triton import key_sums_triton
 from megatron_prefix.tree import cp_layout
 
 lengths, size, heads = (24, 48, 8), 2, 3
 for rank in range(size):
     seen = cp_layout.own_runs(lengths, rank, size).visible
     places = torch.from_numpy(cp_layout.view_order(lengths, size)[seen])
-    table = {"own": places, "own sums": torch.from_numpy(cp_layout.own_sums(lengths, rank, size))}
+    table = {"own": places, "own sums": torch.from_numpy(of.own_sums(lengths, rank, size))}
     for begun, width in [(False, (16, 16)), (True, (12, 20))]:
         parts = tuple(torch.randn(len(seen), heads, w) for w in width)
         begin = torch.randn(sum(lengths), heads, sum(width)) if begun else None

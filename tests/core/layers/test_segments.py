@@ -363,7 +363,7 @@ def test_many_trees_with_arenas_on_the_host(name: str, num_host: int) -> None:
     offloader = Offloader(Transfers())
     offloader.begin_step()
     host = HostLayers(offloader, NUM_LAYERS, num_host)
-    cache = SidecarCache(planned(PACKED[name]), [Form.POSITIONS] * NUM_LAYERS, elsewhere=host)
+    cache = SidecarCache(planned(PACKED[name]), [Form.POSITIONS] * NUM_LAYERS, special=host)
     check(PACKED[name], Heads(), torch.float64, "math", cache=cache)
     assert offloader.counts.stored > 0
     cache.clear()

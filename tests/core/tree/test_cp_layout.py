@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_prefix.features.context_parallel import places
 from megatron_prefix.tree import cp_layout
 
 
@@ -55,7 +56,7 @@ def test_runs_are_found_in_the_view(parts: list[int], size: int, random: Any) ->
         shuffled = random.sample(run, len(run))
         dealt.append([shuffled[rank::size] for rank in range(size)])
     view = [key for rank in range(size) for run in dealt for key in run[rank]]
-    order = cp_layout.runs_in_view([len(run) for run in names], size)
+    order = places.runs_in_view(tuple(len(run) for run in names), 0, size)
     assert sorted(order.tolist()) == list(range(len(view)))
     found = [view[place] for place in order]
     for run, mine in zip(names, dealt, strict=True):

@@ -140,7 +140,7 @@ def test_a_failed_step_leaves_nothing_behind(
     cache.prefetch(1, 4, backward=True)  # on its way when the step fails
     cache.clear()
     assert cache.device_bytes.held == 0 == offloader.pool.used_bytes
-    assert not cache._elsewhere._leaving  # type: ignore[union-attr]
+    assert not cache._special._leaving  # type: ignore[union-attr]
 
 
 def test_what_is_loaded_in_vain_is_waited_for() -> None:

@@ -51,7 +51,7 @@ def _key_sums_kernel(  # type: ignore[no-untyped-def]  # noqa: ANN202
 
 
 def key_sums_triton(gradients: Payload, sources: Tensor, begin: Tensor | None) -> Tensor:
-    """See `key_sums`; `sources` is `cp_layout.own_sums`, int64 [2, positions]."""
+    """See `key_sums`; `sources` is `places.own_sums`, int64 [2, positions]."""
     key_grad, value_grad = (gradient.contiguous() for gradient in gradients)
     num, (heads, width), value_width = sources.shape[1], key_grad.shape[1:], value_grad.shape[-1]
     total = begin

@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_prefix.features.context_parallel import places
+from megatron_prefix.features.context_parallel.own_keys import GatheredKeys
 from megatron_prefix.sidecar.arena import Arena, DeviceBytes, KeyValue, Lengths, OwnKeys, Payload
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
-from megatron_prefix.sidecar.context_parallel import GatheredKeys, Pending, RowExchange, halves
+from megatron_prefix.sidecar.row_exchange import Pending, RowExchange, halves, in_order
 from megatron_prefix.tree.payload_map import RowMap
 
 
@@ -45,7 +47,7 @@ class GatheredArena(Arena):
         def saved() -> KeyValue:
             cache.capture(*place, key_value)
             key, value = cache.own(*place)
-            rows = self._exchange.table("own in order", lengths, key.device)
+            rows = self._exchange.table(places.own_in_order, lengths, key.device)
             return key.index_select(0, rows), value.index_select(0, rows)
 
         def begin() -> Tensor | None:
@@ -58,7 +60,7 @@ class GatheredArena(Arena):
         self._expect(index, payload)
         (view,) = self._coming.pop(index).wait()
         key_value = view.index_select(
-            0, self._exchange.table("order", self._lengths[index], view.device)
+            0, self._exchange.table(in_order, self._lengths[index], view.device)
         )
         super().write(index, halves(key_value, payload[0].shape[-1]))
 
@@ -83,5 +85,5 @@ class GatheredArena(Arena):
         if sums is None:
             return None
         key_value = torch.cat(sums, dim=-1)
-        rows = self._exchange.table("dealt", self._lengths[index], key_value.device)
+        rows = self._exchange.table(places.dealt, self._lengths[index], key_value.device)
         return key_value.index_select(0, rows)

@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor
 
+from megatron_prefix.features.context_parallel import places
+from megatron_prefix.features.context_parallel.own_keys import GatheredKeys
 from megatron_prefix.sidecar.arena import (
     Arena,
     DeviceBytes,
@@ -22,13 +24,7 @@ from megatron_prefix.sidecar.arena import (
     Reading,
 )
 from megatron_prefix.sidecar.cache import SidecarCache
-from megatron_prefix.sidecar.context_parallel import (
-    GatheredKeys,
-    Pending,
-    RowExchange,
-    halves,
-    side_by_side,
-)
+from megatron_prefix.sidecar.row_exchange import Pending, RowExchange, halves, side_by_side
 from megatron_prefix.tree.payload_map import RowMap
 
 
@@ -116,7 +112,7 @@ class ShardedArena(Arena):
         runs lie end to end; None for a single run, whose order does not matter."""
         if len(level.key_lengths) == 1:
             return None
-        return self._exchange.table("runs", level.key_lengths, self.values[0].device)
+        return self._exchange.table(places.runs_in_view, level.key_lengths, self.values[0].device)
 
     def _settle(self, newer: int | None = None) -> None:
         """Waits for gradients that were sent here and adds them, except those from `newer`."""
