@@ -155,6 +155,8 @@ PLAN_FILE = ("plan/planfile.py:fitting|features/plan_files/",)
 OVERLAP = ("run/execute/overlap.py|features/overlap/",)
 MTP = ("run/execute/ahead.py|features/mtp/",)
 HOST = ("offload/segment.py|features/host/",)
+SHARDED = ("sidecar/sharded.py|features/context_parallel/sharded.py",)
+GATHERED = ("sidecar/gathered.py|features/context_parallel/gathered.py",)
 VERIFIED = ("run/verify/judge.py|features/verify/|watch/verify/",)
 CASES: dict[str, Case] = {
     "dense": Case(),
@@ -183,8 +185,12 @@ CASES: dict[str, Case] = {
     "pp2-mamba": Case("mamba", layout={"pp": 2}, options={"memory": "recompute"}),
     "vpp2": Case(branches=True, layout={"pp": 2, "vpp": 2}),
     "tp2-sp": Case(branches=True, layout={"tp": 2, "sequence_parallel": 1}),
-    "cp2-wave": Case(options={**CHUNKS, "cp_reduce": "wave"}, layout={"cp": 2}, packed=True),
-    "cp2-segment": Case(branches=True, options={"cp_reduce": "segment"}, layout={"cp": 2}),
+    "cp2-wave": Case(
+        options={**CHUNKS, "cp_reduce": "wave"}, layout={"cp": 2}, packed=True, ran=SHARDED
+    ),
+    "cp2-segment": Case(
+        branches=True, options={"cp_reduce": "segment"}, layout={"cp": 2}, ran=GATHERED
+    ),
     "cp2-windows": Case(branches=True, layout={"cp": 2}, options=CHUNKS, model=WINDOWS),
     "cp2-mamba": Case("mamba", branches=True, layout={"cp": 2}),
     "ep2": Case("experts", branches=True, layout={"ep": 2, "dp": 2}),

@@ -29,6 +29,7 @@ PACKAGE = data.REPOSITORY / "megatron_prefix"
 APART = ("lab/", "features/")
 WORDS = {
     "across": r"across_step|[cC]ommunicator$|Crossing|Exchange(s$|M)|FinalStates|SpanSums|Carried",
+    "context_parallel": r"ShardedA|Gathered[AK]|ExchangedL|key_sums|own_sums|runs_in_view",
     "dealing": r"\bDealt|[Cc]osts_of_length|_balance_batch|deal_whole",
     "dsa": r"dsa|DSA|indexer",
     "experts": r"[lL]edger|LogicalTokens|GroupCounts|sums_behind|TopKRouter|aux_loss_coeff",
