@@ -348,10 +348,6 @@ class Around:
         """Entered around every call, whichever schedule runs it."""
         return contextlib.nullcontext()
 
-    def watched(self, request: Request) -> contextlib.AbstractContextManager[Any]:
-        """Entered around the stock schedule's run of a kind's first step, which is watched."""
-        return contextlib.nullcontext()
-
     def shared(self, run: Run, request: Request) -> list[Any]:
         """Runs a call that may be shared; all ranks that make a step together come here.
 

@@ -50,13 +50,14 @@ class FeatureAround(NamedTuple):
     Attributes:
         name: for messages.
         path: "module:Class" of an `Around` (parts.py).
-        wanted: whether a schedule has it, by what the user set.
+        wanted: whether a schedule has it, by what the user set, and whether the trainer's first
+            steps are to be watched.
         needed: whether a call without it is not what the user wants, and is the stock schedule's.
     """
 
     name: str
     path: str
-    wanted: Callable[[PrefixConfig], bool]
+    wanted: Callable[[PrefixConfig, bool], bool]
     needed: bool = True
 
 
@@ -268,7 +269,7 @@ DEALING = f"{_FOLDER}dealing.verl:deal_after_import"
 """For no step: what importing `megatron_prefix.auto.whole_groups` calls."""
 
 
-def _may_measure(config: PrefixConfig) -> bool:
+def _may_measure(config: PrefixConfig, _: bool) -> bool:
     """Seconds in mode "auto", bytes on a GPU; a file has both."""
     from megatron_prefix.device.memory import may_count
 
@@ -280,13 +281,18 @@ AROUND: tuple[FeatureAround, ...] = (
     FeatureAround(
         "the comparison of both schedules",
         f"{_FOLDER}verify.around:Verify",
-        lambda config: config.verify > 0 and config.mode in ("auto", "on"),
+        lambda config, _: config.verify > 0 and config.mode in ("auto", "on"),
     ),
     FeatureAround("measuring", f"{_FOLDER}measure.around:Measure", _may_measure, needed=False),
     FeatureAround(
+        "the watch over first steps",
+        f"{_FOLDER}watch.around:Watch",
+        lambda config, looks_first: looks_first and config.mode != "off",
+    ),
+    FeatureAround(
         "the watchdog",
         f"{_FOLDER}watchdog.around:WatchedCalls",
-        lambda config: config.watchdog_minutes > 0 and config.mode != "off",
+        lambda config, _: config.watchdog_minutes > 0 and config.mode != "off",
         needed=False,
     ),
 )

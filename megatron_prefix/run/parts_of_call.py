@@ -135,11 +135,11 @@ class _Missing(Around):
         return run_stock(request.arguments)
 
 
-def around_calls(config: PrefixConfig, reports: Reports) -> list[Around]:
+def around_calls(config: PrefixConfig, reports: Reports, *, looks_first: bool) -> list[Around]:
     """The features that these options ask for, imported now; the first is the innermost."""
     objects: list[Around] = []
     for feature in features.AROUND:
-        if not feature.wanted(config):
+        if not feature.wanted(config, looks_first):
             continue
         try:
             make = loaded(feature, config.mode)

@@ -9,7 +9,7 @@ prompts have in common, where nothing has crossed: that takes time on the host, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,12 @@ class StepKind:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One call of the schedule."""
+    """One call of the schedule.
+
+    Attributes:
+        forward_step: what is called in the place of the trainer's; None: that itself.
+        stock: runs it with the stock schedule, whatever it is; None: it may be shared.
+    """
 
     arguments: Mapping[str, Any]
     rank: Rank
@@ -84,6 +89,8 @@ class Request:
     callbacks: Callbacks
     costs: Costs
     parts: Sequence[StepPart] = ()
+    forward_step: Callable[..., Any] | None = None
+    stock: Callable[[], list[Any]] | None = None
 
     def footprint(self, *, gathers: bool) -> Any:
         """Bytes of the model on the ranks of its pipeline, with what parts of the call add to them;

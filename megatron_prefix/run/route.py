@@ -12,24 +12,14 @@ import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
-
-import torch
-from torch.utils import (
-    _pytree as pytree,  # torch's own; torch.utils.pytree is not public before 2.9
-)
+from typing import Any
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import CannotShare, UserError, refused
 from megatron_prefix.layers.precision import is_untried
-from megatron_prefix.megatron import features
-from megatron_prefix.megatron.install import installed
-from megatron_prefix.megatron.stock import run_stock
 from megatron_prefix.plan.gate import Decision
 from megatron_prefix.refusals.own_errors import softened
 from megatron_prefix.refusals.table import (
-    DATA_EXCHANGE,
-    FORWARD_GRAPH,
     FP8_UNTRIED,
     OWN_ERROR,
     SCALES_INTERLEAVED,
@@ -39,7 +29,6 @@ from megatron_prefix.run.agreement import agree, agree_on, tried
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.costs import Costs
 from megatron_prefix.run.execute.messages import channels_of
-from megatron_prefix.run.first_step import FirstStep
 from megatron_prefix.run.rank import Rank, meeting
 from megatron_prefix.run.read.loss_variables import code_name
 from megatron_prefix.run.request import Backoff, Request, StepKind, unlooked
@@ -130,75 +119,11 @@ class Requests:
         return self._kinds[key]
 
 
-class Watch(NamedTuple):
-    """Megatron's schedule runs the step, and it is watched: the first of its kind."""
-
-    first: FirstStep
-
-
-class Stock(NamedTuple):
-    """Megatron's schedule runs the step, and nobody looks at it."""
-
-    reason: UserError | Decision
-
-
-class Share(NamedTuple):
-    """Forward steps are suspended and read; segments answer them if that pays."""
-
-    first: FirstStep | None
-
-
-def route(request: Request, config: PrefixConfig, *, looks_first: bool) -> Watch | Stock | Share:
-    """The route of a call; the same on all ranks that make it together.
-
-    In mode "on" the first step of a kind is shared while it is watched, but for ranks that share
-    experts or prompts: those would wait for ever for ranks that exchange in a loss.
-    """
-    kind, first = request.kind, None
-    if looks_first and not kind.watched:
-        shares = config.mode == "on" and request.rank.experts is None and not request.may_cross
-        first = FirstStep(request, suspended=shares)
-        if not shares:
-            return Watch(first)
+def route(kind: StepKind) -> UserError | Decision | None:
+    """Why Megatron's schedule runs a call, and nobody looks at it; None if it may be shared. The
+    same on all ranks that make it together."""
     if kind.refusal is not None:
-        return Stock(copy.copy(kind.refusal))
+        return copy.copy(kind.refusal)  # raised, it would hold frames
     if kind.backoff is not None and kind.backoff.skips():
-        return Stock(unlooked())
-    return Share(first)
-
-
-def run_watched(first: FirstStep, request: Request, config: PrefixConfig) -> list[Any]:
-    """Runs the first step of a kind with Megatron's schedule, and watches it; what is in the way of
-    its kind is remembered there, and the same on all ranks that later look at steps together."""
-    rank, kind = request.rank, request.kind
-    with first.watching():
-        store = run_stock(
-            request.arguments, forward_step_func=first.forward_step,
-            data_iterator=first.iterator(request.arguments["data_iterator"]),
-        )  # fmt: skip
-    # A model that cannot run in segments is never captured: its dropout draws in stock's order.
-    refusal: BaseException | None = softened(tried(lambda: _check_model(request))[1], config.mode)
-    refusal, exchange = refusal or first.error, None
-    must_cross = request.may_cross and config.across != "auto"
-    if first.losses_exchange and (must_cross or rank.experts is not None):
-        refusal = refusal or refused(DATA_EXCHANGE)  # ranks meet in segments, too
-    elif first.losses_exchange:
-        exchange = refused(DATA_EXCHANGE)
-    tensors = (leaf for leaf in pytree.tree_leaves(store) if isinstance(leaf, torch.Tensor))
-    if rank.forward_only and any(tensor.requires_grad for tensor in tensors):
-        refusal = refusal or refused(FORWARD_GRAPH)
-    groups = request.agreeing
-    kind.refusal = copy.copy(agree(refusal, groups, rank.device))  # no traceback: models
-    kind.ordered = agree(exchange, groups, rank.device) is not None
-    kind.watched = True
-    return store
-
-
-def _check_model(request: Request) -> None:
-    rank = request.rank
-    for inner, model in zip(rank.language_models, rank.models, strict=True):
-        if installed(model) is None:
-            features.check(inner, model)
-    for part in request.parts:
-        for chunk in range(len(rank.models)):
-            part.check_model(chunk)
+        return unlooked()
+    return None

@@ -3,17 +3,16 @@
 `get_forward_backward_func()` replaces Megatron's function of that name; what it returns
 has Megatron's keyword contract (megatron/core/pipeline_parallel/schedules.py) and its return value.
 
-A call becomes a request (request.py) that takes one of three routes (route.py): Megatron's schedule
-runs the step, watched or not, or its forward steps are suspended in their model calls. Then the
-step is **read** (step_reader.py), **planned** (planning.py), and the plan is **run** (step_run.py);
-or the forward steps go on with Megatron's schedule.
+A call becomes a request (request.py) that takes one of two routes (route.py): Megatron's schedule
+runs the step, or its forward steps are suspended in their model calls. Then the step is **read**
+(step_reader.py), **planned** (planning.py), and the plan is **run** (step_run.py); or the forward
+steps go on with Megatron's schedule.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +33,6 @@ from megatron_prefix.run.agreement import tried
 from megatron_prefix.run.calls import Callbacks, ModelCall, Samples
 from megatron_prefix.run.execute.losses import are_in_order
 from megatron_prefix.run.execute.memory_control import MemoryControl
-from megatron_prefix.run.first_step import FirstStep
 from megatron_prefix.run.parts_of_call import around_calls
 from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.read.loss_variables import code_name
@@ -43,22 +41,12 @@ from megatron_prefix.run.read.suspend import Capture
 from megatron_prefix.run.report import Reports, StepReport, log_shared
 from megatron_prefix.run.request import Request, StepKind
 from megatron_prefix.run.restart import Restart
-from megatron_prefix.run.route import (
-    LOSSES_EXCHANGE,
-    Requests,
-    Share,
-    Stock,
-    Watch,
-    route,
-    run_watched,
-)
+from megatron_prefix.run.route import LOSSES_EXCHANGE, Requests, route
 from megatron_prefix.run.step_reader import StepReader, uncollected
 from megatron_prefix.run.step_run import StepRun, StepUndone
 from megatron_prefix.tree.cp_layout import Slices
 
 logger = logging.getLogger(__name__)
-WATCHED = "the first step of its kind is watched"
-"""Why the stock schedule runs a step that nothing is in the way of."""
 NEW_FUNCTION = (
     "get_forward_backward_func got a new function with the same code: define it once, outside the"
     " step; each new one starts a new schedule, whose first step mode auto does not share"
@@ -75,8 +63,9 @@ class PrefixSchedule:
         callbacks: what the trainer says of its microbatches that its model calls do not say.
         features: what is around its calls, from the innermost on.
         reports: of its steps.
-        looks_first: watches the first step of a kind (first_step.py), in modes "auto" and "observe"
-            with the stock schedule; for trainers whose code is not known.
+        looks_first: watches the first step of a kind (features/watch), in modes "auto" and
+            "observe" with the stock schedule; for trainers whose code is not known. It is read when
+            a schedule is made.
     """
 
     config: PrefixConfig = field(default_factory=PrefixConfig)
@@ -89,7 +78,7 @@ class PrefixSchedule:
         self.reports = Reports(self.config.mode)
         self.requests = Requests(self.config)
         self._reader = StepReader(self.memory, self.planning, self.reports)
-        self.features = around_calls(self.config, self.reports)
+        self.features = around_calls(self.config, self.reports, looks_first=self.looks_first)
 
     @property
     def report(self) -> StepReport | None:
@@ -147,13 +136,12 @@ class PrefixSchedule:
         request = self.requests.of(arguments, self.callbacks)
         if isinstance(request, UserError):
             return self._stock(request, arguments)
-        match route(request, self.config, looks_first=self.looks_first):
-            case Watch(first):
-                return self._watched(first, request)
-            case Stock(reason):
-                return self._stock(reason, arguments)
-            case Share(first):
-                return self._shared(first, request)
+        if (reason := route(request.kind)) is not None:
+            return self._stock(reason, arguments)
+        run = self._captured
+        for feature in self.features:
+            run = functools.partial(feature.shared, run)
+        return run(request)
 
     def _stock(self, reason: UserError | Decision, arguments: Mapping[str, Any]) -> list[Any]:
         """Megatron's schedule, for a reason that is reported; in mode "on" an error is raised."""
@@ -163,27 +151,10 @@ class PrefixSchedule:
             self.reports.stock(reason)
         return run_stock(arguments)
 
-    def _watched(self, first: FirstStep, request: Request) -> list[Any]:
-        with entered(feature.watched(request) for feature in self.features):
-            store = run_watched(first, request, self.config)
-        if request.kind.refusal is not None:
-            self.reports.refused(request.kind.refusal)
-            return store
-        self.reports.stock(Decision(False, WATCHED, False, 1.0))
-        return store
-
-    def _shared(self, first: FirstStep | None, request: Request) -> list[Any]:
-        run = functools.partial(self._captured, first)
-        for feature in self.features:
-            run = functools.partial(feature.shared, run)
-        store = run(request)
-        if first is not None:
-            request.kind.watched, request.kind.refusal = True, copy.copy(first.error)
-            first.check()  # else what was computed may be wrong
-        return store
-
-    def _captured(self, first: FirstStep | None, request: Request) -> list[Any]:
+    def _captured(self, request: Request) -> list[Any]:
         """Runs a step whose forward steps are suspended in their model calls."""
+        if request.stock is not None:
+            return request.stock()
         rank, iterator = request.rank, request.arguments["data_iterator"]
         request.costs.begin(rank)
         with contextlib.ExitStack() as stack:
@@ -191,24 +162,17 @@ class PrefixSchedule:
             if self.config.mode != "on":
                 restart = stack.enter_context(contextlib.closing(Restart(iterator, rank)))
                 iterator = restart.data_iterator
-            if first is None:
-                capture = Capture(request, iterator)
-            else:
-                capture = Capture(request, first.iterator(iterator), first.forward_step)
-            return self._suspended(capture, restart, first, request)
+            return self._suspended(Capture(request, iterator), restart, request)
 
-    def _suspended(
-        self, capture: Capture, restart: Restart | None, first: FirstStep | None, request: Request
-    ) -> list[Any]:
+    def _suspended(self, capture: Capture, restart: Restart | None, request: Request) -> list[Any]:
         """Reads, plans and runs a step, or gives it to the stock schedule: from its begin, where
         segments have run."""
         arguments = request.arguments
         with contextlib.ExitStack() as around, contextlib.ExitStack() as idle:
             around.enter_context(capture.running())
-            around.enter_context(contextlib.nullcontext() if first is None else first.watching())
             around.callback(self.memory.end)
             idle.enter_context(uncollected())
-            step, request = self._reader.read(capture, request, first)
+            step, request = self._reader.read(capture, request)
             joint = None if step is None else self._plan(step, request)
             report: Any = self.report
             with entered(part.around_run(report, request) for part in request.parts):

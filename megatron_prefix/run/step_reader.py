@@ -21,7 +21,6 @@ from megatron_prefix.run import parts_of_call
 from megatron_prefix.run.agreement import agree, agree_on, tried
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.execute.rewind import Rewind
-from megatron_prefix.run.first_step import FirstStep
 from megatron_prefix.run.planning import Planning
 from megatron_prefix.run.read.read_calls import ReadCalls, read_calls
 from megatron_prefix.run.read.step import Step, read_step, told
@@ -60,12 +59,10 @@ class StepReader:
         self._memory, self._planning = memory, planning
         self._config, self._reports = planning.config, reports
 
-    def read(
-        self, capture: Capture, request: Request, first: FirstStep | None
-    ) -> tuple[Step | None, Request]:
+    def read(self, capture: Capture, request: Request) -> tuple[Step | None, Request]:
         """The step; None, with a report, if its calls cannot be answered from segments; and the
         call with the parts of features that they need."""
-        calls, request = self._agreed_calls(capture, request, first)
+        calls, request = self._agreed_calls(capture, request)
         return None if calls is None else self._step(calls, request), request
 
     def _step(self, calls: ReadCalls, request: Request) -> Step | None:
@@ -89,15 +86,13 @@ class StepReader:
             return step
         return self._together(step, request, build, build_alone)
 
-    def _agreed_calls(
-        self, capture: Capture, request: Request, first: FirstStep | None
-    ) -> tuple[ReadCalls | None, Request]:
+    def _agreed_calls(self, capture: Capture, request: Request) -> tuple[ReadCalls | None, Request]:
         """This rank's model calls; None, with a report, if a rank cannot read its own, or if no
         rank wants to. See `read`."""
         rank, kind, calls = request.rank, request.kind, None
         problem: BaseException | None = kind.problem
         if problem is None:
-            calls, request, problem = self._calls(capture, request, first)
+            calls, request, problem = self._calls(capture, request)
         # Where a trainer's groups do not say which ranks are data-parallel, these may meet later
         # without having agreed on this.
         wish = kind.backoff is not None and kind.backoff.is_due and rank.data_ranks is not None
@@ -115,7 +110,7 @@ class StepReader:
         return calls, request
 
     def _calls(
-        self, capture: Capture, request: Request, first: FirstStep | None
+        self, capture: Capture, request: Request
     ) -> tuple[ReadCalls | None, Request, BaseException | None]:
         try:
             capture.run()
@@ -125,8 +120,6 @@ class StepReader:
             problem = softened(error, self._config.mode) if capture.is_broken else error
             return None, request, problem
         try:
-            if first is not None:
-                first.check()
             called = itertools.chain(*map(capture.calls, range(len(capture.steps))))
             if lacking := parts_of_call.missing([*called], request.parts):
                 parts_needed = parts_of_call.made(

@@ -49,6 +49,7 @@ WORDS = {
     "verify": r"[Vv]erif|VERIF",
     "measure": r"[sS]topwatch|\b_?[mM]eters?\b|(Cost|Byte)Meter|Evidence|[oO]utlines",
     "watchdog": r"[Ww]atchdog",
+    "watch": r"FirstStep|first_step|CallGraph|groups_beyond|WATCHED",
 }
 """By feature what only it says: in a name, or in a string that is a value."""
 STAYS = {
@@ -162,7 +163,10 @@ def test_the_package_loads_no_feature() -> None:
 
 PLAIN_STEP = """
 import dataclasses, sys, tempfile
+import megatron_prefix
 from benchmarks import step_trace
+def known(*, prefix_config): return megatron_prefix.PrefixSchedule(prefix_config)
+megatron_prefix.get_forward_backward_func = known
 case = step_trace.CASES[sys.argv[1]]
 case = dataclasses.replace(case, options={**case.options, "watchdog_minutes": 0})
 with tempfile.TemporaryDirectory() as folder, step_trace.joined(case, 0, folder) as device:
@@ -213,7 +217,7 @@ def test_what_only_makes_steps_faster_is_left_out(monkeypatch, caplog) -> None:
 
 
 def test_calls_that_need_a_missing_feature_are_stocks(monkeypatch, caplog) -> None:
-    def always(_: PrefixConfig) -> bool:
+    def always(*_: Any) -> bool:
         return True
 
     missing = features.FeatureAround("a feature", "no.such.module:Around", always)
@@ -270,8 +274,8 @@ def test_a_schedule_loads_the_features_of_its_options() -> None:
     in_fresh_interpreter(
         "import sys\n"
         "from megatron_prefix import PrefixConfig, PrefixSchedule\n"
-        "def loaded(**options):\n"
-        "    PrefixSchedule(PrefixConfig(**options))\n"
+        "def loaded(looks_first=False, **options):\n"
+        "    PrefixSchedule(PrefixConfig(**options), looks_first=looks_first)\n"
         "    names = [n for n in sys.modules if n.startswith('megatron_prefix.features.')]\n"
         "    return {n.split('.')[2] for n in names} - {'across', 'experts'}\n"
         "off = dict(watchdog_minutes=1, verify=2, mode='off')\n"
@@ -279,5 +283,7 @@ def test_a_schedule_loads_the_features_of_its_options() -> None:
         "assert loaded(watchdog_minutes=0, verify=2, mode='observe') == set()\n"
         "assert loaded() == {'watchdog'}\n"
         "assert loaded(verify=1) == {'watchdog', 'verify'}\n"
+        "assert loaded(looks_first=True, mode='off') == {'watchdog', 'verify'}\n"
+        "assert loaded(looks_first=True) == {'watchdog', 'verify', 'watch'}\n"
         "sys.modules.clear()\n"
     )

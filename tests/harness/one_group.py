@@ -27,9 +27,9 @@ def items(num: int = 5, prompt: int = 14) -> list[Microbatch]:
     return found
 
 
-def schedule_with(**fields: Any) -> PrefixSchedule:
+def schedule_with(*, looks_first: bool = False, **fields: Any) -> PrefixSchedule:
     config = PrefixConfig(**{"min_gain": 0, "kernel": "math", **fields})
-    return PrefixSchedule(config)
+    return PrefixSchedule(config, looks_first=looks_first)
 
 
 def run(

@@ -40,6 +40,9 @@ class Measure(Around):
 
     def shared(self, run: Run, request: Request) -> list[Any]:
         """See Around."""
+        if request.stock is not None:
+            with self._watched(request):
+                return run(request)
         request.costs.begin(request.rank)
         meter = self._meter(request)
         decision = meter.begin(request)
@@ -55,8 +58,8 @@ class Measure(Around):
             return run_stock(request.arguments)
 
     @contextlib.contextmanager
-    def watched(self, request: Request) -> Iterator[None]:
-        """See Around."""
+    def _watched(self, request: Request) -> Iterator[None]:
+        """Around the stock schedule's run of a kind's first step."""
         if self.config.mode != "auto" or request.rank.forward_only:
             yield
             return

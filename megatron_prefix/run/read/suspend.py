@@ -199,8 +199,6 @@ class Capture:
     Args:
         data_iterator: what they draw from: one, or a list with one per model chunk; it may be
             anything, and stays as it is if it has no `__next__`.
-        watched: the trainer's forward step in what watches it, if anything does
-            (run/first_step.py).
 
     Attributes:
         steps: per model chunk the suspended forward steps in the trainer's order.
@@ -209,11 +207,9 @@ class Capture:
         tokens: input_ids of the first chunk's calls, from `forget_arguments` on.
     """
 
-    def __init__(
-        self, request: Request, data_iterator: Any, watched: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, request: Request, data_iterator: Any) -> None:
         rank, forward_step = request.rank, request.arguments["forward_step_func"]
-        self._forward_step, self._rank = watched or forward_step, rank
+        self._forward_step, self._rank = request.forward_step or forward_step, rank
         self._parts, self._takes_beside = request.parts, takes_beside(request)
         self._num: int = request.arguments["num_microbatches"]
         keeps_drawn = request.callbacks.needs_drawn(rank.forward_only)

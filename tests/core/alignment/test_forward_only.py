@@ -35,9 +35,7 @@ def _rank() -> Iterator[None]:
 
 
 def auto() -> Any:
-    schedule = schedule_with(mode="auto", min_speedup=0.01)
-    schedule.looks_first = True
-    return schedule
+    return schedule_with(looks_first=True, mode="auto", min_speedup=0.01)
 
 
 def counted(

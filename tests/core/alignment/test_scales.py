@@ -113,8 +113,8 @@ def test_a_number_that_the_data_iterator_sets() -> None:
 def test_a_number_that_is_written_in_place_is_seen() -> None:
     """Nothing can be bound again: the first step, which stock runs, shows it."""
     number = torch.ones(())
-    schedule, items = schedule_with(mode="auto", min_speedup=0.01), Items(number.fill_)
-    schedule.looks_first = True
+    schedule = schedule_with(looks_first=True, mode="auto", min_speedup=0.01)
+    items = Items(number.fill_)
     expected, found = (
         scaled_step(one, lambda loss: loss * number, items) for one in (stock_schedule(), schedule)
     )

@@ -224,8 +224,7 @@ def test_a_label_moves_into_loss_where_the_position_has_none() -> None:
 def test_first_steps_are_watched(mode: str) -> None:
     items, model = hybrid.items(), model_of()
     expected = run(stock_schedule(), model_of(), Contract(), items)
-    schedule = schedule_with(mode=mode, min_speedup=0.1)
-    schedule.looks_first = True
+    schedule = schedule_with(looks_first=True, mode=mode, min_speedup=0.1)
     for number in range(2):
         assert_same(run(schedule, model, Contract(), items), expected, items)
         assert schedule.report is not None

@@ -21,7 +21,7 @@ from megatron_prefix.errors import CannotShare, UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.refusals import table
 from megatron_prefix.run.read.model_walk import WALK, ModelWalk
-from tests.core.run.test_first_step import Trainer, call, watching
+from tests.core.features.watch.test_first_step import Trainer, call, watching
 from tests.harness import steps
 from tests.harness.one_group import assert_bitwise, items
 from tests.harness.one_rank import one_rank, small_model

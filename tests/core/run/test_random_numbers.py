@@ -20,7 +20,7 @@ from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.refusals import table
 from megatron_prefix.run.read.random_numbers import RandomUse
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.core.run.test_first_step import Trainer, two_steps, watching
+from tests.core.features.watch.test_first_step import Trainer, two_steps, watching
 from tests.harness import steps
 from tests.harness.one_group import assert_bitwise, items
 from tests.harness.one_rank import one_rank, small_model

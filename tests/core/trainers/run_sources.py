@@ -30,6 +30,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron_prefix.errors import GAP, Refusal
+from megatron_prefix.features.watch.around import WATCHED
 from megatron_prefix.refusals.table import (
     NOT_CAUSAL,
     OTHER_SENT,
@@ -37,7 +38,6 @@ from megatron_prefix.refusals.table import (
     TWO_CALLS,
     UNMARKED_BIAS,
 )
-from megatron_prefix.run.schedule import WATCHED
 from tests.core.trainers.both import Step
 
 TIME_LIMIT_S = 300

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_prefix.run.schedule import WATCHED
+from megatron_prefix.features.watch.around import WATCHED
 from tests.core.trainers.both import Step
 from tests.core.trainers.registry import installed
 from tests.core.trainers.verl_run import write_plugin

@@ -18,6 +18,7 @@ from megatron_prefix.features.graphs import choice
 from megatron_prefix.features.measure import cost_meter, outlines
 from megatron_prefix.features.measure.around import Measure
 from megatron_prefix.features.measure.cost_file import Measured, read_costs, write_costs
+from megatron_prefix.features.watch.around import WATCHED
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.rl.report_numbers import stopwatch_of
 from megatron_prefix.megatron.stock import stock_schedule
@@ -25,7 +26,7 @@ from megatron_prefix.plan.gate import decide
 from megatron_prefix.run import costs, step_reader
 from megatron_prefix.run.read.suspend import Capture
 from megatron_prefix.run.report import StepReport
-from megatron_prefix.run.schedule import WATCHED, PrefixSchedule
+from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import one_group, steps
 from tests.harness.one_group import assert_bitwise, run, schedule_with
 from tests.harness.one_rank import one_rank, small_model

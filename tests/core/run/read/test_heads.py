@@ -11,12 +11,12 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func as stock_schedule
 
 from megatron_prefix.errors import CannotShare
+from megatron_prefix.features.watch.around import WATCHED
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.refusals import table
 from megatron_prefix.run.calls import FILLED_BY_MODEL, ModelCall
 from megatron_prefix.run.read import heads
-from megatron_prefix.run.schedule import WATCHED
 from tests.harness.calls import run_step
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank, small_model
@@ -50,9 +50,7 @@ def job(head: str) -> tuple[HeadTrainer, Any]:
 
 def watching() -> Any:
     """A schedule in mode auto, as trainers get it."""
-    schedule = schedule_with(mode="auto", min_speedup=1e-3)
-    schedule.looks_first = True
-    return schedule
+    return schedule_with(looks_first=True, mode="auto", min_speedup=1e-3)
 
 
 @pytest.mark.parametrize("head", HEADS)

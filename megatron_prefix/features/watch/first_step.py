@@ -34,6 +34,7 @@ from torch.utils import (
 
 from megatron_prefix import trainers
 from megatron_prefix.errors import Reason, UserError
+from megatron_prefix.features.watch import traces
 from megatron_prefix.megatron.install import installed, intercepted
 from megatron_prefix.refusals.table import (
     AHEAD_HEAD,
@@ -62,7 +63,7 @@ from megatron_prefix.refusals.table import (
 from megatron_prefix.run.calls import FILLED_BY_MODEL
 from megatron_prefix.run.execute.call_outputs import CHECKED_ROWS, largest
 from megatron_prefix.run.rank import default_groups
-from megatron_prefix.run.read import heads, random_numbers, traces
+from megatron_prefix.run.read import heads, random_numbers
 from megatron_prefix.run.read.data_iterators import observed
 from megatron_prefix.run.read.forward_step_state import fixed, quantises
 from megatron_prefix.run.read.loss_variables import Place, code_of, places, used_names
@@ -99,7 +100,7 @@ class _RunningStep:
         held: lists, dicts and tensors that it may write in place, as they were when it began.
         modes: torch's, and transformer-engine's quantisation, when it began; None in a loss.
         state: of the models, when it began; None in a loss, and where it is suspended, which looks
-            itself (read/suspend.py).
+            itself (run/read/suspend.py).
         after: of the models, when one had returned, or at the begin of a loss.
         sent: what the model returned for the next pipeline stage: its place, shape and version.
     """
@@ -118,7 +119,7 @@ class _RunningStep:
 
 
 _running: ContextVar[_RunningStep | None] = ContextVar("running", default=None)
-# A suspended forward step has a context of its own (read/suspend.py).
+# A suspended forward step has a context of its own (run/read/suspend.py).
 
 
 class FirstStep:
@@ -146,6 +147,7 @@ class FirstStep:
         inside = {r for group in (groups.tp, groups.pp, groups.cp) for r in ranks_of(group)}
         data = rank.data_ranks or default_groups().dp_cp
         self._groups = traces.groups_beyond(inside, ranks_of(data))
+        self._iterators: dict[int, Any] = {}
         self._drawn: dict[int, traces.Values] = {}
         self._seen: list[tuple[str, Any]] = []
         self._written: dict[int, Any] = {}
@@ -176,13 +178,10 @@ class FirstStep:
         if self.error is not None:
             raise self.error
 
-    def iterator(self, data_iterator: Any) -> Any:
-        """The trainer's data iterator, or its list of one per model chunk; its items are noted."""
-        return observed(data_iterator, self._drew)
-
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            stack.callback(self._iterators.clear)  # a circle, which would wait for the collector
             for model in self.rank.models:
                 stack.enter_context(intercepted(model, self._intercepting))
                 for hook in (
@@ -196,7 +195,11 @@ class FirstStep:
         if self._strays and bool(torch.stack(self._strays).any()):
             self._note(STRAY_GRADIENT.given())
 
-    def forward_step(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_step(self, data_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        """The trainer's forward step; items that it draws are noted."""
+        key = id(data_iterator)
+        if key not in self._iterators:  # the same one each time, as the trainer's
+            self._iterators[key] = observed(data_iterator, self._drew)
         seen, self._seen = self._seen, []
         own = (  # what it may write in place, as that is bound under no name that is restored
             (str(name), value)
@@ -211,7 +214,7 @@ class FirstStep:
         )  # fmt: skip
         self._number += 1
         with self._as_running(step):
-            returned = self._function(*args, **kwargs)
+            returned = self._function(self._iterators[key], *args, **kwargs)
         if step.num_calls > 1:
             self._note(TWO_CALLS.given())
         self._called_always &= step.num_calls > 0
@@ -295,7 +298,7 @@ class FirstStep:
         return forward
 
     def _drawing(self, call: Callable[[], Any]) -> Any:
-        if self.suspended:  # segments answer it (read/random_numbers.py)
+        if self.suspended:  # segments answer it (run/read/random_numbers.py)
             return call()
         with self._random_use.watching(), self._random_use.calling() as names:
             output = call()
@@ -474,7 +477,8 @@ def _read_by(loss: Callable[..., Any], restored: set[int]) -> Iterator[tuple[str
     """What a loss function may read and a later forward step may write, by name.
 
     Args:
-        restored: identities of dicts whose items are set again for a loss (read/loss_variables.py).
+        restored: identities of dicts whose items are set again for a loss (see
+            run/read/loss_variables.py).
     """
     used = used_names(loss)
     while isinstance(loss, functools.partial):

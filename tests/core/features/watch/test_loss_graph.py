@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_prefix.run.read.traces import CallGraph, next_number
+from megatron_prefix.features.watch.traces import CallGraph, next_number
 
 
 class Model(nn.Module):

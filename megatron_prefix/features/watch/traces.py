@@ -2,7 +2,7 @@
 and what a loss reads of a model.
 
 Each function reads something before and after that part runs; what differs was changed by it.  The
-host waits for the device, so this is for steps that are watched (run/first_step.py).
+host waits for the device, so this is for steps that are watched (first_step.py).
 
 A loss may read only the output of a model call, or also what was computed inside: a hook that keeps
 a layer's activations for the loss sees whole rollouts with the stock schedule, and segments with
