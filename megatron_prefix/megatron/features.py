@@ -207,14 +207,3 @@ def pattern_of(model: Any) -> str:
 
     mlp = getattr(model, "hybrid_mlp_ratio", 0.0)
     return "".join(allocate_layers(model.config.num_layers, attention, mlp))
-
-
-def recomputes(model: Any) -> bool:
-    """Whether a language model follows `recompute_granularity` "full": Mamba's decoder does so
-    since 0.18."""
-    for base in type(model.decoder).__mro__:
-        # Since 0.18 a function of megatron.core.recompute, before a method.
-        called = getattr(vars(base).get("forward"), "__globals__", {})
-        if "checkpointed_forward" in called or "_checkpointed_forward" in vars(base):
-            return True
-    return False

@@ -12,9 +12,8 @@ every kind of layer says (layers/kind.py, `payload`).
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from megatron_prefix.plan.actions import Action, Plan
@@ -256,15 +255,6 @@ def _highest(program: Sequence[Load]) -> RankMemory:
         staged=max(load.staged for load in program),
         exchanged=max(load.exchanged for load in program),
     )  # fmt: skip
-
-
-def least_moment(plan: Plan, footprint: Footprint, rank: int, peak: float) -> float:
-    """The `moment` of a rank's stages, bytes a position, with which its predicted peak is `peak`;
-    where that was not reached, at most so much. Infinite without actions."""
-    stages = tuple(numbers._replace(moment=0.0) for numbers in footprint.stages)
-    program = program_loads(plan, replace(footprint, stages=stages), rank)
-    bounds = ((peak - load.used) / load.positions for load in program if load.positions)
-    return max(0.0, min(bounds, default=math.inf))
 
 
 def program_loads(plan: Plan, footprint: Footprint, rank: int) -> Iterator[Load]:

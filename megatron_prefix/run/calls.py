@@ -79,7 +79,7 @@ class ModelCall:
         Raises:
             UserError: such a step can no longer be run at all.
         """
-        if self.versions != _versions_of(self.arguments):
+        if self.versions != versions_of(self.arguments):
             raise refused(OVERWRITTEN, "an argument of the model", self.microbatch)
 
     def without_tensors(self) -> ModelCall:
@@ -90,18 +90,6 @@ class ModelCall:
             if value is not None and name != BLOCK
         }
         return ModelCall(self.microbatch, plain | self.others)
-
-    def outline(self) -> ModelCall:
-        """The call with the shapes of what is per position, and its packing: it holds no memory."""
-        names = (*PER_POSITION, EMBEDDINGS)
-        tensors = {name: value for name in names if isinstance(value := self[name], Tensor)}
-        outlined: dict[str, Any] = {
-            name: torch.empty(value.shape, device="meta")
-            for name, value in tensors.items()
-            if not value.is_nested
-        }
-        outlined["packed_seq_params"] = self["packed_seq_params"]
-        return ModelCall(self.microbatch, outlined, _versions_of(outlined))
 
     def keyword(self, name: str) -> Any:
         value = self[name]
@@ -168,10 +156,11 @@ def bound(
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             named.update(named.pop(parameter.name, {}))
-    return ModelCall(microbatch, named, _versions_of(named))
+    return ModelCall(microbatch, named, versions_of(named))
 
 
-def _versions_of(arguments: Mapping[str, Any]) -> tuple[int, ...]:
+def versions_of(arguments: Mapping[str, Any]) -> tuple[int, ...]:
+    """See `ModelCall.versions`."""
     tensors = [arguments.get(name) for name in (*PER_POSITION, *MASKS, *features.TAKEN)]
     packing = arguments.get("packed_seq_params")
     tensors += [getattr(packing, name, None) for name in ("cu_seqlens_q", "cu_seqlens_q_padded")]

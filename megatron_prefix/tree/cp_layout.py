@@ -107,22 +107,3 @@ def pieces(length: int, rank: int, size: int) -> list[tuple[int, int]]:
         )
     piece = length // (2 * size)
     return [(at * piece, (at + 1) * piece) for at in (rank, 2 * size - 1 - rank)]
-
-
-def last_positions(
-    lengths: Sequence[int], last: Sequence[int], rank: int, size: int
-) -> tuple[Index, Index]:
-    """The last positions of spans that a rank holds: their places among its positions, and among
-    the last positions of all spans.
-
-    Args:
-        last: per span the number of positions at its end.
-    """
-    local, places, begin, at = [], [], 0, 0
-    for length, num in zip(lengths, last, strict=True):
-        offsets = rank_positions(length, rank, size) - (length - num)
-        hits = np.flatnonzero(offsets >= 0)
-        local.append(hits + begin)
-        places.append(offsets[hits] + at)
-        begin, at = begin + length // size, at + num
-    return np.concatenate(local), np.concatenate(places)

@@ -14,12 +14,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_prefix.megatron.install import intercepted
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.prediction import Prediction, predict
-from megatron_prefix.run.calls import ModelCall, are_contiguous, bound, layouts
+from megatron_prefix.run.calls import (
+    EMBEDDINGS,
+    PER_POSITION,
+    ModelCall,
+    are_contiguous,
+    bound,
+    layouts,
+    versions_of,
+)
 from megatron_prefix.run.read.step import Step, told
 from megatron_prefix.run.request import Request
 
@@ -78,7 +87,20 @@ class Outlines:
                 torch.is_grad_enabled()
             ):  # else it is beside the microbatch's own (run/read/suspend.py)
                 call = bound(signature, args, kwargs, len(self._calls))
-                self._calls.append(call.outline())
+                self._calls.append(_outline(call))
             return stock(*args, **kwargs)
 
         return forward
+
+
+def _outline(call: ModelCall) -> ModelCall:
+    """A call with the shapes of what is per position, and its packing: it holds no memory."""
+    names = (*PER_POSITION, EMBEDDINGS)
+    tensors = {name: value for name in names if isinstance(value := call[name], Tensor)}
+    outlined: dict[str, Any] = {
+        name: torch.empty(value.shape, device="meta")
+        for name, value in tensors.items()
+        if not value.is_nested
+    }
+    outlined["packed_seq_params"] = call["packed_seq_params"]
+    return ModelCall(call.microbatch, outlined, versions_of(outlined))

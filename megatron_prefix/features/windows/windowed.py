@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -159,10 +160,29 @@ def window_keys(context: SegmentContext, form: Form, device: torch.device) -> Wi
             keys.append(len(order[-2]) + len(order[-1]))
     runs = Runs(tuple(queries), tuple(keys), causal=True)
     last_counts = [form.rows(length) for length in own]
-    last, places = cp_layout.last_positions(own, last_counts, rank, size)
+    last, places = last_positions(own, last_counts, rank, size)
     return WindowKeys(
         reading, num_read, sum(own),
         None if reading is None and size == 1 else to_device(device, np.concatenate(order)),
         runs, to_device(device, last), sum(last_counts),
         None if size == 1 else to_device(device, places),
     )  # fmt: skip
+
+
+def last_positions(
+    lengths: Sequence[int], last: Sequence[int], rank: int, size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The last positions of spans that a rank holds: their places among its positions, and among
+    the last positions of all spans.
+
+    Args:
+        last: per span the number of positions at its end.
+    """
+    local, places, begin, at = [], [], 0, 0
+    for length, num in zip(lengths, last, strict=True):
+        offsets = cp_layout.rank_positions(length, rank, size) - (length - num)
+        hits = np.flatnonzero(offsets >= 0)
+        local.append(hits + begin)
+        places.append(offsets[hits] + at)
+        begin, at = begin + length // size, at + num
+    return np.concatenate(local), np.concatenate(places)

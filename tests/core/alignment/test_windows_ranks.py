@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.windows import windowed
-from megatron_prefix.features.windows.windowed import Tails, WindowKeys
+from megatron_prefix.features.windows.windowed import Tails, WindowKeys, last_positions
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.numerics import assert_close
@@ -207,7 +207,7 @@ def test_last_rows_are_dealt_once(size: int, last: int) -> None:
     whole = np.full(sum(left), -1)
     for rank in range(size):
         held = cp_layout.held_positions(lengths, rank, size)
-        mine, places = cp_layout.last_positions(lengths, left, rank, size)
+        mine, places = last_positions(lengths, left, rank, size)
         assert (whole[places] == -1).all()
         whole[places] = held[mine]
     ends = np.cumsum(lengths)

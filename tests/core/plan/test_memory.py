@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_prefix.features.measure.byte_meter import least_moment
 from megatron_prefix.plan.actions import Action, Plan, policies
 from megatron_prefix.plan.layer_numbers import Payload
 from megatron_prefix.plan.memory import (
@@ -14,7 +15,6 @@ from megatron_prefix.plan.memory import (
     MESSAGES,
     Footprint,
     StageBytes,
-    least_moment,
     memory_table,
 )
 from megatron_prefix.plan.planner import make_plan
