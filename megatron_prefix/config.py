@@ -144,7 +144,7 @@ class PrefixConfig:
             if value not in values and value != self.__dataclass_fields__[name].default:
                 raise UserError(f"{name} is {value!r}: give one of {', '.join(map(str, values))}")
         for name, field in self.__dataclass_fields__.items():
-            check_type(name, kinds_of(field), value := getattr(self, name))
+            check_type(name, types_of(field), value := getattr(self, name))
             if isinstance(value, numbers.Integral) and int(value) > MOST_COUNT:
                 raise UserError(f"{name} is {shown(value)}: give at most {MOST_COUNT}")
         kernel_parts(self.kernel)
@@ -201,7 +201,7 @@ class PrefixConfig:
 # Values -------------------------------------------------------------------------------------------
 
 
-def kinds_of(field: Any) -> set[str]:
+def types_of(field: Any) -> set[str]:
     """The parts of a field's annotation: names of `TYPES`."""
     return set(str(field.type).split(" | "))
 

@@ -12,7 +12,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from megatron_prefix import features
-from megatron_prefix.config import PrefixConfig, check_type, kinds_of, wanted
+from megatron_prefix.config import PrefixConfig, check_type, types_of, wanted
 from megatron_prefix.errors import UserError, shown
 from megatron_prefix.plan.files import read_text
 
@@ -108,14 +108,14 @@ def _read_file(path: str) -> dict[str, Any]:
         if name not in FIELDS:
             raise UserError(f"{path}: {name} is not a setting; known are {', '.join(FIELDS)}")
         try:
-            check_type(name, kinds_of(FIELDS[name]) - {"None"}, value)
+            check_type(name, types_of(FIELDS[name]) - {"None"}, value)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
     return values
 
 
 def _parsed(name: str, text: str, where: str) -> Any:
-    kinds = kinds_of(FIELDS[name])
+    kinds = types_of(FIELDS[name])
     if "bool" in kinds and text.lower() in ("true", "false", "1", "0"):
         return text.lower() in ("true", "1")
     for kind, number in (("int", int), ("float", float)):

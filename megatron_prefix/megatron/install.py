@@ -87,7 +87,7 @@ class Hooks:
         self.parts = table.payload_parts(self.model)
         # Kinds do not know modules whose methods are overridden.
         self.slots = [*zip(*(table.parts(self.model, slot) for slot in Slot), strict=True)]
-        self._forms, self._windows = table.forms(self.parts), _windows(self.parts)
+        self._forms, self._windows = table.forms(self.parts), _module_windows(self.parts)
         self._reads_all = hasattr(self.model, "mtp")  # behind the decoder
         self.mask_use = features.mask_use(self.parts)
         config = self.model.config
@@ -180,7 +180,7 @@ class Hooks:
 
     def is_current(self) -> bool:
         """Whether its layers have the windows that they had: else all of it is made anew."""
-        return self._windows == _windows(self.parts)
+        return self._windows == _module_windows(self.parts)
 
     def use(self, kernel: str) -> None:
         """Chooses the kernel by name; see megatron_prefix/layers/blocks/kernels.py."""
@@ -430,7 +430,7 @@ def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
             module.forward = before
 
 
-def _windows(parts: Sequence[Part]) -> list[Any]:
+def _module_windows(parts: Sequence[Part]) -> list[Any]:
     return [window_of(part.module) for part in parts if hasattr(part.module, "core_attention")]
 
 

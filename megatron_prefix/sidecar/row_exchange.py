@@ -86,17 +86,19 @@ class RowExchange:
             lengths: of the segment's spans; they sum to `positions`.
         """
         (view,) = self.gather(local.squeeze(0)).wait()
-        return view.index_select(0, self.table(in_order, tuple(lengths), local.device)).unsqueeze(0)
+        return view.index_select(
+            0, self.table(segment_order, tuple(lengths), local.device)
+        ).unsqueeze(0)
 
     def share(self, total: Tensor, lengths: Sequence[int]) -> Tensor:
         """The reverse of `total` for gradients: this rank's part of the sum over ranks."""
         view = torch.empty_like(total[0])
-        view[self.table(in_order, tuple(lengths), total.device)] = total[0]
+        view[self.table(segment_order, tuple(lengths), total.device)] = total[0]
         (local,) = self.reduce_scatter(view).wait()
         return local.unsqueeze(0)
 
 
-def in_order(lengths: Lengths, rank: int, size: int) -> cp_layout.Index:
+def segment_order(lengths: Lengths, rank: int, size: int) -> cp_layout.Index:
     """Where the positions of a segment are in what `gather` returns."""
     return cp_layout.view_order(lengths, size)
 

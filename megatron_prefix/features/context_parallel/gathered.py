@@ -12,7 +12,7 @@ from megatron_prefix.features.context_parallel import places
 from megatron_prefix.features.context_parallel.own_keys import GatheredKeys
 from megatron_prefix.sidecar.arena import Arena, DeviceBytes, KeyValue, Lengths, OwnKeys, Payload
 from megatron_prefix.sidecar.cache import SegmentState, SidecarCache
-from megatron_prefix.sidecar.row_exchange import Pending, RowExchange, halves, in_order
+from megatron_prefix.sidecar.row_exchange import Pending, RowExchange, halves, segment_order
 from megatron_prefix.tree.payload_map import RowMap
 
 
@@ -60,7 +60,7 @@ class GatheredArena(Arena):
         self._expect(index, payload)
         (view,) = self._coming.pop(index).wait()
         key_value = view.index_select(
-            0, self._exchange.table(in_order, self._lengths[index], view.device)
+            0, self._exchange.table(segment_order, self._lengths[index], view.device)
         )
         super().write(index, halves(key_value, payload[0].shape[-1]))
 
@@ -85,5 +85,5 @@ class GatheredArena(Arena):
         if sums is None:
             return None
         key_value = torch.cat(sums, dim=-1)
-        rows = self._exchange.table(places.dealt, self._lengths[index], key_value.device)
+        rows = self._exchange.table(places.view_positions, self._lengths[index], key_value.device)
         return key_value.index_select(0, rows)

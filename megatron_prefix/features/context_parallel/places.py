@@ -11,25 +11,23 @@ import numpy as np
 from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.cp_layout import Index
 
-Lengths = tuple[int, ...]
 
-
-def dealt(lengths: Lengths, rank: int, size: int) -> Index:
+def view_positions(lengths: tuple[int, ...], rank: int, size: int) -> Index:
     """Positions of the segment in the order of the view."""
     return cp_layout.view_positions(lengths, size)
 
 
-def own_in_order(lengths: Lengths, rank: int, size: int) -> Index:
+def own_in_order(lengths: tuple[int, ...], rank: int, size: int) -> Index:
     """Of a rank's own runs in the segment."""
     return cp_layout.own_runs(lengths, rank, size).visible
 
 
-def own(lengths: Lengths, rank: int, size: int) -> Index:
+def own(lengths: tuple[int, ...], rank: int, size: int) -> Index:
     """Of a rank's own runs in the view."""
     return cp_layout.view_order(lengths, size)[own_in_order(lengths, rank, size)]
 
 
-def runs_in_view(lengths: Lengths, rank: int, size: int) -> Index:
+def runs_in_view(lengths: tuple[int, ...], rank: int, size: int) -> Index:
     """Places in the view of runs of keys of these (whole) lengths, run by run. Every rank has an
     equal part of each run, and the view is the first rank's parts of all runs, then the second's.
     """
@@ -43,7 +41,7 @@ def runs_in_view(lengths: Lengths, rank: int, size: int) -> Index:
     return np.concatenate(pieces)
 
 
-def own_sums(lengths: Lengths, rank: int, size: int) -> Index:
+def own_sums(lengths: tuple[int, ...], rank: int, size: int) -> Index:
     """Keys of a rank's own runs at every place of the view, [2, places]; -1: none.
 
     A key is in the run of the rank's late piece, in both runs, or in none.
