@@ -27,7 +27,7 @@ from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.joint_forest import JointForest, joint_forest
 from megatron_prefix.plan.prediction import Prediction, predict
-from megatron_prefix.plan.step_planner import StepPlanner, Verdict
+from megatron_prefix.plan.step_planner import Forecast, StepPlanner
 from megatron_prefix.tree.packing import MicrobatchRows
 
 PACK_TOKENS, STEP_TOKENS = 16384, {"math_cot": 12500}
@@ -89,8 +89,8 @@ class Job:
         plan = replace(self.planner.plan(joint), segments=joint.union.segments)
         return self._predicted(joint, plan).prefix_seconds
 
-    def _judge(self, joint: JointForest, plan: Plan) -> Verdict:
-        return Verdict(0.0, self._predicted(joint, plan).prefix_seconds, retains=True)
+    def _judge(self, joint: JointForest, plan: Plan) -> Forecast:
+        return Forecast(plan, plan, 0.0, 0.0, self._predicted(joint, plan), retains=True)
 
     def _predicted(self, joint: JointForest, plan: Plan) -> Prediction:
         owners, ranks = joint.union_microbatch_of, joint.num_pipelines

@@ -30,7 +30,7 @@ from megatron_prefix.plan.cost import FLOPS_PER_SECOND
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.memory_policy import Rates, automatic
 from megatron_prefix.plan.prediction import heaviest_stock_plan, limit_of, predict
-from megatron_prefix.plan.step_planner import StepPlanner, Verdict, fitting
+from megatron_prefix.plan.step_planner import Forecast, StepPlanner, fitting
 from megatron_prefix.tree import Forest
 
 SETS = {"gsm8k": 60, "math_cot": 16, "rag_musique": 8, "rag_hotpot_llm": 8}
@@ -51,7 +51,7 @@ def row(name: str, folder: Path, args: argparse.Namespace, pp: int, shuffle: boo
     cost, static, stock = cost_of(spec), 6.0 * spec.parameters() / pp, 0.0
     seconds = cost.in_seconds(FLOPS_PER_SECOND["cuda"], args.layers, pp)
 
-    def chosen(forest: Forest, plan: Plan) -> tuple[Plan, float, Verdict]:
+    def chosen(forest: Forest, plan: Plan) -> Forecast:
         nonlocal stock
         heaviest = heaviest_stock_plan(forest, [owners], pp)
         stock = max(one.peak for one in predict_memory(heaviest, footprint))
@@ -60,14 +60,14 @@ def row(name: str, folder: Path, args: argparse.Namespace, pp: int, shuffle: boo
         plan = replace(plan, policies=kept)
         peak = max(one.peak for one in predict_memory(plan, footprint))
         predicted = predict(seconds, forest, owners, plan)
-        return plan, peak, Verdict(max(0, peak - limit), predicted.prefix_seconds, not any(kept))
+        return Forecast(plan, plan, peak, limit, predicted, not any(kept))
 
     config = PrefixConfig(segment_tokens=args.segment_tokens)
     planner, took = StepPlanner(config, seconds, 1, pp, 1, None), -time.perf_counter()
-    _, forest = planner.build(rollouts, owners, lambda joint, plan: chosen(joint.forest, plan)[2])
+    _, forest = planner.build(rollouts, owners, lambda joint, plan: chosen(joint.forest, plan))
     took += time.perf_counter()
     plans = planner.plans(JointForest.alone(forest, owners))
-    plan, peak, _ = fitting((chosen(forest, one) for one in plans), lambda one: one[2])
+    plan, _, peak, *_ = fitting(chosen(forest, one) for one in plans)
     longest = max(segment.padded_length for segment in forest.segments)
     before, now = ((peak + static) / GIB for peak in (stock, peak))
     order, recomputed = ("in groups", "shuffled")[shuffle], plan.policies.count("recompute")

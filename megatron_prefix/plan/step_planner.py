@@ -7,9 +7,9 @@ cached, as further passes over the same rollouts (log-probs, several epochs) nee
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from megatron_prefix import features
 from megatron_prefix.config import LEAST_SEGMENT, SEGMENT_TOKENS, PrefixConfig
@@ -18,29 +18,50 @@ from megatron_prefix.plan.chunking import ChunkChooser
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.planner import best_plan
+from megatron_prefix.plan.prediction import Prediction
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, Tries, find_shared
 from megatron_prefix.tree.packing import MicrobatchRows
 
 
-class Verdict(NamedTuple):
-    """Prediction of a plan."""
+class Forecast(NamedTuple):
+    """What is predicted of a plan.
 
-    over: float  # bytes by which its peak is above the limit
-    seconds: float  # of the step
-    retains: bool  # every segment has policy "retain"
+    Attributes:
+        union: the plan on the segments of all ranks that share experts.
+        peak, limit: bytes besides weights and gradients, of the rank with most; 0 in a step without
+            gradients.
+        retains: whether every segment has policy "retain", or another one changes nothing.
+    """
+
+    plan: Plan
+    union: Plan
+    peak: float
+    limit: float
+    prediction: Prediction
+    retains: bool
+
+    @property
+    def over(self) -> float:
+        """Bytes by which the peak is above the limit."""
+        return max(0.0, self.peak - self.limit)
 
     @property
     def settles(self) -> bool:
-        """Whether the search can stop."""
+        """Whether the search for a plan can stop."""
         return self.retains and not self.over
 
+    @property
+    def order(self) -> tuple[float, float]:
+        """The plan with the least is taken: within the limit the fastest, else what is least over
+        it."""
+        return self.over, self.prediction.prefix_seconds
 
-T = TypeVar("T")
-Tried = tuple[Verdict, int, JointForest]
-"""Verdict, most positions in a segment, and the segments."""
+
+Tried = tuple[Forecast, int, JointForest]
+"""What is predicted of segments, and the most positions in one."""
 Find = Callable[[Sequence[Pairs], TreeOptions], Tries]
 """Finds what the rollouts of a step share."""
-Judge = Callable[[JointForest, Plan], Verdict]
+Judge = Callable[[JointForest, Plan], Forecast]
 """Predicts a plan of a step's segments."""
 
 
@@ -126,12 +147,15 @@ class StepPlanner:
         # Joined segments wait for nothing, so no other policy would save memory.
         for joined in (True, False) if joins else (False,):
             tried += self._by_length(functools.partial(judged, joined=joined))
-            if any(not verdict.over for verdict, *_ in tried):
+            if any(not forecast.over for forecast, *_ in tried):
                 break
-        if all(verdict.over for verdict, *_ in tried):
+        if all(forecast.over for forecast, *_ in tried):
             # Shorter segments may wait less than stages that run less ahead.
-            tried = [(self._leaner(judge, joint), length, joint) for _, length, joint in tried]
-        _, length, joint = min(tried, key=lambda entry: entry[0][:2])
+            tried = [
+                (fitting(judge(joint, plan) for plan in self.plans(joint)), length, joint)
+                for _, length, joint in tried
+            ]
+        _, length, joint = min(tried, key=lambda entry: entry[0].order)
         return length, joint.forest
 
     def _by_length(self, judged: Callable[[int], Tried]) -> list[Tried]:
@@ -142,15 +166,11 @@ class StepPlanner:
             tried.append(judged(length))
             if tried[-1][0].settles and len(tried) >= self._least:
                 break
-        settled = max((length for verdict, length, _ in tried if verdict.settles), default=0)
+        settled = max((length for forecast, length, _ in tried if forecast.settles), default=0)
         longer = min((length for _, length, _ in tried if length > settled), default=0)
         if settled and longer and self._chooser is None:  # which takes tenths of a second
             tried.append(judged((settled + longer) // 2))
         return tried
-
-    def _leaner(self, judge: Judge, joint: JointForest) -> Verdict:
-        """The verdict on the best of `plans`, which include those that run less ahead."""
-        return fitting((judge(joint, plan) for plan in self.plans(joint)), lambda verdict: verdict)
 
     def build_at(
         self,
@@ -210,15 +230,11 @@ def _find_here(rollouts: Sequence[Pairs], options: TreeOptions) -> Tries:
     return find_shared(rollouts, options=options)
 
 
-def fitting(tried: Iterable[T], verdict: Callable[[T], Verdict]) -> T:
-    """The first plan if it settles the search (no other is made then); else the fastest within the
-    limit; else the one least over it."""
-    results: list[T] = []
-    for candidate in tried:
-        results.append(candidate)
-        if verdict(results[0]).settles:
-            break
-    return min(results, key=lambda candidate: verdict(candidate)[:2])
+def fitting(forecasts: Iterator[Forecast]) -> Forecast:
+    """The first plan's if it settles the search (no other is made then); else the least in
+    order."""
+    first = next(forecasts)
+    return first if first.settles else min([first, *forecasts], key=lambda forecast: forecast.order)
 
 
 def _segment_lengths(config: PrefixConfig) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.gate import Decision, decide, kept_to_limit, unshared, without_sharing
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.prediction import Prediction, predict
-from megatron_prefix.plan.step_planner import Find, Judge, StepPlanner, Verdict, fitting
+from megatron_prefix.plan.step_planner import Find, Forecast, Judge, StepPlanner, fitting
 from megatron_prefix.refusals.own_errors import softened
 from megatron_prefix.refusals.table import SCALES_ORDER
 from megatron_prefix.run import agreement
@@ -35,22 +35,6 @@ from megatron_prefix.tree import Forest, Pairs
 from megatron_prefix.tree.packing import MicrobatchRows
 
 logger = logging.getLogger(__name__)
-
-
-class Forecast(NamedTuple):
-    """What is predicted of a plan.
-
-    Attributes:
-        peak, limit: bytes besides weights and gradients, of the rank with most; 0 in a step without
-            gradients.
-    """
-
-    plan: Plan
-    union: Plan
-    peak: float
-    limit: float
-    prediction: Prediction
-    verdict: Verdict
 
 
 class Beside(NamedTuple):
@@ -167,7 +151,7 @@ class Planning:
         last = self._beside.get(self.planner(request))
         least = 0.0 if last is None or math.isinf(last.limit) else last.limit
 
-        return lambda joint, plan: self._forecast(plan, joint, request, least).verdict
+        return lambda joint, plan: self._forecast(plan, joint, request, least)
 
     def forecast(
         self, forest: Forest, microbatch_of: Sequence[int], request: Request
@@ -179,8 +163,7 @@ class Planning:
 
     def _fitting(self, joint: JointForest, request: Request) -> Forecast:
         plans = self.planner(request).plans(joint)
-        tried = (self._forecast(plan, joint, request) for plan in plans)
-        return fitting(tried, lambda forecast: forecast.verdict)
+        return fitting(self._forecast(plan, joint, request) for plan in plans)
 
     def _forecast(
         self, plan: Plan, joint: JointForest, request: Request, least: float = 0.0
@@ -199,8 +182,7 @@ class Planning:
             forward_only=rank.forward_only, num_pipelines=joint.num_pipelines,
         )  # fmt: skip
         retains = rank.forward_only or self.config.memory != "auto" or not any(plan.policies)
-        verdict = Verdict(max(0.0, peak - limit), prediction.prefix_seconds, retains)
-        return Forecast(plan, union, peak, limit, prediction, verdict)
+        return Forecast(plan, union, peak, limit, prediction, retains)
 
     def decided(self, step: Step, request: Request) -> tuple[StepReport, JointForest]:
         """Which schedule runs a step, and by which plan; all ranks that meet call this.
@@ -325,7 +307,7 @@ class Planning:
         decision = decide(self.config, forecast.prediction.speedup)
         # Ranks that share experts need equally many microbatches for one schedule and may need
         # segments of equal lengths for the other, so nothing is tried there.
-        if not (forecast.verdict.over or rank.experts or step.crosses):
+        if not (forecast.over or rank.experts or step.crosses):
             for part in request.parts:
                 decision = part.decided(decision)
         decision = kept_to_limit(self.config, decision, forecast.peak, forecast.limit)
@@ -336,7 +318,7 @@ class Planning:
             step.forest, decision, forecast.plan, forecast.union, prediction=forecast.prediction,
             times=request.costs.times,
         )  # fmt: skip
-        return report, forecast.verdict.over
+        return report, forecast.over
 
     def _together(self, decision: Decision, step: Step, request: Request) -> Decision:
         rank = request.rank

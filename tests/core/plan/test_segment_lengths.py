@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from megatron_prefix.config import SEGMENT_TOKENS, PrefixConfig
@@ -10,10 +11,17 @@ from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.actions import Plan
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.joint_forest import JointForest
-from megatron_prefix.plan.step_planner import StepPlanner, Verdict, fitting
+from megatron_prefix.plan.prediction import Prediction
+from megatron_prefix.plan.step_planner import Forecast, StepPlanner, fitting
 from tests.harness.trees import flat_rollouts
 
 COST = CostModel.of_flops(1.0, 1.0, 0.0)
+
+
+def forecast(plan: Plan, over: float, seconds: float, *, retains: bool) -> Forecast:
+    """Of a plan that is over its limit by so much, and takes so long."""
+    none = np.zeros(0)
+    return Forecast(plan, plan, over, 0.0, Prediction(none, none, 0.0, seconds), retains)
 
 
 def chosen(
@@ -23,10 +31,10 @@ def chosen(
     rollouts, _ = flat_rollouts(100, answer, 4, 20)
     planner = StepPlanner(PrefixConfig(segment_tokens=given), COST, align, 1, 1, None)
 
-    def judge(_: JointForest, plan: Plan) -> Verdict:
+    def judge(_: JointForest, plan: Plan) -> Forecast:
         longest = max(segment.padded_length for segment in plan.segments)
         seconds = sum(s.padded_length + per_action for s in plan.segments)
-        return Verdict(max(0, longest - room), seconds, retains=True)
+        return forecast(plan, max(0, longest - room), seconds, retains=True)
 
     _, forest = planner.build(rollouts, list(range(len(rollouts))), judge)
     return max(segment.padded_length for segment in forest.segments)
@@ -67,11 +75,10 @@ def test_nothing_is_joined_where_only_what_waits_keeps_the_limit(given: int | st
     planner = StepPlanner(PrefixConfig(segment_tokens=given), COST, 1, 1, 1, None, joins=True)
     for over in (0.0, 1.0):
 
-        def judge(joint: JointForest, plan: Plan, over: float = over) -> Verdict:
+        def judge(joint: JointForest, plan: Plan, over: float = over) -> Forecast:
             joined = any(segment.joined >= 0 for segment in plan.segments)
-            return Verdict(
-                over if joined else 0.0, float(len(joint.forest.segments)), retains=joined
-            )
+            num = len(joint.forest.segments)
+            return forecast(plan, over if joined else 0.0, float(num), retains=joined)
 
         _, forest = planner.build(rollouts, owners, judge)
         joined = any(segment.joined >= 0 for segment in forest.segments)
@@ -93,13 +100,12 @@ def test_stages_run_less_ahead_where_that_alone_keeps_the_limit() -> None:
     joint = JointForest.alone(forest, owners)
 
     def chosen(room: float) -> tuple[float, float]:
-        timelines = [simulate(plan) for plan in planner.plans(joint)]
-        judged = [
-            Verdict(max(0.0, t.peak_live_positions - room), t.makespan, retains=True)
-            for t in timelines
-        ]
-        timeline, verdict = fitting(zip(timelines, judged, strict=True), lambda one: one[1])
-        return timeline.peak_live_positions, verdict.seconds
+        timelines = {id(plan): (plan, simulate(plan)) for plan in planner.plans(joint)}
+        best = fitting(
+            forecast(plan, max(0.0, t.peak_live_positions - room), t.makespan, retains=True)
+            for plan, t in timelines.values()
+        )
+        return timelines[id(best.plan)][1].peak_live_positions, best.prediction.prefix_seconds
 
     (most, soonest), (least, latest) = chosen(1e9), chosen(0.0)
     assert least < 0.7 * most and soonest < latest
