@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from benchmarks import vision_step
-from megatron_prefix.device import memory
-from megatron_prefix.device.memory import Peaks
+from megatron_prefix.features.measure import allocator
+from megatron_prefix.features.measure.allocator import Peaks
 from megatron_prefix.lab.bench import steps
 from megatron_prefix.lab.cli.main import main
 from megatron_prefix.lab.rl import loss, passes
@@ -40,7 +40,7 @@ from megatron_prefix.run.execute.memory_control import free_memory
 from megatron_prefix.run.schedule import PrefixSchedule
 
 GIB = 2**30
-_peaks = memory.peaks
+_peaks = allocator.peaks
 
 
 class _Highest:
@@ -67,7 +67,7 @@ def rows(
         items = all_steps[number % len(all_steps)]
         for chunk in run._chunks:
             chunk.zero_grad_buffer()
-        memory.peaks(run._device)
+        allocator.peaks(run._device)
         torch.cuda.reset_peak_memory_stats()
         allocations = torch.cuda.memory_stats().get("num_device_alloc", 0)
         begin = now(run._device)
@@ -107,11 +107,11 @@ def watch(output: Path, num: int, mode: str) -> None:
         if ours:
             config = replace(schedule.config, mode=mode, min_speedup=0.01)
             schedule = PrefixSchedule(config, looks_first=True)
-            memory.peaks = _Highest().peaks
+            allocator.peaks = _Highest().peaks
         try:
             each = rows(run, all_steps, schedule, num)
         finally:
-            memory.peaks = _peaks
+            allocator.peaks = _peaks
         found.append(dict(ours=ours, step_ms=measured.step_ms, gib=measured.gib, steps=each))
         if int(os.environ.get("RANK", "0")):
             return measured

@@ -1,9 +1,8 @@
-"""How much memory a device has left, and what its allocator has counted."""
+"""How much memory a device has left."""
 
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
 
 import torch
 
@@ -41,14 +40,6 @@ def free_host_bytes() -> float:
     return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-class Peaks(NamedTuple):
-    """Bytes of a device's allocator: `used` now; `allocated` and `reserved` at most so far."""
-
-    used: float
-    allocated: float
-    reserved: float
-
-
 def may_count() -> bool:
     """Whether any device of this machine has an allocator that counts."""
     return torch.cuda.is_available()
@@ -57,11 +48,3 @@ def may_count() -> bool:
 def counts_bytes(device: torch.device) -> bool:
     """Whether the allocator of a device counts."""
     return device.type == "cuda"
-
-
-def peaks(device: torch.device) -> Peaks:
-    """What the allocator says; the host does not wait. Counters are never reset: trainers log
-    them."""
-    stats = torch.cuda.memory_stats(device)
-    names = "allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.peak"
-    return Peaks(*(float(stats.get(name, 0)) for name in names))

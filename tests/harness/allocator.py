@@ -11,8 +11,9 @@ from unittest import mock
 import torch
 
 from megatron_prefix.device import memory
-from megatron_prefix.device.memory import Peaks
 from megatron_prefix.features.host.segment import addresses
+from megatron_prefix.features.measure import allocator
+from megatron_prefix.features.measure.allocator import Peaks
 from megatron_prefix.lab.bench.counted import SavedBytes
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.sidecar.arena import DeviceBytes
@@ -61,7 +62,7 @@ class Allocator:
         with (
             mock.patch.object(DeviceBytes, "add", added),
             mock.patch.object(memory, "counts_bytes", return_value=True),
-            mock.patch.object(memory, "peaks", peaks),
+            mock.patch.object(allocator, "peaks", peaks),
             self._saved.counting(),
         ):
             yield self

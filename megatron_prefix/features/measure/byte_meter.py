@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron_prefix.device import memory
-from megatron_prefix.device.memory import Peaks
+from megatron_prefix.features.measure import allocator
+from megatron_prefix.features.measure.allocator import Peaks
 from megatron_prefix.features.measure.cost_fit import non_negative
 from megatron_prefix.plan.actions import ON_DEVICE, Action, Plan
 from megatron_prefix.plan.cost import AGAIN
@@ -120,7 +120,7 @@ class SegmentBytes:
         frees, if nothing else comes meanwhile: a step's first forward may leave more than a
         segment's tensors (quantised weights).
         """
-        allocated = memory.peaks(self._rank.device).used
+        allocated = allocator.peaks(self._rank.device).used
         self.before = allocated if self.before is None else self.before
         segment, policy = self._plan.segments[action.segment], self._plan.policy(action.segment)
         runs_again = policy == "recompute" and action.kind == "B" and action not in self._again
@@ -129,7 +129,7 @@ class SegmentBytes:
         self._again.add(action)
         yield
         if segment.source < 0 and (runs_again or is_counted):
-            size = memory.peaks(self._rank.device).used - allocated
+            size = allocator.peaks(self._rank.device).used - allocated
             self._add(action, -size if segment.inner and not runs_again else size)
 
     def _add(self, action: Action, size: float) -> None:
@@ -170,7 +170,7 @@ class CallBytes:
         call: list[float] = []  # allocated before it, and positions
 
         def begun(*_: Any) -> None:
-            call[:] = [memory.peaks(device).used] if torch.is_grad_enabled() else []
+            call[:] = [allocator.peaks(device).used] if torch.is_grad_enabled() else []
 
         def decoded(_: Any, __: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
@@ -179,7 +179,7 @@ class CallBytes:
 
         def ended(*_: Any) -> None:
             if len(call) == 2:  # else it is beside the microbatch's own, without gradients
-                self._sizes[chunk].append(memory.peaks(device).used - call[0])
+                self._sizes[chunk].append(allocator.peaks(device).used - call[0])
                 self._positions[chunk].append(call[1])
             call.clear()
 
@@ -227,6 +227,15 @@ def _moment(
     return bound if has_moved else min(bound, guess)
 
 
+def least_moment(plan: Plan, footprint: Footprint, rank: int, peak: float) -> float:
+    """The `moment` of a rank's stages, bytes a position, with which its predicted peak is `peak`;
+    where that was not reached, at most so much. Infinite without actions."""
+    stages = tuple(numbers._replace(moment=0.0) for numbers in footprint.stages)
+    program = program_loads(plan, replace(footprint, stages=stages), rank)
+    bounds = ((peak - load.used) / load.positions for load in program if load.positions)
+    return max(0.0, min(bounds, default=math.inf))
+
+
 class ByteMeter:
     """Counts what positions of one model take in one layout; ranks that meet have the same
     numbers. `costs` gets them."""
@@ -245,10 +254,10 @@ class ByteMeter:
         if not self._costs.counts:
             yield
             return
-        calls, before = CallBytes(rank), memory.peaks(rank.device)
+        calls, before = CallBytes(rank), allocator.peaks(rank.device)
         with calls.counting():
             yield
-        after = memory.peaks(rank.device)
+        after = allocator.peaks(rank.device)
         known = self._known(share=False)
         self._local[False] |= calls.stages(before, after, known)
 
@@ -262,11 +271,11 @@ class ByteMeter:
         if rank.forward_only or not self.is_due(number):
             yield None
             return
-        share, calls, before = report.decision.share, CallBytes(rank), memory.peaks(rank.device)
+        share, calls, before = report.decision.share, CallBytes(rank), allocator.peaks(rank.device)
         count = SegmentBytes(rank) if share else None
         with contextlib.nullcontext() if share else calls.counting():
             yield count
-        after, known = memory.peaks(rank.device), self._known(share=share)
+        after, known = allocator.peaks(rank.device), self._known(share=share)
         # What fails on a rank must not keep the others waiting.
         stages, problem = tried(
             lambda: calls.stages(before, after, known) if count is None

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.device import memory
-from megatron_prefix.device.memory import Peaks
+from megatron_prefix.features.measure.allocator import Peaks
 from megatron_prefix.features.measure.byte_meter import CallBytes, StageCount, of_all_ranks
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
