@@ -227,15 +227,6 @@ def _moment(
     return bound if has_moved else min(bound, guess)
 
 
-def least_moment(plan: Plan, footprint: Footprint, rank: int, peak: float) -> float:
-    """The `moment` of a rank's stages, bytes a position, with which its predicted peak is `peak`;
-    where that was not reached, at most so much. Infinite without actions."""
-    stages = tuple(numbers._replace(moment=0.0) for numbers in footprint.stages)
-    program = program_loads(plan, replace(footprint, stages=stages), rank)
-    bounds = ((peak - load.used) / load.positions for load in program if load.positions)
-    return max(0.0, min(bounds, default=math.inf))
-
-
 class ByteMeter:
     """Counts what positions of one model take in one layout; ranks that meet have the same
     numbers. `costs` gets them."""
