@@ -94,4 +94,7 @@ class Routers(StepPart):
 
 def routers_of(parts: Iterable[StepPart]) -> Routers | None:
     """The part of a step that has its routers; None without experts."""
-    return next((part for part in parts if isinstance(part, Routers)), None)
+    for part in parts:  # not `next`: a router asks several times a forward
+        if isinstance(part, Routers):
+            return part
+    return None

@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_a
 from torch import Tensor
 
 from megatron_prefix.features.experts.ledger import RouterLedger
-from megatron_prefix.features.experts.part import Routers, routers_of
+from megatron_prefix.features.experts.part import routers_of
 from megatron_prefix.layers.kind import Running
 from megatron_prefix.layers.own_backward import with_backward
 
@@ -35,14 +35,11 @@ def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[.
     may_count = router.enable_expert_bias and not is_stock
     counted = [False]
 
-    def step() -> tuple[Routers | None, int]:
-        context = hooks.current
-        return (None, 0) if context is None else (routers_of(context.parts), context.index)
-
     def running() -> tuple[RouterLedger, int] | None:
-        part, index = step()
+        context = hooks.current
+        part = None if context is None else routers_of(context.parts)
         ledger = None if part is None else part.ledger_of.get(router)
-        return None if ledger is None else (ledger, index)
+        return None if ledger is None else (ledger, context.index)  # type: ignore[union-attr]
 
     def routing_of_segment(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         context, counted[0] = running(), False
@@ -50,9 +47,11 @@ def in_segments(router: Any, layer: int, hooks: Running) -> dict[str, Callable[.
         if context is not None and may_count:
             before = router.local_tokens_per_expert.clone()
         with contextlib.ExitStack() as stack:
-            part, index = step()
+            segment = hooks.current
+            part = None if segment is None else routers_of(segment.parts)
             if part is not None and (around := part.around.get(router)) is not None:
-                stack.enter_context(around(router, index, logits.shape[:-1].numel()))
+                num_tokens = logits.shape[:-1].numel()
+                stack.enter_context(around(router, segment.index, num_tokens))  # type: ignore[union-attr]
             probs, routing_map = routing(logits, *args, **kwargs)
         if before is not None and not counted[0]:
             router.local_tokens_per_expert.copy_(before)
