@@ -265,6 +265,8 @@ COST_FILE = f"{_FOLDER}measure.cost_file:read_costs"
 """Reads the file that `PrefixConfig.cost_file` names."""
 PLAN_FILE = f"{_FOLDER}plan_files.plan_file:PlanFile"
 """The plan that `PrefixConfig.plan_file` names, which a planner takes instead of making one."""
+CHUNK_LENGTHS = f"{_FOLDER}chunk_lengths.chooser:ChunkChooser"
+"""What chooses lengths of chunks for a planner, if `PrefixConfig.chunk_tokens` is "auto"."""
 DEALING = f"{_FOLDER}dealing.verl:deal_after_import"
 """For no step: what importing `megatron_prefix.auto.whole_groups` calls."""
 

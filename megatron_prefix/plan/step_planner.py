@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from megatron_prefix import features
 from megatron_prefix.config import LEAST_SEGMENT, SEGMENT_TOKENS, PrefixConfig
 from megatron_prefix.plan.actions import ON_DEVICE, Plan, policies
-from megatron_prefix.plan.chunking import ChunkChooser
 from megatron_prefix.plan.cost import CostModel
 from megatron_prefix.plan.joint_forest import JointForest
 from megatron_prefix.plan.planner import best_plan
@@ -101,11 +100,11 @@ class StepPlanner:
         self._file = None
         if config.plan_file:
             self._file = features.load(features.PLAN_FILE)(config.plan_file, config.memory)
-        self._chooser: ChunkChooser | None = None
         # If memory is short, stages run less ahead; a single stage never runs ahead.
         self._lookaheads = range(config.run_ahead, -1, -1) if num_ranks > 1 else (config.run_ahead,)
+        self._chooser = None
         if config.chunk_tokens == "auto":
-            self._chooser = ChunkChooser(
+            self._chooser = features.load(features.CHUNK_LENGTHS)(
                 num_ranks, num_chunks, config.run_ahead, group_size, cost.segment
             )
         pipeline: dict[str, Any] = dict(num_chunks=num_chunks, group_size=group_size)

@@ -30,6 +30,7 @@ APART = ("lab/", "features/")
 WORDS = {
     "across": r"across_step|[cC]ommunicator$|Crossing|Exchange(s$|M)|FinalStates|SpanSums|Carried",
     "context_parallel": r"ShardedA|Gathered[AK]|ExchangedL|key_sums|own_sums|runs_in_view",
+    "chunk_lengths": r"ChunkChooser|_chunk_lengths|_FINALISTS",
     "dealing": r"\bDealt|[Cc]osts_of_length|_balance_batch|deal_whole",
     "dsa": r"dsa|DSA|indexer",
     "experts": r"[lL]edger|LogicalTokens|GroupCounts|sums_behind|TopKRouter|aux_loss_coeff",
@@ -120,6 +121,7 @@ def test_every_folder_of_a_feature_is_in_the_table() -> None:
     table = (*features.KINDS, *features.PARTS, *features.AROUND)
     paths = [
         *(feature.path for feature in table),
+        features.CHUNK_LENGTHS,
         features.DEALING,
         features.PLAN_FILE,
         features.COST_FILE,

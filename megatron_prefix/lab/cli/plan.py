@@ -15,6 +15,7 @@ import numpy as np
 from megatron_prefix.config import LEAST_SEGMENT, SEGMENT_TOKENS, PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.across.exchange_memory import ExchangeMemory
+from megatron_prefix.features.chunk_lengths.chooser import ChunkChooser
 from megatron_prefix.features.plan_files.table import to_csv
 from megatron_prefix.lab.cli import arguments, plan_ranks
 from megatron_prefix.lab.cli.inputs import load_groups
@@ -35,7 +36,6 @@ from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.lab.view.drawing import timeline_svg
 from megatron_prefix.layers.model import cost_of
 from megatron_prefix.plan.actions import POLICIES, Plan, policies
-from megatron_prefix.plan.chunking import ChunkChooser
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.plan.prediction import Prediction
 from megatron_prefix.plan.prediction import predict as predicted_times

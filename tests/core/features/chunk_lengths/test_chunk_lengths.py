@@ -8,9 +8,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from megatron_prefix.features.chunk_lengths import chooser as chunk_lengths
+from megatron_prefix.features.chunk_lengths.chooser import TOKENS, ChunkChooser
 from megatron_prefix.lab.plans.timeline import simulate
-from megatron_prefix.plan import chunking
-from megatron_prefix.plan.chunking import TOKENS, ChunkChooser
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.plan.walk import Cost, token_cost
 from megatron_prefix.tree import Pairs, TreeOptions, find_shared
@@ -81,8 +81,8 @@ def test_auto_cuts_nothing_where_nothing_waits() -> None:
 
 
 def test_a_shape_is_searched_once(monkeypatch) -> None:
-    planned = mock.Mock(wraps=chunking.best_plan)
-    monkeypatch.setattr(chunking, "best_plan", planned)
+    planned = mock.Mock(wraps=chunk_lengths.best_plan)
+    monkeypatch.setattr(chunk_lengths, "best_plan", planned)
     chooser = ChunkChooser(4)
 
     def chosen(*step) -> tuple[int, bool]:
@@ -98,7 +98,7 @@ def test_a_shape_is_searched_once(monkeypatch) -> None:
     assert chosen(*steps[0], others)[1] and not chosen(*steps[0], renumbered)[1]
     assert chosen(*steps[1])[1]
     assert not chosen(*steps[0])[1]
-    monkeypatch.setattr(chunking, "MOST_KNOWN", 3)
+    monkeypatch.setattr(chunk_lengths, "MOST_KNOWN", 3)
     assert chosen(*steps[2]) == (ChunkChooser(4).choose(*steps[2]), True)
     assert chosen(*steps[0]) == first, "forgotten with the others"
 
