@@ -170,10 +170,7 @@ def meet(
     """A rank's segments beside those of ranks that share experts; all of these call this."""
     if group is None:
         return JointForest.alone(forest, microbatch_of)
-    numbers = all_say((tuple(microbatch_of), forest.to_ints()), group)
-    forests = [Forest.from_ints(ints) for _, ints in numbers]
-    forests[group.rank()] = forest
-    owners = [owners for owners, _ in numbers]
+    forests, owners = zip(*all_say((forest, tuple(microbatch_of)), group), strict=True)
     return joint_forest(forests, owners, group.rank(), even=even)
 
 

@@ -11,8 +11,8 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -405,54 +405,6 @@ class Forest:
         segments = (segment._replace(trained=None) for segment in self.segments)
         return replace(self, segments=tuple(segments))
 
-    def to_ints(self) -> list[int]:
-        numbers = [self.multiple, int(self.ordered), self.unshared_by_routes, self.pad_multiple]
-        numbers += [self.requested_length, len(self.exchanges)]
-        for exchange in self.exchanges:
-            numbers += [exchange.segment, exchange.depth, len(exchange.peers)]
-            for rank, spans in exchange.peers:
-                numbers += [rank, len(spans), *spans]
-        numbers += [len(self.num_positions), *self.num_positions, *self.first_trained]
-        rounds = self.rounds or (-1,) * len(self.segments)
-        for segment, number in zip(self.segments, rounds, strict=True):
-            num_trained = -1 if segment.trained is None else segment.trained
-            numbers += [segment.inner + 2 * segment.scored, num_trained, segment.source, number]
-            numbers.append(len(segment.spans))
-            for span in segment.spans:
-                numbers += [*(span.parent or (-1, -1)), *span[:3]]
-                numbers += [len(span.rollouts), *span.rollouts]
-        return numbers
-
-    @classmethod
-    def from_ints(cls, numbers: Sequence[int]) -> Forest:
-        stream = iter(numbers)
-
-        def take(count: int) -> tuple[int, ...]:
-            return tuple(itertools.islice(stream, count))
-
-        align, ordered, unshared, pad_multiple, requested_length, num_exchanges = take(6)
-        exchanges = []
-        for _ in range(num_exchanges):
-            segment, depth, num_peers = take(3)
-            peers = ((rank, take(num)) for rank, num in (take(2) for _ in range(num_peers)))
-            exchanges.append(Exchange(segment, tuple(peers), depth))
-        (num_rollouts,) = take(1)
-        num_positions, first_trained = take(num_rollouts), take(num_rollouts)
-        segments: list[Segment] = []
-        rounds = []
-        while head := take(5):
-            flags, num_trained, source, number, num_spans = head
-            spans = []
-            for _ in range(num_spans):
-                *parent, start, length, padded, members = take(6)
-                place = None if parent[0] < 0 else Place(*parent)
-                spans.append(Span(start, length, padded, take(members), place))
-            trained = None if num_trained < 0 else num_trained
-            inner, scored = bool(flags & 1), bool(flags & 2)
-            joined = joined_of(len(segments), spans)
-            segments.append(Segment(tuple(spans), inner, scored, trained, source, joined=joined))
-            rounds.append(number)
-        return cls(
-            tuple(segments), num_positions, first_trained, align, bool(ordered), unshared,
-            tuple(exchanges), () if -1 in rounds else tuple(rounds), pad_multiple, requested_length,
-        )  # fmt: skip
+    def __getstate__(self) -> dict[str, Any]:
+        """For ranks of a job: nothing that is cached."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 import random
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,6 +21,14 @@ from megatron_prefix.tree import Forest, Pairs, Place, Segment, TreeOptions, bui
 from megatron_prefix.tree.joining import joined_segments
 from megatron_prefix.tree.nodes import Node, preorder
 from megatron_prefix.tree.packing import Packing
+
+
+def received(forest: Forest) -> Forest:
+    """A rank's segments as another rank gets them."""
+    forest.paths  # noqa: B018  # cached from now on
+    got: Forest = pickle.loads(pickle.dumps(forest))  # noqa: S301
+    assert "paths" not in vars(got)
+    return got
 
 
 def as_pairs(inputs: Sequence[int], labels: Sequence[int], trained: Sequence[bool]) -> Pairs:

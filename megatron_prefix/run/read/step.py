@@ -8,6 +8,7 @@ ranks gather tokens, labels and loss flags once.
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -83,23 +84,6 @@ class Step:
         """The step with segments, all of whose positions its losses may look at."""
         return replace(self, forest=forest.all_read() if self.reads_all else forest)
 
-    def to_ints(self) -> Numbers:
-        owners = np.array(self.microbatch_of, np.int64)
-        counts = np.bincount(owners, minlength=self.num_microbatches)
-        flags = self.routed + 2 * self.unshared + 4 * self.crosses
-        numbers = [flags, len(self.packed), *self.packed, *counts, *self.forest.to_ints()]
-        return np.array(numbers, np.int64)
-
-    @classmethod
-    def from_ints(cls, numbers: Numbers, samples: Sequence[Pairs] | None) -> Step:
-        flags, num = numbers[:2].tolist()
-        packed, counts = numbers[2 : 2 + num].astype(bool), numbers[2 + num : 2 + 2 * num]
-        forest = Forest.from_ints(numbers[2 + 2 * num :].tolist())
-        microbatch_of = tuple(np.repeat(np.arange(num), counts).tolist())
-        routed, unshared, crosses = (bool(flags & bit) for bit in (1, 2, 4))
-        fields = (forest, microbatch_of, tuple(packed.tolist()), samples, routed, unshared)
-        return cls(*fields, crosses=crosses)
-
 
 def read_step(
     calls: ReadCalls,
@@ -164,9 +148,18 @@ def told(
     Args:
         group: the pipeline, of several ranks.
     """
-    ints = np.zeros(0, np.int64) if step is None else step.to_ints()
-    numbers = _broadcast(ints, group, 0, device)
-    return Step.from_ints(numbers, samples) if step is None and len(numbers) else step
+    numbers = np.zeros(0, np.int64) if step is None else _pickled(step)
+    numbers = _broadcast(numbers, group, 0, device)
+    if step is not None or not len(numbers):
+        return step
+    sent = pickle.loads(numbers.tobytes())  # noqa: S301  # by a rank of this job
+    return replace(sent, samples=samples)
+
+
+def _pickled(step: Step) -> Numbers:
+    """Without what only the first stage knows; what follows a pickle is not read."""
+    message = pickle.dumps(replace(step, samples=None, reads_all=False, why_alone=""))
+    return np.frombuffer(message + bytes(-len(message) % 8), np.int64)
 
 
 def _built(

@@ -26,8 +26,8 @@ from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.run.execute.inputs import SegmentInputs
 from megatron_prefix.run.read.heads import MOVES_LABELS
-from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
-from tests.harness.trees import is_prefix_tree, rollout_sets, tree_options
+from megatron_prefix.tree import Pairs, TreeOptions, build
+from tests.harness.trees import is_prefix_tree, received, rollout_sets, tree_options
 
 NONE: dict[str, Any] = {"fp8": None, "fp8_recipe": "blockwise"}
 
@@ -161,7 +161,7 @@ def test_segments_are_whole(
             assert [span._replace(padded=0) for span in rest] == [
                 before.spans[-1]._replace(padded=0)
             ]
-    assert Forest.from_ints(forest.to_ints()) == forest
+    assert received(forest) == forest
     best_plan(forest, 2, microbatches=tuple(range(len(rollouts))))
 
 

@@ -21,7 +21,7 @@ from megatron_prefix.run.execute.memory_control import longest_segments
 from megatron_prefix.tree import Forest, Pairs, Place, Segment, Span, TreeOptions, build
 from megatron_prefix.tree.packing import MicrobatchRows
 from tests.harness.fuzzing import rounds
-from tests.harness.trees import flat_rollouts, random_forest
+from tests.harness.trees import flat_rollouts, random_forest, received
 
 
 def some(rng: random.Random, num: int) -> tuple[list[Forest], list[list[int]]]:
@@ -126,7 +126,7 @@ def test_every_forest_is_in_the_union_and_fillers_are_padding(rng, num) -> None:
             if index not in real:
                 assert segment.padded_length == forest.multiple and not segment.parents
                 assert not (segment.inner or segment.scored)
-        assert Forest.from_ints(filled.to_ints()) == filled
+        assert received(filled) == filled
     assert found.union.raw_tokens == sum(forest.raw_tokens for forest in forests)
     assert found.union.executed_tokens == sum(forest.executed_tokens for forest in forests)
     most = max(len(forest.segments) for forest in forests)
@@ -260,7 +260,7 @@ def test_ordered_losses_hold_up_no_round_cut_together(seed: int) -> None:
     assert round_of(together[0]) == round_of(together[1]) == round_of(together[2])
     for forest in together:
         assert [*forest.rounds] == sorted(forest.rounds)
-        assert Forest.from_ints(forest.to_ints()) == forest
+        assert received(forest) == forest
 
     def peak(forests: list[Forest]) -> int:
         joint = joint_forest([replace(f, ordered=True) for f in forests], [owners] * len(forests))

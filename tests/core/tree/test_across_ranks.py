@@ -21,7 +21,7 @@ from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.tree import Forest, Pairs, TreeOptions
 from tests.harness.fuzzing import rounds
 from tests.harness.rows import rows
-from tests.harness.trees import trie_size
+from tests.harness.trees import received, trie_size
 
 
 def dealt(seed: int, num_ranks: int) -> list[list[Pairs]]:
@@ -80,7 +80,7 @@ def test_every_rank_has_its_rollouts_and_a_plan_that_runs(
         ranks = dealt(seed, num_ranks)
         forests, owners = forests_of(ranks, options, block)
         for rank, forest, microbatch_of in zip(ranks, forests, owners, strict=True):
-            assert Forest.from_ints(forest.to_ints()) == forest
+            assert received(forest) == forest
             for rollout, path in zip(rank, forest.paths, strict=True):
                 spans = [forest.segments[place.segment].spans[place.number] for place in path]
                 bounds = [0, *(span.end for span in spans)]

@@ -22,7 +22,7 @@ from megatron_prefix.tree.nodes import Node
 from megatron_prefix.tree.packing import Packing
 from megatron_prefix.tree.payload_map import payload_map
 from tests.harness.fuzzing import rounds
-from tests.harness.trees import flat_rollouts, rollout_sets, tree_options
+from tests.harness.trees import flat_rollouts, received, rollout_sets, tree_options
 
 JOINS = TreeOptions(min_gain=4, segment_gain=32, segment_tokens=100, joins=True, share="batch")
 
@@ -54,7 +54,7 @@ def test_joined_forests_are_whole(sets, options, each, gain) -> None:
 def check_whole(forest: Forest, rollouts: list[Pairs], options: TreeOptions) -> None:
     """Every rollout is there up to its end, once, and no joined segment is too long."""
     check_segments(forest.segments)
-    assert Forest.from_ints(forest.to_ints()) == forest
+    assert received(forest) == forest
     for rollout, path in enumerate(forest.paths):
         spans = [forest.segments[index].spans[number] for index, number in path]
         assert [span.start for span in spans] == [0, *(span.end for span in spans)][:-1]
@@ -169,7 +169,7 @@ def test_what_few_positions_share_runs_in_the_waves_that_read_it() -> None:
     options = replace(JOINS, segment_tokens=60)
     forest = build(nested(100, 6, 10), None, options, owners(8, 4))
     check_segments(forest.segments)
-    assert Forest.from_ints(forest.to_ints()) == forest
+    assert received(forest) == forest
     found = [(one.padded_length, one.joined, one.parents) for one in forest.segments]
     assert found == [(99, -1, ()), (56, 1, (0,)), (56, 2, (0,))]
     assert [one.waits for one in forest.segments] == [True, False, False]

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.plans.forest import max_depth, trees
-from megatron_prefix.tree import Forest, Pairs, Place, TreeOptions, build
+from megatron_prefix.tree import Pairs, Place, TreeOptions, build
 from megatron_prefix.tree.forest import MOST_EXPERTS
 from tests.harness.fuzzing import rounds
 from tests.harness.trees import (
     as_pairs,
     exact,
     is_prefix_tree,
+    received,
     rollout_sets,
     tree_options,
     trees_of,
@@ -66,7 +67,7 @@ def test_positions_are_shared_as_far_as_their_routes_agree(sets, options, data) 
     free = build(rollouts, groups, options)
     assert forest.unshared_by_routes == forest.executed_tokens - free.executed_tokens
     assert free.unshared_by_routes == 0
-    assert Forest.from_ints(forest.to_ints()) == forest
+    assert received(forest) == forest
     for segment in forest.segments:
         for span in segment.spans:
             taken = [routed[member].routes[span.start : span.end] for member in span.rollouts]
