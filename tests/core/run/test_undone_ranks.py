@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -288,7 +287,7 @@ def parts_job(broken: bool) -> list[str]:
             nowhere = (each._replace(path=each.path.replace("graphs", "none")) for each in PARTS)
             features.PARTS = tuple(nowhere)
         config = PrefixConfig(mode="auto", graph_tokens=64)
-        requests = Requests(config, collections.defaultdict(dict))
+        requests = Requests(config)
         request = requests.of(
             dict(model=chunks, pg_collection=None, forward_only=False, forward_step_func=parts_job),
             Callbacks(),
