@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.oracle import known, runner
-from tests.oracle.case import AXES, LAYOUTS, Case, alone, draw, settle
+from tests.oracle.case import AXES, DRAWN_LAYOUTS, Case, alone, draw, settle
 from tests.oracle.judge import GOOD, INVALID, Verdict
 
 
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, help="run this one only, or begin with it (--count)")
     parser.add_argument("--count", type=int, help="so many seeds (default 1)")
     parser.add_argument("--alone", action="store_true", help="every value of every axis by itself")
-    parser.add_argument("--ranks", type=int, choices=LAYOUTS, default=1)
+    parser.add_argument("--ranks", type=int, choices=DRAWN_LAYOUTS, default=1)
     parser.add_argument("--odd", type=int, help="axes with odd values (default: 1 to 3)")
     parser.add_argument("--modes", default="auto,on,observe")
     parser.add_argument("--only", action="append", default=[], metavar="AXIS=VALUE",
@@ -93,7 +93,7 @@ def _cases(options: Any) -> Iterator[Case]:
 def _pairs(words: list[str]) -> dict[str, str]:
     pairs = dict(word.split("=", 1) for word in words)
     for name, value in pairs.items():
-        every = sum(LAYOUTS.values(), ()) if name == "layout" else AXES[name].values
+        every = sum(DRAWN_LAYOUTS.values(), ()) if name == "layout" else AXES[name].values
         if value not in every:
             raise SystemExit(f"{name} is {value!r}: give one of {', '.join(every)}")
     return pairs

@@ -56,7 +56,8 @@ class DefinedAttention(LocalAttention):
         shared = query.shape[2] // key.shape[2]
         key, value = (x.repeat_interleave(shared, dim=2) for x in (key, value))
         q, k, v = (x.double() for x in (query, key, value))
-        scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * self.softmax_scale
+        scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1)  # by layer: and back
+        scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * scale
         weights = _softmax(scores.masked_fill(~seen, float("-inf")), self.softmax_offset)
         weights = self.attention_dropout(weights)
         out = torch.einsum("bhqk,kbhd->qbhd", weights, v).to(query.dtype).flatten(2)

@@ -13,9 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
+from tests.cases import FAMILIES, LAYOUTS
+
 
 class Axis(NamedTuple):
-    """Values of one field of a case; the first plain one is the simplest."""
+    """Values of one field of a case; the first plain one is the simplest. More values that only
+    rows have (tests/cases.py) are not drawn: a seed means one case for ever."""
 
     plain: tuple[str, ...]
     odd: tuple[str, ...] = ()
@@ -130,11 +133,9 @@ AXES: dict[str, Axis] = {
     # Ours.
     "options": Axis(("small", "whole", "recompute", "light"), ("across_ranks",)),
 }
-LAYOUTS = {1: ("one",), 2: ("tp2", "tp2_sp", "pp2", "cp2", "dp2", "ep2")}
+DRAWN_LAYOUTS = {1: ("one",), 2: ("tp2", "tp2_sp", "pp2", "cp2", "dp2", "ep2")}
 """By number of ranks."""
-EXPERTS = (
-    *("aux_loss", "seq_aux_loss", "z_loss", "record", "replay_forward", "expert_bias"),
-)  # fmt: skip
+EXPERTS = tuple(name for name, family in FAMILIES.items() if family.preset == "tiny-moe")
 """Models with experts."""
 _LAST = {name: axis.plain[0] for name, axis in AXES.items()}
 
@@ -197,7 +198,7 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return next(n for n, layouts in LAYOUTS.items() if self.layout in layouts)
+        return LAYOUTS[self.layout].world_size
 
     @property
     def packed(self) -> bool:
@@ -212,7 +213,7 @@ def draw(seed: int, ranks: int = 1, odd: int | None = None, **fixed: str) -> Cas
         fixed: values that axes have.
     """
     rng = random.Random(f"{seed} {ranks}")
-    layout = rng.choice(LAYOUTS[ranks])
+    layout = rng.choice(DRAWN_LAYOUTS[ranks])
     values = {name: rng.choice(axis.plain) for name, axis in AXES.items()}
     if rng.random() < 0.8:
         values["dtype"] = "float64"
@@ -237,7 +238,7 @@ def alone(ranks: int = 1) -> Iterator[Case]:
     """Every value of every axis in the simplest trainer in which it can be."""
     for name, axis in AXES.items():
         for value in axis.values:
-            for layout in LAYOUTS[ranks]:
+            for layout in DRAWN_LAYOUTS[ranks]:
                 for help_ in _HELP.get((name, value), _HELP.get((name, ""), ({},))):
                     case = settle(Case(0, layout, **{**help_, name: value}))
                     if getattr(case, name) == value:

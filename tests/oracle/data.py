@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.cases import LAYOUTS
 from tests.oracle.case import Case
 
 VOCAB = 64
@@ -40,6 +41,8 @@ def rollouts(case: Case, part: int) -> list[list[Sample]]:
     """
     rng = random.Random(f"{case.seed} {case.tree} {part // RANKS}")
     draw = np.random.default_rng([case.seed, part])
+    if case.tree == "lengths":
+        return _microbatches(case, _of_all_lengths(draw))
     size = 1 if case.form == "one" else rng.choice((2, 2, 3))
     number = rng.choice((2, 3, 4)) if size > 1 else rng.choice((3, 4, 5))
     equal = case.lengths == "equal"
@@ -50,6 +53,8 @@ def rollouts(case: Case, part: int) -> list[list[Sample]]:
         prompts = [both.integers(0, VOCAB, 14) for _ in range(2)]
     turns = [draw.integers(0, VOCAB, 4) for _ in range(2)]
     answers = [draw.integers(0, VOCAB, 6) for _ in range(2)]
+    if LAYOUTS[case.layout].vpp > 1:  # stages take turns
+        number = -(-number // LAYOUTS[case.layout].pp) * LAYOUTS[case.layout].pp
     found = []
     for index in range(size * number):
         group = index * 2 // (size * number)
@@ -73,9 +78,37 @@ def rollouts(case: Case, part: int) -> list[list[Sample]]:
     return [found[i : i + size] for i in range(0, len(found), size)]
 
 
+def _of_all_lengths(draw: np.random.Generator) -> list[Sample]:
+    """Four groups: a tree with loss in the middle, short spans, a pair, and one alone. Below the
+    first prompt are two turns, so a depth-first walk uses the rows of the first again."""
+
+    def tokens(length: int) -> np.ndarray:
+        return draw.integers(0, VOCAB - 4, length)
+
+    prompt, turn, other, short, longer = map(tokens, (30, 9, 6, 3, 22))
+    ends = ((turn, 9), (turn, 14), (other, 7), (other, 4), (turn[:0], 21), (turn[:0], 1), (turn[:0], 3))
+    parts = [
+        *(([prompt, middle, tokens(end)], 29) for middle, end in ends),
+        *(([short, tokens(end)], 2) for end in (1, 2, 5)),
+        *(([longer, tokens(end)], 21) for end in (4, 2)),
+        ([tokens(13)], 4),
+    ]
+    wholes = [(np.concatenate(pieces), first) for pieces, first in parts]
+    return [Sample(whole, np.arange(len(whole) - 1) >= first) for whole, first in wholes]
+
+
+def _microbatches(case: Case, samples: Sequence[Sample]) -> list[list[Sample]]:
+    """One sample a microbatch, or as many as give the layout's stages equal turns."""
+    layout = LAYOUTS[case.layout]
+    size = 1 if case.form == "one" else 3
+    turn = layout.pp if layout.vpp > 1 else 1
+    number = max(turn, len(samples) // size // turn * turn)
+    return [samples[first::number] for first in range(number)]
+
+
 def multiple(case: Case) -> int:
     """What the layout wants the length of every sample to be a multiple of."""
-    return {"cp2": 4, "tp2_sp": 2}.get(case.layout, 1)
+    return LAYOUTS[case.layout].alignment
 
 
 def batches(case: Case, part: int, cp_rank: int, cp: int) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from megatron_prefix import PrefixConfig, PrefixSchedule
 from megatron_prefix.device.tolerance import tolerance
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.numerics.compare import Conditions, Trace, compare
+from tests.cases import FAMILIES, OPTIONS
 from tests.oracle import model as models
 from tests.oracle.case import Case
 from tests.oracle.trainer import Call, Trainer, seed_all
@@ -25,15 +26,6 @@ GOOD = (EQUAL, REFUSED, FALLBACK)
 ALL = ("gradients", "auxiliary", "returned", "kept", "losses")
 """Of a step that is not shared, which is Megatron's own bit for bit."""
 MODES = ("on", "auto", "observe")
-OPTIONS: dict[str, dict[str, Any]] = {
-    "small": {"segment_tokens": 24, "chunk_tokens": 8},
-    "whole": {},
-    "recompute": {"segment_tokens": 32, "memory": "recompute"},
-    "light": {"segment_tokens": 32, "memory": "recompute_act"},
-    "across_ranks": {"segment_tokens": 24, "chunk_tokens": 8, "across_ranks": "on"},
-}
-
-
 class Verdict(NamedTuple):
     """What became of a case in a mode.
 
@@ -58,10 +50,11 @@ def run(case: Case, mode: str, stock: Sequence[Call] = ()) -> list[Call]:
         stock: what the stock schedule has left: weights are updated by its gradients, so that each
             call begins with the same, and the limits are those of one step.
     """
-    parts = models.build(case)
-    seed_all(case.seed)
-    trainer = Trainer(case, parts, [call.gradients for call in stock])
-    return list(trainer.session(_schedules(case, mode)))
+    with models.AROUND[FAMILIES[case.model].around]():
+        parts = models.build(case)
+        seed_all(case.seed)
+        trainer = Trainer(case, parts, [call.gradients for call in stock])
+        return list(trainer.session(_schedules(case, mode)))
 
 
 def _schedules(case: Case, mode: str) -> Callable[[], Any]:
@@ -70,8 +63,8 @@ def _schedules(case: Case, mode: str) -> Callable[[], Any]:
 
         return get_forward_backward_func
     fields = {"mode": mode, "min_gain": 0, "min_speedup": 1e-6, **OPTIONS[case.options]}
-    one = PrefixSchedule(PrefixConfig(**fields), looks_first=True)
-    return lambda: one
+    schedule = PrefixSchedule(PrefixConfig(**fields), looks_first=case.session != "once")
+    return lambda: schedule
 
 
 def judge(case: Case, mode: str, stock: Sequence[Call], ours: Sequence[Call]) -> Verdict:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core.distributed import (
@@ -12,6 +15,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.models.gpt import gpt_model
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe import moe_utils
@@ -22,45 +26,30 @@ from torch.nn import functional
 
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.lab.runtime import Layout
+from tests.cases import DRAWN, FAMILIES, LAYOUTS, RECOMPUTES
+from tests.harness import sparse
 from tests.oracle import attention
 from tests.oracle.case import Case
 from tests.oracle.data import VOCAB
 
-LAYOUTS = {
-    "one": Layout(),
-    "tp2": Layout(tp=2),
-    "tp2_sp": Layout(tp=2, sequence_parallel=True),
-    "pp2": Layout(pp=2),
-    "cp2": Layout(cp=2),
-    "dp2": Layout(dp=2),
-    "ep2": Layout(ep=2, dp=2),
-}
 BUCKET = 4000
 """Parameters of a bucket of overlapped reductions: a model has several."""
-_ROUTERS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0}
-_EXPERTS: dict[str, dict[str, Any]] = {
-    "aux_loss": {"moe_aux_loss_coeff": 0.05},
-    "seq_aux_loss": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.05},
-    "z_loss": {"moe_z_loss_coeff": 0.01},
-    "record": {"moe_enable_routing_replay": True},
-    "replay_forward": {"moe_enable_routing_replay": True},
-    "expert_bias": {
-        "moe_router_load_balancing_type": "none", "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.05,
-    },
-}  # fmt: skip
-"""Of models with experts (EXPERTS in case.py)."""
-
-
 @dataclass
 class Parts:
-    """What the trainer has: the model it gives to the schedule, and the language model inside."""
+    """What the trainer has: the chunks that it gives to the schedule, and the language models
+    inside."""
 
-    model: Any
-    language: Any
+    models: list[Any]
+    languages: list[Any]
     reads: list[Tensor]
     other: Any = None
+
+    def parameters(self) -> Iterator[tuple[str, Any]]:
+        """Names within the chunk, and within the rank if it has several."""
+        for number, language in enumerate(self.languages):
+            prefix = f"chunk {number}: " if number else ""
+            for name, parameter in language.named_parameters():
+                yield prefix + name, parameter
 
 
 def build(case: Case) -> Parts:
@@ -68,11 +57,18 @@ def build(case: Case) -> Parts:
     RouterReplay.clear_global_router_replay_instances()
     moe_utils.get_moe_layer_wise_logging_tracker().clear()  # names stay in it from run to run
     MTPLossLoggingHelper.tracker.clear()
-    language = _language(case, seed=case.seed + 1)
+    languages = _languages(case, seed=case.seed + 1)
+    reads: list[Tensor] = []
+    models = [_model(case, language, reads) for language in languages]
+    other = _languages(case, seed=case.seed + 2)[0] if case.calls.startswith("other") else None
+    return Parts(models, languages, reads, other)
+
+
+def _model(case: Case, language: Any, reads: list[Tensor]) -> Any:
+    """A language model with what the trainer has put around it."""
     if case.model in ("record", "replay_forward"):
         action = getattr(RouterReplayAction, case.model.upper())
         RouterReplay.set_global_router_replay_action(action)
-    reads: list[Tensor] = []
     hooked(case, language, reads)
     if case.sets not in ("nothing", "z_loss_coeff"):
         attention_of_last = language.decoder.layers[-1].self_attention
@@ -89,42 +85,65 @@ def build(case: Case) -> Parts:
         if overlaps:
             language.config.no_sync_func = model.no_sync
     model.train()
-    other = _language(case, seed=case.seed + 2) if case.calls.startswith("other") else None
-    return Parts(model, language, reads, other)
+    return model
 
 
-def _language(case: Case, seed: int) -> Any:
-    preset, spec = "tiny-llama", {}
-    overrides: dict[str, Any] = {"variable_seq_lengths": True}
-    if case.model == "dense":
-        spec = {"num_query_groups": 4}
-    elif case.model == "qk_norm":
-        preset = "tiny-qwen3"
-    elif case.model == "mla":
-        preset, spec = "tiny-deepseek", {"num_moe_experts": None}
-    elif case.model == "windows":
-        overrides |= {
-            "window_size": (3, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable",
-        }  # fmt: skip
-    elif case.model == "gated_delta_net":
-        preset, spec = "tiny-qwen3-next", {"linear_attention_freq": 2}
-    elif case.model == "mtp":
-        spec = {"mtp_num_layers": 1}
-    elif case.model in _EXPERTS:
-        preset = "tiny-moe"
-        overrides |= _ROUTERS | _EXPERTS[case.model]
+def _languages(case: Case, seed: int) -> list[Any]:
+    """A language model for each chunk of this rank."""
+    family = FAMILIES[case.model]
+    overrides = {"variable_seq_lengths": True, **family.config, **RECOMPUTES.get(case.recompute, {})}
     overrides["calculate_per_token_loss"] = case.returns == "per_token"
     if case.dropout != "none":
         overrides[f"{case.dropout}_dropout"] = 0.1
-    shape = resolve(preset, **{"num_layers": 2, "hidden_size": 32, **spec}).with_vocab(VOCAB)
-    model = build_model(
-        shape, layout=LAYOUTS[case.layout], dtype=case.dtype, recompute=case.recompute, seed=seed,
-        wrap_ddp=False, config_overrides=overrides,
-    )[0]  # fmt: skip
-    attention.put_into(model, ignores_masks=case.mask == "pad_2d")
-    if case.head == "value" and model.post_process:
-        model.output_layer = ValueHead(model.config)
-    return model
+    layout = LAYOUTS[case.layout]
+    spec = {"num_layers": 2, **family.spec}
+    if "hybrid_override_pattern" not in spec:  # each stage has as many
+        stages = layout.pp * layout.vpp
+        spec["num_layers"] = -(-spec["num_layers"] // stages) * stages
+    if case.model in DRAWN:
+        spec = {"hidden_size": 32, **spec}
+    recompute = case.recompute if case.recompute in ("full", "selective") else "none"
+    chunks = build_model(
+        resolve(family.preset, **spec).with_vocab(VOCAB), layout=layout, dtype=case.dtype,
+        recompute=recompute, seed=seed, wrap_ddp=False, config_overrides=overrides,
+    )  # fmt: skip
+    for chunk in chunks:
+        if not family.own_attention:
+            attention.put_into(chunk, ignores_masks=case.mask == "pad_2d")
+        if case.head == "value" and chunk.post_process:
+            chunk.output_layer = ValueHead(chunk.config)
+        if case.model not in DRAWN:
+            _add_noise(chunk)
+    return chunks
+
+
+def _add_noise(model: Any) -> None:
+    """Biases and sinks are zero otherwise."""
+    draw = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+        parameter.data += 0.05 * noise.to(parameter.dtype)
+
+
+@contextlib.contextmanager
+def _positions(kind: str) -> Iterator[None]:
+    """While models are built and run they have such positions, which the presets do not have."""
+    make = gpt_model.GPTModel.__init__
+
+    def init(self: Any, *args: Any, **named: Any) -> None:
+        make(self, *args, **{**named, "position_embedding_type": kind})
+
+    with mock.patch.object(gpt_model.GPTModel, "__init__", init):
+        yield
+
+
+AROUND: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    "": contextlib.nullcontext,
+    "rotating": sparse.rotating,
+    "learned_positions": lambda: _positions("learned_absolute"),
+    "no_positions": lambda: _positions("none"),
+}
+"""See `Family.around`."""
 
 
 class Slotted(nn.Module):

@@ -17,9 +17,10 @@ import torch
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab import runtime
+from tests.cases import LAYOUTS
 from tests.harness.one_rank import one_rank
 from tests.harness.ranks import forked, run_ranks
-from tests.oracle import judge, model
+from tests.oracle import judge
 from tests.oracle.case import Case
 from tests.oracle.judge import ENDED, EQUAL, FALLBACK, HUNG, INVALID, REFUSED, Verdict
 
@@ -167,7 +168,7 @@ def _on_ranks(case: Case, modes: Sequence[str]) -> Verdicts:
     def on_rank() -> list[Verdict]:
         _quiet()
         torch.use_deterministic_algorithms(True, warn_only=True)
-        runtime.initialize(model.LAYOUTS[case.layout], message_timeout_minutes=TIME_S / 60)
+        runtime.initialize(LAYOUTS[case.layout], message_timeout_minutes=TIME_S / 60)
         stock = judge.run(case, "stock")
         found = []
         for mode in modes:

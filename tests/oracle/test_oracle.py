@@ -20,7 +20,7 @@ from tests.harness.one_rank import one_rank
 from tests.harness.rows import EVERYTHING, taking_turns
 from tests.oracle import __main__ as oracle
 from tests.oracle import judge, known, pairs, runner
-from tests.oracle.case import AXES, LAYOUTS, Case, alone, draw, settle
+from tests.oracle.case import AXES, DRAWN_LAYOUTS, Case, alone, draw, settle
 from tests.oracle.judge import ENDED, GOOD, INVALID, MODES, WRONG, Verdict
 from tests.oracle.trainer import Call
 
@@ -148,7 +148,7 @@ def test_a_seed_is_a_case_for_ever() -> None:
 def test_every_value_can_be() -> None:
     """In some layout, alone and in seeds."""
     cases = [*alone(1), *alone(2)]
-    drawn = [draw(seed, ranks) for ranks in LAYOUTS for seed in range(1500)]
+    drawn = [draw(seed, ranks) for ranks in DRAWN_LAYOUTS for seed in range(1500)]
     for name, axis in AXES.items():
         for value in axis.values:
             assert any(getattr(case, name) == value for case in cases), (name, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import pickle
 import random
 import types
@@ -26,6 +27,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from megatron_prefix.lab.models.build import unwrap
 from tests.oracle import data
 from tests.oracle.case import Case
 from tests.oracle.data import get
@@ -47,6 +49,7 @@ held: Any = None
 """The axis writes=module_global."""
 SESSIONS = {
     # Twice: the first step of a kind is watched, with the stock schedule in auto and observe.
+    "once": ("train",),
     "train": ("train", "train"),
     "evaluate": ("evaluate", "evaluate"),
     "evaluate_then_train": ("evaluate", "evaluate", "train", "train"),
@@ -80,6 +83,7 @@ class Call:
     kept: dict[str, Any] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     raised: BaseException | None = None
+    report: Any = None
     shared: bool | None = None
     tokens: int = 1
 
@@ -130,7 +134,8 @@ class Trainer:
             self.scale = 3.0
             listed = case.scale == "by_list_item"
             function = scale_of_list_item if listed else lambda loss: loss * self.scale
-            set_scales(parts.language.config, function)
+            for language in parts.languages:
+                set_scales(language.config, function)
 
     # Calls ---------------------------------------------------------------------------------------
 
@@ -138,12 +143,13 @@ class Trainer:
         """Every call of a schedule; the last one is that which raised, if any did."""
         for kind in SESSIONS[self.case.session]:
             if kind == "scale":
-                for layer in self.parts.language.decoder.layers:
-                    if hasattr(layer.self_attention, "core_attention"):
-                        layer.self_attention.core_attention.softmax_scale *= 0.3
+                for language in self.parts.languages:
+                    for layer in language.decoder.layers:
+                        if hasattr(layer.self_attention, "core_attention"):
+                            layer.self_attention.core_attention.softmax_scale *= 0.3
                 continue
             if kind == "frequency":
-                for rotary in self.parts.language.modules():
+                for rotary in self._modules():
                     for name in ("inv_freq", "inv_freq_extra", "inv_freq_inter"):
                         if isinstance(found := getattr(rotary, name, None), Tensor):
                             setattr(rotary, name, found * 0.3)
@@ -166,16 +172,19 @@ class Trainer:
         self.part += 1
         self.losses, training = [], kind == "train"
         call = Call(kind, tokens=sum(batch["tokens"].numel() for batch in self.found) * cp)
-        model = self.parts.model
+        models = self.parts.models
         self._zero()
-        model.train(kind != "eval_mode")
+        for model in models:
+            model.train(kind != "eval_mode")
+        reads: list[list[int]] = [[] for _ in models]
+        iterators = [data.iterator(self.case, self.found, one) for one in reads]
         longest = max(batch["tokens"].shape[1] for batch in self.found)
         try:
             with torch.set_grad_enabled(training or kind == "evaluate_grad"):
                 call.returned = schedule(
                     forward_step_func=self.forward_step(),
-                    data_iterator=data.iterator(self.case, self.found, call.reads),
-                    model=model,
+                    data_iterator=iterators if len(models) > 1 else iterators[0],
+                    model=models if len(models) > 1 else models[0],
                     num_microbatches=len(self.found),
                     seq_length=longest,
                     micro_batch_size=self.found[0]["tokens"].shape[0],
@@ -183,18 +192,20 @@ class Trainer:
                 )
         except Exception as raised:  # noqa: BLE001  # whatever it is, it is compared
             call.raised = raised
-        report = getattr(schedule, "report", None)
-        call.shared = None if report is None else bool(report.decision.share)
+        call.reads = sum(reads, [])
+        call.report = getattr(schedule, "report", None)
+        call.shared = None if call.report is None else bool(call.report.decision.share)
         if call.raised is None:
             self._look(call, training)
-        model.train()
+        for model in models:
+            model.train()
         return call
 
     def _zero(self) -> None:
-        model = self.parts.model
-        if hasattr(model, "zero_grad_buffer"):
-            model.zero_grad_buffer()
-        model.zero_grad(set_to_none=True)
+        for model in self.parts.models:
+            if hasattr(model, "zero_grad_buffer"):
+                model.zero_grad_buffer()
+            model.zero_grad(set_to_none=True)
         moe_utils.clear_aux_losses_tracker()
         if "values" in MTPLossLoggingHelper.tracker:
             MTPLossLoggingHelper.clean_loss_in_tracker()
@@ -202,11 +213,13 @@ class Trainer:
     def _look(self, call: Call, training: bool) -> None:
         if training:
             call.gradients = {
-                name: _gradient(parameter)
-                for name, parameter in self.parts.language.named_parameters()
+                name: _gradient(parameter) for name, parameter in self.parts.parameters()
             }
         for name, logged in moe_utils.get_moe_layer_wise_logging_tracker().items():
-            call.auxiliary[name] = logged["values"].detach().clone()
+            values = logged["values"].detach().clone()
+            # Which rank counts a token is ours to choose; together they count what stock's do.
+            dist.all_reduce(values, group=_replicas())
+            call.auxiliary[name] = values
         if "values" in MTPLossLoggingHelper.tracker:
             call.auxiliary["mtp"] = MTPLossLoggingHelper.tracker["values"].detach().clone()
         call.losses = list(self.losses)
@@ -214,23 +227,27 @@ class Trainer:
             **self.kept, "sums": self.sums, "carried": self.carried, "ema": self.ema,
             "reads left": len(self.parts.reads), "queue": len(self.queue),
         })  # fmt: skip
-        modules = self.parts.model.named_modules()
+        modules = [pair for model in self.parts.models for pair in model.named_modules()]
+        buffers = [pair for model in self.parts.languages for pair in model.named_buffers()]
         call.state = {
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
             "numpy": pickle.dumps(np.random.get_state()),
             "training": [name for name, module in modules if not module.training],
-            "buffers": {n: b.clone() for n, b in self.parts.language.named_buffers()},
+            "buffers": [(name, buffer.clone()) for name, buffer in buffers],
             "grad_enabled": torch.is_grad_enabled(),
-            "set": [m.left() for m in self.parts.language.modules() if isinstance(m, Slotted)],
+            "set": [m.left() for m in self._modules() if isinstance(m, Slotted)],
         }
+
+    def _modules(self) -> Iterator[Any]:
+        return itertools.chain(*(language.modules() for language in self.parts.languages))
 
     def _update(self, call: Call) -> None:
         """Gradient descent, so that a step shows in the next one; clipped as trainers clip, because
         not every loss is bounded: large weights would amplify rounding beyond any limit."""
         gradients = self._updates.pop(0) if self._updates else call.gradients
         with torch.no_grad():
-            for name, parameter in self.parts.language.named_parameters():
+            for name, parameter in self.parts.parameters():
                 if name in gradients:
                     gradient = gradients[name].to(parameter.dtype)
                     parameter -= 0.01 * gradient / gradient.norm().clamp(min=1)
@@ -291,7 +308,7 @@ class Trainer:
         """What the model returned, and what else the loss needs."""
         case, more = self.case, {}
         if case.calls == "not_at_all" and number == 1:
-            parameter = next(iter(self.parts.language.parameters()))
+            parameter = next(iter(self.parts.languages[0].parameters()))
             shape = get(item, "tokens").shape
             return parameter.sum() * 0 + torch.ones(shape, dtype=parameter.dtype), more
         if case.model == "replay_forward":
@@ -341,10 +358,10 @@ class Trainer:
 
     def _model_call(self, model: Any, item: Any, context: Any, tokens: str = "tokens") -> Any:
         case = self.case
-        first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
-        last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        inside = unwrap(model)
+        first, last = inside.pre_process, inside.post_process
         head = [
-            get(item, tokens) if first or case.seed % 2 else None,
+            get(item, tokens) if first or case.seed % 2 or "mtp" in case.model else None,
             get(item, "position_ids") if case.positions == "given" else None,
             get(item, "attention_mask"),
         ]
@@ -401,8 +418,9 @@ class Trainer:
             _Shared.factor = factor
             return lambda: _Shared.factor
         if where == "model_attribute":
-            self.parts.language.trainers_factor = factor
-            return lambda: self.parts.language.trainers_factor
+            language = self.parts.languages[0]
+            language.trainers_factor = factor
+            return lambda: language.trainers_factor
         if where == "global_in_helper":
             held = factor
             return _held
@@ -559,6 +577,11 @@ def _divergence(logits: Tensor, weight: Tensor) -> Tensor:
     numbers = torch.arange(logits.shape[-1], dtype=logits.dtype)
     teacher = (weight[..., None].to(logits.dtype) * numbers).sin().log_softmax(-1)
     return (teacher.exp() * (teacher - logits.log_softmax(-1))).sum(-1)
+
+
+def _replicas() -> Any:
+    """All ranks of this one's pipeline stage."""
+    return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
 
 
 def _gradient(parameter: Any) -> Tensor:

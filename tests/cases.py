@@ -1,0 +1,301 @@
+"""The tables that tests of exactness draw from: families of models, layouts, options, trees; and
+rows, each of which says of a case what must come out.
+
+A new feature is a value of an axis: a line of FAMILIES, LAYOUTS, OPTIONS, or of an axis in
+tests/oracle/case.py, and the rows that name it. `tests/judge.py` runs a row, `tests/test_cases.py`
+all of them; `python -m tests.oracle` draws cases from the same tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from megatron_prefix.lab.models.presets import PRESETS, RopeScaling
+from megatron_prefix.lab.runtime.layout import Layout
+
+
+class Family(NamedTuple):
+    """A small model.
+
+    Attributes:
+        preset: of lab/models/presets.py.
+        spec: fields of the preset that differ.
+        config: fields of Megatron's TransformerConfig that differ.
+        own_attention: keeps its own core attention, where others get the oracle's.
+        since: release of megatron-core that runs it first.
+        around: name of a context manager of tests/oracle/model.py that it is built and run in.
+    """
+
+    preset: str = "tiny-llama"
+    spec: dict[str, Any] = {}
+    config: dict[str, Any] = {}
+    own_attention: bool = False
+    since: str = "0"
+    around: str = ""
+
+
+def _windows(left: int, every: Any = 2, **more: Any) -> dict[str, Any]:
+    return {"window_size": (left, 0), "window_attn_skip_freq": every, **more}
+
+
+def _selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": [*modules]}
+
+
+def _hybrid(pattern: str) -> dict[str, Any]:
+    return {"num_layers": len(pattern), "hybrid_override_pattern": pattern}
+
+
+_SINKS = {"softmax_type": "learnable"}
+_ROUTERS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0}
+_SEQUENCE = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1.0}
+_GLOBAL = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1.0}
+_Z = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 1.0}
+_BOTH = {
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
+    "moe_aux_loss_coeff": [1.0, 0.7], "moe_z_loss_coeff": 0.5,
+}  # fmt: skip
+_ALL = {
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+    "moe_aux_loss_coeff": [1.0, 0.7, 2.0], "moe_z_loss_coeff": 0.5,
+}  # fmt: skip
+_BIAS = {
+    "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
+    "moe_router_bias_update_rate": 0.05,
+}  # fmt: skip
+_ALL_GATHER = {"moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False}
+_LATENTS = {"num_moe_experts": None}
+_DSA = {
+    "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 16, "dsa_indexer_topk": 6,
+    "dsa_indexer_head_dim": 16, "dsa_indexer_loss_coeff": 0.0,
+}  # fmt: skip
+_DELTA = {name: value for name, value in vars(PRESETS["tiny-qwen3-next"]).items()
+          if "linear_" in name} | {"linear_attention_freq": None, "gated_linear_unit": True}  # fmt: skip
+# GatedDeltaNet's convolution takes the MLP's activation, and only SiLU.
+
+DRAWN: dict[str, Family] = {
+    "gqa": Family(),
+    "dense": Family(spec={"num_query_groups": 4}),
+    "qk_norm": Family("tiny-qwen3"),
+    "mla": Family("tiny-deepseek", _LATENTS),
+    "windows": Family(config=_windows(3, **_SINKS)),
+    "gated_delta_net": Family("tiny-qwen3-next", {"linear_attention_freq": 2}),
+    "mtp": Family(spec={"mtp_num_layers": 1}),
+    "aux_loss": Family("tiny-moe", config=_ROUTERS | {"moe_aux_loss_coeff": 0.05}),
+    "seq_aux_loss": Family("tiny-moe", config=_SEQUENCE | {"moe_aux_loss_coeff": 0.05}),
+    "z_loss": Family("tiny-moe", config=_ROUTERS | {"moe_z_loss_coeff": 0.01}),
+    "record": Family("tiny-moe", config=_ROUTERS | {"moe_enable_routing_replay": True}),
+    "replay_forward": Family("tiny-moe", config=_ROUTERS | {"moe_enable_routing_replay": True}),
+    "expert_bias": Family(
+        "tiny-moe", config={"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
+                            **_BIAS}
+    ),
+}  # fmt: skip
+"""Models of random trainers."""
+FAMILIES: dict[str, Family] = DRAWN | {
+    # Options that reach attention or positions.
+    "softmax scale": Family(config={"softmax_scale": 0.3}),
+    "whole softmax scale": Family(config={"softmax_scale": 1}),
+    "layer scaling": Family(config={"apply_query_key_layer_scaling": True}),
+    "both scales": Family(config={"softmax_scale": 0.4, "apply_query_key_layer_scaling": True}),
+    "a layer without rope": Family(config={"no_rope_freq": [0, 1]}),
+    "interleaved rope": Family(config={"rotary_interleaved": True}),
+    "scaled rope": Family(spec={"rope_scaling": RopeScaling(8.0), "rotary_base": 500000.0}),
+    "l2 norm": Family(config={"qk_l2_norm": True}),
+    "residual behind the norm": Family(config={"apply_residual_connection_post_layernorm": True}),
+    "biases": Family(config={"add_bias_linear": True, "add_qkv_bias": True}),
+    "tied": Family(spec={"tie_embeddings": True, "num_query_groups": 4, "num_layers": 3}),
+    "tied, norms": Family("tiny-qwen3", {"tie_embeddings": True, "num_query_groups": 4}),
+    "untied, norms": Family("tiny-qwen3", {"tie_embeddings": False, "num_layers": 3}),
+    "learned positions": Family(spec={"max_position": 96}, around="learned_positions"),
+    "no positions": Family(spec={"max_position": 96}, around="no_positions"),
+    # Latents.
+    "mla rope": Family("tiny-deepseek", {**_LATENTS, "rope_type": "rope"}),
+    "mla no q_lora": Family(
+        "tiny-deepseek", {**_LATENTS, "q_lora_rank": None, "qk_layernorm": False}
+    ),
+    "mla no norms": Family("tiny-deepseek", {**_LATENTS, "qk_layernorm": False}),
+    "mla wide values": Family("tiny-deepseek", {**_LATENTS, "v_head_dim": 28}),
+    "mla mscales": Family(
+        "tiny-deepseek",
+        {**_LATENTS, "mscale": 0.707, "mscale_all_dim": 0.707, "rotary_scaling_factor": 40.0},
+    ),
+    # Windows and sinks.
+    **{f"window {n}": Family(spec={"num_layers": 3}, config=_windows(n))
+       for n in (1, 3, 7, 8, 9, 13, 30, 200)},
+    "mistral": Family(spec={"num_layers": 3}, config=_windows(6, None)),
+    "gemma": Family(spec={"num_layers": 3}, config=_windows(6, [1, 1, 0])),
+    "windows last": Family(spec={"num_layers": 3}, config=_windows(6, [0, 1, 1])),
+    "sinks": Family(config=_SINKS),
+    "off by one": Family(config={"softmax_type": "off-by-one"}),
+    "gpt-oss": Family(spec={"num_layers": 3}, config=_windows(5, **_SINKS)),
+    "gpt-oss experts": Family("tiny-gpt-oss"),
+    # Recurrent layers.
+    "gdn": Family("tiny-qwen3-next", {"num_layers": 2, "linear_attention_freq": 2}),
+    "gdn alone": Family("tiny-qwen3-next", {"num_layers": 2, "linear_attention_freq": 3}),
+    "gdn experts": Family("tiny-qwen3-next", {"num_layers": 2, "linear_attention_freq": 2,
+                                              "num_moe_experts": 8, "moe_ffn_hidden_size": 32,
+                                              "moe_aux_loss_coeff": 1e-2}),
+    "mamba": Family("tiny-nemotron-h", _hybrid("M*M-")),
+    "mamba alone": Family("tiny-nemotron-h", _hybrid("M-M")),
+    "mamba experts": Family("tiny-nemotron-h", _hybrid("MEM*") | {
+        "num_moe_experts": 8, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 1e-2}),
+    "gdn and mamba": Family("tiny-nemotron-h", {**_DELTA, **_hybrid("GM*G-M")}, since="0.17"),
+    # Sparse attention.
+    "dsa": Family("tiny-deepseek", _LATENTS, _DSA, own_attention=True, around="rotating"),
+    "dsa two keys": Family("tiny-deepseek", _LATENTS, _DSA | {"dsa_indexer_topk": 2},
+                           own_attention=True, around="rotating"),
+    "dsa all keys": Family("tiny-deepseek", _LATENTS, _DSA | {"dsa_indexer_topk": 200},
+                           own_attention=True, around="rotating"),
+    "dsa rope": Family("tiny-deepseek", {**_LATENTS, "rope_type": "rope"}, _DSA,
+                       own_attention=True, around="rotating"),
+    "dsa no q_lora": Family(
+        "tiny-deepseek", {**_LATENTS, "q_lora_rank": None, "qk_layernorm": False}, _DSA,
+        own_attention=True, around="rotating"),
+    "dsa wide indexer": Family(
+        "tiny-deepseek", _LATENTS,
+        _DSA | {"dsa_indexer_n_heads": 24, "dsa_indexer_head_dim": 64},
+        own_attention=True, around="rotating"),
+    # Experts. Coefficients are 1, so that a wrong weight of an auxiliary loss changes gradients by
+    # as much as the loss itself.
+    "experts": Family("tiny-moe", config={"moe_aux_loss_coeff": 0.0}),
+    "experts aux": Family("tiny-moe", config={"moe_aux_loss_coeff": 1.0}),
+    "experts seq": Family("tiny-moe", config=_SEQUENCE),
+    "experts global": Family("tiny-moe", config=_GLOBAL),
+    "experts z": Family("tiny-moe", config={"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 1.0}),
+    "experts both": Family("tiny-moe", config=_BOTH),
+    "experts all": Family("tiny-moe", config=_ALL),
+    "experts sigmoid": Family("tiny-moe", config=_Z | {"moe_router_score_function": "sigmoid"}),
+    "experts bias": Family("tiny-moe", config=_Z | _BIAS),
+    "experts bias alone": Family("tiny-moe", config={"moe_aux_loss_coeff": 0.0, **_BIAS}),
+    "experts shared": Family("tiny-moe", config=_Z | {"moe_shared_expert_intermediate_size": 24}),
+    "experts in groups": Family(
+        "tiny-moe", config=_Z | {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+    ),
+    "experts pre-softmax": Family(
+        "tiny-moe", config=_Z | {"moe_router_pre_softmax": True, "moe_router_topk": 3}
+    ),
+    "experts behind a dense layer": Family("tiny-moe", {"moe_layer_freq": (False, True)}, _Z),
+    "experts all-gather": Family("tiny-moe", config=_Z | _ALL_GATHER),
+    "mla experts": Family(
+        "tiny-deepseek", config={"moe_router_load_balancing_type": "aux_loss"}
+    ),
+    # Multi-token prediction.
+    "mtp experts": Family("tiny-moe", {"mtp_num_layers": 1}, _Z),
+    "mtp norms": Family("tiny-qwen3", {"mtp_num_layers": 1}),
+}  # fmt: skip
+
+LAYOUTS: dict[str, Layout] = {
+    "one": Layout(),
+    "tp2": Layout(tp=2),
+    "tp2_sp": Layout(tp=2, sequence_parallel=True),
+    "pp2": Layout(pp=2),
+    "cp2": Layout(cp=2),
+    "dp2": Layout(dp=2),
+    "ep2": Layout(ep=2, dp=2),
+    "pp3": Layout(pp=3),
+    "pp4": Layout(pp=4),
+    "pp2_vpp2": Layout(pp=2, vpp=2),
+    "pp3_vpp2": Layout(pp=3, vpp=2),
+    "cp4": Layout(cp=4),
+    "dp3": Layout(dp=3),
+    "tp2_pp2": Layout(tp=2, pp=2, sequence_parallel=True),
+    "tp2_cp2": Layout(tp=2, cp=2, sequence_parallel=True),
+    "tp2_dp2": Layout(tp=2, dp=2, sequence_parallel=True),
+    "tp2_ep2": Layout(tp=2, ep=2, dp=2, sequence_parallel=True),
+    "cp2_pp2": Layout(cp=2, pp=2),
+    "cp2_dp2": Layout(cp=2, dp=2),
+    "cp2_ep2": Layout(cp=2, ep=2),
+    "pp2_dp2": Layout(pp=2, dp=2),
+    "pp2_ep2": Layout(pp=2, ep=2, dp=2),
+    "dp4_ep2": Layout(ep=2, dp=4),
+    "pp2_vpp2_dp2": Layout(pp=2, vpp=2, dp=2),
+    "tp2_ep2_pp2": Layout(tp=2, pp=2, ep=2, dp=2, sequence_parallel=True),
+    "cp2_ep4": Layout(cp=2, ep=4, dp=2),
+    "tp2_cp2_ep2_pp2": Layout(tp=2, cp=2, pp=2, ep=2, sequence_parallel=True),
+}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "small": {"segment_tokens": 24, "chunk_tokens": 8},
+    "whole": {},
+    "recompute": {"segment_tokens": 32, "memory": "recompute"},
+    "light": {"segment_tokens": 32, "memory": "recompute_act"},
+    "across_ranks": {"segment_tokens": 24, "chunk_tokens": 8, "across_ranks": "on"},
+    # Of rows alone.
+    "across whole": {"across_ranks": "on"},
+    "across recompute": {"across_ranks": "on", "memory": "recompute"},
+    "chunks of 7": {"chunk_tokens": 7},
+    "chunks of 2": {"chunk_tokens": 2},
+    "packs of chunks": {"chunk_tokens": 5, "segment_tokens": 16},
+    "small packs": {"segment_tokens": 30},
+    "depth first": {"segment_tokens": 8},
+    "a rollout a wave": {"segment_tokens": 1},
+    "recompute chunks": {"memory": "recompute", "chunk_tokens": 16},
+    "light chunks": {"memory": "recompute_act", "chunk_tokens": 16},
+    "retain chunks": {"memory": "retain", "chunk_tokens": 6},
+    "offload": {"memory": "offload", "chunk_tokens": 16},
+    "a layer on the host": {"cache_host_layers": 1, "memory": "offload"},
+    "all on the host": {"cache_host_layers": 9, "memory": "recompute", "chunk_tokens": 7},
+    "no parent": {"min_gain": 10**6},
+    "joined": {"min_gain": 1},
+    "joined 100": {"min_gain": 1, "segment_tokens": 100},
+    "joined 64": {"min_gain": 1, "segment_tokens": 64},
+    "joined 24": {"min_gain": 1, "segment_tokens": 24},
+    "budget": {"memory": "auto", "memory_budget_gb": 1e-4, "chunk_tokens": 8, "segment_tokens": 24},
+    "wave": {"cp_reduce": "wave", "chunk_tokens": 8, "segment_tokens": 24},
+    "segment": {"cp_reduce": "segment", "chunk_tokens": 8, "segment_tokens": 24},
+    "wave recompute": {"cp_reduce": "wave", "memory": "recompute", "segment_tokens": 32},
+    "segment recompute": {"cp_reduce": "segment", "memory": "recompute", "segment_tokens": 32},
+    "auto chunks": {"chunk_tokens": "auto"},
+    "no gain": {"min_speedup": 100.0},
+}
+"""Fields of PrefixConfig; `min_gain` is 0 where it is not named."""
+
+RECOMPUTES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "selective": {},
+    "block": {"recompute_granularity": "full", "recompute_method": "block",
+              "recompute_num_layers": 1},
+    "uniform": {"recompute_granularity": "full", "recompute_method": "uniform",
+                "recompute_num_layers": 2},
+    **{name: _selective(*name.split("+")) for name in (
+        "core_attn", "layernorm", "mlp", "mla_up_proj", "mla_up_proj+core_attn", "moe+layernorm",
+        "core_attn+mlp+layernorm",
+    )},
+}  # fmt: skip
+"""Megatron's own recomputation, and fields of TransformerConfig that say so; none of those: see
+`build_model`."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case, and what must come out.
+
+    Attributes:
+        values: of the axes of a Case (tests/oracle/case.py) that are not its simplest.
+        mode: of the prefix schedule.
+        expects: "equal": shared in every step, and equal to the stock schedule to rounding;
+            "fallback": the stock schedule bit for bit; "refused": an error of ours by name.
+        says: stands in the last step's reason, or in the error.
+        ran: what must have been in a step: names of `facts` (tests/judge.py). No row passes
+            because nothing happened.
+    """
+
+    values: dict[str, str] = field(hash=False)
+    mode: str = "on"
+    expects: str = "equal"
+    says: str = ""
+    ran: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return ", ".join(value for value in self.values.values())
+
+
+def row(model: str = "gqa", options: str = "whole", *ran: str, **values: str) -> Row:
+    """Of one step of a tree with spans of all lengths, in fp64."""
+    plain = {"model": model, "options": options, "tree": "lengths", "session": "once",
+             "form": "one", "returns": "three", "ddp": "wrapped"}  # fmt: skip
+    if model.startswith("mtp") or model == "learned positions":
+        plain["positions"] = "given"
+    return Row({**plain, **values}, ran=ran)

@@ -1,0 +1,134 @@
+"""Runs rows of tests/cases.py and says what is not as they say.
+
+One run of the stock schedule is compared with as many of ours as follow with the same trainer: rows
+that differ in options, mode or what they expect alone stand together.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import megatron.core
+import pytest
+from packaging.version import Version
+
+from megatron_prefix.lab import runtime
+from megatron_prefix.lab.plans.forest import max_depth, num_trees
+from tests.cases import FAMILIES, LAYOUTS, OPTIONS, Row
+from tests.harness.ranks import run_ranks
+from tests.oracle import judge
+from tests.oracle.case import Case
+from tests.oracle.judge import EQUAL, FALLBACK, REFUSED
+from tests.oracle.trainer import Call
+
+EXPECTED = {"equal": EQUAL, "fallback": FALLBACK, "refused": REFUSED}
+
+
+def case_of(row: Row) -> Case:
+    return Case(0, **row.values)
+
+
+@functools.lru_cache(maxsize=2)
+def _stock(case: Case) -> list[Call]:
+    return judge.run(case, "stock")
+
+
+def complaints(row: Row) -> list[str]:
+    """What is not as a row says, on this rank; empty: all is."""
+    case = case_of(row)
+    stock = _stock(replace(case, options="small"))
+    ours = judge.run(case, row.mode, stock)
+    verdict = judge.judge(case, row.mode, stock, ours)
+    if verdict.what != EXPECTED[row.expects]:
+        return [f"{verdict.what} instead of {row.expects}: {' '.join(verdict.kinds)} {verdict.why}"]
+    return list(_complaints(row, case, ours))
+
+
+def _complaints(row: Row, case: Case, ours: Sequence[Call]) -> Iterator[str]:
+    last = ours[-1]
+    said = str(last.raised) if last.report is None or last.raised else last.report.decision.reason
+    if row.says not in said:
+        yield f"says {said!r}, which lacks {row.says!r}"
+    if row.expects != "equal":
+        return
+    for number, call in enumerate(ours, 1):
+        if not call.shared:
+            yield f"call {number} is not shared: {call.report.decision.reason}"
+    happened = frozenset().union(*(facts(call.report) for call in ours))
+    if missing := [name for name in ("shared", *row.ran) if name not in happened]:
+        yield f"without {', '.join(missing)}; there was {', '.join(sorted(happened))}"
+    keeps_all = "cache_host_layers" not in OPTIONS[case.options] and LAYOUTS[case.layout].pp == 1
+    for call in ours:
+        predicted = call.report.memory
+        if keeps_all and predicted is not None and call.kind == "train":
+            taken = call.report.cache_bytes
+            if predicted.cache_peak != pytest.approx(taken, rel=1e-6):
+                yield f"sidecars take {taken} bytes, {predicted.cache_peak} were predicted"
+
+
+def facts(report: Any) -> frozenset[str]:
+    """What there was in a step of ours, by name; "shared": fewer tokens than the trainer has."""
+    forest, plan = report.forest, report.plan
+    inner = [segment for segment in forest.segments if segment.inner]
+    joined = [segment for segment in forest.segments if segment.joined >= 0]
+    crossed = getattr(report.crossed, "received_tokens", 0)
+    is_there = {
+        "shared": forest.executed_tokens < forest.raw_tokens or crossed,
+        "nothing shared": forest.executed_tokens == forest.raw_tokens,
+        "several trees": num_trees(forest.segments) > 1,
+        "loss in prompts": any(segment.scored for segment in inner),
+        "short spans": any(
+            span.length < 3 for segment in forest.segments for span in segment.spans
+        ),
+        "three levels": max_depth(forest) >= 3,
+        "spans of many lengths": any(
+            len({span.length for span in segment.spans}) > 1 for segment in inner
+        ),
+        "joined": joined,
+        "joined below a prompt": any(segment.parents for segment in joined),
+        "recomputed": "recompute" in plan.policies,
+        "recomputed activations": "recompute_act" in plan.policies,
+        "offloaded": "offload" in plan.policies,
+        "sidecar": report.cache_bytes > 0,
+        "crossed": crossed,
+        "run again": report.retried,
+    }
+    return frozenset(name for name, there in is_there.items() if there)
+
+
+def run_here(rows: Sequence[Row]) -> dict[str, list[str]]:
+    """Complaints by row, of a rank whose groups exist; a row that raises tells its own story."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        try:
+            found[str(row)] = complaints(row)
+        except Exception:  # noqa: BLE001  # the next row tells its own
+            found[str(row)] = [traceback.format_exc()]
+    return found
+
+
+def run_on_ranks(layout: str, rows: Sequence[Row], timeout_s: float = 600.0) -> list[str]:
+    """Complaints of all ranks about rows of one layout, whose ranks start once."""
+
+    def on_rank() -> dict[str, list[str]]:
+        runtime.initialize(LAYOUTS[layout])
+        found = run_here(rows)
+        runtime.shutdown()
+        return found
+
+    by_rank = run_ranks(LAYOUTS[layout].world_size, on_rank, timeout_s=timeout_s)
+    return [
+        f"{name}, rank {rank}: {line}"
+        for rank, found in enumerate(by_rank)
+        for name, lines in found.items()
+        for line in lines
+    ]
+
+
+def is_possible(row: Row) -> bool:
+    """Whether this release of megatron-core has the row's family."""
+    return Version(megatron.core.__version__) >= Version(FAMILIES[row.values["model"]].since)

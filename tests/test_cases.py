@@ -1,0 +1,91 @@
+"""Every row of the table of cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests import judge
+from tests.cases import Row, row
+from tests.harness.one_rank import one_rank
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+VARIANTS = (
+    *("softmax scale", "whole softmax scale", "layer scaling", "both scales"),
+    *("a layer without rope", "interleaved rope", "scaled rope", "l2 norm"),
+    *("residual behind the norm", "biases", "tied", "tied, norms", "untied, norms"),
+    "no positions",
+)
+"""Options that reach attention or positions."""
+LATENTS = ("mla rope", "mla no q_lora", "mla no norms", "mla wide values", "mla mscales")
+WINDOWS = (
+    *(f"window {left}" for left in (1, 3, 7, 8, 9, 13, 30, 200)),
+    *("mistral", "gemma", "sinks", "off by one"),
+)
+RECURRENT = ("gdn", "mamba")
+SPARSE = ("dsa two keys", "dsa all keys", "dsa rope", "dsa no q_lora", "dsa wide indexer")
+EVERY = (
+    *("whole", "chunks of 7", "packs of chunks", "small packs", "depth first"),
+    *("recompute chunks", "light chunks", "offload", "a layer on the host", "all on the host"),
+)
+"""Options that every kind of payload is tried in."""
+TREE = ("several trees", "loss in prompts", "short spans", "three levels", "spans of many lengths")
+JOINED = [
+    ("joined", ("joined",)), ("joined 100", ("joined",)), ("joined 24", ()),
+    ("joined 64", ("joined", "joined below a prompt")),
+]  # fmt: skip
+
+
+def _recomputed(model: str, *modules: str) -> list[Row]:
+    """With Megatron's own recomputation."""
+    options = ("recompute chunks", "whole", "offload", "all on the host")
+    return [row(model, name, recompute=each) for each in modules for name in options]
+
+
+ROWS = [
+    *(row(name, options) for name in VARIANTS for options in ("chunks of 7", "recompute chunks")),
+    row("learned positions", "chunks of 7", positions="given"),
+    *_recomputed("gqa", "block", "uniform", "core_attn+mlp+layernorm"),
+    # Every kind of payload in every policy; other shapes of it in two.
+    *(
+        row(name, options)
+        for name in ("mla", "gpt-oss", "windows last", *RECURRENT, "dsa")
+        for options in (*EVERY, "no parent")
+        if options != "no parent"
+    ),
+    *(row(name, "whole", *TREE, "sidecar") for name in RECURRENT),
+    *(row(name, "chunks of 2") for name in (*RECURRENT, "gpt-oss")),
+    *(
+        row(name, options)
+        for name in (*LATENTS, *WINDOWS, *SPARSE, "gdn alone", "mamba alone", "gdn and mamba")
+        for options in ("whole", "chunks of 7", "depth first")
+    ),
+    *_recomputed("mla", "full", "mla_up_proj", "core_attn", "mla_up_proj+core_attn", "layernorm"),
+    *_recomputed("gpt-oss", "full", "selective"),
+    *_recomputed("gdn", "full", "selective"),
+    *_recomputed("mamba", "full", "selective"),
+    *_recomputed("dsa", "full", "mla_up_proj", "layernorm"),
+    # Prompts in the segment of what follows them.
+    *(row(name, each, *ran) for name in ("gqa", "qk_norm", "mla") for each, ran in JOINED),
+    *(
+        row("gqa", each, *ran, recompute=module)
+        for module in ("full", "core_attn", "layernorm", "mlp")
+        for each, ran in JOINED
+    ),
+]
+
+
+LATER = [each for each in ROWS if not judge.is_possible(each)]
+"""Of families that this release of megatron-core does not have."""
+
+
+@pytest.mark.parametrize("each", [each for each in ROWS if each not in LATER], ids=str)
+def test_a_step_is_the_stock_schedules(each: Row) -> None:
+    assert judge.complaints(each) == []

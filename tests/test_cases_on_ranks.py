@@ -1,0 +1,96 @@
+"""Rows of the table of cases on several ranks: those of one layout in one job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests import judge
+from tests.cases import Row, row
+
+CHUNKS = ("small", "recompute")
+ON_RANKS: dict[str, list[Row]] = {
+    "tp2_sp": [
+        *(row(name, "small") for name in ("gqa", "mla", "mamba", "experts bias", "experts all")),
+        row("gdn", "whole"), row("mamba", "chunks of 7", recompute="full"), row("gpt-oss", "whole"),
+        row("dsa", "packs of chunks"), row("mtp", "small"), row("mla", "joined", "joined"),
+        row("gqa", "joined", "joined"), row("experts both", "joined", returns="per_token"),
+        row("experts both", "small", returns="per_token"), row("gqa", "small", form="thd_padded"),
+        row("mla", "whole", form="thd_padded"), row("gpt-oss", "whole", form="thd_padded"),
+    ],
+    "pp2": [
+        *(row("gqa", options) for options in (
+            "small", "chunks of 7", "recompute", "offload", "a layer on the host", "budget",
+            "auto chunks",
+        )),
+        row("tied", "small"), row("tied, norms", "recompute", recompute="full"),
+        row("gqa", "small", recompute="selective"), row("gqa", "small", returns="per_token"),
+        row("gqa", "small", scale="constant"), row("gqa", "small", returns="two"),
+        row("gqa", "small", loss="sequence"), row("gqa", "small", lengths="equal", tree="groups"),
+        row("mla", "small"), row("gpt-oss", "small"), row("dsa", "packs of chunks"),
+        row("experts both", "small"), row("experts all", "small"), row("mtp", "small"),
+        *(row("gdn", options, recompute="selective") for options in (
+            "recompute chunks", "offload", "all on the host")),
+        row("gdn", "budget"), row("mamba", "recompute chunks"), row("mamba", "offload"),
+    ],
+    "pp4": [
+        row("gqa", "small"), row("gqa", "recompute", recompute="full"),
+        row("gqa", "small", returns="per_token", scale="constant"), row("tied", "whole"),
+    ],
+    "pp2_vpp2": [
+        row("gqa", "small"), row("gqa", "recompute", recompute="full"),
+        row("gqa", "small", returns="per_token", scale="constant"), row("mla", "whole"),
+        row("gpt-oss", "chunks of 7", recompute="full"), row("gdn", "small", recompute="full"),
+        row("experts both", "small"), row("experts global", "small"), row("dsa", "small"),
+    ],
+    "pp3_vpp2": [
+        row("gqa", "offload", recompute="full"), row("gqa", "all on the host"),
+    ],
+    "cp2": [
+        *(row("gqa", options, form=form) for form in ("one", "thd_padded") for options in (
+            "small", "wave", "segment", "wave recompute", "segment recompute", "offload", "budget",
+        )),
+        row("gqa", "joined", "joined"), row("mla", "small", form="thd_padded"),
+        row("gqa", "small", recompute="full"), row("gqa", "small", returns="two", scale="constant"),
+        row("gqa", "small", labels="absent", returns="per_token"), row("mamba", "small"),
+        row("mamba", "wave", recompute="selective"), row("mamba", "segment recompute"),
+        row("gpt-oss", "small"), row("gemma", "segment"), row("windows last", "wave"),
+        row("experts both", "small"), row("experts bias", "small", returns="per_token"),
+    ],
+    "dp2": [
+        row("gqa", "small"), row("gqa", "joined", "joined"), row("gpt-oss", "small"),
+        row("mla", "small", recompute="selective", ddp="overlapped"), row("dsa", "small"),
+        row("gdn", "small"), row("mamba", "small"), row("experts global", "small"),
+        row("experts all", "small", returns="per_token"), row("experts all", "joined"),
+        row("mtp", "small"), row("gqa", "small", ddp="overlapped"),
+    ],
+    "ep2": [
+        *(row(name, "small") for name in (
+            "experts bias", "experts global", "experts all-gather", "mla experts", "gdn experts",
+            "mamba experts", "gpt-oss experts", "mtp experts",
+        )),
+        row("experts both", "joined", "joined"), row("mla experts", "whole", form="thd"),
+        row("experts both", "small", ddp="overlapped"),
+    ],
+    "tp2_pp2": [
+        row("gqa", "small"), row("gqa", "recompute", recompute="full"), row("gqa", "offload"),
+        row("tied, norms", "whole"),
+    ],
+    "cp2_pp2": [row("gqa", "small"), row("mamba", "small"), row("gqa", "segment recompute")],
+    "tp2_cp2": [row("gqa", "small"), row("experts both", "small"), row("gpt-oss", "small")],
+    "cp2_dp2": [row("gqa", "small"), row("gqa", "segment")],
+    "cp2_ep2": [row("experts aux", "small"), row("experts both", "joined", "joined")],
+    "cp4": [row("gqa", "small"), row("gqa", "segment", form="thd_padded"), row("gemma", "wave")],
+    "pp2_dp2": [row("experts all", "recompute"), row("gqa", "small", ddp="overlapped")],
+    "pp2_ep2": [row("experts both", "small", recompute="full"), row("gdn experts", "small")],
+    "tp2_ep2": [row("experts both", "small", recompute="full")],
+}
+ACROSS = {"tree": "on_all_ranks", "options": "across_ranks"}
+
+
+@pytest.mark.parametrize("layout", ON_RANKS)
+def test_ranks_make_the_stock_schedules_step(layout: str) -> None:
+    rows = [replace(each, values={**each.values, "layout": layout}) for each in ON_RANKS[layout]]
+    failures = judge.run_on_ranks(layout, rows)
+    assert not failures, "\n".join(failures)
