@@ -8,6 +8,7 @@ all of them; `python -m tests.oracle` draws cases from the same tables.
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -248,10 +249,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "wave recompute": {"cp_reduce": "wave", "memory": "recompute", "segment_tokens": 32},
     "segment recompute": {"cp_reduce": "segment", "memory": "recompute", "segment_tokens": 32},
     "auto chunks": {"chunk_tokens": "auto"},
+    "keeps 5": {"min_gain": 5, "segment_tokens": 20},
     "no gain": {"min_speedup": 100.0},
 }
 """Fields of PrefixConfig; `min_gain` is 0 where it is not named."""
 
+RANDOM_OPTIONS = (
+    *("small", "whole", "recompute", "light", "chunks of 7", "packs of chunks", "small packs"),
+    *("depth first", "a rollout a wave", "recompute chunks", "offload", "a layer on the host"),
+    *("all on the host", "no parent", "joined", "joined 64", "joined 24", "budget", "keeps 5"),
+)
+PACKED = ("gqa", "qk_norm", "mla", "gpt-oss", "experts", "experts both", "experts bias")
+"""Families that the stock schedule of every release runs in packs and rows."""
 RECOMPUTES: dict[str, dict[str, Any]] = {
     "full": {},
     "selective": {},
@@ -278,18 +287,20 @@ class Row:
         expects: "equal": shared in every step, and equal to the stock schedule to rounding;
             "fallback": the stock schedule bit for bit; "refused": an error of ours by name.
         says: stands in the last step's reason, or in the error.
+        is_random: a drawn tree may have nothing to share.
         ran: what must have been in a step: names of `facts` (tests/judge.py). No row passes
             because nothing happened.
     """
 
-    values: dict[str, str] = field(hash=False)
+    values: dict[str, Any] = field(hash=False)
     mode: str = "on"
     expects: str = "equal"
     says: str = ""
+    is_random: bool = False
     ran: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return ", ".join(value for value in self.values.values())
+        return ", ".join(str(value) for value in self.values.values())
 
 
 def row(model: str = "gqa", options: str = "whole", *ran: str, **values: str) -> Row:
@@ -299,3 +310,21 @@ def row(model: str = "gqa", options: str = "whole", *ran: str, **values: str) ->
     if model.startswith("mtp") or model == "learned positions":
         plain["positions"] = "given"
     return Row({**plain, **values}, ran=ran)
+
+
+def random_row(model: str, seed: int, **values: str) -> Row:
+    """Of random trees; form, loss, scale and options are drawn by the seed where not given."""
+    draw = random.Random(f"{model} {seed}")
+    pack = "thd_padded" if LAYOUTS[values.get("layout", "one")].alignment > 1 else "thd"
+    plain = {
+        "model": model, "seed": seed, "tree": "random", "ddp": "wrapped", "session": "once",
+        "form": draw.choice(("one", pack, "rows") if model in PACKED else ("one",)),
+        "options": draw.choice(RANDOM_OPTIONS), "returns": draw.choice(("three", "per_token")),
+        "scale": draw.choice(("none", "constant")),
+        "recompute": draw.choice(("none", "none", "full", "selective")),
+    }  # fmt: skip
+    if model.startswith("dsa"):  # Megatron does not recompute its attention alone
+        plain["recompute"] = draw.choice(("none", "full"))
+    if "mtp" in model:
+        plain |= {"positions": "given", "returns": "per_token", "scale": "none"}
+    return Row({**plain, **values}, is_random=True)

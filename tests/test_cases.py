@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests import judge
-from tests.cases import Row, row
+from tests.cases import Row, random_row, row
+from tests.harness.fuzzing import rounds
 from tests.harness.one_rank import one_rank
 
 
@@ -89,3 +90,21 @@ LATER = [each for each in ROWS if not judge.is_possible(each)]
 @pytest.mark.parametrize("each", [each for each in ROWS if each not in LATER], ids=str)
 def test_a_step_is_the_stock_schedules(each: Row) -> None:
     assert judge.complaints(each) == []
+
+
+RANDOM = (
+    *("gqa", "qk_norm", "mla", "gpt-oss", "windows last", "gdn", "mamba", "dsa", "mtp"),
+    *("experts both", "experts bias", "experts all"),
+)
+SEEDS = 8
+"""Of a model; HYPOTHESIS_PROFILE=search tries more."""
+
+
+@pytest.mark.parametrize("model", RANDOM)
+def test_random_trees(model: str) -> None:
+    failures = {
+        str(each): lines
+        for each in (random_row(model, seed) for seed in range(rounds(SEEDS, 40 * SEEDS)))
+        if (lines := judge.complaints(each))
+    }
+    assert not failures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -43,6 +44,8 @@ def rollouts(case: Case, part: int) -> list[list[Sample]]:
     draw = np.random.default_rng([case.seed, part])
     if case.tree == "lengths":
         return _microbatches(case, _of_all_lengths(draw))
+    if case.tree in ("random", "dealt"):
+        return _random(case, part)
     size = 1 if case.form == "one" else rng.choice((2, 2, 3))
     number = rng.choice((2, 3, 4)) if size > 1 else rng.choice((3, 4, 5))
     equal = case.lengths == "equal"
@@ -95,6 +98,45 @@ def _of_all_lengths(draw: np.random.Generator) -> list[Sample]:
     ]
     wholes = [(np.concatenate(pieces), first) for pieces, first in parts]
     return [Sample(whole, np.arange(len(whole) - 1) >= first) for whole, first in wholes]
+
+
+def _random(case: Case, part: int) -> list[list[Sample]]:
+    """Trees of a seed: prompts, turns that some answers share, copies, answers that begin others,
+    loss from anywhere on or nowhere. If they are dealt, ranks have shuffled parts of one batch."""
+    layout, is_dealt = LAYOUTS[case.layout], case.tree == "dealt"
+    both = random.Random(f"{case.seed} {part // RANKS}")
+    number = both.choice((2, 4)) if layout.vpp > 1 else both.choice((2, 3, 4))
+    number *= layout.pp if layout.vpp > 1 else 1
+    rng = both if is_dealt else random.Random(f"{case.seed} {part}")
+    sizes = [1 if case.form == "one" else rng.randint(1, 3) for _ in range(number)]
+    if case.form == "rows":
+        sizes = [2] * number  # the stock schedule wants equal numbers
+    num = sum(sizes) * (layout.dp if is_dealt else 1)
+    samples = _grown(rng, num)
+    rng.shuffle(samples)
+    own = samples[part % RANKS :: layout.dp] if is_dealt else samples
+    ends = np.cumsum([0, *sizes])
+    return [own[begin:end] for begin, end in itertools.pairwise(ends)]
+
+
+def _grown(rng: random.Random, num: int) -> list[Sample]:
+    draw = np.random.default_rng(rng.randrange(1 << 30))
+    samples: list[Sample] = []
+    while len(samples) < num:
+        prompt = draw.integers(0, VOCAB, rng.randint(1, 30))
+        turn = draw.integers(0, VOCAB, rng.randint(1, 12))
+        for _ in range(rng.randint(1, 6)):
+            shared = turn[: rng.randint(0, len(turn))]
+            whole = np.concatenate([prompt, shared, draw.integers(0, VOCAB, rng.randint(1, 12))])
+            kind = rng.random()
+            if samples and kind < 0.15:
+                whole = samples[-1].tokens  # a copy
+            elif kind < 0.25 and len(whole) > 3:
+                whole = whole[: rng.randint(2, len(whole) - 1)]  # it begins others
+            first = rng.choice((len(prompt) - 1, len(prompt) - 1, 0, len(prompt) + 3))
+            trained = np.arange(len(whole) - 1) >= min(first, len(whole) - 2)
+            samples.append(Sample(whole, trained & (rng.random() > 0.1)))
+    return samples[:num]
 
 
 def _microbatches(case: Case, samples: Sequence[Sample]) -> list[list[Sample]]:

@@ -215,13 +215,13 @@ class Trainer:
             call.gradients = {
                 name: _gradient(parameter) for name, parameter in self.parts.parameters()
             }
-        for name, logged in moe_utils.get_moe_layer_wise_logging_tracker().items():
-            values = logged["values"].detach().clone()
-            # Which rank counts a token is ours to choose; together they count what stock's do.
-            dist.all_reduce(values, group=_replicas())
-            call.auxiliary[name] = values
+        logs = {**moe_utils.get_moe_layer_wise_logging_tracker()}
         if "values" in MTPLossLoggingHelper.tracker:
-            call.auxiliary["mtp"] = MTPLossLoggingHelper.tracker["values"].detach().clone()
+            logs["mtp"] = MTPLossLoggingHelper.tracker
+        for name, logged in logs.items():
+            call.auxiliary[name] = logged["values"].detach().clone()
+            # Which rank counts a token is ours to choose; together they count what stock's do.
+            dist.all_reduce(call.auxiliary[name], group=_replicas())
         call.losses = list(self.losses)
         call.kept = copied({
             **self.kept, "sums": self.sums, "carried": self.carried, "ema": self.ema,
