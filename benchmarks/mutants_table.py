@@ -510,8 +510,8 @@ _VISION = (
 
 # A trainer's own GatedDeltaNet ---------------------------------------------------------------
 
-_OWN = "tests/core/alignment/test_own_delta.py"
-_OWN_RANKS = "tests/core/alignment/test_own_delta_layouts.py"
+_OWN = "tests/core/alignment/test_own_delta.py\ntests/test_cases.py -k own"
+_OWN_RANKS = "tests/test_cases_on_ranks.py -k 'step and (tp2_sp or pp2 or dp2)'"
 _own = _area("own-gdn", _OWN)
 _OWN_GDN = (
     _own(
@@ -636,7 +636,7 @@ _OWN_GDN = (
 
 # DeepSeek's sparse attention -----------------------------------------------------------------
 
-_SPARSE = "tests/core/alignment/test_sparse.py"
+_SPARSE = "tests/core/alignment/test_sparse.py\ntests/test_cases.py -k dsa"
 _sparse = _area("dsa", _SPARSE)
 _DSA = (
     _sparse(

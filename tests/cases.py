@@ -9,7 +9,9 @@ all of them; `python -m tests.oracle` draws cases from the same tables.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron_prefix.lab.models.presets import PRESETS, RopeScaling
@@ -29,8 +31,8 @@ class Family(NamedTuple):
     """
 
     preset: str = "tiny-llama"
-    spec: dict[str, Any] = {}
-    config: dict[str, Any] = {}
+    spec: Mapping[str, Any] = MappingProxyType({})
+    config: Mapping[str, Any] = MappingProxyType({})
     own_attention: bool = False
     since: str = "0"
     around: str = ""
@@ -71,9 +73,9 @@ _DSA = {
     "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": 16, "dsa_indexer_topk": 6,
     "dsa_indexer_head_dim": 16, "dsa_indexer_loss_coeff": 0.0,
 }  # fmt: skip
-_DELTA = {name: value for name, value in vars(PRESETS["tiny-qwen3-next"]).items()
-          if "linear_" in name} | {"linear_attention_freq": None, "gated_linear_unit": True}  # fmt: skip
 # GatedDeltaNet's convolution takes the MLP's activation, and only SiLU.
+_DELTA = {"linear_attention_freq": None, "gated_linear_unit": True}
+_DELTA = {n: v for n, v in vars(PRESETS["tiny-qwen3-next"]).items() if "linear_" in n} | _DELTA
 
 DRAWN: dict[str, Family] = {
     "gqa": Family(),
@@ -158,6 +160,23 @@ FAMILIES: dict[str, Family] = DRAWN | {
         "tiny-deepseek", _LATENTS,
         _DSA | {"dsa_indexer_n_heads": 24, "dsa_indexer_head_dim": 64},
         own_attention=True, around="rotating"),
+    "dsa mtp": Family("tiny-deepseek", {**_LATENTS, "mtp_num_layers": 1}, _DSA,
+                      own_attention=True, around="rotating"),
+    "dsa experts": Family("tiny-deepseek", config=_DSA, own_attention=True, around="rotating"),
+    # A trainer's own GatedDeltaNet, of packs (slime, miles), by where the rule stands.
+    **{f"own delta {net}": Family(own_attention=True, around=f"own delta {net}")
+       for net in ("attribute", "global", "keywords")},
+    "own delta on stages": Family(spec={"num_layers": 4}, own_attention=True,
+                                  around="own delta on stages"),
+    "own delta alone": Family(own_attention=True, around="own delta alone"),
+    # Options of pipelines.
+    "outputs freed": Family(config={"deallocate_pipeline_outputs": True}),
+    "equal lengths": Family(config={"variable_seq_lengths": False}),
+    "turns of three": Family(config={"microbatch_group_size_per_vp_stage": 3}),
+    # What a later release can.
+    "gdn with CP": Family("tiny-qwen3-next", {"num_layers": 2, "linear_attention_freq": 2},
+                          since="0.18"),
+    "mamba in virtual stages": Family("tiny-nemotron-h", _hybrid("M*M-"), since="0.17"),
     # Experts. Coefficients are 1, so that a wrong weight of an auxiliary loss changes gradients by
     # as much as the loss itself.
     "experts": Family("tiny-moe", config={"moe_aux_loss_coeff": 0.0}),
@@ -285,8 +304,11 @@ class Row:
         values: of the axes of a Case (tests/oracle/case.py) that are not its simplest.
         mode: of the prefix schedule.
         expects: "equal": shared in every step, and equal to the stock schedule to rounding;
-            "fallback": the stock schedule bit for bit; "refused": an error of ours by name.
+            "fallback": the stock schedule bit for bit; "refused": an error of ours by name;
+            "wrong": with a mistake.
         says: stands in the last step's reason, or in the error.
+        mistake: of tests/mistakes.py, which ours runs with; `says` has what it makes wrong (kinds
+            of a Verdict).
         is_random: a drawn tree may have nothing to share.
         ran: what must have been in a step: names of `facts` (tests/judge.py). No row passes
             because nothing happened.
@@ -297,6 +319,7 @@ class Row:
     expects: str = "equal"
     says: str = ""
     is_random: bool = False
+    mistake: str = ""
     ran: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -307,7 +330,9 @@ def row(model: str = "gqa", options: str = "whole", *ran: str, **values: str) ->
     """Of one step of a tree with spans of all lengths, in fp64."""
     plain = {"model": model, "options": options, "tree": "lengths", "session": "once",
              "form": "one", "returns": "three", "ddp": "wrapped"}  # fmt: skip
-    if model.startswith("mtp") or model == "learned positions":
+    if model.startswith("own"):
+        plain["form"] = "thd"
+    if "mtp" in model or model == "learned positions":
         plain["positions"] = "given"
     return Row({**plain, **values}, ran=ran)
 
@@ -328,3 +353,8 @@ def random_row(model: str, seed: int, **values: str) -> Row:
     if "mtp" in model:
         plain |= {"positions": "given", "returns": "per_token", "scale": "none"}
     return Row({**plain, **values}, is_random=True)
+
+
+def wrong(mistake: str, kinds: str, model: str, options: str = "small", **values: str) -> Row:
+    """A row that a mistake makes wrong, in such kinds."""
+    return replace(row(model, options, **values), expects="wrong", mistake=mistake, says=kinds)

@@ -20,12 +20,13 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.plans.forest import max_depth, num_trees
 from tests.cases import FAMILIES, LAYOUTS, OPTIONS, Row
 from tests.harness.ranks import run_ranks
+from tests.mistakes import MISTAKES
 from tests.oracle import judge
 from tests.oracle.case import Case
-from tests.oracle.judge import EQUAL, FALLBACK, REFUSED
+from tests.oracle.judge import EQUAL, FALLBACK, REFUSED, WRONG
 from tests.oracle.trainer import Call
 
-EXPECTED = {"equal": EQUAL, "fallback": FALLBACK, "refused": REFUSED}
+EXPECTED = {"equal": EQUAL, "fallback": FALLBACK, "refused": REFUSED, "wrong": WRONG}
 
 
 def case_of(row: Row) -> Case:
@@ -41,10 +42,15 @@ def complaints(row: Row) -> list[str]:
     """What is not as a row says, on this rank; empty: all is."""
     case = case_of(row)
     stock = _stock(replace(case, options="small"))
-    ours = judge.run(case, row.mode, stock)
+    with pytest.MonkeyPatch.context() as patch:
+        if row.mistake:
+            patch.setattr(*MISTAKES[row.mistake])
+        ours = judge.run(case, row.mode, stock)
     verdict = judge.judge(case, row.mode, stock, ours)
     if verdict.what != EXPECTED[row.expects]:
         return [f"{verdict.what} instead of {row.expects}: {' '.join(verdict.kinds)} {verdict.why}"]
+    if row.expects == "wrong":
+        return [f"{kind} is right" for kind in row.says.split() if kind not in verdict.kinds]
     return list(_complaints(row, case, ours))
 
 

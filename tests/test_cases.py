@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests import judge
-from tests.cases import Row, random_row, row
+from tests.cases import FAMILIES, Row, random_row, row, wrong
 from tests.harness.fuzzing import rounds
 from tests.harness.one_rank import one_rank
 
@@ -32,6 +32,7 @@ WINDOWS = (
 )
 RECURRENT = ("gdn", "mamba")
 SPARSE = ("dsa two keys", "dsa all keys", "dsa rope", "dsa no q_lora", "dsa wide indexer")
+EXPERTS = tuple(name for name in FAMILIES if name.startswith(("experts", "mla experts")))
 EVERY = (
     *("whole", "chunks of 7", "packs of chunks", "small packs", "depth first"),
     *("recompute chunks", "light chunks", "offload", "a layer on the host", "all on the host"),
@@ -54,6 +55,17 @@ ROWS = [
     *(row(name, options) for name in VARIANTS for options in ("chunks of 7", "recompute chunks")),
     row("learned positions", "chunks of 7", positions="given"),
     *_recomputed("gqa", "block", "uniform", "core_attn+mlp+layernorm"),
+    # Experts: losses and counts of what every token stands for.
+    *(row(name, options) for name in EXPERTS for options in ("small", "whole")),
+    *(
+        row(name, options, returns="per_token", recompute=recompute)
+        for name, recompute in (("experts both", "none"), ("experts bias", "full"))
+        for options in ("small", "joined", "recompute", "offload", "a layer on the host", "budget")
+    ),
+    row("experts global", "small", recompute="full"),
+    row("experts global", "joined", "joined", recompute="full"),
+    row("experts both", "whole", recompute="moe+layernorm"),
+    row("experts aux", "a rollout a wave"),
     # Every kind of payload in every policy; other shapes of it in two.
     *(
         row(name, options)
@@ -62,10 +74,19 @@ ROWS = [
         if options != "no parent"
     ),
     *(row(name, "whole", *TREE, "sidecar") for name in RECURRENT),
+    *(row(name, "recompute chunks", session="evaluate") for name in ("gqa", "mla", "dsa", "gdn")),
     *(row(name, "chunks of 2") for name in (*RECURRENT, "gpt-oss")),
     *(
         row(name, options)
-        for name in (*LATENTS, *WINDOWS, *SPARSE, "gdn alone", "mamba alone", "gdn and mamba")
+        for name in (
+            *LATENTS,
+            *WINDOWS,
+            *SPARSE,
+            "dsa mtp",
+            "gdn alone",
+            "mamba alone",
+            "gdn and mamba",
+        )
         for options in ("whole", "chunks of 7", "depth first")
     ),
     *_recomputed("mla", "full", "mla_up_proj", "core_attn", "mla_up_proj+core_attn", "layernorm"),
@@ -73,6 +94,16 @@ ROWS = [
     *_recomputed("gdn", "full", "selective"),
     *_recomputed("mamba", "full", "selective"),
     *_recomputed("dsa", "full", "mla_up_proj", "layernorm"),
+    # A trainer's own GatedDeltaNet.
+    *(
+        row(name, options)
+        for name in ("own delta attribute", "own delta global")
+        for options in (*EVERY, "chunks of 2")
+    ),
+    row("own delta global", "whole", *TREE, "sidecar"),
+    *(row(name, "chunks of 7") for name in ("own delta keywords", "own delta alone")),
+    *_recomputed("own delta attribute", "full", "selective"),
+    *_recomputed("own delta global", "full", "selective"),
     # Prompts in the segment of what follows them.
     *(row(name, each, *ran) for name in ("gqa", "qk_norm", "mla") for each, ran in JOINED),
     *(
@@ -108,3 +139,21 @@ def test_random_trees(model: str) -> None:
         if (lines := judge.complaints(each))
     }
     assert not failures
+
+
+WRONG = [
+    *(
+        wrong("rows for tokens", "gradient auxiliary", name)
+        for name in ("experts aux", "experts seq", "experts global", "experts z")
+    ),
+    wrong("rows for tokens", "state", "experts bias alone", tree="groups", form="rows"),
+    wrong("rows for tokens", "gradient auxiliary", "experts both", recompute="full",
+          returns="per_token"),
+    wrong("waves for microbatches", "gradient auxiliary", "experts aux", "whole"),
+    wrong("counts in no order", "gradient auxiliary", "experts global"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("each", WRONG, ids=str)
+def test_a_mistake_shows(each: Row) -> None:
+    assert judge.complaints(each) == []

@@ -7,83 +7,186 @@ from dataclasses import replace
 import pytest
 
 from tests import judge
-from tests.cases import Row, random_row, row
+from tests.cases import Row, random_row, row, wrong
 
 CHUNKS = ("small", "recompute")
 ON_RANKS: dict[str, list[Row]] = {
     "tp2_sp": [
+        row("own delta attribute", "recompute chunks"),
+        row("own delta global", "small", recompute="full"),
         *(row(name, "small") for name in ("gqa", "mla", "mamba", "experts bias", "experts all")),
-        row("gdn", "whole"), row("mamba", "chunks of 7", recompute="full"), row("gpt-oss", "whole"),
-        row("dsa", "packs of chunks"), row("mtp", "small"), row("mla", "joined", "joined"),
-        row("gqa", "joined", "joined"), row("experts both", "joined", returns="per_token"),
-        row("experts both", "small", returns="per_token"), row("gqa", "small", form="thd_padded"),
-        row("mla", "whole", form="thd_padded"), row("gpt-oss", "whole", form="thd_padded"),
+        row("gdn", "whole"),
+        row("mamba", "chunks of 7", recompute="full"),
+        row("gpt-oss", "whole"),
+        row("dsa", "packs of chunks"),
+        row("mtp", "small"),
+        row("gdn and mamba", "small"),
+        row("mla", "joined", "joined"),
+        row("gqa", "joined", "joined"),
+        row("experts both", "joined", returns="per_token"),
+        row("experts both", "small", returns="per_token"),
+        row("gqa", "small", form="thd_padded"),
+        row("mla", "whole", form="thd_padded"),
+        row("gpt-oss", "whole", form="thd_padded"),
     ],
     "pp2": [
-        *(row("gqa", options) for options in (
-            "small", "chunks of 7", "recompute", "offload", "a layer on the host", "budget",
-            "auto chunks",
-        )),
-        row("tied", "small"), row("tied, norms", "recompute", recompute="full"),
-        row("gqa", "small", recompute="selective"), row("gqa", "small", returns="per_token"),
-        row("gqa", "small", scale="constant"), row("gqa", "small", returns="two"),
-        row("gqa", "small", loss="sequence"), row("gqa", "small", lengths="equal", tree="groups"),
-        row("mla", "small"), row("gpt-oss", "small"), row("dsa", "packs of chunks"),
-        row("experts both", "small"), row("experts all", "small"), row("mtp", "small"),
-        *(row("gdn", options, recompute="selective") for options in (
-            "recompute chunks", "offload", "all on the host")),
-        row("gdn", "budget"), row("mamba", "recompute chunks"), row("mamba", "offload"),
+        row("own delta on stages", "recompute chunks"),
+        row("own delta on stages", "small", recompute="full"),
+        *(
+            row("gqa", options)
+            for options in (
+                "small",
+                "chunks of 7",
+                "recompute",
+                "offload",
+                "a layer on the host",
+                "budget",
+                "auto chunks",
+            )
+        ),
+        row("tied", "small"),
+        row("tied, norms", "recompute", recompute="full"),
+        row("gqa", "small", recompute="selective"),
+        row("gqa", "small", returns="per_token"),
+        row("gqa", "small", scale="constant"),
+        row("gqa", "small", returns="two"),
+        row("gqa", "small", loss="sequence"),
+        row("gqa", "small", lengths="equal", tree="groups"),
+        row("mla", "small"),
+        row("gpt-oss", "small"),
+        row("dsa", "packs of chunks"),
+        row("experts both", "small"),
+        row("experts all", "small"),
+        row("mtp", "small"),
+        *(
+            row("gdn", options, recompute="selective")
+            for options in ("recompute chunks", "offload", "all on the host")
+        ),
+        row("outputs freed", "small"),
+        row("outputs freed", "offload"),
+        row("equal lengths", "small", lengths="equal", tree="groups"),
+        row("gdn", "budget"),
+        row("mamba", "recompute chunks"),
+        row("mamba", "offload"),
     ],
     "pp4": [
-        row("gqa", "small"), row("gqa", "recompute", recompute="full"),
-        row("gqa", "small", returns="per_token", scale="constant"), row("tied", "whole"),
+        row("gqa", "small"),
+        row("gqa", "recompute", recompute="full"),
+        row("gqa", "small", returns="per_token", scale="constant"),
+        row("tied", "whole"),
     ],
     "pp2_vpp2": [
-        row("gqa", "small"), row("gqa", "recompute", recompute="full"),
-        row("gqa", "small", returns="per_token", scale="constant"), row("mla", "whole"),
-        row("gpt-oss", "chunks of 7", recompute="full"), row("gdn", "small", recompute="full"),
-        row("experts both", "small"), row("experts global", "small"), row("dsa", "small"),
+        row("gqa", "small"),
+        row("gqa", "recompute", recompute="full"),
+        row("gqa", "small", returns="per_token", scale="constant"),
+        row("mla", "whole"),
+        row("gpt-oss", "chunks of 7", recompute="full"),
+        row("gdn", "small", recompute="full"),
+        row("experts both", "small"),
+        row("experts global", "small"),
+        row("dsa", "small"),
+        row("turns of three", "small"),
+        row("mamba in virtual stages", "small"),
+        row("gdn and mamba", "small", recompute="full"),
+        row("mtp", "recompute"),
     ],
     "pp3_vpp2": [
-        row("gqa", "offload", recompute="full"), row("gqa", "all on the host"),
+        row("gqa", "offload", recompute="full"),
+        row("gqa", "all on the host"),
     ],
     "cp2": [
-        *(row("gqa", options, form=form) for form in ("one", "thd_padded") for options in (
-            "small", "wave", "segment", "wave recompute", "segment recompute", "offload", "budget",
-        )),
-        row("gqa", "joined", "joined"), row("mla", "small", form="thd_padded"),
-        row("gqa", "small", recompute="full"), row("gqa", "small", returns="two", scale="constant"),
-        row("gqa", "small", labels="absent", returns="per_token"), row("mamba", "small"),
-        row("mamba", "wave", recompute="selective"), row("mamba", "segment recompute"),
-        row("gpt-oss", "small"), row("gemma", "segment"), row("windows last", "wave"),
-        row("experts both", "small"), row("experts bias", "small", returns="per_token"),
+        *(
+            row("gqa", options, form=form)
+            for form in ("one", "thd_padded")
+            for options in (
+                "small",
+                "wave",
+                "segment",
+                "wave recompute",
+                "segment recompute",
+                "offload",
+                "budget",
+            )
+        ),
+        row("gqa", "joined", "joined"),
+        row("mla", "small", form="thd_padded"),
+        row("gqa", "small", recompute="full"),
+        row("gqa", "small", returns="two", scale="constant"),
+        row("gqa", "small", labels="absent", returns="per_token"),
+        row("mamba", "small"),
+        row("mamba", "wave", recompute="selective"),
+        row("mamba", "segment recompute"),
+        row("mtp", "small", form="thd_padded"),
+        row("mtp", "chunks of 7", recompute="full"),
+        row("gdn with CP", "small"),
+        row("gdn and mamba", "small"),
+        row("gpt-oss", "small"),
+        row("gemma", "segment"),
+        row("windows last", "wave"),
+        row("experts both", "small"),
+        row("experts bias", "small", returns="per_token"),
     ],
     "dp2": [
-        row("gqa", "small"), row("gqa", "joined", "joined"), row("gpt-oss", "small"),
-        row("mla", "small", recompute="selective", ddp="overlapped"), row("dsa", "small"),
-        row("gdn", "small"), row("mamba", "small"), row("experts global", "small"),
-        row("experts all", "small", returns="per_token"), row("experts all", "joined"),
-        row("mtp", "small"), row("gqa", "small", ddp="overlapped"),
+        row("own delta attribute", "small"),
+        row("gqa", "small"),
+        row("gqa", "joined", "joined"),
+        row("gpt-oss", "small"),
+        row("mla", "small", recompute="selective", ddp="overlapped"),
+        row("dsa", "small"),
+        row("gdn", "small"),
+        row("mamba", "small"),
+        row("experts global", "small"),
+        row("experts all", "small", returns="per_token"),
+        row("experts all", "joined"),
+        row("mtp", "small"),
+        row("gqa", "small", ddp="overlapped"),
     ],
     "ep2": [
-        *(row(name, "small") for name in (
-            "experts bias", "experts global", "experts all-gather", "mla experts", "gdn experts",
-            "mamba experts", "gpt-oss experts", "mtp experts",
-        )),
-        row("experts both", "joined", "joined"), row("mla experts", "whole", form="thd"),
+        *(
+            row(name, "small")
+            for name in (
+                "experts bias",
+                "experts global",
+                "experts all-gather",
+                "mla experts",
+                "gdn experts",
+                "mamba experts",
+                "gpt-oss experts",
+                "mtp experts",
+                "dsa experts",
+            )
+        ),
+        row("experts both", "joined", "joined"),
+        row("mla experts", "whole", form="thd"),
         row("experts both", "small", ddp="overlapped"),
     ],
     "tp2_pp2": [
-        row("gqa", "small"), row("gqa", "recompute", recompute="full"), row("gqa", "offload"),
+        row("gqa", "small"),
+        row("gqa", "recompute", recompute="full"),
+        row("gqa", "offload"),
         row("tied, norms", "whole"),
     ],
     "cp2_pp2": [row("gqa", "small"), row("mamba", "small"), row("gqa", "segment recompute")],
     "tp2_cp2": [row("gqa", "small"), row("experts both", "small"), row("gpt-oss", "small")],
     "cp2_dp2": [row("gqa", "small"), row("gqa", "segment")],
-    "cp2_ep2": [row("experts aux", "small"), row("experts both", "joined", "joined")],
+    "cp2_ep2": [
+        row("experts aux", "small"),
+        row("experts both", "joined", "joined"),
+        row("mtp experts", "small", form="thd_padded"),
+    ],
     "cp4": [row("gqa", "small"), row("gqa", "segment", form="thd_padded"), row("gemma", "wave")],
     "pp2_dp2": [row("experts all", "recompute"), row("gqa", "small", ddp="overlapped")],
-    "pp2_ep2": [row("experts both", "small", recompute="full"), row("gdn experts", "small")],
+    "pp2_ep2": [
+        row("experts both", "small", recompute="full"),
+        row("gdn experts", "small"),
+        row("mtp experts", "whole", recompute="full"),
+    ],
+    "tp2": [
+        row("own delta global", "whole"),
+        row("mtp", "small"),
+        row("gqa", "small"),
+        row("gpt-oss", "whole"),
+    ],
     "tp2_ep2": [row("experts both", "small", recompute="full")],
     "cp2_ep4": [row("experts both", "small")],
     "tp2_ep2_pp2": [row("experts both", "recompute")],
@@ -92,14 +195,31 @@ ON_RANKS: dict[str, list[Row]] = {
 CROSSED = {"tree": "on_all_ranks"}
 ACROSS: dict[str, list[Row]] = {
     "dp2": [
-        *(row(name, options, "crossed", ddp="overlapped", **CROSSED) for name, options in (
-            ("gqa", "across_ranks"), ("gqa", "across whole"), ("gqa", "across recompute"),
-            ("gpt-oss", "across_ranks"), ("mla", "across whole"), ("mtp", "across_ranks"),
-            ("gdn", "across whole"), ("mamba", "across_ranks"), ("dsa", "across_ranks"),
-        )),
-        *(row(name, "across_ranks", "crossed", returns="per_token", **CROSSED) for name in (
-            "experts both", "experts bias", "experts bias alone", "experts global", "experts all",
-        )),
+        *(
+            row(name, options, "crossed", ddp="overlapped", **CROSSED)
+            for name, options in (
+                ("gqa", "across_ranks"),
+                ("gqa", "across whole"),
+                ("gqa", "across recompute"),
+                ("gpt-oss", "across_ranks"),
+                ("mla", "across whole"),
+                ("mtp", "across_ranks"),
+                ("gdn", "across whole"),
+                ("mamba", "across_ranks"),
+                ("dsa", "across_ranks"),
+                ("dsa experts", "across_ranks"),
+            )
+        ),
+        *(
+            row(name, "across_ranks", "crossed", returns="per_token", **CROSSED)
+            for name in (
+                "experts both",
+                "experts bias",
+                "experts bias alone",
+                "experts global",
+                "experts all",
+            )
+        ),
         row("experts both", "across whole", "crossed", recompute="full", **CROSSED),
     ],
     "dp3": [
@@ -140,7 +260,11 @@ ACROSS: dict[str, list[Row]] = {
 
 
 def _check(layout: str, rows: list[Row]) -> None:
-    rows = [replace(each, values={**each.values, "layout": layout}) for each in rows]
+    rows = [
+        replace(each, values={**each.values, "layout": layout})
+        for each in rows
+        if judge.is_possible(each)
+    ]
     failures = judge.run_on_ranks(layout, rows)
     assert not failures, "\n".join(failures)
 
@@ -171,3 +295,24 @@ def test_random_trees_on_all_ranks(layout: str) -> None:
         for model in RANDOM[layout]
         for seed, options in enumerate(("across_ranks", "across whole", "across recompute"))
     ])  # fmt: skip
+
+
+WRONG: dict[str, list[Row]] = {
+    "tp2_sp": [wrong("rows for tokens", "gradient auxiliary", "experts both", returns="per_token")],
+    "pp2": [wrong("rows for tokens", "gradient auxiliary", "experts both")],
+    "dp2": [
+        wrong("counts of a rank", "gradient auxiliary", "experts global"),
+        *(
+            wrong("no counts for other ranks", kinds, name, "across_ranks", **CROSSED)
+            for name, kinds in (
+                ("experts global", "gradient auxiliary"), ("experts both", "gradient auxiliary"),
+                ("experts bias alone", "state"),
+            )
+        ),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", WRONG)
+def test_a_mistake_shows(layout: str) -> None:
+    _check(layout, WRONG[layout])

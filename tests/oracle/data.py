@@ -89,7 +89,15 @@ def _of_all_lengths(draw: np.random.Generator) -> list[Sample]:
         return draw.integers(0, VOCAB - 4, length)
 
     prompt, turn, other, short, longer = map(tokens, (30, 9, 6, 3, 22))
-    ends = ((turn, 9), (turn, 14), (other, 7), (other, 4), (turn[:0], 21), (turn[:0], 1), (turn[:0], 3))
+    ends = (
+        (turn, 9),
+        (turn, 14),
+        (other, 7),
+        (other, 4),
+        (turn[:0], 21),
+        (turn[:0], 1),
+        (turn[:0], 3),
+    )
     parts = [
         *(([prompt, middle, tokens(end)], 29) for middle, end in ends),
         *(([short, tokens(end)], 2) for end in (1, 2, 5)),
@@ -190,8 +198,9 @@ def _batch(
         held = [row[_held(len(row), cp_rank, cp)] for row in rows]
         whole = np.concatenate(held)[None] if case.packed else np.stack(held)
         batch[name] = torch.from_numpy(whole)
+    ends = true if case.form == "thd_padded" else lengths  # padding is a part of samples
     batch["ends"], batch["ends_padded"] = (
-        torch.tensor(np.cumsum([0, *one]), dtype=torch.int32) for one in (true, lengths)
+        torch.tensor(np.cumsum([0, *one]), dtype=torch.int32) for one in (ends, lengths)
     )
     batch["longest"] = max(lengths)
     batch |= _masks(case, batch)

@@ -26,6 +26,8 @@ GOOD = (EQUAL, REFUSED, FALLBACK)
 ALL = ("gradients", "auxiliary", "returned", "kept", "losses")
 """Of a step that is not shared, which is Megatron's own bit for bit."""
 MODES = ("on", "auto", "observe")
+
+
 class Verdict(NamedTuple):
     """What became of a case in a mode.
 
@@ -50,7 +52,7 @@ def run(case: Case, mode: str, stock: Sequence[Call] = ()) -> list[Call]:
         stock: what the stock schedule has left: weights are updated by its gradients, so that each
             call begins with the same, and the limits are those of one step.
     """
-    with models.AROUND[FAMILIES[case.model].around]():
+    with models.AROUND[FAMILIES[case.model].around](case):
         parts = models.build(case)
         seed_all(case.seed)
         trainer = Trainer(case, parts, [call.gradients for call in stock])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -28,12 +28,15 @@ from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from tests.cases import DRAWN, FAMILIES, LAYOUTS, RECOMPUTES
 from tests.harness import sparse
+from tests.harness.own_delta import FULL, LINEAR, own_layers
 from tests.oracle import attention
 from tests.oracle.case import Case
 from tests.oracle.data import VOCAB
 
 BUCKET = 4000
 """Parameters of a bucket of overlapped reductions: a model has several."""
+
+
 @dataclass
 class Parts:
     """What the trainer has: the chunks that it gives to the schedule, and the language models
@@ -91,7 +94,11 @@ def _model(case: Case, language: Any, reads: list[Tensor]) -> Any:
 def _languages(case: Case, seed: int) -> list[Any]:
     """A language model for each chunk of this rank."""
     family = FAMILIES[case.model]
-    overrides = {"variable_seq_lengths": True, **family.config, **RECOMPUTES.get(case.recompute, {})}
+    overrides = {
+        "variable_seq_lengths": True,
+        **family.config,
+        **RECOMPUTES.get(case.recompute, {}),
+    }
     overrides["calculate_per_token_loss"] = case.returns == "per_token"
     if case.dropout != "none":
         overrides[f"{case.dropout}_dropout"] = 0.1
@@ -137,11 +144,20 @@ def _positions(kind: str) -> Iterator[None]:
         yield
 
 
-AROUND: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
-    "": contextlib.nullcontext,
-    "rotating": sparse.rotating,
-    "learned_positions": lambda: _positions("learned_absolute"),
-    "no_positions": lambda: _positions("none"),
+def _own_delta(case: Case, net: str, types: Sequence[str] = (LINEAR, FULL)) -> Any:
+    return own_layers(types, net, LAYOUTS[case.layout].sequence_parallel)
+
+
+AROUND: dict[str, Callable[[Case], contextlib.AbstractContextManager[None]]] = {
+    "": lambda case: contextlib.nullcontext(),
+    "rotating": lambda case: sparse.rotating(),
+    "learned_positions": lambda case: _positions("learned_absolute"),
+    "no_positions": lambda case: _positions("none"),
+    "own delta attribute": lambda case: _own_delta(case, "attribute"),
+    "own delta global": lambda case: _own_delta(case, "global"),
+    "own delta keywords": lambda case: _own_delta(case, "keywords"),
+    "own delta on stages": lambda case: _own_delta(case, "global", (LINEAR, LINEAR, LINEAR, FULL)),
+    "own delta alone": lambda case: _own_delta(case, "attribute", (LINEAR, LINEAR)),
 }
 """See `Family.around`."""
 

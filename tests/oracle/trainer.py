@@ -192,7 +192,7 @@ class Trainer:
                 )
         except Exception as raised:  # noqa: BLE001  # whatever it is, it is compared
             call.raised = raised
-        call.reads = sum(reads, [])
+        call.reads = [number for one in reads for number in one]
         call.report = getattr(schedule, "report", None)
         call.shared = None if call.report is None else bool(call.report.decision.share)
         if call.raised is None:

@@ -11,16 +11,12 @@ from typing import Any, NamedTuple
 import megatron.core
 import pytest
 import torch
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from packaging.version import Version
 
-from megatron_prefix.config import MEMORY_POLICIES
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.recurrent import states
 from megatron_prefix.features.recurrent.spans import Spans
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.lab.plans.forest import max_depth, num_trees
 from megatron_prefix.lab.platforms.exact import by_definition
 from megatron_prefix.lab.predict.of_rank import footprint_of_rank
 from megatron_prefix.lab.rl import job, packing
@@ -31,16 +27,12 @@ from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import install, installed, language_model
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.sidecar.arena import Arena
-from megatron_prefix.tree import Pairs, TreeOptions
 from tests.harness import hybrid, mistakes, steps
 from tests.harness.arenas import offloaders
-from tests.harness.fuzzing import rounds
 from tests.harness.hybrid import GDN, MAMBA
 from tests.harness.one_group import schedule_with
-from tests.harness.one_rank import change_rank, one_rank
-from tests.harness.rows import rows
+from tests.harness.one_rank import one_rank
 from tests.harness.steps import Contract
-from tests.harness.trees import rollout_sets, tree_options
 
 pytestmark = pytest.mark.turns
 
@@ -71,34 +63,6 @@ def families() -> Iterator[dict[str, Family]]:
         made.clear()
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "trees packed": {},
-    "chunks of 7": {"chunk_tokens": 7},
-    "chunks of 2, shorter than the convolution": {"chunk_tokens": 2},
-    "packs of chunks": {"chunk_tokens": 5, "segment_tokens": 16},
-    "small packs": {"segment_tokens": 30},
-    "depth first": {"segment_tokens": 8},
-    "recompute": {"memory": "recompute", "chunk_tokens": 16},
-    "offload": {"memory": "offload", "chunk_tokens": 16},
-    "the last layer on the host": {"cache_host_layers": 1, "memory": "offload"},
-    "all layers on the host": {"cache_host_layers": 9, "memory": "recompute", "chunk_tokens": 7},
-    "no parent": {"min_gain": 10**6},
-}
-
-
-EACH = [(name, options) for name in (GDN, MAMBA) for options in OPTIONS]
-# What is packed together and what is moved are no matter of the family.
-PRODUCTS = [(MAMBA, options) for options in (
-    "packs of chunks", "small packs", "offload", "the last layer on the host", "no parent",
-)]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "options"), rows(EACH, PRODUCTS))
-def test_exact(families: dict[str, Family], name: str, options: str) -> None:
-    model, _, expected = families[name]
-    assert hybrid.worst(model, expected, **OPTIONS[options]) <= EXACT
-
-
 def test_a_rule_that_is_called_by_keywords(
     families: dict[str, Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,30 +76,6 @@ def test_a_rule_that_is_called_by_keywords(
     exec(compile(source, "<by keywords>", "exec"), kind.forward.__globals__, made)
     monkeypatch.setattr(kind, "forward", made["forward"])
     assert hybrid.worst(hybrid.model_of(GDN), families[GDN].expected) <= EXACT
-
-
-@pytest.mark.parametrize("name", [GDN, MAMBA])
-def test_the_cases_have_what_their_names_say(families: dict[str, Family], name: str) -> None:
-    """Else an equal result proves nothing."""
-    ours = schedule_with()
-    hybrid.errors(*families[name][::2], ours)
-    forest = ours.report.forest  # type: ignore[union-attr]
-    inner = [segment for segment in forest.segments if segment.inner]
-    lengths = {span.length for segment in forest.segments for span in segment.spans}
-    assert {1, 2, 3} <= lengths and max_depth(forest) == 3 and num_trees(forest.segments) == 4
-    assert any(segment.scored for segment in inner)
-    assert any(len({span.length for span in segment.spans}) > 1 for segment in inner)
-    assert ours.report.cache_bytes > 0  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("name", [GDN, MAMBA])
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_megatrons_own_recomputation(
-    families: dict[str, Family], name: str, recompute: str
-) -> None:
-    model = hybrid.model_of(name, recompute=recompute)
-    for options in ({"chunk_tokens": 7, "cache_host_layers": 9}, {"memory": "recompute"}):
-        assert hybrid.worst(model, families[name].expected, **options) <= EXACT
 
 
 @pytest.mark.parametrize("name", [GDN, MAMBA])
@@ -158,30 +98,6 @@ def test_full_recomputation_is_predicted_where_it_happens(
         waves.append(footprint_of_rank(Rank.of([model])).wave)
     assert calls[1] == (2 if features.recomputes(language_model(model)) else 1) * calls[0]
     assert (waves[1] < waves[0]) == (calls[1] > calls[0])
-
-
-def test_a_model_of_recurrent_layers_alone(families: dict[str, Family]) -> None:
-    for name, spec in ((GDN, hybrid.gated_delta(2, every=3)), (MAMBA, hybrid.mamba("M-M"))):
-        twin = hybrid.model_of(name, spec=spec, wrap_ddp=False)
-        expected = steps.plain(twin, Contract(), hybrid.items())
-        model = hybrid.model_of(name, spec=spec)
-        assert hybrid.worst(model, expected, chunk_tokens=7) <= EXACT
-
-
-@pytest.mark.skipif(Version("0.17") > RELEASE, reason="megatron-core 0.17 begins with symbol G")
-@pytest.mark.parametrize("options", ["chunks of 2, shorter than the convolution", "recompute"])
-def test_gated_delta_net_beside_mamba(families: Any, options: str) -> None:
-    """Each keeps states of its own shape, and the sidecar takes what was predicted."""
-    given = hybrid.mixed("GM*G-M")
-    expected = steps.plain(
-        hybrid.model_of(MAMBA, wrap_ddp=False, **given), Contract(), hybrid.items()
-    )
-    model = hybrid.model_of(MAMBA, **given)
-    ours = schedule_with(**OPTIONS[options])
-    assert max(hybrid.errors(model, expected, ours).values()) <= EXACT
-    report = ours.report
-    assert report is not None and report.memory is not None
-    assert report.memory.cache_peak == pytest.approx(report.cache_bytes, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", [GDN, MAMBA])
@@ -218,18 +134,6 @@ def test_a_step_without_memory_is_made_again(
     assert ours.report is not None and ours.report.retried and len(calls) > 4
     (offloader,) = offloading
     assert offloader.counts.stored > offloader.pool.used_bytes == 0
-
-
-@pytest.mark.parametrize("name", [GDN, MAMBA])
-@pytest.mark.parametrize("options", ["trees packed", "chunks of 7", "depth first"])
-def test_the_sidecar_takes_what_was_predicted(
-    families: dict[str, Family], name: str, options: str
-) -> None:
-    ours = schedule_with(**OPTIONS[options])
-    hybrid.errors(*families[name][::2], ours)
-    report = ours.report
-    assert report is not None and report.memory is not None
-    assert report.memory.cache_peak == pytest.approx(report.cache_bytes, rel=1e-6)
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -482,52 +386,3 @@ def test_the_rule_reads_lengths_on_the_host(families: dict[str, Family]) -> None
 
 
 # --- random forests ------------------------------------------------------------------------------
-
-
-@st.composite
-def step_inputs(draw: Any) -> list[steps.Microbatch]:
-    """Rollouts in microbatches of one or two samples of one group, in any order."""
-    rollouts, groups = draw(rollout_sets())
-    found: list[steps.Microbatch] = []
-    for group in dict.fromkeys(groups):
-        members: list[Pairs] = [r for r, g in zip(rollouts, groups, strict=True) if g == group]
-        while members:
-            num = draw(st.integers(1, 2))
-            found.append(steps.microbatch(members[:num], f"group {group}", len(found)))
-            members = members[num:]
-    return draw(st.permutations(found))
-
-
-# Shrinking takes minutes, and a failing example is small as it is.
-@settings(
-    max_examples=rounds(9, 500, fewest=5), phases=[Phase.explicit, Phase.reuse, Phase.generate]
-)
-@given(
-    name=st.sampled_from([GDN, MAMBA]),
-    items=step_inputs(),
-    options=tree_options(),
-    memory=st.sampled_from(MEMORY_POLICIES),
-    host_layers=st.sampled_from([0, 1, 9]),
-)
-def test_random_forests(
-    families: dict[str, Family],
-    name: str,
-    items: list[steps.Microbatch],
-    options: TreeOptions,
-    memory: str,
-    host_layers: int,
-) -> None:
-    model, twin, _ = families[name]
-    fields = {n: getattr(options, n) for n in ("chunk_tokens", "segment_tokens", "min_gain")}
-    with pytest.MonkeyPatch.context() as patch:
-        change_rank(patch, alignment=options.multiple)
-        ours = schedule_with(memory=memory, cache_host_layers=host_layers, **fields)
-        steps.zero_gradients(model)
-        logs = steps.call(ours, Contract().step, model, items)
-        wanted = steps.plain(twin, Contract(), items)
-        num_positions = sum(item["tokens"].numel() for item in items)
-        steps.assert_gradients(steps.gradients(model), wanted, num_positions)
-        again = steps.call(ours, Contract().step, model, items, forward_only=True)
-    for log, plain, passed in zip(logs, wanted.logs, again, strict=True):
-        for other in (plain, passed):
-            torch.testing.assert_close(log["loss"], other["loss"], rtol=0, atol=EXACT)

@@ -20,11 +20,9 @@ from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.megatron.install import install, installed, language_model
 from tests.core.alignment.test_hybrid_memory import step
 from tests.harness import hybrid, steps
-from tests.harness.command_line import BUNDLED, forked
 from tests.harness.failures import Countdown, Fault
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank, small_model
-from tests.harness.rows import rows, through
 from tests.harness.steps import Contract
 
 pytestmark = pytest.mark.turns
@@ -51,22 +49,6 @@ RECOMPUTES: dict[str, dict[str, Any]] = {
         for modules in (["mla_up_proj"], ["core_attn"], ["mla_up_proj", "core_attn"], ["layernorm"])
     },
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "trees packed": {},
-    "chunks of 7": {"chunk_tokens": 7},
-    "packs of chunks": {"chunk_tokens": 5, "segment_tokens": 16},
-    "depth first": {"segment_tokens": 8},
-    "recompute": {"memory": "recompute", "chunk_tokens": 16},
-    "offload": {"memory": "offload", "chunk_tokens": 16},
-    "a layer on the host": {"cache_host_layers": 1, "memory": "offload"},
-    "all layers on the host": {"cache_host_layers": 9, "memory": "recompute", "chunk_tokens": 7},
-    "no parent": {"min_gain": 10**6},
-    "in one segment": {"min_gain": 1},
-}
-
-
-OTHERS = ("trees packed", "offload", "all layers on the host")
-"""Beside "recompute", where Megatron recomputes."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,15 +60,6 @@ def _rank() -> Iterator[None]:
 def model_of(fields: dict[str, Any], **options: Any) -> Any:
     """Equal arguments give equal weights."""
     return small_model("tiny-deepseek", spec={**DENSE, **fields}, **options)
-
-
-def test_reductions_overlap_with_selective_recomputation() -> None:
-    """A checkpoint's graph gives the projection its gradient apart from attention's."""
-    options = "--groups 3 --max-tokens 96 --min-gain 8 --dtype float64 --model tiny-deepseek"
-    options += " --set num_moe_experts=none --set moe_layer_freq=1 --set num_layers=2"
-    options += " --dp 2 --overlap-grad-reduce --recompute selective"
-    done = forked("align", "--rollouts", BUNDLED, *options.split())
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_backward_casts_as_its_forward_did() -> None:
@@ -103,20 +76,6 @@ def test_a_backward_casts_as_its_forward_did() -> None:
 def expected_of(name: str) -> steps.Reference:
     """Of one of MODELS, by plain autograd."""
     return steps.plain(model_of(MODELS[name], wrap_ddp=False), Contract(), hybrid.items())
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_exact(name: str) -> None:
-    model, expected = model_of(MODELS[name]), expected_of(name)
-    for options in OPTIONS if name == "yarn" else ("trees packed", "chunks of 7"):
-        assert hybrid.worst(model, expected, **OPTIONS[options]) <= EXACT, options
-
-
-@pytest.mark.parametrize("name", rows(RECOMPUTES, ["mla_up_proj and core_attn"]))
-def test_megatrons_own_recomputation(name: str) -> None:
-    model, expected = model_of({}, **RECOMPUTES[name]), expected_of("yarn")
-    for options in through(("recompute", *OTHERS), OTHERS[:2]):
-        assert hybrid.worst(model, expected, **OPTIONS[options]) <= EXACT, options
 
 
 def test_frozen_weights() -> None:
@@ -152,13 +111,6 @@ def test_a_failure_in_the_middle_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
                 hybrid.worst(model, expected, chunk_tokens=7)
         assert installed(model).current is None  # type: ignore[union-attr]
         assert hybrid.worst(model, expected, chunk_tokens=7) <= EXACT, method
-
-
-@pytest.mark.parametrize("options", [name for name in OPTIONS if "host" not in name])
-def test_the_sidecar_takes_what_was_predicted(options: str) -> None:
-    report = hybrid.report_of(model_of({}), **OPTIONS[options])
-    assert report.memory.cache_peak == pytest.approx(report.cache_bytes, rel=1e-9)
-    assert (report.cache_bytes > 0) == (options != "no parent")
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "rope"])

@@ -17,7 +17,6 @@ from megatron_prefix.features.recurrent.gdn import GatedDeltaNet
 from megatron_prefix.features.recurrent.spans import Spans
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.lab.plans.forest import max_depth
 from megatron_prefix.lab.platforms.linear_kernels import causal_conv1d
 from megatron_prefix.lab.rl import packing
 from megatron_prefix.megatron.install import install, installed
@@ -25,7 +24,7 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import hybrid, mistakes, own_delta, steps
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
-from tests.harness.own_delta import FULL, LINEAR, NAMED, NETS, Packed, own_model
+from tests.harness.own_delta import FULL, LINEAR, NETS, Packed, own_model
 
 pytestmark = pytest.mark.turns
 
@@ -69,63 +68,6 @@ def worst(model: Any, expected: steps.Reference, ours: PrefixSchedule) -> float:
         for name, wanted in expected.gradients.items()
     ]
     return torch.tensor(errors, dtype=torch.float64).max().item()
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "trees packed": {},
-    "chunks of 7": {"chunk_tokens": 7},
-    "chunks of 2, shorter than the convolution": {"chunk_tokens": 2},
-    "small packs": {"segment_tokens": 30},
-    "depth first": {"segment_tokens": 8},
-    "recompute": {"memory": "recompute", "chunk_tokens": 16},
-    "offload": {"memory": "offload", "chunk_tokens": 16},
-    "all layers on the host": {"cache_host_layers": 9, "memory": "recompute", "chunk_tokens": 7},
-    "no parent": {"min_gain": 10**6},
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("net", NETS)
-def test_exact(cases: dict[str, Case], net: str, options: str) -> None:
-    """And the sidecar takes what was predicted from what the modules tell."""
-    ours = schedule_with(**OPTIONS[options])
-    assert worst(cases[net].model, cases[net].expected, ours) <= EXACT
-    report = ours.report
-    assert report is not None and report.memory is not None and not report.decision.fallback
-    staged = report.memory.cache_staged if "cache_host_layers" in OPTIONS[options] else 0.0
-    if not staged:
-        assert report.memory.cache_peak == pytest.approx(report.cache_bytes, rel=1e-6)
-    executed, raw = report.forest.executed_tokens, report.forest.raw_tokens
-    assert (executed < raw) == ("min_gain" not in OPTIONS[options])
-
-
-def test_a_rule_that_is_called_by_keywords(cases: dict[str, Case]) -> None:
-    model = own_model(net=NAMED)
-    assert worst(model, cases["attribute"].expected, schedule_with()) <= EXACT
-
-
-def test_the_cases_have_what_their_names_say(cases: dict[str, Case]) -> None:
-    ours = schedule_with()
-    worst(cases["global"].model, cases["global"].expected, ours)
-    forest = ours.report.forest  # type: ignore[union-attr]
-    inner = [segment for segment in forest.segments if segment.inner]
-    assert {1, 2, 3} <= {span.length for one in forest.segments for span in one.spans}
-    assert max_depth(forest) == 3 and any(segment.scored for segment in inner)
-    assert len(packs()) < len(hybrid.items())
-
-
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("net", NETS)
-def test_megatrons_own_recomputation(cases: dict[str, Case], net: str, recompute: str) -> None:
-    model = own_model(net=net, recompute=recompute)
-    for options in ({"chunk_tokens": 7, "cache_host_layers": 9}, {"memory": "recompute"}):
-        assert worst(model, cases[net].expected, schedule_with(**options)) <= EXACT
-
-
-def test_a_model_of_such_layers_alone(cases: dict[str, Case]) -> None:
-    types = (LINEAR, LINEAR)
-    expected = steps.plain(own_model(types, wrap_ddp=False), Packed(), packs())
-    assert worst(own_model(types), expected, schedule_with(chunk_tokens=7)) <= EXACT
 
 
 def test_outside_of_segments_nothing_changes(cases: dict[str, Case]) -> None:

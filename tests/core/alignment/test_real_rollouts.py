@@ -13,7 +13,6 @@ from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group, dense_vocabulary, read_groups
 from megatron_prefix.lab.data.shorten import shorten
 from megatron_prefix.lab.verify.align import Alignment, align
-from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Pairs, TreeOptions, build
 from tests.harness import data
 from tests.harness.one_rank import one_rank, small_model
@@ -21,7 +20,6 @@ from tests.harness.rows import rows
 
 pytestmark = pytest.mark.turns
 
-SETS = ("tau_airline", "rag_musique", "rag_hotpot_llm", "math_cot", "gsm8k")
 MAX_TOKENS, MAX_ROLLOUTS = 512, 5
 
 
@@ -65,64 +63,6 @@ def assert_aligned(verdict: Alignment, limit: float) -> None:
 def test_bundled_rollouts_in_fp64(model: str) -> None:
     groups = itertools.islice(read_groups(data.BUNDLED), 3)
     assert_aligned(run(short(list(groups)), PrefixConfig(min_gain=0), model=model), 1e-9)
-
-
-@pytest.mark.parametrize("name", rows(SETS, SETS[1:4]))  # some of them below
-def test_two_groups_in_fp64(name: str) -> None:
-    assert_aligned(run(short(data.groups(name, 2)), PrefixConfig(min_gain=0)), 1e-9)
-
-
-def test_two_groups_in_fp32() -> None:
-    groups = short(data.groups("rag_hotpot_llm", 2))
-    assert_aligned(run(groups, PrefixConfig(min_gain=0), dtype="float32"), 1e-4)
-
-
-RECOMPUTED = [(how, chunk, memory) for how in ("full", "selective")
-              for chunk, memory in ((0, "retain"), (100, "recompute"))]  # fmt: skip
-
-
-@pytest.mark.parametrize(("recompute", "chunk_tokens", "memory"), rows(RECOMPUTED, RECOMPUTED[1:3]))
-def test_recompute_in_fp64(recompute: str, chunk_tokens: int, memory: str) -> None:
-    config = PrefixConfig(min_gain=0, chunk_tokens=chunk_tokens, memory=memory)
-    groups = short(list(itertools.islice(read_groups(data.BUNDLED), 1)))
-    assert_aligned(run(groups, config, recompute=recompute), 1e-9)
-
-
-@pytest.mark.parametrize(
-    ("config", "recompute"),
-    [
-        (PrefixConfig(min_gain=0, kernel="math"), "none"),
-        (PrefixConfig(min_gain=0, kernel="flash_cpu"), "none"),
-        (PrefixConfig(min_gain=0, kernel="flash_cpu", chunk_tokens=64), "full"),
-        (PrefixConfig(min_gain=0, kernel="math"), "selective"),
-        (PrefixConfig(min_gain=64, loss_in_leaves=True), "none"),
-    ],
-    ids=[
-        "math",
-        "flash_cpu",
-        "flash_cpu, chunks, full",
-        "math, batch, selective",
-        "loss in leaves",
-    ],
-)
-def test_fp32(config: PrefixConfig, recompute: str) -> None:
-    groups = short(list(itertools.islice(read_groups(data.BUNDLED), 3, 5)))
-    verdict = run(groups, config, dtype="float32", recompute=recompute)
-    assert_aligned(verdict, 1e-4)
-
-
-def test_a_wrong_gradient_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The verdict above can fail: here gK of one block in one layer is off by a millionth."""
-    add = SidecarCache.add
-
-    def off(self, layer, index, what, gradients):  # type: ignore[no-untyped-def]
-        key_grad, value_grad = gradients
-        add(self, layer, index, what, (key_grad * (1 + 1e-6 * (layer == 0)), value_grad))
-
-    monkeypatch.setattr(SidecarCache, "add", off)
-    groups = short(list(itertools.islice(read_groups(data.BUNDLED), 1)))
-    verdict = run(groups, PrefixConfig(min_gain=0))
-    assert not verdict.passed and any("gradient of" in line for line in verdict.failures)
 
 
 def trie_positions(rollouts: Sequence[Pairs]) -> int:

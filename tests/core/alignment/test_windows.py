@@ -25,7 +25,6 @@ from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness import hybrid, steps
 from tests.harness.one_rank import one_rank, small_model
-from tests.harness.rows import rows
 from tests.harness.steps import Contract
 from tests.harness.trees import flat_forest
 
@@ -55,18 +54,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "off by one": {"softmax_type": "off-by-one"},
     "gpt-oss": GPT_OSS,
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "trees packed": {},
-    "chunks of 7": {"chunk_tokens": 7},
-    "chunks of 2": {"chunk_tokens": 2},
-    "packs of chunks": {"chunk_tokens": 5, "segment_tokens": 16},
-    "depth first": {"segment_tokens": 8},
-    "recompute": {"memory": "recompute", "chunk_tokens": 16},
-    "offload": {"memory": "offload", "chunk_tokens": 16},
-    "a layer on the host": {"cache_host_layers": 1, "memory": "offload"},
-    "all layers on the host": {"cache_host_layers": 9, "memory": "recompute", "chunk_tokens": 7},
-    "no parent": {"min_gain": 10**6},
-}
 
 
 CONTRACT, ITEMS = Contract(), hybrid.items()
@@ -88,14 +75,6 @@ def expected_of(name: str) -> steps.Reference:
     return steps.plain(model_of(MODELS[name], wrap_ddp=False), Contract(), hybrid.items())
 
 
-@pytest.mark.parametrize("name", rows(MODELS, ["window 3", "window 13"]))
-def test_exact(name: str) -> None:
-    model, expected = model_of(MODELS[name]), expected_of(name)
-    every = name in ("gpt-oss", "windows last")
-    for options in OPTIONS if every else ("trees packed", "chunks of 7", "depth first"):
-        assert hybrid.worst(model, expected, **OPTIONS[options]) <= EXACT, options
-
-
 @pytest.mark.parametrize("before", ["every layer (Mistral)", "none"])
 def test_a_window_that_changes_is_seen(before: str) -> None:
     model = model_of(MODELS.get(before, {}))
@@ -106,29 +85,6 @@ def test_a_window_that_changes_is_seen(before: str) -> None:
         layer.self_attention.core_attention.scale_mask_softmax.window_size = 3, 0
     narrow = steps.plain(model_of(window(3, None), wrap_ddp=False), CONTRACT, ITEMS)
     assert hybrid.worst(model, narrow) <= EXACT < hybrid.worst(model, expected)
-
-
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_megatrons_own_recomputation(recompute: str) -> None:
-    model, expected = model_of(GPT_OSS, recompute=recompute), expected_of("gpt-oss")
-    for options in ("chunks of 7", "recompute", "all layers on the host"):
-        assert hybrid.worst(model, expected, **OPTIONS[options]) <= EXACT, options
-
-
-SIDECARS = [
-    (name, options)
-    for name in ("window 7", "windows last", "gpt-oss")
-    for options in OPTIONS
-    if "host" not in options
-]
-SEVERAL = [(name, one) for name, one in SIDECARS
-           if name != "gpt-oss" and one not in ("trees packed", "chunks of 7")]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "options"), rows(SIDECARS, SEVERAL))
-def test_the_sidecar_takes_what_was_predicted(name: str, options: str) -> None:
-    report = hybrid.report_of(model_of(MODELS[name]), **OPTIONS[options])
-    assert report.memory.cache_peak == pytest.approx(report.cache_bytes, rel=1e-9)
 
 
 def test_layers_with_a_window_keep_less() -> None:

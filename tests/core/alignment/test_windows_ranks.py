@@ -20,7 +20,6 @@ from megatron_prefix.features.windows import windowed
 from megatron_prefix.features.windows.windowed import Tails, WindowKeys, last_positions
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model, unwrap
-from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.layers import table
@@ -32,8 +31,6 @@ from megatron_prefix.tree.payload_map import Form
 from tests.harness.context_parallel import DATA, spec
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.ranks import run_ranks
-from tests.harness.rows import rows, through
-from tests.harness.stock_once import stock_once
 
 pytestmark = pytest.mark.turns
 
@@ -56,14 +53,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "off by one, all wide (Mistral)": window(40, None, "off-by-one"),
     "windows last": window(1, [0, 1]),
 }
-CASES: list[tuple[str, dict[str, Any]]] = [
-    ("flat", {"segment_tokens": 48}),
-    ("long prompt", {"chunk_tokens": 16, "cp_reduce": "wave"}),
-    ("long prompt", {"chunk_tokens": 8, "cp_reduce": "segment"}),
-    ("tree", {"memory": "recompute", "cp_reduce": "wave"}),
-    ("tree", {"memory": "offload", "cp_reduce": "segment"}),
-    ("tree", {"memory": "auto", "memory_budget_gb": 1e-4, "chunk_tokens": 16}),
-]
 
 
 def built(layout: Layout, name: str, **options: Any) -> list[Any]:
@@ -87,84 +76,7 @@ def built(layout: Layout, name: str, **options: Any) -> list[Any]:
     return chunks
 
 
-def verdicts(layout: Layout, name: str, cases: Any, recompute: str) -> list[align.Alignment]:
-    """One rank's part of some cases."""
-    runtime.initialize(layout)
-    chunks = built(layout, name, recompute=recompute)
-    return [
-        align.over_ranks(
-            align.align(
-                chunks, DATA[data], PrefixConfig(min_gain=0, **options), multiple=layout.alignment
-            )
-        )
-        for data, options in cases
-    ]
-
-
-def check(layout: Layout, name: str, cases: Any, recompute: str = "none") -> None:
-    results = run_ranks(layout.world_size, stock_once()(verdicts), layout, name, cases, recompute)
-    for found in results:
-        for case, verdict in zip(cases, found, strict=True):
-            assert verdict.passed, (name, case, verdict.failures)
-            assert verdict.executed_tokens < 0.8 * verdict.raw_tokens
-            assert verdict.compared_with == align.GATHERED
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_as_the_stock_schedule_on_two_ranks(name: str) -> None:
-    """The policies of memory ask nothing of a window: one model has them all."""
-    check(LAYOUTS["cp2"], name, CASES if name == "gpt-oss" else CASES[1:3])
-
-
-@pytest.mark.products
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt-oss"])
-def test_all_on_two_ranks(name: str) -> None:
-    check(LAYOUTS["cp2"], name, [*CASES[:1], *CASES[3:]])
-
-
-FOUR = [("cp4", "gpt-oss"), ("cp4", "off by one, all wide (Mistral)"), ("tp2 cp2", "gpt-oss"),
-        ("pp2 cp2", "windows last")]  # fmt: skip
-
-
-# Tensor parallelism with windows is held against one rank below; four ranks have gpt-oss.
-@pytest.mark.parametrize(("layout", "name"), rows(FOUR, FOUR[1:3]))
-def test_as_the_stock_schedule_on_four_ranks(layout: str, name: str) -> None:
-    check(LAYOUTS[layout], name, through(CASES[1:4], CASES[3:4]))
-
-
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_with_megatrons_own_recomputation(recompute: str) -> None:
-    check(LAYOUTS["cp2"], "gpt-oss", CASES[2:3] if recompute == "full" else CASES[3:4], recompute)
-
-
 # Against one rank ---------------------------------------------------------------------------------
-
-
-def traces(layout: Layout, whole: Layout) -> tuple[int, list[align.Trace]]:
-    """A rank's place in tensor parallelism, and what both schedules computed there."""
-    runtime.initialize(layout)
-    chunks = built(layout, "gpt-oss", config_overrides={"calculate_per_token_loss": True})
-    items = align.on_this_cp_rank(align.microbatches(DATA["tree"], 7, whole.alignment))
-    schedules = [get_forward_backward_func(), PrefixSchedule(PrefixConfig(min_gain=0))]
-    found = [align.run_step(schedule, chunks, items) for schedule in schedules]
-    return parallel_state.get_tensor_model_parallel_rank(), found
-
-
-@pytest.mark.parametrize("name", rows(["cp2", "cp4", "tp2 cp2"], ["cp2"]))
-def test_as_one_rank_in_the_place_of_its_group(name: str) -> None:
-    """Megatron's own mask is the judge of the gathered keys' one."""
-    layout = LAYOUTS[name]
-    single = Layout(tp=layout.tp, sequence_parallel=layout.sequence_parallel)
-    expected = {
-        place: stock for place, (stock, _) in run_ranks(single.world_size, traces, single, layout)
-    }
-    num_tokens = sum(len(r) for group in DATA["tree"] for r in group.rollouts)
-    for place, found in run_ranks(layout.world_size, traces, layout, layout):
-        assert any("softmax_offset" in name for name in expected[place].gradients)
-        for trace in found:
-            for parameter, wanted in expected[place].gradients.items():
-                what = f"gradient of {parameter}"
-                assert_close(trace.gradients[parameter], wanted, num_tokens, what=what)
 
 
 # What is kept -------------------------------------------------------------------------------------
@@ -183,13 +95,6 @@ def kept(name: str, size: int) -> list[tuple[float, float]]:
         report: Any = schedule.report
         found.append((report.memory.cache_peak, report.cache_bytes))
     return found
-
-
-@pytest.mark.parametrize(("name", "size"), [("gpt-oss", 2), ("windows last", 4)])
-def test_the_sidecar_takes_what_was_predicted(name: str, size: int) -> None:
-    for found in run_ranks(size, kept, name, size):
-        for predicted, held in found:
-            assert predicted == pytest.approx(held, rel=1e-9)
 
 
 def test_every_rank_keeps_the_last_rows_of_all() -> None:

@@ -34,37 +34,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dense": {"mtp_num_layers": 1},
     "moe": {"mtp_num_layers": 1, "moe_aux_loss_coeff": 1e-2},
 }
-# Before 0.19 Megatron's checkpoint of the layer does not take a pack.
-ROWS = """
-dense/TP2/chunked/none
-dense/TP2+SP/packed/none
-dense/PP2/tree/full
-dense/PP2xVPP2/packed/none
-dense/CP2/packed/none
-dense/CP2/chunked/full
-dense/DP2/packed/none
-moe/EP2/tree/none
-moe/TP2+SP/packed/none
-moe/PP2xEP2/flat/full
-moe/CP2xEP2/packed/none
-""".split()
-PRODUCTS = ("dense/CP2/chunked/full", "moe/TP2+SP/packed/none", "moe/CP2xEP2/packed/none",
-            "dense/DP2/packed/none")  # fmt: skip
-"""Packs, chunks, experts and recomputation stand in other rows with each of these layouts."""
 
 
 @pytest.fixture(autouse=True)
 def _with_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     for model, fields in OVERRIDES.items():
         monkeypatch.setitem(matrix.OVERRIDES, model, fields)
-
-
-@pytest.mark.parametrize("name", rows(ROWS, PRODUCTS))
-def test_row(name: str) -> None:
-    verdict = align_row(Row(*name.split("/")), timeout_s=120)
-    assert verdict.passed, verdict.failures
-    assert verdict.grad_max_rel_diff <= verdict.tolerance < 1e-12
-    assert 0 < verdict.executed_tokens < verdict.raw_tokens
 
 
 BOTH = [(1, True), (1, False), (2, True), (2, False)]
