@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from megatron_prefix.errors import UserError
 from megatron_prefix.plan.actions import Plan
 
 
@@ -34,8 +35,18 @@ def progress(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[tuple[
 
 
 def sums_behind(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[int]:
-    """Per action of a pipeline rank how many sums have begun before the next one."""
+    """Per action of a pipeline rank how many sums have begun before the next one.
+
+    Raises:
+        UserError: a plan, a user's own, has a backward that waits for a sum that comes after it.
+    """
     steps = progress(plan, rank, microbatch_of)
+    for action, (counted, needed) in zip(plan.programs[rank], steps, strict=True):
+        if counted < needed:
+            raise UserError(
+                f"rank {rank}: {action} waits for the global_aux_loss of {needed} microbatches"
+                f" and the plan has counted {counted} by then: run it later, or give no plan file"
+            )
     begun, waited, begun_behind = 0, 0, []  # waited: sums that an action before has waited for
     for (_, needed), (counted, next_needed) in itertools.pairwise([*steps, (0, 0)]):
         waited = max(waited, needed)

@@ -243,6 +243,9 @@ def test_a_plan_that_waits_for_what_comes_later_is_refused() -> None:
     actions = "F0 F1 B1 F2 B2 B0 F3 F4 B4 F5 B5 B3".split()
     plan = with_programs(make_plan(forest), [actions])
     assert (0, 2) in progress(plan, 0, microbatch_of)  # B1 waits for two microbatches
+    words = "rank 0: B1 waits for the global_aux_loss of 2 microbatches .* has counted 0"
+    with pytest.raises(UserError, match=words):  # also where a file was checked for other ranks
+        sums_behind(plan, 0, microbatch_of)
     assert not can_run(plan, loss_ready_after(forest, microbatch_of))
     assert can_run(plan, loss_ready_after(forest, [0, 1, 2, 3]))
 
