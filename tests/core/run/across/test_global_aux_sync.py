@@ -123,10 +123,11 @@ def test_replicas_with_any_trees_come_to_their_end(seed) -> None:
             assert all(done >= needed for done, needed in progress(plan, rank, microbatch_of))
 
 
-def test_without_order_replicas_stop() -> None:
+def test_without_order_replicas_would_stop_and_are_refused() -> None:
     forest = flat_forest()
     plain = [(make_plan(forest, microbatches=o), o) for o in ([0, 1, 2, 3], [3, 2, 1, 0])]
-    assert not Replicas(plain).run()
+    with pytest.raises(UserError, match="waits for the global_aux_loss"):
+        Replicas(plain)
 
 
 def test_progress_counts_from_the_first_microbatch_on() -> None:
