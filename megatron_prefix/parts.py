@@ -86,7 +86,7 @@ class StepPart:
     - a step: `around_run`, `around_step`; then of each attempt `prepare`, `arenas`, `begin`;
     - an action: `action` around it, `starts`, `saving`, `computing` around what it computes,
       `arguments`, `backward`, `layer_left`, `freed`; `acted`;
-    - behind the actions: `ran`, `input_backwards`, `end` (always), `behind`, `finished`, `timed`.
+    - behind the actions: `ran`, `end` (always), `input_backwards`, `behind`, `finished`, `timed`.
 
     Attributes:
         kept: what the feature keeps from call to call of a model in one layout, by name.
@@ -95,6 +95,9 @@ class StepPart:
         counts_calls: whether a second call of the model in a forward step, without gradients, is
             one too many.
         measures: whether the step is timed, so that another schedule may run it than pays.
+        is_tuning: whether later steps still change what the part does, so that times say nothing yet.
+        holds_memory: whether it keeps device memory from step to step.
+        may_offload: whether tensors of segments may wait in host memory.
         even: segments of at most so many positions are padded so that lengths come again
             (TreeOptions); the same on all ranks. 0: none are.
         meets_data_ranks: whether all data-parallel ranks make the segments of this call together,

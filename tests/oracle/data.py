@@ -120,14 +120,14 @@ def _random(case: Case, part: int) -> list[list[Sample]]:
     if case.form == "rows":
         sizes = [2] * number  # the stock schedule wants equal numbers
     num = sum(sizes) * (layout.dp if is_dealt else 1)
-    samples = _grown(rng, num)
+    samples = _grown(rng, num, 0.0 if "mtp" in case.model else 0.1)  # its log divides by zero
     rng.shuffle(samples)
     own = samples[part % RANKS :: layout.dp] if is_dealt else samples
     ends = np.cumsum([0, *sizes])
     return [own[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
-def _grown(rng: random.Random, num: int) -> list[Sample]:
+def _grown(rng: random.Random, num: int, without_loss: float) -> list[Sample]:
     draw = np.random.default_rng(rng.randrange(1 << 30))
     samples: list[Sample] = []
     while len(samples) < num:
@@ -143,7 +143,7 @@ def _grown(rng: random.Random, num: int) -> list[Sample]:
                 whole = whole[: rng.randint(2, len(whole) - 1)]  # it begins others
             first = rng.choice((len(prompt) - 1, len(prompt) - 1, 0, len(prompt) + 3))
             trained = np.arange(len(whole) - 1) >= min(first, len(whole) - 2)
-            samples.append(Sample(whole, trained & (rng.random() > 0.1)))
+            samples.append(Sample(whole, trained & (rng.random() > without_loss)))
     return samples[:num]
 
 

@@ -15,7 +15,7 @@ from megatron_prefix.run.rank import Rank
 
 def execution_of(rank: Rank) -> Execution:
     """How a rank's model is computed."""
-    form = Execution.of_config(rank.config, _recomputes(rank.language_models[0]))
+    form = Execution.of_config(rank.config, recomputes(rank.language_models[0]))
     stages = rank.num_stages * len(rank.models)  # a trainer's config may say another number
     return replace(form, num_stages=stages, holds_projection=is_since("0.18"))
 
@@ -30,7 +30,7 @@ def footprint_of_rank(rank: Rank, *, gathers: bool = False) -> Footprint:
     return footprint_of(layers, execution_of(rank), model.vocab_size, model.pattern, gathers)
 
 
-def _recomputes(model: Any) -> bool:
+def recomputes(model: Any) -> bool:
     """Whether a language model follows `recompute_granularity` "full": Mamba's decoder does so
     since 0.18."""
     for base in type(model.decoder).__mro__:

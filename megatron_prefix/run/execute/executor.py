@@ -77,7 +77,7 @@ class Executor:
         drawing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
         parts: Sequence[StepPart] = (),
     ) -> None:
-        self._drawing, self._parts = drawing, parts
+        self._drawing, self._parts = drawing, [*parts]
         self._idle = idle
         self._plan, self.stages, self._inputs = plan, stages, inputs
         self._links: Links | None = None
@@ -115,6 +115,8 @@ class Executor:
                     kept.clear()
         for part in self._parts:
             part.end()
+        # Contexts of segments hold the list, and what a module has kept of one holds its context.
+        self._parts.clear()
 
     def _run(self, action: Action, stage: Stage) -> None:
         starts = [part.starts(action, self) for part in self._parts]  # all of them are asked

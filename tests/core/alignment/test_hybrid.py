@@ -18,7 +18,7 @@ from megatron_prefix.features.recurrent import states
 from megatron_prefix.features.recurrent.spans import Spans
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.platforms.exact import by_definition
-from megatron_prefix.lab.predict.of_rank import footprint_of_rank
+from megatron_prefix.lab.predict.of_rank import footprint_of_rank, recomputes
 from megatron_prefix.lab.rl import job, packing
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime import Layout
@@ -96,7 +96,7 @@ def test_full_recomputation_is_predicted_where_it_happens(
                 module.register_forward_pre_hook(count)
         assert hybrid.worst(model, families[name].expected) <= EXACT
         waves.append(footprint_of_rank(Rank.of([model])).wave)
-    assert calls[1] == (2 if features.recomputes(language_model(model)) else 1) * calls[0]
+    assert calls[1] == (2 if recomputes(language_model(model)) else 1) * calls[0]
     assert (waves[1] < waves[0]) == (calls[1] > calls[0])
 
 

@@ -1,6 +1,6 @@
 """Routers that follow given routes, on several ranks: against Megatron's schedule and RouterReplay.
 
-One process and random trees are in test_random_routers.py.
+One process and random trees are in tests/test_cases.py.
 """
 
 from __future__ import annotations

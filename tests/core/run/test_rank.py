@@ -13,6 +13,7 @@ from torch import nn
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.vision import models
 from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.run.costs import Costs
 from megatron_prefix.run.parts_of_call import chosen
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.request import Request, StepKind
@@ -91,7 +92,7 @@ def test_what_is_around_a_language_model_has_options_of_its_own() -> None:
 def test_a_request_and_its_rank_are_frozen() -> None:
     with one_rank():
         rank = Rank.of([small_model()])
-        for made in (rank.model, rank, Request({}, rank, StepKind(None), Callbacks())):
+        for made in (rank.model, rank, Request({}, rank, StepKind(None), Callbacks(), Costs(rank))):
             for field in fields(made):
                 with pytest.raises(FrozenInstanceError):
                     setattr(made, field.name, getattr(made, field.name))
