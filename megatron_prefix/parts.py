@@ -95,7 +95,7 @@ class StepPart:
         counts_calls: whether a second call of the model in a forward step, without gradients, is
             one too many.
         measures: whether the step is timed, so that another schedule may run it than pays.
-        is_tuning: whether later steps still change what the part does, so that times say nothing yet.
+        is_tuning: whether later steps still change what the part does: times say nothing yet.
         holds_memory: whether it keeps device memory from step to step.
         may_offload: whether tensors of segments may wait in host memory.
         even: segments of at most so many positions are padded so that lengths come again

@@ -53,11 +53,10 @@ class DefinedAttention(LocalAttention):
             seen = ~attention_mask if window is None else ~attention_mask & seen
         elif attention_mask is not None:
             raise ValueError(f"a mask of {list(attention_mask.shape)}: one of four dimensions")
-        shared = query.shape[2] // key.shape[2]
-        key, value = (x.repeat_interleave(shared, dim=2) for x in (key, value))
+        key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))
         q, k, v = (x.double() for x in (query, key, value))
-        scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1)  # by layer: and back
-        scores = torch.einsum("qbhd,kbhd->bhqk", q, k) * scale
+        scores = torch.einsum("qbhd,kbhd->bhqk", q, k)
+        scores *= self.softmax_scale * (self.scale_mask_softmax.scale or 1)  # by layer: and back
         weights = _softmax(scores.masked_fill(~seen, float("-inf")), self.softmax_offset)
         weights = self.attention_dropout(weights)
         out = torch.einsum("bhqk,kbhd->qbhd", weights, v).to(query.dtype).flatten(2)
