@@ -20,6 +20,7 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.plans.forest import max_depth, num_trees
 from tests.cases import FAMILIES, LAYOUTS, OPTIONS, Row
 from tests.harness.ranks import run_ranks
+from tests.harness.rows import taking_turns
 from tests.mistakes import MISTAKES
 from tests.oracle import judge
 from tests.oracle.case import Case
@@ -134,6 +135,17 @@ def run_on_ranks(layout: str, rows: Sequence[Row], timeout_s: float = 600.0) -> 
         for name, lines in found.items()
         for line in lines
     ]
+
+
+def check(layout: str, rows: Sequence[Row]) -> None:
+    """Fails with all complaints about rows, in a layout; rows take turns."""
+    rows = [
+        replace(row, values={**row.values, "layout": layout})
+        for row in taking_turns(rows)
+        if is_possible(row)
+    ]
+    failures = run_on_ranks(layout, rows)
+    assert not failures, "\n".join(failures)
 
 
 def is_possible(row: Row) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests import judge
-from tests.cases import Row, random_row, row, wrong
+from tests.cases import Row, row, wrong
 
 CHUNKS = ("small", "recompute")
 ON_RANKS: dict[str, list[Row]] = {
@@ -117,7 +115,7 @@ ON_RANKS: dict[str, list[Row]] = {
         row("mamba", "wave", recompute="selective"),
         row("mamba", "segment recompute"),
         row("mtp", "small", form="thd"),
-        row("mtp", "chunks of 7", recompute="full", returns="per_token"),
+        row("mtp", "chunks of 7", recompute="full", tree="groups", returns="per_token"),
         row("gdn with CP", "small"),
         row("gdn and mamba", "small"),
         row("gpt-oss", "small"),
@@ -193,108 +191,11 @@ ON_RANKS: dict[str, list[Row]] = {
     "tp2_cp2_ep2_pp2": [row("experts both", "small"), row("mla experts", "small")],
 }
 CROSSED = {"tree": "on_all_ranks"}
-ACROSS: dict[str, list[Row]] = {
-    "dp2": [
-        *(
-            row(name, options, "crossed", ddp="overlapped", **CROSSED)
-            for name, options in (
-                ("gqa", "across_ranks"),
-                ("gqa", "across whole"),
-                ("gqa", "across recompute"),
-                ("gpt-oss", "across_ranks"),
-                ("mla", "across whole"),
-                ("mtp", "across_ranks"),
-                ("gdn", "across whole"),
-                ("mamba", "across_ranks"),
-                ("dsa", "across_ranks"),
-                ("dsa experts", "across_ranks"),
-            )
-        ),
-        *(
-            row(name, "across_ranks", "crossed", returns="per_token", **CROSSED)
-            for name in (
-                "experts both",
-                "experts bias",
-                "experts bias alone",
-                "experts global",
-                "experts all",
-            )
-        ),
-        row("experts both", "across whole", "crossed", recompute="full", **CROSSED),
-    ],
-    "dp3": [
-        row("gqa", "across whole", "crossed", **CROSSED),
-        row("mtp", "across_ranks", "crossed", **CROSSED),
-        row("experts behind a dense layer", "across_ranks", "crossed", **CROSSED),
-        row("experts all", "across_ranks", "crossed", returns="per_token", **CROSSED),
-    ],
-    "tp2_dp2": [
-        row("gqa", "across_ranks", "crossed", **CROSSED),
-        row("mtp", "across whole", "crossed", **CROSSED),
-        row("experts both", "across whole", "crossed", returns="per_token", **CROSSED),
-    ],
-    "pp2_dp2": [
-        row("gqa", "across recompute", "crossed", **CROSSED),
-        row("mtp", "across_ranks", "crossed", **CROSSED),
-        row("experts all", "across recompute", "crossed", **CROSSED),
-    ],
-    "pp2_vpp2_dp2": [
-        row("gqa", "across_ranks", "crossed", **CROSSED),
-        row("experts global", "across whole", "crossed", **CROSSED),
-    ],
-    "cp2_dp2": [
-        row("gqa", "across_ranks", "crossed", **CROSSED),
-        row("experts both", "across whole", "crossed", **CROSSED),
-    ],
-    "ep2": [
-        row("experts both", "across_ranks", "crossed", returns="per_token", **CROSSED),
-        row("experts bias", "across whole", "crossed", **CROSSED),
-        row("mtp experts", "across_ranks", "crossed", **CROSSED),
-    ],
-    "pp2_ep2": [row("experts both", "across recompute", "crossed", **CROSSED)],
-    "dp4_ep2": [
-        row("experts both", "across whole", "crossed", recompute="full", **CROSSED),
-        row("experts global", "across_ranks", "crossed", **CROSSED),
-    ],
-}
-
-
-def _check(layout: str, rows: list[Row]) -> None:
-    rows = [
-        replace(each, values={**each.values, "layout": layout})
-        for each in rows
-        if judge.is_possible(each)
-    ]
-    failures = judge.run_on_ranks(layout, rows)
-    assert not failures, "\n".join(failures)
 
 
 @pytest.mark.parametrize("layout", ON_RANKS)
 def test_ranks_make_the_stock_schedules_step(layout: str) -> None:
-    _check(layout, ON_RANKS[layout])
-
-
-@pytest.mark.parametrize("layout", ACROSS)
-def test_prompts_run_once_in_the_job(layout: str) -> None:
-    _check(layout, ACROSS[layout])
-
-
-RANDOM: dict[str, tuple[str, ...]] = {
-    "dp2": ("gqa", "experts both", "experts global", "gdn"), "dp3": ("gqa", "mtp"),
-    "pp2_dp2": ("gqa", "experts global", "mtp"), "pp2_vpp2_dp2": ("gqa",), "cp2_dp2": ("gqa",),
-    "tp2_dp2": ("gqa", "mtp"), "ep2": ("experts both", "experts global", "mtp experts"),
-    "dp4_ep2": ("experts both",), "pp2_ep2": ("experts global",),
-}  # fmt: skip
-"""Models whose batches of random trees are dealt to ranks at random."""
-
-
-@pytest.mark.parametrize("layout", RANDOM)
-def test_random_trees_on_all_ranks(layout: str) -> None:
-    _check(layout, [
-        random_row(model, seed, tree="dealt", options=options, layout=layout)
-        for model in RANDOM[layout]
-        for seed, options in enumerate(("across_ranks", "across whole", "across recompute"))
-    ])  # fmt: skip
+    judge.check(layout, ON_RANKS[layout])
 
 
 WRONG: dict[str, list[Row]] = {
@@ -315,4 +216,4 @@ WRONG: dict[str, list[Row]] = {
 
 @pytest.mark.parametrize("layout", WRONG)
 def test_a_mistake_shows(layout: str) -> None:
-    _check(layout, WRONG[layout])
+    judge.check(layout, WRONG[layout])

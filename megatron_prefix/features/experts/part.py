@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_prefix.features.experts.group_counts import GroupCounts
 from megatron_prefix.features.experts.ledger import RouterLedger
 from megatron_prefix.features.experts.routers import forget_graphs, routers
-from megatron_prefix.features.experts.sums import sums_behind
+from megatron_prefix.features.experts.sums import prove, sums_behind
 from megatron_prefix.features.experts.tokens import LogicalTokens
 from megatron_prefix.parts import Attempt, StepPart
 
@@ -44,7 +44,8 @@ class Routers(StepPart):
         """See StepPart.
 
         Raises:
-            UserError: seq_aux_loss with samples of different lengths in a microbatch.
+            UserError: seq_aux_loss with samples of different lengths in a microbatch; a plan file
+                whose backwards wait for what other ranks count later.
         """
         rank, step = self.rank, attempt.step
         if rank.forward_only or not any(self._routers):
@@ -56,8 +57,9 @@ class Routers(StepPart):
         )
         self.make_ledgers(RouterLedger)
         if rank.ordered:
-            owners = attempt.joint.union_microbatch_of
-            self._begun = sums_behind(attempt.report.union_plan, rank.stage, owners)
+            of_union = attempt.report.union_plan, rank.stage, attempt.joint.union_microbatch_of
+            prove(*of_union)
+            self._begun = sums_behind(*of_union)
 
     def make_ledgers(self, make: Callable[..., RouterLedger]) -> None:
         """Makes the ledgers, or others in their place before the first action.

@@ -34,11 +34,11 @@ def progress(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[tuple[
     return steps
 
 
-def sums_behind(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[int]:
-    """Per action of a pipeline rank how many sums have begun before the next one.
+def prove(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> None:
+    """Refuses a plan, a user's own, whose backwards would wait for sums that come after them.
 
     Raises:
-        UserError: a plan, a user's own, has a backward that waits for a sum that comes after it.
+        UserError: naming the action.
     """
     steps = progress(plan, rank, microbatch_of)
     for action, (counted, needed) in zip(plan.programs[rank], steps, strict=True):
@@ -47,6 +47,11 @@ def sums_behind(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[int
                 f"rank {rank}: {action} waits for the global_aux_loss of {needed} microbatches"
                 f" and the plan has counted {counted} by then: run it later, or give no plan file"
             )
+
+
+def sums_behind(plan: Plan, rank: int, microbatch_of: Sequence[int]) -> list[int]:
+    """Per action of a pipeline rank how many sums have begun before the next one."""
+    steps = progress(plan, rank, microbatch_of)
     begun, waited, begun_behind = 0, 0, []  # waited: sums that an action before has waited for
     for (_, needed), (counted, next_needed) in itertools.pairwise([*steps, (0, 0)]):
         waited = max(waited, needed)
