@@ -1,8 +1,9 @@
 """What features add to a step, and put around calls.
 
 The core asks every part of a call what its methods say, in the order of the table of features, and
-knows none of them by name. A part changes neither the plan nor another part, and a step only by
-`build`, which returns another one; what it has changed on the model it puts back.
+knows none of them by name. A part does not change the plan, and a step only by `build`, which
+returns another one. Of other parts it changes only the experts': what counts or is around routers,
+before the first action. What it has changed on the model it puts back.
 """
 
 from __future__ import annotations

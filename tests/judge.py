@@ -69,6 +69,11 @@ def _complaints(row: Row, case: Case, ours: Sequence[Call]) -> Iterator[str]:
     happened = frozenset().union(*(facts(call.report) for call in ours))
     if missing := [name for name in wanted if name not in happened]:
         yield f"without {', '.join(missing)}; there was {', '.join(sorted(happened))}"
+    memory = OPTIONS[case.options].get("memory", "auto")
+    for plan in (call.report.plan for call in ours if call.kind == "train" and memory != "auto"):
+        inner = [n for n, s in enumerate(plan.segments) if s.inner and s.source < 0]
+        if others := {plan.policy(number) for number in inner} - {memory}:
+            yield f"policies {', '.join(others)} instead of {memory}"
     keeps_all = "cache_host_layers" not in OPTIONS[case.options] and LAYOUTS[case.layout].pp == 1
     for call in ours:
         predicted = call.report.memory
@@ -80,13 +85,12 @@ def _complaints(row: Row, case: Case, ours: Sequence[Call]) -> Iterator[str]:
 
 def facts(report: Any) -> frozenset[str]:
     """What there was in a step of ours, by name; "shared": fewer tokens than the trainer has."""
-    forest, plan = report.forest, report.plan
+    forest = report.forest
     inner = [segment for segment in forest.segments if segment.inner]
     joined = [segment for segment in forest.segments if segment.joined >= 0]
     crossed = getattr(report.crossed, "received_tokens", 0)
     is_there = {
         "shared": forest.executed_tokens < forest.raw_tokens or crossed,
-        "nothing shared": forest.executed_tokens == forest.raw_tokens,
         "several trees": num_trees(forest.segments) > 1,
         "loss in prompts": any(segment.scored for segment in inner),
         "short spans": any(
@@ -98,12 +102,8 @@ def facts(report: Any) -> frozenset[str]:
         ),
         "joined": joined,
         "joined below a prompt": any(segment.parents for segment in joined),
-        "recomputed": "recompute" in plan.policies,
-        "recomputed activations": "recompute_act" in plan.policies,
-        "offloaded": "offload" in plan.policies,
         "sidecar": report.cache_bytes > 0,
         "crossed": crossed,
-        "run again": report.retried,
     }
     return frozenset(name for name, there in is_there.items() if there)
 

@@ -10,6 +10,8 @@ from tests.cases import Row, random_row, row
 
 CROSSED = {"tree": "on_all_ranks"}
 ACROSS: dict[str, list[Row]] = {
+    "cp2_dp2_ep2": [row("experts both", "across whole", "crossed", **CROSSED)],
+    "tp2_pp2_dp2": [row("gqa", "across_ranks", "crossed", **CROSSED)],
     "dp2": [
         *(
             row(name, options, "crossed", ddp="overlapped", **CROSSED)
@@ -59,6 +61,7 @@ ACROSS: dict[str, list[Row]] = {
         row("experts global", "across whole", "crossed", **CROSSED),
     ],
     "cp2_dp2": [
+        row("gpt-oss", "across_ranks", "crossed", **CROSSED),
         row("gqa", "across_ranks", "crossed", **CROSSED),
         row("experts both", "across whole", "crossed", **CROSSED),
     ],

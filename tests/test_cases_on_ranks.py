@@ -94,6 +94,11 @@ ON_RANKS: dict[str, list[Row]] = {
     ],
     "cp2": [
         *(
+            row("gpt-oss", options)
+            for options in ("wave recompute", "segment recompute", "offload")
+        ),
+        *(row("gpt-oss", "small", recompute=name) for name in ("full", "selective")),
+        *(
             row("gqa", options, form=form)
             for form in ("one", "thd_padded")
             for options in (
@@ -164,7 +169,12 @@ ON_RANKS: dict[str, list[Row]] = {
         row("gqa", "offload"),
         row("tied, norms", "whole"),
     ],
-    "cp2_pp2": [row("gqa", "small"), row("mamba", "small"), row("gqa", "segment recompute")],
+    "cp2_pp2": [
+        row("gqa", "small"),
+        row("gpt-oss", "small"),
+        row("mamba", "small"),
+        row("gqa", "segment recompute"),
+    ],
     "tp2_cp2": [row("gqa", "small"), row("experts both", "small"), row("gpt-oss", "small")],
     "cp2_dp2": [row("gqa", "small"), row("gqa", "segment")],
     "cp2_ep2": [

@@ -32,8 +32,8 @@ class Feature(NamedTuple):
         needed: whether a step without it is wrong, and not just slower. One that is not is left out
             on all ranks where one of them cannot import it.
         takes: keywords of the language model that it answers for: calls with one of them have it.
-        policies: of segments (plan/actions.py) that it answers for: plans with one of them have it
-            where they have backwards.
+        policies: of segments (plan/actions.py) that it answers for: a step with gradients whose
+            plan has one of them has the part.
     """
 
     name: str

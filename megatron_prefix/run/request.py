@@ -62,7 +62,7 @@ class StepKind:
     Attributes:
         backoff: of looking at them; only in mode "auto".
         watched: whether the first of them has been watched, if that is wanted.
-        problem: what this rank has met while segments ran: the refusal, once all ranks have heard.
+        problem: the refusal that ended sharing of this kind while segments ran; all ranks have it.
         ordered: whether losses have to be called in the trainer's order.
     """
 
@@ -79,8 +79,9 @@ class Request:
     """One call of the schedule.
 
     Attributes:
-        forward_step: what is called in the place of the trainer's; None: that itself.
-        stock: runs it with the stock schedule, whatever it is; None: it may be shared.
+        forward_step: is called instead of the trainer's; None: the trainer's is.
+        stock: runs the call with the stock schedule, and that is what happens; None: it may be
+            shared.
     """
 
     arguments: Mapping[str, Any]

@@ -74,13 +74,13 @@ class SidecarCache:
     It tracks the state of every segment in every layer; a layer's payloads are in its arena.
 
     Args:
-        planned: their places; of this rank's part of every segment.
+        planned: places of payloads, of this rank's part of every segment.
         special: makes the arenas of some layers; None: all are plain ones.
         exchange: of context-parallel ranks, for payloads that every rank has whole; None: without.
 
     Attributes:
         device_bytes: device memory of the arenas.
-        device: of what was captured.
+        device: where captured payloads are.
         looks_ahead: whether `prefetch` and `release` do something.
     """
 

@@ -262,8 +262,8 @@ class Segment(NamedTuple):
         source: the data-parallel rank that computes it and sends its payload here; -1: this rank.
             A received segment is inner; the output layer runs here if it is scored.
         above: positions of all ancestors of its spans, each counted once; None outside a forest.
-        joined: its own number if some of its spans continue others of it; then no other segment
-            reads it (tree/joining.py). -1: no span is an ancestor of another.
+        joined: the segment's own number if some of its spans continue others of its spans; then no
+            other segment reads it (tree/joining.py). -1: no span is an ancestor of another.
     """
 
     spans: tuple[Span, ...]

@@ -221,7 +221,7 @@ class Trainer:
         for name, logged in logs.items():
             call.auxiliary[name] = logged["values"].detach().clone()
             # Which rank counts a token is ours to choose; together they count what stock's do.
-            dist.all_reduce(call.auxiliary[name], group=_replicas())
+            dist.all_reduce(call.auxiliary[name], group=_counting(self.case))
         call.losses = list(self.losses)
         call.kept = copied({
             **self.kept, "sums": self.sums, "carried": self.carried, "ema": self.ema,
@@ -579,9 +579,11 @@ def _divergence(logits: Tensor, weight: Tensor) -> Tensor:
     return (teacher.exp() * (teacher - logits.log_softmax(-1))).sum(-1)
 
 
-def _replicas() -> Any:
-    """All ranks of this one's pipeline stage."""
-    return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+def _counting(case: Case) -> Any:
+    """Ranks among which tokens of this one's microbatches may be counted."""
+    if case.tree in ("on_all_ranks", "dealt"):
+        return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return parallel_state.get_tensor_and_context_parallel_group()
 
 
 def _gradient(parameter: Any) -> Tensor:

@@ -25,9 +25,9 @@ from megatron_prefix.features.measure.cost_fit import KEPT, Evidence, StepTime, 
 from megatron_prefix.features.measure.outlines import Outlines
 from megatron_prefix.features.measure.stopwatch import NAME as STOPWATCH
 from megatron_prefix.features.measure.stopwatch import Stopwatch
-from megatron_prefix.features.measure.writing import check_writable
 from megatron_prefix.parts import StepPart, TimedStep
 from megatron_prefix.plan.cost import CostModel, action_features
+from megatron_prefix.plan.files import check_writable
 from megatron_prefix.plan.gate import Decision, decide
 from megatron_prefix.run.agreement import all_say, first_says
 from megatron_prefix.run.costs import Costs, guessed, judging_alike

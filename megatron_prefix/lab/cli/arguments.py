@@ -11,13 +11,13 @@ from typing import Any
 from megatron_prefix.config import CHOICES, KERNELS, MOST_COUNT, MOST_MEMORY_GB, PrefixConfig
 from megatron_prefix.errors import shown
 from megatron_prefix.features.measure.cost_file import read_costs
-from megatron_prefix.features.measure.writing import check_writable
 from megatron_prefix.features.plan_files.plan_file import PlanFile
 from megatron_prefix.lab.plans.dealing import DEALS
 from megatron_prefix.lab.rl.baseline import BASELINES, Baseline
 from megatron_prefix.lab.rl.settings import LEAST, LOSS_MEANS
 from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
 from megatron_prefix.lab.runtime.layout import SIZES, Layout
+from megatron_prefix.plan.files import check_writable
 
 _OPTIONS = {
     "mode": "prefix_schedule",

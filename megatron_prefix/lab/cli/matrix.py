@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_prefix.errors import UserError, shown
-from megatron_prefix.features.measure.writing import writing
 from megatron_prefix.lab import platforms, runtime
 from megatron_prefix.lab.cli.arguments import add_deal, add_messages, add_switch, add_text, whole
 from megatron_prefix.lab.cli.modelling import Job, add_device
@@ -24,7 +23,7 @@ from megatron_prefix.lab.plans.dealing import DEALS
 from megatron_prefix.lab.runtime.groups import MESSAGE_TIMEOUT_MINUTES
 from megatron_prefix.lab.verify import matrix
 from megatron_prefix.lab.verify.matrix import Result, Row
-from megatron_prefix.plan.files import read_text
+from megatron_prefix.plan.files import read_text, writing
 
 HELP = """\
 Aligns the prefix schedule with Megatron-Core's stock schedule in many layouts: models without and

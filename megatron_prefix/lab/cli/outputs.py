@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.features.measure import writing
 from megatron_prefix.lab.cli.progress import watched
 from megatron_prefix.lab.cli.report import print_facts, print_json, to_json
 from megatron_prefix.lab.data.rollouts import Group, write_rollouts
+from megatron_prefix.plan import files
 
 
 def write_text(path: str, text: str, *, makes_folders: bool = False) -> None:
@@ -28,24 +28,24 @@ def write_text(path: str, text: str, *, makes_folders: bool = False) -> None:
     if path == "-":
         sys.stdout.write(text)
         return
-    with writing.writing(path):
+    with files.writing(path):
         if makes_folders:
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        writing.write_text(path, text)
+        files.write_text(path, text)
 
 
 def check_outputs(*paths: str | None, makes_folders: bool = False) -> None:
     """Refuses files that cannot be written, before the work for them; None and "-" always can.
 
     Args:
-        makes_folders: see `writing.check_writable`.
+        makes_folders: see `files.check_writable`.
 
     Raises:
         UserError: naming the first one.
     """
     for path in paths:
         if path and path != "-":
-            writing.check_writable(path, makes_folders=makes_folders)
+            files.check_writable(path, makes_folders=makes_folders)
 
 
 def check_plot(path: str | None) -> None:
@@ -74,7 +74,7 @@ def save_figure(figure: Any, path: str) -> None:
     """
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=150, format=path.rpartition(".")[2].lower())
-    with writing.replacing(path) as file:
+    with files.replacing(path) as file:
         file.write(drawn.getbuffer())
 
 

@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_prefix.errors import UserError, shown
-from megatron_prefix.features.measure.writing import replacing
-from megatron_prefix.plan.files import PathLike, opened
+from megatron_prefix.plan.files import PathLike, opened, replacing
 
 Row = dict[str, Any]
 _GZIP_MAGIC = b"\x1f\x8b"

@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.features.measure.writing import write_text
 from megatron_prefix.features.plan_files.table import to_csv
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import Group, Rollout, write_rollouts
-from megatron_prefix.plan.files import read_text
+from megatron_prefix.plan.files import read_text, write_text
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.tree import TreeOptions, build
 

@@ -29,7 +29,6 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.features.measure.writing import write_text
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.old_names import updated
 from megatron_prefix.lab.rl import checkpoint_files
@@ -37,6 +36,7 @@ from megatron_prefix.lab.rl.checkpoint_state import CheckpointError, State, read
 from megatron_prefix.lab.rl.run_folder import FOLDER, LATEST, STATE, newest
 from megatron_prefix.lab.rl.trainer import Trainer
 from megatron_prefix.lab.runtime.folders import check_folder_writable
+from megatron_prefix.plan.files import write_text
 
 logger = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ import torch
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.across.exchanges import Crossed
-from megatron_prefix.features.measure.writing import check_writable, write_text, writing
 from megatron_prefix.lab.plans.forest import num_trees
 from megatron_prefix.lab.rl.report_numbers import bubble_fraction, measured_peak, predicted_peak
 from megatron_prefix.lab.rl.run_folder import METRICS
 from megatron_prefix.lab.rl.updates import Update
 from megatron_prefix.lab.runtime.folders import check_folder_writable
+from megatron_prefix.plan.files import check_writable, write_text, writing
 from megatron_prefix.run.report import StepReport
 
 logger = logging.getLogger(__name__)

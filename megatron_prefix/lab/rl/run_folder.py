@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.features.measure.writing import writing
+from megatron_prefix.plan.files import writing
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_prefix.features.measure.writing import check_folder, writing
-from megatron_prefix.plan.files import PathLike
+from megatron_prefix.plan.files import PathLike, check_folder, writing
 
 PREFIX = "megatron_prefix_"
 OWNER = "owner"

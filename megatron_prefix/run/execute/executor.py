@@ -37,7 +37,7 @@ class Stage:
     """One model chunk during one step.
 
     Attributes:
-        filled: what they put into a dict that calls bring; None: these bring none.
+        filled: what outputs put into the dict that each model call brings; None: calls bring none.
         final: what of its decoder's output crosses data-parallel ranks; None elsewhere, and where
             nothing does.
         live: input and output of segments whose backward is still to come; the output with its

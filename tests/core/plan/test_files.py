@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from megatron_prefix.errors import UserError, bounded
-from megatron_prefix.features.measure import writing
 from megatron_prefix.lab.runtime.folders import check_folder_writable
 from megatron_prefix.plan import files
 from tests.harness.ranks import run_ranks
@@ -21,9 +20,9 @@ LONG = "x" * 256
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / ("n" * 255)  # the longest name that there can be
-    writing.write_text(path, "é")
+    files.write_text(path, "é")
     assert path.read_bytes() == "é".encode()
-    with pytest.raises(ZeroDivisionError), writing.replacing(path) as file:
+    with pytest.raises(ZeroDivisionError), files.replacing(path) as file:
         file.write(b"half" * (1 // 0))
     assert path.read_text("utf-8") == "é" and os.listdir(tmp_path) == [path.name]
 
@@ -31,12 +30,12 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path: Path) -> None:
     link, pipe = tmp_path / "link", tmp_path / "pipe"
     link.symlink_to(tmp_path / "file")
-    writing.write_text(link, "text")
+    files.write_text(link, "text")
     assert link.is_symlink() and (tmp_path / "file").read_text("utf-8") == "text"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    writing.check_writable(pipe)
-    writing.write_text(pipe, "text")
+    files.check_writable(pipe)
+    files.write_text(pipe, "text")
     assert os.read(reader, 10) == b"text" and stat.S_ISFIFO(pipe.stat().st_mode)
     os.close(reader)
 
@@ -65,7 +64,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     def write() -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
         with pytest.raises(UserError) as caught:
-            writing.write_text(path, "x" * 5000)
+            files.write_text(path, "x" * 5000)
         return str(caught.value)
 
     (line,) = run_ranks(1, write)
@@ -74,7 +73,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     )
     assert path.read_text("utf-8") == "before" and os.listdir(tmp_path) == ["file"]
     with pytest.raises(UserError, match="No space left on device"):
-        writing.write_text("/dev/full", "x")
+        files.write_text("/dev/full", "x")
 
 
 @pytest.mark.parametrize(
@@ -92,18 +91,18 @@ def test_places_that_cannot_be_written(tmp_path: Path, name: str, message: str) 
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=message) as caught:
-        writing.check_writable(tmp_path / name)
+        files.check_writable(tmp_path / name)
     assert str(caught.value).startswith(bounded(f"{tmp_path / name}: cannot be written (")[:700])
     with pytest.raises(UserError, match="cannot be written"):
-        writing.write_text(tmp_path / name, "")
+        files.write_text(tmp_path / name, "")
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
 
 
 def test_places_that_can_be_written(tmp_path: Path) -> None:
     for path in (tmp_path / "new", "/dev/null"):
-        writing.check_writable(path)
-        writing.check_writable(path, makes_folders=True)
-    writing.check_writable(tmp_path / "no" / "such" / "x", makes_folders=True)
+        files.check_writable(path)
+        files.check_writable(path, makes_folders=True)
+    files.check_writable(tmp_path / "no" / "such" / "x", makes_folders=True)
     check_folder_writable(tmp_path / "no" / "such")
     check_folder_writable(tmp_path)
     assert not os.listdir(tmp_path)
@@ -119,6 +118,6 @@ def test_folders_that_cannot_be_written(tmp_path: Path, name: str) -> None:
 def test_a_read_only_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the system says it; permissions do not bind the tests where they run as root."""
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK | os.X_OK)
-    for check in (writing.check_writable, check_folder_writable):
+    for check in (files.check_writable, check_folder_writable):
         with pytest.raises(UserError, match="is not yours to write, or read-only"):
             check(tmp_path / "x")
