@@ -205,7 +205,7 @@ def test_numbers_fit_what_was_counted() -> None:
     found = StageCount.of_rows(rows, sizes).numbers()
     again = [sum(a * b for a, b in zip(row, found[:4], strict=True)) for row in rows]
     assert again == pytest.approx(sizes, rel=1e-3)
-    assert (*found[:3], found.span) == pytest.approx((*wanted[:3], wanted.span), rel=0.01)
+    assert (*found[:3], found.span) == pytest.approx((*wanted[:3], wanted.span), rel=0.06)
 
 
 @pytest.mark.parametrize("kind", [0, 1])
