@@ -36,8 +36,10 @@ FIRST_STEPS, ONE_IN = 5, 50
 LAYERS_AT_ONCE, LAYERS_MADE_AGAIN = 2, 20
 """While nothing is known of what an action has for its duration: what so many layers keep. A layer
 that Megatron recomputes keeps its input, and makes about so many times as much."""
-_RIDGE = np.array([1e-12, 1e-12, 1e-9, 1e-6])
-"""What came in one proportion with a segment's positions counts as theirs."""
+_RIDGE = np.array([1e-12, 1e-12, 1e-5, 1e-4])
+"""What came nearly in one proportion with a segment's positions counts as theirs: lengths of waves
+differ by a few positions of padding, and spans of equal rollouts follow them otherwise. What
+Megatron's schedule takes is predicted from positions where it has not run."""
 BITS = 8
 """Of a number: choices do not change with every byte."""
 

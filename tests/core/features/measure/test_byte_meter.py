@@ -204,8 +204,8 @@ def test_numbers_fit_what_was_counted() -> None:
     sizes = [sum(a * b for a, b in zip(row, wanted[:4], strict=True)) for row in rows]
     found = StageCount.of_rows(rows, sizes).numbers()
     again = [sum(a * b for a, b in zip(row, found[:4], strict=True)) for row in rows]
-    assert again == pytest.approx(sizes, rel=1e-4)
-    assert (*found[:3], found.span) == pytest.approx((*wanted[:3], wanted.span), rel=0.01)
+    assert again == pytest.approx(sizes, rel=1e-3)
+    assert (*found[:3], found.span) == pytest.approx((*wanted[:3], wanted.span), rel=0.06)
 
 
 @pytest.mark.parametrize("kind", [0, 1])
@@ -221,6 +221,13 @@ def test_what_comes_in_one_proportion_is_the_positions() -> None:
     rows = [(0.0, float(n), float(n), n / 8) for n in (8, 16, 24)]
     numbers = StageCount.of_rows(rows, [100 * row[1] for row in rows]).numbers()
     assert numbers.wave == pytest.approx(100, rel=0.01)
+
+
+def test_padding_of_waves_does_not_make_their_bytes_those_of_spans() -> None:
+    """Of equal rollouts in waves: bytes follow spans exactly, and positions but for padding."""
+    rows = [(0.0, 512.0 * num + 14, 512.0 * num, float(num)) for num in (7, 7, 7, 1)]
+    numbers = StageCount.of_rows(rows, [1e6 * 512 * row[3] for row in rows]).numbers()
+    assert numbers.wave + numbers.scored == pytest.approx(1e6, rel=0.05)
 
 
 def test_ranks_count_as_the_one_that_has_most() -> None:
