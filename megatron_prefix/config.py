@@ -46,75 +46,66 @@ widths, steps of rag_musique took as long with one segment more as with 950 posi
 
 @dataclass(frozen=True)
 class PrefixConfig:
-    """Configuration of the prefix schedule.
+    """Configuration of the prefix schedule. docs/configuration.md is made of this text.
 
     Attributes:
-        mode: "off": Megatron's schedule; "observe": Megatron's schedule, and metrics say what
-            sharing would save; "auto": share where the cost model says that it pays; "on": always.
-        chunk_tokens: longest span, at least `align`; 0: no limit; "auto": for every step the length
-            with the shortest simulated step. No shorter than the multiples at which the layout
-            begins spans.
-        segment_tokens: most positions in a segment (a single span may exceed it); 0: no limit;
-            "auto": for every step the number of SEGMENT_TOKENS with the shortest predicted time
-            among those that keep the limit of memory. Of a number a half, a quarter or an eighth,
-            from LEAST_SEGMENT on, or a length between two of these, is taken where that keeps the
-            limit, or a pipeline waits less.
-        min_gain: a shared span that saves fewer positions is dissolved. So is an inner segment that
-            saves fewer than SEGMENT_GAIN times as many and less than a 16th of the step, where its
-            spans cannot run in the waves that read them. 0 dissolves nothing, and no prompt runs in
-            the segment of its suffixes.
-        align: spans begin at multiples of it, besides those that the layout needs. With 64 the
-            kernels of GatedDeltaNet cut a sequence where they do anyway, and a chain of spans is
-            bitwise the whole; else it differs by rounding.
-        loss_in_leaves: never share a position at or after a first trained one.
-        trainer_masks: in a trainer whose model calls have no loss_mask, follow the mask of its
-            microbatches, where its entry in megatron_prefix/trainers/table.py says where that is.
-        kernel: name of the attention kernel, two of them (A+B), or "auto"
-            (megatron_prefix/layers/blocks/kernels.py).
-        memory: what an inner segment keeps between its forward and its backward. "retain": its
-            saved tensors; "recompute_act": without what MLPs' activation functions give, which is
-            computed again (features/recompute_act), waves too; "offload": all of them, on the host;
-            "recompute": its K/V and its input, and its forward runs again; "auto": for every step
-            and segment the cheapest policy with which the predicted peak keeps the limit: that of
-            Megatron's own schedule on the same microbatches and 5 %
-            (run/execute/memory_control.py), or `memory_budget_gb`. Without a budget it does not
-            offload.
-        memory_budget_gb: GiB of device memory that a step may use in addition to what is in use
-            when it begins, instead of the limit of "auto". Limits prefetches of "offload", too.
-            0: not set. In mode "auto" a step that cannot keep its limit runs as Megatron's.
-        cache_host_layers: layers of every model chunk, of those with attention or a recurrence,
-            whose K/V or states and their gradients are in host memory, and on the device only while
-            the layer runs; evenly spread.
-        cp_reduce: with context parallelism, when gK/gV are sent to the ranks that own the keys:
-            after every "wave", or once a "segment", for which every rank keeps K/V and gK/gV of all
-            of them: nothing is gathered twice, and the sidecar takes cp times the memory. "auto":
-            "segment" in steps whose predicted peak, nothing recomputed, then fits in what the first
-            training steps had free.
-        across_ranks: whether what rollouts on several data-parallel ranks begin with runs once, on
-            one of them, which sends its K/V or states, and final hidden states of what carries
-            loss, to the others. "auto": where it can be, the slowest rank is predicted to be
-            sooner, at the measured rate of messages, and the predicted peak keeps the limit of
-            memory; "on": always, and what is in the way is refused; "off": every rank shares what
-            it has. None: "auto" in mode "auto", else "off" (`across`). Where prompts may cross,
-            chunk length "auto" cuts nothing.
-        run_ahead: forwards that a pipeline stage runs ahead of its successor (1 or 2).
+        mode: "off": the stock schedule. "observe": the stock schedule; metrics say what sharing
+            would save. "auto": share the steps that are predicted to be faster. "on": share every
+            step, and raise an error where a step cannot be shared.
+        chunk_tokens: cut prompts and other spans that are longer than this into chunks. 0: never;
+            "auto": for each step the length with the shortest simulated time. At least `align`; a
+            length below the multiple at which the layout begins spans is raised to it.
+        segment_tokens: most positions in one forward; a single span may exceed it. 0: no limit;
+            "auto": for each step the fastest of 2,048 to 32,768 (powers of two) whose predicted
+            peak fits the memory limit. A given number is reduced, to an eighth and to 1,024 at
+            most, where only that fits the limit or a pipeline then waits less.
+        min_gain: do not share a prefix that saves fewer positions than this. A segment of its own
+            has to save 32 times as many, or a 16th of the step; else its spans run in the waves
+            that read them, or are not shared. 0: share every prefix, and never run a prompt in the
+            segment of its suffixes.
+        align: begin spans at multiples of this, in addition to what the layout requires. 64 makes
+            GatedDeltaNet's results independent of where its kernels cut a sequence; other values
+            differ by rounding.
+        loss_in_leaves: never share a trained token, nor one behind it. For losses over whole
+            sequences.
+        trainer_masks: take the mask of the trainer's microbatches where its model calls have no
+            loss_mask and its page says that there is one (NeMo-RL). Off: every position is trained.
+        kernel: attention kernel: "math", "flash_cpu", "flash", "cudnn" or "fa4"; "A+B": A for the
+            keys of ancestors, B for a segment's own; "auto": fa4 if it runs, else by shape.
+        memory: what an inner segment keeps from its forward to its backward. "retain": its saved
+            tensors. "recompute_act": the same without the outputs of MLP activation functions,
+            which run again, in waves too. "offload": saved tensors move to the host. "recompute":
+            K/V and its input; its forward runs again. "auto": for each segment the cheapest of
+            these that fits the memory limit; it offloads only with `memory_budget_gb`.
+        memory_budget_gb: GiB of device memory that a step may use on top of what is allocated when
+            it begins. 0: the limit is the stock schedule's peak on the same microbatches and 5 %.
+            In mode "auto" a step that cannot fit runs with the stock schedule.
+        cache_host_layers: number of layers in each model chunk, evenly spread, whose K/V or states
+            and their gradients stay in host memory until the layer runs.
+        cp_reduce: with context parallelism, when K/V are gathered and gK/gV sent back. "wave": for
+            every wave. "segment": once for each segment, while every rank keeps all K/V and gK/gV
+            (cp times the memory). "auto": "segment" if the predicted peak fits the free memory.
+        across_ranks: run a prefix that several data-parallel ranks share on one of them, which
+            sends its K/V, states and trained hidden states to the others. "off": never. "auto":
+            where it is possible, predicted to be faster for the slowest rank, and fits the memory
+            limit. "on": always; what prevents it is an error. Not set: "auto" in mode "auto", else
+            "off". `chunk_tokens` "auto" then cuts nothing.
+        run_ahead: forwards that a pipeline stage runs ahead of the next stage, 1 or 2. 1 takes less
+            memory, 2 waits less.
         min_speedup: in mode "auto", the predicted speedup below which the stock schedule runs.
-        cost_file: where mode "auto" keeps what it measures of this model, layout and device, for
-            the next run (megatron_prefix/features/measure); None: for this process only.
-        plan_file: a plan to run instead of the planner's (megatron_prefix/features/plan_files),
-            with what it says that each segment keeps.
-        graph_tokens: positions of the longest segment whose layers run on CUDA graphs, but for
-            core attention, recurrences and experts, and so take less of the host's time. Such
-            segments are padded to multiples of a 32nd of it, and what they keep stays allocated
-            between steps. 0: none does. "auto", in mode "auto": the longest for which the device
-            was seen to wait for the host, if steps then take less time.
-        verify: the first N steps of each kind that would be shared run with both schedules, on the
-            same microbatches and from the same state. The trainer gets the stock schedule's
-            results, bit for bit, and a line says how far the prefix schedule's were from them, in
-            units of what rounding allows. A kind of step that differs by more is the stock
-            schedule's from then on; mode "on" raises. 0: none.
-        watchdog_minutes: after so many every rank says in its log where a step stands that has also
-            taken ten times its usual and its predicted time (features/watchdog). 0: none does.
+        cost_file: JSON file in which mode "auto" keeps its measurements of this model, layout and
+            device for the next run. Not set: they end with the process.
+        plan_file: a plan to run instead of the planner's: a file that `plan --csv` has written.
+        graph_tokens: run the layers of segments of up to this many positions as CUDA graphs, except
+            core attention, recurrences and experts. Segments are padded to multiples of a 32nd of
+            it, and what they keep stays allocated between steps. 0: no graphs. "auto", in mode
+            "auto": the longest length at which the device waits for the host, if steps get faster.
+        verify: run the first N shared steps of each kind with both schedules on the same
+            microbatches, compare them, and return the stock schedule's results. A kind of step that
+            differs by more than rounding gets the stock schedule from then on; mode "on" raises.
+            0: none.
+        watchdog_minutes: when a step has taken this long, and ten times its usual and its predicted
+            time, every rank logs what it is doing. 0: never.
     """
 
     mode: str = "on"

@@ -121,19 +121,20 @@ class Callbacks:
     """What a trainer may say of its microbatches that its model calls do not.
 
     Attributes:
-        trained: (model call) -> bool or float like the call's input_ids on this rank, which
-            positions carry loss; if the call has no loss_mask and this is None, all count.
-        routes: (model call) -> int like input_ids and [layers, topk] more: the experts that every
-            layer of the model sends a token to; asked on the first stage where routers replay.
-            `drawn` of the call is what its forward step drew from the data iterator.
-        samples: where a microbatch has its trained positions, see `Samples`; for steps with
-            gradients whose calls have no loss_mask, where `trained` is None.
-        passes_together: data-parallel ranks make equally many calls without gradients, so that what
-            is shared may cross them there, too (`PrefixConfig.across_ranks`).
-        sums_gradients: the trainer sums gradients over data-parallel ranks after the schedule, of a
-            model without Megatron's DDP, so that prompts may cross ranks.
+        trained: (model call) -> bool or float, shaped like the call's input_ids on this rank: which
+            positions carry loss. Without it the call's loss_mask says so; without that, all count.
+        routes: (model call) -> int, the shape of input_ids and [layers, topk]: the experts of each
+            token, where MoE routers replay routes and no forward step gives them. Asked on the
+            first stage; `drawn` of the call is what its forward step drew from the data iterator.
+        samples: (what was drawn) -> the trained positions of each sample (`Samples`). Used in steps
+            with gradients whose calls have no loss_mask, where `trained` is not set.
+        passes_together: data-parallel ranks make equally many calls without gradients, so prompts
+            may cross ranks in these calls, too (`PrefixConfig.across_ranks`).
+        slices: how calls are cut for context-parallel ranks; contiguous parts are refused.
         masks_tokens: the loss_mask of a call is over tokens, not over the positions that predict
-            them, and its losses have masks of their own: as if calls had none.
+            them (ROLL). It is then ignored, and every position counts as trained.
+        sums_gradients: the trainer sums gradients over data-parallel ranks after the schedule.
+            Without it prompts cross ranks only for models in Megatron's DistributedDataParallel.
     """
 
     trained: Callable[[ModelCall], Tensor | None] | None = None

@@ -1,7 +1,4 @@
-"""The table of refusals: every place that refuses uses it, every line is used, docs have all of it.
-
-`python -m tests.core.test_refusals` writes it into docs/operations.md.
-"""
+"""The table of refusals: every place that refuses uses it, and every line is used."""
 
 from __future__ import annotations
 
@@ -20,8 +17,6 @@ from megatron_prefix.refusals.table import GROUPS, OPTIONS, TABLE
 from tests.harness.data import REPOSITORY
 
 CORE = REPOSITORY / "megatron_prefix"
-OPERATIONS = REPOSITORY / "docs" / "operations.md"
-BEGIN, END = "<!-- refusals: python -m tests.core.test_refusals -->\n", "<!-- end of refusals -->\n"
 NAMES = {name: value for name, value in vars(table).items() if isinstance(value, Refusal)}
 
 
@@ -47,17 +42,6 @@ def said(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield node.args[0].id, len(node.args) - 1  # type: ignore[attr-defined]
         elif called(node) == "given" and isinstance(getattr(node.func, "value", None), ast.Name):  # type: ignore[attr-defined]
             yield node.func.value.id, len(node.args)  # type: ignore[attr-defined]
-
-
-def documented() -> str:
-    """The table as docs/operations.md has it."""
-    rows = ["| met as | refused | what to do | | mode `auto` |", "|---|---|---|---|---|"]
-    for one in TABLE:
-        auto = "error" if one.ends else "stock schedule"
-        if GROUPS[one.where] == GROUPS["verl"]:  # of a trainer: some are not noticed
-            auto = "see its page"
-        rows.append(f"| {one.where} | {one.name} | {one.fix} | {one.kind} | {auto} |")
-    return "\n".join(rows) + "\n"
 
 
 def makes_one(tree: ast.AST) -> bool:
@@ -125,16 +109,3 @@ def test_an_error_reaches_another_process_with_its_refusal(refusal: Refusal) -> 
     assert type(found) is CannotShare and found.refusal == refusal
     if refusal.is_on is not None:
         assert not found.refusal.is_on(SimpleNamespace())
-
-
-def test_docs_have_the_table() -> None:
-    text = OPERATIONS.read_text(encoding="utf-8")
-    assert text.partition("\n## Limits\n")[2].count(BEGIN) == 1
-    assert text.partition(BEGIN)[2].partition(END)[0] == documented()
-
-
-if __name__ == "__main__":
-    before, _, rest = OPERATIONS.read_text(encoding="utf-8").partition(BEGIN)
-    OPERATIONS.write_text(
-        before + BEGIN + documented() + END + rest.partition(END)[2], encoding="utf-8"
-    )

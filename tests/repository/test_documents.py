@@ -20,6 +20,7 @@ import pytest
 from megatron_prefix.lab.cli.main import VERBS, make_parser
 from tests.harness.command_line import BUNDLED, forked
 from tests.harness.data import REPOSITORY
+from tests.repository.generated import PART
 
 PACKAGE = REPOSITORY / "megatron_prefix"
 FOLDERS = "megatron_prefix|tests|benchmarks|launch|examples|docs|schedules"
@@ -180,7 +181,58 @@ def missing_program(line: str) -> str | None:
     return None if (REPOSITORY / name).exists() or folder.is_dir() else f"{line}: no {name}"
 
 
+# Lengths ------------------------------------------------------------------------------------------
+
+MOST_WORDS, MOST_OF_A_PARAGRAPH = 1500, 90
+LONGER = {
+    "changelog.md",
+    "megatron_bridge.md",
+    "roll.md",
+    "verl.md",
+    "operations.md",
+    "peers.md",
+    "results.md",
+    "sparse-attention.md",
+}
+"""Pages that grow with releases or measurements, or that make room for others."""
+PAGES = [
+    path
+    for path in DOCUMENTS
+    if path.is_relative_to(REPOSITORY / "docs") and path.name not in LONGER
+]
+
+
+def written_by_hand(text: str) -> str:
+    """A page without its code blocks, comments and generated parts."""
+    text = re.sub(r"^```.*?^```$", "", PART.sub("", text), flags=re.M | re.S)
+    return re.sub(r"<!--.*?-->", "", text, flags=re.S)
+
+
+def paragraphs(text: str) -> list[str]:
+    """Paragraphs, items of lists and rows of tables."""
+    blocks = re.split(r"\n\s*\n|\n(?=\s*(?:[-*] |\d+\. |\|))", written_by_hand(text))
+    return [" ".join(block.split()) for block in blocks if block.strip()]
+
+
+def num_words(text: str) -> int:
+    """Words, without the bars of tables and signs that stand alone."""
+    return sum(re.search(r"\w", word) is not None for word in text.split())
+
+
 # Tests --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PAGES, ids=relative)
+def test_pages_and_paragraphs_are_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert num_words(written_by_hand(text)) <= MOST_WORDS
+    assert [one for one in paragraphs(text) if num_words(one) > MOST_OF_A_PARAGRAPH] == []
+
+
+def test_lengths_are_counted() -> None:
+    text = "# Title\nOne two.\n\n- three\n- four | -\n\n| a | b |\n|---|---|\n```\nsix seven\n```\n"
+    assert num_words(written_by_hand(text)) == 7
+    assert paragraphs(text)[1:4] == ["- three", "- four | -", "| a | b |"]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=relative)

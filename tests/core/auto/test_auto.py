@@ -212,12 +212,6 @@ def test_every_field_that_a_step_has_is_a_setting() -> None:
     )  # fmt: skip
 
 
-def test_the_documents_table_has_every_setting() -> None:
-    text = (REPOSITORY / "docs" / "operations.md").read_text(encoding="utf-8")
-    for name, field in FIELDS.items():
-        assert f"| `{variable(name)}` | `{flag(name)}` | `{field.name}` |" in text
-
-
 def test_without_settings_the_mode_is_auto() -> None:
     assert read_config({}) == PrefixConfig(mode="auto")
     assert read_config({"MEGATRON_PREFIX_MODE": "", "PATH": "x"}) == PrefixConfig(mode="auto")
