@@ -223,7 +223,7 @@ def test_what_comes_in_one_proportion_is_the_positions() -> None:
     assert numbers.wave == pytest.approx(100, rel=0.01)
 
 
-def test_padding_of_waves_does_not_make_their_bytes_those_of_spans() -> None:
+def test_padding_of_waves_is_not_counted_as_bytes_of_spans() -> None:
     """Of equal rollouts in waves: bytes follow spans exactly, and positions but for padding."""
     rows = [(0.0, 512.0 * num + 14, 512.0 * num, float(num)) for num in (7, 7, 7, 1)]
     numbers = StageCount.of_rows(rows, [1e6 * 512 * row[3] for row in rows]).numbers()
