@@ -21,8 +21,8 @@ from typing import Any
 import ray
 import torch
 
+from benchmarks.trainers import on_ray
 from megatron_prefix.lab.runtime.groups import RENDEZVOUS
-from tests.core.trainers import on_ray
 from tests.core.trainers.worker import layout_of
 
 HOOK = "tests.core.trainers.ray_steps.on_cpu"

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.trainers import run_sources
 from megatron_prefix.features.watch.around import WATCHED
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.refusals.table import OTHER_ROUTER, TWO_CALLS
-from tests.core.trainers import run_sources, stand_ins
+from tests.core.trainers import stand_ins
 from tests.core.trainers.both import Step, copies, flat, furthest, gradients, saved, sizes
 from tests.harness import ranks  # applies the CPU platform
 

@@ -2,7 +2,7 @@
 
     RAY_TESTS=1 python -m pytest tests/core/trainers/test_ray.py
 
-A whole program with Ray takes minutes: tests/core/trainers/verl_run.py and slime_run.py.
+A whole program with Ray takes minutes: benchmarks/trainers/verl_run.py and slime_run.py.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.trainers.verl_run import write_plugin
 from tests.core.trainers.both import Step
 from tests.core.trainers.registry import installed
 from tests.core.trainers.test_verl import ON, ROOT
-from tests.core.trainers.verl_run import write_plugin
 
 LAYOUTS = ("pp2-value-plugin",)
 

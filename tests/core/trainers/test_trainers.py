@@ -10,6 +10,7 @@ import types
 import pytest
 from megatron.core.pipeline_parallel import schedules
 
+from benchmarks.trainers import on_ray, run_sources, slime_run, verl_run, which_runs
 from megatron_prefix import auto, trainers
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
@@ -18,7 +19,6 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.trainers import TRAINERS, Trainer, table
 from megatron_prefix.trainers.trainer import version_of
 from megatron_prefix.tree.cp_layout import Slices
-from tests.core.trainers import on_ray, run_sources, slime_run, verl_run, which_runs
 from tests.harness.data import REPOSITORY
 
 PAGES = REPOSITORY / "docs" / "trainers"

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.trainers.verl_run import write_plugin
 from megatron_prefix.features.watch.around import WATCHED
 from tests.core.trainers.both import Step
 from tests.core.trainers.registry import installed
-from tests.core.trainers.verl_run import write_plugin
 from tests.harness.rows import rows, through
 
 ROOT = Path(__file__).parents[3]

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
+from benchmarks.trainers import vision_models, vision_sources
 from megatron_prefix.lab.runtime import Layout
 from tests.core.alignment.test_vision import PADDED, ROWS, SINGLE, Case, compare
-from tests.core.trainers import vision_models, vision_sources
 from tests.harness.cases import check_cases
 from tests.harness.vision import Kept
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from tests.core.trainers.vision_sources import named, tower_config, typed
+from benchmarks.trainers.vision_sources import named, tower_config, typed
 
 
 def qwen2(name: str, config: Any, spec: Any, **options: Any) -> Any:

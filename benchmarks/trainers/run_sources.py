@@ -1,6 +1,6 @@
 """Trainers' own forward steps under both schedules, from sources that are there already.
 
-    python -m tests.core.trainers.run_sources [--verify] FOLDER [TRAINER[:WORD]...]
+    python -m benchmarks.trainers.run_sources [--verify] FOLDER [TRAINER[:WORD]...]
 
 FOLDER holds one folder a trainer: Megatron-LM, slime, miles, RLinf, AReaL, ROLL, RL (NeMo-RL),
 ms-swift, SkyRL, Megatron-Bridge, of which NeMo-RL takes the head of its value model, and verl (an
@@ -48,7 +48,7 @@ class Trainer(NamedTuple):
     """Where a trainer's code is and what of it runs.
 
     Attributes:
-        module: of tests/trainers.
+        module: of this folder, or of tests/core/trainers.
         folders: in the folder of sources; the first one is the trainer's own.
         layouts: see worker.py.
         core: the folder with its Megatron-Core, if it is not this environment's.
@@ -164,6 +164,12 @@ def commit_of(folder: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "?"
 
 
+def module_of(trainer: Trainer) -> str:
+    """Steps that tests run, too, stand with the tests; others beside this file."""
+    here = Path(__file__).with_name(f"{trainer.module}.py").exists()
+    return f"{'benchmarks' if here else 'tests.core'}.trainers.{trainer.module}"
+
+
 def run(trainer: Trainer, sources: Path, layout: str) -> str:
     """What the table says of one layout: figures, or why there are none."""
     folders = os.pathsep.join(str(sources / name) for name in trainer.folders)
@@ -171,14 +177,7 @@ def run(trainer: Trainer, sources: Path, layout: str) -> str:
     if trainer.core:
         given = [str(sources / trainer.core), environ.get("PYTHONPATH", "")]
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, given))
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        f"tests.core.trainers.{trainer.module}",
-        folders,
-    ]
+    command = [sys.executable, "-W", "ignore", "-m", module_of(trainer), folders]
     try:
         done = subprocess.run(
             [*command, layout], capture_output=True, text=True, timeout=TIME_LIMIT_S, env=environ

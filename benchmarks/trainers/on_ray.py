@@ -73,7 +73,7 @@ def launched(command: Sequence[str], folders: Sequence[Path], environ: Mapping[s
     Raises:
         SystemExit: it fails, or takes too long; with the end of what it printed.
     """
-    path = os.pathsep.join(map(str, [Path(__file__).parents[3], *folders]))
+    path = os.pathsep.join(map(str, [Path(__file__).parents[2], *folders]))
     found = subprocess.run(
         [sys.executable, "-W", "ignore", *command], timeout=TIME_LIMIT_S, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environ},

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from tests.core.trainers.vision_sources import function, named, tower_config, typed
+from benchmarks.trainers.vision_sources import function, named, tower_config, typed
 
 
 def _attending(spec: Any, attention: str) -> Any:

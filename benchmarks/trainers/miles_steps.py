@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.trainers import slime_steps
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.optimizer import build_optimizer
-from tests.core.trainers import slime_steps, worker
+from tests.core.trainers import worker
 from tests.core.trainers.both import Both, Step, config_of
 from tests.core.trainers.megatron_lm_steps import run_on_cpu
 

@@ -1,6 +1,6 @@
 """verl's main_ppo with Ray on the CPU, from its launch command to its last step.
 
-    python -m tests.core.trainers.verl_run [FORM...] [MODE...]
+    python -m benchmarks.trainers.verl_run [FORM...] [MODE...]
 
 Runs it with the variables and overrides below in mode "off", and in mode "auto" or those that are
 given; prints what it says of two steps: two updates of two prompts with four rollouts each, on two
@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 
-from tests.core.trainers import on_ray, recorded
-from tests.core.trainers.on_ray import StandIn
+from benchmarks.trainers import on_ray, recorded
+from benchmarks.trainers.on_ray import StandIn
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 UNUSED = (
     "fastapi", "opentelemetry", "prometheus_client", "pylatexenc", "starlette", "uvicorn", "wandb",
 )  # fmt: skip
@@ -50,7 +50,7 @@ STAND_INS = (
 )  # fmt: skip
 """All of it; verl_on_cpu.py and verl_engine.py do it."""
 
-MODULES = "tests.core.trainers.verl_on_cpu,megatron_prefix.auto.whole_groups"
+MODULES = "benchmarks.trainers.verl_on_cpu,megatron_prefix.auto.whole_groups"
 OVERRIDES = f"""
     data.train_batch_size=4 data.max_prompt_length=512 data.max_response_length=256
     data.shuffle=False data.dataloader_num_workers=0

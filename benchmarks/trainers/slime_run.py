@@ -1,6 +1,6 @@
 """slime's train.py with Ray on the CPU, from its own option for recorded rollouts to its last step.
 
-    python -m tests.core.trainers.slime_run FOLDER [FORM...] [MODE...]
+    python -m benchmarks.trainers.slime_run FOLDER [FORM...] [MODE...]
 
 FOLDER holds `slime`, a checkout, and `Megatron-LM`, the commit that slime's docker/Dockerfile names
 with docker/patch/latest/megatron.patch. Runs it in mode "off", and in mode "auto" or those that are
@@ -8,7 +8,7 @@ given; prints what it says of each update: two of two groups each, on two worker
 `FORMS`, in the place of data parallelism. What stands in for a GPU is `STAND_INS`. What such a run
 does after that is
 
-    python -m tests.core.trainers.slime_run FOLDER/slime/train.py OPTIONS
+    python -m benchmarks.trainers.slime_run FOLDER/slime/train.py OPTIONS
 
 with slime's own options.
 """
@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 
-from tests.core.trainers import on_ray, recorded, stand_ins
-from tests.core.trainers.on_ray import StandIn
+from benchmarks.trainers import on_ray, recorded
+from benchmarks.trainers.on_ray import StandIn
+from tests.core.trainers import stand_ins
 
-HOOK = "tests.core.trainers.slime_run.on_cpu"
+HOOK = "benchmarks.trainers.slime_run.on_cpu"
 UNUSED = ("sglang", "sglang_router", "torch_memory_saver", "wandb", "pylatexenc", "aiohttp")
 STAND_INS = (
     StandIn("SGLang's engines", "`--load-debug-rollout-data`, slime's own option: rollouts of the"
@@ -175,7 +176,7 @@ def main() -> int:
             "--hf-checkpoint", model, "--load", model, "--ref-load", model,
             "--load-debug-rollout-data", rollouts, "--custom-config-path", more,
         ]  # fmt: skip
-        script = ["-m", "tests.core.trainers.slime_run", given / "slime" / "train.py"]
+        script = ["-m", "benchmarks.trainers.slime_run", given / "slime" / "train.py"]
         options = [one for text in (OPTIONS, *map(FORMS.get, forms)) for one in str(text).split()]
         command = [*map(str, script), *options, *map(str, places)]
         for mode in ("off", *modes):

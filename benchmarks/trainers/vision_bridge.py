@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tests.core.trainers.vision_sources import (
+from benchmarks.trainers.vision_sources import (
     KIMI,
     SOURCES,
     load,

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.trainers.verl_run import UNUSED
 from megatron_prefix.auto.after_import import AfterImport
 from megatron_prefix.lab.platforms import cpu
 from tests.core.trainers import stand_ins
-from tests.core.trainers.verl_run import UNUSED
 
 
 def _torch() -> None:
@@ -80,7 +80,7 @@ def _recorded(replica: Any) -> None:
     """Makes the engine known where verl looks engines up."""
     from verl.workers.rollout import base
 
-    engine = "tests.core.trainers.verl_engine"
+    engine = "benchmarks.trainers.verl_engine"
     base._ROLLOUT_REGISTRY["recorded", "async"] = f"{engine}.Adapter"
     load = functools.partial(_loaded, engine)
     replica.RolloutReplicaRegistry.register("recorded", load)

@@ -2,7 +2,7 @@
 
 Layouts and forms are those of run_sources.py, and those that fall back; families of models are
 those that test_own_delta.py and test_vision_models.py build from trainers' sources; options that
-are refused are of the trainers' own files. `python -m tests.core.trainers.which_runs` writes it.
+are refused are of the trainers' own files. `python -m benchmarks.trainers.which_runs` writes it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
+from benchmarks.trainers import run_sources, vision_models
 from megatron_prefix import trainers
 from megatron_prefix.trainers.trainer import Trainer
-from tests.core.trainers import run_sources, test_own_delta, vision_models
+from tests.core.trainers import test_own_delta
 from tests.harness.data import REPOSITORY
 
 OPERATIONS = REPOSITORY / "docs" / "operations.md"
-BEGIN = "<!-- trainers: python -m tests.core.trainers.which_runs -->\n"
+BEGIN = "<!-- trainers: python -m benchmarks.trainers.which_runs -->\n"
 END = "<!-- end of trainers -->\n"
 WORDS = {
     "fused": "its fused head", "padded": "padded rows", "unpacked": "padded rows",

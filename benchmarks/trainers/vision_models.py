@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from tests.core.trainers import vision_bridge, vision_mbridge, vision_roll
+from benchmarks.trainers import vision_bridge, vision_mbridge, vision_roll
 from tests.harness import hybrid
 
 
