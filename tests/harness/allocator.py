@@ -1,14 +1,8 @@
 """A counter of bytes on the CPU, in the place of a GPU's allocator: what autograd has saved, what
 sidecars hold, and what a test adds."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Iterator
-from typing import Any
 from unittest import mock
-
-import torch
 
 from megatron_prefix.device import memory
 from megatron_prefix.features.host.segment import addresses
@@ -32,29 +26,29 @@ class Allocator:
         highest: the most bytes at once, so far.
     """
 
-    def __init__(self, *models: Any) -> None:
+    def __init__(self, *models):
         every = [t for m in map(unwrap, models) for t in (*m.parameters(), *m.buffers())]
         self._saved = SavedBytes(addresses(*every), self.note)
         self.other, self.arenas, self.highest, self.hot = 0.0, 0.0, 0.0, 1.0
 
     @property
-    def used(self) -> float:
+    def used(self):
         return self.other + self.arenas + self.hot * self._saved.now
 
-    def note(self) -> None:
+    def note(self):
         self.highest = max(self.highest, self.used)
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[Allocator]:
+    def running(self):
         """The core takes what is counted here for what a GPU's allocator says."""
         add = DeviceBytes.add
 
-        def added(device_bytes: DeviceBytes, num_bytes: int) -> None:
+        def added(device_bytes, num_bytes):
             add(device_bytes, num_bytes)
             self.arenas += num_bytes
             self.note()
 
-        def peaks(device: torch.device) -> Peaks:
+        def peaks(device):
             self._saved.look()
             self.note()
             return Peaks(self.used, self.highest, self.highest)

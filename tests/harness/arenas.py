@@ -1,11 +1,8 @@
 """Watches what a step keeps outside of autograd: its arenas, and what takes tensors to the host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -18,24 +15,24 @@ Seen = Callable[[Tensor], Any]
 class Storages:
     """Memory on the device that must not outlive a step."""
 
-    def __init__(self) -> None:
-        self.seen: set[StorageWeakRef] = set()
+    def __init__(self):
+        self.seen = set()
 
-    def add(self, tensor: Tensor) -> None:
+    def add(self, tensor):
         """Remembers the memory of a tensor, without holding it."""
         self.seen.add(StorageWeakRef(tensor.untyped_storage()))
 
     @property
-    def num_alive(self) -> int:
+    def num_alive(self):
         """How many of them something still refers to."""
         return sum(not storage.expired() for storage in self.seen)
 
 
-def watch_arenas(patch: pytest.MonkeyPatch, payload: Seen, gradient: Seen | None = None) -> None:
+def watch_arenas(patch, payload, gradient=None):
     """Calls `payload` and `gradient` with what an arena takes on the device."""
     allocate = Arena.allocate
 
-    def allocated(self: Arena, likes: Any, *, sums: bool = False) -> None:
+    def allocated(self, likes, *, sums=False):
         allocate(self, likes, sums=sums)
         for tensor in self.sums if sums else self.values:
             (gradient or id if sums else payload)(tensor)
@@ -43,12 +40,12 @@ def watch_arenas(patch: pytest.MonkeyPatch, payload: Seen, gradient: Seen | None
     patch.setattr(Arena, "allocate", allocated)
 
 
-def offloaders(patch: pytest.MonkeyPatch) -> list[Offloader]:
+def offloaders(patch):
     """All that take tensors to the host from now on, each once."""
-    found: list[Offloader] = []
+    found = []
     begin = Offloader.begin_step
 
-    def watched(self: Offloader, *given: float) -> None:
+    def watched(self, *given):
         if self not in found:
             found.append(self)
         begin(self, *given)

@@ -1,16 +1,14 @@
 """A wave below its ancestors: random tensors, attention with a mask, and the same by blocks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_prefix.lab.numerics import accumulator_dtype, assert_close
-from megatron_prefix.layers.blocks.interface import Kernel, Runs
+from megatron_prefix.layers.blocks.interface import Runs
 from megatron_prefix.layers.blocks.merge import merge
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -29,11 +27,11 @@ class Case:
     dim_v: int = 16
 
     @property
-    def scale(self) -> float:
+    def scale(self):
         return self.dim**-0.5
 
     @property
-    def reduction_length(self) -> int:
+    def reduction_length(self):
         """Terms of the longest sum: keys of a query, queries of a key, or the width of a head."""
         queries = sum(self.lengths)
         group = self.heads // self.kv_heads
@@ -50,22 +48,20 @@ class Tensors(NamedTuple):
 
 
 CASES = {
-    "one span, no ancestor": Case((), (37,)),
-    "one token": Case((), (1,)),
+    "one span, no ancestor": Case((), (37,)), "one token": Case((), (1,)),
     "one token below one token": Case((1,), (1,)),
     "single tokens below a prefix": Case((23,), (1, 1, 1)),
-    "equal rollouts": Case((19,), (12, 12, 12)),
-    "uneven rollouts": Case((40,), (7, 1, 13, 13, 2)),
+    "equal rollouts": Case((19,), (12, 12, 12)), "uneven rollouts": Case((40,), (7, 1, 13, 13, 2)),
     "three ancestors": Case((11, 1, 30), (6, 9)),
     "no sharing of heads": Case((15,), (8, 8, 3), heads=3, kv_heads=3),
     "one K/V head": Case((15,), (8, 3, 3), heads=6, kv_heads=1),
     "long enough for several tiles": Case((700,), (230, 70), heads=2, kv_heads=1),
-}
+}  # fmt: skip
 NARROW = Case((21, 5), (9, 9, 4), dim=24, dim_v=16)
 WIDE = Case((21,), (7, 7), dim=8, dim_v=32)
 
 
-def on_cuda(x: Tensor) -> Any:
+def on_cuda(x):
     """What kernels ask of a tensor before they take it, as if it were on CUDA."""
     return SimpleNamespace(
         device=torch.device("cuda"), dtype=x.dtype, shape=x.shape,
@@ -73,14 +69,12 @@ def on_cuda(x: Tensor) -> Any:
     )  # fmt: skip
 
 
-def make(
-    case: Case, dtype: torch.dtype, layout: str = "contiguous", device: str = "cpu", seed: int = 0
-) -> Tensors:
+def make(case, dtype, layout="contiguous", device="cpu", seed=0):
     """Random tensors in the memory layouts in which Megatron and the cache hold them."""
     generator = torch.Generator().manual_seed(seed)
     length, widths = sum(case.lengths), (case.dim, case.dim_v)
 
-    def rand(num: int, heads: int, width: int) -> Tensor:
+    def rand(num, heads, width):
         x = torch.randn(num, heads, width, generator=generator, dtype=torch.float64)
         x = x.to(device, dtype)
         if layout == "heads_first":
@@ -102,7 +96,7 @@ def make(
     return Tensors(q, keys, values, rand(length, case.heads, case.dim_v))
 
 
-def wave_mask(case: Case) -> Tensor:
+def wave_mask(case):
     """[queries, keys], True where a query sees a key: ancestors, earlier ones of its span."""
     num = sum(case.lengths)
     own = torch.zeros(num, num, dtype=torch.bool)
@@ -113,7 +107,7 @@ def wave_mask(case: Case) -> Tensor:
     return torch.cat([torch.ones(num, sum(case.ancestors), dtype=torch.bool), own], 1)
 
 
-def expected(case: Case, tensors: Tensors) -> dict[str, Tensor]:
+def expected(case, tensors):
     """Full attention with a mask, by autograd in fp64."""
     q, *rest = (
         x.double().detach().requires_grad_() for x in (tensors.q, *tensors.keys, *tensors.values)
@@ -131,7 +125,7 @@ def expected(case: Case, tensors: Tensors) -> dict[str, Tensor]:
     return result
 
 
-def by_blocks(kernel: Kernel, case: Case, tensors: Tensors) -> dict[str, Tensor]:
+def by_blocks(kernel, case, tensors):
     """A dense block for each ancestor and one causal block, merged, and their backwards."""
     q, keys, values, dout = tensors
     pairs = list(zip(keys, values, strict=True))
@@ -152,13 +146,7 @@ def by_blocks(kernel: Kernel, case: Case, tensors: Tensors) -> dict[str, Tensor]
     return result
 
 
-def check(
-    kernel: Kernel,
-    case: Case,
-    dtype: torch.dtype,
-    layout: str = "contiguous",
-    device: str = "cpu",
-) -> None:
+def check(kernel, case, dtype, layout="contiguous", device="cpu"):
     """Blocks and merge of ``kernel`` against `expected`, every result under the policy."""
     tensors = make(case, dtype, layout, device)
     got, wanted = by_blocks(kernel, case, tensors), expected(case, tensors)

@@ -1,9 +1,7 @@
 """Cases that the ranks of one job run, one after the other."""
 
-from __future__ import annotations
-
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from megatron_prefix.lab import runtime
@@ -15,7 +13,7 @@ Compare = Callable[[Any, Layout], str | None]
 """Raises for a case what is wrong with it, or returns it; nothing or "": it is right."""
 
 
-def run_cases(layout: Layout, cases: Mapping[str, Any], compare: Compare) -> dict[str, str]:
+def run_cases(layout, cases, compare):
     """A rank's part of a job: what went wrong in each case, "" for nothing."""
     runtime.initialize(layout)
     found = {}
@@ -28,7 +26,7 @@ def run_cases(layout: Layout, cases: Mapping[str, Any], compare: Compare) -> dic
     return found
 
 
-def check_cases(layout: Layout, cases: Mapping[str, Any], compare: Compare) -> None:
+def check_cases(layout, cases, compare):
     """Runs a job, and fails with all that went wrong in any case on any rank; cases take turns."""
     cases = dict(taking_turns(cases.items()))
     failures = [

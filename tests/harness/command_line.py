@@ -1,12 +1,8 @@
 """Calls the command line, in this process or in a new one, and makes rows of rollout files."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-
-import pytest
 
 from megatron_prefix.lab.cli.main import main
 from tests.harness import data
@@ -15,7 +11,7 @@ from tests.harness.fork_server import forked_module
 BUNDLED = str(data.BUNDLED)
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def run(capsys, *arguments):
     """Exit code, stdout and stderr of a command line."""
     try:
         code = main(list(arguments))
@@ -25,14 +21,14 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, captured.out, captured.err
 
 
-def result(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+def result(capsys, *arguments):
     """The JSON that a verb prints with --json; nothing else may be printed."""
     code, out, err = run(capsys, *arguments, "--json")
     assert (code, err) == (0, "")
     return json.loads(out)
 
 
-def failure(capsys: pytest.CaptureFixture[str], *arguments: str, out: str = "") -> str:
+def failure(capsys, *arguments, out=""):
     """The one line on stderr with which a command line fails."""
     code, printed, err = run(capsys, *arguments)
     assert (code, printed) == (2, out)
@@ -41,31 +37,22 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str, out: str = "") 
     return err[:-1]
 
 
-def forked(*arguments: str) -> subprocess.CompletedProcess[str]:
+def forked(*arguments):
     """A command in a process of its own, which has imported all it needs; see fork_server.py."""
     return forked_module("megatron_prefix", *arguments, cwd=data.REPOSITORY)
 
 
-def command(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
+def command(*arguments, **options):
     """A command as a user starts it."""
     return subprocess.run(
-        [sys.executable, "-m", "megatron_prefix", *arguments],
-        cwd=data.REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        **options,
-    )
+        [sys.executable, "-m", "megatron_prefix", *arguments], cwd=data.REPOSITORY,
+        capture_output=True, text=True, timeout=120, check=False, **options,
+    )  # fmt: skip
 
 
-def row(**changes) -> str:
+def row(**changes):
     fields = {
-        "group": "g",
-        "uid": "0",
-        "tokens": [1, 2, 3],
-        "prompt_len": 1,
-        "loss": [[1, 3]],
+        "group": "g", "uid": "0", "tokens": [1, 2, 3], "prompt_len": 1, "loss": [[1, 3]],
         "reward": 1.0,
-    }
+    }  # fmt: skip
     return json.dumps({key: v for key, v in {**fields, **changes}.items() if v is not None}) + "\n"

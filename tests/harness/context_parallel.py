@@ -1,17 +1,12 @@
 """Rollouts and a model for context parallelism on real ranks."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from megatron_prefix.lab.data.generate import generate
-from megatron_prefix.lab.data.rollouts import Group
-from megatron_prefix.lab.models.presets import ModelSpec, resolve
+from megatron_prefix.lab.models.presets import resolve
 
 VOCAB = 64
 
 
-def groups(*shape: int, **options: Any) -> list[Group]:
+def groups(*shape, **options):
     return list(generate(2, *shape, vocab_size=VOCAB, uneven=True, **options))
 
 
@@ -24,5 +19,5 @@ DATA = {
 }
 
 
-def spec(model: str = "tiny-llama") -> ModelSpec:
+def spec(model="tiny-llama"):
     return resolve(model, num_layers=2).with_vocab(VOCAB)

@@ -4,11 +4,6 @@ A pack is cut as a whole, as slime and miles do with `--allgather-cp`, and verl 
 it so: a part begins and ends inside a sample.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 from megatron.core import parallel_state
 
@@ -18,7 +13,7 @@ from tests.harness.calls import Trainer
 class ContiguousTrainer(Trainer):
     """Packs of samples of any length, padded by a sample at the end, as slime has them."""
 
-    def batch_of(self, members: Sequence[Any], number: int, multiple: int) -> dict[str, Any]:
+    def batch_of(self, members, number, multiple):
         """See `Trainer.batch_of`."""
         batch = super().batch_of(members, number, 1 if self.form.packed else multiple)
         more = -sum(batch["lengths"]) % self._multiple
@@ -26,7 +21,7 @@ class ContiguousTrainer(Trainer):
             batch[name].append(more)
         return batch
 
-    def cut(self, rows: list[np.ndarray]) -> list[np.ndarray]:
+    def cut(self, rows):
         """See `Trainer.cut`."""
         if self.form.packed:
             whole = np.concatenate(rows)
@@ -35,5 +30,5 @@ class ContiguousTrainer(Trainer):
         return [np.split(row, self.layout.cp)[rank] for row in rows]
 
     @property
-    def _multiple(self) -> int:
+    def _multiple(self):
         return 4 * self.layout.cp * self.layout.tp

@@ -1,12 +1,10 @@
 """Which cores of the processor a worker of the suite runs on."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 
 
-def keep_to_one_core() -> None:
+def keep_to_one_core():
     """With two workers a core or more, each of them and all that it starts stays on one core.
 
     Ranks wake one another thousands of times in a test.  From one core to another that takes twice

@@ -4,31 +4,29 @@ The folder is that of the environment variable MEGATRON_PREFIX_DATA, else `share
 repository. A test that needs a set and does not find it is skipped with that reason.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from megatron_prefix.lab.data.rollouts import Group, read_groups
+from megatron_prefix.lab.data.rollouts import read_groups
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BUNDLED = REPOSITORY / "megatron_prefix" / "lab" / "data" / "bundled" / "agents.jsonl.gz"
 
 
-def folder() -> Path:
+def folder():
     """The folder of the sets; it may be missing."""
     return Path(os.environ.get("MEGATRON_PREFIX_DATA", REPOSITORY.parent / "shared" / "data"))
 
 
-def files() -> list[Path]:
+def files():
     """Every set in the folder, by name."""
     return sorted(folder().glob("*.jsonl.gz"))
 
 
-def path(name: str) -> Path:
+def path(name):
     """The file of a set such as "gsm8k"; skips the test where it is missing."""
     found = folder() / f"{name}.jsonl.gz"
     if not found.is_file():
@@ -38,13 +36,13 @@ def path(name: str) -> Path:
     return found
 
 
-def groups(name: str, num_groups: int) -> list[Group]:
+def groups(name, num_groups):
     """The first groups of a set; skips the test where the set is missing."""
     stream = read_groups(path(name))
     return [group for group, _ in zip(stream, range(num_groups), strict=False)]
 
 
-def tracked() -> list[Path]:
+def tracked():
     """Files that git knows, or would take in."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)

@@ -1,34 +1,30 @@
 """Steps that fail: the places where they can, and two trees on which they do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.layers.blocks.kernels import KERNELS
 from megatron_prefix.run import step_reader
-from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar import cache as cache_module
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
-from tests.harness.steps import Contract, Microbatch
+from tests.harness.steps import Contract
 
 
 class Fault(Exception):
     """Raised in the middle of a step."""
 
 
-def items() -> list[Microbatch]:
+def items():
     """Two trees with inner loss, of five inner segments (two chains) and three waves each."""
     draw = np.random.default_rng(3)
-    found: list[Microbatch] = []
+    found = []
     for group in range(2):
         prompt, turn = draw.integers(0, 60, 20), draw.integers(0, 60, 12)
         for start in (np.r_[prompt, turn], np.r_[prompt, turn], prompt):
@@ -45,16 +41,16 @@ CONFIG = PrefixConfig(min_gain=0, chunk_tokens=8, segment_tokens=8, kernel="math
 class Countdown:
     """Raises when it has been called `after` times."""
 
-    def __init__(self, error: type[BaseException], after: int) -> None:
+    def __init__(self, error, after):
         self.error, self.left = error, after
 
-    def __call__(self) -> None:
+    def __call__(self):
         self.left -= 1
         if self.left == 0:
             raise self.error("injected")
 
 
-def run(schedule: PrefixSchedule, model: Any, contract: Contract | None = None) -> Any:
+def run(schedule, model, contract=None):
     """A step; its logs and gradients."""
     contract = contract or Contract()
     steps.zero_gradients(model)
@@ -62,7 +58,7 @@ def run(schedule: PrefixSchedule, model: Any, contract: Contract | None = None) 
     return logs, steps.gradients(model)
 
 
-def raised(error: type[BaseException], function: Callable[..., Any], *args: Any) -> str:
+def raised(error, function, *args):
     """The message with which `function` fails; its traceback, which holds every local, is gone."""
     try:
         function(*args)
@@ -74,14 +70,14 @@ def raised(error: type[BaseException], function: Callable[..., Any], *args: Any)
 Inject = Callable[[pytest.MonkeyPatch, Any, Callable[[], None]], None]
 
 
-def before_call(owner: Any, name: str) -> Inject:
+def before_call(owner, name):
     """Fails when `owner.name` is called; `owner` may be a function of the model."""
 
-    def inject(monkeypatch: pytest.MonkeyPatch, model: Any, tick: Callable[[], None]) -> None:
+    def inject(monkeypatch, model, tick):
         target = owner(model) if callable(owner) and not isinstance(owner, type) else owner
         stock = getattr(target, name)
 
-        def failing(*args: Any, **kwargs: Any) -> Any:
+        def failing(*args, **kwargs):
             tick()
             return stock(*args, **kwargs)
 
@@ -90,13 +86,13 @@ def before_call(owner: Any, name: str) -> Inject:
     return inject
 
 
-def before_kernel(name: str, *, causal: bool) -> Inject:
+def before_kernel(name, *, causal):
     """Fails in a call of the kernel on runs with a mask, or without one."""
 
-    def inject(monkeypatch: pytest.MonkeyPatch, model: Any, tick: Callable[[], None]) -> None:
+    def inject(monkeypatch, model, tick):
         stock = getattr(KERNELS["math"], name)
 
-        def failing(*args: Any) -> Any:
+        def failing(*args):
             if args[-2].causal == causal:
                 tick()
             return stock(*args)
@@ -106,14 +102,14 @@ def before_kernel(name: str, *, causal: bool) -> Inject:
     return inject
 
 
-def in_backward_of(name: str) -> Inject:
+def in_backward_of(name):
     """Fails in a hook on the gradient of a module's output, in the middle of a backward."""
 
-    def inject(monkeypatch: pytest.MonkeyPatch, model: Any, tick: Callable[[], None]) -> None:
+    def inject(monkeypatch, model, tick):
         module = unwrap(model).get_submodule(name)
         stock = module.forward
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args, **kwargs):
             result = stock(*args, **kwargs)
             output = result[0] if isinstance(result, tuple) else result
             if output.requires_grad:
@@ -125,16 +121,16 @@ def in_backward_of(name: str) -> Inject:
     return inject
 
 
-def in_loss(*, backward: bool) -> Inject:
+def in_loss(*, backward):
     """Fails in the trainer's loss function, or in the loss's backward."""
 
-    def inject(monkeypatch: pytest.MonkeyPatch, model: Any, tick: Callable[[], None]) -> None:
+    def inject(monkeypatch, model, tick):
         stock = Contract.loss_func
 
-        def loss_func(contract: Contract, batch: Microbatch) -> Callable[..., Any]:
+        def loss_func(contract, batch):
             function = stock(contract, batch)
 
-            def failing(output: Tensor) -> Any:
+            def failing(output):
                 if backward:
                     output = output * 1.0
                     output.register_hook(lambda gradient: tick())
@@ -149,16 +145,16 @@ def in_loss(*, backward: bool) -> Inject:
     return inject
 
 
-def mlp(model: Any) -> Any:
+def mlp(model):
     return unwrap(model).decoder.layers[1].mlp
 
 
-def config_of(model: Any) -> Any:
+def config_of(model):
     return unwrap(model).config
 
 
 # name: (where, at which call)
-PLACES: dict[str, tuple[Inject, int]] = {
+PLACES = {
     "the first forward of a layer": (before_call(mlp, "forward"), 1),
     "a later forward of a layer": (before_call(mlp, "forward"), 9),
     "the decoder's forward": (before_call(lambda m: unwrap(m).decoder, "forward"), 4),
@@ -182,7 +178,7 @@ PLACES: dict[str, tuple[Inject, int]] = {
 }
 
 
-def assert_same(found: Any, expected: Any) -> None:
+def assert_same(found, expected):
     """Logs and gradients bit for bit."""
     for log, wanted in zip(found[0], expected[0], strict=True):
         assert log["uid"] == wanted["uid"]

@@ -5,8 +5,6 @@ take for their work. The standard library's fork server imports them once, in a 
 threads, no process groups and nothing of the tests, and forks the commands.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
@@ -16,37 +14,22 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver, util
-from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, BinaryIO
 from unittest import mock
 
 from tests.harness.cores import keep_to_one_core
 from tests.harness.frames import with_room
 
 IMPORTED = [
-    "tests.harness.ranks",
-    "megatron_prefix.lab.models.build",
-    "megatron_prefix.lab.cli.main",
-    "megatron_prefix.lab.rl.checkpoint",
-    "megatron_prefix.lab.rl.job",
-    "megatron_prefix.lab.verify.align",
-    "rich.markup",
-    "rich.table",
-]
+    "tests.harness.ranks", "megatron_prefix.lab.models.build", "megatron_prefix.lab.cli.main",
+    "megatron_prefix.lab.rl.checkpoint", "megatron_prefix.lab.rl.job",
+    "megatron_prefix.lab.verify.align", "rich.markup", "rich.table",
+]  # fmt: skip
 """What commands begin with, and with it what ranks that they start would import each for itself."""
 
 
-def forked_module(
-    module: str | Path,
-    *arguments: str,
-    cwd: Path,
-    env: Mapping[str, str] | None = None,
-    timeout: float = 300.0,
-) -> subprocess.CompletedProcess[str]:
+def forked_module(module, *arguments, cwd, env=None, timeout=300.0):
     """`python -m MODULE ARGUMENTS` on the CPU, or `python SCRIPT ARGUMENTS`, and what it wrote.
 
     Args:
@@ -67,13 +50,7 @@ def forked_module(
         return subprocess.CompletedProcess([str(module), *arguments], process.exitcode, out, err)
 
 
-def started(
-    module: str | Path,
-    *arguments: str,
-    cwd: Path,
-    env: Mapping[str, str] | None = None,
-    files: Sequence[str | Path],
-) -> BaseProcess:
+def started(module, *arguments, cwd, env=None, files):
     """As `forked_module`, without waiting for its end; `files` get its stdout and its stderr."""
     context = _context()
     given = (module, arguments, str(cwd), dict(os.environ if env is None else env), files)
@@ -82,7 +59,7 @@ def started(
     return process
 
 
-def share_server() -> None:
+def share_server():
     """This process and those that it forks have one server, which is forked from it now."""
     for module in IMPORTED:
         importlib.import_module(module)
@@ -92,13 +69,13 @@ def share_server() -> None:
     forkserver._forkserver.ensure_running = lambda: None  # only its parent can ask whether it runs
 
 
-def _context() -> ForkServerContext:
+def _context():
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     return context
 
 
-def _fork(spawn: Any, path: str, arguments: Sequence[str], files: Sequence[int]) -> int:
+def _fork(spawn, path, arguments, files):
     """A fork that runs what is to be `python -c CODE` and inherits `files`, where `spawn` does."""
     pid = os.fork()
     if pid:
@@ -114,13 +91,7 @@ def _fork(spawn: Any, path: str, arguments: Sequence[str], files: Sequence[int])
         os._exit(1)
 
 
-def _run(
-    module: str | Path,
-    arguments: tuple[str, ...],
-    cwd: str,
-    env: dict[str, str],
-    files: Sequence[str | Path],
-) -> None:
+def _run(module, arguments, cwd, env, files):
     """The command's process."""
     for number, path in enumerate(files, 1):
         with open(path, "wb") as file:
@@ -138,7 +109,7 @@ def _run(
         with_room(runpy.run_module, module, run_name="__main__", alter_sys=True)
 
 
-def _stream(number: int, file: BinaryIO) -> None:
+def _stream(number, file):
     """Makes the file the process's stdout (1) or stderr (2), for Python and for what is in C."""
     name = ("stdout", "stderr")[number - 1]
     os.dup2(file.fileno(), number)

@@ -4,8 +4,6 @@ Each would take ten seconds of the processor to import torch, Megatron and all t
 six for its fork server (tests/harness/fork_server.py).
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc
@@ -14,8 +12,6 @@ import signal
 import sys
 import types
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +22,7 @@ from tests.harness.fork_server import share_server
 from tests.harness.rewritten import rewrite_beside
 
 
-def fork_workers(config: pytest.Config, count: int, files: list[Path]) -> None:
+def fork_workers(config, count, files):
     """Forks the next `count` workers that xdist starts here; they have imported these tests.
 
     One that it starts later, since another has ended in a test, is a new interpreter as ever.
@@ -35,12 +31,12 @@ def fork_workers(config: pytest.Config, count: int, files: list[Path]) -> None:
     with rewrite_beside(files, config):
         import_tests(files, config)
     gc.freeze()  # what is imported stays
-    forked: list[_Forked] = []
+    forked = []
     for _ in range(count):
         forked.append(_fork(forked))
     otherwise = gateway_io.create_io
 
-    def create_io(spec: Any, execmodel: Any) -> Any:
+    def create_io(spec, execmodel):
         if not forked:
             return otherwise(spec, execmodel)
         return forked.pop(0).connected(execmodel)
@@ -48,9 +44,9 @@ def fork_workers(config: pytest.Config, count: int, files: list[Path]) -> None:
     gateway_io.create_io = create_io
 
 
-def import_tests(files: list[Path], config: pytest.Config) -> None:
+def import_tests(files, config):
     """As collecting them does. What cannot be imported is left to the workers, which say so."""
-    options: dict[str, Any] = {
+    options = {
         "mode": config.getoption("importmode"),
         "root": config.rootpath,
         "consider_namespace_packages": config.getini("consider_namespace_packages"),
@@ -72,25 +68,25 @@ def import_tests(files: list[Path], config: pytest.Config) -> None:
 class _Forked(gateway_base.Popen2IO):
     """A worker and pipes to it and back, as execnet has them of an interpreter that it starts."""
 
-    def __init__(self, pid: int, to: int, back: int) -> None:
+    def __init__(self, pid, to, back):
         self.pid, self.ends = pid, (to, back)
 
-    def connected(self, execmodel: Any) -> _Forked:
+    def connected(self, execmodel):
         to, back = self.ends
         super().__init__(os.fdopen(to, "wb"), os.fdopen(back, "rb"), execmodel)
         return self
 
-    def wait(self) -> int | None:
+    def wait(self):
         with contextlib.suppress(ChildProcessError):
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return None
 
-    def kill(self) -> None:
+    def kill(self):
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
 
-def _fork(before: list[_Forked]) -> _Forked:
+def _fork(before):
     (there, to), (back, from_there) = os.pipe(), os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -111,7 +107,7 @@ def _fork(before: list[_Forked]) -> _Forked:
         os._exit(1)
 
 
-def _serve() -> None:
+def _serve():
     """What execnet lets a new interpreter do, and an interpreter at its end."""
     atexit._clear()  # that is for the process that it was forked from
     # After a fork torch makes its pool anew when asked: of two threads at once one finds none.

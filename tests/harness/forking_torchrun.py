@@ -5,18 +5,14 @@
 Where every rank is a Python of its own, a node takes three seconds of the processor for each.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 
 from tests.harness.data import REPOSITORY
 from tests.harness.fork_server import IMPORTED
 
 
-def made(folder: Path) -> Path:
+def made(folder):
     """An environment's folder with this as its torchrun, for scripts of launch/."""
     command = folder / "bin" / "torchrun"
     command.parent.mkdir(parents=True)
@@ -26,7 +22,7 @@ def made(folder: Path) -> Path:
     return folder
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments):
     for module in IMPORTED:
         importlib.import_module(module)
     from torch.distributed import run

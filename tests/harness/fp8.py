@@ -6,16 +6,12 @@ weights; scales are powers of two), and what its `MXFP8BlockScaling` rounds in i
 32 x 1, of weights, too. Products and sums are exact for fp64.
 """
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import torch
 from megatron.core.tensor_parallel import layers
-from torch import Tensor
 
 LARGEST = 448.0
 
@@ -37,7 +33,7 @@ class Recipe(NamedTuple):
 BLOCKWISE, MX = Recipe(128, square=True, least=16), Recipe(32, square=False, least=32)
 
 
-def rounded(x: Tensor, rows: int, columns: int) -> Tensor:
+def rounded(x, rows, columns):
     """A matrix as e4m3 with one scale for each block of so many rows and columns."""
     height, width = x.shape
     padded = torch.nn.functional.pad(x, (0, -width % columns, 0, -height % rows))
@@ -50,7 +46,7 @@ def rounded(x: Tensor, rows: int, columns: int) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, backward: bool, recipe: Recipe) -> Tensor:
+    def forward(ctx, x, weight, backward, recipe):
         ctx.save_for_backward(x, weight)
         ctx.backward, ctx.recipe = backward, recipe
         block, high = recipe.block, recipe.block if recipe.square else 1
@@ -58,7 +54,7 @@ class _Linear(torch.autograd.Function):
         return product.unflatten(0, x.shape[:-1])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx, *gradients):
         x, weight = ctx.saved_tensors
         gradient, block = gradients[0].flatten(0, -2), ctx.recipe.block
         weight = rounded(weight, block, block if ctx.recipe.square else 1)
@@ -70,9 +66,7 @@ class _Linear(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def emulated(
-    model: Any, recipe: Recipe = BLOCKWISE, *, backward: bool = True
-) -> Iterator[list[int]]:
+def emulated(model, recipe=BLOCKWISE, *, backward=True):
     """Linear layers of a language model's decoder are in FP8 meanwhile, in a world of one rank.
     Without `backward` gradients are not rounded: those of the forward that is there.
 
@@ -80,9 +74,9 @@ def emulated(
     """
     inside = {id(parameter) for parameter in model.decoder.parameters()}
     stock = layers.linear_with_grad_accumulation_and_async_allreduce
-    got: list[int] = []
+    got = []
 
-    def linear(input: Tensor, weight: Tensor, bias: Any, *rest: Any, **more: Any) -> Tensor:
+    def linear(input, weight, bias, *rest, **more):
         if id(weight) not in inside:
             return stock(input, weight, bias, *rest, **more)
         got.append(input.shape[:-1].numel())
@@ -90,7 +84,7 @@ def emulated(
             raise ValueError(f"{got[-1]} rows, bias {bias}")
         return _Linear.apply(input, weight, backward, recipe)
 
-    linear.warned = True  # type: ignore[attr-defined]
+    linear.warned = True
     name = "linear_with_grad_accumulation_and_async_allreduce"
     with mock.patch.object(layers, name, linear):
         yield got

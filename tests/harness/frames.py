@@ -5,11 +5,8 @@ of one asks the kernel for memory and gives it back with every call that crosses
 thousands of times in a step of ranks, a tenth of their time.
 """
 
-from __future__ import annotations
-
 import types
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -18,7 +15,7 @@ SLOTS = 40_000
 is called; memory that nobody writes is not there."""
 
 
-def _call(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+def _call(function, *args, **kwargs):
     return function(*args, **kwargs)
 
 

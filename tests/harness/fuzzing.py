@@ -3,23 +3,18 @@
 A seed names a case, so a case that fails can be run again by itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
 import json
 import logging
 import os
-import random
 import time
-from collections.abc import Iterator
-from typing import Any
 
 from megatron_prefix.lab.cli.main import main
 from tests.harness.rows import EVERYTHING
 
-ODD_VALUES: tuple[Any, ...] = (
+ODD_VALUES = (
     None, True, False, -1, -5, 0, 1, 0.5, 1e300, float("nan"), float("inf"), 10**9, 2**31, 2**63,
     10**300, "", "x", "\x00", "é" * 50, [], {}, [[]], [None], {"": None}, "1", "../..",
 )  # fmt: skip
@@ -28,7 +23,7 @@ MOST_SECONDS = 5.0
 """No small file keeps the processor busy for longer."""
 
 
-def rounds(few: int, many: int, *, fewest: int | None = None) -> int:
+def rounds(few, many, *, fewest=None):
     """How often something random is tried: `few` times, `many` with HYPOTHESIS_PROFILE=search.
 
     `fewest` where each takes long: so often, if products are left out.
@@ -38,32 +33,26 @@ def rounds(few: int, many: int, *, fewest: int | None = None) -> int:
     return few if fewest is None or EVERYTHING in os.environ else fewest
 
 
-def changed_bytes(rng: random.Random, content: bytes) -> bytes:
+def changed_bytes(rng, content):
     """Bytes that were cut, emptied, overwritten, doubled or flipped."""
     at, end = sorted(rng.randrange(len(content) + 1) for _ in range(2))
     junk = rng.randbytes(rng.choice((1, 4, 100)))
     return rng.choice(
         (
-            content[:at],
-            content[at:],
-            b"",
-            junk,
-            content[:at] + junk + content[at + len(junk) :],
-            content[:at] + junk + content[at:],
-            content[:at] + content[end:],
-            content[:end] + content[at:],
-            content[:at] + bytes(end - at) + content[end:],
+            content[:at], content[at:], b"", junk, content[:at] + junk + content[at + len(junk) :],
+            content[:at] + junk + content[at:], content[:at] + content[end:],
+            content[:end] + content[at:], content[:at] + bytes(end - at) + content[end:],
             _flipped(content, at),
         )
-    )
+    )  # fmt: skip
 
 
-def _flipped(content: bytes, at: int) -> bytes:
+def _flipped(content, at):
     byte = content[at : at + 1]
     return content[:at] + bytes(b ^ 1 << at % 8 for b in byte) + content[at + 1 :]
 
 
-def changed_json(rng: random.Random, value: Any) -> Any:
+def changed_json(rng, value):
     """A JSON value with one part replaced, dropped, or added."""
     value = copy.deepcopy(value)
     place, key = rng.choice(list(_places(value)))
@@ -77,7 +66,7 @@ def changed_json(rng: random.Random, value: Any) -> Any:
     return value
 
 
-def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+def _places(value):
     pairs = value.items() if isinstance(value, dict) else enumerate(value)
     for key, part in pairs:
         yield value, key
@@ -85,7 +74,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from _places(part)
 
 
-def changed_json_lines(rng: random.Random, text: str) -> bytes:
+def changed_json_lines(rng, text):
     """Lines of JSON, one of them changed as JSON or as text."""
     lines = text.splitlines()
     number = rng.randrange(len(lines))
@@ -101,7 +90,7 @@ def changed_json_lines(rng: random.Random, text: str) -> bytes:
     return "\n".join(lines).encode()
 
 
-def changed_cells(rng: random.Random, text: str) -> bytes:
+def changed_cells(rng, text):
     """A CSV with one cell or line changed, moved, doubled or dropped."""
     lines = [line.split(",") for line in text.splitlines()]
     line, kind = rng.choice(lines), rng.randrange(8)
@@ -127,7 +116,7 @@ def changed_cells(rng: random.Random, text: str) -> bytes:
     return "\n".join(map(",".join, lines)).encode()
 
 
-def _changed_number(rng: random.Random, cell: str) -> str:
+def _changed_number(rng, cell):
     """A cell in which one number is another."""
     digits = [place for place, letter in enumerate(cell) if letter.isdigit()]
     if not digits:
@@ -140,7 +129,7 @@ def _changed_number(rng: random.Random, cell: str) -> str:
     return cell[:begin] + rng.choice(ODD_NUMBERS) + cell[end:]
 
 
-def ended(*arguments: str) -> tuple[int, str]:
+def ended(*arguments):
     """Exit code of a command in this process, and what it wrote to stderr, logged warnings too."""
     err = io.StringIO()
     handler = logging.StreamHandler(err)  # pytest takes what the logging module would print
@@ -157,7 +146,7 @@ def ended(*arguments: str) -> tuple[int, str]:
     return code, err.getvalue()
 
 
-def fault(*arguments: str) -> str:
+def fault(*arguments):
     """What is wrong with how a command ends; "" where it succeeds or is refused in one line."""
     begin = time.process_time()
     try:

@@ -1,18 +1,12 @@
 """Files to import, a tokenizer that needs no package, and the imported rollouts."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import jinja2
 import pytest
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.data.importers import import_file
-from megatron_prefix.lab.data.rollouts import Group
 
 BOS = 7
 
@@ -20,19 +14,14 @@ BOS = 7
 class Characters:
     """A tokenizer with one id a character and a ChatML-like template, `<` and `>` for its marks."""
 
-    def __init__(self, *, forgets: bool = False, end: str = ">\n") -> None:
+    def __init__(self, *, forgets=False, end=">\n"):
         self.forgets = forgets
         self.end = end
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    def encode(self, text, *, add_special_tokens=False):
         return [BOS] * add_special_tokens + [ord(character) for character in text]
 
-    def render(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]] | None,
-        add_generation_prompt: bool,
-    ) -> str:
+    def render(self, messages, tools, add_generation_prompt):
         parts = [f"[{tool['name']}]" for tool in tools or []]
         for index, message in enumerate(messages):
             if message["role"] == "robot":
@@ -49,18 +38,18 @@ class Characters:
 class Jinja:
     """A tokenizer of one id a character with a template in Jinja, as models have it."""
 
-    def __init__(self, template: str) -> None:
-        def refuse(text: str) -> None:
+    def __init__(self, template):
+        def refuse(text):
             raise jinja2.TemplateError(text)
 
         self.template = jinja2.Environment(trim_blocks=True).from_string(template)
         self.template.globals["raise_exception"] = refuse
         self.num_renders = 0
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    def encode(self, text, *, add_special_tokens=False):
         return [ord(letter) for letter in text]
 
-    def render(self, messages: Any, tools: Any, add_generation_prompt: bool) -> str:
+    def render(self, messages, tools, add_generation_prompt):
         self.num_renders += 1
         return self.template.render(
             messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
@@ -68,20 +57,20 @@ class Jinja:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     return tmp_path / "in.jsonl"
 
 
-def write(path: Path, *rows: dict[str, Any]) -> Path:
+def write(path, *rows):
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return path
 
 
-def names(groups: list[Group]) -> dict[str, list[str]]:
+def names(groups):
     return {group.name: [rollout.uid for rollout in group.rollouts] for group in groups}
 
 
-def refused(path: Path, kind: str, tokenizer: Any = None, **options: Any) -> str:
+def refused(path, kind, tokenizer=None, **options):
     with pytest.raises(UserError) as caught:
         list(import_file(path, kind, tokenizer, **options))
     message = str(caught.value)

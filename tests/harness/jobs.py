@@ -4,16 +4,12 @@
 names of spans, a rank adds up who sent it gradients, and what is asked for must be there.
 """
 
-from __future__ import annotations
-
-import random
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
-from megatron_prefix.lab.plans.job_plan import JobPlan, job_plan
+from megatron_prefix.lab.plans.job_plan import job_plan
 from megatron_prefix.plan.actions import Action, Plan, Transfer
 from megatron_prefix.tree import Place, Segment, TreeOptions
-from megatron_prefix.tree.packing import Node
 from tests.harness.trees import flat_rollouts, random_trees
 
 Computed = tuple[int, int]
@@ -38,7 +34,7 @@ class Job:
     above: list[list[int]] = field(default_factory=list)
     owner: list[dict[int, int]] = field(default_factory=list)
 
-    def swapped(self, rng: random.Random) -> Job:
+    def swapped(self, rng):
         """With two actions of a rank in each other's places, often neighbours."""
         rank = rng.choice([r for r, plan in enumerate(self.plans) if plan.segments])
         program = [*self.plans[rank].programs[0]]
@@ -53,7 +49,7 @@ class Job:
 # At random ----------------------------------------------------------------------------------------
 
 
-def random_job(rng: random.Random) -> Job:
+def random_job(rng):
     """Random trees dealt to two to four ranks, and a plain program that can run.
 
     Level by level all forwards that are shared, with their messages, in one order of all ranks;
@@ -66,12 +62,12 @@ def random_job(rng: random.Random) -> Job:
     return job
 
 
-def crossing_plan() -> Plan:
+def crossing_plan():
     """The first one of two ranks, each of which sends to the other."""
     return crossing_job().plans[0]
 
 
-def crossing_job() -> JobPlan:
+def crossing_job():
     """Six groups of four rollouts, of which each of two ranks has two."""
     rollouts, _ = flat_rollouts(64, 16, 4, 6)
     options = TreeOptions(min_gain=0, segment_tokens=64, share="batch")
@@ -80,15 +76,15 @@ def crossing_job() -> JobPlan:
 
 
 class _Maker:
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng):
         self.rng, self.num_ranks = rng, rng.randint(2, 4)
         roots, _ = random_trees(rng)
-        self.all: list[Node] = []
-        self.above: list[list[int]] = []
+        self.all = []
+        self.above = []
         for root in roots:
             self._walk(root, [])
         self.dealt = [rng.randrange(self.num_ranks) for root in roots for _ in root.members]
-        self.owner: list[dict[int, int]] = [{} for _ in range(self.num_ranks)]
+        self.owner = [{} for _ in range(self.num_ranks)]
         bins = defaultdict(list)
         for number, node in enumerate(self.all):
             ranks = sorted({self.dealt[one] for one in node.members})
@@ -102,19 +98,19 @@ class _Maker:
                     bins[level, rng.randrange(2), one].append(number)
         self.groups = [(key[2], numbers) for key, numbers in sorted(bins.items())]
 
-    def _walk(self, node: Node, above: list[int]) -> None:
+    def _walk(self, node, above):
         number = len(self.all)
         self.all.append(node)
         self.above.append(above)
         for child in node.children:
             self._walk(child, [number, *above])
 
-    def on(self, rank: int, group: int) -> list[int]:
+    def on(self, rank, group):
         """Nodes of a group that a rank has from the group's owner."""
         owner, numbers = self.groups[group]
         return [number for number in numbers if self.owner[rank].get(number) == owner]
 
-    def add_segments(self, rank: int, job: Job) -> None:
+    def add_segments(self, rank, job):
         tables = [
             (self.on(rank, group), self.groups[group][0]) for group in range(len(self.groups))
         ]
@@ -124,8 +120,8 @@ class _Maker:
             size = self.rng.randint(1, 4)
             tables.append((waves[:size], rank))
             waves = waves[size:]
-        places: dict[int, Place] = {}
-        segments: list[Segment] = []
+        places = {}
+        segments = []
         nodes = []
         for numbers, owner in tables:
             if not numbers:
@@ -145,7 +141,7 @@ class _Maker:
         job.nodes.append(nodes)
         job.above, job.owner = self.above, self.owner
 
-    def write_programs(self, job: Job) -> None:
+    def write_programs(self, job):
         """Programs, transfers, and when losses are ready."""
         ranks = range(self.num_ranks)
         forwards, backwards = self._exchanges(job)
@@ -167,14 +163,14 @@ class _Maker:
             job.plans[rank] = Plan(plan.segments, (program,), transfers=transfers)
             job.ready_after.append(ready_after)
 
-    def _sent(self, job: Job, rank: int, send: Action) -> tuple[int, ...]:
+    def _sent(self, job, rank, send):
         owner, nodes = self.owner[send.peer], job.nodes[rank][send.segment]
         return tuple(i for i, node in enumerate(nodes) if owner.get(node) == rank)
 
-    def _exchanges(self, job: Job) -> tuple[list[list[Action]], list[list[Action]]]:
+    def _exchanges(self, job):
         """Per rank the actions of inner segments before the waves and, in reverse, after them."""
-        before: list[list[Action]] = [[] for _ in range(self.num_ranks)]
-        after: list[list[Action]] = [[] for _ in range(self.num_ranks)]
+        before = [[] for _ in range(self.num_ranks)]
+        after = [[] for _ in range(self.num_ranks)]
         reached = [0] * self.num_ranks
         for group, (owner, _) in enumerate(self.groups):
             index = reached[owner]
@@ -194,7 +190,7 @@ class _Maker:
 # Played -------------------------------------------------------------------------------------------
 
 
-def played(job: Job) -> str:
+def played(job):
     """Plays a job where every S and R blocks; returns what is wrong with it, or nothing."""
     player = _Player(job)
     at = [0] * len(job.plans)
@@ -227,13 +223,13 @@ def played(job: Job) -> str:
 class _Player:
     """What every rank has: payloads of nodes, and whose gradients it added up for each."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job):
         self.job = job
-        self.payloads: list[set[int]] = [set() for _ in job.plans]
-        self.summed: list[dict[int, set[Computed]]] = [defaultdict(set) for _ in job.plans]
-        self.forwards: list[set[int]] = [set() for _ in job.plans]
+        self.payloads = [set() for _ in job.plans]
+        self.summed = [defaultdict(set) for _ in job.plans]
+        self.forwards = [set() for _ in job.plans]
 
-    def compute(self, rank: int, action: Action) -> str:
+    def compute(self, rank, action):
         nodes = self.job.nodes[rank][action.segment]
         if action.kind == "F":
             for node in nodes:
@@ -253,16 +249,16 @@ class _Player:
                 self.summed[rank][above].add((rank, node))
         return ""
 
-    def _expected(self, rank: int, node: int) -> set[Computed]:
+    def _expected(self, rank, node):
         """What is below a node, and computed on a rank that has the node from this one."""
         having = [other for other, owner in enumerate(self.job.owner) if owner.get(node) == rank]
         return set().union(*(self._below(other, node) for other in having))
 
-    def _below(self, rank: int, node: int) -> set[Computed]:
+    def _below(self, rank, node):
         owner = self.job.owner[rank]
         return {(rank, n) for n in owner if owner[n] == rank and node in self.job.above[n]}
 
-    def cross(self, rank: int, send: Action, peer: int, receive: Action) -> str:
+    def cross(self, rank, send, peer, receive):
         """Payloads of the nodes that the peer has from here, or gradients of those it gave."""
         nodes, owner = self.job.nodes, self.job.owner
         found, theirs = nodes[rank][send.segment], nodes[peer][receive.segment]

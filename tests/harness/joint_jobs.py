@@ -1,10 +1,6 @@
 """Random jobs of data-parallel ranks with pipelines, experts and counts, planned as every rank
 would (run/planning.py)."""
 
-from __future__ import annotations
-
-import random
-from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +10,7 @@ from megatron_prefix.features.across.tries import find_below
 from megatron_prefix.lab.plans.joint_program import Pipeline, Programs, joint_programs
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan, with_crossing
-from megatron_prefix.tree import Forest, Pairs, TreeOptions
+from megatron_prefix.tree import Pairs, TreeOptions
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class JointJob:
     programs: Programs
 
 
-def random_sizes(rng: random.Random) -> Sizes:
+def random_sizes(rng):
     """Two to four data-parallel ranks of up to three stages, each with up to two model chunks."""
     dp, pp = rng.choice((2, 2, 3, 4)), rng.randint(1, 3)
     ep = rng.choice([one for one in (1, 1, 2, 3, 4) if dp % one == 0])
@@ -54,7 +50,7 @@ def random_sizes(rng: random.Random) -> Sizes:
     return Sizes(dp, pp, vpp, ep, rng.random() < 0.3, crosses=rng.random() < 0.5)
 
 
-def random_joint_job(rng: random.Random, sizes: Sizes | None = None) -> JointJob:
+def random_joint_job(rng, sizes=None):
     """A random step of a job of some sizes, or of random ones."""
     sizes = sizes or random_sizes(rng)
     ranks = [*_dealt(rng, sizes)]
@@ -75,13 +71,7 @@ def random_joint_job(rng: random.Random, sizes: Sizes | None = None) -> JointJob
     return JointJob(sizes, pipelines, programs)
 
 
-def forests_of(
-    ranks: Sequence[Sequence[Pairs]],
-    owners: Sequence[Sequence[int]],
-    options: TreeOptions,
-    *,
-    ordered: bool,
-) -> list[Forest]:
+def forests_of(ranks, owners, options, *, ordered):
     """The segments of every data-parallel rank."""
     told = [beginnings_of(rank, options, block=1) for rank in ranks]
     heard = [mine for mine, _ in told]
@@ -95,13 +85,7 @@ def forests_of(
     return found
 
 
-def _pipelines(
-    rng: random.Random,
-    sizes: Sizes,
-    forests: Sequence[Forest],
-    owners: Sequence[Sequence[int]],
-    ranks: Sequence[Sequence[Pairs]],
-) -> Iterator[Pipeline]:
+def _pipelines(rng, sizes, forests, owners, ranks):
     make = rng.choice((make_plan, best_plan))
     options = dict(
         num_chunks=sizes.vpp, run_ahead=rng.choice((0, 1, 2, 3)),
@@ -128,7 +112,7 @@ def _pipelines(
             )  # fmt: skip
 
 
-def _names(forest: Forest, rollouts: Sequence[Pairs]) -> Iterator[list[Hashable]]:
+def _names(forest, rollouts):
     """What spans are: all tokens up to their ends, and where they begin."""
     for segment in forest.segments:
         yield [
@@ -139,7 +123,7 @@ def _names(forest: Forest, rollouts: Sequence[Pairs]) -> Iterator[list[Hashable]
         ]
 
 
-def _dealt(rng: random.Random, sizes: Sizes) -> Iterator[list[Pairs]]:
+def _dealt(rng, sizes):
     """Rollouts of some prompts on random ranks, as many on each where they count together."""
     prompts = [
         [rng.randrange(50) for _ in range(rng.randint(5, 60))] for _ in range(rng.randint(1, 6))
@@ -150,7 +134,7 @@ def _dealt(rng: random.Random, sizes: Sizes) -> Iterator[list[Pairs]]:
         yield [_rollout(rng, rng.choice(prompts)) for _ in range(num if sizes.counts else few)]
 
 
-def _rollout(rng: random.Random, prompt: list[int]) -> Pairs:
+def _rollout(rng, prompt):
     """Some continue a prompt, some leave it half way down."""
     cut = rng.choice([len(prompt), rng.randint(1, len(prompt))])
     tokens = np.array(prompt[:cut] + [rng.randrange(3) for _ in range(rng.randint(2, 20))])

@@ -6,14 +6,9 @@ Megatron-Bridge (`megatron.bridge.peft.utils.ParallelLinearAdapter`), which need
 transformer-engine to be imported.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from torch import Tensor, nn
+from torch import nn
 
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 RANK = 4
@@ -22,12 +17,12 @@ RANK = 4
 class Adapted(nn.Module):
     """A linear layer of Megatron's, frozen, plus a product of two narrow ones."""
 
-    def __init__(self, to_wrap: Any, name: str) -> None:
+    def __init__(self, to_wrap, name):
         super().__init__()
         self.to_wrap = to_wrap
         config, spread = to_wrap.config, isinstance(to_wrap, ColumnParallelLinear)
         draw = torch.Generator().manual_seed(sum(map(ord, name)))
-        options: dict[str, Any] = {
+        options = {
             "config": config, "bias": False, "skip_bias_add": True,
             "init_method": lambda weight: nn.init.normal_(weight, std=0.1, generator=draw),
         }  # fmt: skip
@@ -43,16 +38,14 @@ class Adapted(nn.Module):
             RANK, to_wrap.output_size, gather_output=not spread, **options
         )
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    def forward(self, x, *args, **kwargs):
         output, bias = self.to_wrap(x, *args, **kwargs)
         narrow, _ = self.linear_in(x)
         wide, _ = self.linear_out(narrow)
         return output + wide, bias
 
 
-def adapt(
-    model: Any, targets: Sequence[str] = TARGETS, layers: Sequence[int] | None = None
-) -> None:
+def adapt(model, targets=TARGETS, layers=None):
     """Freezes a GPTModel (unwrapped, not in DDP yet) and puts adapters beside its linear layers.
 
     Args:

@@ -6,14 +6,10 @@ process ends, the kernel ends all others and takes back the cable; and that proc
 that closes when the test's own process ends, however that happens.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 CABLE = "cable"
 """The interface that a node has beside `lo`."""
@@ -32,7 +28,7 @@ exec cat
 """
 
 
-def refusal() -> str | None:
+def refusal():
     """Why nodes cannot be made here; None if they can."""
     if sys.platform != "linux":
         return "namespaces are Linux's"
@@ -52,46 +48,43 @@ class Node:
         hosts: its /etc/hosts.
     """
 
-    def __init__(self, name: str, hosts: Path) -> None:
+    def __init__(self, name, hosts):
         self.name = name
         self._first = subprocess.Popen(
-            [*UNSHARE, "sh", "-c", FIRST, "first", name, str(hosts)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._first.stdout is not None
+            [*UNSHARE, "sh", "-c", FIRST, "first", name, str(hosts)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
         if self._first.stdout.readline() != "ready\n":
             self.end()
             raise RuntimeError(f"node {name} has not started")
 
     @property
-    def pid(self) -> int:
+    def pid(self):
         """A process whose network is the node's."""
         return self._first.pid
 
-    def inside(self, *command: str) -> list[str]:
+    def inside(self, *command):
         """The command line that runs `command` in the node, in the folder where that was made."""
         # A process is never in the namespace that it made for the processes it starts.
         pids = f"--pid=/proc/{self.pid}/ns/pid_for_children"
         return ["nsenter", "--target", str(self.pid), *SPACES, pids, "--wd", *command]
 
-    def do(self, *command: str) -> str:
+    def do(self, *command):
         """Runs `command` in the node; returns what it wrote."""
         done = subprocess.run(
             self.inside(*command), check=True, capture_output=True, text=True, timeout=60
         )
         return done.stdout
 
-    def cut(self) -> None:
+    def cut(self):
         """Takes the node off the network: what is sent goes nowhere, and nobody is told."""
         self.do("ip", "link", "set", CABLE, "down")
 
-    def mend(self) -> None:
+    def mend(self):
         """Brings it back."""
         self.do("ip", "link", "set", CABLE, "up")
 
-    def end(self) -> None:
+    def end(self):
         """Ends every process of the node, and with the last of them its network."""
         try:
             self._first.communicate(timeout=10)  # closes its input
@@ -101,7 +94,7 @@ class Node:
 
 
 @contextlib.contextmanager
-def two_nodes(folder: Path) -> Iterator[tuple[Node, Node]]:
+def two_nodes(folder):
     """Two hosts, `node-a` and `node-b`, that reach each other and nothing else.
 
     Args:

@@ -1,9 +1,5 @@
 """Steps of one group on one rank: by our schedule, by Megatron's, and what must agree."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -12,10 +8,10 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.one_rank import small_model
-from tests.harness.steps import Contract, Microbatch
+from tests.harness.steps import Contract
 
 
-def items(num: int = 5, prompt: int = 14) -> list[Microbatch]:
+def items(num=5, prompt=14):
     """One group of rollouts with a common prompt."""
     draw = np.random.default_rng(1)
     start = draw.integers(0, 60, prompt)
@@ -27,18 +23,12 @@ def items(num: int = 5, prompt: int = 14) -> list[Microbatch]:
     return found
 
 
-def schedule_with(*, looks_first: bool = False, **fields: Any) -> PrefixSchedule:
+def schedule_with(*, looks_first=False, **fields):
     config = PrefixConfig(**{"min_gain": 0, "kernel": "math", **fields})
     return PrefixSchedule(config, looks_first=looks_first)
 
 
-def run(
-    schedule: Any,
-    model: Any,
-    contract: Contract | None = None,
-    data: list[Microbatch] | None = None,
-    **options: Any,
-) -> Any:
+def run(schedule, model, contract=None, data=None, **options):
     """A step's logs and gradients."""
     steps.zero_gradients(model)
     step = (contract or Contract()).step
@@ -46,13 +36,13 @@ def run(
     return logs, steps.gradients(model)
 
 
-def assert_bitwise(found: Any, expected: Any) -> None:
+def assert_bitwise(found, expected):
     assert [log["loss"].item() for log in found[0]] == [log["loss"].item() for log in expected[0]]
     assert found[1].keys() == expected[1].keys()
     assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
 
 
-def assert_aligned(found: Any, model: Any, contract: Contract | None = None) -> None:
+def assert_aligned(found, model, contract=None):
     """Against plain autograd on a twin of `model`, as random trees are."""
     wanted = steps.plain(small_model(wrap_ddp=False), contract or Contract(), items())
     steps.assert_gradients(found[1], wanted, sum(item["tokens"].numel() for item in items()))

@@ -1,13 +1,10 @@
 """Thousands of random plans: trees, pipelines, chunks, microbatches and bounds."""
 
-from __future__ import annotations
-
-import random
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_prefix.lab.plans.timeline import Timeline, simulate
+from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan, loss_ready_after, make_plan
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
@@ -22,7 +19,7 @@ class Case(NamedTuple):
     options: dict[str, Any]
 
 
-def random_case(rng: random.Random) -> Case:
+def random_case(rng):
     """A random case, of rollouts built into trees or of trees made directly, or a union of some."""
     forest, microbatch_of = _step(rng)
     if rng.random() < 0.1:
@@ -44,7 +41,7 @@ def random_case(rng: random.Random) -> Case:
     )
 
 
-def run(case: Case, best: bool = False) -> Timeline:
+def run(case, best=False):
     """Plans and simulates; with `best` by `best_plan`."""
     options = case.options
     if best:
@@ -55,7 +52,7 @@ def run(case: Case, best: bool = False) -> Timeline:
     return simulate(plan, ready_after=loss_ready_after(case.forest, options["microbatches"]))
 
 
-def _step(rng: random.Random) -> tuple[Forest, list[int]]:
+def _step(rng):
     """A forest, and the microbatch of every rollout."""
     forest = random_forest(rng) if rng.random() < 0.5 else _built(rng)
     size = rng.randint(1, 4)  # rollouts of a microbatch
@@ -65,7 +62,7 @@ def _step(rng: random.Random) -> tuple[Forest, list[int]]:
     return forest, microbatch_of
 
 
-def _built(rng: random.Random) -> Forest:
+def _built(rng):
     """Groups of rollouts that branch off one text; some are equal."""
     draw = np.random.default_rng(rng.randrange(2**32))
     rollouts, groups = [], []
@@ -79,11 +76,8 @@ def _built(rng: random.Random) -> Forest:
             groups.append(group)
     align = rng.choice((1, 1, 2, 4))
     options = TreeOptions(
-        multiple=align,
-        chunk_tokens=rng.choice((0, 8, 16, 32)),
-        segment_tokens=rng.choice((0, 4, 16, 64, 300)),
-        min_gain=rng.choice((0, 20)),
-        loss_in_leaves=rng.random() < 0.2,
-        share=rng.choice(("group", "batch")),
-    )
+        multiple=align, chunk_tokens=rng.choice((0, 8, 16, 32)),
+        segment_tokens=rng.choice((0, 4, 16, 64, 300)), min_gain=rng.choice((0, 20)),
+        loss_in_leaves=rng.random() < 0.2, share=rng.choice(("group", "batch")),
+    )  # fmt: skip
     return build(rollouts, groups, options)

@@ -1,11 +1,7 @@
 """Several ranks in a test: a fresh set of forked processes each time."""
 
-from __future__ import annotations
-
 import multiprocessing
-from collections.abc import Callable
-from multiprocessing.context import ForkProcess
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy.ma  # noqa: F401  # np.median wants it; these are imported once, not in every rank
 import torch
@@ -21,9 +17,7 @@ cpu.enable(hide_gpus=True)
 torch.set_num_threads(1)
 
 
-def run_ranks(
-    world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float = 240.0
-) -> list[T]:
+def run_ranks(world_size, fn, *args, timeout_s=240.0):
     """Run `fn(*args)` on `world_size` ranks on the CPU and return what each of them returned.
 
     `fn` calls `runtime.initialize`. It may be a closure (the ranks are forked), but what it
@@ -32,7 +26,7 @@ def run_ranks(
     return runtime.run_ranks(fn, world_size, args, timeout_s=timeout_s)
 
 
-def forked(target: Callable[..., object], *args: Any, daemon: bool = False) -> ForkProcess:
+def forked(target, *args, daemon=False):
     """A process that runs `target(*args)`; it never collects the garbage of this one."""
     context = multiprocessing.get_context("fork")
     process = context.Process(target=target, args=args, daemon=daemon)

@@ -1,19 +1,14 @@
 """pytest's rewriting of asserts, by two processes where nothing is kept yet (CI)."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-import pytest
 from _pytest.assertion import rewrite
 
 
 @contextlib.contextmanager
-def rewrite_beside(files: Sequence[Path], config: pytest.Config) -> Iterator[None]:
+def rewrite_beside(files, config):
     """Another process keeps test files as pytest wants them, from the last to the first.
 
     A file that it has not got to is made by whoever imports it, as without this.
@@ -30,7 +25,7 @@ def rewrite_beside(files: Sequence[Path], config: pytest.Config) -> Iterator[Non
         os.waitpid(pid, 0)
 
 
-def _keep(file: Path, config: pytest.Config) -> None:
+def _keep(file, config):
     state = config.stash[rewrite.assertstate_key]
     kept = rewrite.get_cache_dir(file) / (file.name.removesuffix(".py") + rewrite.PYC_TAIL)
     if rewrite._read_pyc(file, kept, state.trace) is not None:

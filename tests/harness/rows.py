@@ -10,13 +10,9 @@ jobs of many cases, a run of the whole suite has the first row and every third o
 the commit says, and TEST_TURN.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
-from collections.abc import Collection, Iterable
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 
@@ -27,7 +23,7 @@ TURN, TURNS = "TEST_TURN", 3
 T = TypeVar("T")
 
 
-def rows(every: Iterable[Any], products: Collection[Any]) -> list[Any]:
+def rows(every, products):
     """Parameters for `pytest.mark.parametrize`: a value or a tuple of values each.
 
     Raises:
@@ -43,7 +39,7 @@ def rows(every: Iterable[Any], products: Collection[Any]) -> list[Any]:
     ]
 
 
-def through(every: Iterable[Any], products: Collection[Any]) -> list[Any]:
+def through(every, products):
     """What a test goes through by itself: all of it, or what is no product.
 
     Raises:
@@ -54,7 +50,7 @@ def through(every: Iterable[Any], products: Collection[Any]) -> list[Any]:
     return [one for one in found if EVERYTHING in os.environ or one not in products]
 
 
-def turn_of(repository: Path) -> int:
+def turn_of(repository):
     """Whose turn it is by the commit; 0 outside of a repository."""
     command = ["git", "rev-parse", "HEAD"]
     try:
@@ -64,26 +60,26 @@ def turn_of(repository: Path) -> int:
     return int(found.stdout.strip() or "0", 16) % TURNS
 
 
-def check_turn() -> None:
+def check_turn():
     """Refuses a turn that there is not: of the rows that take turns only the first would run."""
     given = os.environ[TURN]
     if given not in map(str, range(TURNS)):
         raise pytest.UsageError(f"{TURN}={given}: give 0 to {TURNS - 1}, or leave it out")
 
 
-def takes_its_turn(number: int) -> bool:
+def takes_its_turn(number):
     """Whether a row is run, by its number among those of a test."""
     if number == 0 or EVERYTHING in os.environ:
         return True
     return number % TURNS == int(os.environ.get(TURN, "0"))
 
 
-def taking_turns(every: Iterable[T]) -> list[T]:
+def taking_turns(every):
     """What a test goes through by itself: the first, and of the others those whose turn it is."""
     return [one for number, one in enumerate(every) if takes_its_turn(number)]
 
 
-def chosen(request: pytest.FixtureRequest, *arguments: str) -> list[Any]:
+def chosen(request, *arguments):
     """What rows of a file are run: the values of one argument of its tests, or tuples of several.
 
     Args:

@@ -5,11 +5,6 @@ are, so what those save can be measured on the CPU; what the kernels save is rea
 (flash-linear-attention 0.4.2, causal-conv1d 1.5, mamba-ssm 2.2).
 """
 
-from __future__ import annotations
-
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -18,7 +13,7 @@ from megatron_prefix.features.recurrent.kind import CHUNK
 from megatron_prefix.lab.platforms import linear_kernels
 
 
-def install(patch: pytest.MonkeyPatch, model: Any) -> None:
+def install(patch, model):
     """Puts them instead of the CPU's kernels, before hooks are installed on the model."""
     for module in model.modules():
         if type(module).__name__ == "GatedDeltaNet":
@@ -29,7 +24,7 @@ def install(patch: pytest.MonkeyPatch, model: Any) -> None:
     patch.setattr(linear_kernels.RMSNorm, "forward", lambda _, x: saving_input(x))
 
 
-def _install_delta(patch: pytest.MonkeyPatch, module: Any) -> None:
+def _install_delta(patch, module):
     """Releases differ in the names that they call, and in the modules that have these."""
     for one in type(module).__mro__:
         for method in vars(one).values():
@@ -41,7 +36,7 @@ def _install_delta(patch: pytest.MonkeyPatch, module: Any) -> None:
         patch.setattr(module, "gated_delta_rule", _Rule.call)
 
 
-def saving_input(x: Tensor) -> Any:
+def saving_input(x):
     """A norm that saves its input, as those of transformer-engine and mamba-ssm."""
     return Norm.apply(x, False)
 
@@ -50,7 +45,7 @@ class _Saving(Function):
     """Saves tensors; its gradients are zeros."""
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
+    def backward(ctx, *_):
         ctx.saved_tensors  # noqa: B018  # as a kernel needs them
         return tuple(
             torch.zeros(shape, dtype=dtype) if needed else None
@@ -58,7 +53,7 @@ class _Saving(Function):
         )
 
     @staticmethod
-    def remember(ctx: Any, given: tuple[Any, ...], *saved: Tensor | None) -> None:
+    def remember(ctx, given, *saved):
         ctx.like = [(x.shape, x.dtype) if isinstance(x, Tensor) else (None, None) for x in given]
         ctx.save_for_backward(*saved)
 
@@ -67,12 +62,12 @@ class _Convolution(_Saving):
     """`CausalConv1dFn` of causal-conv1d: its input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx, x, weight):
         _Saving.remember(ctx, (x, weight), x, weight)
         return torch.zeros_like(x)
 
     @classmethod
-    def call(cls, x: Tensor, weight: Tensor, **_: Any) -> Any:
+    def call(cls, x, weight, **_):
         return cls.apply(x, weight)
 
 
@@ -81,14 +76,14 @@ class Norm(_Saving):
     mamba-ssm its input; and both a number a head or group."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, output: bool) -> Tensor:  # type: ignore[override]
+    def forward(ctx, x, output):
         out = torch.zeros_like(x)
         scale = x.new_zeros(x.shape[:-1], dtype=torch.float32)
         _Saving.remember(ctx, (x, output), out if output else x, scale)
         return out
 
     @classmethod
-    def call(cls, x: Tensor) -> Any:
+    def call(cls, x):
         return cls.apply(x, True)
 
 
@@ -97,10 +92,10 @@ class _Rule(_Saving):
     within chunks in their place, and A."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None,
-        num: int,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def forward(
+        ctx, q, k, v, g, beta, state,
+        num,
+    ):  # fmt: skip
         products = k.new_zeros(*k.shape[:3], CHUNK)
         given = q, k, v, g, beta, state, num
         _Saving.remember(ctx, given, q, k, v, torch.zeros_like(g), beta, products, state)
@@ -109,13 +104,13 @@ class _Rule(_Saving):
 
     @classmethod
     def call(
-        cls, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Any,
-        cu_seqlens: Tensor, **_: Any,
-    ) -> Any:  # fmt: skip
+        cls, q, k, v, g, beta, initial_state,
+        cu_seqlens, **_,
+    ):  # fmt: skip
         return cls.apply(q, k, v, g, beta, initial_state, len(cu_seqlens) - 1)
 
 
-_DELTA: dict[str, Any] = {
+_DELTA = {
     "causal_conv1d_fn": _Convolution.call,
     "causal_conv1d": lambda **given: (_Convolution.call(**given), None),
     "l2norm": Norm.call,
@@ -128,9 +123,7 @@ class _Scan(_Saving):
     states that rows begin with, and what the gate multiplies."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, zxbcdt: Tensor, heads: Tensor, dim: int, width: int, state: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx, zxbcdt, heads, dim, width, state):
         out = zxbcdt.new_zeros(*zxbcdt.shape[:2], len(heads) * dim)
         given = zxbcdt, heads, dim, width, state
         _Saving.remember(ctx, given, zxbcdt, heads, torch.zeros_like(out), state)
@@ -138,10 +131,10 @@ class _Scan(_Saving):
 
     @classmethod
     def call(
-        cls, zxbcdt: Tensor, conv1d_weight: Tensor, conv1d_bias: Any, dt_bias: Tensor, *_: Any,
-        D: Tensor, ngroups: int, headdim: int | None = None, initial_states: Any = None,  # noqa: N803
-        return_final_states: bool = False, **__: Any,
-    ) -> Any:  # fmt: skip
+        cls, zxbcdt, conv1d_weight, conv1d_bias, dt_bias, *_,
+        D, ngroups, headdim = None, initial_states = None,  # noqa: N803
+        return_final_states = False, **__,
+    ):  # fmt: skip
         dim = headdim or D.shape[1]
         width = (len(conv1d_weight) - len(dt_bias) * dim) // 2 // ngroups
         found = cls.apply(zxbcdt, dt_bias, dim, width, initial_states)

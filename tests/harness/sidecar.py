@@ -1,24 +1,19 @@
 """Uses a sidecar as attention does in a whole step, without a model."""
 
-from __future__ import annotations
-
-from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from megatron_prefix.sidecar.arena import Reading
-from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Place, Segment, Span
-from megatron_prefix.tree.payload_map import Form, PayloadMap, payload_map
+from megatron_prefix.tree.payload_map import Form, payload_map
 
 HEADS, DIM, VALUE_DIM, LAYERS = 2, 4, 3, 4
 SpanOf = tuple[tuple[int, int] | None, int]
 """A span's parent and length."""
 
 
-def forms(num_layers: int, recurrent: Collection[int] = ()) -> list[Form]:
+def forms(num_layers, recurrent=()):
     """Of layers with attention, and of recurrent ones."""
     return [Form.SPANS if n in recurrent else Form.POSITIONS for n in range(num_layers)]
 
@@ -29,13 +24,13 @@ class Step(NamedTuple):
     segments: tuple[Segment, ...]
     order: tuple[str, ...]
 
-    def planned(self, parts: int = 1, shares: int | None = None) -> PayloadMap:
+    def planned(self, parts=1, shares=None):
         """Where K/V lie in this order; rows of finished segments are used again."""
         program = [(action[0], int(action[1:])) for action in self.order]
         return payload_map(self.segments, program, parts, shares)
 
 
-def segment(*spans: SpanOf, inner: bool) -> Segment:
+def segment(*spans, inner):
     """A segment of spans without padding; each is of a rollout of its own."""
     made = (
         Span(0, length, length, (number,), None if parent is None else Place(*parent))
@@ -44,7 +39,7 @@ def segment(*spans: SpanOf, inner: bool) -> Segment:
     return Segment(tuple(made), inner, not inner)
 
 
-def tree(scale: int = 1) -> Step:
+def tree(scale=1):
     """Three chunks, a branch below the second one in two chunks, and waves below all of them.
 
     The branch lies where the third chunk has been.
@@ -59,20 +54,17 @@ def tree(scale: int = 1) -> Step:
     return Step(tuple(made), tuple(order.split()))
 
 
-def packed(scale: int = 1) -> Step:
+def packed(scale=1):
     """Several trees in one segment: waves of several depths, keys side by side and apart.
 
     The prompt of segment 5 lies where that of segment 2 has been.
     """
-    shapes: tuple[tuple[SpanOf, ...], ...] = (
-        ((None, 5), (None, 4)),
-        (((0, 0), 3), ((0, 0), 2), ((0, 1), 4)),
-        ((None, 3),),
+    shapes = (
+        ((None, 5), (None, 4)), (((0, 0), 3), ((0, 0), 2), ((0, 1), 4)), ((None, 3),),
         (((1, 0), 2), ((1, 1), 3), ((1, 1), 1), ((1, 2), 2), ((2, 0), 4), (None, 2)),
-        (((0, 1), 3), ((1, 0), 2)),
-        ((None, 7),),
+        (((0, 1), 3), ((1, 0), 2)), ((None, 7),),
         (((5, 0), 1), ((5, 0), 2), (None, 1), ((0, 0), 4)),
-    )
+    )  # fmt: skip
     made = (
         segment(*((above, length * scale) for above, length in spans), inner=number in (0, 1, 2, 5))
         for number, spans in enumerate(shapes)
@@ -84,20 +76,18 @@ def packed(scale: int = 1) -> Step:
 STEPS = {"a tree": tree, "packed trees": packed}
 
 
-def random(length: int, width: int, seed: int, device: str = "cpu") -> Tensor:
+def random(length, width, seed, device="cpu"):
     """[length, HEADS, width], fp64."""
     generator = torch.Generator().manual_seed(seed)
     made = torch.randn(length, HEADS, width, generator=generator, dtype=torch.float64)
     return made.to(device)
 
 
-def visit(
-    cache: SidecarCache, one: Segment, index: int, layer: int, backward: bool, device: str = "cpu"
-) -> list[Tensor]:
+def visit(cache, one, index, layer, backward, device="cpu"):
     """One segment in one layer; returns all that it gets from the cache."""
     if cache.forms[layer] == Form.SPANS:
         return visit_states(cache, one, index, layer, backward, device)
-    seen: list[Tensor] = []
+    seen = []
     if one.inner and not backward:
         widths = (DIM, VALUE_DIM)
         key, value = (random(one.padded_length, w, 100 * layer + index, device) for w in widths)
@@ -120,11 +110,9 @@ def visit(
     return seen
 
 
-def visit_states(
-    cache: SidecarCache, one: Segment, index: int, layer: int, backward: bool, device: str
-) -> list[Tensor]:
+def visit_states(cache, one, index, layer, backward, device):
     """The same in a recurrent layer; in a backward as if its forward ran again."""
-    seen: list[Tensor] = []
+    seen = []
     for ahead in (layer, layer - 1 if backward else layer + 1):
         cache.prefetch(ahead, index, backward=backward)
     if one.inner and not backward:
@@ -147,9 +135,9 @@ def visit_states(
     return seen
 
 
-def step(cache: SidecarCache, made: Step, until: str = "", device: str = "cpu") -> list[Tensor]:
+def step(cache, made, until="", device="cpu"):
     """Everything that a step's segments get from the cache, in order, up to an action."""
-    found: list[Tensor] = []
+    found = []
     for action in made.order:
         if action == until:
             break

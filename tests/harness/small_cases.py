@@ -1,10 +1,8 @@
 """Random small models and rollouts, in fp64, for `align`: odd shapes on purpose."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -28,7 +26,7 @@ class Compared(NamedTuple):
     found: compare.Trace
     conditions: compare.Conditions
 
-    def unnoticed(self, factor: float, least: float = 1e-6) -> list[str]:
+    def unnoticed(self, factor, least=1e-6):
         """Gradients of which the judge does not see that they are `factor` times what they should
         be; those below `least` of the largest are left out."""
         largest = {name: float(g.abs().max()) for name, g in self.expected.gradients.items()}
@@ -52,7 +50,7 @@ class SmallCase:
     config: PrefixConfig
     seed: int
 
-    def run(self) -> Compared:
+    def run(self):
         """Runs `align`; needs a world of one rank."""
         forget_logged_losses()  # it has the layers of the case before
         chunks = build_model(self.spec, dtype="float64", recompute=self.recompute, seed=self.seed)
@@ -61,45 +59,38 @@ class SmallCase:
         return Compared(verdict, *judge.call_args.args)
 
 
-def small_case(seed: int) -> SmallCase:
+def small_case(seed):
     """The case of a seed: width, depth, weights, trees, trained tokens and lengths all vary."""
     draw = random.Random(seed)
     config = PrefixConfig(
-        chunk_tokens=draw.choice((0, 0, 3, 8)),
-        segment_tokens=draw.choice((0, 1, 16, 4096)),
-        min_gain=draw.choice((0, 0, 4)),
-        loss_in_leaves=draw.random() < 0.2,
-        kernel="math",
+        chunk_tokens=draw.choice((0, 0, 3, 8)), segment_tokens=draw.choice((0, 1, 16, 4096)),
+        min_gain=draw.choice((0, 0, 4)), loss_in_leaves=draw.random() < 0.2, kernel="math",
         memory=draw.choice(("retain", "retain", "recompute")),
-    )
+    )  # fmt: skip
     recompute = draw.choice(("none", "none", "full"))
     return SmallCase(_spec(draw), recompute, _groups(draw), config, seed)
 
 
-def _spec(draw: random.Random) -> ModelSpec:
+def _spec(draw):
     name = draw.choice(("tiny-llama", "tiny-qwen3", "tiny-moe"))
     heads = draw.choice((1, 2, 4))
     hidden = draw.choice((16, 32, 64, 128))
     gain = draw.choice((0.2, 0.8, 1.5))  # of a layer's products; the tiny presets have 0.8
-    changes: dict[str, Any] = dict(
-        num_layers=draw.randint(1, 6),
-        hidden_size=hidden,
-        num_attention_heads=heads,
+    changes = dict(
+        num_layers=draw.randint(1, 6), hidden_size=hidden, num_attention_heads=heads,
         num_query_groups=draw.choice([n for n in (1, 2, 4) if heads % n == 0]),
-        kv_channels=draw.choice((8, 16, 32)),
-        ffn_hidden_size=draw.choice((16, 64, 256)),
-        init_method_std=gain / hidden**0.5,
-        add_qkv_bias=draw.random() < 0.2,
+        kv_channels=draw.choice((8, 16, 32)), ffn_hidden_size=draw.choice((16, 64, 256)),
+        init_method_std=gain / hidden**0.5, add_qkv_bias=draw.random() < 0.2,
         qk_layernorm=draw.random() < 0.5,
-    )
+    )  # fmt: skip
     return resolve(name, **changes).with_vocab(VOCAB)
 
 
-def _groups(draw: random.Random) -> tuple[Group, ...]:
+def _groups(draw):
     return tuple(_group(draw, f"g{number}") for number in range(draw.randint(1, 3)))
 
 
-def _group(draw: random.Random, name: str) -> Group:
+def _group(draw, name):
     """Rollouts that branch anywhere after one token, copies of each other, or single tokens."""
     letters = draw.choice((2, 4, VOCAB))
     prompt = [draw.randrange(letters) for _ in range(draw.choice((1, 1, 2, 5, 12, 40)))]

@@ -1,18 +1,14 @@
 """Rows of the alignment matrix with fewer rollouts and layers, in ranks that a test forks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.verify.matrix import LAYOUTS, RECURRENT, RolloutShape, Row
 
 
 @pytest.fixture(autouse=True)
-def small_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_rows(monkeypatch):
     """Groups of three rollouts of the matrix's four, and two groups where one rank has them all;
     two layers of four, unless each is a stage or they are of several kinds.
 
@@ -20,11 +16,11 @@ def small_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     groups_of, overrides_of = RolloutShape.groups, Row.overrides
 
-    def groups(self: RolloutShape, dp: int, dtype: str) -> list[Group]:
+    def groups(self, dp, dtype):
         made = groups_of(self, dp, dtype)[: 2 if dp == 1 else None]
         return [replace(group, rollouts=group.rollouts[:3]) for group in made]
 
-    def overrides(self: Row, dtype: str) -> dict[str, Any]:
+    def overrides(self, dtype):
         layout, fields = LAYOUTS[self.layout][0], overrides_of(self, dtype)
         if self.model in RECURRENT or layout.pp * layout.vpp > 2:
             return fields

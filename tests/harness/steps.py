@@ -5,10 +5,8 @@ attention, the loss scaled as Megatron's contract says (`forward_step_calc_loss`
 megatron/core/pipeline_parallel/schedules.py), and `.backward()`.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -44,10 +42,10 @@ class Contract:
     sequence_level: bool = False
     scale: float | None = None
 
-    def loss_func(self, batch: Microbatch) -> Callable[..., Any]:
+    def loss_func(self, batch):
         """The trainer's loss function for one microbatch."""
 
-        def loss_func(output: Tensor, non_loss_data: bool = False) -> Any:
+        def loss_func(output, non_loss_data=False):
             nll = _nll(output, batch["labels"]) if self.logits else output
             mask = batch["loss_mask"].to(nll.dtype)
             masked = nll * mask
@@ -58,28 +56,23 @@ class Contract:
                 loss = loss + (0.1 * masked.sum(1)).tanh().sum()
             num_tokens = batch["loss_mask"].sum().to(torch.int32)
             logs = {
-                "uid": batch["uid"],
-                "loss": loss.detach().clone(),
-                "sum": masked.sum().detach(),
-            }
+                "uid": batch["uid"], "loss": loss.detach().clone(), "sum": masked.sum().detach(),
+            }  # fmt: skip
             return (loss, num_tokens, logs) if self.triple else (loss, logs)
 
         return loss_func
 
-    def step(self, data_iterator: Iterator[Microbatch], model: Any) -> Any:
+    def step(self, data_iterator, model):
         """A `forward_step_func`."""
         batch = next(data_iterator)
         labels = None if self.logits else batch["labels"]
         output = model(
-            batch["tokens"],
-            batch["position_ids"],
-            None,
-            labels=labels,
+            batch["tokens"], batch["position_ids"], None, labels=labels,
             loss_mask=batch["loss_mask"],
-        )
+        )  # fmt: skip
         return output, self.loss_func(batch)
 
-    def configure(self, model: Any) -> None:
+    def configure(self, model):
         """Sets on the model's config what the trainer would."""
         config = unwrap(model).config
         config.calculate_per_token_loss = self.per_token
@@ -88,11 +81,11 @@ class Contract:
         config.grad_scale_func = None if self.scale is None else scale_loss
 
 
-def _nll(logits: Tensor, labels: Tensor) -> Tensor:
+def _nll(logits, labels):
     return -logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
 
 
-def microbatch(rollouts: Sequence[Pairs], group: Any, uid: int, vocab: int = 64) -> Microbatch:
+def microbatch(rollouts, group, uid, vocab=64):
     """Rollouts of one group as [samples, longest], padded at the end; token weights by `uid`.
 
     Weights differ by sample and position, so rollouts that share a position want different things
@@ -101,7 +94,7 @@ def microbatch(rollouts: Sequence[Pairs], group: Any, uid: int, vocab: int = 64)
     longest = max(len(rollout) for rollout in rollouts)
     draw = np.random.default_rng(uid)
 
-    def rows(name: str) -> Tensor:
+    def rows(name):
         columns = [np.asarray(getattr(rollout, name)).astype(np.int64) for rollout in rollouts]
         padded = [np.pad(column, (0, longest - len(column))) for column in columns]
         return torch.from_numpy(np.stack(padded))
@@ -115,32 +108,28 @@ def microbatch(rollouts: Sequence[Pairs], group: Any, uid: int, vocab: int = 64)
             whole[: len(rollout)] = rollout.routes
         routes["routes"] = torch.from_numpy(padded)
     return {
-        **routes,
-        "tokens": rows("inputs") % vocab,
-        "labels": rows("labels") % vocab,
+        **routes, "tokens": rows("inputs") % vocab, "labels": rows("labels") % vocab,
         "loss_mask": rows("trained").double(),
         "position_ids": torch.arange(longest).expand(len(rollouts), -1),
-        "weight": torch.from_numpy(advantages),
-        "group": group,
-        "uid": uid,
-    }
+        "weight": torch.from_numpy(advantages), "group": group, "uid": uid,
+    }  # fmt: skip
 
 
-def pairs_of(item: Mapping[str, Any]) -> list[Pairs]:
+def pairs_of(item):
     """The samples of a microbatch, padding included."""
     columns = [item[name].cpu().numpy() for name in ("tokens", "labels", "loss_mask")]
     return [Pairs(i, o, m != 0) for i, o, m in zip(*columns, strict=True)]
 
 
-def routes_of(items: Sequence[Microbatch]) -> Callbacks:
+def routes_of(items):
     """Callbacks that say where the routers are to send the tokens of these microbatches."""
     return Callbacks(routes=lambda call: items[call.microbatch].get("routes"))
 
 
-def replaying(step: Callable[..., Any], routers: Mapping[int, Any]) -> Callable[..., Any]:
+def replaying(step, routers):
     """A `forward_step_func` that gives Megatron's routers the routes of its microbatch first."""
 
-    def replay(data_iterator: Iterator[Microbatch], model: Any) -> Any:
+    def replay(data_iterator, model):
         batch = next(data_iterator)
         for router in routers.values():
             experts = batch["routes"][:, :, router.layer_number - 1].transpose(0, 1).flatten(0, 1)
@@ -151,7 +140,7 @@ def replaying(step: Callable[..., Any], routers: Mapping[int, Any]) -> Callable[
     return replay
 
 
-def group(seed: int, num: int) -> list[Microbatch]:
+def group(seed, num):
     """One group of rollouts with a common prompt, one a microbatch."""
     draw = np.random.default_rng(seed)
     prompt = draw.integers(0, 60, 12)
@@ -163,33 +152,23 @@ def group(seed: int, num: int) -> list[Microbatch]:
     return found
 
 
-def call(
-    schedule: Callable[..., Any],
-    step: Callable[..., Any],
-    model: Any,
-    items: Sequence[Microbatch],
-    **options: Any,
-) -> list[Any]:
+def call(schedule, step, model, items, **options):
     """Calls a schedule as a trainer does."""
     return schedule(
-        forward_step_func=step,
-        data_iterator=iter(items),
-        model=model,
-        num_microbatches=len(items),
-        seq_length=items[0]["tokens"].shape[1],
-        micro_batch_size=items[0]["tokens"].shape[0],
+        forward_step_func=step, data_iterator=iter(items), model=model, num_microbatches=len(items),
+        seq_length=items[0]["tokens"].shape[1], micro_batch_size=items[0]["tokens"].shape[0],
         **{"forward_only": False, **options},
-    )
+    )  # fmt: skip
 
 
-def zero_gradients(model: Any) -> None:
+def zero_gradients(model):
     """What a trainer does before a step."""
     if hasattr(model, "zero_grad_buffer"):
         model.zero_grad_buffer()
     model.zero_grad(set_to_none=True)
 
 
-def gradients(model: Any) -> dict[str, Tensor]:
+def gradients(model):
     """Copies of the summed gradients by parameter name; zeros where there is none."""
     found = {}
     for name, parameter in unwrap(model).named_parameters():
@@ -207,10 +186,10 @@ class Reference(NamedTuple):
     logs: Sequence[Mapping[str, Any]] = ()
 
 
-def plain(model: Any, contract: Contract, items: Sequence[Microbatch]) -> Reference:
+def plain(model, contract, items):
     """Every microbatch whole, one after the other, on a model without DDP and without hooks."""
-    totals: dict[str, Tensor] = {}
-    terms: dict[str, float] = {}
+    totals = {}
+    terms = {}
     logs = []
     tokens = sum(int(item["loss_mask"].sum()) for item in items)
     for item in items:
@@ -235,7 +214,7 @@ def plain(model: Any, contract: Contract, items: Sequence[Microbatch]) -> Refere
     return Reference(totals, terms, logs)
 
 
-def assert_gradients(found: dict[str, Tensor], expected: Reference, num_positions: int) -> None:
+def assert_gradients(found, expected, num_positions):
     """Every gradient within the numerics policy, relative to the terms that were summed into it.
 
     Advantages of both signs cancel, fully so where copies of a rollout have opposite ones: what is

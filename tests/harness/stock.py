@@ -1,8 +1,6 @@
 """One training step of a named model with Megatron's stock schedule, in any layout."""
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -10,7 +8,6 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models import weights
 from megatron_prefix.lab.models.build import build_model, build_optimizer, unwrap
 from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.tree import cp_layout
 
 LENGTH, NUM_MICROBATCHES, VOCAB = 24, 4, 97
@@ -29,7 +26,7 @@ class RankResult(NamedTuple):
     tp_rank: int
 
 
-def microbatches(layout: Layout) -> list[torch.Tensor]:
+def microbatches(layout):
     """This rank's microbatches of tokens [1, LENGTH + 1]; the world has NUM_MICROBATCHES."""
     from megatron.core import parallel_state
 
@@ -38,7 +35,7 @@ def microbatches(layout: Layout) -> list[torch.Tensor]:
     return list(every.chunk(layout.dp)[parallel_state.get_data_parallel_rank()])
 
 
-def forward_backward(chunks: list[Any], data: list[torch.Tensor]) -> list[float]:
+def forward_backward(chunks, data):
     """Megatron's schedule over `data`; the losses, on the last stage.
 
     Of context-parallel ranks each runs its zig-zag slices; the first one has the losses.
@@ -49,13 +46,13 @@ def forward_backward(chunks: list[Any], data: list[torch.Tensor]) -> list[float]
     group = parallel_state.get_context_parallel_group()
     held = torch.from_numpy(cp_layout.rank_positions(LENGTH, group.rank(), group.size()))
 
-    def loss_of(losses: torch.Tensor) -> Any:
+    def loss_of(losses):
         loss = losses.sum() / LENGTH
         whole = loss.detach().clone()
         torch.distributed.all_reduce(whole, group=group)
         return loss, {"loss": whole}
 
-    def forward_step(iterator: Any, model: Any) -> Any:
+    def forward_step(iterator, model):
         tokens = next(iterator)
         return model(tokens[:, held], held[None], None, labels=tokens[:, held + 1]), loss_of
 
@@ -67,18 +64,14 @@ def forward_backward(chunks: list[Any], data: list[torch.Tensor]) -> list[float]
     iterators = [iter(data) for _ in chunks]
     interleaved = len(chunks) > 1
     results = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if interleaved else iterators[0],
-        model=chunks if interleaved else chunks[0],
-        num_microbatches=len(data),
-        seq_length=LENGTH,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+        forward_step_func=forward_step, data_iterator=iterators if interleaved else iterators[0],
+        model=chunks if interleaved else chunks[0], num_microbatches=len(data), seq_length=LENGTH,
+        micro_batch_size=1, forward_only=False,
+    )  # fmt: skip
     return [result["loss"].item() for result in results if group.rank() == 0]
 
 
-def named_parameters(chunks: list[Any]) -> dict[str, torch.nn.Parameter]:
+def named_parameters(chunks):
     """This rank's parameters by their name in the whole model."""
     models = [unwrap(chunk) for chunk in chunks]
     return {
@@ -88,9 +81,7 @@ def named_parameters(chunks: list[Any]) -> dict[str, torch.nn.Parameter]:
     }
 
 
-def train_one_step(
-    name: str, layout: Layout, *, overrides: dict[str, Any] | None = None, **options: Any
-) -> RankResult:
+def train_one_step(name, layout, *, overrides=None, **options):
     """Join the job, build the model, and do one step; `options` go to `build_model`."""
     runtime.initialize(layout)
     spec = resolve(name, **(overrides or {})).with_vocab(VOCAB)
@@ -106,9 +97,7 @@ def train_one_step(
     from megatron.core import parallel_state
 
     return RankResult(
-        losses,
-        grads,
-        {name: parameter.detach().clone() for name, parameter in parameters.items()},
+        losses, grads, {name: parameter.detach().clone() for name, parameter in parameters.items()},
         {n: p.partition_dim if p.tensor_model_parallel else -1 for n, p in parameters.items()},
         parallel_state.get_tensor_model_parallel_rank(),
-    )
+    )  # fmt: skip

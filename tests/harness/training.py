@@ -1,19 +1,14 @@
 """Small training runs in fresh processes, and what is compared of them."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
-from megatron_prefix.lab.data.rollouts import Group, read_groups
+from megatron_prefix.lab.data.rollouts import read_groups
 from megatron_prefix.lab.data.shorten import shorten
 from megatron_prefix.lab.rl import snapshot
 from megatron_prefix.lab.rl.checkpoint import Identity
@@ -33,40 +28,37 @@ TIMES = ("_s", "_per_s", "/old_log_prob", "/ref", "/update_actor", "/step", "/ti
 """How the names of metrics end that are times or rates, and so never the same twice."""
 
 
-def bundled() -> list[Group]:
+def bundled():
     """The first bundled groups, cut short; five, so that two steps of two end in the middle."""
     groups = itertools.islice(read_groups(BUNDLED), 5)
     return [kept for group in groups if (kept := shorten(group, 120)[0])]
 
 
-def settings(**fields: Any) -> TrainSettings:
+def settings(**fields):
     """A run whose every part has something to do."""
     mode = fields.pop("mode", "on")
-    values: dict[str, Any] = dict(
-        groups_per_step=2,
-        lr=1e-2,
-        warmup_steps=3,
-        grpo=GrpoConfig(kl_coeff=0.05),
+    values = dict(
+        groups_per_step=2, lr=1e-2, warmup_steps=3, grpo=GrpoConfig(kl_coeff=0.05),
         prefix=PrefixConfig(mode=mode, min_gain=8),
-    )
+    )  # fmt: skip
     return TrainSettings(**{**values, **fields})
 
 
 def train(
-    folder: Path,
-    steps: int,
-    train_settings: TrainSettings,
-    groups: list[Group] | None = None,
+    folder,
+    steps,
+    train_settings,
+    groups=None,
     *,
-    layout: Layout = Layout(),  # noqa: B008  # frozen
-    options: ModelOptions = SMALL,
-    look: Callable[[Trainer], Any] = lambda trainer: snapshot.parameters(trainer.chunks),
-    **more: Any,
-) -> list[tuple[Any, Any]]:
+    layout=Layout(),  # noqa: B008  # frozen
+    options=SMALL,
+    look=lambda trainer: snapshot.parameters(trainer.chunks),
+    **more,
+):
     """Runs a job in fresh processes; per rank the summary, and what `look` found at the end."""
     spec, fitted = fit_vocabulary(options, groups or bundled())
 
-    def on_rank() -> tuple[Any, Any]:
+    def on_rank():
         world = runtime.initialize(layout, "cpu", options.seed)
         rollouts = RolloutSet(tuple(fitted))
         trainer = Trainer(train_settings, rollouts, options, spec, world)
@@ -80,7 +72,7 @@ def train(
     return run_ranks(layout.world_size, on_rank)
 
 
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
+def metrics_of(folder):
     rows = [
         json.loads(line)
         for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -88,7 +80,7 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
     return [{n: v for n, v in row.items() if not n.endswith(TIMES)} for row in rows]
 
 
-def whole_state(trainer: Trainer) -> dict[str, torch.Tensor]:
+def whole_state(trainer):
     """Weights and optimizer state."""
     found = snapshot.parameters(trainer.chunks)
     for chained in trainer.optimizer.chained_optimizers:
@@ -99,7 +91,7 @@ def whole_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+def assert_same(first, second):
     """Bit by bit."""
     assert first.keys() == second.keys()
     for name, value in first.items():

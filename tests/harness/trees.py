@@ -1,15 +1,10 @@
 """Rollouts that share prefixes, for tests of trees and plans: no torch, no model."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import pickle
-import random
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -23,21 +18,19 @@ from megatron_prefix.tree.nodes import Node, preorder
 from megatron_prefix.tree.packing import Packing
 
 
-def received(forest: Forest) -> Forest:
+def received(forest):
     """A rank's segments as another rank gets them."""
     forest.paths  # noqa: B018  # cached from now on
-    got: Forest = pickle.loads(pickle.dumps(forest))  # noqa: S301
+    got = pickle.loads(pickle.dumps(forest))  # noqa: S301
     assert "paths" not in vars(got)
     return got
 
 
-def as_pairs(inputs: Sequence[int], labels: Sequence[int], trained: Sequence[bool]) -> Pairs:
+def as_pairs(inputs, labels, trained):
     return Pairs(np.array(inputs), np.array(labels), np.array(trained, dtype=bool))
 
 
-def flat_rollouts(
-    prefix: int, suffix: int, num: int, num_groups: int
-) -> tuple[list[Pairs], list[int]]:
+def flat_rollouts(prefix, suffix, num, num_groups):
     """`num_groups` flat groups: `prefix` shared positions, then `suffix` of each rollout's own."""
     rng = np.random.default_rng(0)
     rollouts, groups = [], []
@@ -54,7 +47,7 @@ def flat_rollouts(
 
 
 @st.composite
-def rollout_sets(draw: Any) -> tuple[list[Pairs], list[int]]:
+def rollout_sets(draw):
     """Up to ten rollouts in up to three groups over tiny alphabets.
 
     Equal rollouts, proper prefixes of one another, groups of one and rollouts of a single position
@@ -82,9 +75,7 @@ def rollout_sets(draw: Any) -> tuple[list[Pairs], list[int]]:
     return rollouts, groups
 
 
-def with_routes(
-    rollouts: Sequence[Pairs], layers: int, experts: int, parts: Sequence[int]
-) -> list[Pairs]:
+def with_routes(rollouts, layers, experts, parts):
     """The rollouts with routes to two experts that come from position and pair.
 
     From its position in `parts` on, a rollout's are others than those of rollouts with the same
@@ -102,33 +93,31 @@ def with_routes(
 
 
 @st.composite
-def tree_options(draw: Any) -> TreeOptions:
+def tree_options(draw):
     align, cut = draw(st.sampled_from([1, 1, 2, 3, 4, 8, 16])), draw(st.sampled_from([1, 1, 3, 4]))
     begin = math.lcm(align, cut)
     return TreeOptions(
-        multiple=align,
-        cut=cut,
+        multiple=align, cut=cut,
         chunk_tokens=draw(st.sampled_from([0, 0, begin, begin + 1, 3 * begin, 64])),
         segment_tokens=draw(st.sampled_from([0, 1, 8, 20, 64])),
-        min_gain=draw(st.sampled_from([0, 0, 1, 5, 20])),
-        loss_in_leaves=draw(st.booleans()),
+        min_gain=draw(st.sampled_from([0, 0, 1, 5, 20])), loss_in_leaves=draw(st.booleans()),
         share=draw(st.sampled_from(["group", "batch"])),
-    )
+    )  # fmt: skip
 
 
-def exact(**changes) -> TreeOptions:
+def exact(**changes):
     """Nothing dissolved, nothing cut."""
     return TreeOptions(**{"min_gain": 0, "segment_tokens": 0, **changes})
 
 
-def trees_of(rollouts: list[Pairs], groups: list[int], share: str) -> list[list[Pairs]]:
+def trees_of(rollouts, groups, share):
     found = defaultdict(list)
     for rollout, group in zip(rollouts, groups, strict=True):
         found[group if share == "group" else 0].append(rollout)
     return list(found.values())
 
 
-def is_prefix_tree(forest: Forest) -> None:
+def is_prefix_tree(forest):
     """Every path runs through F-order from position 0 to the end, once through a segment."""
     for index, segment in enumerate(forest.segments):
         members = [rollout for span in segment.spans for rollout in span.rollouts]
@@ -144,9 +133,9 @@ def is_prefix_tree(forest: Forest) -> None:
         assert [span.parent for span in spans] == [None, *path[:-1]]
 
 
-def ancestors(segments: Sequence[Segment], place: Place) -> list[Place]:
+def ancestors(segments, place):
     """Places of all spans above one, root first."""
-    found: list[Place] = []
+    found = []
     above = segments[place.segment].spans[place.number].parent
     while above is not None:
         found.append(above)
@@ -154,7 +143,7 @@ def ancestors(segments: Sequence[Segment], place: Place) -> list[Place]:
     return found[::-1]
 
 
-def trie_size(rollouts: Sequence[Pairs], align: int = 1) -> int:
+def trie_size(rollouts, align=1):
     """Positions of the trie of one tree, counted one by one; routes are a part of the pairs.
 
     A block of `align` positions is shared by those that agree up to its end; an incomplete last
@@ -173,14 +162,14 @@ def trie_size(rollouts: Sequence[Pairs], align: int = 1) -> int:
     return len(seen)
 
 
-def flat_forest(prefix=4, suffix=2, num=2, num_groups=1, **options) -> Forest:
+def flat_forest(prefix=4, suffix=2, num=2, num_groups=1, **options):
     """Flat groups, one rollout a wave."""
     rollouts, groups = flat_rollouts(prefix, suffix, num, num_groups)
     given = {"min_gain": 0, "segment_tokens": suffix, **options}
     return build(rollouts, groups, TreeOptions(**given))
 
 
-def random_forest(rng: random.Random, depth: int = 3, *, joined: bool = False) -> Forest:
+def random_forest(rng, depth=3, *, joined=False):
     """Segments of random trees, made without tokens: fast, for thousands of plans.
 
     Of few trees or of many, packed under a small or a large budget, or put together at random. Some
@@ -200,9 +189,9 @@ def random_forest(rng: random.Random, depth: int = 3, *, joined: bool = False) -
     return Forest(tuple(packed), _lengths(roots, len(first)), tuple(first))
 
 
-def random_trees(rng: random.Random, depth: int = 3) -> tuple[list[Node], list[int]]:
+def random_trees(rng, depth=3):
     """Roots of one to twelve trees, and the first trained position of every rollout."""
-    roots: list[Node] = []
+    roots = []
     num = 0
     for _ in range(rng.choice((1, 2, 3, 4, 12))):
         members = range(num, num + rng.randint(1, 8))
@@ -212,14 +201,14 @@ def random_trees(rng: random.Random, depth: int = 3) -> tuple[list[Node], list[i
     return roots, [rng.randrange(n) if rng.random() < 0.3 else n - 1 for n in lengths]
 
 
-def forest_of_nodes(roots: Sequence[Node], first: Sequence[int], options: TreeOptions) -> Forest:
+def forest_of_nodes(roots, first, options):
     """The forest that trees are packed into."""
     lengths = _lengths(roots, len(first))
     segments = tuple(Packing(roots, first, options, range(len(first))).segments)
     return Forest(segments, lengths, tuple(first), options.multiple)
 
 
-def _lengths(roots: Sequence[Node], num: int) -> tuple[int, ...]:
+def _lengths(roots, num):
     lengths = [0] * num
     for node in preorder(roots):
         for member in node.members:
@@ -227,7 +216,7 @@ def _lengths(roots: Sequence[Node], num: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def _random_nodes(rng: random.Random, level: int, start: int, members: Sequence[int]) -> list[Node]:
+def _random_nodes(rng, level, start, members):
     """Nodes for these rollouts, with at most `level` others below them on a path."""
     if len(members) == 1 or level == 0:
         return [Node(start, start + _length(rng), [m]) for m in members]
@@ -237,11 +226,11 @@ def _random_nodes(rng: random.Random, level: int, start: int, members: Sequence[
     return [node]
 
 
-def _length(rng: random.Random) -> int:
+def _length(rng):
     return rng.randint(1, rng.choice((4, 60)))
 
 
-def _parts(rng: random.Random, members: Sequence[int]) -> list[Sequence[int]]:
+def _parts(rng, members):
     if rng.random() < 0.3:
         return [members]  # the next chunk of a chain
     cuts = sorted(rng.sample(range(1, len(members)), rng.randint(1, len(members) - 1)))
@@ -249,11 +238,9 @@ def _parts(rng: random.Random, members: Sequence[int]) -> list[Sequence[int]]:
     return parts[1:] if rng.random() < 0.1 else parts  # those of the first part end here
 
 
-def put_together(
-    rng: random.Random, roots: Sequence[Node], first_trained: Sequence[int]
-) -> tuple[Segment, ...]:
+def put_together(rng, roots, first_trained):
     """Segments of trees in an order and in a company that no packing would choose."""
-    paths: dict[int, tuple[Place, ...]] = {id(root): () for root in roots}
+    paths = {id(root): () for root in roots}
     ready, segments = list(roots), []
     while ready:
         inner = bool(rng.choice(ready).children)
@@ -273,13 +260,7 @@ def put_together(
     return tuple(segments)
 
 
-def ruled_plan(
-    forest: Forest,
-    num_ranks: int = 1,
-    *,
-    run_ahead: int = 2,
-    microbatches: Sequence[int] | None = None,
-) -> Plan:
+def ruled_plan(forest, num_ranks=1, *, run_ahead=2, microbatches=None):
     """The plan by a simple rule: the simulator is tested on it, the planner compared with it.
 
     Before its j-th backward stage s of p has run need(j) + run_ahead * (p - 1 - s) forwards.
@@ -287,7 +268,7 @@ def ruled_plan(
     order, ready_after = backward_order(forest.segments), loss_ready_after(forest, microbatches)
     programs = []
     for rank in range(num_ranks):
-        program: list[Action] = []
+        program = []
         forwards = iter(range(len(ready_after)))
         need = run = 0
         for index in order:
@@ -301,7 +282,7 @@ def ruled_plan(
     return Plan(forest.segments, tuple(programs))
 
 
-def interleaved(forest: Forest, num_ranks: int, num_chunks: int) -> Plan:
+def interleaved(forest, num_ranks, num_chunks):
     """All forwards, then all backwards: a valid plan for virtual stages."""
     backwards = [a.segment for a in ruled_plan(forest).programs[0] if a.kind == "B"]
     program = [
@@ -311,7 +292,7 @@ def interleaved(forest: Forest, num_ranks: int, num_chunks: int) -> Plan:
     return Plan(forest.segments, (tuple(program),) * num_ranks, num_chunks)
 
 
-def with_programs(plan: Plan, programs: Sequence[Sequence[str]]) -> Plan:
+def with_programs(plan, programs):
     """The plan's segments under other programs, written as their cells."""
     return Plan(
         plan.segments,
@@ -320,6 +301,6 @@ def with_programs(plan: Plan, programs: Sequence[Sequence[str]]) -> Plan:
     )
 
 
-def cells(plan: Plan) -> list[list[str]]:
+def cells(plan):
     """The programs as text, to be changed."""
     return [[str(action) for action in program] for program in plan.programs]

@@ -1,7 +1,5 @@
 """`benchmarks.across_ranks_planning`, `across_ranks_simulation` and `across_ranks_cpu`, small."""
 
-from __future__ import annotations
-
 import re
 import sys
 
@@ -13,7 +11,7 @@ from megatron_prefix.lab.models.presets import resolve
 from tests.harness.command_line import BUNDLED
 
 
-def table(capsys, monkeypatch, program, *arguments: str) -> list[dict[str, str]]:
+def table(capsys, monkeypatch, program, *arguments):
     """The rows that a program prints, by title."""
     monkeypatch.setattr(sys, "argv", ["program", *arguments])
     program.main()
@@ -25,7 +23,7 @@ def table(capsys, monkeypatch, program, *arguments: str) -> list[dict[str, str]]
     return [dict(zip(titles, row, strict=True)) for row in rows]
 
 
-def test_planning_is_timed(capsys, monkeypatch) -> None:
+def test_planning_is_timed(capsys, monkeypatch):
     options = ["--tokens", "6000", "--repeats", "1", "--ranks", "2", "3"]
     rows = table(capsys, monkeypatch, across_ranks_planning, BUNDLED, *options)
     assert [row["ranks"] for row in rows] == ["2", "3"]
@@ -41,7 +39,7 @@ def test_planning_is_timed(capsys, monkeypatch) -> None:
     assert len(tokens) == 668 > sum(map(len, groups))
 
 
-def test_a_step_is_simulated(capsys, monkeypatch) -> None:
+def test_a_step_is_simulated(capsys, monkeypatch):
     [by_length, at_random] = table(
         capsys, monkeypatch, across_ranks_simulation, BUNDLED, "--ranks", "2"
     )
@@ -54,7 +52,7 @@ def test_a_step_is_simulated(capsys, monkeypatch) -> None:
             assert all(0 < float(one) <= free for one in some)
 
 
-def test_messages_that_take_no_time_hide() -> None:
+def test_messages_that_take_no_time_hide():
     groups, spec = [*read_groups(BUNDLED)], resolve("llama3-8b")
     fast, slow = 1e12, 1.0
     row = across_ranks_simulation.simulated(groups, spec, 2, "length", [fast, slow])
@@ -68,7 +66,7 @@ def test_messages_that_take_no_time_hide() -> None:
     assert unhidden - row.free == pytest.approx(crossed)
 
 
-def test_both_settings_are_timed(capfd, monkeypatch) -> None:
+def test_both_settings_are_timed(capfd, monkeypatch):
     """Of two ranks that are started here."""
     options = ["--groups", "2", "--max-tokens", "200", "--rounds", "1", "--set", "num_layers=1"]
     monkeypatch.setattr(sys, "argv", ["program", BUNDLED, *options])

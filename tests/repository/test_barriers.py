@@ -1,7 +1,5 @@
 """The naive schedule that others are compared with, and the picture of the comparison."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -19,20 +17,18 @@ from tests.harness.trees import flat_rollouts
 @pytest.mark.parametrize(
     ("p", "r", "n", "stages", "bubble"),
     [
-        (10240, 2048, 16, 4, 0.46),
-        (10240, 2048, 8, 4, 0.58),
-        (10240, 2048, 8, 8, 0.76),
+        (10240, 2048, 16, 4, 0.46), (10240, 2048, 8, 4, 0.58), (10240, 2048, 8, 8, 0.76),
         (8192, 1024, 16, 4, 0.53),
     ],
-)
-def test_bubbles_with_barriers(p, r, n, stages, bubble) -> None:
+)  # fmt: skip
+def test_bubbles_with_barriers(p, r, n, stages, bubble):
     forest = build(*flat_rollouts(p, r, n, 4), TreeOptions(segment_tokens=r))
     plan = barrier_plan(forest, stages)
     simulate(plan, ready_after=loss_ready_after(forest))
     assert round(simulate_with_barriers(plan).bubble_fraction, 2) == bubble
 
 
-def test_no_phase_begins_before_the_last_has_ended_everywhere() -> None:
+def test_no_phase_begins_before_the_last_has_ended_everywhere():
     forest = build(*flat_rollouts(64, 16, 5, 3), TreeOptions(segment_tokens=16, chunk_tokens=32))
     plan = barrier_plan(forest, 3)
     timeline = simulate_with_barriers(plan)
@@ -47,11 +43,11 @@ def test_no_phase_begins_before_the_last_has_ended_everywhere() -> None:
     assert timeline.makespan > simulate(plan).makespan
 
 
-def test_the_picture_is_what_its_command_draws() -> None:
+def test_the_picture_is_what_its_command_draws():
     found = (REPOSITORY / "docs" / "schedules.svg").read_text(encoding="utf-8")
     assert found == picture(), "python -m benchmarks.pipeline_picture docs/schedules.svg"
 
 
-def test_the_table_of_the_results_is_what_its_command_prints(capsys) -> None:
+def test_the_table_of_the_results_is_what_its_command_prints(capsys):
     pipeline_bubbles.main()
     assert capsys.readouterr().out in (REPOSITORY / "docs/results.md").read_text(encoding="utf-8")

@@ -1,8 +1,5 @@
 """Documents name what exists: links, files, modules, and commands that the parsers take."""
 
-from __future__ import annotations
-
-import argparse
 import ast
 import importlib.util
 import io
@@ -12,7 +9,6 @@ import re
 import shlex
 import subprocess
 import tokenize
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,7 +29,7 @@ MEGATRON_LM = {"pretrain_gpt.py", "train_rl.py"}  # scripts, in no package
 GONE = {"benchmarks/LOG.md": ["pipeline/gated.py", "tests/unit/test_links.py"]}
 
 
-def tracked(*suffixes: str) -> list[Path]:
+def tracked(*suffixes):
     """Files of these kinds that git knows, or would take in."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
@@ -43,7 +39,7 @@ def tracked(*suffixes: str) -> list[Path]:
     return sorted(name for name in names if name.is_file())
 
 
-def relative(path: Path) -> str:
+def relative(path):
     return str(path.relative_to(REPOSITORY))
 
 
@@ -53,7 +49,7 @@ SOURCES = tracked(".py", ".sh", ".sbatch")
 OWN = [path for path in (*DOCUMENTS, *SOURCES) if path.parent.name != "trainers"]
 
 
-def prose(path: Path) -> str:
+def prose(path):
     """The text of a document or script; of Python only the docstrings and comments."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
@@ -64,13 +60,13 @@ def prose(path: Path) -> str:
     return "\n".join([*found, *(t.string for t in tokens if t.type == tokenize.COMMENT)])
 
 
-def installed(package: str) -> list[Path]:
+def installed(package):
     """Folders of a package that is installed here; it is not imported."""
     spec = importlib.util.find_spec(package)
     return [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
 
 
-def exists(name: str, path: Path) -> bool:
+def exists(name, path):
     """Whether a file that `path` names is there: named from the repository's root, the package's,
     Megatron-Core's or `path`'s own folder, or with the name of another package in front."""
     core = [folder / "core" for folder in installed("megatron")]
@@ -85,17 +81,17 @@ def exists(name: str, path: Path) -> bool:
     return any(any(top.glob(name)) if "*" in name else (top / name).exists() for top, name in tops)
 
 
-def missing_files(path: Path) -> list[str]:
+def missing_files(path):
     # Of most files nothing is missing in the whole text: they need not be taken apart.
     return missing_in(path.read_text(encoding="utf-8"), path) and missing_in(prose(path), path)
 
 
-def missing_in(text: str, path: Path) -> list[str]:
+def missing_in(text, path):
     names = {*FILE.findall(text), *UNDER.findall(text)}
     return sorted(name for name in names if not exists(name, path))
 
 
-def is_module_or_member(dotted: str) -> bool:
+def is_module_or_member(dotted):
     """Whether `.folder.module.Name` is a folder or module of the package, or a name in one."""
     here, parts = PACKAGE, dotted.strip(".").split(".")
     for number, part in enumerate(parts):
@@ -109,13 +105,13 @@ def is_module_or_member(dotted: str) -> bool:
     return True
 
 
-def anchors(path: Path) -> set[str]:
+def anchors(path):
     """As GitHub makes them of headings."""
     titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def broken_links(path: Path) -> list[str]:
+def broken_links(path):
     found = []
     for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
         name, _, anchor = link.partition("#")
@@ -128,7 +124,7 @@ def broken_links(path: Path) -> list[str]:
 # Commands -----------------------------------------------------------------------------------------
 
 
-def command_lines(text: str) -> Iterator[str]:
+def command_lines(text):
     """Commands in code spans and code blocks of a document, each on one line."""
     for block in re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S):
         yield from block.replace("\\\n", " ").splitlines()
@@ -136,7 +132,7 @@ def command_lines(text: str) -> Iterator[str]:
     yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text))
 
 
-def verb_arguments(line: str) -> list[str] | None:
+def verb_arguments(line):
     """What stands behind `megatron-prefix` in a command, or None."""
     found = re.search(r"(?:\bmegatron-prefix|-m megatron_prefix) (.*)", line.partition(" #")[0])
     if not found or found[1].startswith(("VERB", "--version")):
@@ -144,7 +140,7 @@ def verb_arguments(line: str) -> list[str] | None:
     return shlex.split(re.sub(r"[\[\]…]|\.\.\.", "", found[1]))
 
 
-def relaxed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def relaxed(parser):
     """The parser, with nothing required: a text may name only what it speaks of."""
     for action in parser._actions:
         action.required = False
@@ -153,7 +149,7 @@ def relaxed(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def unknown_command(line: str) -> str | None:
+def unknown_command(line):
     """What is wrong with a command; None if nothing is, or if it is not one of ours."""
     words = verb_arguments(line)
     if words is None:
@@ -169,7 +165,7 @@ def unknown_command(line: str) -> str | None:
     return None
 
 
-def missing_program(line: str) -> str | None:
+def missing_program(line):
     """The file that a `bash FILE` or `python FILE` or `python -m MODULE` runs, where it is none."""
     found = re.match(r"(?:\w+=\S+ )*(bash|sbatch|python3?)( -m)? ([\w./]+)", line)
     if not found:
@@ -236,19 +232,19 @@ def test_lengths_are_counted() -> None:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=relative)
-def test_links_lead_somewhere(path) -> None:
+def test_links_lead_somewhere(path):
     assert broken_links(path) == []
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=relative)
-def test_commands_in_documents_are_taken(path) -> None:
+def test_commands_in_documents_are_taken(path):
     lines = list(command_lines(path.read_text(encoding="utf-8")))
     assert list(filter(None, map(unknown_command, lines))) == []
     assert list(filter(None, map(missing_program, lines))) == []
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_commands_in_a_verbs_help_are_taken(verb) -> None:
+def test_commands_in_a_verbs_help_are_taken(verb):
     verbs = next(a for a in make_parser(verb)._actions if isinstance(a.choices, dict))
     text = verbs.choices[verb].epilog.replace("\\\n", " ")
     lines = [line for line in text.splitlines() if verb_arguments(line)]
@@ -256,23 +252,23 @@ def test_commands_in_a_verbs_help_are_taken(verb) -> None:
     assert list(filter(None, map(unknown_command, lines))) == []
 
 
-def test_files_that_are_named_exist() -> None:
+def test_files_that_are_named_exist():
     found = {relative(path): missing_files(path) for path in OWN}
     assert {path: names for path, names in found.items() if names} == GONE
 
 
-def test_modules_that_are_named_exist() -> None:
+def test_modules_that_are_named_exist():
     for path in (*DOCUMENTS, *SOURCES):
         names = MODULE.findall(path.read_text(encoding="utf-8"))
         bad = [name for name in names if not is_module_or_member(name)]
         assert bad == [], relative(path)
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short():
     assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-def test_the_quick_starts_tokens_are_what_it_counts(tmp_path: Path) -> None:
+def test_the_quick_starts_tokens_are_what_it_counts(tmp_path):
     """They depend on the rollouts only, so a smaller model counts them. Its picture has prompts
     apart from their suffixes: phases A, B and C."""
     picture = tmp_path / "plan.svg"
@@ -293,7 +289,7 @@ def test_the_quick_starts_tokens_are_what_it_counts(tmp_path: Path) -> None:
     assert f"have {raw:,}\ntokens, of which the prefix schedule executes {counted}" in results
 
 
-def test_the_checks_can_fail(tmp_path) -> None:
+def test_the_checks_can_fail(tmp_path):
     document = tmp_path / "bad.md"
     document.write_text(
         "# A title\n[a](no.md) [b](#a-title) [c](#none)\n`plan/planer.py`, `tests/unit/nothing/`,"
@@ -301,11 +297,7 @@ def test_the_checks_can_fail(tmp_path) -> None:
         encoding="utf-8",
     )
     assert broken_links(document) == ["no.md", "#none"]
-    assert missing_files(document) == [
-        "launch/no.sh",
-        "plan/planer.py",
-        "tests/unit/nothing/",
-    ]
+    assert missing_files(document) == ["launch/no.sh", "plan/planer.py", "tests/unit/nothing/"]
     lines = list(command_lines(document.read_text(encoding="utf-8")))
     assert "megatron-prefix plan x --svgg y" in lines
     assert unknown_command("megatron-prefix plan x --svgg y")

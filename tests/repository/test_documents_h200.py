@@ -1,7 +1,5 @@
 """The script of other documents' shapes, with a python3 that only notes what it is asked to do."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
@@ -21,7 +19,7 @@ from tests.harness.data import REPOSITORY
 SCRIPT = REPOSITORY / "benchmarks" / "documents_h200.sh"
 
 
-def run(folder: Path, *rows: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+def run(folder, *rows, status=0):
     """The script; what it asked of python3 is in `folder/notes`."""
     python = folder / "python3"
     note = f'#!/bin/bash\necho "${{@@Q}}" >>{folder}/notes\nexit {status}\n'
@@ -34,7 +32,7 @@ def run(folder: Path, *rows: str, status: int = 0) -> subprocess.CompletedProces
     )  # fmt: skip
 
 
-def asked(folder: Path, module: str, verb: str) -> list[list[str]]:
+def asked(folder, module, verb):
     """The verb and arguments of every call of it."""
     lines = [shlex.split(line) for line in (folder / "notes").read_text("utf-8").splitlines()]
     assert all(line[0] == "-m" for line in lines)
@@ -45,7 +43,7 @@ ROWS = "caching dualkv_layer dualkv_step dualkv_logprob moe_step moe_logprob dta
 
 
 @pytest.mark.parametrize(("rows", "num"), [("", 7), (f"{ROWS} capacity", 8)])
-def test_every_row_is_a_command_that_bench_takes(tmp_path: Path, rows: str, num: int) -> None:
+def test_every_row_is_a_command_that_bench_takes(tmp_path, rows, num):
     done = run(tmp_path, *rows.split())
     assert done.returncode == 0, done.stderr
     commands = asked(tmp_path, "megatron_prefix", "bench")
@@ -61,24 +59,24 @@ def test_every_row_is_a_command_that_bench_takes(tmp_path: Path, rows: str, num:
     assert names == (rows or ROWS).split() and len(names) == num
 
 
-def test_files_that_are_timed_are_made_first(tmp_path: Path) -> None:
+def test_files_that_are_timed_are_made_first(tmp_path):
     assert run(tmp_path, "dualkv_layer").returncode == 0
     [arguments] = asked(tmp_path, "megatron_prefix", "bench")
     made = [one[1] for one in asked(tmp_path, "megatron_prefix", "generate")]
     assert make_parser("bench").parse_args(arguments).rollouts == made and len(made) == 4
 
 
-def test_a_failed_row_fails_the_script_and_the_others_run(tmp_path: Path) -> None:
+def test_a_failed_row_fails_the_script_and_the_others_run(tmp_path):
     assert run(tmp_path, "moe_step", "caching", status=1).returncode == 1
     assert len(asked(tmp_path, "megatron_prefix", "bench")) == 2
 
 
-def test_an_unknown_row_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_row_is_refused(tmp_path):
     done = run(tmp_path, "dualkv")
     assert done.returncode == 2 and "dualkv: not one of the rows" in done.stderr
 
 
-def test_calls_end_where_they_are_trained(tmp_path: Path) -> None:
+def test_calls_end_where_they_are_trained(tmp_path):
     source, target = tmp_path / "rollouts.jsonl.gz", tmp_path / "calls.jsonl.gz"
     groups = list(generate(2, 64, 96, 3, tree="turns", depth=3))
     write_rollouts(source, groups)
@@ -92,6 +90,6 @@ def test_calls_end_where_they_are_trained(tmp_path: Path) -> None:
     assert len({(one.group, one.uid) for one in found}) == len(found)
 
 
-def test_calls_wants_two_files(capsys: pytest.CaptureFixture[str]) -> None:
+def test_calls_wants_two_files(capsys):
     assert calls.main(["one"]) == 2
     assert "give two files" in capsys.readouterr().err

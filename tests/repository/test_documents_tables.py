@@ -1,17 +1,13 @@
 """`python -m benchmarks.documents`: measured rows beside published figures."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks import documents
 
 
-def bench(folder: Path, file: str, model: str, names: str, **changes: Any) -> None:
+def bench(folder, file, model, names, **changes):
     """A result of `bench` with these rows, 400 ms stock and 100 ms with the prefix schedule."""
     row = {
         "segment_tokens": 4096, "raw_tokens": 20000, "executed_tokens": 5000, "speedup": 4.0,
@@ -27,7 +23,7 @@ def bench(folder: Path, file: str, model: str, names: str, **changes: Any) -> No
     (folder / file).write_text(json.dumps(result | changes), encoding="utf-8")
 
 
-def peers(folder: Path, **total_ms: float | None) -> None:
+def peers(folder, **total_ms):
     """A result of `benchmarks.peers` at one shape."""
     rows = [
         {"shape": "28x4096x2048", "peer": name.replace("_", "-"), "total_ms": ms}
@@ -36,13 +32,13 @@ def peers(folder: Path, **total_ms: float | None) -> None:
     (folder / "peers.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
 
 
-def printed(capsys: pytest.CaptureFixture[str], *folders: Path) -> tuple[list[str], str]:
+def printed(capsys, *folders):
     assert documents.main([str(folder) for folder in folders]) == 0
     found = capsys.readouterr()
     return found.out.splitlines(), found.err
 
 
-def test_rows_stand_beside_what_was_published(tmp_path, capsys) -> None:
+def test_rows_stand_beside_what_was_published(tmp_path, capsys):
     bench(tmp_path, "caching.json", "qwen3-8b", "16384:128:9")
     bench(tmp_path, "grid.json", "llama3-8b", "10240:2048:8 16384:64:9", set=[])
     lines, missing = printed(capsys, tmp_path)
@@ -63,7 +59,7 @@ def test_rows_stand_beside_what_was_published(tmp_path, capsys) -> None:
     assert len(heads) == 2
 
 
-def test_passes_for_log_probs_and_updates_are_told_apart(tmp_path, capsys) -> None:
+def test_passes_for_log_probs_and_updates_are_told_apart(tmp_path, capsys):
     bench(tmp_path, "step.json", "qwen3-8b", "8192:2048:8")
     lines, missing = printed(capsys, tmp_path)
     assert any(line.startswith("| update, 8 responses | 2.47x") for line in lines)
@@ -74,7 +70,7 @@ def test_passes_for_log_probs_and_updates_are_told_apart(tmp_path, capsys) -> No
     assert "MoE, update, 8" in missing
 
 
-def test_rates_and_time_a_layer(tmp_path, capsys) -> None:
+def test_rates_and_time_a_layer(tmp_path, capsys):
     bench(tmp_path, "dta.json", "qwen3-8b", "tau2_calls.jsonl.gz 5059_32.jsonl.gz")
     lines, _ = printed(capsys, tmp_path)
     [calls] = [line for line in lines if "model calls" in line]
@@ -82,13 +78,13 @@ def test_rates_and_time_a_layer(tmp_path, capsys) -> None:
     assert any("| 100, 25 ms | 4.00x |" in line for line in lines)
 
 
-def test_several_ranks_are_not_compared(tmp_path, capsys) -> None:
+def test_several_ranks_are_not_compared(tmp_path, capsys):
     bench(tmp_path, "cp2.json", "llama3-8b", "10240:2048:8", layout={"tp": 1, "cp": 2})
     lines, missing = printed(capsys, tmp_path)
     assert lines == [""] and "10240:2048:8" in missing
 
 
-def test_attention_stands_beside_the_fastest_copies(tmp_path, capsys) -> None:
+def test_attention_stands_beside_the_fastest_copies(tmp_path, capsys):
     peers(tmp_path, ours=30.0, dense_cudnn=60.0, dense_fa4=54.0, dense_flash=None, flex=48.0)
     lines, missing = printed(capsys, tmp_path)
     [line] = [line for line in lines if line.startswith("| 28x4096x2048 |")]
@@ -96,17 +92,17 @@ def test_attention_stands_beside_the_fastest_copies(tmp_path, capsys) -> None:
     assert "28x16384x2048" in missing and "28x4096x2048" not in missing
 
 
-def test_ours_that_failed_is_missing(tmp_path, capsys) -> None:
+def test_ours_that_failed_is_missing(tmp_path, capsys):
     peers(tmp_path, ours=None, dense_fa4=54.0)
     assert "28x4096x2048" in printed(capsys, tmp_path)[1]
 
 
-def test_no_folder_is_refused(capsys) -> None:
+def test_no_folder_is_refused(capsys):
     assert documents.main([]) == 2
     assert "give one folder" in capsys.readouterr().err
 
 
-def test_the_flop_ratio_of_attention_is_that_of_visible_pairs() -> None:
+def test_the_flop_ratio_of_attention_is_that_of_visible_pairs():
     for shape, (_, ratio) in documents.ATTENTION.items():
         num, prompt, response = map(int, shape.split("x"))
         shared = prompt**2 + num * (2 * prompt * response + response**2)

@@ -1,13 +1,9 @@
 """The examples run as their docstrings say, and the one-line change of a trainer's loop is one."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
 import runpy
-from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -22,12 +18,12 @@ from tests.harness.ranks import run_ranks
 LOOP = REPOSITORY / "examples" / "existing_megatron_loop.py"
 
 
-def counted(script: Path) -> tuple[str, list[tuple[int, int]]]:
+def counted(script):
     """A rank's part: what a script prints, and how many positions the prefix schedule had and
     computed in each step."""
     stock, counts = PrefixSchedule.__call__, []
 
-    def counting(self: PrefixSchedule, *arguments: Any, **named: Any) -> Any:
+    def counting(self, *arguments, **named):
         results = stock(self, *arguments, **named)
         forest = self.report.forest
         counts.append((forest.raw_tokens, forest.executed_tokens))
@@ -39,7 +35,7 @@ def counted(script: Path) -> tuple[str, list[tuple[int, int]]]:
     return out.getvalue(), counts
 
 
-def run(name: str, *arguments: str) -> str:
+def run(name, *arguments):
     done = forked_module(REPOSITORY / "examples" / name, *arguments, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -82,7 +78,7 @@ def test_parity_of_rollouts_is_proved():
     assert len(differences) == 4 and max(differences) < 1e-11
 
 
-def changed_loop() -> str:
+def changed_loop():
     """The trainer's loop with the change that its own comment asks for."""
     text = LOOP.read_text(encoding="utf-8")
     (wanted,) = re.findall(r"^# {5}(from megatron_prefix import \w+)$", text, re.M)
@@ -91,7 +87,7 @@ def changed_loop() -> str:
     return text.replace(line, wanted)
 
 
-def test_sharing_is_a_change_of_one_line_and_the_losses_stay(tmp_path: Path):
+def test_sharing_is_a_change_of_one_line_and_the_losses_stay(tmp_path):
     changed = tmp_path / "loop.py"
     changed.write_text(changed_loop(), encoding="utf-8")
     lines = zip(

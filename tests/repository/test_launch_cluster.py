@@ -1,14 +1,11 @@
 """Scripts for clusters: what they ask torchrun for. tests/lab/rl/test_two_nodes.py runs them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
 import shutil
 import subprocess
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import pytest
 
@@ -35,12 +32,12 @@ NODE = {"NODE_RANK": "0", "MASTER_ADDR": "node0"}
 
 
 @pytest.fixture
-def commands(tmp_path: Path) -> Path:
+def commands(tmp_path):
     """An environment's folder of commands that only say what they were asked, on 8 GPUs."""
     return commands_in(tmp_path / "bin")
 
 
-def commands_in(folder: Path) -> Path:
+def commands_in(folder):
     folder.mkdir(parents=True)
     says = {name: f'echo "{name}" "$@"' for name in ("torchrun", "srun", "megatron-prefix")}
     says |= {"scontrol": "printf 'node7\\nnode8\\n'", "python3": 'echo "${FAKE_GPUS:-8}"'}
@@ -50,26 +47,23 @@ def commands_in(folder: Path) -> Path:
     return folder
 
 
-def beside(commands: Path) -> dict[str, str]:
+def beside(commands):
     """Variables with which scripts take that environment."""
     return {"PATH": f"{commands}:{os.environ['PATH']}", "VENV": str(commands.parent)}
 
 
-def asked(commands: Path, script: str, *arguments: str, **environment: str) -> list[str]:
+def asked(commands, script, *arguments, **environment):
     """The words of the one command that a script runs."""
     done = subprocess.run(
-        ["bash", str(LAUNCH / script), *arguments],
-        env={**beside(commands), **NODE, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+        ["bash", str(LAUNCH / script), *arguments], env={**beside(commands), **NODE, **environment},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     return shlex.split(line)
 
 
-def verb_of(words: list[str]) -> list[str]:
+def verb_of(words):
     """What follows `-m megatron_prefix`."""
     return words[words.index("-m") + 2 :]
 
@@ -132,7 +126,7 @@ def test_no_default_of_training_ends_in_a_refusal(commands, monkeypatch, capsys,
     assert main(["plan", *args.rollouts, *lengths]) == 0, capsys.readouterr().err
 
 
-def in_a_world_of(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_a_world_of(size, monkeypatch):
     """As a rank of torchrun sees it."""
     for name, value in dict(RANK=0, WORLD_SIZE=size, MASTER_ADDR="a", MASTER_PORT=1).items():
         monkeypatch.setenv(name, str(value))
@@ -224,7 +218,7 @@ def test_slurm_names_the_first_node(commands):
     )
 
 
-def refusal(script: Path, *arguments: str, **environment: str) -> str:
+def refusal(script, *arguments, **environment):
     """The one line with which a script ends before it has started anything."""
     done = subprocess.run(
         ["bash", str(script), *arguments], env=environment, capture_output=True, text=True,
@@ -273,7 +267,7 @@ def test_two_nodes_need_namespaces_and_a_verb(commands, tmp_path):
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path) -> Path:
+def elsewhere(tmp_path):
     """A copy of the scripts where nothing is installed."""
     shutil.copytree(LAUNCH, tmp_path / "repository" / "launch")
     return tmp_path / "repository"
@@ -295,7 +289,7 @@ def test_one_line_says_that_there_is_no_environment(elsewhere, script):
 
 def test_the_quick_starts_environment_is_found(elsewhere):
     """An active one comes before it, and one that is named before that."""
-    given: dict[str, str] = {}
+    given = {}
     for variable, name in ((None, ".venv"), ("VIRTUAL_ENV", "active"), ("VENV", "named")):
         folder = elsewhere / name
         torchrun = commands_in(folder / "bin") / "torchrun"

@@ -1,11 +1,8 @@
 """The scripts of launch/ and .ci/, with an interpreter that only notes what it is asked to do."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -34,7 +31,7 @@ esac
 class Sandbox:
     """A copy of the scripts beside a stand-in for Python."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self.notes, self.python = folder, folder / "notes", folder / "python3"
         self.root, self.venv = folder / "repository", folder / "environment"
         self.root.mkdir()
@@ -44,30 +41,27 @@ class Sandbox:
         self.python.write_text(STAND_IN, encoding="utf-8")
         self.python.chmod(0o755)
 
-    def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess:
+    def run(self, *command, **environment):
         """`command` in the copy; what it asked of Python is in `asked` afterwards."""
         self.notes.write_text("", encoding="utf-8")
         environment = {"PYTHON": str(self.python), "VENV": str(self.venv), **environment}
         return subprocess.run(
-            command,
-            cwd=self.root,
+            command, cwd=self.root,
             env={"PATH": os.environ["PATH"], "NOTES": str(self.notes), **environment},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
 
     @property
-    def asked(self) -> list[str]:
+    def asked(self):
         return self.notes.read_text(encoding="utf-8").splitlines()
 
     @property
-    def installs(self) -> list[str]:
+    def installs(self):
         return [line for line in self.asked if line.startswith("-m pip install")]
 
 
 @pytest.fixture
-def sandbox(tmp_path) -> Sandbox:
+def sandbox(tmp_path):
     return Sandbox(tmp_path)
 
 
@@ -183,7 +177,7 @@ def test_a_folder_that_is_no_environment_is_left_alone(sandbox):
 CLOSING = "======= 3 passed, 1 skipped in 1.25s ======="
 
 
-def ci(sandbox: Sandbox, suite: int, rest: int) -> subprocess.CompletedProcess:
+def ci(sandbox, suite, rest):
     """.ci/run where both parts end with these codes."""
     script = "case $1 in\n"
     for part, line, status in (
@@ -204,9 +198,7 @@ def test_ci_fails_with_either_part_and_ends_with_pytests_line(sandbox, suite, re
     assert done.stdout.count("a late warning") == 2
 
 
-def with_system_python(
-    sandbox: Sandbox, *part: str, **environment: str
-) -> subprocess.CompletedProcess:
+def with_system_python(sandbox, *part, **environment):
     """launch/test_system_python.sh where the system's Python is 3.11.2 and no root may install."""
     suffix = environment.pop("SUFFIX", ".cpython-311.so")
     python = sandbox.folder / "system-python"

@@ -1,7 +1,5 @@
 """`benchmarks.mutants`: its table fits the code, and its verdicts are those of its tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -17,7 +15,7 @@ from benchmarks.mutants_table import MUTANTS, Mutant
 from tests.harness.data import REPOSITORY
 
 
-def test_every_line_of_the_table_fits() -> None:
+def test_every_line_of_the_table_fits():
     """Who changes such a line of the code changes it here, or takes it out."""
     assert all(number == 1 for number in Counter(one.name for one in MUTANTS).values())
     for mutant in MUTANTS:
@@ -28,7 +26,7 @@ def test_every_line_of_the_table_fits() -> None:
             assert (REPOSITORY / shlex.split(tests)[0]).is_file(), mutant.name
 
 
-def test_every_area_has_ten() -> None:
+def test_every_area_has_ten():
     areas = Counter(one.area for one in MUTANTS)
     assert min(areas[name] for name in ("graphs", "vision", "own-gdn", "dsa", "replay")) >= 10
 
@@ -68,7 +66,7 @@ TABLE = tuple(
 
 
 @pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def repository(tmp_path, monkeypatch):
     """A repository with a module and its tests, which git has not heard of."""
     root = tmp_path / "repository"
     root.mkdir()
@@ -81,7 +79,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_verdicts(repository: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_verdicts(repository, capsys, tmp_path):
     """What it finds is written down, and not run again; the original stays as it is."""
     out = tmp_path / "out.jsonl"
     assert mutants.main(["--out", str(out)]) == 1
@@ -104,14 +102,14 @@ def test_verdicts(repository: Path, capsys: pytest.CaptureFixture[str], tmp_path
     assert len(out.read_text(encoding="utf-8").splitlines()) == lines
 
 
-def test_a_name_that_nothing_has(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_nothing_has(repository, capsys):
     with pytest.raises(SystemExit, match="no such mutant"):
         mutants.main(["--only", "sums/none"])
     assert mutants.main(["--list"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(TABLE)
 
 
-def test_what_does_not_end_is_ended_with_all_that_it_has_started(tmp_path: Path) -> None:
+def test_what_does_not_end_is_ended_with_all_that_it_has_started(tmp_path):
     script = "sleep 600 & echo $!; wait"
     code, text = mutants._finished(["bash", "-c", script], tmp_path, {**os.environ}, 1.0)
     assert code is None

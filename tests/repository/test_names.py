@@ -1,12 +1,8 @@
 """Tests use what a room exports, so that the next move of its inside rewrites none, and their own
 names are short."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 from tests.harness.data import REPOSITORY
 
@@ -16,13 +12,13 @@ FOREIGN = {"_actions", "_axis", "_modules", "_ssm_training"}
 """Of argparse, torch, Megatron and ModelOpt; the package has names that read the same."""
 
 
-def is_private(name: str) -> bool:
+def is_private(name):
     return name.startswith("_") and not name.startswith("__") and name.strip("_").isidentifier()
 
 
-def defined(tree: ast.AST) -> set[str]:
+def defined(tree):
     """Private names that a file gives to something."""
-    found: set[str] = set()
+    found = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             found.add(node.name)
@@ -33,7 +29,7 @@ def defined(tree: ast.AST) -> set[str]:
     return set(filter(is_private, found))
 
 
-def used(tree: ast.AST) -> Iterator[str]:
+def used(tree):
     """Private names that a test takes from elsewhere: attributes, imports, and names in strings.
 
     What a class of the test's own file keeps on itself is its own.
@@ -50,16 +46,16 @@ def used(tree: ast.AST) -> Iterator[str]:
             yield node.value.rpartition(".")[2]
 
 
-def counted(folder: Path, names: set[str]) -> Counter[str]:
+def counted(folder, names):
     """Uses of `names` in every file below a folder, most first."""
-    found: Counter[str] = Counter()
+    found = Counter()
     for path in sorted(folder.rglob("*.py")):
         tree = ast.parse(path.read_text("utf-8"))
         found[str(path.relative_to(folder))] = sum(name in names for name in used(tree))
     return found
 
 
-def test_few_private_names_are_used() -> None:
+def test_few_private_names_are_used():
     package = [*(REPOSITORY / "megatron_prefix").rglob("*.py")]
     names = set().union(*(defined(ast.parse(path.read_text("utf-8"))) for path in package))
     found = counted(REPOSITORY / "tests", names - FOREIGN)
@@ -68,7 +64,7 @@ def test_few_private_names_are_used() -> None:
     assert found.total() > MOST - 10, f"only {found.total()} uses are left: lower MOST"
 
 
-def test_every_way_to_a_private_name_is_counted(tmp_path: Path) -> None:
+def test_every_way_to_a_private_name_is_counted(tmp_path):
     source = """
 from rooms.cellar import _door
 import rooms.attic as attic
@@ -91,7 +87,7 @@ LONGEST = 60
 """Characters of a test's name."""
 
 
-def test_names_of_tests_fit_a_line() -> None:
+def test_names_of_tests_fit_a_line():
     long = [
         f"{path.name}: {node.name}"
         for path in REPOSITORY.joinpath("tests").rglob("test_*.py")

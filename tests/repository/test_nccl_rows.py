@@ -1,11 +1,8 @@
 """The script of the rows over NCCL, with a torchrun that only notes what it is asked to do."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +13,7 @@ from tests.harness.data import REPOSITORY
 SCRIPT = REPOSITORY / "benchmarks" / "nccl_rows.sh"
 
 
-def run(folder: Path, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(folder, status=0, **environment):
     """The script; what it asked of torchrun is in `folder/notes`."""
     torchrun = folder / "torchrun"
     torchrun.write_text(f'#!/bin/sh\necho "$@" >>{folder}/notes\nexit {status}\n', encoding="utf-8")
@@ -29,7 +26,7 @@ def run(folder: Path, status: int = 0, **environment: str) -> subprocess.Complet
 
 
 @pytest.mark.parametrize(("gpus", "num"), [(2, 16), (4, 13)])
-def test_rows_fill_the_gpus_in_both_dtypes(tmp_path: Path, gpus: int, num: int) -> None:
+def test_rows_fill_the_gpus_in_both_dtypes(tmp_path, gpus, num):
     done = run(tmp_path, NGPU=str(gpus))
     assert done.returncode == 0, done.stderr
     known = {row.name: row for row in rows()}
@@ -46,12 +43,12 @@ def test_rows_fill_the_gpus_in_both_dtypes(tmp_path: Path, gpus: int, num: int) 
     assert dtypes == ["bfloat16", "float32"]
 
 
-def test_a_failed_row_fails_the_script_and_the_other_dtype_runs(tmp_path: Path) -> None:
+def test_a_failed_row_fails_the_script_and_the_other_dtype_runs(tmp_path):
     assert run(tmp_path, status=1, NGPU="2").returncode == 1
     assert len((tmp_path / "notes").read_text(encoding="utf-8").splitlines()) == 2
 
 
-def test_one_dtype_alone(tmp_path: Path) -> None:
+def test_one_dtype_alone(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "float32.jsonl").write_text("of an earlier run", encoding="utf-8")
     assert run(tmp_path, NGPU="2", DTYPES="float32").returncode == 0
@@ -59,12 +56,12 @@ def test_one_dtype_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "float32.jsonl").exists()
 
 
-def test_other_numbers_of_gpus_are_refused(tmp_path: Path) -> None:
+def test_other_numbers_of_gpus_are_refused(tmp_path):
     done = run(tmp_path, NGPU="3")
     assert done.returncode == 2 and "not 3; set NGPU" in done.stderr
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
-def test_shellcheck_finds_nothing() -> None:
+def test_shellcheck_finds_nothing():
     done = subprocess.run(["shellcheck", str(SCRIPT)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -1,13 +1,9 @@
 """`benchmarks.overlap_experts`, small: its lines, and a step that hangs."""
 
-from __future__ import annotations
-
 import faulthandler
 import re
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +14,7 @@ from tests.harness.command_line import BUNDLED
 OPTIONS = ("--model", "tiny-moe", "--dtype", "float32", "--max-tokens", "128", "--steps", "1")
 
 
-def run(monkeypatch: pytest.MonkeyPatch, output: Path, *options: str) -> None:
+def run(monkeypatch, output, *options):
     """The program, on two ranks that are started here."""
     told = ["program", BUNDLED, *OPTIONS, "--output", str(output), *options]
     monkeypatch.setattr(sys, "argv", [*map(str, told)])
@@ -26,7 +22,7 @@ def run(monkeypatch: pytest.MonkeyPatch, output: Path, *options: str) -> None:
     overlap_experts.main()
 
 
-def test_every_seed_has_a_line(capfd: Any, monkeypatch: Any, tmp_path: Path) -> None:
+def test_every_seed_has_a_line(capfd, monkeypatch, tmp_path):
     run(monkeypatch, tmp_path, "--seeds", "2", "--step-tokens", "1000")
     lines = capfd.readouterr().out.splitlines()
     for seed in range(2):
@@ -36,7 +32,7 @@ def test_every_seed_has_a_line(capfd: Any, monkeypatch: Any, tmp_path: Path) -> 
     assert lines[-1] == "2 of 2 ended"
 
 
-def test_a_step_that_hangs_ends_both_ranks_and_says_where(monkeypatch: Any, tmp_path: Path) -> None:
+def test_a_step_that_hangs_ends_both_ranks_and_says_where(monkeypatch, tmp_path):
     monkeypatch.setattr(overlap_experts, "milliseconds", lambda *_: time.sleep(60))
     with pytest.raises(RankError):
         run(monkeypatch, tmp_path, "--seed-s", "0.3", "--stock-only")

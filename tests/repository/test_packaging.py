@@ -1,15 +1,11 @@
 """What is pinned, and the rules that every file keeps."""
 
-from __future__ import annotations
-
 import ast
 import configparser
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -26,7 +22,7 @@ CUDA_ONLY = re.compile(r"nvidia-|cuda-|triton$|transformer-engine$|flash-attn-4$
 
 
 @pytest.fixture(scope="module")
-def setup() -> configparser.ConfigParser:
+def setup():
     parser = configparser.ConfigParser()
     parser.read(REPOSITORY / "setup.cfg", encoding="utf-8")
     return parser
@@ -35,7 +31,7 @@ def setup() -> configparser.ConfigParser:
 # What is pinned -----------------------------------------------------------------------------------
 
 
-def pins() -> dict[str, Requirement]:
+def pins():
     lines = (
         (REPOSITORY / "launch" / "requirements-cpu.txt").read_text(encoding="utf-8").splitlines()
     )
@@ -43,7 +39,7 @@ def pins() -> dict[str, Requirement]:
     return {canonicalize_name(one.name): one for one in found}
 
 
-def asked_by(name: str, extras: set[str]) -> Iterator[Requirement]:
+def asked_by(name, extras):
     """What an installed package needs here."""
     for line in metadata.requires(name) or ():
         one = Requirement(line)
@@ -88,15 +84,15 @@ def test_no_file_names_a_machine_or_a_host():
             assert set(url.findall(line)) <= HOSTS, f"{path}:{number}: {line}"
 
 
-def sources() -> list[Path]:
+def sources():
     return [path for path in tracked() if path.suffix == ".py" and is_code(path)]
 
 
-def is_code(path: Path) -> bool:
+def is_code(path):
     return path.relative_to(REPOSITORY).parts[0] in CODE
 
 
-def num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def num_lines(function):
     """Of a function, without its docstring."""
     first = function.body[0]
     has_doc = ast.get_docstring(function) is not None
@@ -104,7 +100,7 @@ def num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return function.end_lineno - function.lineno + 1 - doc
 
 
-def long_functions(text: str) -> list[str]:
+def long_functions(text):
     """Functions over the limit that do not say why, in or just above them."""
     lines, found = text.splitlines(), []
     for node in ast.walk(ast.parse(text)):
@@ -134,7 +130,7 @@ def test_functions_are_short_or_say_why_not():
     assert found == []
 
 
-def without_encoding(text: str) -> list[str]:
+def without_encoding(text):
     """Calls that read or write text in whatever encoding the locale has."""
     found = []
     for node in ast.walk(ast.parse(text)):

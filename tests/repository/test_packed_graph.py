@@ -1,9 +1,6 @@
 """`benchmarks.peers_step`: a group as one microbatch trains as its rollouts do."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,19 +14,19 @@ SMALL += " --shape 40:12:3 --check-shape 24:8:3 --pack-tokens 120"
 
 
 @pytest.fixture(autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
 
-def run(tmp_path, *arguments: str) -> tuple[int, dict]:
+def run(tmp_path, *arguments):
     path = tmp_path / "out.json"
     options = peers_step.parse_arguments([*SMALL.split(), "--json", str(path), *arguments])
     code = peers_step.run(options)
     return code, json.loads(path.read_text(encoding="utf-8"))
 
 
-def item(number: int, length: int, shared: int) -> dict:
+def item(number, length, shared):
     """A rollout whose first positions are shared."""
     places = torch.arange(length)[None]
     own = (places >= shared) * 100 * number
@@ -40,7 +37,7 @@ def item(number: int, length: int, shared: int) -> dict:
     }  # fmt: skip
 
 
-def test_losses_and_gradients_are_the_stock_schedules(tmp_path) -> None:
+def test_losses_and_gradients_are_the_stock_schedules(tmp_path):
     code, report = run(tmp_path)
     assert code == 0
     graphs = {name: report["verdicts"][name] for name in ("prefix", "graph", "graph, answers")}
@@ -53,7 +50,7 @@ def test_losses_and_gradients_are_the_stock_schedules(tmp_path) -> None:
     assert all(row["ms"] > 0 and row["times_prefix"] > 0 for row in report["rows"])
 
 
-def test_positions_that_do_not_restart_are_found(tmp_path, monkeypatch) -> None:
+def test_positions_that_do_not_restart_are_found(tmp_path, monkeypatch):
     def straight(*arguments, **options):
         graph = packed_graph(*arguments, **options)
         graph.item["position_ids"] = torch.arange(graph.item["tokens"].shape[1])[None]
@@ -66,7 +63,7 @@ def test_positions_that_do_not_restart_are_found(tmp_path, monkeypatch) -> None:
     assert passed == {"prefix": True, "graph": False, "graph, answers": False}
 
 
-def test_a_row_that_cannot_run_says_why_and_others_go_on(tmp_path, monkeypatch) -> None:
+def test_a_row_that_cannot_run_says_why_and_others_go_on(tmp_path, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("no such kernel\nand more")
 
@@ -78,7 +75,7 @@ def test_a_row_that_cannot_run_says_why_and_others_go_on(tmp_path, monkeypatch) 
     assert graph["reason"] == "cannot run: RuntimeError: no such kernel" and prefix["ms"] > 0
 
 
-def test_a_packed_graph_has_one_prompt_and_its_last_token_each() -> None:
+def test_a_packed_graph_has_one_prompt_and_its_last_token_each():
     items = [item(1, 5, 3), item(2, 6, 3)]
     whole = packed_graph(items, 3)
     assert whole.first == 0 and whole.lengths == (2, 3)
@@ -91,6 +88,6 @@ def test_a_packed_graph_has_one_prompt_and_its_last_token_each() -> None:
     assert answers.item["loss_mask"].tolist() == [[1, 1, 0, 0, 1, 1, 1, 0]]
 
 
-def test_a_prompt_that_is_trained_is_refused() -> None:
+def test_a_prompt_that_is_trained_is_refused():
     with pytest.raises(ValueError, match="trains no position of the prompt"):
         packed_graph([item(1, 5, 2), item(2, 6, 2)], 3)

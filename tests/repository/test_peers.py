@@ -1,7 +1,5 @@
 """`benchmarks.peers` on the CPU: values are compared, and one peer does not stop the others."""
 
-from __future__ import annotations
-
 import functools
 import json
 
@@ -20,13 +18,13 @@ SMALL += " --shapes 3x48x16 --check-shape 3x40x16 --segment-tokens 32 --dense-to
 PEERS = ["ours", "dense-flash_cpu", "dense-math", "flex", "repeated-math", "grouper-math"]
 
 
-def run(tmp_path, *arguments: str) -> tuple[int, dict]:
+def run(tmp_path, *arguments):
     path = tmp_path / "out.json"
     code = peers.main([*SMALL.split(), "--json", str(path), *arguments])
     return code, json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_every_peer_computes_the_same(tmp_path, capsys) -> None:
+def test_every_peer_computes_the_same(tmp_path, capsys):
     code, report = run(tmp_path, "--peers", ",".join(PEERS))
     assert code == 0
     wrong = report["wrong"]
@@ -43,7 +41,7 @@ def test_every_peer_computes_the_same(tmp_path, capsys) -> None:
     assert "1.00x ours" in capsys.readouterr().out
 
 
-def test_a_peer_that_differs_is_not_timed_and_fails_the_run(tmp_path, monkeypatch) -> None:
+def test_a_peer_that_differs_is_not_timed_and_fails_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(peers_flex, "PROMPT", 1)  # answers see the first answer
     packed_attention.cache_clear()
     code, report = run(tmp_path, "--peers", "flex,ours")
@@ -55,7 +53,7 @@ def test_a_peer_that_differs_is_not_timed_and_fails_the_run(tmp_path, monkeypatc
     assert ours["total_ms"] > 0
 
 
-def test_a_peer_that_cannot_run_says_why_and_others_go_on(tmp_path, capsys) -> None:
+def test_a_peer_that_cannot_run_says_why_and_others_go_on(tmp_path, capsys):
     code, report = run(tmp_path, "--peers", "dense-cudnn,nobody,ours")
     assert code == 0
     cudnn, nobody, ours = report["rows"]
@@ -65,23 +63,23 @@ def test_a_peer_that_cannot_run_says_why_and_others_go_on(tmp_path, capsys) -> N
     assert nobody["reason"] in capsys.readouterr().out
 
 
-def test_the_run_fails_without_ours(tmp_path) -> None:
+def test_the_run_fails_without_ours(tmp_path):
     code, report = run(tmp_path, "--peers", "dense-math", "--kernel", "cudnn")
     assert code == 1 and report["wrong"]["ours"].startswith("cannot run: UserError")
 
 
-def test_flop_ratios_of_dualkvs_shapes() -> None:
+def test_flop_ratios_of_dualkvs_shapes():
     shapes = parse_shapes(peers.DUALKV)
     assert [round(pairs(s, True) / pairs(s, False), 2) for s in shapes] == [1.75, 4.2, 5.9]
 
 
-def test_documents_are_padded_one_by_one() -> None:
+def test_documents_are_padded_one_by_one():
     assert documents(3, [2, 1]).tolist() == [0, 0, 0, 1, 1, 2]
     padded = [0, 0, 0, PADDING, 1, 1, 1, 1, 2, 2, 2, 2]
     assert documents(3, [3, 1], 4).tolist() == padded
 
 
-def test_flex_attention_computes_what_the_whole_mask_does() -> None:
+def test_flex_attention_computes_what_the_whole_mask_does():
     """Its forward, not compiled; it has no backward on the CPU."""
     packed = packed_attention(200, (70, 90), 128, torch.device("cpu"))
     draw = torch.Generator().manual_seed(0)

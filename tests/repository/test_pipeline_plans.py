@@ -1,7 +1,5 @@
 """The benchmark of three plans on two ranks: its form at a tiny size, not its times."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from types import SimpleNamespace
@@ -11,13 +9,12 @@ import torch.distributed as dist
 
 from benchmarks.barriers import barrier_plan, phase
 from benchmarks.pipeline_plans import NAMES, barrier_links, main
-from megatron_prefix.plan.actions import Action
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness import ranks  # noqa: F401  # ranks are forked from here
 from tests.harness.trees import flat_rollouts
 
 
-def test_it_runs_and_compares_orders(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_runs_and_compares_orders(capsys):
     sizes = dict(groups=2, rollouts=2, prompt=32, response=8, hidden=32, layers=2, repeats=2)
     options = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
     code = main([*options, "--chunk-tokens", "16", "--json"])
@@ -37,11 +34,11 @@ def test_it_runs_and_compares_orders(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_ranks_wait_between_phases_and_nowhere_else(rank, monkeypatch) -> None:
+def test_ranks_wait_between_phases_and_nowhere_else(rank, monkeypatch):
     forest = build(*flat_rollouts(64, 16, 5, 3), TreeOptions(segment_tokens=16, chunk_tokens=32))
     plan = barrier_plan(forest, 3)
-    waits: list[int] = []
-    done: list[Action] = []
+    waits = []
+    done = []
     monkeypatch.setattr(dist, "barrier", lambda: waits.append(len(done) - 1))
     links = barrier_links(SimpleNamespace(rank=rank, size=1), plan, None, None, None, True)
     for action in plan.programs[rank]:

@@ -1,7 +1,5 @@
 """The sdist and the wheel: what is in them, and that the wheel runs the quick start by itself."""
 
-from __future__ import annotations
-
 import configparser
 import importlib
 import os
@@ -23,14 +21,11 @@ OFFLINE = ["--no-deps", "--no-index", "--no-build-isolation"]
 BUILD = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
 # What lies about in a checkout and must not be shipped.
 STRAYS = (
-    "shared/data/rollouts.jsonl",
-    "out/run.jsonl",
-    "tests/core/__pycache__/a.pyc",
-    "notes.txt",
-)
+    "shared/data/rollouts.jsonl", "out/run.jsonl", "tests/core/__pycache__/a.pyc", "notes.txt",
+)  # fmt: skip
 
 
-def done(*command: str, cwd: Path, **environment: str) -> str:
+def done(*command, cwd, **environment):
     """What a command prints; it must end well."""
     made = subprocess.run(
         command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True,
@@ -41,13 +36,13 @@ def done(*command: str, cwd: Path, **environment: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def files() -> set[str]:
+def files():
     """Files of the repository, from its root."""
     return {str(path.relative_to(REPOSITORY)) for path in tracked()}
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory, files) -> Path:
+def built(tmp_path_factory, files):
     """A folder with the sdist of a copy of the sources among strays, unpacked, and its wheel."""
     folder = tmp_path_factory.mktemp("built")
     source = folder / "source"
@@ -66,13 +61,13 @@ def built(tmp_path_factory, files) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(built) -> zipfile.ZipFile:
+def wheel(built):
     (path,) = built.glob("*.whl")
     return zipfile.ZipFile(path)
 
 
 @pytest.fixture(scope="module")
-def setup() -> configparser.ConfigParser:
+def setup():
     parser = configparser.ConfigParser()
     parser.read(REPOSITORY / "setup.cfg", encoding="utf-8")
     return parser

@@ -1,7 +1,5 @@
 """The documentation as a site: links lead somewhere, and the public API has its docstrings."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -9,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -23,7 +20,7 @@ PAGE_OF_API = DOCS / "api.md"
 CONFIG = "megatron_prefix.config"
 
 
-def pinned(*files: Path) -> set[str]:
+def pinned(*files):
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     return {
         canonicalize_name(Requirement(line).name)
@@ -32,7 +29,7 @@ def pinned(*files: Path) -> set[str]:
     }
 
 
-def build(repository: Path, site: Path, packages: Path) -> subprocess.CompletedProcess:
+def build(repository, site, packages):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
     command += ["--config-file", str(repository / "docs" / "site" / "mkdocs.yml")]
     environment = {"PYTHONPATH": str(packages), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -43,12 +40,12 @@ def build(repository: Path, site: Path, packages: Path) -> subprocess.CompletedP
 
 
 @pytest.fixture(scope="module")
-def packages() -> Path:
+def packages():
     return installed("mkdocs", DOCS / "site")
 
 
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory) -> Path:
+def copy(tmp_path_factory):
     """What the site is made of, to be changed."""
     folder = tmp_path_factory.mktemp("site") / "repository"
     ignore = shutil.ignore_patterns("__pycache__")
@@ -108,7 +105,7 @@ def test_everything_that_builds_the_site_is_pinned(packages):
                 assert canonicalize_name(needed.name) in known, f"{one.name} needs {needed}"
 
 
-def public_names() -> set[str]:
+def public_names():
     """Modules' names in the table of docs/api.md, as `module.name`."""
     text = PAGE_OF_API.read_text(encoding="utf-8")
     found = set()

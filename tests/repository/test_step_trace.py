@@ -1,13 +1,10 @@
 """`python -m benchmarks.step_trace compare`, and the parts of `record` that need no model."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import gc
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from benchmarks import step_trace
 LINES = ["aten.mm.default(a)", "view aten.t.default(b)", "aten.add.Tensor(c)", "x/y.py:1 f", ""]
 
 
-def record() -> dict[str, Any]:
+def record():
     """Two configs, one of them with two ranks."""
     rank = {
         "operations": [0, 1, 2, 0], "places": [3, 4, 3, 4], "host waits": {"aten.nonzero": 2},
@@ -27,14 +24,14 @@ def record() -> dict[str, Any]:
     return {"made by": {"torch": "2"}, "lines": LINES, "configs": ranks}
 
 
-def compared(folder: Path, new: dict[str, Any], *options: str) -> int:
+def compared(folder, new, *options):
     """The exit code of the command for the record above and another one."""
     for name, value in (("old", record()), ("new", new)):
         (folder / name).write_text(json.dumps(value), encoding="utf-8")
     return step_trace.main(["compare", str(folder / "old"), str(folder / "new"), *options])
 
 
-def test_equal_records_pass_whatever_the_order_of_their_tables(tmp_path, capsys) -> None:
+def test_equal_records_pass_whatever_the_order_of_their_tables(tmp_path, capsys):
     new = record()
     new["lines"] = [*reversed(LINES)]
     for rank in (rank for config in new["configs"].values() for rank in config):
@@ -44,27 +41,25 @@ def test_equal_records_pass_whatever_the_order_of_their_tables(tmp_path, capsys)
     assert capsys.readouterr().out == "the same: 2 configs, 3 ranks, 12 operations, 6 digests\n"
 
 
-def test_other_places_are_no_difference(tmp_path) -> None:
+def test_other_places_are_no_difference(tmp_path):
     new = record()
     new["configs"]["one"][0]["places"] = [4, 4, 4, 4]
     assert compared(tmp_path, new) == 0
 
 
-def test_the_first_difference_is_shown_and_all_are_counted(tmp_path, capsys) -> None:
+def test_the_first_difference_is_shown_and_all_are_counted(tmp_path, capsys):
     new = record()
     new["configs"]["two"][1]["operations"] = [0, 1, 0, 2, 2]
     new["configs"]["two"][1]["places"] = [3, 4, 3, 4, 4]
     assert compared(tmp_path, new) == 1
     assert capsys.readouterr().out.splitlines() == [
-        "two, rank 1: operation 2 of 4 before, of 5 now",
-        "  after view aten.t.default(b)",
-        "  before aten.add.Tensor(c)  [x/y.py:1 f]",
-        "  now    aten.mm.default(a)  [x/y.py:1 f]",
+        "two, rank 1: operation 2 of 4 before, of 5 now", "  after view aten.t.default(b)",
+        "  before aten.add.Tensor(c)  [x/y.py:1 f]", "  now    aten.mm.default(a)  [x/y.py:1 f]",
         "  counts +1 aten.add.Tensor",
-    ]
+    ]  # fmt: skip
 
 
-def test_a_step_that_ends_early_differs(tmp_path, capsys) -> None:
+def test_a_step_that_ends_early_differs(tmp_path, capsys):
     new = record()
     new["configs"]["one"][0]["operations"].pop()
     new["configs"]["one"][0]["places"].pop()
@@ -72,7 +67,7 @@ def test_a_step_that_ends_early_differs(tmp_path, capsys) -> None:
     assert "  now    the end\n  counts -1 aten.mm.default\n" in capsys.readouterr().out
 
 
-def test_views_can_be_left_out(tmp_path) -> None:
+def test_views_can_be_left_out(tmp_path):
     new = record()
     rank = new["configs"]["one"][0]
     rank["operations"], rank["places"] = [0, 2, 1, 1, 0], [4] * 5
@@ -89,14 +84,14 @@ def test_views_can_be_left_out(tmp_path) -> None:
         ("cuda", "kernels", 7, "cuda: kernels None before, 7 now"),
     ],
 )
-def test_another_value_is_a_difference(tmp_path, capsys, kind, name, value, told) -> None:
+def test_another_value_is_a_difference(tmp_path, capsys, kind, name, value, told):
     new = record()
     new["configs"]["one"][0].setdefault(kind, {})[name] = value
     assert compared(tmp_path, new) == 1
     assert capsys.readouterr().out == f"one, rank 0: {told}\n"
 
 
-def test_missing_configs_and_other_versions_are_differences(tmp_path, capsys) -> None:
+def test_missing_configs_and_other_versions_are_differences(tmp_path, capsys):
     new = record()
     del new["configs"]["one"]
     new["made by"]["torch"] = "3"
@@ -106,7 +101,7 @@ def test_missing_configs_and_other_versions_are_differences(tmp_path, capsys) ->
     assert missing == "one: ranks 1 before, 0 now"
 
 
-def test_operations_have_strides_and_bytes_are_freed() -> None:
+def test_operations_have_strides_and_bytes_are_freed():
     x = torch.arange(6.0).reshape(2, 3)
     with step_trace.Operations() as found:
         y = x.t().contiguous()
@@ -123,19 +118,19 @@ def test_operations_have_strides_and_bytes_are_freed() -> None:
     assert found.storages.live == 0
 
 
-def test_a_digest_has_every_bit_and_the_dtype() -> None:
+def test_a_digest_has_every_bit_and_the_dtype():
     x = torch.tensor([0.0, 1.0])
     assert step_trace.digest({"a": [x]}) == step_trace.digest({"a": [x.clone()]})
     for other in (torch.tensor([-0.0, 1.0]), x.double(), x[None]):
         assert step_trace.digest({"a": [other]}) != step_trace.digest({"a": [x]})
 
 
-def test_modules_are_found_and_an_error_inside_is_reported(monkeypatch) -> None:
+def test_modules_are_found_and_an_error_inside_is_reported(monkeypatch):
     assert step_trace.cpu_platform().__name__.startswith(step_trace.PACKAGE)
     with pytest.raises(ModuleNotFoundError, match="none of no_such"):
         step_trace.moved("no_such")
 
-    def broken(name: str) -> Any:
+    def broken(name):
         raise ModuleNotFoundError("no numpy", name="numpy")
 
     monkeypatch.setattr(step_trace.importlib, "import_module", broken)
@@ -143,10 +138,10 @@ def test_modules_are_found_and_an_error_inside_is_reported(monkeypatch) -> None:
         step_trace.moved("no_such")
 
 
-def test_functions_of_the_package_are_noted_and_no_others() -> None:
+def test_functions_of_the_package_are_noted_and_no_others():
     import megatron_prefix
 
-    entered: step_trace.Entered = set()
+    entered = set()
     with step_trace.profiled(entered):
         megatron_prefix.PrefixConfig()
         step_trace.digest(1)
@@ -154,7 +149,7 @@ def test_functions_of_the_package_are_noted_and_no_others() -> None:
     assert not {name for _, _, name in entered} & {"digest", "__init__"}
 
 
-def test_what_a_case_has_to_enter_is_in_the_package() -> None:
+def test_what_a_case_has_to_enter_is_in_the_package():
     folder = Path(step_trace.__file__).parents[1] / step_trace.PACKAGE
     for name, case in step_trace.CASES.items():
         for names in case.ran:
@@ -162,21 +157,21 @@ def test_what_a_case_has_to_enter_is_in_the_package() -> None:
             assert any(path.exists() for path in paths), (name, names)
 
 
-def test_a_step_that_leaves_a_feature_out_is_no_step_of_its_case() -> None:
+def test_a_step_that_leaves_a_feature_out_is_no_step_of_its_case():
     case = step_trace.Case(ran=("moe/replay.py|features/replay/", "run/losses.py:add"))
     functions = ["features/replay/part.py:begin", "run/losses.py:subtract"]
     assert step_trace.not_entered(case, functions) == ["run/losses.py:add"]
     assert step_trace.not_entered(case, ["moe/replay.py:of", "run/losses.py:add"]) == []
 
 
-def test_the_clock_of_measured_steps_counts_operations() -> None:
+def test_the_clock_of_measured_steps_counts_operations():
     with step_trace.Ticks() as clock:
         before = clock.seconds()
         torch.ones(2).add(1)
     assert clock.seconds() - before == pytest.approx(2e-6)
 
 
-def test_launches_run_again_and_a_capture_computes_nothing() -> None:
+def test_launches_run_again_and_a_capture_computes_nothing():
     x, total = torch.ones(2), torch.zeros(2)
     graph = step_trace.Launches(None)
     graph.begin()
@@ -191,7 +186,7 @@ def test_launches_run_again_and_a_capture_computes_nothing() -> None:
     assert total.tolist() == [9, 9]
 
 
-def test_images_have_tokens_and_positions_of_their_own() -> None:
+def test_images_have_tokens_and_positions_of_their_own():
     members = step_trace.with_images(step_trace.rollouts(False, 0), torch.float32)
     first, last, without = members[0], members[3], members[4]
     start, end = step_trace.IMAGE_START, step_trace.IMAGE_START + step_trace.IMAGE_TOKENS
@@ -203,7 +198,7 @@ def test_images_have_tokens_and_positions_of_their_own() -> None:
     assert places[:, end].tolist() == [8, 8, 8] and places[:, start - 1].tolist() == [4, 4, 4]
 
 
-def test_routes_part_inside_a_prompt_in_one_layer() -> None:
+def test_routes_part_inside_a_prompt_in_one_layer():
     config = argparse.Namespace(num_layers=3, num_moe_experts=4, moe_router_topk=2)
     member = step_trace.rollouts(False, 0)[0]
     usual, other = (step_trace._routes(member, number, config) for number in (0, 3))

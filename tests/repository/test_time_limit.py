@@ -52,7 +52,7 @@ def test_is_fine():
 """
 
 
-def run(folder: Path, source: str, *limits: str) -> subprocess.CompletedProcess[str]:
+def run(folder, source, *limits):
     """pytest with the settings of this repository, but for its limits, in a worker of xdist."""
     (folder / "test_both.py").write_text(source, "utf-8")
     command = [sys.executable, "-m", "pytest", "-c", str(REPOSITORY / "pyproject.toml"), *limits]

@@ -1,8 +1,6 @@
 """`benchmarks.vision_step` with a tiny model on the CPU: both schedules agree, and the tower runs
 once for each image."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -17,7 +15,7 @@ TINY = "--device cpu --dtype float64 --model tiny-qwen3 --tower tiny --prompt 16
 TINY += " --image-tokens 12 --rollouts 4 --pack-tokens 400 --warm-up-calls 1 --repeats 1"
 
 
-def test_both_schedules_agree_and_the_tower_runs_once_an_image(capsys) -> None:
+def test_both_schedules_agree_and_the_tower_runs_once_an_image(capsys):
     with one_rank():
         found = vision_step.measured(vision_step.parse_arguments(TINY.split()), Layout())
     verdict, row = found["alignment"], found["row"]
@@ -33,7 +31,7 @@ LAYOUTS = ["--tp 2 --sequence-parallel", "--pp 2 --chunk-tokens 64"]
 
 
 @pytest.mark.parametrize("layout", rows(LAYOUTS, LAYOUTS[1:]))  # tests of images have stages
-def test_several_ranks_agree(layout: str, tmp_path, capsys) -> None:
+def test_several_ranks_agree(layout, tmp_path, capsys):
     found = tmp_path / "found.json"
     options = f"{TINY} --groups 1 --layers 8 --json {found} {layout}"
     assert vision_step.main(options.split()) == 0, capsys.readouterr()
@@ -41,7 +39,7 @@ def test_several_ranks_agree(layout: str, tmp_path, capsys) -> None:
     assert result["alignment"]["passed"] and result["row"]["images"] == {"stock": 8, "prefix": 4}
 
 
-def test_the_bound_counts_the_tower_once_an_image() -> None:
+def test_the_bound_counts_the_tower_once_an_image():
     given = vision_step.parse_arguments(TINY.split())
     options = vision_step.Options("tiny-qwen3", tower=SIZES["tiny"])
     spec = options.spec().with_vocab(2048)
@@ -55,7 +53,7 @@ def test_the_bound_counts_the_tower_once_an_image() -> None:
     assert text == same and twice < whole and 4 < whole < text
 
 
-def test_flops_of_a_tower() -> None:
+def test_flops_of_a_tower():
     """Two layers, four patches, no deepstack: counted by hand."""
     sizes = Sizes(2, 8, 2, 16, 12, ())
     linear = 4 * 2 * (12 * 8 + 2 * (4 * 8 * 8 + 2 * 8 * 16))
@@ -63,7 +61,7 @@ def test_flops_of_a_tower() -> None:
     assert sizes.flops(4, 24) == linear + attention + 2 * (32 * 32 + 32 * 24)
 
 
-def test_positions_of_a_prompt() -> None:
+def test_positions_of_a_prompt():
     """Text counts on, an image has rows and columns, and what follows begins behind the larger."""
     given = vision_step.parse_arguments([*TINY.split(), "--images", "1"])
     groups = vision_step.GroupShape(10, 4, 2).groups(1, 64, 1)

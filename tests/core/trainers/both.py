@@ -6,15 +6,13 @@ forward step and loss, first under the stock schedule and then under the prefix 
 the gradients and the results of the last.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest import mock
@@ -64,7 +62,7 @@ class Step:
     verified: float | None = None
 
     @property
-    def problem(self) -> str:
+    def problem(self):
         """What is wrong; "" for nothing. A step of the stock schedule is stock's, bit for bit."""
         if self.reason:
             if self.gradient == self.results == 0:
@@ -126,15 +124,15 @@ class Both:
     leaves_alike: bool = False
     steps: list[Step] = field(default_factory=list)
 
-    def __call__(self, *_: Any, **__: Any) -> Callable[..., Any]:
+    def __call__(self, *_, **__):
         """The schedule."""
         return self._run
 
-    def _run(self, *, data_iterator: Any, model: Any, **arguments: Any) -> Any:
+    def _run(self, *, data_iterator, model, **arguments):
         chunks = model if isinstance(model, list) else [model]
         arguments["model"] = model
         put_back = saved(self.state())
-        seen: list[_Seen] = []
+        seen = []
         for name, iterator in zip(
             self._turns, copies(data_iterator, len(self._turns)), strict=True
         ):
@@ -151,18 +149,18 @@ class Both:
         return results
 
     @property
-    def _turns(self) -> tuple[str, ...]:
+    def _turns(self):
         """What is first runs as in a job that has just begun: what a loss leaves behind is new."""
         return ("watched", "stock", "prefix") if self.config.mode == "auto" else ("stock", "prefix")
 
-    def _ours(self) -> Any:
+    def _ours(self):
         ours = self.swapped or functools.partial(
             get_forward_backward_func, prefix_config=self.config, trained=self.trained,
             samples=self.samples, masks_tokens=self.masks_tokens,
         )  # fmt: skip
         return ours()
 
-    def _compare(self, seen: list[_Seen], forward_only: bool) -> None:
+    def _compare(self, seen, forward_only):
         """Runs of the prefix schedule with stock's gradients and results."""
         stock = next(one for one in seen if one.report is None)
         for one in seen:
@@ -188,7 +186,7 @@ class Both:
             )  # fmt: skip
 
 
-def _verified(report: Any) -> float:
+def _verified(report):
     """The largest difference that `verify` has told of a step; infinite if it has told none."""
     if "verify" not in report.features:
         return math.inf
@@ -196,11 +194,11 @@ def _verified(report: Any) -> float:
 
 
 @contextlib.contextmanager
-def changed(change: Callable[[Any], Any]) -> Iterator[None]:
+def changed(change):
     """Models that are built inside are changed before they are wrapped: heads, adapters."""
     stock = build.build_chunk
 
-    def built(*args: Any, **options: Any) -> Any:
+    def built(*args, **options):
         chunk = stock(*args, **options)
         torch.manual_seed(7)  # of a part that every rank has whole
         change(build.unwrap(chunk))
@@ -210,7 +208,7 @@ def changed(change: Callable[[Any], Any]) -> Iterator[None]:
         yield
 
 
-def config_of(layout: str) -> PrefixConfig:
+def config_of(layout):
     """The configuration for a layout's name: mode "auto" where that is in it; "across": what is
     common to data-parallel ranks runs once; "fallback": no step is shared; "verify": steps that are
     shared run with both schedules."""
@@ -222,12 +220,12 @@ def config_of(layout: str) -> PrefixConfig:
     return dataclasses.replace(config, across_ranks="on" if "across" in layout else "off")
 
 
-def saved(objects: list[Any]) -> Callable[[], None]:
+def saved(objects):
     """Puts back lists, and the attributes of other objects with the lists in those, too; and
     torch's random state."""
     before, random = [_held(one) for one in objects], torch.get_rng_state()
 
-    def put_back() -> None:
+    def put_back():
         for one, values in zip(objects, before, strict=True):
             if isinstance(one, list):
                 one[:] = values
@@ -238,11 +236,11 @@ def saved(objects: list[Any]) -> Callable[[], None]:
     return put_back
 
 
-def _held(one: Any) -> Any:
+def _held(one):
     return one[:] if isinstance(one, list) else _own_lists(vars(one))
 
 
-def _own_lists(values: Any) -> Any:
+def _own_lists(values):
     """A copy of a dict, with copies of the lists and dicts in it."""
     found = copy.copy(values)
     for name, value in values.items():
@@ -253,7 +251,7 @@ def _own_lists(values: Any) -> Any:
     return found
 
 
-def sizes(objects: list[Any]) -> list[dict[str, Any]]:
+def sizes(objects):
     """Numbers that objects have, and how long their lists are; of a list, how long it is."""
     return [
         {name: len(value) if isinstance(value, list) else value for name, value in held.items()
@@ -263,7 +261,7 @@ def sizes(objects: list[Any]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def copies(iterator: Any, num: int) -> list[Any]:
+def copies(iterator, num):
     """`num` data iterators over the same microbatches; the given one is used up by the last."""
     if isinstance(iterator, list):
         return [list(one) for one in zip(*(copies(one, num) for one in iterator), strict=True)]
@@ -275,17 +273,17 @@ def copies(iterator: Any, num: int) -> list[Any]:
     return [copy.copy(iterator) for _ in range(num - 1)] + [iterator]  # a place in a list: slime
 
 
-def _own(batch: Any) -> Any:
+def _own(batch):
     return dict(batch) if isinstance(batch, dict) else batch
 
 
-def gradients(chunks: list[Any]) -> dict[str, Tensor]:
+def gradients(chunks):
     """Copies of all gradients of a rank; frozen parameters have none.
 
     With a distributed optimizer only what is this rank's: elsewhere is what it computed itself,
     which its step does not read.
     """
-    found: dict[str, Tensor] = {}
+    found = {}
     for number, chunk in enumerate(chunks):
         sharded = getattr(chunk, "ddp_config", None) and chunk.ddp_config.use_distributed_optimizer
         for name, parameter in chunk.named_parameters():
@@ -296,7 +294,7 @@ def gradients(chunks: list[Any]) -> dict[str, Tensor]:
     return found
 
 
-def _own_part(chunk: Any, parameter: Tensor) -> slice:
+def _own_part(chunk, parameter):
     """Which elements of a parameter's gradient are in this rank's part of its bucket."""
     for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
         if parameter not in buffer.param_index_map:
@@ -310,7 +308,7 @@ def _own_part(chunk: Any, parameter: Tensor) -> slice:
     raise KeyError("a parameter in no buffer")
 
 
-def flat(results: Any, name: str = "") -> dict[str, Tensor]:
+def flat(results, name=""):
     """Every number in what a schedule returns, by its place."""
     if isinstance(results, Tensor):
         return {name: results.values() if results.is_nested else results}
@@ -319,13 +317,13 @@ def flat(results: Any, name: str = "") -> dict[str, Tensor]:
     if isinstance(results, int | float):
         return {name: torch.tensor(float(results))}
     pairs = results.items() if isinstance(results, Mapping) else enumerate(results)
-    found: dict[str, Tensor] = {}
+    found = {}
     for key, value in pairs:
         found.update(flat(value, f"{name}/{key}"))
     return found
 
 
-def furthest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+def furthest(found, expected):
     """The largest relative difference; infinite where something is missing or not finite."""
     if found.keys() != expected.keys():
         return math.inf

@@ -6,13 +6,7 @@ others, where a nearly undecided token may go elsewhere. For a rollout's last to
 routes: nobody has asked for what follows.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import torch
-from torch import Tensor
 
 BLOCK = 16
 TOPK = 2
@@ -20,9 +14,7 @@ UNDECIDED = 0.25
 """Share of tokens behind the last whole block of a prompt that go elsewhere in a rollout."""
 
 
-def drawn(
-    tokens: Sequence[Tensor], prompts: Sequence[int], layers: int, experts: int
-) -> list[Tensor]:
+def drawn(tokens, prompts, layers, experts):
     """Routes of rollouts, int64 [tokens - 1, layers, TOPK] each.
 
     Args:
@@ -31,10 +23,10 @@ def drawn(
         layers: of the model.
         experts: of a layer.
     """
-    of_prompt: dict[Any, Tensor] = {}
+    of_prompt = {}
     draw, found = torch.Generator().manual_seed(5), []
 
-    def chosen(num: int) -> Tensor:
+    def chosen(num):
         return torch.rand(num, layers, experts, generator=draw).topk(TOPK).indices
 
     for row, prompt in zip(tokens, prompts, strict=True):
@@ -48,7 +40,7 @@ def drawn(
     return found
 
 
-def num_alike(tokens: Sequence[Tensor], routes: Sequence[Any]) -> int:
+def num_alike(tokens, routes):
     """Positions that rollouts need not compute, as one before them has them: with the same tokens
     up to the one after it, and the same routes so far.
 
@@ -56,10 +48,10 @@ def num_alike(tokens: Sequence[Tensor], routes: Sequence[Any]) -> int:
         tokens: of every rollout.
         routes: of every one, [tokens or one less, layers, topk].
     """
-    known: set[tuple[Any, ...]] = set()
+    known = set()
     num = 0
     for row, experts in zip(tokens, routes, strict=True):
-        path: tuple[Any, ...] = ()
+        path = ()
         for place in range(len(row) - 1):
             pair = (int(row[place]), int(row[place + 1]), tuple(experts[place].flatten().tolist()))
             path = (hash((path, pair)),)

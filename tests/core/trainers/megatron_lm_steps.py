@@ -4,20 +4,17 @@
 optimizer, with both overlaps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from megatron_prefix.lab import runtime
 from tests.core.trainers import stand_ins, worker
-from tests.core.trainers.both import Both, Step, config_of
+from tests.core.trainers.both import Both, config_of
 
 LENGTH, VOCAB = 64, 127
 ARGUMENTS = f"""--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128
@@ -30,7 +27,7 @@ ARGUMENTS = f"""--num-layers 2 --hidden-size 64 --num-attention-heads 4 --ffn-hi
     --no-create-attention-mask-in-dataloader"""
 
 
-def run_on_cpu() -> None:
+def run_on_cpu():
     """What megatron.training asks of torch.cuda beyond what lab/platforms/cpu.py answers."""
     from megatron.core.models import backends
     from megatron.core.models.gpt import gpt_layer_specs
@@ -56,7 +53,7 @@ def run_on_cpu() -> None:
     gpt_layer_specs.DotProductAttention = backends.DotProductAttention = LocalAttention
 
 
-def take_sequence_parallelism() -> None:
+def take_sequence_parallelism():
     """Lets layers without transformer-engine have it: Megatron's own norm there refuses it."""
     from megatron.core.models import backends
     from megatron.core.models.gpt import gpt_layer_specs
@@ -68,7 +65,7 @@ def take_sequence_parallelism() -> None:
     gpt_layer_specs.LNImpl = transformer_block.LayerNormImpl = RMSNorm
 
 
-def leave_out_gpus() -> None:
+def leave_out_gpus():
     """Leaves out of megatron.training what needs a GPU or a compiler."""
     from megatron.core import utils
     from megatron.training import initialize, training
@@ -78,7 +75,7 @@ def leave_out_gpus() -> None:
     name = "get_thd_batch_on_this_cp_rank"
     if stock := getattr(utils, name, None):
 
-        def flat(batch: Any, ends: Any, *rest: Any) -> Any:
+        def flat(batch, ends, *rest):
             return stock(batch, ends.flatten(), *rest)
 
         for module in (utils, sys.modules.get("pretrain_gpt")):
@@ -92,7 +89,7 @@ def leave_out_gpus() -> None:
     training.report_theoretical_memory = lambda *a, **k: None
 
 
-def train_on_cpu(both: Both) -> None:
+def train_on_cpu(both):
     """Puts `both` where the schedule was, and leaves out what a CPU lacks."""
     from megatron.training import training
 
@@ -100,7 +97,7 @@ def train_on_cpu(both: Both) -> None:
     leave_out_gpus()
 
 
-def begin_alike(*, packed: bool) -> None:
+def begin_alike(*, packed):
     """Makes the first three quarters of all samples of the mock data the same."""
     from megatron.core.datasets.gpt_dataset import MockGPTDataset
 
@@ -109,7 +106,7 @@ def begin_alike(*, packed: bool) -> None:
     size = LENGTH // parts
     common = size * 3 // 4
 
-    def item(self: Any, index: int | None) -> dict[str, Any]:
+    def item(self, index):
         found = dict(stock(self, index))
         draw = torch.Generator().manual_seed(index or 0)
         tokens = torch.randint(VOCAB, (parts, size + 1), generator=draw)
@@ -124,7 +121,7 @@ def begin_alike(*, packed: bool) -> None:
     MockGPTDataset.__getitem__ = item
 
 
-def arguments(name: str) -> list[str]:
+def arguments(name):
     """pretrain_gpt's command line for a layout."""
     layout = worker.layout_of(name)
     found = [
@@ -139,7 +136,7 @@ def arguments(name: str) -> list[str]:
     return found
 
 
-def pretrain(script: Any) -> None:
+def pretrain(script):
     """What pretrain_gpt does as a program."""
     data, kind = script.train_valid_test_datasets_provider, script.ModelType.encoder_or_decoder
     data.is_distributed = True
@@ -152,7 +149,7 @@ def pretrain(script: Any) -> None:
     script.pretrain(data, model, kind, script.forward_step)
 
 
-def steps(name: str) -> list[Step]:
+def steps(name):
     """Two iterations, on one rank."""
     import pretrain_gpt
 

@@ -9,14 +9,11 @@ writes FILE.r, a line of JSON a step with its losses and gradient norm, and at t
 the parameters.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import runpy
 import sys
-from typing import Any
 
 from tests.core.trainers import stand_ins
 
@@ -33,19 +30,19 @@ class Kept:
         path: of the file.
     """
 
-    def __init__(self, train_step: Any, path: str) -> None:
+    def __init__(self, train_step, path):
         self._train_step = train_step
         self._file = open(f"{path}.{os.environ['RANK']}", "w", encoding="utf-8")  # noqa: SIM115
-        self._models: list[Any] = []
+        self._models = []
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, *args, **options):
         self._models = args[2]
         found = self._train_step(*args, **options)
         losses = {name: float(value) for name, value in found[0].items()}
         self._write({"losses": losses, "grad_norm": found[5], **_shared()})
         return found
 
-    def close(self) -> None:
+    def close(self):
         """Writes the digest."""
         digest = hashlib.sha256()
         for model in self._models:
@@ -54,11 +51,11 @@ class Kept:
         self._write({"parameters": digest.hexdigest()})
         self._file.close()
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, line):
         self._file.write(json.dumps(line) + "\n")
 
 
-def _shared() -> dict[str, Any]:
+def _shared():
     """What the schedule says of the last step; nothing, where it is Megatron's."""
     from megatron.training import training
 
@@ -72,7 +69,7 @@ def _shared() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main() -> None:
+def main():
     """Runs the script of the command line."""
     script = os.path.abspath(sys.argv[1])
     sys.argv = sys.argv[1:]

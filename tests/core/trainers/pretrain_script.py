@@ -3,10 +3,7 @@
 Takes Megatron-LM's arguments; from 0.19 on.
 """
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core import mpu, utils
@@ -20,7 +17,7 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 
 
-def datasets(sizes: Any, vp_stage: int | None = None) -> Any:
+def datasets(sizes, vp_stage=None):
     """Megatron's dataset of tokens, and no others."""
     args = get_args()
     config = GPTDatasetConfig(
@@ -34,7 +31,7 @@ def datasets(sizes: Any, vp_stage: int | None = None) -> Any:
     ).build()
 
 
-def batch_of(iterator: Any) -> dict[str, Any]:
+def batch_of(iterator):
     """A microbatch on every rank of its tensor-parallel group."""
     args, rank = get_args(), mpu.get_tensor_model_parallel_rank()
     found = {
@@ -55,13 +52,13 @@ def batch_of(iterator: Any) -> dict[str, Any]:
     return utils.flatten_batch_for_packed_sequences(found)
 
 
-def loss(mask: Any, output: torch.Tensor) -> Any:
+def loss(mask, output):
     """Sum and number of the losses of trained tokens."""
     total, num = (output.flatten() * mask.flatten()).sum(), mask.sum().to(torch.int)
     return total, num, {"lm loss": torch.stack([total.detach(), num])}
 
 
-def forward_step(iterator: Any, model: Any) -> Any:
+def forward_step(iterator, model):
     """A microbatch through the model."""
     batch = batch_of(iterator)
     packing = None
@@ -81,5 +78,5 @@ def forward_step(iterator: Any, model: Any) -> Any:
 if __name__ == "__main__":
     args = parse_and_validate_args(args_defaults={})
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    datasets.is_distributed = True  # type: ignore[attr-defined]
+    datasets.is_distributed = True
     pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)

@@ -9,8 +9,6 @@ documents are packed into rows (THD), as `--dataloader-inter-document-masking` o
 of two prompts do. Forked ranks save the imports; by torchrun the same command is in on_cpu.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy
@@ -18,7 +16,6 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
-from typing import Any
 
 from tests.core.trainers import stand_ins
 
@@ -38,7 +35,7 @@ FLAGS = (
 )
 
 
-def write_documents(path: Path, length: int) -> None:
+def write_documents(path, length):
     """Megatron's .bin and .idx of 64 documents; three quarters of each are one of two prompts."""
     from megatron.core.datasets import indexed_dataset
 
@@ -52,7 +49,7 @@ def write_documents(path: Path, length: int) -> None:
     builder.finalize(f"{path}.idx")
 
 
-def arguments(layout: str, steps: str, folder: Path) -> list[str]:
+def arguments(layout, steps, folder):
     """Megatron-LM's command line."""
     sizes, packed = worker.layout_of(layout), "packed" in layout
     common = ARGUMENTS.replace("--mock-data", "").replace("--train-iters 2", "")
@@ -68,7 +65,7 @@ def arguments(layout: str, steps: str, folder: Path) -> list[str]:
     return [*found, *["--dataloader-inter-document-masking"] * packed, *ahead]
 
 
-def run(script: str, layout: str, mode: str, steps: str, folder: Path) -> list[dict[str, Any]]:
+def run(script, layout, mode, steps, folder):
     """What the steps of one rank were."""
     runtime.initialize(worker.layout_of(layout))
     rank = torch.distributed.get_rank()
@@ -85,7 +82,7 @@ def run(script: str, layout: str, mode: str, steps: str, folder: Path) -> list[d
     return [json.loads(line) for line in lines]
 
 
-def main() -> None:
+def main():
     """Runs what the command line says."""
     script, *runs = sys.argv[1:]
     torch.compiler.set_stance("force_eager")
@@ -99,7 +96,7 @@ def main() -> None:
         write_documents(folder / "half", LENGTH // 2)
         for named in runs:
             layout, mode, steps = [*named.split(), "20"][:3]
-            seen: dict[str, Any] = {"run": named, "ranks": [], "error": ""}
+            seen = {"run": named, "ranks": [], "error": ""}
             try:
                 size = worker.layout_of(layout).world_size
                 seen["ranks"] = worker.run_ranks(

@@ -7,8 +7,6 @@ that has imported nothing before; what a layout's name means says verl_steps.py,
 line of JSON a layout, as worker.py prints it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -16,7 +14,6 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
-from typing import Any
 
 import ray
 import torch
@@ -28,7 +25,7 @@ from tests.core.trainers.worker import layout_of
 HOOK = "tests.core.trainers.ray_steps.on_cpu"
 
 
-def on_cpu() -> None:
+def on_cpu():
     """Prepares a worker, before verl is imported there; `worker` has let Megatron run on it."""
     torch.compiler.set_stance("force_eager")
 
@@ -36,14 +33,14 @@ def on_cpu() -> None:
 class Rank:
     """One rank of the job."""
 
-    def steps(self, layout: str) -> list[dict[str, Any]]:
+    def steps(self, layout):
         """What it sees of a layout's steps."""
         from tests.core.trainers import verl_steps
 
         return [dataclasses.asdict(step) for step in verl_steps.steps(layout)]
 
 
-def run(layout: str, rendezvous: Path) -> list[list[dict[str, Any]]]:
+def run(layout, rendezvous):
     """The same, of every rank; they meet in a file that is not there yet."""
     size = layout_of(layout).world_size
     actors = []
@@ -58,13 +55,13 @@ def run(layout: str, rendezvous: Path) -> list[list[dict[str, Any]]]:
             ray.kill(actor)
 
 
-def main() -> None:
+def main():
     """Runs the layouts of the command line."""
     ray.init(**on_ray.options(HOOK))
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         stack.callback(ray.shutdown)
         for layout in sys.argv[1:]:
-            seen: dict[str, Any] = {"layout": layout, "ranks": [], "error": ""}
+            seen = {"layout": layout, "ranks": [], "error": ""}
             try:
                 seen["ranks"] = run(layout, Path(folder) / layout)
             except Exception:  # noqa: BLE001  # the next layout tells its own story

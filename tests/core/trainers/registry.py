@@ -4,8 +4,6 @@ Run as a script it installs what the suite wants, with nothing but an environmen
 so while the other packages are installed.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import shutil
@@ -23,13 +21,13 @@ UNREACHABLE = (
 )  # fmt: skip
 
 
-def _skip(reason: str) -> None:
+def _skip(reason):
     import pytest  # which is not there yet where this is a script
 
     pytest.skip(reason)
 
 
-def installed(name: str, beside: Path = HERE) -> Path:
+def installed(name, beside=HERE):
     """The folder with what `name`.txt in `beside` pins; made at the first call.
 
     Skips the test where pip reaches no registry, or Python is older than the pins are for.
@@ -47,7 +45,7 @@ def installed(name: str, beside: Path = HERE) -> Path:
     return folder
 
 
-def _install(name: str, pins: Path, folder: Path) -> None:
+def _install(name, pins, folder):
     part = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps"]

@@ -1,30 +1,26 @@
 """Modules that a trainer imports and that its steps do not use; torch is not imported."""
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-import types
 import typing
-from typing import Any
 
 
-def for_megatron() -> None:
+def for_megatron():
     """What importing megatron.training wants on the CPU; call it before Megatron is imported.
 
     From 0.18 that is triton, even on the CPU (unpacked it takes 0.7 GB), and from 0.19
     `typing.override`, which Python has from 3.12.
     """
     if not hasattr(typing, "override"):
-        typing.override = lambda method: method  # type: ignore[attr-defined]
+        typing.override = lambda method: method
     if importlib.util.find_spec("triton") is None:
         StandIns("triton", "megatron.core.transformer.custom_layers.batch_invariant_kernels")
-        importlib.import_module("triton").__version__ = "3.7.1"  # type: ignore[attr-defined]
+        importlib.import_module("triton").__version__ = "3.7.1"
 
 
-def where_missing(*names: str) -> None:
+def where_missing(*names):
     """Stand-ins for those of the packages that are not installed."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
@@ -38,29 +34,29 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         names: of the packages; whatever is taken from them is a class that does nothing.
     """
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names):
         self._names = names
         sys.meta_path.insert(0, self)
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, name, path=None, target=None):
         """The finder's part; see importlib."""
         if any(name == one or name.startswith(f"{one}.") for one in self._names):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
-    def create_module(self, spec: Any) -> None:
+    def create_module(self, spec):
         """The loader's part: an ordinary module."""
 
-    def exec_module(self, module: types.ModuleType) -> None:
+    def exec_module(self, module):
         """The loader's part; see importlib."""
-        module.__getattr__ = _Anything.__getattr__.__get__(_Anything)  # type: ignore[method-assign]
+        module.__getattr__ = _Anything.__getattr__.__get__(_Anything)
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _nothing(*_, **__):
     """Does nothing."""
 
 
-def _as_it_is(self: Any, function: Any = None, *_: Any, **__: Any) -> Any:
+def _as_it_is(self, function=None, *_, **__):
     """What a decorator gives back that changes nothing."""
     return function
 
@@ -68,10 +64,10 @@ def _as_it_is(self: Any, function: Any = None, *_: Any, **__: Any) -> Any:
 class _Anything(type):
     """Classes whose attributes are such classes."""
 
-    def __getattr__(cls, name: str) -> Any:
+    def __getattr__(cls, name):
         if name.startswith("__"):
             raise AttributeError(name)
         return _Anything(name, (), {"__init__": _nothing, "__call__": _as_it_is})
 
-    def __getitem__(cls, _: Any) -> Any:
+    def __getitem__(cls, _):
         return cls

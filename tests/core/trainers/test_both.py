@@ -1,11 +1,7 @@
 """How steps of trainers are run twice and compared."""
 
-from __future__ import annotations
-
 import importlib
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,31 +21,31 @@ from tests.harness import ranks  # applies the CPU platform
 class OnlyNext:
     """An iterator without `__iter__`, as Megatron-LM has it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._numbers = iter(range(5))
 
-    def __next__(self) -> int:
+    def __next__(self):
         return next(self._numbers)
 
 
 class Indexed:
     """A place in a list, as slime has it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.place = -1
 
-    def get_next(self) -> int:
+    def get_next(self):
         self.place += 1
         return self.place
 
 
-def numbers(iterator: Any) -> list[int]:
+def numbers(iterator):
     one = iterator.get_next if hasattr(iterator, "get_next") else iterator.__next__
     return [one() for _ in range(3)]
 
 
 @pytest.mark.parametrize("make", [OnlyNext, Indexed, lambda: iter(range(5))])
-def test_both_schedules_read_the_same_microbatches(make: Any) -> None:
+def test_both_schedules_read_the_same_microbatches(make):
     given = make()
     (first,), (second,) = copies([given], 2)
     assert numbers(first) == numbers(second) == [0, 1, 2]
@@ -57,13 +53,13 @@ def test_both_schedules_read_the_same_microbatches(make: Any) -> None:
     assert copies(None, 2) == [None, None]
 
 
-def test_a_forward_step_may_change_its_batch() -> None:
+def test_a_forward_step_may_change_its_batch():
     first, second = copies(iter([{"tokens": 1}]), 2)
     next(first)["tokens"] = 2
     assert next(second) == {"tokens": 1}
 
 
-def test_numbers_in_results_are_found_by_their_place() -> None:
+def test_numbers_in_results_are_found_by_their_place():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
     found = flat([{"loss": 2.0, "name": "x", "values": nested}, (torch.ones(1), 3)])
     assert {name: value.tolist() for name, value in found.items()} == {
@@ -71,9 +67,7 @@ def test_numbers_in_results_are_found_by_their_place() -> None:
     }  # fmt: skip
 
 
-def test_sources_that_are_not_there_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sources_that_are_not_there_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["run_sources", str(tmp_path)])
     assert run_sources.main() == 1
     lines = capsys.readouterr().out.splitlines()[2:]
@@ -84,15 +78,13 @@ def test_sources_that_are_not_there_are_named(
 @pytest.mark.parametrize(
     ("found", "difference"),
     [
-        ({"a": [2.0, 4.0], "b": [0.001]}, 0.0),
-        ({"a": [4.0, 2.0], "b": [0.001]}, 0.5),
+        ({"a": [2.0, 4.0], "b": [0.001]}, 0.0), ({"a": [4.0, 2.0], "b": [0.001]}, 0.5),
         ({"a": [2.0, 4.0], "b": [0.041]}, 1.0),
-        ({"a": [2.0, float("nan")], "b": [0.001]}, float("inf")),
-        ({"a": [2.0, 4.0]}, float("inf")),
+        ({"a": [2.0, float("nan")], "b": [0.001]}, float("inf")), ({"a": [2.0, 4.0]}, float("inf")),
         ({"a": [2.0], "b": [0.001]}, float("inf")),
     ],
-)
-def test_the_comparison_sees(found: dict[str, list[float]], difference: float) -> None:
+)  # fmt: skip
+def test_the_comparison_sees(found, difference):
     expected = {"a": torch.tensor([2.0, 4.0]), "b": torch.tensor([0.001])}
     given = {name: torch.tensor(value) for name, value in found.items()}
     assert furthest(given, expected) == pytest.approx(difference)
@@ -100,7 +92,7 @@ def test_the_comparison_sees(found: dict[str, list[float]], difference: float) -
     assert bool(step.problem) == (difference > 0)
 
 
-def test_a_step_of_the_stock_schedule_is_stocks_bit_for_bit() -> None:
+def test_a_step_of_the_stock_schedule_is_stocks_bit_for_bit():
     known = {"executed": 0, "raw": 0, "limit": 1.0, "reason": "routes in order"}
     assert not Step("update", gradient=0.0, results=0.0, **known).problem
     for gradient, results in ((1e-9, 0.0), (0.0, 1e-9), (float("nan"), 0.0)):
@@ -108,7 +100,7 @@ def test_a_step_of_the_stock_schedule_is_stocks_bit_for_bit() -> None:
         assert "routes in order" in step.problem
 
 
-def test_the_table_tells_why_a_form_falls_back() -> None:
+def test_the_table_tells_why_a_form_falls_back():
     watched = Step("update", 0, 0, 1.0, 0.0, 0.0, reason=WATCHED)
     fell_back = Step("update", 0, 0, 1.0, 0.0, 0.0, reason="routes in order")
     shared = Step("forward", 40, 100, 1e-5, 0.0, 2e-6)
@@ -119,7 +111,7 @@ def test_the_table_tells_why_a_form_falls_back() -> None:
     assert "failed" in run_sources.told([watched, shared])
 
 
-def test_a_form_that_falls_back_otherwise_than_listed_has_failed() -> None:
+def test_a_form_that_falls_back_otherwise_than_listed_has_failed():
     stock = run_sources.STOCK + OTHER_ROUTER.given(3, "Own").text
     assert run_sources.as_listed("shared", None) == "shared"
     assert run_sources.as_listed(stock, OTHER_ROUTER) == stock
@@ -127,7 +119,7 @@ def test_a_form_that_falls_back_otherwise_than_listed_has_failed() -> None:
         assert run_sources.as_listed(said, refusal).startswith("failed: not as listed")
 
 
-def test_what_a_trainer_keeps_is_put_back_as_often_as_needed() -> None:
+def test_what_a_trainer_keeps_is_put_back_as_often_as_needed():
     queue = OnlyNext()
     queue.routes, queue.place = [1, 2], 0
     put_back = saved([queue])
@@ -140,7 +132,7 @@ def test_what_a_trainer_keeps_is_put_back_as_often_as_needed() -> None:
         assert torch.equal(torch.rand(2), drawn)
 
 
-def test_lists_of_losses_are_put_back_and_counted() -> None:
+def test_lists_of_losses_are_put_back_and_counted():
     """AReaL's: a list in a loss, and a tracker with a dict of lists."""
     outputs, tracker = [1], OnlyNext()
     tracker.stats = {"loss": [2]}
@@ -154,7 +146,7 @@ def test_lists_of_losses_are_put_back_and_counted() -> None:
         assert outputs == [1] and tracker.stats == {"loss": [2]}
 
 
-def parts(_: str) -> dict[str, tuple[int, int]]:
+def parts(_):
     """How much of each gradient is this rank's, and how much there is."""
     runtime.initialize(Layout(dp=2))
     spec = resolve("tiny-qwen3", num_layers=2).with_vocab(64)
@@ -166,7 +158,7 @@ def parts(_: str) -> dict[str, tuple[int, int]]:
     }
 
 
-def test_a_distributed_optimizers_gradients_on_their_own_ranks() -> None:
+def test_a_distributed_optimizers_gradients_on_their_own_ranks():
     first, second = ranks.run_ranks(2, parts, "")
     assert first.keys() == second.keys()
     for name, (mine, whole) in first.items():
@@ -174,11 +166,11 @@ def test_a_distributed_optimizers_gradients_on_their_own_ranks() -> None:
     assert all(sum(mine for mine, _ in one.values()) for one in (first, second))
 
 
-def test_a_step_in_which_nothing_was_shared_is_a_problem() -> None:
+def test_a_step_in_which_nothing_was_shared_is_a_problem():
     assert "nothing was shared" in Step("update", 100, 100, 1e-5, 0.0, 0.0).problem
 
 
-def test_only_a_package_that_is_missing_gets_a_stand_in(monkeypatch) -> None:
+def test_only_a_package_that_is_missing_gets_a_stand_in(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", sys.meta_path[:])
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     stand_ins.where_missing("json", "no_such_package")

@@ -4,15 +4,12 @@ The loop is that of the wheel, which has no pretrain_gpt.py: pretrain_script.py 
 is needed here. A checkout's pretrain_gpt.py runs by the command in pretrain_steps.py.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -45,7 +42,7 @@ TOKENS = 8 * 64
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, list[list[dict[str, Any]]]]:
+def runs():
     """Per run and rank what every step gave, and at the end a digest of the parameters."""
     folders = [str(installed("megatron")), *sys.path]
     done = subprocess.run(
@@ -61,7 +58,7 @@ def runs() -> dict[str, list[list[dict[str, Any]]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", rows(STEPS, [AHEAD]))
-def test_steps_are_the_stock_schedules(runs: dict[str, Any], layout: str) -> None:
+def test_steps_are_the_stock_schedules(runs, layout):
     for ours, theirs in zip(runs[f"{layout} on"], runs[f"{layout} stock"], strict=True):
         assert len(theirs) == STEPS[layout] + 1, "steps and the digest"
         assert max(distance(ours[:-1], theirs[:-1])) <= tolerance(torch.float32, TOKENS)
@@ -72,12 +69,12 @@ def test_steps_are_the_stock_schedules(runs: dict[str, Any], layout: str) -> Non
 
 
 @pytest.mark.slow
-def test_off_is_bitwise_stock(runs: dict[str, Any]) -> None:
+def test_off_is_bitwise_stock(runs):
     assert runs["tp2 off"] == runs["tp2 stock"]
     assert runs["tp2 off"][0][-1]["parameters"] != runs["tp2 off"][1][-1]["parameters"]
 
 
-def test_a_difference_and_a_nan_are_seen() -> None:
+def test_a_difference_and_a_nan_are_seen():
     step = {"losses": {"lm loss": 4.0}, "grad_norm": 2.0}
     assert distance([step], [step]) == (0, 0)
     assert distance([{**step, "grad_norm": 2.002}], [step]) == (0, pytest.approx(1e-3))
@@ -86,7 +83,7 @@ def test_a_difference_and_a_nan_are_seen() -> None:
 
 
 @pytest.mark.parametrize(("norm", "code"), [(2.0, 0), (2.01, 1), (math.nan, 1)])
-def test_the_files_of_two_runs_are_compared(tmp_path, monkeypatch, capsys, norm, code) -> None:
+def test_the_files_of_two_runs_are_compared(tmp_path, monkeypatch, capsys, norm, code):
     for name, value in (("stock", 2.0), ("on", norm)):
         step = {"losses": {}, "grad_norm": value, "raw": 100, "executed": 40}
         text = f"{json.dumps(step)}\n{json.dumps({'parameters': name})}\n"

@@ -5,13 +5,10 @@
 A whole program with Ray takes minutes: benchmarks/trainers/verl_run.py and slime_run.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +24,7 @@ LAYOUTS = ("pp2-value-plugin",)
 @pytest.mark.skipif(
     not os.environ.get("RAY_TESTS"), reason="Ray starts a dozen processes: set RAY_TESTS=1"
 )
-def test_rays_workers_get_the_stock_schedules_results(tmp_path: Path) -> None:
+def test_rays_workers_get_the_stock_schedules_results(tmp_path):
     """With pipeline stages and verl's critic; pip's verl brings Ray."""
     folder = installed("verl")
     write_plugin(tmp_path)

@@ -1,7 +1,5 @@
 """What is known of trainers: which one runs, what it is refused for, and the pages about them."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys
@@ -24,14 +22,14 @@ from tests.harness.data import REPOSITORY
 PAGES = REPOSITORY / "docs" / "trainers"
 
 
-def imported(monkeypatch: pytest.MonkeyPatch, name: str, **members: object) -> None:
+def imported(monkeypatch, name, **members):
     """A module that is there."""
     module = types.ModuleType(name)
     vars(module).update(members)
     monkeypatch.setitem(sys.modules, name, module)
 
 
-def arguments(monkeypatch: pytest.MonkeyPatch, **given: object) -> None:
+def arguments(monkeypatch, **given):
     """Megatron-LM's command line."""
     parsed = argparse.Namespace(**given)
     imported(monkeypatch, "megatron.training")
@@ -39,7 +37,7 @@ def arguments(monkeypatch: pytest.MonkeyPatch, **given: object) -> None:
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda one: one.name)
-def test_a_trainer_that_is_imported_is_the_one_that_runs(monkeypatch, trainer: Trainer) -> None:
+def test_a_trainer_that_is_imported_is_the_one_that_runs(monkeypatch, trainer):
     assert trainers.running_trainer() is None
     arguments(monkeypatch, perform_rl_step=trainer.name == "Megatron-RL")
     imported(monkeypatch, "megatron.rl.rl_utils")  # by megatron.training, too
@@ -47,7 +45,7 @@ def test_a_trainer_that_is_imported_is_the_one_that_runs(monkeypatch, trainer: T
     assert trainers.running_trainer() is trainer
 
 
-def test_a_version_that_was_not_tried_is_said(monkeypatch) -> None:
+def test_a_version_that_was_not_tried_is_said(monkeypatch):
     imported(monkeypatch, "verl", __version__="0.9.1")
     assert table.VERL.described() == "verl 0.9.1"
     imported(monkeypatch, "verl", __version__="1.0")
@@ -58,7 +56,7 @@ def test_a_version_that_was_not_tried_is_said(monkeypatch) -> None:
     assert version_of("not.there", "not-there") == ""
 
 
-def test_distillation_gets_the_stock_schedule(monkeypatch, caplog) -> None:
+def test_distillation_gets_the_stock_schedule(monkeypatch, caplog):
     """Its loss reads what segments do not keep; nothing would tell."""
     arguments(monkeypatch, export_kd_teacher_load="teacher")
     try:
@@ -80,13 +78,13 @@ def test_distillation_gets_the_stock_schedule(monkeypatch, caplog) -> None:
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_miles_with_several_adapters_gets_the_stock_schedule(monkeypatch, given: bool) -> None:
+def test_miles_with_several_adapters_gets_the_stock_schedule(monkeypatch, given):
     arguments(monkeypatch, multi_lora=given)
     assert table.MILES.refusal() is (MULTI_LORA if given else None)
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_slimes_flag_tells_how_calls_are_cut(monkeypatch, given: bool) -> None:
+def test_slimes_flag_tells_how_calls_are_cut(monkeypatch, given):
     arguments(monkeypatch, allgather_cp=given)
     wanted = Slices.CONTIGUOUS if given else Slices.ZIGZAG
     assert trainers.slices() is wanted
@@ -98,8 +96,8 @@ def test_slimes_flag_tells_how_calls_are_cut(monkeypatch, given: bool) -> None:
         auto.off()
 
 
-def test_before_the_command_line_is_parsed_nothing_is_refused(monkeypatch) -> None:
-    def get_args() -> None:
+def test_before_the_command_line_is_parsed_nothing_is_refused(monkeypatch):
+    def get_args():
         raise AssertionError("args is not initialized.")
 
     imported(monkeypatch, "megatron.training.global_vars", get_args=get_args)
@@ -107,7 +105,7 @@ def test_before_the_command_line_is_parsed_nothing_is_refused(monkeypatch) -> No
 
 
 @pytest.mark.parametrize("trainer", [table.ROLL, table.SLIME], ids=lambda one: one.name)
-def test_rolls_masks_are_over_tokens(monkeypatch, trainer: Trainer) -> None:
+def test_rolls_masks_are_over_tokens(monkeypatch, trainer):
     imported(monkeypatch, trainer.module)
     try:
         auto.on(PrefixConfig(mode="on"))
@@ -118,7 +116,7 @@ def test_rolls_masks_are_over_tokens(monkeypatch, trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda one: one.name)
-def test_every_trainer_has_its_page(trainer: Trainer) -> None:
+def test_every_trainer_has_its_page(trainer):
     """What a page says of options and versions is what the code says."""
     page = PAGES / f"{trainer.name.lower().replace('-', '_')}.md"
     text = " ".join(page.read_text(encoding="utf-8").replace("`", "").split())
@@ -133,7 +131,7 @@ def test_every_trainer_has_its_page(trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda one: one.name)
-def test_every_page_says_what_helps_scattered_groups(trainer: Trainer) -> None:
+def test_every_page_says_what_helps_scattered_groups(trainer):
     """Dealing that we choose, across_ranks, or neither where the stock schedule runs."""
     page = PAGES / f"{trainer.name.lower().replace('-', '_')}.md"
     text = " ".join(page.read_text(encoding="utf-8").split())
@@ -143,7 +141,7 @@ def test_every_page_says_what_helps_scattered_groups(trainer: Trainer) -> None:
     assert f"Of the two ways, {trainer.name} has {way}" in text
 
 
-def test_what_is_said_to_have_run_is_run() -> None:
+def test_what_is_said_to_have_run_is_run():
     """No trainer is in the tables by reading alone."""
     ran = {name.partition(", ")[0] for name in run_sources.TRAINERS}
     assert ran == {one.name for one in TRAINERS if one.tried}
@@ -153,7 +151,7 @@ def test_what_is_said_to_have_run_is_run() -> None:
 
 
 @pytest.mark.parametrize("run", [slime_run, verl_run], ids=["slime", "verl"])
-def test_a_page_lists_all_that_stood_in_in_a_whole_run(run: types.ModuleType) -> None:
+def test_a_page_lists_all_that_stood_in_in_a_whole_run(run):
     page = PAGES / f"{run.__name__.rpartition('.')[2].partition('_')[0]}.md"
     text = page.read_text(encoding="utf-8")
     assert on_ray.table(run.STAND_INS) in text
@@ -162,7 +160,7 @@ def test_a_page_lists_all_that_stood_in_in_a_whole_run(run: types.ModuleType) ->
         assert unused in text
 
 
-def test_the_documents_table_is_of_what_is_run_and_refused() -> None:
+def test_the_documents_table_is_of_what_is_run_and_refused():
     text = which_runs.OPERATIONS.read_text(encoding="utf-8")
     assert text.count(which_runs.BEGIN) == 1
     found = text.partition(which_runs.BEGIN)[2].partition(which_runs.END)[0]

@@ -1,13 +1,10 @@
 """verl of the registry runs its own engine steps with the prefix schedule in Megatron's place."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,7 +32,7 @@ ON = {f"MEGATRON_PREFIX_{name}": text for name, text in SETTINGS.items()}
 """Small segments, so that small steps have many; the kernel without probing."""
 
 
-def run(*layouts: str, **environ: str) -> dict[str, dict[str, Any]]:
+def run(*layouts, **environ):
     """What every layout's ranks saw; one process imports verl for all of them."""
     found = subprocess.run(
         [sys.executable, "-m", "tests.core.trainers.verl_steps", str(installed("verl")), *layouts],
@@ -47,7 +44,7 @@ def run(*layouts: str, **environ: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def runs(tmp_path_factory):
     """With nothing but the plugin's entry point and variables; all but PLUGIN then put a schedule
     in the place of the plugin's."""
     plugin = tmp_path_factory.mktemp("plugin")
@@ -59,11 +56,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def products() -> dict[str, dict[str, Any]]:
+def products():
     return run(*PRODUCTS)
 
 
-def check(run: dict[str, Any]) -> None:
+def check(run):
     """Whether every rank's steps are those of the stock schedule, and shared."""
     assert not run["error"], run["error"]
     for rank in run["ranks"]:
@@ -74,13 +71,13 @@ def check(run: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", rows(LAYOUTS, PRODUCTS))
-def test_verl_gets_the_stock_schedules_results(layout: str, request: pytest.FixtureRequest) -> None:
+def test_verl_gets_the_stock_schedules_results(layout, request):
     check(request.getfixturevalue("products" if layout in PRODUCTS else "runs")[layout])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", FORMS)
-def test_in_mode_auto_verl_shares_or_gets_stocks_bits(runs: dict[str, Any], layout: str) -> None:
+def test_in_mode_auto_verl_shares_or_gets_stocks_bits(runs, layout):
     assert not runs[layout]["error"], runs[layout]["error"]
     for rank in runs[layout]["ranks"]:
         watched, forward, again, update = (Step(**step) for step in rank)
@@ -93,5 +90,5 @@ def test_in_mode_auto_verl_shares_or_gets_stocks_bits(runs: dict[str, Any], layo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", rows(PLUGIN, PLUGIN_PRODUCTS))
-def test_verls_plugin_puts_the_schedule_into_its_engine(runs: dict[str, Any], layout: str) -> None:
+def test_verls_plugin_puts_the_schedule_into_its_engine(runs, layout):
     check(runs[layout])

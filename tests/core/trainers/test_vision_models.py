@@ -1,7 +1,5 @@
 """Vision-language models of trainers, from their own sources, under both schedules."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -14,15 +12,12 @@ from tests.harness.vision import Kept
 
 WHY = vision_sources.missing()
 LAYOUTS = {
-    "one rank": Layout(),
-    "TP2 SP": Layout(tp=2, sequence_parallel=True),
-    "PP2": Layout(pp=2),
-    "CP2": Layout(cp=2),
-    "DP2": Layout(dp=2),
-}
+    "one rank": Layout(), "TP2 SP": Layout(tp=2, sequence_parallel=True), "PP2": Layout(pp=2),
+    "CP2": Layout(cp=2), "DP2": Layout(dp=2),
+}  # fmt: skip
 
 
-def compare_model(name: str, layout: Layout) -> None:
+def compare_model(name, layout):
     """A model under both schedules."""
     model = vision_models.MODELS[name]
     form = PADDED if layout.cp == 1 else SINGLE if model.alone else ROWS
@@ -42,7 +37,7 @@ def compare_model(name: str, layout: Layout) -> None:
 
 @pytest.mark.skipif(bool(WHY), reason=WHY)
 @pytest.mark.parametrize("job", list(LAYOUTS))
-def test_models_of_trainers(job: str) -> None:
+def test_models_of_trainers(job):
     layout = LAYOUTS[job]
     names = [one for one, model in vision_models.MODELS.items() if layout.cp == 1 or model.takes_cp]
     check_cases(layout, dict(zip(names, names, strict=True)), compare_model)

@@ -6,15 +6,12 @@ STOCK and PREFIX are what `STEPS` was in the two runs: each has a file a rank. P
 docs/results.md; the exit code is 1 where the policy does not allow the difference.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import math
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -33,7 +30,7 @@ class Distance(NamedTuple):
     gradient_norms: float
 
 
-def distance(found: Sequence[Any], expected: Sequence[Any]) -> Distance:
+def distance(found, expected):
     """Of two runs' steps on one rank: dicts with `losses`, by name, and `grad_norm`."""
     losses = norms = 0.0
     for ours, theirs in zip(found, expected, strict=True):
@@ -45,19 +42,19 @@ def distance(found: Sequence[Any], expected: Sequence[Any]) -> Distance:
     return Distance(losses, norms)
 
 
-def _relative(found: float, expected: float) -> float:
+def _relative(found, expected):
     difference = abs(found - expected) / abs(expected)
     return difference if math.isfinite(difference) else math.inf
 
 
-def read(prefix: str) -> list[list[dict[str, Any]]]:
+def read(prefix):
     """The lines of every rank."""
     paths = glob.glob(f"{glob.escape(prefix)}.[0-9]*")
     paths.sort(key=lambda path: int(path.rpartition(".")[2]))
     return [[json.loads(line) for line in Path(path).open(encoding="utf-8")] for path in paths]
 
 
-def main() -> int:
+def main():
     """Compares what the command line names."""
     stock, prefix = (read(name) for name in sys.argv[1:])
     if not stock or len(stock) != len(prefix):

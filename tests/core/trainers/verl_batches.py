@@ -6,8 +6,6 @@ has taken the place of verl's own, what that did comes first. FOLDER has verl; w
 import besides is replaced by what they use of it here.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys
@@ -35,15 +33,15 @@ class KVBatchMeta:
     keys: list[str]
     tags: list[dict[str, int]]
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.keys)
 
-    def reorder(self, order: list[int]) -> None:
+    def reorder(self, order):
         self.keys = [self.keys[number] for number in order]
         self.tags = [self.tags[number] for number in order]
 
 
-def trainer() -> Any:
+def trainer():
     """What `_balance_batch` reads of a trainer; two tensor-parallel ranks have the same data."""
     options = SimpleNamespace(
         actor=SimpleNamespace(ppo_mini_batch_size=GROUPS // MINI_BATCHES),
@@ -59,7 +57,7 @@ def trainer() -> Any:
     )
 
 
-def lengths() -> tuple[np.ndarray, np.ndarray]:
+def lengths():
     """Tokens of every rollout's prompt and answer; siblings are next to each other."""
     rng = np.random.default_rng(5)
     prompts = np.repeat(rng.integers(PROMPT // 2, PROMPT + 1, GROUPS), SIZE)
@@ -70,7 +68,7 @@ Method = Callable[[Any], Callable[..., Any]]
 """Of a trainer's class, what balances a batch: the method that it has, or verl's own."""
 
 
-def balanced_v0(method: Method, metrics: dict[str, Any]) -> tuple[list[str], list[int]]:
+def balanced_v0(method, metrics):
     """Groups and lengths in the order in which RayPPOTrainer leaves them."""
     from verl import DataProto
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -86,7 +84,7 @@ def balanced_v0(method: Method, metrics: dict[str, Any]) -> tuple[list[str], lis
     return batch.non_tensor_batch["uid"].tolist(), batch.batch["attention_mask"].sum(-1).tolist()
 
 
-def balanced_v1(method: Method, metrics: dict[str, Any]) -> tuple[list[str], list[int]]:
+def balanced_v1(method, metrics):
     """The same of V1's trainer."""
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
@@ -99,16 +97,16 @@ def balanced_v1(method: Method, metrics: dict[str, Any]) -> tuple[list[str], lis
     return [key.partition("_")[0] for key in batch.keys], [tag["seq_len"] for tag in batch.tags]
 
 
-def main() -> None:
+def main():
     sys.path.insert(0, sys.argv[1])
     where_missing(*MISSING)
 
-    def own(trainer: Any) -> Callable[..., Any]:
+    def own(trainer):
         return inspect.unwrap(trainer._balance_batch)
 
     for method in (own, lambda trainer: trainer._balance_batch):
         for balanced in (balanced_v0, balanced_v1):
-            metrics: dict[str, Any] = {}
+            metrics = {}
             groups, tokens = balanced(method, metrics)
             size = len(groups) // (RANKS * MINI_BATCHES)
             parts = [groups[start : start + size] for start in range(0, len(groups), size)]

@@ -8,15 +8,11 @@
 "plugin": with the schedule that verl's plugin has put into the engine's module.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sys
-from collections.abc import Sequence
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -26,7 +22,7 @@ from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.core.trainers import engine_routes, worker
-from tests.core.trainers.both import Both, Step, changed, config_of
+from tests.core.trainers.both import Both, changed, config_of
 from tests.oracle import attention
 
 VOCAB, PROMPT, ANSWER, GROUPS, SIZE = 128, 40, 12, 3, 4
@@ -38,7 +34,7 @@ BRIDGE = {
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
 
 
-def engine_of(name: str, chunks: list[Any]) -> Any:
+def engine_of(name, chunks):
     """verl's engine around a model; its `__init__` would build one with mbridge."""
     from verl.workers.config import McoreEngineConfig
     from verl.workers.config.engine import EngineRouterReplayConfig
@@ -67,15 +63,13 @@ def engine_of(name: str, chunks: list[Any]) -> Any:
     return engine
 
 
-def fuse(chunk: Any) -> None:
+def fuse(chunk):
     """Lets verl replace the model's `forward`; what its kernels for a GPU compute, torch does."""
     from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
     from verl.models.mcore import model_forward_fused
     from verl.utils.megatron import tensor_parallel
 
-    def linear_cross_entropy(
-        hidden: Any, weight: Any, labels: Any, temperature: float, *_: Any
-    ) -> tuple[Any, Any]:
+    def linear_cross_entropy(hidden, weight, labels, temperature, *_):
         hidden = copy_to_tensor_model_parallel_region(hidden.flatten(0, 1))
         logits = hidden @ weight.T / temperature
         entropy = tensor_parallel.vocab_parallel_entropy(logits)
@@ -86,25 +80,25 @@ def fuse(chunk: Any) -> None:
     model_forward_fused.patch_fused_forward(chunk)
 
 
-def valued(model: Any) -> None:
+def valued(model):
     """Gives the last stage verl's own head of a critic, and not Megatron-Bridge's newer one."""
     for module, names in BRIDGE.items():
         made = sys.modules[f"megatron.bridge{module}"] = ModuleType(module)
-        made.__path__ = []  # type: ignore[attr-defined]
+        made.__path__ = []
         vars(made).update({name: SimpleNamespace(register_module_type=print) for name in names})
     from verl.models.mcore import bridge
 
     bridge.make_value_model(model.config.hidden_size, model.config.sequence_parallel)(model)
 
 
-def rows() -> tuple[torch.Tensor, torch.Tensor]:
+def rows():
     """Tokens and attention mask, [rollouts, positions]: prompts on the right, answers on the left.
 
     The rollouts of a group have one prompt; they are in a random order.
     """
     draw = torch.Generator().manual_seed(3)
 
-    def tokens(most: int) -> torch.Tensor:
+    def tokens(most):
         length = int(torch.randint(most // 2, most + 1, (1,), generator=draw))
         return torch.randint(1, VOCAB, (length,), generator=draw)
 
@@ -119,14 +113,14 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
     return ids[order], mask[order]
 
 
-def mine() -> tuple[torch.Tensor, torch.Tensor]:
+def mine():
     """This data-parallel rank's rows: every other one of two."""
     rank = parallel_state.get_data_parallel_rank()
     ids, mask = (table[rank :: parallel_state.get_data_parallel_world_size()] for table in rows())
     return ids, mask
 
 
-def batch(routes: Any = None, *, replay: bool = False) -> Any:
+def batch(routes=None, *, replay=False):
     """What a step of verl's trainer gives the engine.
 
     Args:
@@ -161,32 +155,32 @@ def batch(routes: Any = None, *, replay: bool = False) -> Any:
     return data
 
 
-def rollouts(ids: torch.Tensor, mask: torch.Tensor) -> tuple[list[torch.Tensor], list[int]]:
+def rollouts(ids, mask):
     """Tokens of every rollout of some rows, and how many of them are its prompt."""
     tokens = [row[held.bool()] for row, held in zip(ids, mask, strict=True)]
     return tokens, mask[:, :PROMPT].sum(1).tolist()
 
 
-def drawn_routes(spec: Any) -> list[torch.Tensor]:
+def drawn_routes(spec):
     """Routes as the rollouts of this rank bring them."""
     found = engine_routes.drawn(*rollouts(*rows()), spec.num_layers, spec.num_moe_experts)
     rank = parallel_state.get_data_parallel_rank()
     return found[rank :: parallel_state.get_data_parallel_world_size()]
 
 
-def check_shared(step: Step, routes: Sequence[Any]) -> None:
+def check_shared(step, routes):
     """Whether an update shares what it can where routes agree."""
     alike = engine_routes.num_alike(rollouts(*mine())[0], routes)
     assert step.raw - step.executed >= 0.95 * alike, f"{step} shares less of {alike}"
 
 
-def model_of(name: str, layout: Any) -> tuple[Any, list[Any]]:
+def model_of(name, layout):
     """The model's numbers, and its chunk on this rank."""
     from verl.utils.megatron import router_replay_utils
     from verl.utils.megatron.router_replay_patch import apply_router_replay_patch
 
     router_replay_utils.device_name = "cpu"
-    overrides: dict[str, Any] = {"variable_seq_lengths": True}
+    overrides = {"variable_seq_lengths": True}
     experts = re.search(r"\br[23]\b", name)
     if experts:
         apply_router_replay_patch()
@@ -205,12 +199,12 @@ def model_of(name: str, layout: Any) -> tuple[Any, list[Any]]:
     return spec, chunks
 
 
-def loss_of(name: str) -> Any:
+def loss_of(name):
     """The update's loss: the actor's or the critic's."""
     from verl.workers.config import ActorConfig, CriticConfig
     from verl.workers.utils import losses
 
-    sizes: dict[str, Any] = {
+    sizes = {
         "strategy": "megatron", "rollout_n": SIZE, "ppo_mini_batch_size": GROUPS * SIZE,
         "ppo_micro_batch_size_per_gpu": 1, "loss_agg_mode": "token-mean",
     }  # fmt: skip
@@ -219,7 +213,7 @@ def loss_of(name: str) -> Any:
     return partial(losses.ppo_loss, config=ActorConfig(**sizes, entropy_coeff=0.01))
 
 
-def steps(name: str) -> list[Step]:
+def steps(name):
     """A pass for log-probs and an update, on one rank."""
     from verl.utils.megatron.router_replay_patch import RouterReplay
     from verl.workers.engine.megatron import transformer_impl

@@ -6,8 +6,6 @@ The folders are where the trainer's modules are. A layout is "1", or what it has
 "tp2-pp2"; "sp" is sequence parallelism.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json
@@ -15,18 +13,15 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from megatron_prefix.lab.runtime import Layout
-from tests.core.trainers.both import Step
 from tests.core.trainers.stand_ins import StandIns as StandIns
 from tests.harness.ranks import run_ranks  # lets Megatron run on the CPU
 
 
-def layout_of(name: str) -> Layout:
+def layout_of(name):
     """The layout that a name such as "tp2-sp-cp2" means."""
     sizes = dict(re.findall(r"\b(tp|pp|vpp|cp|ep|dp)(\d+)", name))
     sequence_parallel = "-sp" in name
@@ -35,7 +30,7 @@ def layout_of(name: str) -> Layout:
     )
 
 
-def main(modules: Sequence[str], steps: Callable[[str], list[Step]]) -> None:
+def main(modules, steps):
     """Runs `steps(layout's name)` on every rank of each layout of the command line.
 
     Args:
@@ -47,7 +42,7 @@ def main(modules: Sequence[str], steps: Callable[[str], list[Step]]) -> None:
     for module in modules:
         importlib.import_module(module)
     for name in names:
-        seen: dict[str, Any] = {"layout": name, "ranks": [], "error": ""}
+        seen = {"layout": name, "ranks": [], "error": ""}
         try:
             ranks = run_ranks(layout_of(name).world_size, steps, name, timeout_s=240.0)
             seen["ranks"] = [[dataclasses.asdict(step) for step in rank] for rank in ranks]

@@ -1,12 +1,7 @@
 """`bench memory` on the CPU: its parts, and one run of the verb."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,23 +30,23 @@ CONFIG = PrefixConfig(kernel="math")
 
 
 @pytest.fixture(scope="module")
-def chunks() -> Iterator[list[Any]]:
+def chunks():
     with one_rank():
         yield [small_model(vocab=128, spec=dict(num_layers=4), dtype=torch.float32)]
 
 
 @pytest.fixture(scope="module")
-def one(chunks: list[Any]) -> list[Any]:
+def one(chunks):
     """The model that `bench memory` takes without a `--model`."""
     return [small_model(vocab=2048, spec=dict(num_layers=4), dtype=torch.float32)]
 
 
-def measured(chunks: list[Any], way: str) -> memory.Row:
+def measured(chunks, way):
     shape = GroupShape(160, 32, 3)
     return memory.measure(shape, Way.parse(way), chunks, CONFIG, repeats=0, seed=1)
 
 
-def test_ways_are_parsed() -> None:
+def test_ways_are_parsed():
     assert str(Way.parse("recompute+full")) == "recompute+full"
     assert Way.parse("stock") == Way("stock", "none")
     for text in ("stock+", "stock+half", "forget"):
@@ -59,7 +54,7 @@ def test_ways_are_parsed() -> None:
             Way.parse(text)
 
 
-def test_policies_hold_less_one_after_the_other(chunks: list[Any]) -> None:
+def test_policies_hold_less_one_after_the_other(chunks):
     ways = ("retain", "recompute_act", "recompute", "offload", "retain+full")
     found = {way: measured(chunks, way) for way in ways}
     counted = {way: row.peak_gib for way, row in found.items()}
@@ -71,7 +66,7 @@ def test_policies_hold_less_one_after_the_other(chunks: list[Any]) -> None:
     assert unwrap(chunks[0]).config.recompute_granularity is None
 
 
-def test_the_stock_schedule_is_a_plan_that_shares_nothing(chunks: list[Any]) -> None:
+def test_the_stock_schedule_is_a_plan_that_shares_nothing(chunks):
     row = measured(chunks, "stock")
     assert row.wave_gib == row.peak_gib and row.predicted_wave_gib == row.predicted_gib
     full = measured(chunks, "stock+full")
@@ -82,7 +77,7 @@ HELP = ["stock", *ON_DEVICE, "recompute", "stock+full", "retain+full"]
 
 
 @pytest.mark.parametrize("way", rows(HELP, HELP[-2:]))
-def test_the_example_of_the_help_is_predicted_within_a_tenth(way: str, one: list[Any]) -> None:
+def test_the_example_of_the_help_is_predicted_within_a_tenth(way, one):
     """As documented, and the stock schedule's scores of attention with it."""
     assert "bench memory --shapes 512:64:4" in bench.EPILOG
     shape = GroupShape.parse("512:64:4")
@@ -90,7 +85,7 @@ def test_the_example_of_the_help_is_predicted_within_a_tenth(way: str, one: list
     assert row.peak_gib is not None and 0.9 <= row.predicted_gib / row.peak_gib <= 1.1
 
 
-def test_in_sixteen_bits_there_are_no_scores() -> None:
+def test_in_sixteen_bits_there_are_no_scores():
     sixteen, whole = (
         SimpleNamespace(
             params_dtype=dtype, num_attention_heads=8, num_layers=2, recompute_granularity=None,
@@ -105,10 +100,8 @@ def test_in_sixteen_bits_there_are_no_scores() -> None:
     assert held_by_math(whole, 1 << 20, 1 << 20) == 12 * MAX_SCORES
 
 
-def test_a_step_that_does_not_fit_is_a_row_too(
-    chunks: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(*_: Any, **__: Any) -> None:
+def test_a_step_that_does_not_fit_is_a_row_too(chunks, monkeypatch):
+    def failing(*_, **__):
         raise StepOutOfMemory("out of device memory: so and so\na table")
 
     monkeypatch.setattr(memory, "_call", failing)
@@ -116,8 +109,8 @@ def test_a_step_that_does_not_fit_is_a_row_too(
     assert row.problem == "out of device memory: so and so" and row.peak_gib is None
 
 
-def test_the_frontier_is_where_the_model_says_that_it_ends(chunks: list[Any]) -> None:
-    options: dict[str, Any] = dict(capacity=3e7, step=16, num_tries=0, seed=1)
+def test_the_frontier_is_where_the_model_says_that_it_ends(chunks):
+    options = dict(capacity=3e7, step=16, num_tries=0, seed=1)
     found = {
         way: longest.frontier(32, Way.parse(way), chunks, CONFIG, **options).predicted
         for way in ("stock", "stock+full", "retain")
@@ -129,12 +122,10 @@ def test_the_frontier_is_where_the_model_says_that_it_ends(chunks: list[Any]) ->
 
 
 @pytest.mark.parametrize("end", [300, 3000])
-def test_the_frontier_is_tried_on_both_sides(
-    end: int, chunks: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_frontier_is_tried_on_both_sides(end, chunks, monkeypatch):
     lengths = []
 
-    def measure(shape: GroupShape, *_: Any, **__: Any) -> Any:
+    def measure(shape, *_, **__):
         lengths.append(shape.prompt + shape.response)
         return type("Span", (), {"problem": "no" if lengths[-1] > end else ""})
 
@@ -146,7 +137,7 @@ def test_the_frontier_is_tried_on_both_sides(
     assert found.trained <= end < found.failed <= found.trained + 32
 
 
-def test_the_verb(tmp_path: Path) -> None:
+def test_the_verb(tmp_path):
     """In a process of its own: process groups over gloo leave threads behind."""
     plot, out = tmp_path / "memory.svg", tmp_path / "memory.json"
     command = "bench memory --shapes 96:16:2 --ways stock recompute offload --frontier 16"
@@ -172,7 +163,7 @@ def test_the_verb(tmp_path: Path) -> None:
         (["--capacity-gb", "-1"], "from 0"),
     ],
 )
-def test_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_usage(arguments, message, capsys):
     assert message in failure(capsys, "bench", "memory", *arguments)
 
 
@@ -180,19 +171,17 @@ def test_bad_usage(arguments: list[str], message: str, capsys: pytest.CaptureFix
     "option", ["--ways retain", "--frontier-ways stock", "--frontier 8", "--tries 1",
                "--frontier-step 64", "--capacity-gb 1"],
 )  # fmt: skip
-def test_its_options_are_not_for_times(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_options_are_not_for_times(option, capsys):
     name = option.split()[0]
     assert f"{name} is for `bench memory`: add memory" in failure(capsys, "bench", *option.split())
 
 
-def row_of(way: str) -> memory.Row:
+def row_of(way):
     return memory.Row("512:64:4", way, 0.0, 0.8, 0.3, 0.4, None, 5.0)
 
 
 @pytest.mark.parametrize(("device", "compared"), [("cpu", False), ("cuda", True)])
-def test_what_is_offloaded_is_compared_only_where_it_is_measured(
-    device: str, compared: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_offloaded_is_compared_only_where_it_is_measured(device, compared, capsys):
     """On a CPU the table said that the prediction of the example was 187% off."""
     args = SimpleNamespace(device=device, frontier=None)
     bench_memory.show(args, [row_of("retain"), row_of("offload")], [])
@@ -201,7 +190,7 @@ def test_what_is_offloaded_is_compared_only_where_it_is_measured(
     assert ("off: not of offload" in said) != compared
 
 
-def test_labels_of_the_plot_are_within_it() -> None:
+def test_labels_of_the_plot_are_within_it():
     drawn = bench_memory.figure([row_of("stock"), row_of("offload")], lambda way: way == "stock")
     drawn.draw_without_rendering()
     box = drawn.axes[0].yaxis.get_label().get_window_extent()

@@ -1,10 +1,5 @@
 """The figure of `bench --plot`."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from megatron_prefix.lab.bench import timing
@@ -16,7 +11,7 @@ from megatron_prefix.lab.bench.picture import PHASES, PREFIX, STOCK, figure
 PHASE_MS = {"A": 20.0, "B": 50.0, "C": 25.0, "wait": 0.0}
 
 
-def row(**changes: Any) -> dict[str, Any]:
+def row(**changes):
     """A row on a GPU, whose one step took 300 ms stock and 100 ms with the prefix schedule."""
     usual = {
         "name": "96:24:3", "segment_tokens": 4096, "speedup": 3.0, "bound": 4.0, "of_bound": 0.75,
@@ -28,7 +23,7 @@ def row(**changes: Any) -> dict[str, Any]:
     return usual | changes
 
 
-def boxes(axes: Any, color: str) -> list[tuple[float, float]]:
+def boxes(axes, color):
     """Bottom and height of a panel's bars of one colour."""
     from matplotlib.colors import to_rgba
 
@@ -36,11 +31,11 @@ def boxes(axes: Any, color: str) -> list[tuple[float, float]]:
     return [(b.get_y(), b.get_height()) for b in axes.patches if b.get_facecolor() == wanted]
 
 
-def texts(axes: Any) -> str:
+def texts(axes):
     return " ".join(text.get_text() for text in [*axes.texts, *axes.get_xticklabels()])
 
 
-def test_a_step_is_stacked_by_phase_beside_the_stock_schedules() -> None:
+def test_a_step_is_stacked_by_phase_beside_the_stock_schedules():
     speedups, phases, peaks = figure([row(), row(name="8:4:2")]).axes
     assert boxes(speedups, PREFIX) == [(0, 3.0)] * 2
     assert boxes(phases, STOCK) == [(0, 300.0)] * 2
@@ -56,14 +51,14 @@ def test_a_step_is_stacked_by_phase_beside_the_stock_schedules() -> None:
     assert "96:24:3" in texts(peaks) and "8:4:2" in texts(peaks)
 
 
-def test_waits_and_bubbles_of_a_pipeline() -> None:
+def test_waits_and_bubbles_of_a_pipeline():
     waits = row(phase_ms=PHASE_MS | {"wait": 5.0}, bubble=0.25, simulated_bubble=0.125)
     _, phases, peaks = figure([waits]).axes
     assert boxes(phases, PHASES["wait"][1]) == [(95.0, 5.0)]
     assert "bubble 0.250\nsimulated 0.125" in texts(peaks)
 
 
-def test_every_step_of_a_file() -> None:
+def test_every_step_of_a_file():
     several = row(
         name="agents.jsonl.gz", stock_step_ms=(1.0, 2.0, 4.0), prefix_step_ms=(1.0, 1.5, 2.0)
     )
@@ -73,23 +68,23 @@ def test_every_step_of_a_file() -> None:
     assert drawn == [("--", [1.0, 2.0, 4.0]), ("-", [1.0, 1.5, 2.0])]
 
 
-def test_a_step_that_ran_stock_has_no_phases() -> None:
+def test_a_step_that_ran_stock_has_no_phases():
     _, phases, _ = figure([row(phase_ms={}), row()]).axes
     assert [box.get_height() for box in phases.patches if box.get_hatch()] == [100.0]
     assert boxes(phases, PHASES["B"][1]) == [(0.0, 0.0), (20.0, 50.0)]
 
 
-def test_no_panel_for_memory_that_was_not_measured() -> None:
+def test_no_panel_for_memory_that_was_not_measured():
     assert len(figure([row(stock_gib=0.0, prefix_gib=0.0)]).axes) == 2
 
 
-def test_rows_of_other_segments_are_told_apart() -> None:
+def test_rows_of_other_segments_are_told_apart():
     drawn = figure([row(), row(segment_tokens=2048)]).axes[-1]
     assert "segments 4096" in texts(drawn) and "segments 2048" in texts(drawn)
     assert "segments" not in texts(figure([row()]).axes[-1])
 
 
-def test_bars_and_names_lie_in_the_figure(tmp_path: Path) -> None:
+def test_bars_and_names_lie_in_the_figure(tmp_path):
     rows = [row(name=f"a-file-with-a-long-name-{number}.jsonl.gz") for number in range(6)]
     drawn = figure(rows)
     drawn.savefig(tmp_path / "plot.png", dpi=50)
@@ -99,7 +94,7 @@ def test_bars_and_names_lie_in_the_figure(tmp_path: Path) -> None:
     assert box.x1 <= width + 0.02 and box.y1 <= height + 0.02
 
 
-def test_the_verb_draws_it(tmp_path: Path) -> None:
+def test_the_verb_draws_it(tmp_path):
     plot = tmp_path / "bench.svg"
     options = "--groups 1 --steps 2 --max-tokens 96 --min-gain 0 --set num_layers=1".split()
     done = forked("bench", "--rollouts", BUNDLED, *options, "--plot", str(plot))

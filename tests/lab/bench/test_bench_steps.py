@@ -1,24 +1,19 @@
 """`bench`: both schedules are timed in the same way, on the same microbatches."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.bench import steps
-from megatron_prefix.lab.bench.timing import Timing, cost_model, flop_bound
+from megatron_prefix.lab.bench.timing import cost_model, flop_bound
 from megatron_prefix.lab.bench.work import GroupShape, Setting, Work
 from megatron_prefix.lab.cli import bench
 from megatron_prefix.lab.data.generate import generate
-from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.rl import passes
 from megatron_prefix.lab.rl.baseline import Baseline
@@ -35,18 +30,18 @@ BASELINES = (Baseline("rollout"), Baseline("packed", 64), Baseline("packed", 10_
 
 
 @pytest.fixture(scope="module")
-def chunks() -> Iterator[list[Any]]:
+def chunks():
     with one_rank():
         yield [small_model(vocab=64, spec=dict(num_layers=1), dtype=torch.float32)]
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[list[int]]]]:
+def calls(monkeypatch):
     """Schedule and tokens of every forward-backward call."""
     made = []
     run = passes.run
 
-    def noted(schedule: Any, step: Any, chunks: Any, items: Any) -> Any:
+    def noted(schedule, step, chunks, items):
         made.append((type(schedule).__name__, [item["tokens"].tolist() for item in items]))
         return run(schedule, step, chunks, items)
 
@@ -54,18 +49,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[list[int]]]]:
     return made
 
 
-def some_groups(num: int) -> list[Group]:
+def some_groups(num):
     return list(generate(num, 24, 8, 3, vocab_size=64, uneven=True))
 
 
-def timed(chunks: list[Any], work: Work, baseline: Baseline) -> Timing:
+def timed(chunks, work, baseline):
     return steps.time_work(
         work, Setting(SPEC, Layout(), baseline, seed=1, warm_up_calls=WARM_UP), chunks, {}
     )
 
 
 @pytest.mark.parametrize("baseline", BASELINES, ids=str)
-def test_both_schedules_are_warmed_alike(chunks, calls, baseline) -> None:
+def test_both_schedules_are_warmed_alike(chunks, calls, baseline):
     shape = GroupShape(24, 8, 3)
     groups = shape.groups(1, 64, 1)
     timing = timed(chunks, Work("shape", CONFIG, [groups], [groups], repeats=2), baseline)
@@ -82,7 +77,7 @@ def test_both_schedules_are_warmed_alike(chunks, calls, baseline) -> None:
     )
 
 
-def test_steps_are_of_new_groups_and_each_is_run_once_by_both(chunks, calls) -> None:
+def test_steps_are_of_new_groups_and_each_is_run_once_by_both(chunks, calls):
     groups = some_groups(8)
     work = Work("file", CONFIG, [groups[:2]], [groups[2:4], groups[4:6], groups[6:]])
     timing = timed(chunks, work, BASELINES[1])
@@ -97,7 +92,7 @@ def test_steps_are_of_new_groups_and_each_is_run_once_by_both(chunks, calls) -> 
     assert timing.median_speedup == timing.stock_ms / timing.prefix_ms
 
 
-def test_several_steps_warm_up_in_turn(chunks, calls) -> None:
+def test_several_steps_warm_up_in_turn(chunks, calls):
     groups = some_groups(8)
     before = [groups[n : n + 1] for n in range(5)]
     timed(chunks, Work("file", CONFIG, before, [groups[5:]]), BASELINES[0])
@@ -105,7 +100,7 @@ def test_several_steps_warm_up_in_turn(chunks, calls) -> None:
     assert calls[0][1] == calls[6][1]
 
 
-def test_steps_that_fall_back_execute_every_token(chunks) -> None:
+def test_steps_that_fall_back_execute_every_token(chunks):
     groups = some_groups(4)
     config = replace(CONFIG, mode="auto", min_speedup=100.0)
     timing = timed(chunks, Work("file", config, [groups[:2]], [groups[2:]]), BASELINES[1])
@@ -114,7 +109,7 @@ def test_steps_that_fall_back_execute_every_token(chunks) -> None:
     assert timing.plan_bound == 1 < timing.bound
 
 
-def test_the_bound_counts_pairs_and_all_that_can_be_shared() -> None:
+def test_the_bound_counts_pairs_and_all_that_can_be_shared():
     """A prompt of 24 tokens, three responses of 8: 23 positions are shared, the last prompt token
     predicts tokens of its own, and only those 8 of each rollout need the output layer."""
     [group] = GroupShape(24, 8, 3).groups(1, 64, 1)
@@ -129,7 +124,7 @@ def test_the_bound_counts_pairs_and_all_that_can_be_shared() -> None:
 # The verb -----------------------------------------------------------------------------------------
 
 
-def test_consecutive_steps_of_a_file() -> None:
+def test_consecutive_steps_of_a_file():
     options = "--groups 1 --steps 2 --max-tokens 96 --min-gain 0 --pack-tokens 200".split()
     options += ["--prefix-schedule", "auto", "--set", "num_layers=1", "--json"]
     done = forked("bench", "--rollouts", BUNDLED, *options)
@@ -143,7 +138,7 @@ def test_consecutive_steps_of_a_file() -> None:
     assert row["bound"] >= row["plan_bound"] > 1 and row["microbatches"] < row["rollouts"]
 
 
-def test_a_rehearsal_runs_the_timed_steps_before() -> None:
+def test_a_rehearsal_runs_the_timed_steps_before():
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     options, files = "--groups 1 --steps 2 --warm-up 1".split(), {"file": some_groups(4)}
@@ -162,11 +157,11 @@ def test_a_rehearsal_runs_the_timed_steps_before() -> None:
         (["--rollouts", BUNDLED, "--step-tokens", "10000000", "--steps", "1"], "too few for"),
     ],
 )
-def test_steps_that_cannot_be_made_are_refused(capsys, options, message) -> None:
+def test_steps_that_cannot_be_made_are_refused(capsys, options, message):
     assert message in failure(capsys, "bench", *options)
 
 
-def ranked(*options: str) -> dict[str, Any]:
+def ranked(*options):
     usual = "--shapes 96:24:3 --shape-groups 2 --pack-tokens 300 --min-gain 0 --repeats 1".split()
     done = forked("bench", *usual, *options, "--set", "num_layers=2", "--json")
     assert done.returncode == 0, done.stderr
@@ -178,13 +173,11 @@ def ranked(*options: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "options",
     [
-        "--cp 2 --overlap-grad-reduce",
-        "--tp 2 --sequence-parallel --forward-only",
-        "--pp 2 --chunk-tokens 48",
-        "--dp 2",
+        "--cp 2 --overlap-grad-reduce", "--tp 2 --sequence-parallel --forward-only",
+        "--pp 2 --chunk-tokens 48", "--dp 2",
     ],
-)
-def test_schedules_are_timed_in_a_layout(options: str) -> None:
+)  # fmt: skip
+def test_schedules_are_timed_in_a_layout(options):
     found = ranked(*options.split())
     [row] = found["rows"]
     dp = found["layout"]["dp"]
@@ -200,11 +193,11 @@ def test_schedules_are_timed_in_a_layout(options: str) -> None:
     assert 0 <= row["bubble"] < 1
 
 
-def test_memory_is_measured_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_is_measured_on_one_rank(capsys):
     assert "bench memory is for one rank" in failure(capsys, "bench", "memory", "--cp", "2")
 
 
-def test_the_log_of_router_losses_is_that_of_the_timed_model() -> None:
+def test_the_log_of_router_losses_is_that_of_the_timed_model():
     """Megatron sizes it by the layers of the first model, and the aligned one has fewer."""
     done = forked(
         "bench", "--model", "tiny-moe", "--set", "num_layers=2", "--align-layers", "1", "--shapes",

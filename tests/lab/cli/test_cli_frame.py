@@ -1,7 +1,5 @@
 """The command line: help, exit codes, and what goes to which stream."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -28,7 +26,7 @@ from megatron_prefix.layers.blocks import kernels
 from tests.harness.command_line import BUNDLED, command, failure, forked, result, row, run
 
 
-def test_python_m_runs_the_command_line() -> None:
+def test_python_m_runs_the_command_line():
     done = command("--version")
     assert (done.returncode, done.stdout) == (0, f"megatron-prefix {__version__}\n")
     done = command("plan", "/no/such/file")
@@ -36,7 +34,7 @@ def test_python_m_runs_the_command_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_help_lists_every_verb(capsys) -> None:
+def test_help_lists_every_verb(capsys):
     code, out, _ = run(capsys, "--help")
     assert code == 0
     for verb, (_, line) in VERBS.items():
@@ -45,7 +43,7 @@ def test_help_lists_every_verb(capsys) -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help_with_examples_and_json(capsys, verb) -> None:
+def test_every_verb_has_help_with_examples_and_json(capsys, verb):
     code, out, _ = run(capsys, verb, "--help")
     assert code == 0
     assert "examples:" in out
@@ -54,7 +52,7 @@ def test_every_verb_has_help_with_examples_and_json(capsys, verb) -> None:
 
 
 @pytest.mark.parametrize("verb", ["align", "bench", "replay", "train"])
-def test_help_names_every_attention_kernel(capsys, verb) -> None:
+def test_help_names_every_attention_kernel(capsys, verb):
     _, out, _ = run(capsys, verb, "--help")
     told = " ".join(out.partition("  --kernel NAME")[2].split()).partition(" (A for")[0]
     assert told == f"attention kernel: {', '.join(kernels.KERNELS)}, A+B"
@@ -69,19 +67,19 @@ def test_help_names_every_attention_kernel(capsys, verb) -> None:
         ("replay", "steps take groups of several in turn"),
     ],
 )
-def test_help_says_what_becomes_of_several_files(capsys, verb, told) -> None:
+def test_help_says_what_becomes_of_several_files(capsys, verb, told):
     _, out, _ = run(capsys, verb, "--help")
     assert f"(JSON lines, .gz or plain); {told} --" in " ".join(out.split())
 
 
-def examples(text: str) -> list[list[str]]:
+def examples(text):
     """The command lines of a help text, as a shell would split them."""
     told = text.partition("examples:\n")[2].replace("\\\n", " ")
     return [shlex.split(line) for line in told.splitlines() if line.strip()]
 
 
 @pytest.mark.parametrize("verb", [None, *VERBS])
-def test_every_example_of_a_help_text_parses(capsys, verb) -> None:
+def test_every_example_of_a_help_text_parses(capsys, verb):
     _, out, _ = run(capsys, *([verb] if verb else []), "--help")
     found = examples(out)
     assert len(found) >= 3
@@ -108,7 +106,7 @@ ROLLOUTS = (BUNDLED, "--groups", "1", "--max-tokens", "64")
     ],
     ids=lambda arguments: arguments[0],
 )
-def test_a_refused_command_writes_one_line_and_no_warnings(tmp_path, arguments) -> None:
+def test_a_refused_command_writes_one_line_and_no_warnings(tmp_path, arguments):
     """In a process of its own, after everything has been imported and the model has been built; in
     one case it imports everything itself."""
     output = ("--output", str(tmp_path / "run")) if arguments[0] == "train" else ()
@@ -118,8 +116,8 @@ def test_a_refused_command_writes_one_line_and_no_warnings(tmp_path, arguments) 
     assert done.stderr.count("\n") == 1
 
 
-def test_other_warnings_are_shown_on_demand(capsys, monkeypatch) -> None:
-    def warn(args) -> int:
+def test_other_warnings_are_shown_on_demand(capsys, monkeypatch):
+    def warn(args):
         warnings.warn("apex is not installed", stacklevel=1)
         logging.getLogger("megatron.core").warning("falling back")
         logging.getLogger("megatron_prefix.run").warning("of ours")
@@ -135,20 +133,18 @@ def test_other_warnings_are_shown_on_demand(capsys, monkeypatch) -> None:
     assert "PYTHONWARNINGS" not in os.environ
 
 
-def test_a_failed_rank_is_told_without_the_launchers_traceback(capsys, monkeypatch) -> None:
+def test_a_failed_rank_is_told_without_the_launchers_traceback(capsys, monkeypatch):
     stand_in(monkeypatch, raising(RankError("rank 1 failed:\nits traceback")))
     expected = "megatron-prefix plan: rank 1 failed:\nits traceback\n"
     assert run(capsys, "plan") == (1, "", expected)
 
 
-def test_names_are_printed_in_any_encoding(tmp_path) -> None:
+def test_names_are_printed_in_any_encoding(tmp_path):
     """The C locale without Python's own remedies: ASCII for the terminal and for files."""
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("LC_")},
-        "LC_ALL": "C",
-        "PYTHONUTF8": "0",
-        "PYTHONCOERCECLOCALE": "0",
-    }
+        "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0",
+    }  # fmt: skip
     path = tmp_path / "wörter.jsonl"
     path.write_text(row(group="grüße"), encoding="utf-8")
     svg = tmp_path / "plan.svg"
@@ -159,7 +155,7 @@ def test_names_are_printed_in_any_encoding(tmp_path) -> None:
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
-def test_plan_takes_less_than_a_second() -> None:
+def test_plan_takes_less_than_a_second():
     """In CPU seconds, which other work on the machine does not lengthen."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert command("plan", BUNDLED, "--groups", "1").returncode == 0
@@ -167,14 +163,14 @@ def test_plan_takes_less_than_a_second() -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
 
 
-def test_progress_goes_to_stderr_and_json_to_stdout(capsys) -> None:
+def test_progress_goes_to_stderr_and_json_to_stdout(capsys):
     code, out, err = run(capsys, "plan", BUNDLED, "--json", "--progress")
     assert code == 0
     assert json.loads(out)["rollouts"] == 53
     assert err == "rollouts read: 53, 0 s\n"
 
 
-def test_progress_lines_come_now_and_then(capsys, monkeypatch) -> None:
+def test_progress_lines_come_now_and_then(capsys, monkeypatch):
     monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
     args = SimpleNamespace(progress=True)
     assert list(progress.watched(args, "abc", "letters", total=3)) == ["a", "b", "c"]
@@ -183,7 +179,7 @@ def test_progress_lines_come_now_and_then(capsys, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("rank", "said"), [(0, ["draws aligned: 2 of 2, 0 s"]), (1, [])])
-def test_the_first_rank_shows_what_is_aligned(capsys, monkeypatch, rank, said) -> None:
+def test_the_first_rank_shows_what_is_aligned(capsys, monkeypatch, rank, said):
     import torch
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -194,7 +190,7 @@ def test_the_first_rank_shows_what_is_aligned(capsys, monkeypatch, rank, said) -
 
 
 @pytest.mark.parametrize("given", [{}, {"json": True}, {"json": True, "progress": True}])
-def test_a_long_alignment_says_what_it_does(capsys, monkeypatch, given) -> None:
+def test_a_long_alignment_says_what_it_does(capsys, monkeypatch, given):
     """Machines that read the result are told nothing unless they ask."""
     monkeypatch.setattr(progress, "ALIVE_EVERY", 0.02)
     args = SimpleNamespace(**{"json": False, "progress": False, **given})
@@ -208,64 +204,62 @@ def test_a_long_alignment_says_what_it_does(capsys, monkeypatch, given) -> None:
     assert bool(lines) == said
 
 
-def test_a_terminal_gets_a_bar(capsys, monkeypatch) -> None:
+def test_a_terminal_gets_a_bar(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with progress.progress(SimpleNamespace(progress=False), "letters", 3) as advance:
         advance(3)
     assert capsys.readouterr().out == ""
 
 
-def test_json_has_no_nan(capsys) -> None:
+def test_json_has_no_nan(capsys):
     report.print_json({"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": (1, None)}})
     assert json.loads(capsys.readouterr().out) == {
-        "a": None,
-        "b": [None, 1.5],
-        "c": {"d": [1, None]},
-    }
+        "a": None, "b": [None, 1.5], "c": {"d": [1, None]},
+    }  # fmt: skip
 
 
-def stand_in(monkeypatch, run) -> None:
+def stand_in(monkeypatch, run):
     """Makes `plan` a verb that does what `run` does."""
     module = SimpleNamespace(HELP="", EPILOG="", add_arguments=lambda parser: None, run=run)
     monkeypatch.setattr(frame, "_module", lambda verb, name: module)
 
 
-def raising(error: BaseException):
-    def run(args) -> int:
+def raising(error):
+    def run(args):
         raise error
 
     return run
 
 
-def test_a_failed_check_is_exit_code_1(capsys, monkeypatch) -> None:
+def test_a_failed_check_is_exit_code_1(capsys, monkeypatch):
     stand_in(monkeypatch, lambda args: 1)
     assert run(capsys, "plan") == (1, "", "")
 
 
-def test_only_the_first_line_of_a_message_is_printed(capsys, monkeypatch) -> None:
+def test_only_the_first_line_of_a_message_is_printed(capsys, monkeypatch):
     stand_in(monkeypatch, raising(UserError("first\nsecond")))
     assert failure(capsys, "plan") == "megatron-prefix plan: first"
 
 
-def test_ctrl_c_is_exit_code_130(capsys, monkeypatch) -> None:
+def test_ctrl_c_is_exit_code_130(capsys, monkeypatch):
     stand_in(monkeypatch, raising(KeyboardInterrupt()))
     assert run(capsys, "plan") == (130, "", "megatron-prefix plan: interrupted\n")
 
 
-def test_bugs_are_not_hidden(capsys, monkeypatch) -> None:
+def test_bugs_are_not_hidden(capsys, monkeypatch):
     stand_in(monkeypatch, raising(ValueError("a bug")))
     with pytest.raises(ValueError, match="a bug"):
         main(["plan"])
 
 
-def test_a_verb_without_its_module_is_named(capsys, monkeypatch) -> None:
+def test_a_verb_without_its_module_is_named(capsys, monkeypatch):
     monkeypatch.setitem(VERBS, "later", ("no_such_module", "comes later"))
     assert failure(capsys, "later").startswith(
         "megatron-prefix later: later is not in this release"
     )
 
 
-def test_generate_and_import_report_what_they_wrote(capsys, tmp_path) -> None:
+def test_generate_and_import_report_what_they_wrote(capsys, tmp_path):
     path, other = str(tmp_path / "a.jsonl.gz"), str(tmp_path / "b.jsonl")
     made = result(capsys, "generate", path, "--groups", "2", "--rollouts", "3")
     assert made == {"path": path, "groups": 2, "rollouts": 6, "tokens": 6 * 1280}

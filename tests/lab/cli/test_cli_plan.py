@@ -1,9 +1,6 @@
 """The command line: the verb `plan`, bad input and bad usage."""
 
-from __future__ import annotations
-
 import gzip
-from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -26,7 +23,7 @@ EXACT = ["--align", "1", "--min-gain", "0"]
 # plan ---------------------------------------------------------------------------------------------
 
 
-def test_plan_json_has_the_keys_of_the_contract_and_their_values(capsys) -> None:
+def test_plan_json_has_the_keys_of_the_contract_and_their_values(capsys):
     found = result(capsys, "plan", BUNDLED, *EXACT, "--share", "group")
     groups = list(read_groups(BUNDLED))
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -58,7 +55,7 @@ def test_plan_json_has_the_keys_of_the_contract_and_their_values(capsys) -> None
     ("name", "p50", "p95", "compression"),
     [("tau_airline", 0.609, 0.902, 1.77), ("rag_musique", 0.814, 0.986, 4.33)],
 )
-def test_plan_finds_what_was_measured(capsys, name, p50, p95, compression) -> None:
+def test_plan_finds_what_was_measured(capsys, name, p50, p95, compression):
     """The data's README gives whole sets, each file is half of one: the figures are near."""
     found = result(capsys, "plan", str(data.path(name)), *EXACT, "--share", "group")
     assert found["prefix_ratio_p50"] == pytest.approx(p50, abs=0.06)
@@ -66,7 +63,7 @@ def test_plan_finds_what_was_measured(capsys, name, p50, p95, compression) -> No
     assert found["compression"] == pytest.approx(compression, rel=0.08)
 
 
-def test_plan_says_what_the_sidecar_takes_here_and_on_the_host(capsys) -> None:
+def test_plan_says_what_the_sidecar_takes_here_and_on_the_host(capsys):
     """K/V and states of all layers of a hybrid model, of half of them, of none."""
     usual = ["plan", BUNDLED, "--model", "qwen3-next-80b-a3b"]
     here, half, none = (result(capsys, *usual, "--cache-host-layers", str(n)) for n in (0, 24, 48))
@@ -79,7 +76,7 @@ def test_plan_says_what_the_sidecar_takes_here_and_on_the_host(capsys) -> None:
     )
 
 
-def test_small_groups_are_packed(capsys) -> None:
+def test_small_groups_are_packed(capsys):
     """Sixty-four prompts of a hundred tokens: a few segments, not one a prompt."""
     path = str(data.path("gsm8k"))
     found = result(capsys, "plan", path, "--groups", "64", "--segment-tokens", "8192")
@@ -88,7 +85,7 @@ def test_small_groups_are_packed(capsys) -> None:
     assert found["segments"] <= 2.5 * budgets + 2 * found["max_depth"] * -(-budgets // 4)
 
 
-def test_several_files_make_one_step_and_groups_limits_it(capsys, tmp_path) -> None:
+def test_several_files_make_one_step_and_groups_limits_it(capsys, tmp_path):
     other = tmp_path / "other.jsonl"
     made = result(capsys, "generate", str(other), "--groups", "3", "--seed", "5")
     whole = result(capsys, "plan", BUNDLED, str(other))
@@ -98,7 +95,7 @@ def test_several_files_make_one_step_and_groups_limits_it(capsys, tmp_path) -> N
     assert result(capsys, "plan", str(other), "--groups", "9")["groups"] == 3
 
 
-def test_options_reach_the_tree(capsys) -> None:
+def test_options_reach_the_tree(capsys):
     plain = result(capsys, "plan", BUNDLED, *EXACT)
     for arguments, key, wanted in (
         (["--align", "16"], "align", 16),
@@ -127,14 +124,14 @@ def test_options_reach_the_tree(capsys) -> None:
     assert ahead[0] != ahead[1]
 
 
-def test_the_first_groups_stand_for_a_large_step() -> None:
+def test_the_first_groups_stand_for_a_large_step():
     assert first_groups([5] * 100 + [6]) == list(range(100))
     assert first_groups([0, 1] * 32 + [2]) == list(range(64))
     assert first_groups([0] * 32 + [1] * 32 + [0]) == [*range(32), 64]
     assert first_groups([]) == []
 
 
-def test_auto_chunks_wait_no_more_than_whole_prefixes(capsys, tmp_path) -> None:
+def test_auto_chunks_wait_no_more_than_whole_prefixes(capsys, tmp_path):
     path = str(tmp_path / "long.jsonl.gz")
     result(capsys, "generate", path, "--prompt-tokens", "4096", "--groups", "4")
     options = ("plan", path, "--pp", "4", "--segment-tokens", "512")
@@ -146,7 +143,7 @@ def test_auto_chunks_wait_no_more_than_whole_prefixes(capsys, tmp_path) -> None:
 
 
 @pytest.fixture
-def long(capsys, tmp_path) -> str:
+def long(capsys, tmp_path):
     """Three groups with prompts of 4,096 tokens."""
     path = str(tmp_path / "long.jsonl.gz")
     made = ("--prompt-tokens", "4096", "--response-tokens", "900", "--rollouts", "6", "--groups")
@@ -154,7 +151,7 @@ def long(capsys, tmp_path) -> str:
     return path
 
 
-def test_auto_looks_for_lengths_of_chunks_and_of_segments(capsys, long) -> None:
+def test_auto_looks_for_lengths_of_chunks_and_of_segments(capsys, long):
     """Those of chunks alone left stages waiting 42.9 % of the time, 15.8 % with short segments."""
     options = ("plan", long, "--pp", "4")
     plain, auto = result(capsys, *options), result(capsys, *options, "--chunk-tokens", "auto")
@@ -177,26 +174,26 @@ def test_auto_looks_for_lengths_of_chunks_and_of_segments(capsys, long) -> None:
         ([], ""),
     ],
 )
-def test_a_step_in_which_stages_wait_long_comes_with_a_hint(capsys, long, options, hint) -> None:
+def test_a_step_in_which_stages_wait_long_comes_with_a_hint(capsys, long, options, hint):
     _, out, _ = run(capsys, "plan", long, *options)
     assert ("stages wait" in out) == bool(hint)
     assert hint in out
 
 
-def test_files_of_generate_make_one_step(capsys, long, tmp_path) -> None:
+def test_files_of_generate_make_one_step(capsys, long, tmp_path):
     """Their groups have the same names."""
     other = str(tmp_path / "other.jsonl.gz")
     result(capsys, "generate", other, "--groups", "2", "--seed", "9")
     assert result(capsys, "plan", long, other)["groups"] == 5
 
 
-def test_max_tokens_shortens_and_counts_what_it_drops(capsys) -> None:
+def test_max_tokens_shortens_and_counts_what_it_drops(capsys):
     found = result(capsys, "plan", BUNDLED, "--max-tokens", "200")
     assert found["raw_tokens"] <= 199 * found["rollouts"]
     assert found["rollouts"] + found["dropped_rollouts"] == 53
 
 
-def late_loss(path: Path) -> str:
+def late_loss(path):
     """Two rollouts that share nothing; the second is trained from its ninth token on only."""
     first, second = list(range(10)), list(range(20, 30))
     path.write_text(
@@ -206,7 +203,7 @@ def late_loss(path: Path) -> str:
     return str(path)
 
 
-def test_dropped_rollouts_are_counted(capsys, tmp_path) -> None:
+def test_dropped_rollouts_are_counted(capsys, tmp_path):
     path = late_loss(tmp_path / "late.jsonl")
     found = result(capsys, "plan", path, "--max-tokens", "5")
     assert (found["rollouts"], found["dropped_rollouts"], found["raw_tokens"]) == (1, 1, 4)
@@ -214,14 +211,14 @@ def test_dropped_rollouts_are_counted(capsys, tmp_path) -> None:
     assert "dropped" not in run(capsys, "plan", path)[1]
 
 
-def test_nothing_left_is_bad_input(capsys, tmp_path) -> None:
+def test_nothing_left_is_bad_input(capsys, tmp_path):
     path = tmp_path / "late.jsonl"
     path.write_text(row(tokens=list(range(10)), prompt_len=10, loss=[]), encoding="utf-8")
     line = failure(capsys, "plan", str(path), "--max-tokens", "5")
     assert line.endswith(f"--max-tokens 5: no trained token is left in {path}; give more")
 
 
-def test_the_speedup_is_that_of_the_layout(capsys) -> None:
+def test_the_speedup_is_that_of_the_layout(capsys):
     """Stages that wait for one another wait longer where one step has few long segments."""
     few = ("--min-gain", "64")
     found = [result(capsys, "plan", BUNDLED, "--pp", str(pp), *few) for pp in (1, 2, 4, 8)]
@@ -230,7 +227,7 @@ def test_the_speedup_is_that_of_the_layout(capsys) -> None:
     assert len({one["flop_ratio"] for one in found}) == 1
 
 
-def test_the_model_decides_the_speedup_only(capsys) -> None:
+def test_the_model_decides_the_speedup_only(capsys):
     found = [
         result(capsys, "plan", BUNDLED, "--model", name)
         for name in ("llama3-8b", "qwen3-30b-a3b", "tiny-llama")
@@ -239,7 +236,7 @@ def test_the_model_decides_the_speedup_only(capsys) -> None:
     assert len({one["executed_tokens"] for one in found}) == 1
 
 
-def test_people_get_a_table(capsys) -> None:
+def test_people_get_a_table(capsys):
     code, out, err = run(capsys, "plan", BUNDLED, "--pp", "2", "--chunk-tokens", "100")
     assert (code, err) == (0, "")
     for text in (
@@ -252,7 +249,7 @@ def test_people_get_a_table(capsys) -> None:
     assert "\x1b" not in out
 
 
-def test_csv_and_svg_are_what_was_planned(capsys, tmp_path) -> None:
+def test_csv_and_svg_are_what_was_planned(capsys, tmp_path):
     csv, svg = tmp_path / "plan.csv", tmp_path / "plan.svg"
     arguments = ["plan", BUNDLED, "--pp", "4", "--csv", str(csv), "--svg", str(svg)]
     found = result(capsys, *arguments)
@@ -301,7 +298,7 @@ def test_bad_rollouts_fail_with_one_line_and_write_nothing(capsys, tmp_path, con
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "plan.csv"]
 
 
-def test_groups_of_one_and_copies_are_valid(capsys, tmp_path) -> None:
+def test_groups_of_one_and_copies_are_valid(capsys, tmp_path):
     path = tmp_path / "one.jsonl"
     path.write_text(row() + row(group="h") + row(group="h", uid="1"), encoding="utf-8")
     for share, executed in (("group", 4), ("batch", 2)):
@@ -348,13 +345,13 @@ def test_groups_of_one_and_copies_are_valid(capsys, tmp_path) -> None:
         (["show", __file__], "not a plan"),
     ],
 )
-def test_bad_usage_is_one_line_and_exit_code_2(capsys, arguments, message) -> None:
+def test_bad_usage_is_one_line_and_exit_code_2(capsys, arguments, message):
     line = failure(capsys, *arguments)
     assert line.startswith("megatron-prefix")
     assert message in line
 
 
-def test_an_unwritable_svg_leaves_no_csv_behind_half_written(capsys, tmp_path) -> None:
+def test_an_unwritable_svg_leaves_no_csv_behind_half_written(capsys, tmp_path):
     csv = tmp_path / "plan.csv"
     failure(capsys, "plan", BUNDLED, "--csv", str(csv), "--svg", "/no/such/plan.svg")
     assert not csv.exists() or from_csv(csv.read_text(encoding="utf-8")).num_ranks == 1

@@ -1,7 +1,5 @@
 """The command line: `plan --dp` shows every data-parallel rank of a dealt step."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_prefix.features.plan_files.table import from_csv
@@ -16,13 +14,13 @@ from tests.harness.trees import trie_size
 EXACT = ["--align", "1", "--min-gain", "0"]
 
 
-def test_one_rank_deals_nothing(capsys) -> None:
+def test_one_rank_deals_nothing(capsys):
     assert result(capsys, "plan", BUNDLED)["data_parallel"] is None
     assert "data-parallel" not in run(capsys, "plan", BUNDLED)[1]
 
 
 @pytest.mark.parametrize("how", ["groups", "length", "random"])
-def test_ranks_have_all_rollouts_and_the_slowest_is_planned(capsys, how) -> None:
+def test_ranks_have_all_rollouts_and_the_slowest_is_planned(capsys, how):
     found = result(capsys, "plan", BUNDLED, *EXACT, "--dp", "3", "--deal", how)
     ranks = found["data_parallel"]
     whole = [pairs_of(one) for group in read_groups(BUNDLED) for one in group.rollouts]
@@ -41,8 +39,8 @@ def test_ranks_have_all_rollouts_and_the_slowest_is_planned(capsys, how) -> None
     assert again == found
 
 
-def test_the_seed_is_of_a_random_deal(capsys) -> None:
-    def tokens(how: str, seed: str) -> list[int]:
+def test_the_seed_is_of_a_random_deal(capsys):
+    def tokens(how, seed):
         options = ("--dp", "2", "--deal", how, "--seed", seed)
         return result(capsys, "plan", BUNDLED, *options)["data_parallel"]["raw_tokens"]
 
@@ -50,7 +48,7 @@ def test_the_seed_is_of_a_random_deal(capsys) -> None:
     assert tokens("length", "1") == tokens("length", "2")
 
 
-def test_length_loses_what_was_measured(capsys) -> None:
+def test_length_loses_what_was_measured(capsys):
     """verl's dealing at DP 8, 64 groups of 16: 1.77x where whole groups have 4.09x (README of the
     data: other options of the tree)."""
     path = str(data.path("rag_musique"))
@@ -62,11 +60,11 @@ def test_length_loses_what_was_measured(capsys) -> None:
     assert result(capsys, *options, "groups")["data_parallel"]["speedup"] > 4
 
 
-def test_experts_make_data_parallel_ranks(capsys) -> None:
+def test_experts_make_data_parallel_ranks(capsys):
     assert len(result(capsys, "plan", BUNDLED, "--ep", "2")["data_parallel"]["rollouts"]) == 2
 
 
-def test_people_get_a_table_of_ranks_and_the_plan_of_one(capsys, tmp_path) -> None:
+def test_people_get_a_table_of_ranks_and_the_plan_of_one(capsys, tmp_path):
     svg = tmp_path / "plan.svg"
     options = ("--dp", "2", "--deal", "length", "--csv", "-", "--svg", str(svg))
     code, out, err = run(capsys, "plan", BUNDLED, *options)
@@ -75,7 +73,7 @@ def test_people_get_a_table_of_ranks_and_the_plan_of_one(capsys, tmp_path) -> No
     assert "data-parallel rank" in svg.read_text(encoding="utf-8")
 
 
-def test_plans_of_all_ranks_are_written(capsys, tmp_path) -> None:
+def test_plans_of_all_ranks_are_written(capsys, tmp_path):
     folder = tmp_path / "plans"
     options = ["--dp", "2", "--deal", "length", "--segment-tokens", "200", "--min-gain", "8"]
     alone = result(capsys, "plan", BUNDLED, *options)
@@ -113,13 +111,13 @@ def test_plans_of_all_ranks_are_written(capsys, tmp_path) -> None:
         (["--dp", "2", "--across-ranks", "on", "--output", __file__], "cannot be written"),
     ],
 )
-def test_plans_of_ranks_that_cannot_be_made(capsys, options, message) -> None:
+def test_plans_of_ranks_that_cannot_be_made(capsys, options, message):
     assert message in failure(capsys, "plan", BUNDLED, *options)
 
 
 @pytest.mark.parametrize("layout", ["--pp 2", "--pp 2 --vpp 2", "--ep 2", "--cp 2", "--tp 2"])
 @pytest.mark.parametrize("setting", ["on", "auto"])
-def test_ranks_of_every_layout_are_planned(capsys, layout: str, setting: str) -> None:
+def test_ranks_of_every_layout_are_planned(capsys, layout, setting):
     options = ["--dp", "2", "--deal", "random", "--min-gain", "8", *layout.split()]
     options += ["--across-ranks", setting]
     found = result(capsys, "plan", BUNDLED, *options)["data_parallel"]
@@ -135,7 +133,7 @@ def test_ranks_of_every_layout_are_planned(capsys, layout: str, setting: str) ->
     assert f"{across['speedup']:.2f}x" in out
 
 
-def test_more_ranks_than_rollouts_are_refused(capsys) -> None:
+def test_more_ranks_than_rollouts_are_refused(capsys):
     line = failure(capsys, "plan", BUNDLED, "--groups", "1", "--dp", "1000000")
     assert "--dp 1000000 (and --ep 1): the step has" in line
     line = failure(capsys, "plan", BUNDLED, "--dp", "2", "--deal", "size")

@@ -1,10 +1,7 @@
 """The command line: the verb `show`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -20,13 +17,13 @@ STEP = [BUNDLED, *"--pp 2 --segment-tokens 200 --min-gain 0 --share group".split
 
 
 @pytest.fixture
-def plan_file(capsys, tmp_path) -> Path:
+def plan_file(capsys, tmp_path):
     path = tmp_path / "plan.csv"
     run(capsys, "plan", *STEP, "--csv", str(path))
     return path
 
 
-def edited(path: Path, rank: int, edit) -> None:
+def edited(path, rank, edit):
     """Rewrites a plan file with one rank's cells changed."""
     plan = from_csv(path.read_text(encoding="utf-8"))
     programs = cells(plan)
@@ -34,7 +31,7 @@ def edited(path: Path, rank: int, edit) -> None:
     path.write_text(to_csv(with_programs(plan, programs)), encoding="utf-8")
 
 
-def test_show_json_agrees_with_plan(capsys, plan_file) -> None:
+def test_show_json_agrees_with_plan(capsys, plan_file):
     shown = result(capsys, "show", str(plan_file))
     planned = result(capsys, "plan", *STEP)
     for key in (
@@ -53,7 +50,7 @@ def test_show_json_agrees_with_plan(capsys, plan_file) -> None:
     assert len(shown["bubble_fractions"]) == len(shown["peak_live_tokens_per_rank"]) == 2
 
 
-def test_show_cuts_the_grid_to_the_terminal(capsys, plan_file, monkeypatch) -> None:
+def test_show_cuts_the_grid_to_the_terminal(capsys, plan_file, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     code, out, err = run(capsys, "show", str(plan_file))
     assert (code, err) == (0, "")
@@ -67,7 +64,7 @@ def test_show_cuts_the_grid_to_the_terminal(capsys, plan_file, monkeypatch) -> N
     assert "bubble" in out
 
 
-def test_show_has_a_line_a_stage_of_a_short_plan(capsys, monkeypatch) -> None:
+def test_show_has_a_line_a_stage_of_a_short_plan(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     path = data.REPOSITORY / "schedules" / "small-groups-pp4.csv"
     programs = from_csv(path.read_text(encoding="utf-8")).programs
@@ -78,7 +75,7 @@ def test_show_has_a_line_a_stage_of_a_short_plan(capsys, monkeypatch) -> None:
         assert rows == wanted
 
 
-def test_show_full_prints_every_action(capsys, plan_file, monkeypatch) -> None:
+def test_show_full_prints_every_action(capsys, plan_file, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     _, out, _ = run(capsys, "show", str(plan_file), "--full")
     plan = from_csv(plan_file.read_text(encoding="utf-8"))
@@ -87,14 +84,14 @@ def test_show_full_prints_every_action(capsys, plan_file, monkeypatch) -> None:
         assert [cell for row in rows for cell in row] == [str(action) for action in program]
 
 
-def test_show_draws(capsys, plan_file, tmp_path) -> None:
+def test_show_draws(capsys, plan_file, tmp_path):
     svg = tmp_path / "shown.svg"
     assert run(capsys, "show", str(plan_file), "--svg", str(svg))[0] == 0
     assert ElementTree.parse(svg).getroot().tag.endswith("svg")
     assert "plan.csv" in svg.read_text(encoding="utf-8")
 
 
-def test_show_marks_the_bad_cell_of_an_invalid_plan(capsys, plan_file, tmp_path) -> None:
+def test_show_marks_the_bad_cell_of_an_invalid_plan(capsys, plan_file, tmp_path):
     edited(plan_file, 1, lambda cells: cells.insert(0, cells.pop(1)))
     svg = tmp_path / "shown.svg"
     code, out, err = run(capsys, "show", str(plan_file), "--svg", str(svg))
@@ -122,28 +119,26 @@ def test_show_marks_the_bad_cell_of_an_invalid_plan(capsys, plan_file, tmp_path)
         ("0+", "0+999999999999", "is not a span"),
     ],
 )
-def test_show_refuses_broken_files(capsys, plan_file, old, new, message) -> None:
+def test_show_refuses_broken_files(capsys, plan_file, old, new, message):
     text = plan_file.read_text(encoding="utf-8")
     assert old in text
     plan_file.write_text(text.replace(old, new, 1), encoding="utf-8")
     assert message in failure(capsys, "show", str(plan_file))
 
 
-def test_a_reader_that_goes_away_is_met_quietly(plan_file) -> None:
+def test_a_reader_that_goes_away_is_met_quietly(plan_file):
     with subprocess.Popen(
         [sys.executable, "-m", "megatron_prefix", "show", str(plan_file), "--full"],
         cwd=data.REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
         process.stdout.close()
         err = process.stderr.read()
     assert (process.returncode, err) == (141, b"")
 
 
-def test_show_has_what_crosses_in_the_grid_and_not_in_times(capsys, tmp_path) -> None:
+def test_show_has_what_crosses_in_the_grid_and_not_in_times(capsys, tmp_path):
     path, plan = tmp_path / "rank.csv", crossing_plan()
     assert {action.kind for action in plan.programs[0]} == {*"FBSR"}
     path.write_text(to_csv(plan), encoding="utf-8")

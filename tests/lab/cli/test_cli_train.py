@@ -1,7 +1,5 @@
 """`megatron-prefix train`: output, exit codes, and bad input that writes nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -10,7 +8,6 @@ import re
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -27,10 +24,10 @@ KEYS = {field.name for field in fields(Summary)} | {"plan_svg", "trace", "droppe
 SMALL = ["--set", "num_layers=1", "--groups", "2", "--groups-per-step", "1", "--max-tokens", "80"]
 
 
-def train(*arguments: str) -> tuple[int, str, str]:
+def train(*arguments):
     """Runs the verb in a fresh process; exit code, stdout, stderr."""
 
-    def on_rank() -> tuple[int, str, str]:
+    def on_rank():
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
@@ -42,25 +39,20 @@ def train(*arguments: str) -> tuple[int, str, str]:
     return run_ranks(1, on_rank)[0]
 
 
-def row(**changes: Any) -> dict[str, Any]:
+def row(**changes):
     return {
-        "group": "g",
-        "uid": "0",
-        "tokens": [3, 4, 5, 6, 7, 8],
-        "prompt_len": 3,
-        "loss": [[3, 6]],
-        "reward": 1.0,
-        **changes,
-    }
+        "group": "g", "uid": "0", "tokens": [3, 4, 5, 6, 7, 8], "prompt_len": 3, "loss": [[3, 6]],
+        "reward": 1.0, **changes,
+    }  # fmt: skip
 
 
-def a_file(folder: Path, *rows: dict[str, Any]) -> str:
+def a_file(folder, *rows):
     path = folder / "rollouts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 
 
-def test_a_pipe_is_told_how_far_the_run_is(tmp_path: Path) -> None:
+def test_a_pipe_is_told_how_far_the_run_is(tmp_path):
     code, out, err = train(str(BUNDLED), *SMALL, "--output", str(tmp_path / "run"))
     assert code == 0 and "GRPO updates" in out
     first, *_, last = err.splitlines()
@@ -69,7 +61,7 @@ def test_a_pipe_is_told_how_far_the_run_is(tmp_path: Path) -> None:
     assert (code, err) == (0, ""), "machines are told nothing"
 
 
-def test_lines_of_progress_are_few_but_come(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_progress_are_few_but_come(capsys, monkeypatch):
     with progress.steps_shown(5.0, 100) as show:
         for number in range(1, 101):
             show(number, "words")
@@ -82,7 +74,7 @@ def test_lines_of_progress_are_few_but_come(capsys, monkeypatch: pytest.MonkeyPa
     assert "0 s, 0 of 100 steps done" in capsys.readouterr().err.splitlines()
 
 
-def test_json_is_one_object_and_progress_goes_elsewhere(tmp_path: Path) -> None:
+def test_json_is_one_object_and_progress_goes_elsewhere(tmp_path):
     folder = tmp_path / "run"
     picture = folder / "pictures" / "plan.svg"
     code, out, err = train(
@@ -103,7 +95,7 @@ def test_json_is_one_object_and_progress_goes_elsewhere(tmp_path: Path) -> None:
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 
-def test_table_says_what_was_compared_and_where_things_are(tmp_path: Path) -> None:
+def test_table_says_what_was_compared_and_where_things_are(tmp_path):
     code, out, err = train(str(BUNDLED), *SMALL, "--compare", "--output", str(tmp_path))
     assert code == 0 and all(line.startswith("step ") for line in err.splitlines())
     for text in ("tokens, executed", "stock schedule", "prefix schedule", "speedup", "aligned"):
@@ -114,9 +106,7 @@ def test_table_says_what_was_compared_and_where_things_are(tmp_path: Path) -> No
     assert all(float(found) <= float(most) for found, most in limits)
 
 
-def test_a_difference_beyond_the_policy_is_exit_code_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_difference_beyond_the_policy_is_exit_code_1(tmp_path, monkeypatch):
     make = updates.forward_step
     calls = iter(range(100))
     monkeypatch.setattr(
@@ -126,7 +116,7 @@ def test_a_difference_beyond_the_policy_is_exit_code_1(
     assert code == 1 and "NOT aligned" in out and "gradient of" in out
 
 
-def test_a_run_that_cannot_go_on_is_exit_code_1(tmp_path: Path) -> None:
+def test_a_run_that_cannot_go_on_is_exit_code_1(tmp_path):
     path = a_file(tmp_path, row(advantage=-1.0, old_logprobs=[-1e6] * 3))
     code, out, err = train(path, "--json", "--output", str(tmp_path / "run"))
     assert code == 1
@@ -145,7 +135,7 @@ def test_a_run_that_cannot_go_on_is_exit_code_1(tmp_path: Path) -> None:
     ],
     ids=["reward", "token", "span", "old log-probs", "empty"],
 )
-def test_bad_rollouts_are_exit_code_2(tmp_path: Path, rows: list[dict], message: str) -> None:
+def test_bad_rollouts_are_exit_code_2(tmp_path, rows, message):
     path = a_file(tmp_path, *rows)
     code, out, err = train(path, "--output", str(tmp_path / "run"))
     assert (code, out) == (2, "") and message in err and err.count("\n") == 1
@@ -159,10 +149,8 @@ def test_bad_rollouts_are_exit_code_2(tmp_path: Path, rows: list[dict], message:
         (["--plan-svg", "p.svg", "--prefix-schedule", "off"], "--plan-svg"),
         (["--groups-per-step", "3"], "--groups-per-step 3 exceeds the 1 groups"),
         (["--minibatches", "2"], "--minibatches is 2, but .* 1 groups"),
-        (["--clip-low", "0"], "clip_low is 0.0"),
-        (["--lr", "nan"], "--lr: .nan. is not a number"),
-        (["--steps", "0"], "--steps"),
-        (["--cp", "2"], "cp"),
+        (["--clip-low", "0"], "clip_low is 0.0"), (["--lr", "nan"], "--lr: .nan. is not a number"),
+        (["--steps", "0"], "--steps"), (["--cp", "2"], "cp"),
         (["--model", "llama-9b"], "neither a preset"),
         (["--chunk-tokens", "many"], "'many' is neither 'auto' nor an integer"),
         (["--trace", "t.json", "--prefix-schedule", "off"], "--trace: --prefix-schedule off runs"),
@@ -172,8 +160,8 @@ def test_bad_rollouts_are_exit_code_2(tmp_path: Path, rows: list[dict], message:
         (["--resume", "nowhere"], "--resume nowhere: no such folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_usage_is_exit_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:
+)  # fmt: skip
+def test_bad_usage_is_exit_code_2(tmp_path, arguments, message):
     path = a_file(tmp_path, row())
     code, out, err = train(path, *arguments, "--output", str(tmp_path / "run"))
     assert (code, out) == (2, "")
@@ -181,14 +169,14 @@ def test_bad_usage_is_exit_code_2(tmp_path: Path, arguments: list[str], message:
     assert os.listdir(tmp_path) == ["rollouts.jsonl"]
 
 
-def test_a_group_of_one_and_a_rollout_without_loss_work(tmp_path: Path) -> None:
+def test_a_group_of_one_and_a_rollout_without_loss_work(tmp_path):
     path = a_file(tmp_path, row(), row(group="h", loss=[]), row(group="h", uid="1"))
     code, out, err = train(path, "--json", "--output", str(tmp_path / "run"), "--compare")
     assert code == 0, err
     assert json.loads(out)["loss"] == 0
 
 
-def test_the_command_starts_its_own_ranks(tmp_path: Path) -> None:
+def test_the_command_starts_its_own_ranks(tmp_path):
     done = forked(
         "train", str(BUNDLED), *SMALL[:-4], "--dp", "2", "--max-tokens", "80",
         "--groups-per-step", "2", "--steps", "1", "--json", "--output", str(tmp_path),

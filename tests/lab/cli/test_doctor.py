@@ -1,7 +1,5 @@
 """`doctor`: what it finds, what it calls a problem, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -19,22 +17,19 @@ from tests.harness.command_line import forked
 from tests.harness.data import REPOSITORY
 
 REQUIREMENTS = [
-    "torch>=2.6",
-    "einops",
-    'tensorboard; extra == "train"',
-    'tokenizers>=0.20; extra == "tokenizers"',
-    'megatron_prefix[train]; extra == "test"',
+    "torch>=2.6", "einops", 'tensorboard; extra == "train"',
+    'tokenizers>=0.20; extra == "tokenizers"', 'megatron_prefix[train]; extra == "test"',
     'tomli; python_version < "3"',
-]
+]  # fmt: skip
 
 
-def doctored(*options: str) -> subprocess.CompletedProcess:
+def doctored(*options):
     """The verb in a process of its own, since it selects a platform."""
     return forked("doctor", *options)
 
 
 @pytest.fixture(scope="module")
-def report() -> dict:
+def report():
     done = doctored("--device", "cpu", "--model", "tiny-llama", "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -204,7 +199,7 @@ def test_an_unknown_model_is_bad_usage():
     assert "no-such-model" in done.stderr
 
 
-def missing(**installed: str) -> tuple[list[str], dict]:
+def missing(**installed):
     return packages.missing(REQUIREMENTS, ["train", "tokenizers", "test"], installed.get)
 
 

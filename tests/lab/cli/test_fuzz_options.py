@@ -4,8 +4,6 @@ The options are those of the parsers themselves, so a new one is tried without b
 What would run a model stops where its weights would be allocated.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io
@@ -13,9 +11,7 @@ import itertools
 import json
 import random
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +22,6 @@ from megatron_prefix.lab.cli.main import VERBS, main, make_parser
 from megatron_prefix.lab.data import generate
 from megatron_prefix.lab.models import build
 from megatron_prefix.lab.models.presets import PRESETS, ModelSpec
-from megatron_prefix.lab.runtime import Layout
 from tests.harness.command_line import BUNDLED, row
 from tests.harness.fuzzing import rounds
 
@@ -41,16 +36,8 @@ NUMBERS = [
 WORDS = ["", " ", "\n", "two\nlines", "x" * 5000, "é☃", "\udc80", "auto", "a+b", "..", "%s"]
 FIELDS = [*ModelSpec.__dataclass_fields__, "no_such_field", ""]
 SHAPES = [
-    "1:1:1",
-    "8:8:2:8",
-    "1:2",
-    "::",
-    "0:8:8",
-    "-1:8:8",
-    "1e3:8:8",
-    f"{10**12}:1:1",
-    "8:8:1:1:1",
-]
+    "1:1:1", "8:8:2:8", "1:2", "::", "0:8:8", "-1:8:8", "1e3:8:8", f"{10**12}:1:1", "8:8:1:1:1",
+]  # fmt: skip
 # What a verb writes gets no name of a device: run by root, a mistake would replace it.
 FILES = ["", ".", "..", "x" * 300, "no/such/folder/file", "é☃.svg", "\udc80", "file\nname"]
 WRITTEN = "out output csv svg plot bench_json result_json markdown record".split()
@@ -61,7 +48,7 @@ class Accepted(BaseException):
     """The command line is good: a model would be built now."""
 
 
-def one_group(path: str, groups: Iterable[Any]) -> dict[str, int]:
+def one_group(path, groups):
     """Stands in for `write_rollouts`, which would go on for as many groups as are asked for."""
     return WRITE(path, itertools.islice(groups, 1))
 
@@ -71,24 +58,24 @@ WRITE = outputs.write_rollouts
 LAUNCH = sys.modules["megatron_prefix.lab.runtime.launch"]
 
 
-def joined(layout: Layout, device: str, *args: Any) -> runtime.World:
+def joined(layout, device, *args):
     """Stands in for `runtime.initialize`."""
     platform = platforms.select(device)
     return runtime.World(layout, platform, platform.device(), 0, layout.world_size)
 
 
-def draw_a_weight(recipe: Any, stage: int) -> None:
+def draw_a_weight(recipe, stage):
     """Stands in for building a part of the model."""
     torch.empty(1).normal_(0.0, recipe.spec.init_method_std)
     raise Accepted
 
 
-def stop(*args: Any, **options: Any) -> None:
+def stop(*args, **options):
     raise Accepted
 
 
 @pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def stopped(monkeypatch, tmp_path):
     """Nothing large is made, no rank is started, and files lie in the test's folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runtime, "initialize", joined)
@@ -105,20 +92,17 @@ def stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 SHORT = ["--prompt-tokens=16", "--response-tokens=64"]
 BASES = {
-    "plan": [BUNDLED, "--groups=1", "--max-tokens=64"],
-    "show": ["plan.csv"],
+    "plan": [BUNDLED, "--groups=1", "--max-tokens=64"], "show": ["plan.csv"],
     "align": ["--rollouts", BUNDLED, "--groups=1", "--max-tokens=64"],
     "matrix": ["--only", "dense/TP2/flat/none"],
     "train": [BUNDLED, "--groups=1", "--max-tokens=64"],
-    "replay": [BUNDLED, "--groups=1", "--max-tokens=64"],
-    "bench": ["--shapes=8:8:2"],
-    "doctor": ["--device=cpu"],
-    "generate": ["made.jsonl", "--overwrite", "--groups=1", *SHORT],
+    "replay": [BUNDLED, "--groups=1", "--max-tokens=64"], "bench": ["--shapes=8:8:2"],
+    "doctor": ["--device=cpu"], "generate": ["made.jsonl", "--overwrite", "--groups=1", *SHORT],
     "import": ["tokens", "ids.jsonl", "made.jsonl", "--overwrite"],
-}
+}  # fmt: skip
 
 
-def outcome(argv: list[str]) -> tuple[int | str, str]:
+def outcome(argv):
     """Exit code, or the name of an exception, and what is on stderr."""
     code: int | str
     with (
@@ -136,7 +120,7 @@ def outcome(argv: list[str]) -> tuple[int | str, str]:
     return code, err.getvalue()
 
 
-def options_of(verb: str) -> list[argparse.Action]:
+def options_of(verb):
     (verbs,) = (
         action
         for action in make_parser(verb)._actions
@@ -148,7 +132,7 @@ def options_of(verb: str) -> list[argparse.Action]:
     return [one for one in found if one.dest not in ("progress", "verbose", "rehearse")]
 
 
-def value(action: argparse.Action, draw: random.Random) -> str:
+def value(action, draw):
     if action.dest in WRITTEN:
         return draw.choice(FILES)
     if action.dest == "set":
@@ -165,7 +149,7 @@ def value(action: argparse.Action, draw: random.Random) -> str:
     return draw.choice(pool)
 
 
-def command_lines(verb: str, draw: random.Random) -> Iterator[list[str]]:
+def command_lines(verb, draw):
     """Each option by itself, and then a few at a time."""
     options = options_of(verb)
     chosen = [[one] for one in options] * ALONE
@@ -187,7 +171,7 @@ def command_lines(verb: str, draw: random.Random) -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.usefixtures("stopped")
-def test_success_or_one_line(verb: str) -> None:
+def test_success_or_one_line(verb):
     wrong, accepted = [], 0
     lines = list(command_lines(verb, random.Random(verb)))
     for argv in lines:

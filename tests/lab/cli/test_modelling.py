@@ -1,7 +1,5 @@
 """`--set FIELD=VALUE`."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_prefix.errors import UserError
@@ -9,7 +7,7 @@ from megatron_prefix.lab.cli.modelling import overrides_of
 from megatron_prefix.lab.models import presets
 
 
-def test_values_have_the_types_of_their_fields() -> None:
+def test_values_have_the_types_of_their_fields():
     given = ["num_layers=2", "qk_layernorm=False", "layernorm_epsilon=1e-5", "num_moe_experts=None"]
     assert overrides_of(given) == (
         ("num_layers", 2), ("qk_layernorm", False),
@@ -17,20 +15,20 @@ def test_values_have_the_types_of_their_fields() -> None:
     )  # fmt: skip
 
 
-def test_numbers_of_a_tuple() -> None:
+def test_numbers_of_a_tuple():
     given = ["moe_layer_freq=0,1", "window_size=127,0"]
     assert overrides_of(given) == (("moe_layer_freq", (0, 1)), ("window_size", (127, 0)))
     assert overrides_of(["moe_layer_freq=2"]) == (("moe_layer_freq", 2),)
 
 
-def test_a_model_without_its_experts_has_mlps() -> None:
+def test_a_model_without_its_experts_has_mlps():
     whole = presets.resolve("qwen3-next-80b-a3b")
     spec = presets.resolve("qwen3-next-80b-a3b", **dict(overrides_of(["num_moe_experts=none"])))
     assert whole.is_moe and not spec.is_moe
     assert spec.parameters() < whole.parameters() / 10
 
 
-def test_old_names_of_fields_are_taken_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_old_names_of_fields_are_taken_and_logged(caplog):
     given = ["num_experts=none", "squared_relu=true", "moe_normalize_top_k=False", "init_std=0.5"]
     assert dict(overrides_of(given)) == {
         "num_moe_experts": None, "gated_linear_unit": False, "moe_router_pre_softmax": True,
@@ -50,7 +48,7 @@ def test_old_names_of_fields_are_taken_and_logged(caplog: pytest.LogCaptureFixtu
         ("layers=2", "layers=2: no such field; fields: "),
     ],
 )
-def test_others_are_refused(setting: str, message: str) -> None:
+def test_others_are_refused(setting, message):
     with pytest.raises(UserError) as refused:
         overrides_of([setting])
     assert message in str(refused.value)

@@ -1,7 +1,5 @@
 """Files that a verb is asked to write and cannot: one line, before the work for them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -19,37 +17,28 @@ BENCH = ["bench", "--shapes", "8:4:2"]
 MEMORY = ["bench", "memory", "--shapes", "8:4:2"]
 # Verb, and the option that takes the file (none: the last argument).
 WRITERS = {
-    "plan csv": ["plan", BUNDLED, "--csv"],
-    "plan svg": ["plan", BUNDLED, "--svg"],
-    "show svg": ["show", PLAN, "--svg"],
-    "generate": ["generate"],
-    "import": ["import", "tokens", BUNDLED],
-    "bench json": [*BENCH, "--bench-json"],
-    "bench plot": [*BENCH, "--plot"],
-    "memory json": [*MEMORY, "--bench-json"],
-    "memory plot": [*MEMORY, "--plot"],
-    "matrix markdown": ["matrix", "--only", "*", "--markdown"],
+    "plan csv": ["plan", BUNDLED, "--csv"], "plan svg": ["plan", BUNDLED, "--svg"],
+    "show svg": ["show", PLAN, "--svg"], "generate": ["generate"],
+    "import": ["import", "tokens", BUNDLED], "bench json": [*BENCH, "--bench-json"],
+    "bench plot": [*BENCH, "--plot"], "memory json": [*MEMORY, "--bench-json"],
+    "memory plot": [*MEMORY, "--plot"], "matrix markdown": ["matrix", "--only", "*", "--markdown"],
     "matrix continue": ["matrix", "--only", "*", "--continue"],
     "replay json": ["replay", BUNDLED, "--result-json"],
-    "replay plot": ["replay", BUNDLED, "--plot"],
-    "train svg": ["train", BUNDLED, "--plan-svg"],
-    "train trace": ["train", BUNDLED, "--trace"],
-    "train output": ["train", BUNDLED, "--output"],
-}
+    "replay plot": ["replay", BUNDLED, "--plot"], "train svg": ["train", BUNDLED, "--plan-svg"],
+    "train trace": ["train", BUNDLED, "--trace"], "train output": ["train", BUNDLED, "--output"],
+}  # fmt: skip
 PLACES = {
-    "file/x.png": "/file is not a folder",
-    f"{'x' * 252}.png": "too long",
-    "folder.png": "folder",
+    "file/x.png": "/file is not a folder", f"{'x' * 252}.png": "too long", "folder.png": "folder",
     "no/x.png": "/no is missing",
-}
+}  # fmt: skip
 MAKES_FOLDERS = ("train", "matrix")
 
 
 @pytest.fixture
-def _no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_work(monkeypatch):
     """Whoever builds a model has not looked at where the result goes."""
 
-    def fail(*args: object, **kwargs: object) -> None:
+    def fail(*args, **kwargs):
         raise AssertionError("work was done first")
 
     monkeypatch.setattr(build, "build_model", fail)
@@ -60,7 +49,7 @@ def _no_work(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.usefixtures("_no_work")
-def test_a_file_that_cannot_be_written_is_refused_first(capsys, tmp_path, name, place) -> None:
+def test_a_file_that_cannot_be_written_is_refused_first(capsys, tmp_path, name, place):
     arguments = WRITERS[name]
     if (arguments[0] in MAKES_FOLDERS and place == "no/x.png") or (
         name == "train output" and place == "folder.png"
@@ -75,18 +64,18 @@ def test_a_file_that_cannot_be_written_is_refused_first(capsys, tmp_path, name, 
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_every_verb_that_writes_is_tried() -> None:
+def test_every_verb_that_writes_is_tried():
     assert {arguments[0] for arguments in WRITERS.values()} == set(VERBS) - {"align", "doctor"}
 
 
-def test_a_plot_of_an_unknown_kind_is_refused_first(capsys, tmp_path) -> None:
+def test_a_plot_of_an_unknown_kind_is_refused_first(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     for arguments in (BENCH, MEMORY):
         line = failure(capsys, *arguments, "--plot", str(tmp_path / "plot.xyz"))
         assert "plot.xyz: give a file that ends in one of " in line and ".png" in line
 
 
-def test_a_disk_that_is_full(capsys) -> None:
+def test_a_disk_that_is_full(capsys):
     full = "/dev/full"
     for arguments in (
         ["plan", BUNDLED, "--csv", full],
@@ -99,7 +88,7 @@ def test_a_disk_that_is_full(capsys) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["show", PLAN, "--json"], ["show", PLAN, "--full"]])
-def test_stdout_on_a_full_disk(arguments: list[str]) -> None:
+def test_stdout_on_a_full_disk(arguments):
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
             [sys.executable, "-m", "megatron_prefix", *arguments],

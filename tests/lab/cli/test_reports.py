@@ -1,7 +1,5 @@
 """Reports from templates, and options from the fields of dataclasses."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import dataclass, field
@@ -27,24 +25,24 @@ class Result:
     speedup: float | None = None
 
 
-def test_a_template_takes_fields_attributes_and_keys() -> None:
+def test_a_template_takes_fields_attributes_and_keys():
     values = vars(Result())
     assert report.filled("{tokens:n} at {by_run[stock]:.2f}", values) == "12,345 at 1.50"
     assert report.filled("{steps[1].ratio:.1%}", values) == "50.0%"
     assert report.filled("{tokens} x {speedup:.2f}", values) is None
 
 
-def test_what_has_no_value_has_no_row() -> None:
+def test_what_has_no_value_has_no_row():
     templates = {"tokens": "{tokens:n}", "speedup": "{speedup:.2f}x", "speedup of {tokens}": ""}
     assert report.facts(templates, vars(Result())) == {"tokens": "12,345", "speedup of 12345": ""}
 
 
-def test_a_name_that_is_missing_is_a_bug() -> None:
+def test_a_name_that_is_missing_is_a_bug():
     with pytest.raises(KeyError):
         report.facts({"a": "{nothing}"}, vars(Result()))
 
 
-def test_dataclasses_become_json_without_nan() -> None:
+def test_dataclasses_become_json_without_nan():
     assert json.loads(report.to_json({"result": Result()})) == {
         "result": {
             "tokens": 12345, "steps": [{"ratio": None}, {"ratio": 0.5}],
@@ -53,7 +51,7 @@ def test_dataclasses_become_json_without_nan() -> None:
     }  # fmt: skip
 
 
-def test_a_table_has_a_row_per_record_and_none_without(capsys) -> None:
+def test_a_table_has_a_row_per_record_and_none_without(capsys):
     columns = [("tokens", "{tokens:n}"), ("speedup", "{speedup:.1f}x")]
     records = [{"tokens": 1234, "speedup": 2.0}, {"tokens": 5, "speedup": None}]
     report.print_records("[title]", columns, records)
@@ -68,14 +66,12 @@ def test_a_table_has_a_row_per_record_and_none_without(capsys) -> None:
     ("owner", "name", "flag", "bad"),
     [
         (TrainSettings, "num_minibatches", "--minibatches", "0"),
-        (TrainSettings, "loss_mean", "--loss-mean", "median"),
-        (TrainSettings, "lr", "--lr", "nan"),
+        (TrainSettings, "loss_mean", "--loss-mean", "median"), (TrainSettings, "lr", "--lr", "nan"),
         (GrpoConfig, "clip_high", "--clip-high", "-1"),
-        (RunOptions, "save_every", "--save-every", "-1"),
-        (Layout, "tp", "--tp", "0"),
+        (RunOptions, "save_every", "--save-every", "-1"), (Layout, "tp", "--tp", "0"),
     ],
-)
-def test_an_option_has_range_and_default_of_its_field(owner, name, flag, bad) -> None:
+)  # fmt: skip
+def test_an_option_has_range_and_default_of_its_field(owner, name, flag, bad):
     parser = argparse.ArgumentParser(exit_on_error=False)
     add_fields(parser, owner, {name: "help (default {})"})
     default = owner.__dataclass_fields__[name].default
@@ -84,7 +80,7 @@ def test_an_option_has_range_and_default_of_its_field(owner, name, flag, bad) ->
         parser.parse_args([f"{flag}={bad}"])
 
 
-def test_a_small_default_is_short() -> None:
+def test_a_small_default_is_short():
     parser = argparse.ArgumentParser()
     add_fields(parser, TrainSettings, {"lr": "(default {})"})
     assert "(default 1e-6)" in parser.format_help()

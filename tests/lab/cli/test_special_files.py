@@ -1,7 +1,5 @@
 """Devices and pipes where a verb reads a file: one line, no wait, and little memory."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import resource
@@ -18,29 +16,27 @@ from tests.harness.ranks import run_ranks
 
 MEMORY = 4 << 30
 COMMANDS = {
-    "rollouts": ["plan", "FILE"],
-    "model": ["plan", BUNDLED, "--model", "FILE"],
-    "weights": ["train", BUNDLED, "--load-hf", "FOLDER"],
-    "plan": ["show", "FILE"],
+    "rollouts": ["plan", "FILE"], "model": ["plan", BUNDLED, "--model", "FILE"],
+    "weights": ["train", BUNDLED, "--load-hf", "FOLDER"], "plan": ["show", "FILE"],
     "costs": ["train", BUNDLED, "--cost-file", "FILE", "--output", "OUT"],
     "record": ["matrix", "--only", "*", "--continue", "FILE"],
     "import": ["import", "tokens", "FILE", "OUT"],
-}
+}  # fmt: skip
 
 
-def limited() -> None:
+def limited():
     """Lets this process have a little more memory than it has."""
     have = int(Path("/proc/self/statm").read_text("utf-8").split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (have + MEMORY, have + MEMORY))
 
 
-def refusals(folder: Path, name: str) -> dict[str, tuple[int, str]]:
+def refusals(folder, name):
     """How each command ends with this file, on one rank."""
     (folder / "model").mkdir()
     (folder / "model" / "config.json").symlink_to(name)
     names = {"FILE": name, "FOLDER": str(folder / "model"), "OUT": str(folder / "out.jsonl")}
 
-    def on_rank() -> dict[str, tuple[int, str]]:
+    def on_rank():
         limited()
         return {
             what: fuzzing.ended(*[names.get(word, word) for word in command])
@@ -51,7 +47,7 @@ def refusals(folder: Path, name: str) -> dict[str, tuple[int, str]]:
 
 
 @pytest.mark.parametrize("kind", ["zeros", "pipe"])
-def test_a_special_file_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+def test_a_special_file_is_refused_in_one_line(tmp_path, kind):
     path = Path("/dev/zero") if kind == "zeros" else tmp_path / "pipe"
     if kind == "pipe":
         os.mkfifo(path)
@@ -61,8 +57,8 @@ def test_a_special_file_is_refused_in_one_line(tmp_path: Path, kind: str) -> Non
         assert (str(path) in err) == (what != "weights"), err
 
 
-def test_a_configuration_without_end(tmp_path: Path) -> None:
-    def on_rank() -> str:
+def test_a_configuration_without_end(tmp_path):
+    def on_rank():
         limited()
         with pytest.raises(UserError) as caught:
             read_config({"MEGATRON_PREFIX_CONFIG": "/dev/zero"})
@@ -74,14 +70,14 @@ def test_a_configuration_without_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_rollouts_may_come_through_a_pipe(packed: bool) -> None:
+def test_rollouts_may_come_through_a_pipe(packed):
     """`plan <(zcat rollouts.jsonl.gz)`, packed or not."""
     content = Path(BUNDLED).read_bytes()
     if not packed:
         content = gzip.decompress(content)
     read, write = os.pipe()
 
-    def feed() -> None:
+    def feed():
         with os.fdopen(write, "wb") as file:
             file.write(content)
 

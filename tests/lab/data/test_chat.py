@@ -1,17 +1,12 @@
 """Importing conversations: what is trained, what is refused, and real tokenizers."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_prefix.lab.data.importers import import_file
-from megatron_prefix.lab.data.rollouts import Rollout
 from tests.harness import importing
 from tests.harness.importing import Characters, names, refused, write
 
@@ -23,26 +18,26 @@ CHAT_TEMPLATE = (
 source = importing.source  # a fixture
 
 
-def text_of(rollout: Rollout) -> str:
+def text_of(rollout):
     return "".join(map(chr, rollout.tokens.tolist()))
 
 
-def trained(rollout: Rollout) -> list[str]:
+def trained(rollout):
     return [text_of(rollout)[start:end] for start, end in rollout.loss]
 
 
 # Messages -----------------------------------------------------------------------------------------
 
 
-def say(role: str, content: Any, **more: Any) -> dict[str, Any]:
+def say(role, content, **more):
     return {"role": role, "content": content, **more}
 
 
-def conversation(*turns: dict[str, Any], **more: Any) -> dict[str, Any]:
+def conversation(*turns, **more):
     return {"messages": [say("user", "hi"), *turns], "reward": 1.0, **more}
 
 
-def test_messages_train_the_assistant(source: Path) -> None:
+def test_messages_train_the_assistant(source):
     row = conversation(say("assistant", "one"), say("tool", "42"), say("assistant", "two"))
     row["tools"] = [{"name": "add"}]
     ((group),) = import_file(write(source, row), "messages", Characters())
@@ -53,7 +48,7 @@ def test_messages_train_the_assistant(source: Path) -> None:
     assert rollout.prompt_len == len("[add]<user hi>\n<assistant ")
 
 
-def test_messages_end_with_the_last_turn_and_skip_weight_zero(source: Path) -> None:
+def test_messages_end_with_the_last_turn_and_skip_weight_zero(source):
     row = conversation(
         say("assistant", "no", weight=0), say("user", "?"), say("assistant", "yes", weight=1),
         say("user", "bye"),
@@ -64,7 +59,7 @@ def test_messages_end_with_the_last_turn_and_skip_weight_zero(source: Path) -> N
     assert group.rollouts[0].prompt_len == text_of(group.rollouts[0]).index("yes")
 
 
-def test_messages_groups_and_names(source: Path) -> None:
+def test_messages_groups_and_names(source):
     rows = [
         conversation(say("assistant", "a"), group="g", id="task"),
         conversation(say("assistant", "b"), id="x"),
@@ -80,7 +75,7 @@ def test_messages_groups_and_names(source: Path) -> None:
     assert groups[2].rollouts[0].reward == 3.0
 
 
-def test_messages_of_the_chat_api(source: Path) -> None:
+def test_messages_of_the_chat_api(source):
     """Text parts are joined and arguments of tool calls become objects, broken ones stay text."""
     calls = [
         {"type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -95,7 +90,7 @@ def test_messages_of_the_chat_api(source: Path) -> None:
     assert trained(group.rollouts[0]) == ["{'a': 1}'{broken'{'b': 2}>"]
 
 
-def test_an_empty_turn_trains_nothing(source: Path) -> None:
+def test_an_empty_turn_trains_nothing(source):
     row = conversation(say("assistant", ""), say("assistant", "x"))
     ((group),) = import_file(write(source, row), "messages", Characters(end=""))
     assert trained(group.rollouts[0]) == ["x"]
@@ -129,12 +124,12 @@ def test_an_empty_turn_trains_nothing(source: Path) -> None:
         ),
     ],
 )
-def test_messages_refuse(source: Path, row: dict[str, Any], said: str) -> None:
+def test_messages_refuse(source, row, said):
     write(source, conversation(say("assistant", "fine")), row)
     assert refused(source, "messages", Characters()).startswith(f"2: {said}")
 
 
-def test_a_template_that_forgets_is_refused(source: Path) -> None:
+def test_a_template_that_forgets_is_refused(source):
     """Templates that drop earlier reasoning show the model a sequence no single row can hold."""
     once = conversation(say("assistant", "hmTHINKyes"))
     twice = conversation(say("assistant", "hmTHINKyes"), say("user", "?"), say("assistant", "ok"))
@@ -148,7 +143,7 @@ def test_a_template_that_forgets_is_refused(source: Path) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A small tokenizer in the files of a model folder: one token a byte, and ChatML's marks."""
     package = pytest.importorskip("tokenizers")
     alphabet = sorted(package.pre_tokenizers.ByteLevel.alphabet())
@@ -168,7 +163,7 @@ def folder(tmp_path: Path) -> Path:
     return model_folder
 
 
-def test_a_tokenizer_file(source: Path, folder: Path) -> None:
+def test_a_tokenizer_file(source, folder):
     write(source, {"input": "é", "output": "ab", "score": 1.0})
     file = folder / "tokenizer.json"
     ((group),) = import_file(source, "verl", str(file))
@@ -190,15 +185,13 @@ HUB = pytest.mark.skipif(
 FORMS = pytest.mark.parametrize("form", ["tokenizer.json", pytest.param("", marks=HUB)])
 
 
-def change_tokenizer(folder: Path, **changes: Any) -> None:
+def change_tokenizer(folder, **changes):
     file = folder / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | changes), encoding="utf-8")
 
 
 @FORMS
-def test_stored_truncation_and_padding_are_not_applied(
-    source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any, form: str
-) -> None:
+def test_stored_truncation_and_padding_are_not_applied(source, folder, monkeypatch, capfd, form):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     cut = {"direction": "Right", "max_length": 16, "strategy": "LongestFirst", "stride": 0}
     pad = {
@@ -217,9 +210,7 @@ def test_stored_truncation_and_padding_are_not_applied(
 
 
 @FORMS
-def test_nothing_is_put_between_prompt_and_answer(
-    source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
+def test_nothing_is_put_between_prompt_and_answer(source, folder, monkeypatch, form):
     """BOS begins a text, EOS ends it; a prompt that says BOS has it once."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     fast = importlib.import_module("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -240,7 +231,7 @@ def test_nothing_is_put_between_prompt_and_answer(
     assert third == [258, *ids[:2], 257, *ids[2:]]
 
 
-def test_a_text_that_a_tokenizer_has_no_ids_for_is_named(source: Path, tmp_path: Path) -> None:
+def test_a_text_that_a_tokenizer_has_no_ids_for_is_named(source, tmp_path):
     package = pytest.importorskip("tokenizers")
     fast = package.Tokenizer(package.models.WordLevel({"ab": 0}, unk_token="<unk>"))
     fast.save(str(tmp_path / "words.json"))
@@ -286,9 +277,7 @@ HALF = "\ud83d"
         ),
     ],
 )
-def test_half_a_surrogate_pair_is_named(
-    source: Path, folder: Path, form: str, kind: str, changes: dict[str, Any], said: str
-) -> None:
+def test_half_a_surrogate_pair_is_named(source, folder, form, kind, changes, said):
     rows = {
         "verl": {"input": "ab", "output": "b", "score": 1.0},
         "messages": conversation(say("assistant", "a")),
@@ -301,7 +290,7 @@ def test_half_a_surrogate_pair_is_named(
     assert message.startswith(f"2: {said}")
 
 
-def test_a_whole_surrogate_pair_is_text(source: Path) -> None:
+def test_a_whole_surrogate_pair_is_text(source):
     source.write_text('{"input": "\\ud83d\\ude00", "output": "b", "score": 1}', encoding="utf-8")
     ((group),) = import_file(source, "verl", Characters())
     assert group.rollouts[0].tokens.tolist()[1:] == [0x1F600, ord("b")]
@@ -309,9 +298,7 @@ def test_a_whole_surrogate_pair_is_text(source: Path) -> None:
 
 @HUB
 @pytest.mark.parametrize("scheme", ["first", "always"])
-def test_no_space_is_put_between_pieces(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
-) -> None:
+def test_no_space_is_put_between_pieces(source, tmp_path, monkeypatch, scheme):
     """SentencePiece puts one before a text, so a piece of a conversation must not be one."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     package = importlib.import_module("tokenizers")
@@ -335,7 +322,7 @@ def test_no_space_is_put_between_pieces(
 
 
 @HUB
-def test_a_model_folder(source: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_folder(source, folder, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     fast = importlib.import_module("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
     calls = [{"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]

@@ -1,12 +1,9 @@
 """Files to import with something changed: imported, or refused in one line and nothing written."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,8 +20,8 @@ TEMPLATE = (
     "{% endfor %}>{% endfor %}{% if add_generation_prompt %}<assistant {% endif %}"
 )
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": [1, {"b": null}]}'}}
-MORE: dict[str, Any] = {"score": 1.0, "step": 1, "advantage": 0.5, "loss": True, "train": 1}
-ROWS: dict[str, list[dict[str, Any]]] = {
+MORE = {"score": 1.0, "step": 1, "advantage": 0.5, "loss": True, "train": 1}
+ROWS = {
     "verl": [
         {"input": "ab", "output": "xyz", "uid": "s_0_0"} | MORE,
         {"input": "ab", "output": "xz", "uid": "s_0_1", "remove_sample": False} | MORE,
@@ -61,7 +58,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def changed(rng: random.Random, kind: str) -> bytes:
+def changed(rng, kind):
     text = "\n".join(map(json.dumps, ROWS[kind]))
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         content = fuzzing.changed_json_lines(rng, text)
@@ -89,7 +86,7 @@ def changed(rng: random.Random, kind: str) -> bytes:
 
 
 @pytest.mark.parametrize("kind", [*ROWS])
-def test_a_changed_file_is_imported_or_refused(tmp_path: Path, monkeypatch, kind: str) -> None:
+def test_a_changed_file_is_imported_or_refused(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(importers, "load_tokenizer", lambda name: Jinja(TEMPLATE))
     path, folder = tmp_path / "in.jsonl", tmp_path / "out"
     folder.mkdir()
@@ -107,7 +104,7 @@ def test_a_changed_file_is_imported_or_refused(tmp_path: Path, monkeypatch, kind
 
 
 @pytest.mark.parametrize("kind", [*ROWS])
-def test_the_files_that_are_changed_are_imported_whole(tmp_path: Path, monkeypatch, kind: str):
+def test_the_files_that_are_changed_are_imported_whole(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(importers, "load_tokenizer", lambda name: Jinja(TEMPLATE))
     path = tmp_path / "in.jsonl"
     path.write_bytes("\r\n".join(map(json.dumps, ROWS[kind])).encode() + b"\r\n")
@@ -117,7 +114,7 @@ def test_the_files_that_are_changed_are_imported_whole(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("kind", [*ROWS])
 @pytest.mark.parametrize("depth", [500, 900, 960, 990, 2_000, 100_000])
-def test_nesting_has_an_end(tmp_path: Path, monkeypatch, kind: str, depth: int) -> None:
+def test_nesting_has_an_end(tmp_path, monkeypatch, kind, depth):
     """Wherever a row nests deeper than Python recurses."""
     monkeypatch.setattr(importers, "load_tokenizer", lambda name: Jinja(TEMPLATE))
     path, out = tmp_path / "in.jsonl", str(tmp_path / "out.jsonl")

@@ -1,7 +1,5 @@
 """Rollout files with something changed: planned, or refused in one line."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import random
@@ -14,7 +12,7 @@ from tests.harness.data import BUNDLED
 NUM_CASES = 300
 
 
-def test_a_changed_file_is_planned_or_refused_in_one_line(tmp_path) -> None:
+def test_a_changed_file_is_planned_or_refused_in_one_line(tmp_path):
     path, bad = tmp_path / "rollouts.jsonl", {}
     groups = [shorten(group, 30)[0] for group in itertools.islice(read_groups(BUNDLED), 3)]
     write_rollouts(path, [group for group in groups if group])

@@ -1,9 +1,6 @@
 """Synthetic rollouts have the size and shape asked for, and the bundled file is made of them."""
 
-from __future__ import annotations
-
 import gzip
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,28 +8,28 @@ import pytest
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.data.checks import check_rollout
 from megatron_prefix.lab.data.generate import bundled_groups, bundled_rollouts, generate
-from megatron_prefix.lab.data.rollouts import Group, common_prefix, read_groups, write_rollouts
+from megatron_prefix.lab.data.rollouts import common_prefix, read_groups, write_rollouts
 from tests.harness.command_line import result
 
 
-def num_trie_nodes(group: Group) -> int:
+def num_trie_nodes(group):
     """Tokens of the group's trie, by brute force."""
     return len({tuple(r.tokens[:i].tolist()) for r in group.rollouts for i in range(1, len(r) + 1)})
 
 
-def num_shared_trained(group: Group) -> int:
+def num_shared_trained(group):
     """Trained tokens that another rollout passes too."""
     prefixes = [
         [tuple(r.tokens[: i + 1].tolist()) for i in np.flatnonzero(r.loss_mask)]
         for r in group.rollouts
     ]
-    seen: dict[tuple[int, ...], int] = {}
+    seen = {}
     for prefix in (p for row in prefixes for p in row):
         seen[prefix] = seen.get(prefix, 0) + 1
     return sum(count for count in seen.values() if count > 1)
 
 
-def leaf_depths(group: Group) -> list[int]:
+def leaf_depths(group):
     """For each rollout, the number of places where it parts from others."""
     depths = []
     for r in group.rollouts:
@@ -43,7 +40,7 @@ def leaf_depths(group: Group) -> list[int]:
 
 @pytest.mark.parametrize("tree", ["flat", "branch", "turns"])
 @pytest.mark.parametrize("uneven", [False, True])
-def test_size_and_validity(tree: str, uneven: bool) -> None:
+def test_size_and_validity(tree, uneven):
     groups = list(generate(5, 40, 60, 7, tree=tree, depth=3, vocab_size=64, uneven=uneven, seed=3))
     assert [group.name for group in groups] == [f"synthetic-{i:04d}" for i in range(5)]
     for group in groups:
@@ -60,14 +57,14 @@ def test_size_and_validity(tree: str, uneven: bool) -> None:
         assert len({len(r) for group in groups for r in group.rollouts}) > 5
 
 
-def test_flat_is_a_star() -> None:
+def test_flat_is_a_star():
     for group in generate(4, 20, 10, 9, tree="flat", vocab_size=16, seed=1):
         assert num_trie_nodes(group) == 20 + 9 * 10
         assert leaf_depths(group) == [1] * 9
         assert all(r.loss == ((20, 30),) for r in group.rollouts)
 
 
-def test_branch_is_a_regular_tree() -> None:
+def test_branch_is_a_regular_tree():
     """8 rollouts on 3 levels of 10 tokens: 2, 4 and 8 segments under the prompt, loss in all."""
     for group in generate(4, 20, 30, 8, tree="branch", depth=3, vocab_size=16, seed=2):
         assert num_trie_nodes(group) == 20 + 10 * (2 + 4 + 8)
@@ -75,7 +72,7 @@ def test_branch_is_a_regular_tree() -> None:
         assert num_shared_trained(group) == 8 * 20
 
 
-def test_turns_are_a_ragged_tree_with_untrained_answers() -> None:
+def test_turns_are_a_ragged_tree_with_untrained_answers():
     groups = list(generate(60, 20, 80, 8, tree="turns", depth=4, seed=4))
     assert all(len(r.loss) == 4 for group in groups for r in group.rollouts)
     depths = {depth for group in groups for depth in leaf_depths(group)}
@@ -88,7 +85,7 @@ def test_turns_are_a_ragged_tree_with_untrained_answers() -> None:
             assert first.loss_mask[place]
 
 
-def test_copies() -> None:
+def test_copies():
     (group,) = generate(1, 20, 40, 6, tree="turns", depth=2, num_copies=2, uneven=True, seed=5)
     first = group.rollouts[0]
     same = [np.array_equal(r.tokens, first.tokens) for r in group.rollouts]
@@ -98,7 +95,7 @@ def test_copies() -> None:
     assert len(alone.rollouts) == 1
 
 
-def test_the_seed_decides(tmp_path: Path) -> None:
+def test_the_seed_decides(tmp_path):
     paths = [tmp_path / name for name in ("a.jsonl.gz", "b.jsonl.gz", "c.jsonl.gz")]
     for path, seed in zip(paths, (1, 1, 2), strict=True):
         write_rollouts(path, generate(3, 20, 60, 4, tree="turns", seed=seed))
@@ -109,35 +106,26 @@ def test_the_seed_decides(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "changes"),
     [
-        ("--groups", {"num_groups": 0}),
-        ("--prompt-tokens", {"prompt_tokens": 5}),
+        ("--groups", {"num_groups": 0}), ("--prompt-tokens", {"prompt_tokens": 5}),
         ("--response-tokens", {"response_tokens": 44}),
         ("--response-tokens", {"response_tokens": 1, "tree": "flat"}),
-        ("--rollouts", {"num_rollouts": 0}),
-        ("--rollouts", {"num_copies": 4}),
-        ("--copies", {"num_copies": -1}),
-        ("--depth", {"depth": 0}),
-        ("--vocab-size", {"vocab_size": 8}),
-        ("--tree", {"tree": "bush"}),
+        ("--rollouts", {"num_rollouts": 0}), ("--rollouts", {"num_copies": 4}),
+        ("--copies", {"num_copies": -1}), ("--depth", {"depth": 0}),
+        ("--vocab-size", {"vocab_size": 8}), ("--tree", {"tree": "bush"}),
     ],
-)
-def test_bad_options_are_named(option: str, changes: dict[str, object]) -> None:
-    good: dict[str, object] = {
-        "num_groups": 1,
-        "prompt_tokens": 6,
-        "response_tokens": 45,
-        "num_rollouts": 4,
-        "tree": "turns",
-        "depth": 3,
-        "vocab_size": 9,
-    }
-    (group,) = generate(**good)  # type: ignore[arg-type]  # the limits themselves are served
+)  # fmt: skip
+def test_bad_options_are_named(option, changes):
+    good = {
+        "num_groups": 1, "prompt_tokens": 6, "response_tokens": 45, "num_rollouts": 4,
+        "tree": "turns", "depth": 3, "vocab_size": 9,
+    }  # fmt: skip
+    (group,) = generate(**good)  # the limits themselves are served
     assert all(len(r) == 51 for r in group.rollouts)
     with pytest.raises(UserError, match=rf"^{option}: "):
-        generate(**(good | changes))  # type: ignore[arg-type]
+        generate(**(good | changes))
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(tmp_path, capsys):
     out = tmp_path / "out.jsonl.gz"
     given = (
         "--groups 3 --prompt-tokens 30 --response-tokens 20 --rollouts 4 --tree branch --depth 2"
@@ -147,7 +135,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert [len(group.rollouts) for group in read_groups(out)] == [4, 4, 4]
 
 
-def test_the_bundled_file_is_what_the_command_makes(tmp_path: Path) -> None:
+def test_the_bundled_file_is_what_the_command_makes(tmp_path):
     """Compared unpacked: another zlib may pack the same text in other bytes."""
     again = tmp_path / "again.jsonl.gz"
     counts = write_rollouts(again, bundled_groups())
@@ -156,7 +144,7 @@ def test_the_bundled_file_is_what_the_command_makes(tmp_path: Path) -> None:
     assert counts == {"groups": 8, "rollouts": 53, "tokens": 18_681}  # as lab/data/README.md says
 
 
-def test_the_bundled_file_shows_every_shape() -> None:
+def test_the_bundled_file_shows_every_shape():
     groups = {g.name.split("-")[0]: g for g in read_groups(bundled_rollouts(), vocab_size=2048)}
     assert bundled_rollouts().stat().st_size < 60_000
     assert all(100 <= r.prompt_len <= 400 for g in groups.values() for r in g.rollouts)

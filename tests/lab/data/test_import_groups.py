@@ -1,10 +1,5 @@
 """What imported rows are grouped by, and which of them are trained."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from megatron_prefix.lab.data.importers import import_file
@@ -15,13 +10,10 @@ from tests.harness.command_line import result
 from tests.harness.importing import Characters, names, refused, write
 
 source = importing.source  # a fixture
-ROWS: dict[str, dict[str, Any]] = {
+ROWS = {
     "verl": {"input": "ab", "output": "xy", "score": 1.0},
     "messages": {
-        "messages": [
-            {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": "yes"},
-        ],
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}],
         "reward": 1.0,
     },
     "tokens": {"prompt_ids": [1, 2], "response_ids": [3, 4], "reward": 1.0, "old_logprobs": [0, 0]},
@@ -29,7 +21,7 @@ ROWS: dict[str, dict[str, Any]] = {
 KINDS = pytest.mark.parametrize("kind", [*ROWS])
 
 
-def imported(path: Path, kind: str) -> list[Any]:
+def imported(path, kind):
     return list(import_file(path, kind, Characters()))
 
 
@@ -38,7 +30,7 @@ def imported(path: Path, kind: str) -> list[Any]:
 
 @KINDS
 @pytest.mark.parametrize("field", ["step", "global_step"])
-def test_a_group_of_a_later_step_is_another_group(source: Path, kind: str, field: str) -> None:
+def test_a_group_of_a_later_step_is_another_group(source, kind, field):
     steps = [("a", 1), ("b", 1), ("a", 2), ("a", 1), ("b", 1.0), ("a", "2")]
     write(source, *(ROWS[kind] | {"group": group, field: step} for group, step in steps))
     groups = imported(source, kind)
@@ -46,15 +38,13 @@ def test_a_group_of_a_later_step_is_another_group(source: Path, kind: str, field
 
 
 @KINDS
-def test_names_that_meet_stay_apart(source: Path, kind: str) -> None:
+def test_names_that_meet_stay_apart(source, kind):
     """A group may be called as one that is named here."""
     rows = [
-        ROWS[kind],
-        ROWS[kind] | {"group": "prompt-0000"},
+        ROWS[kind], ROWS[kind] | {"group": "prompt-0000"},
         *(ROWS[kind] | {"group": "g", "step": step} for step in (1, 2)),
-        ROWS[kind] | {"group": "g@1"},
-        ROWS[kind] | {"group": "g"},
-    ]
+        ROWS[kind] | {"group": "g@1"}, ROWS[kind] | {"group": "g"},
+    ]  # fmt: skip
     groups = imported(write(source, *rows), kind)
     assert [len(group.rollouts) for group in groups] == [1] * 6
     assert {len(names(groups)), len(rows)} == {6}
@@ -64,7 +54,7 @@ def test_names_that_meet_stay_apart(source: Path, kind: str) -> None:
 
 
 @KINDS
-def test_a_step_has_a_name(source: Path, kind: str) -> None:
+def test_a_step_has_a_name(source, kind):
     write(source, ROWS[kind] | {"step": [1]})
     assert refused(source, kind, Characters()).startswith("1: step: not a name ([1])")
 
@@ -72,28 +62,23 @@ def test_a_step_has_a_name(source: Path, kind: str) -> None:
 # verl's ids ---------------------------------------------------------------------------------------
 
 
-def verl_row(uid: str, score: float, prompt: str = "ab", **more: Any) -> dict[str, Any]:
+def verl_row(uid, score, prompt="ab", **more):
     return {"input": prompt, "output": "xy", "score": score, "uid": uid, **more}
 
 
-def test_verl_names_sample_rollout_and_output(source: Path) -> None:
+def test_verl_names_sample_rollout_and_output(source):
     """Outputs of a rollout have different prompts, and one sample; samples may be equal texts."""
     rows = [
-        verl_row("s-1_0_0", 1.0),
-        verl_row("s-1_0_1", 1.0, "abxyc"),
-        verl_row("s-2_0_0", 1.0),
-        verl_row("s-1_1_0", 0.0),
-        verl_row("a_b_10_0", 0.0),
-    ]
+        verl_row("s-1_0_0", 1.0), verl_row("s-1_0_1", 1.0, "abxyc"), verl_row("s-2_0_0", 1.0),
+        verl_row("s-1_1_0", 0.0), verl_row("a_b_10_0", 0.0),
+    ]  # fmt: skip
     groups = imported(write(source, *rows), "verl")
     assert names(groups) == {
-        "s-1": ["s-1_0_0", "s-1_0_1", "s-1_1_0"],
-        "s-2": ["s-2_0_0"],
-        "a_b": ["a_b_10_0"],
-    }
+        "s-1": ["s-1_0_0", "s-1_0_1", "s-1_1_0"], "s-2": ["s-2_0_0"], "a_b": ["a_b_10_0"],
+    }  # fmt: skip
 
 
-def test_verl_counts_a_rollout_once_in_its_group(source: Path) -> None:
+def test_verl_counts_a_rollout_once_in_its_group(source):
     """Its GRPO takes each rollout's last output for mean and deviation."""
     rows = [
         verl_row("s_0_1", 3.0), verl_row("s_0_0", 0.5), verl_row("s_0_10", 1.0),
@@ -109,19 +94,19 @@ def test_verl_counts_a_rollout_once_in_its_group(source: Path) -> None:
     assert len({*expected}) == 4
 
 
-def test_verl_rollouts_of_equal_rewards_have_no_advantage(source: Path) -> None:
+def test_verl_rollouts_of_equal_rewards_have_no_advantage(source):
     rows = [verl_row("s_0_0", 0.1), verl_row("s_0_1", 0.1), verl_row("s_1_0", 0.1)]
     (group,) = imported(write(source, *rows), "verl")
     assert [rollout.advantage for rollout in group.rollouts] == [0.0] * 3
 
 
 @pytest.mark.parametrize("uid", ["task", "task_1", "task_1_x", "_1_2", "task__"])
-def test_other_ids_name_rollouts_of_one_prompt(source: Path, uid: str) -> None:
+def test_other_ids_name_rollouts_of_one_prompt(source, uid):
     groups = imported(write(source, verl_row(uid, 1.0), verl_row(uid, 0.0)), "verl")
     assert names(groups) == {"prompt-0000": [uid, f"{uid}#1"]}
 
 
-def test_a_group_that_the_row_names_wins_over_the_id(source: Path) -> None:
+def test_a_group_that_the_row_names_wins_over_the_id(source):
     rows = [verl_row("s_0_0", 1.0, group="g"), verl_row("t_0_0", 1.0, group="g")]
     assert names(imported(write(source, *rows), "verl")) == {"g": ["s_0_0", "t_0_0"]}
 
@@ -138,7 +123,7 @@ def test_a_group_that_the_row_names_wins_over_the_id(source: Path) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_rows_that_trainers_do_not_train(source: Path, kind: str, flag: dict[str, Any]) -> None:
+def test_rows_that_trainers_do_not_train(source, kind, flag):
     """Their rewards still count in their group, as slime has it."""
     ((rollouts),) = [g.rollouts for g in imported(write(source, ROWS[kind] | flag), kind)]
     assert (len(rollouts), rollouts[0].loss, rollouts[0].reward) == (1, (), 1.0)
@@ -146,7 +131,7 @@ def test_rows_that_trainers_do_not_train(source: Path, kind: str, flag: dict[str
 
 
 @KINDS
-def test_rows_that_trainers_train(source: Path, kind: str) -> None:
+def test_rows_that_trainers_train(source, kind):
     flags = {"loss": True, "train": 1, "step_loss_mask": 1.0, "remove_sample": False}
     (group,) = imported(write(source, ROWS[kind] | flags | {"training": None}), kind)
     assert group.rollouts[0].num_trained > 0
@@ -155,16 +140,14 @@ def test_rows_that_trainers_train(source: Path, kind: str) -> None:
 @KINDS
 @pytest.mark.parametrize("field", ["loss", "train", "step_loss_mask", "remove_sample"])
 @pytest.mark.parametrize("value", [0.5, "false", [[3, 5]], 2])
-def test_flags_of_other_values_are_named(source: Path, kind: str, field: str, value: Any) -> None:
+def test_flags_of_other_values_are_named(source, kind, field, value):
     write(source, ROWS[kind] | {field: value})
     message = refused(source, kind, Characters())
     assert message.startswith(f"1: {field}: not true or false ({value!r})")
 
 
 @KINDS
-def test_untrained_rows_are_counted(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch, kind: str
-) -> None:
+def test_untrained_rows_are_counted(source, tmp_path, capsys, monkeypatch, kind):
     load = "megatron_prefix.lab.data.importers.load_tokenizer"
     monkeypatch.setattr(load, lambda name: Characters())
     empty = {

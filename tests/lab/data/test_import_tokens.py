@@ -1,27 +1,19 @@
 """Importing token ids: masks of every spelling, pads, lengths."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from megatron_prefix.lab.data.importers import import_file
-from megatron_prefix.lab.data.rollouts import Rollout
 from tests.harness import importing
 from tests.harness.importing import refused, write
 
 source = importing.source  # a fixture
 PADDED = {
-    "input_ids": [0, 0, 5, 6, 7, 8, 9, 0],
-    "attention_mask": [0, 0, 1, 1, 1, 1, 1, 0],
-    "reward": 1,
-}
+    "input_ids": [0, 0, 5, 6, 7, 8, 9, 0], "attention_mask": [0, 0, 1, 1, 1, 1, 1, 0], "reward": 1,
+}  # fmt: skip
 LOSS_MASK = [0, 0, 0, 0, 1, 0, 1, 1]
 
 
-def imported(path: Path, row: dict[str, Any]) -> Rollout:
+def imported(path, row):
     ((group,),) = ([g.rollouts for g in import_file(write(path, row), "tokens")],)
     (rollout,) = group
     return rollout
@@ -33,14 +25,14 @@ def imported(path: Path, row: dict[str, Any]) -> Rollout:
 @pytest.mark.parametrize("field", ["loss_mask", "response_mask", "completion_mask"])
 @pytest.mark.parametrize("on", [1, True, 1.0])
 @pytest.mark.parametrize("off", [0, False, 0.0])
-def test_masks_have_three_spellings(source: Path, field: str, on: Any, off: Any) -> None:
+def test_masks_have_three_spellings(source, field, on, off):
     row = {"input_ids": [1, 2, 3, 4, 5], field: [off, off, on, off, on], "reward": 1}
     assert imported(source, row).loss == ((2, 3), (4, 5))
 
 
 @pytest.mark.parametrize("value", [0.5, 2, -1, 1e-9, "1", None, [1], float("nan")])
 @pytest.mark.parametrize("field", ["loss_mask", "response_mask", "attention_mask"])
-def test_a_mask_of_other_values_is_named(source: Path, field: str, value: Any) -> None:
+def test_a_mask_of_other_values_is_named(source, field, value):
     row = {"input_ids": [1, 2, 3], "prompt_len": 1, field: [1, value, 1], "reward": 1}
     write(source, {"input_ids": [1, 2], "prompt_len": 1, "reward": 1}, row)
     message = refused(source, "tokens")
@@ -61,15 +53,14 @@ def test_a_mask_of_other_values_is_named(source: Path, field: str, value: Any) -
     ],
 )
 @pytest.mark.parametrize("logprobs", [[-1.0, -3.0], [-1.0, -2.0, -3.0], [-1.0, -2.0, -3.0, -4.0]])
-def test_pads_are_dropped(source: Path, more: dict[str, Any], logprobs: list[float]) -> None:
+def test_pads_are_dropped(source, more, logprobs):
     rollout = imported(source, PADDED | more | {"old_logprobs": logprobs})
     assert rollout.tokens.tolist() == [5, 6, 7, 8, 9]
     assert (rollout.prompt_len, rollout.loss) == (2, ((2, 3), (4, 5)))
-    assert rollout.old_logprobs is not None
     assert rollout.old_logprobs.tolist() == [-1.0, -3.0]
 
 
-def test_pads_on_the_other_side_of_a_length_are_dropped(source: Path) -> None:
+def test_pads_on_the_other_side_of_a_length_are_dropped(source):
     right = {"input_ids": [5, 6, 7, 0], "attention_mask": [1, 1, 1, 0], "reward": 1}
     left = {"input_ids": [0, 5, 6, 7], "attention_mask": [0, 1, 1, 1], "reward": 1}
     for row in (right | {"prompt_len": 2}, left | {"response_length": 1}):
@@ -78,7 +69,7 @@ def test_pads_on_the_other_side_of_a_length_are_dropped(source: Path) -> None:
         assert (rollout.prompt_len, rollout.loss) == (2, ((2, 3),))
 
 
-def test_pads_of_a_prompt_that_is_a_list_of_its_own(source: Path) -> None:
+def test_pads_of_a_prompt_that_is_a_list_of_its_own(source):
     row = {"prompt_ids": [0, 5, 6], "prompt_mask": [0, 1, 1], "completion_ids": [7, 8, 0]}
     rollout = imported(source, row | {"completion_mask": [1, 1, 0], "reward": 1})
     assert (rollout.tokens.tolist(), rollout.prompt_len) == ([5, 6, 7, 8, 0], 2)
@@ -99,14 +90,12 @@ def test_pads_of_a_prompt_that_is_a_list_of_its_own(source: Path) -> None:
         ({"prompt_len": 4}, "prompt_len: may or may not count the pads on the left (4)"),
     ],
 )
-def test_masks_of_pads_that_cannot_be_followed(
-    source: Path, changes: dict[str, Any], said: str
-) -> None:
+def test_masks_of_pads_that_cannot_be_followed(source, changes, said):
     write(source, PADDED | {"loss_mask": LOSS_MASK} | changes)
     assert refused(source, "tokens").startswith(f"1: {said}")
 
 
-def test_a_prompt_padded_on_the_right_is_refused(source: Path) -> None:
+def test_a_prompt_padded_on_the_right_is_refused(source):
     row = {"prompt_ids": [5, 6, 0], "prompt_mask": [1, 1, 0], "response_ids": [7], "reward": 1}
     assert refused(write(source, row), "tokens").startswith("1: prompt_mask: has a hole (token 2)")
 
@@ -125,7 +114,7 @@ def test_a_prompt_padded_on_the_right_is_refused(source: Path) -> None:
         ("prompt_len", -(10**30), "outside 1..3 in a row of 3 tokens (-100"),
     ],
 )
-def test_a_length_beyond_its_row_is_named(source: Path, field: str, value: int, said: str) -> None:
+def test_a_length_beyond_its_row_is_named(source, field, value, said):
     for row in ({"input_ids": [1, 2, 3]}, {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]}):
         write(source, row | {field: value, "reward": 1})
         assert refused(source, "tokens").startswith(f"1: {field}: {said}")

@@ -1,13 +1,9 @@
 """Importers of verl's files and of token ids: groups, spans and prompts; options; the command."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +25,7 @@ FIELD_LISTS = (
 # verl ---------------------------------------------------------------------------------------------
 
 
-def test_verl(source: Path) -> None:
+def test_verl(source):
     """Rows of one prompt are a group wherever they stand; another step is another group."""
     rows = [
         {"input": "ab", "output": "xyz", "gts": "3", "score": 1.0, "step": 1, "acc": True},
@@ -56,7 +52,7 @@ def test_verl(source: Path) -> None:
         ({"output": chr(99)}, "2: tokens: token 3 is not in the vocabulary of 99 (99)"),
     ],
 )
-def test_verl_refuses(source: Path, changes: dict[str, Any], said: str) -> None:
+def test_verl_refuses(source, changes, said):
     good = {"input": "ab", "output": "b", "score": 1.0}
     write(source, good, good | changes)
     assert refused(source, "verl", Characters(), vocab_size=99).startswith(said)
@@ -77,17 +73,16 @@ def test_verl_refuses(source: Path, changes: dict[str, Any], said: str) -> None:
     ],
 )
 @pytest.mark.parametrize("logprobs", [[-1.0, -3.0, -4.0], [-1.0, -2.0, -3.0, -4.0]])
-def test_tokens(source: Path, row: dict[str, Any], logprobs: list[float]) -> None:
+def test_tokens(source, row, logprobs):
     write(source, row | {"reward": 1, "rollout_log_probs": logprobs})
     ((group),) = import_file(source, "tokens")
     (rollout,) = group.rollouts
     assert rollout.tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert (rollout.prompt_len, rollout.loss) == (2, ((2, 3), (4, 6)))
-    assert rollout.old_logprobs is not None
     assert rollout.old_logprobs.tolist() == [-1.0, -3.0, -4.0]
 
 
-def test_tokens_without_a_mask_train_the_response(source: Path) -> None:
+def test_tokens_without_a_mask_train_the_response(source):
     rows = [
         {"prompt_ids": [1, 2], "response_ids": [3, 4], "score": 0.5, "group_index": 0},
         {"tokens": [1, 2, 5], "response_length": 1, "score": 1, "group_index": 0},
@@ -119,7 +114,7 @@ def test_tokens_without_a_mask_train_the_response(source: Path) -> None:
         ),
     ],
 )
-def test_tokens_refuse(source: Path, row: dict[str, Any], said: str) -> None:
+def test_tokens_refuse(source, row, said):
     write(source, {"input_ids": [1, 2], "prompt_len": 1, "reward": 1}, row | {"reward": 1})
     assert refused(source, "tokens", vocab_size=9).startswith(f"2: {said}")
 
@@ -127,14 +122,14 @@ def test_tokens_refuse(source: Path, row: dict[str, Any], said: str) -> None:
 # Options and command line -------------------------------------------------------------------------
 
 
-def test_options_are_named(source: Path) -> None:
+def test_options_are_named(source):
     write(source, {"input": "ab", "output": "b", "score": 1.0})
     assert refused(source, "chat").startswith("KIND: unknown ('chat')")
     for kind in ("verl", "messages"):
         assert refused(source, kind).startswith(f"--tokenizer: missing for {kind}")
 
 
-def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_field(capsys):
     code, out, _ = run(capsys, "import", "--help")
     lists = (value for name, value in vars(importers).items() if name in FIELD_LISTS)
     fields = {name for names in lists for name in names}
@@ -144,8 +139,8 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, out.splitlines())) <= 100
 
 
-def test_a_missing_package_is_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> Any:
+def test_a_missing_package_is_named(source, monkeypatch):
+    def absent(name):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     write(source, {"input": "ab", "output": "b", "score": 1.0})
@@ -156,12 +151,12 @@ def test_a_missing_package_is_named(source: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("is_here", [True, False])
 def test_what_is_here_is_taken_and_the_hub_is_asked_in_silence(
-    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_here: bool
-) -> None:
-    asked: list[bool] = []
+    source, monkeypatch, caplog, is_here
+):
+    asked = []
     before = logging.getLogger("huggingface_hub").level  # the library sets it where it is imported
 
-    def from_pretrained(name: str, *, trust_remote_code: bool, local_files_only: bool = False):
+    def from_pretrained(name, *, trust_remote_code, local_files_only=False):
         assert not trust_remote_code
         asked.append(local_files_only)
         if is_here:
@@ -184,7 +179,7 @@ def test_what_is_here_is_taken_and_the_hub_is_asked_in_silence(
     assert logging.getLogger("huggingface_hub").level == before
 
 
-def test_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(source, tmp_path, capsys):
     out = tmp_path / "out.jsonl.gz"
     write(source, {"input_ids": [1, 2, 3], "prompt_len": 1, "reward": 1})
     given = ("import", "tokens", str(source))

@@ -1,13 +1,8 @@
 """Rollouts that are written read back the same; nothing bad and nothing half is written."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +32,7 @@ finite = st.floats(allow_nan=False, allow_infinity=False)
 
 
 @st.composite
-def rollouts(draw: st.DrawFn, group: str, uid: str, head: list[int]) -> Rollout:
+def rollouts(draw, group, uid, head):
     """Any valid rollout; it may start with some of `head`, tokens of the rollout before it."""
     kept = draw(st.integers(0, len(head)))
     rest = draw(st.lists(st.integers(0, VOCAB - 1), min_size=max(0, 2 - kept), max_size=12))
@@ -51,22 +46,17 @@ def rollouts(draw: st.DrawFn, group: str, uid: str, head: list[int]) -> Rollout:
     spans = [(prompt_len + i, prompt_len + i + 1) for i, is_on in enumerate(trained) if is_on]
     logprobs = st.lists(finite, min_size=len(spans), max_size=len(spans)).map(np.array)
     return Rollout(
-        group=group,
-        uid=uid,
-        tokens=tokens,
-        prompt_len=prompt_len,
-        loss=tuple(spans),
-        reward=draw(finite),
-        advantage=draw(st.none() | finite),
+        group=group, uid=uid, tokens=tokens, prompt_len=prompt_len, loss=tuple(spans),
+        reward=draw(finite), advantage=draw(st.none() | finite),
         old_logprobs=draw(st.none() | logprobs.map(lambda values: values.astype(np.float64))),
-    )
+    )  # fmt: skip
 
 
 @st.composite
-def group_lists(draw: st.DrawFn) -> list[Group]:
+def group_lists(draw):
     names = draw(st.lists(st.text(min_size=1, max_size=4), min_size=1, max_size=4, unique=True))
-    groups: list[Group] = []
-    head: list[int] = []
+    groups = []
+    head = []
     for name in names:
         members = []
         for uid in range(draw(st.integers(1, 4))):
@@ -77,9 +67,7 @@ def group_lists(draw: st.DrawFn) -> list[Group]:
 
 
 @given(groups=group_lists(), delta=st.booleans(), suffix=st.sampled_from(["jsonl", "jsonl.gz"]))
-def test_what_is_written_reads_back(
-    tmp_path_factory: pytest.TempPathFactory, groups: list[Group], delta: bool, suffix: str
-) -> None:
+def test_what_is_written_reads_back(tmp_path_factory, groups, delta, suffix):
     path = tmp_path_factory.mktemp("round") / f"rollouts.{suffix}"
     counts = write_rollouts(path, groups, delta=delta)
     read = list(read_groups(path, vocab_size=VOCAB))
@@ -94,7 +82,7 @@ def test_what_is_written_reads_back(
         assert first[3:8] == bytes(5), "neither a name nor a time in the header"
 
 
-def test_the_example_in_the_readme(tmp_path: Path) -> None:
+def test_the_example_in_the_readme(tmp_path):
     text = (REPOSITORY / "megatron_prefix" / "lab" / "data" / "README.md").read_text(
         encoding="utf-8"
     )
@@ -107,13 +95,13 @@ def test_the_example_in_the_readme(tmp_path: Path) -> None:
     assert read[1].num_trained == 2
 
 
-def test_blank_lines_and_unknown_fields_are_passed_over(tmp_path: Path) -> None:
+def test_blank_lines_and_unknown_fields_are_passed_over(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n" + json.dumps(row(source="x", extra=[1])) + "\n\n", encoding="utf-8")
     assert [rollout.uid for rollout in read_rollouts(path)] == ["0"]
 
 
-def test_gzip_is_told_by_content(tmp_path: Path) -> None:
+def test_gzip_is_told_by_content(tmp_path):
     packed, plain = tmp_path / "rows.jsonl", tmp_path / "rows.jsonl.gz"
     packed.write_bytes(gzip.compress(json.dumps(row()).encode()))
     plain.write_bytes(json.dumps(row()).encode())
@@ -123,7 +111,7 @@ def test_gzip_is_told_by_content(tmp_path: Path) -> None:
 # Writing ------------------------------------------------------------------------------------------
 
 
-def one_group(**changes: Any) -> Group:
+def one_group(**changes):
     good = Rollout("a", "0", np.array([1, 2, 3], dtype=np.int32), 1, ((1, 3),), 1.0)
     return Group("a", (dataclasses.replace(good, **changes),))
 
@@ -131,16 +119,13 @@ def one_group(**changes: Any) -> Group:
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"reward": float("nan")}, "reward"),
-        ({"prompt_len": 0}, "prompt_len"),
-        ({"loss": ((0, 2),)}, "loss"),
-        ({"tokens": np.array([1, -1, 2], dtype=np.int32)}, "tokens"),
+        ({"reward": float("nan")}, "reward"), ({"prompt_len": 0}, "prompt_len"),
+        ({"loss": ((0, 2),)}, "loss"), ({"tokens": np.array([1, -1, 2], dtype=np.int32)}, "tokens"),
         ({"old_logprobs": np.zeros(3)}, "old_logprobs"),
-        ({"old_logprobs": np.array([0.0, np.inf])}, "old_logprobs"),
-        ({"group": "b"}, "group"),
+        ({"old_logprobs": np.array([0.0, np.inf])}, "old_logprobs"), ({"group": "b"}, "group"),
     ],
-)
-def test_a_bad_rollout_is_not_written(tmp_path: Path, changes: dict[str, Any], field: str) -> None:
+)  # fmt: skip
+def test_a_bad_rollout_is_not_written(tmp_path, changes, field):
     path = tmp_path / "out.jsonl.gz"
     path.write_text("what was there", encoding="utf-8")
     first = Group("z", (dataclasses.replace(one_group().rollouts[0], group="z"),))
@@ -151,7 +136,7 @@ def test_a_bad_rollout_is_not_written(tmp_path: Path, changes: dict[str, Any], f
     assert path.read_text(encoding="utf-8") == "what was there"
 
 
-def interrupted() -> Iterator[Group]:
+def interrupted():
     yield one_group()
     raise KeyboardInterrupt
 
@@ -164,22 +149,20 @@ def interrupted() -> Iterator[Group]:
         (interrupted, KeyboardInterrupt),
     ],
 )
-def test_nothing_is_half_written(
-    tmp_path: Path, groups: Callable[[], Any], error: type[BaseException]
-) -> None:
+def test_nothing_is_half_written(tmp_path, groups, error):
     with pytest.raises(error):
         write_rollouts(tmp_path / "out.jsonl", groups())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
+def test_folders_that_cannot_be_written(tmp_path):
     for path in (tmp_path / "no" / "out.jsonl", tmp_path):
         with pytest.raises(UserError, match="cannot be written"):
             write_rollouts(path, [one_group()])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_writing_a_file_from_itself(tmp_path: Path) -> None:
+def test_writing_a_file_from_itself(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(second())
     before = all_fields(list(read_groups(path)))
@@ -194,11 +177,11 @@ def test_writing_a_file_from_itself(tmp_path: Path) -> None:
     ("left", "right", "shared"),
     [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2], [2, 2], 0), ([1, 2, 3], [1, 2, 4], 2)],
 )
-def test_common_prefix(left: list[int], right: list[int], shared: int) -> None:
+def test_common_prefix(left, right, shared):
     assert common_prefix(np.array(left, np.int32), np.array(right, np.int32)) == shared
 
 
-def test_dense_vocabulary_is_one_to_one() -> None:
+def test_dense_vocabulary_is_one_to_one():
     groups = list(read_groups(bundled_rollouts()))
     dense, size, ids = dense_vocabulary(iter(groups))
     assert ids.dtype == np.int32
@@ -215,9 +198,9 @@ def test_dense_vocabulary_is_one_to_one() -> None:
 # Real data ----------------------------------------------------------------------------------------
 
 
-def plain_read(path: Path) -> list[dict[str, Any]]:
+def plain_read(path):
     """The rows of a file by the shortest independent reading of the format."""
-    result: list[dict[str, Any]] = []
+    result = []
     with gzip.open(path, "rt", encoding="utf-8") as stream:
         for line in stream:
             raw = json.loads(line)
@@ -228,7 +211,7 @@ def plain_read(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.skipif(not REAL_FILES, reason=f"no rollout files in {folder()}")
 @pytest.mark.parametrize("path", REAL_FILES, ids=lambda path: path.name)
-def test_real_files_are_valid_as_they_are(path: Path) -> None:
+def test_real_files_are_valid_as_they_are(path):
     expected = plain_read(path)
     read = [rollout for group in read_groups(path) for rollout in group.rollouts]
     assert len(read) == len(expected) > 0

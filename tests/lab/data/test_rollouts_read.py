@@ -1,12 +1,9 @@
 """Reading rollout files: what is not valid is refused by file, row and field."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
 import re
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,7 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab.data.rollouts import read_groups, read_rollouts, write_rollouts
 from tests.harness.rollout_rows import VOCAB, all_fields, row, rows, second
 
-BAD: dict[str, tuple[bytes, int | None, str, str]] = {
+BAD = {
     # name: (bytes, row, field, what the message says); unpacking runs ahead of rows: None is any
     "empty": (b"", 1, "row", "empty"),
     "only blank lines": (b"\n  \n", 1, "row", "empty"),
@@ -86,7 +83,7 @@ BAD: dict[str, tuple[bytes, int | None, str, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_names_file_row_and_field(tmp_path: Path, name: str) -> None:
+def test_bad_input_names_file_row_and_field(tmp_path, name):
     content, number, field, said = BAD[name]
     path = tmp_path / "rollouts.jsonl"
     path.write_bytes(content)
@@ -95,7 +92,6 @@ def test_bad_input_names_file_row_and_field(tmp_path: Path, name: str) -> None:
             list(read(path, vocab_size=VOCAB))
         message = str(caught.value)
         place = re.match(rf"{re.escape(str(path))}:(\d+): (\w+): ", message)
-        assert place is not None
         assert place[2] == field
         assert int(place[1]) == number or number is None
         assert said in message
@@ -104,32 +100,26 @@ def test_bad_input_names_file_row_and_field(tmp_path: Path, name: str) -> None:
         assert len(message) < len(str(path)) + 250
 
 
-def test_the_rows_that_bad_input_starts_from_are_good(tmp_path: Path) -> None:
+def test_the_rows_that_bad_input_starts_from_are_good(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     good = second(advantage=0.5, old_logprobs=[-1, -2, -3.5], n=6, lcp=2, tokens=[3, 4, 5, 31])
     path.write_bytes(good)
     (group,) = read_groups(path, vocab_size=VOCAB)
     assert group.rollouts[1].tokens.tolist() == [1, 2, 3, 4, 5, 31]
     logprobs = group.rollouts[1].old_logprobs
-    assert logprobs is not None
     assert logprobs.tolist() == [-1, -2, -3.5]
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        rows(("a", 0)),
-        rows(("a", 0), ("a", 1)),
-        second(lcp=6, tokens=[]),
-        second(loss=[]),
-        second(prompt_len=6, loss=[]),
-        second(loss=[[2, 3], [3, 6]]),
-        second(advantage=None, old_logprobs=None),
-        rows((3, "x"), ("b", "x")),
+        rows(("a", 0)), rows(("a", 0), ("a", 1)), second(lcp=6, tokens=[]), second(loss=[]),
+        second(prompt_len=6, loss=[]), second(loss=[[2, 3], [3, 6]]),
+        second(advantage=None, old_logprobs=None), rows((3, "x"), ("b", "x")),
     ],
     ids=["one", "identical", "copy", "untrained", "prompt", "touching", "null", "names"],
-)
-def test_unusual_but_valid(tmp_path: Path, content: bytes) -> None:
+)  # fmt: skip
+def test_unusual_but_valid(tmp_path, content):
     path = tmp_path / "rollouts.jsonl"
     path.write_bytes(content)
     read = list(read_groups(path))
@@ -139,7 +129,7 @@ def test_unusual_but_valid(tmp_path: Path, content: bytes) -> None:
     assert all_fields(list(read_groups(copy))) == all_fields(read)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read(tmp_path):
     missing = tmp_path / "no" / "such.jsonl"
     for path, said in ((missing, "No such file"), (tmp_path, "directory")):
         with pytest.raises(UserError, match=said) as caught:
@@ -152,7 +142,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser reads every file"
 )
-def test_a_file_without_permission(tmp_path: Path) -> None:
+def test_a_file_without_permission(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     path.write_bytes(second())
     path.chmod(0)
@@ -160,7 +150,7 @@ def test_a_file_without_permission(tmp_path: Path) -> None:
         list(read_rollouts(path))
 
 
-def test_rows_are_read_as_a_stream(tmp_path: Path) -> None:
+def test_rows_are_read_as_a_stream(tmp_path):
     path = tmp_path / "rollouts.jsonl"
     path.write_bytes(second() + b"\nbroken")
     stream = read_rollouts(path)
@@ -169,7 +159,7 @@ def test_rows_are_read_as_a_stream(tmp_path: Path) -> None:
         next(stream)
 
 
-def test_several_files(tmp_path: Path) -> None:
+def test_several_files(tmp_path):
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     one.write_bytes(rows(("a", 0), ("a", 1), ("b", 0)))
     two.write_bytes(rows(("c", 0)))
@@ -180,7 +170,7 @@ def test_several_files(tmp_path: Path) -> None:
     assert str(caught.value).startswith(f"{two}:3: group: ")
 
 
-def test_names_that_come_again_in_another_file_are_that_files(tmp_path: Path) -> None:
+def test_names_that_come_again_in_another_file_are_that_files(tmp_path):
     """`generate` gives the groups of every file the same names."""
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     one.write_bytes(rows(("a", 0), ("b", 0)))

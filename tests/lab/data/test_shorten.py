@@ -1,7 +1,5 @@
 """`--max-tokens`: the head of the shared prompt first, then tails, and what is left is counted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -15,26 +13,21 @@ from megatron_prefix.lab.data.rollouts import Group, Rollout, common_prefix
 from megatron_prefix.lab.data.shorten import shorten
 
 
-def rollout(uid: str, tokens: list[int], prompt_len: int, *loss: tuple[int, int]) -> Rollout:
+def rollout(uid, tokens, prompt_len, *loss):
     trained = sum(end - start for start, end in loss)
     return Rollout(
-        group="g",
-        uid=uid,
-        tokens=np.array(tokens, dtype=np.int32),
-        prompt_len=prompt_len,
-        loss=loss,
-        reward=1.0,
-        old_logprobs=-np.arange(1.0, trained + 1),
-    )
+        group="g", uid=uid, tokens=np.array(tokens, dtype=np.int32), prompt_len=prompt_len,
+        loss=loss, reward=1.0, old_logprobs=-np.arange(1.0, trained + 1),
+    )  # fmt: skip
 
 
-def test_what_fits_is_left_alone() -> None:
+def test_what_fits_is_left_alone():
     group = Group("g", (rollout("0", [1, 2, 3, 4], 2, (2, 4)), rollout("1", [1, 2, 5], 2)))
     assert shorten(group, 4) == (group, 0)
     assert shorten(group, 4)[0] is group
 
 
-def test_head_then_tail() -> None:
+def test_head_then_tail():
     prompt = list(range(10))
     group = Group(
         "g",
@@ -46,19 +39,16 @@ def test_head_then_tail() -> None:
     )
     shorter, dropped = shorten(group, 8)
     assert dropped == 1
-    assert shorter is not None
     first, second = shorter.rollouts
     assert first.tokens.tolist() == [6, 7, 8, 9, 20, 21, 22, 23]
     assert (first.prompt_len, first.loss) == (4, ((4, 6), (7, 8)))
-    assert first.old_logprobs is not None
     assert first.old_logprobs.tolist() == [-1, -2, -3]
     assert second.tokens.tolist() == [6, 7, 8, 9, 30, 31]
     assert (second.prompt_len, second.loss) == (4, ((4, 6),))
-    assert second.old_logprobs is not None
     assert second.old_logprobs.tolist() == [-1, -2]
 
 
-def test_only_what_is_shared_and_prompt_loses_its_head() -> None:
+def test_only_what_is_shared_and_prompt_loses_its_head():
     """Prompts that part after 3 tokens are cut by at most 3; nothing trained is ever cut there."""
     group = Group(
         "g",
@@ -72,39 +62,35 @@ def test_only_what_is_shared_and_prompt_loses_its_head() -> None:
     assert shorter is None
     shorter, dropped = shorten(group, 5)
     assert (shorter is not None, dropped) == (True, 1)
-    assert shorter is not None
     assert shorter.rollouts[0].tokens.tolist() == [2, 3, 9, 9, 9]
     assert shorter.rollouts[0].loss == ((4, 5),)
 
 
-def test_a_short_prompt_keeps_its_head() -> None:
+def test_a_short_prompt_keeps_its_head():
     group = Group("g", (rollout("0", [1, 2, *range(10, 30)], 2, (2, 22)),))
     shorter, dropped = shorten(group, 8)
-    assert shorter is not None
     assert (dropped, shorter.rollouts[0].tokens.tolist()) == (0, [1, 2, 10, 11, 12, 13, 14, 15])
 
 
-def test_a_group_that_loses_everything_is_none() -> None:
+def test_a_group_that_loses_everything_is_none():
     group = Group("g", (rollout("0", [1, 2, 3, 4, 5], 2, (4, 5)),))
     assert shorten(group, 4) == (None, 1)
 
 
-def test_limits() -> None:
+def test_limits():
     group = Group("g", (rollout("0", [1, 2, 3, 4], 3, (3, 4)),))
     with pytest.raises(UserError, match=r"--max-tokens: too small \(1\)"):
         shorten(group, 1)
     shorter, dropped = shorten(group, 2)
-    assert shorter is not None
     assert (dropped, shorter.rollouts[0].tokens.tolist()) == (0, [3, 4])
     assert shorter.rollouts[0].prompt_len == 1
     bare = Group("g", (replace(group.rollouts[0], old_logprobs=None),))
     without = shorten(bare, 2)[0]
-    assert without is not None
     assert without.rollouts[0].old_logprobs is None
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> Group:
+def groups(draw):
     shared = draw(st.lists(st.integers(0, 2), max_size=16))
     members = []
     for uid in range(draw(st.integers(1, 4))):
@@ -116,7 +102,7 @@ def groups(draw: st.DrawFn) -> Group:
 
 
 @given(group=groups(), max_tokens=st.integers(2, 40))
-def test_any_group(group: Group, max_tokens: int) -> None:
+def test_any_group(group, max_tokens):
     """Trained tokens keep their log-probs, what was shared stays so, rollouts stay valid."""
     shorter, dropped = shorten(group, max_tokens)
     kept = {r.uid: r for r in shorter.rollouts} if shorter else {}
@@ -133,7 +119,6 @@ def test_any_group(group: Group, max_tokens: int) -> None:
         assert np.array_equal(new.tokens, old.tokens[head : head + len(new)])
         assert np.array_equal(new.loss_mask, old.loss_mask[head : head + len(new)])
         assert new.old_logprobs is not None
-        assert old.old_logprobs is not None
         assert np.array_equal(new.old_logprobs, old.old_logprobs[: new.num_trained])
         assert all(
             old.tokens[:head].tolist() == other.tokens[:head].tolist() for other in group.rollouts

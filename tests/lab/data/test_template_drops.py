@@ -1,11 +1,6 @@
 """Chat templates that leave something out: the conversation that they render never was."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,34 +20,31 @@ TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
 WHOLE = TOOLS + HEAD + REASONING + "{{ m.content | trim }}" + CALLS + TAIL
 
 
-def say(role: str, content: Any, **more: Any) -> dict[str, Any]:
+def say(role, content, **more):
     return {"role": role, "content": content, **more}
 
 
-def call(name: str, **arguments: Any) -> dict[str, Any]:
+def call(name, **arguments):
     return {"type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
 
 
-def agent(**changes: Any) -> dict[str, Any]:
+def agent(**changes):
     """A conversation with everything that templates drop."""
     messages = [
-        say("system", "be brief"),
-        say("developer", "use tools"),
-        say("user", "what?"),
+        say("system", "be brief"), say("developer", "use tools"), say("user", "what?"),
         say("assistant", "", reasoning_content="hm ", tool_calls=[call("f", a=1), call("g", b=2)]),
-        say("tool", "42"),
-        say("assistant", "it is 42"),
-    ]
+        say("tool", "42"), say("assistant", "it is 42"),
+    ]  # fmt: skip
     tools = [{"type": "function", "function": {"name": "f"}}]
     return {"messages": messages, "tools": tools, "reward": 1.0, **changes}
 
 
-def text_of(path: Path, template: str) -> str:
+def text_of(path, template):
     ((group),) = import_file(path, "messages", Jinja(template))
     return "".join(map(chr, group.rollouts[0].tokens.tolist()))
 
 
-def test_a_template_that_renders_everything(source: Path) -> None:
+def test_a_template_that_renders_everything(source):
     text = text_of(write(source, agent()), WHOLE)
     assert text == (
         '[{"function": {"name": "f"}, "type": "function"}]<system>be brief<end>'
@@ -91,7 +83,7 @@ def test_a_template_that_renders_everything(source: Path) -> None:
         (WHOLE.replace(TOOLS, ""), "tools: the chat template drops them"),
     ],
 )
-def test_what_a_template_drops_is_named(source: Path, template: str, said: str) -> None:
+def test_what_a_template_drops_is_named(source, template, said):
     write(source, {"messages": [say("user", "a"), say("assistant", "b")], "reward": 1}, agent())
     assert refused(source, "messages", Jinja(template)).startswith(f"2: {said}; use the template")
 
@@ -111,16 +103,14 @@ def test_what_a_template_drops_is_named(source: Path, template: str, said: str) 
         ),
     ],
 )
-def test_parts_of_an_answer(
-    source: Path, template: str, message: dict[str, Any], said: str
-) -> None:
+def test_parts_of_an_answer(source, template, message, said):
     row = {"messages": [say("user", "a"), {"role": "assistant", **message}], "reward": 1}
     text = refused(write(source, row), "messages", Jinja(HEAD + template + TAIL))
     place = "1: messages: message 1 (assistant)"
     assert text.startswith(f"{place}: the chat template drops its {said}; use")
 
 
-def test_a_message_without_text_of_a_role_that_is_dropped(source: Path) -> None:
+def test_a_message_without_text_of_a_role_that_is_dropped(source):
     template = WHOLE.replace(HEAD, "{% for m in messages if m.role != 'tool' %}<{{ m.role }}>")
     turns = [say("user", "a"), say("assistant", "b"), say("tool", ""), say("assistant", "c")]
     text = refused(write(source, {"messages": turns, "reward": 1}), "messages", Jinja(template))
@@ -160,19 +150,19 @@ def test_a_message_without_text_of_a_role_that_is_dropped(source: Path) -> None:
         (HEAD + "{{ m.content }}" + TAIL, [say("user", "qz0qz a"), say("assistant", "qzqz b")]),
     ],
 )  # fmt: skip
-def test_what_a_template_keeps(source: Path, template: str, messages: list[Any]) -> None:
+def test_what_a_template_keeps(source, template, messages):
     write(source, {"messages": messages, "reward": 1})
     assert text_of(source, template)
 
 
-def test_what_follows_the_last_answer_may_be_dropped(source: Path) -> None:
+def test_what_follows_the_last_answer_may_be_dropped(source):
     template = WHOLE.replace(HEAD, "{% for m in messages if m.role != 'tool' %}<{{ m.role }}>")
     turns = [say("user", "a"), say("assistant", "b"), say("tool", "c")]
     write(source, {"messages": turns, "reward": 1})
     assert text_of(source, template) == "<user>a<end><assistant>b<end>"
 
 
-def test_a_long_conversation_is_rendered_a_few_times_a_turn(source: Path) -> None:
+def test_a_long_conversation_is_rendered_a_few_times_a_turn(source):
     turns = [say(role, f"{n}") for n in range(40) for role in ("user", "assistant")]
     tokenizer = Jinja(WHOLE)
     write(source, {"messages": turns, "reward": 1})
@@ -188,19 +178,19 @@ def test_a_long_conversation_is_rendered_a_few_times_a_turn(source: Path) -> Non
     [json.dumps, lambda calls: [json.dumps(part) for part in calls], lambda calls: calls],
     ids=["a string", "strings", "objects"],
 )
-def test_tool_calls_may_be_json_in_a_string(source: Path, spelling: Callable[..., Any]) -> None:
+def test_tool_calls_may_be_json_in_a_string(source, spelling):
     row = agent(tools=json.dumps(agent()["tools"]))
     row["messages"][3]["tool_calls"] = spelling(row["messages"][3]["tool_calls"])
     assert text_of(write(source, row), WHOLE) == text_of(write(source, agent()), WHOLE)
 
 
 @pytest.mark.parametrize("nothing", ["", "[]", "null", [], None])
-def test_no_tool_calls_in_any_spelling(source: Path, nothing: Any) -> None:
+def test_no_tool_calls_in_any_spelling(source, nothing):
     turns = [say("user", "a"), say("assistant", "b", tool_calls=nothing)]
     assert text_of(write(source, {"messages": turns, "reward": 1}), WHOLE).endswith("b<end>")
 
 
-def test_a_null_is_absent(source: Path) -> None:
+def test_a_null_is_absent(source):
     """Tables have every column in every row; Llama 3.1's template asks for keys."""
     template = HEAD + "{% if 'tool_calls' in m %}{{ raise_exception('no call') }}{% endif %}" + (
         "{% if m.reasoning_content is defined %}[{{ m.reasoning_content }}]{% endif %}"
@@ -212,7 +202,7 @@ def test_a_null_is_absent(source: Path) -> None:
     assert text_of(source, template) == "<user>a<end><assistant>b<end>"
 
 
-def test_a_null_that_would_be_written(source: Path) -> None:
+def test_a_null_that_would_be_written(source):
     """GLM-4.6's template writes None for what the chat API gives beside a tool call."""
     row = agent()
     row["messages"][3]["content"] = None
@@ -237,7 +227,7 @@ def test_a_null_that_would_be_written(source: Path) -> None:
         ([None], "tool_calls holds no object (None)"),
     ],
 )
-def test_tool_calls_that_are_none(source: Path, calls: Any, said: str) -> None:
+def test_tool_calls_that_are_none(source, calls, said):
     turns = [say("user", "a"), say("assistant", "b", tool_calls=calls)]
     text = refused(write(source, {"messages": turns, "reward": 1}), "messages", Jinja(WHOLE))
     assert text.startswith(f"1: messages: message 1: {said}")
@@ -246,7 +236,7 @@ def test_tool_calls_that_are_none(source: Path, calls: Any, said: str) -> None:
 @pytest.mark.parametrize(
     "flag", [{"loss": False}, {"train": False}, {"step_loss_mask": 0}, {"weight": 0.0}], ids=str
 )
-def test_turns_that_trainers_do_not_train(source: Path, flag: dict[str, Any]) -> None:
+def test_turns_that_trainers_do_not_train(source, flag):
     turns = [
         say("user", "a", loss=False), say("assistant", "b", **flag),
         say("user", "c"), say("assistant", "d", loss=True, weight=1, train=None),
@@ -262,7 +252,7 @@ def test_turns_that_trainers_do_not_train(source: Path, flag: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(("field", "value"), [("weight", 0.5), ("loss", "no"), ("train", [])])
-def test_flags_of_a_turn_are_named(source: Path, field: str, value: Any) -> None:
+def test_flags_of_a_turn_are_named(source, field, value):
     turns = [say("user", "a"), say("assistant", "b", **{field: value})]
     text = refused(write(source, {"messages": turns, "reward": 1}), "messages", Jinja(WHOLE))
     assert text.startswith(f"1: messages: message 1: {field}: not true or false ({value!r})")
@@ -287,9 +277,7 @@ def test_flags_of_a_turn_are_named(source: Path, field: str, value: Any) -> None
         HEAD + "{{ m.content }}" + TAIL.replace("<assistant>", "<assistant><think>"),  # R1, QwQ
     ],
 )
-def test_an_empty_answer_is_a_rollout_that_is_not_trained(
-    source: Path, turns: list[dict[str, Any]], template: str
-) -> None:
+def test_an_empty_answer_is_a_rollout_that_is_not_trained(source, turns, template):
     row = {"messages": [say("user", "a"), *turns], "reward": 0.5}
     ((group),) = import_file(write(source, row), "messages", Jinja(template))
     (rollout,) = group.rollouts

@@ -69,32 +69,20 @@ def assert_same_step(steps, expected, layout, dtype, *, grads=True):
 
 
 LAYOUTS = [
-    ("tiny-qwen3", Layout(dp=2)),
-    ("tiny-qwen3", Layout(tp=2)),
-    ("tiny-qwen3", Layout(tp=2, **SP)),
-    ("tiny-qwen3", Layout(pp=4)),
-    ("tiny-qwen3", Layout(pp=2, vpp=2)),
-    ("tiny-moe", Layout(tp=2, **SP)),
-    ("tiny-moe", Layout(dp=2, ep=2)),
-    ("tiny-deepseek", Layout(tp=2, **SP)),
-    ("tiny-qwen3", Layout(cp=2)),
-    ("tiny-deepseek", Layout(cp=2)),
-    ("tiny-gpt-oss", Layout(dp=2, ep=2)),
-]
+    ("tiny-qwen3", Layout(dp=2)), ("tiny-qwen3", Layout(tp=2)), ("tiny-qwen3", Layout(tp=2, **SP)),
+    ("tiny-qwen3", Layout(pp=4)), ("tiny-qwen3", Layout(pp=2, vpp=2)),
+    ("tiny-moe", Layout(tp=2, **SP)), ("tiny-moe", Layout(dp=2, ep=2)),
+    ("tiny-deepseek", Layout(tp=2, **SP)), ("tiny-qwen3", Layout(cp=2)),
+    ("tiny-deepseek", Layout(cp=2)), ("tiny-gpt-oss", Layout(dp=2, ep=2)),
+]  # fmt: skip
 PRODUCTS = [
-    ("tiny-qwen3", Layout(pp=2)),
-    ("tiny-llama", Layout(tp=2, pp=2, **SP)),
-    ("tiny-moe", Layout(pp=2, vpp=2)),
-    ("tiny-moe", Layout(tp=2, dp=2, ep=2, **SP)),
-    ("tiny-moe", Layout(pp=2, dp=2, ep=2)),
-    ("tiny-deepseek", Layout(dp=2)),
-    ("tiny-deepseek", Layout(dp=2, ep=2)),
-    ("tiny-deepseek", Layout(pp=2)),
-    ("tiny-deepseek", Layout(pp=2, vpp=2)),
-    ("tiny-deepseek", Layout(tp=2, dp=2, ep=2, **SP)),
-    ("tiny-gpt-oss", Layout(pp=2)),
-    ("tiny-gpt-oss", Layout(pp=2, vpp=2)),
-]
+    ("tiny-qwen3", Layout(pp=2)), ("tiny-llama", Layout(tp=2, pp=2, **SP)),
+    ("tiny-moe", Layout(pp=2, vpp=2)), ("tiny-moe", Layout(tp=2, dp=2, ep=2, **SP)),
+    ("tiny-moe", Layout(pp=2, dp=2, ep=2)), ("tiny-deepseek", Layout(dp=2)),
+    ("tiny-deepseek", Layout(dp=2, ep=2)), ("tiny-deepseek", Layout(pp=2)),
+    ("tiny-deepseek", Layout(pp=2, vpp=2)), ("tiny-deepseek", Layout(tp=2, dp=2, ep=2, **SP)),
+    ("tiny-gpt-oss", Layout(pp=2)), ("tiny-gpt-oss", Layout(pp=2, vpp=2)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "layout"), rows([*LAYOUTS, *PRODUCTS], PRODUCTS))
@@ -134,11 +122,9 @@ OVERLAPPED = {"overlap_grad_reduce": True, "bucket_size": 5000}
 
 
 REDUCED = [
-    ("tiny-llama", SHARDED, "float32"),
-    ("tiny-llama", OVERLAPPED, "bfloat16"),
-    ("tiny-moe", SHARDED, "bfloat16"),
-    ("tiny-moe", OVERLAPPED, "float32"),
-]
+    ("tiny-llama", SHARDED, "float32"), ("tiny-llama", OVERLAPPED, "bfloat16"),
+    ("tiny-moe", SHARDED, "bfloat16"), ("tiny-moe", OVERLAPPED, "float32"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "options", "dtype"), rows(REDUCED, REDUCED[2:3]))
@@ -311,9 +297,7 @@ def test_vocabulary_padding_rarely_depends_on_the_layout(tp):
         ("tiny-moe", Layout(dp=3, ep=3), {}, "8 experts, which --ep 3"),
         ("tiny-moe", Layout(tp=2), {}, "add --sequence-parallel"),
         (
-            "tiny-deepseek",
-            Layout(tp=2),
-            {"num_moe_experts": None, "moe_layer_freq": 1},
+            "tiny-deepseek", Layout(tp=2), {"num_moe_experts": None, "moe_layer_freq": 1},
             "latent attention and --tp is 2: .* wrong gradients",
         ),
         ("tiny-gpt-oss", Layout(tp=2, **SP), {}, "experts with biases, .* leave --tp 2 out"),
@@ -323,7 +307,7 @@ def test_vocabulary_padding_rarely_depends_on_the_layout(tp):
         ("tiny-llama", Layout(), {"layer_spec": "te"}, "needs transformer-engine, a GPU"),
         ("tiny-llama", Layout(), {"layer_spec": "best"}, "layer spec 'best' is not known"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_built_is_refused(name, layout, options, message):
     fields = {key: value for key, value in options.items() if key in FIELDS}
     options = {key: value for key, value in options.items() if key not in FIELDS}
@@ -435,7 +419,7 @@ def test_optimizers_that_cannot_be_are_refused(model_options, optimizer_options,
         run_ranks(1, optimizer_for, model_options, optimizer_options)
 
 
-def test_fp8_needs_scales_of_blocks_and_a_gpu() -> None:
+def test_fp8_needs_scales_of_blocks_and_a_gpu():
     with pytest.raises(UserError, match="fp8_recipe 'delayed' is not supported; use one of block"):
         resolve("tiny-llama", fp8="e4m3")
     with pytest.raises(UserError, match="fp8 'e5m2' is not supported"):

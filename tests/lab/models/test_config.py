@@ -1,7 +1,5 @@
 """Megatron's TransformerConfig of a model: which kernels it asks for."""
 
-from __future__ import annotations
-
 import megatron.core.utils
 import pytest
 import torch

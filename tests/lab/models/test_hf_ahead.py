@@ -1,16 +1,12 @@
 """Hugging Face weights of multi-token prediction, of which transformers has no model: its loss with
 transformers' own layer between the parts that are added."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab import runtime
@@ -37,7 +33,7 @@ NAMES = {
 LAYOUTS = [Layout(), Layout(tp=2, sequence_parallel=True)]
 
 
-def checkpoint(folder: Path, family: str) -> float:
+def checkpoint(folder, family):
     """Saves one with a layer of multi-token prediction; its loss on `tokens()[:1]`."""
     inside = 2 * LAYERS - 1  # of the kind of the last
     changes = {"num_hidden_layers": 2 * LAYERS}
@@ -73,16 +69,16 @@ def checkpoint(folder: Path, family: str) -> float:
 
 
 @torch.no_grad()
-def expected(model: Any, parts: list[Tensor], inside: int) -> float:
+def expected(model, parts, inside):
     """The loss by transformers: its decoder, then its layer `inside` as a decoder of its own."""
     inputs, labels = sample()
     inner, layers, norm = model.model, model.model.layers, model.model.norm
 
-    def normed(x: Tensor, weight: Tensor) -> Tensor:
+    def normed(x, weight):
         norm.weight.copy_(weight)
         return norm(x)
 
-    def only(some: list[int]) -> None:
+    def only(some):
         inner.layers = nn.ModuleList([layers[one] for one in some])
         inner.config.num_hidden_layers = len(some)
         if kinds:
@@ -101,13 +97,13 @@ def expected(model: Any, parts: list[Tensor], inside: int) -> float:
     return float(nn.functional.cross_entropy(padded, labels[0, 1:]))
 
 
-def sample() -> tuple[Tensor, Tensor]:
+def sample():
     tokens = hf_checkpoints.tokens()[:1]
     tokens = torch.cat([tokens, tokens[:, :1]], 1)
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def on_rank(folder: Path, layout: Layout) -> float:
+def on_rank(folder, layout):
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     runtime.initialize(layout)
@@ -122,13 +118,13 @@ def on_rank(folder: Path, layout: Layout) -> float:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("family", NAMES)
-def test_the_loss_is_that_of_the_parts(tmp_path: Path, family: str, layout: Layout) -> None:
+def test_the_loss_is_that_of_the_parts(tmp_path, family, layout):
     wanted = checkpoint(tmp_path, family)
     for found in run_ranks(layout.world_size, partial(on_rank, tmp_path, layout)):
         assert found == pytest.approx(wanted, rel=1e-6)
 
 
-def test_copies_must_be_copies_and_all_must_be_there(tmp_path: Path) -> None:
+def test_copies_must_be_copies_and_all_must_be_there(tmp_path):
     checkpoint(tmp_path, "deepseek")
     spec, file = resolve(str(tmp_path), mtp_num_layers=1), tmp_path / "model.safetensors"
     tensors = safetensors.load_file(file)
@@ -143,13 +139,13 @@ def test_copies_must_be_copies_and_all_must_be_there(tmp_path: Path) -> None:
     HFWeights(tmp_path, resolve(str(tmp_path)))
 
 
-def test_a_family_without_such_layers_is_refused(tmp_path: Path) -> None:
+def test_a_family_without_such_layers_is_refused(tmp_path):
     hf_checkpoints.make(tmp_path, "llama")
     with pytest.raises(UserError, match="no weights of multi-token prediction"):
         HFWeights(tmp_path, resolve(str(tmp_path), mtp_num_layers=1))
 
 
-def test_the_last_layer_must_be_of_the_kind(tmp_path: Path) -> None:
+def test_the_last_layer_must_be_of_the_kind(tmp_path):
     checkpoint(tmp_path, "deepseek")
     HFWeights(tmp_path, resolve(str(tmp_path), num_layers=2, mtp_num_layers=1))
     with pytest.raises(UserError, match="another last layer"):

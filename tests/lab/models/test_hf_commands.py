@@ -1,15 +1,12 @@
 """`train`, `align` and `bench` with --load-hf: the checkpoint's weights are those that run."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
 import math
 import random
 import re
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -29,7 +26,7 @@ from tests.harness.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
-def rollouts(tmp_path_factory) -> str:
+def rollouts(tmp_path_factory):
     """Two groups of three rollouts with a prompt of 40 of the checkpoint's tokens."""
     draw = random.Random(3)
     path = tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl"
@@ -44,14 +41,14 @@ def rollouts(tmp_path_factory) -> str:
     return str(path)
 
 
-def save(folder: Path, family: str, **options: Any) -> None:
+def save(folder, family, **options):
     """A checkpoint whose vocabulary needs no padding, which would be warned of."""
     with mock.patch.dict(hf_checkpoints.COMMON, vocab_size=VOCAB_MULTIPLE):
         hf_checkpoints.make(folder, family, **options)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     made = {}
     for family in ("qwen3", "qwen2-tied", "moe"):
         made[family] = tmp_path_factory.mktemp(family)
@@ -68,15 +65,15 @@ class Told(NamedTuple):
     num_filled: int
 
     @property
-    def result(self) -> Any:
+    def result(self):
         assert self.code == 0, self.err
         return json.loads(self.out)
 
 
-def told(*arguments: str, num_ranks: int = 1) -> Told:
+def told(*arguments, num_ranks=1):
     """A command line in processes of its own, as torchrun starts them; the first rank's answer."""
 
-    def on_rank() -> Told:
+    def on_rank():
         fill = mock.patch.object(HFWeights, "fill", autospec=True, side_effect=HFWeights.fill)
         out, err = io.StringIO(), io.StringIO()
         with fill as spy, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -90,12 +87,7 @@ def told(*arguments: str, num_ranks: int = 1) -> Told:
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        ("qwen3", "--tp=2 --pp=2"),
-        ("qwen2-tied", ""),
-        ("moe", "--ep=2 --dp=2"),
-    ],
+    ("family", "layout"), [("qwen3", "--tp=2 --pp=2"), ("qwen2-tied", ""), ("moe", "--ep=2 --dp=2")]
 )
 def test_align_in_fp32(folders, rollouts, family, layout):
     options = ("--rollouts", rollouts, "--load-hf", str(folders[family]), "--dtype", "float32")

@@ -1,23 +1,19 @@
 """Models with multi-latent attention from Hugging Face's config.json."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models import hf
-from megatron_prefix.lab.models.presets import PRESETS, ModelSpec
+from megatron_prefix.lab.models.presets import PRESETS
 
 YARN = {
     "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 4096, "type": "yarn",
 }  # fmt: skip
-DEEPSEEK: dict[str, Any] = {
+DEEPSEEK = {
     "model_type": "deepseek_v3", "attention_bias": False, "first_k_dense_replace": 3,
     "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02,
     "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
@@ -46,7 +42,7 @@ GLM = {
 }  # fmt: skip
 
 
-def loaded(folder: Path, values: dict[str, Any]) -> ModelSpec:
+def loaded(folder, values):
     path = folder / "config.json"
     path.write_text(json.dumps(values), encoding="utf-8")
     return hf.load(path)
@@ -56,13 +52,11 @@ def loaded(folder: Path, values: dict[str, Any]) -> ModelSpec:
     ("preset", "values"),
     [("deepseek-v3", DEEPSEEK), ("moonlight-16b-a3b", MOONLIGHT), ("glm-4.7-flash", GLM)],
 )
-def test_a_config_json_gives_the_preset_of_its_model(
-    tmp_path: Path, preset: str, values: dict[str, Any]
-) -> None:
+def test_a_config_json_gives_the_preset_of_its_model(tmp_path, preset, values):
     assert loaded(tmp_path, values) == dataclasses.replace(PRESETS[preset], name=tmp_path.name)
 
 
-def test_yarn_in_both_formats(tmp_path: Path) -> None:
+def test_yarn_in_both_formats(tmp_path):
     old = loaded(tmp_path, DEEPSEEK)
     assert (old.rope_type, old.mscale, old.mscale_all_dim) == ("yarn", 1.0, 1.0)
     values = {name: value for name, value in DEEPSEEK.items() if not name.startswith("rope_")}
@@ -73,7 +67,7 @@ def test_yarn_in_both_formats(tmp_path: Path) -> None:
     assert loaded(tmp_path, {**values, "rope_parameters": yarn}) == old
 
 
-def test_dense_layers_and_auxiliary_losses_are_as_the_file_says(tmp_path: Path) -> None:
+def test_dense_layers_and_auxiliary_losses_are_as_the_file_says(tmp_path):
     kinds = ["dense", "sparse", "dense"]
     glm = loaded(tmp_path, {**GLM, "num_hidden_layers": 3, "mlp_layer_types": kinds})
     assert glm.moe_layer_freq == (0, 1, 0)
@@ -105,14 +99,12 @@ def test_dense_layers_and_auxiliary_losses_are_as_the_file_says(tmp_path: Path) 
         ({"qk_rope_head_dim": 63}, "qk_pos_emb_head_dim 63 must be even"),
     ],
 )
-def test_what_megatron_computes_otherwise_is_refused(
-    tmp_path: Path, values: dict[str, Any], words: str
-) -> None:
+def test_what_megatron_computes_otherwise_is_refused(tmp_path, values, words):
     with pytest.raises(UserError, match=words):
         loaded(tmp_path, {**DEEPSEEK, **values})
 
 
-def test_layers_of_unknown_types_are_refused(tmp_path: Path) -> None:
+def test_layers_of_unknown_types_are_refused(tmp_path):
     for kinds in (["dense"], ["dense"] * 46 + ["other"]):
         with pytest.raises(UserError, match="mlp_layer_types is not"):
             loaded(tmp_path, {**GLM, "mlp_layer_types": kinds})

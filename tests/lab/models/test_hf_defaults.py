@@ -1,10 +1,7 @@
 """What a config.json leaves out: the default of the family's class in transformers, or refused."""
 
-from __future__ import annotations
-
 import importlib
 import json
-from typing import Any
 
 import pytest
 
@@ -22,19 +19,19 @@ FAMILIES = (
 )  # fmt: skip
 
 
-def configuration(family: str) -> Any:
+def configuration(family):
     pytest.importorskip("transformers", reason="transformers is not installed")
     auto = importlib.import_module("transformers.models.auto.configuration_auto")
     return auto.CONFIG_MAPPING[family]
 
 
-def loaded(folder: Any, values: dict[str, Any]) -> Any:
+def loaded(folder, values):
     path = folder / "config.json"
     path.write_text(json.dumps(values), encoding="utf-8")
     return hf.load(path)
 
 
-def sizes_of(family: str, fields: dict[str, Any]) -> dict[str, Any]:
+def sizes_of(family, fields):
     """SIZES that the family has, and keys and values for every head where latents need them."""
     if family == "nemotron_h":
         return {}  # its layers follow from its pattern
@@ -43,12 +40,12 @@ def sizes_of(family: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_absent_field_is_transformers_default_or_refused(tmp_path, family: str) -> None:
+def test_an_absent_field_is_transformers_default_or_refused(tmp_path, family):
     """Whether a family has a field, and what it is without it, transformers' class says."""
     made = configuration(family)
     sizes = sizes_of(family, made().to_dict())
     whole, compared = made(**sizes).to_dict(), 0
-    wrong: dict[str, Any] = {}
+    wrong = {}
     for field in whole.keys() - {"model_type", "num_key_value_heads" if sizes else ""} | {"x"}:
         short = {name: value for name, value in whole.items() if name != field}
         try:
@@ -66,7 +63,7 @@ def test_an_absent_field_is_transformers_default_or_refused(tmp_path, family: st
 
 @pytest.mark.parametrize("nulls", [{}, {"num_key_value_heads": None}], ids=["absent", "null"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
-def test_key_heads_that_are_not_given(tmp_path, family: str, nulls: dict[str, None]) -> None:
+def test_key_heads_that_are_not_given(tmp_path, family, nulls):
     made = configuration(family)
     if nulls and family == "qwen3_moe":
         return  # its class takes no null

@@ -1,24 +1,20 @@
 """gpt-oss from Hugging Face's config.json."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models import hf
-from megatron_prefix.lab.models.presets import PRESETS, ModelSpec, YarnScaling
+from megatron_prefix.lab.models.presets import PRESETS, YarnScaling
 
 YARN = {
     "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
     "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False,
 }  # fmt: skip
 KINDS = ["sliding_attention", "full_attention"]
-GPT_OSS: dict[str, Any] = {
+GPT_OSS = {
     "model_type": "gpt_oss", "attention_bias": True, "head_dim": 64, "hidden_act": "silu",
     "hidden_size": 2880, "initializer_range": 0.02, "intermediate_size": 2880,
     "layer_types": KINDS * 12, "max_position_embeddings": 131072, "num_attention_heads": 64,
@@ -29,13 +25,13 @@ GPT_OSS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def loaded(folder: Path, values: dict[str, Any]) -> ModelSpec:
+def loaded(folder, values):
     path = folder / "config.json"
     path.write_text(json.dumps(values), encoding="utf-8")
     return hf.load(path)
 
 
-def test_a_config_json_gives_the_preset_of_its_model(tmp_path: Path) -> None:
+def test_a_config_json_gives_the_preset_of_its_model(tmp_path):
     expected = dataclasses.replace(PRESETS["gpt-oss-20b"], name=tmp_path.name)
     assert loaded(tmp_path, GPT_OSS) == expected
     short = {name: value for name, value in GPT_OSS.items() if not name.startswith("rope_")}
@@ -44,7 +40,7 @@ def test_a_config_json_gives_the_preset_of_its_model(tmp_path: Path) -> None:
     assert loaded(tmp_path, {**short, **rope}) == expected
 
 
-def test_any_layer_may_have_a_window(tmp_path: Path) -> None:
+def test_any_layer_may_have_a_window(tmp_path):
     kinds = [*KINDS, KINDS[1]]
     found = loaded(tmp_path, {**GPT_OSS, "num_hidden_layers": 3, "layer_types": kinds})
     assert found.window_attn_skip_freq == (1, 0, 0)
@@ -66,9 +62,7 @@ def test_any_layer_may_have_a_window(tmp_path: Path) -> None:
         ({"sliding_window": 0}, "sliding_window is 0"),
     ],
 )
-def test_what_is_computed_otherwise_is_refused(
-    tmp_path: Path, values: dict[str, Any], words: str
-) -> None:
+def test_what_is_computed_otherwise_is_refused(tmp_path, values, words):
     with pytest.raises(UserError, match=words):
         loaded(tmp_path, {**GPT_OSS, **values})
 
@@ -85,11 +79,11 @@ def test_what_is_computed_otherwise_is_refused(
         ("activation_func_clamp_value", 0.0, "must be a finite number above 0"),
     ],
 )
-def test_fields_are_checked(field: str, value: Any, words: str) -> None:
+def test_fields_are_checked(field, value, words):
     with pytest.raises(UserError, match=words):
         dataclasses.replace(PRESETS["tiny-gpt-oss"], **{field: value})
 
 
-def test_scaling_is_of_finite_numbers() -> None:
+def test_scaling_is_of_finite_numbers():
     with pytest.raises(UserError, match="must be finite numbers above 0"):
         YarnScaling(float("nan"))

@@ -1,10 +1,7 @@
 """Hugging Face weights in Megatron's models: transformers' logits, in every layout."""
 
-from __future__ import annotations
-
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -43,11 +40,11 @@ class Part(NamedTuple):
     logits: torch.Tensor | None
 
 
-def logits(chunks: list[Any]) -> torch.Tensor | None:
+def logits(chunks):
     """Of Megatron's own schedule, without labels."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    def forward_step(iterator: Any, model: Any) -> Any:
+    def forward_step(iterator, model):
         row = next(iterator)
         output = model(row, torch.arange(LENGTH)[None], None)
         return output, lambda found, non_loss_data: found
@@ -57,19 +54,14 @@ def logits(chunks: list[Any]) -> torch.Tensor | None:
     several = len(chunks) > 1
     with torch.no_grad():
         found = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators if several else iterators[0],
-            model=chunks if several else chunks[0],
-            num_microbatches=len(rows),
-            seq_length=LENGTH,
-            micro_batch_size=1,
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
+            forward_step_func=forward_step, data_iterator=iterators if several else iterators[0],
+            model=chunks if several else chunks[0], num_microbatches=len(rows), seq_length=LENGTH,
+            micro_batch_size=1, forward_only=True, collect_non_loss_data=True,
+        )  # fmt: skip
     return torch.cat(found) if found else None
 
 
-def on_rank(folder: Path, layout: Layout) -> Part:
+def on_rank(folder, layout):
     from megatron.core import parallel_state
 
     runtime.initialize(layout)
@@ -77,7 +69,7 @@ def on_rank(folder: Path, layout: Layout) -> Part:
     return Part(parallel_state.get_tensor_model_parallel_rank(), logits(chunks))
 
 
-def assert_logits(folder: Path, family: str, layout: Layout) -> None:
+def assert_logits(folder, family, layout):
     expected = hf_checkpoints.logits_of(hf_checkpoints.make(folder, family))
     assert 0.5 < expected.std() < 5
     parts = run_ranks(layout.world_size, partial(on_rank, folder, layout))
@@ -100,18 +92,12 @@ def test_logits_are_those_of_transformers(tmp_path, family):
 
 
 LAYOUTS = [
-    ("qwen3", TP_PP),
-    ("qwen3-tied", TP_PP),
-    ("qwen2-tied", Layout(tp=2, pp=2, sequence_parallel=True)),
-    ("llama", Layout(pp=2, vpp=2)),
-    ("moe", TP_PP_EP),
-    ("moe-unscaled", Layout(tp=2, pp=2, sequence_parallel=True)),
-    ("deepseek", TP_PP_EP),
-    ("moonlight", Layout(tp=2, sequence_parallel=True)),
-    ("qwen3-next", TP_PP_EP),
-    ("qwen3.5", TP_PP),
-    ("nemotron-h", TP_PP),
-]
+    ("qwen3", TP_PP), ("qwen3-tied", TP_PP),
+    ("qwen2-tied", Layout(tp=2, pp=2, sequence_parallel=True)), ("llama", Layout(pp=2, vpp=2)),
+    ("moe", TP_PP_EP), ("moe-unscaled", Layout(tp=2, pp=2, sequence_parallel=True)),
+    ("deepseek", TP_PP_EP), ("moonlight", Layout(tp=2, sequence_parallel=True)),
+    ("qwen3-next", TP_PP_EP), ("qwen3.5", TP_PP), ("nemotron-h", TP_PP),
+]  # fmt: skip
 
 
 # Of the families below each rank's weights are those of one rank, whose logits are held above.
@@ -132,13 +118,13 @@ class Held(NamedTuple):
     num_read: int
 
 
-def held(folder: Path, layout: Layout) -> Held:
+def held(folder, layout):
     from megatron.core import parallel_state
 
     runtime.initialize(layout)
     read, sizes = Shards.read, []
 
-    def count(*args: Any) -> torch.Tensor:
+    def count(*args):
         sizes.append((found := read(*args)).numel())
         return found
 
@@ -156,16 +142,12 @@ def held(folder: Path, layout: Layout) -> Held:
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("qwen2", Layout(tp=2, cp=2)),
-        ("qwen3-tied", Layout(pp=2, vpp=2, dp=2)),
-        ("moe-unscaled", Layout(tp=2, cp=2, ep=2, sequence_parallel=True)),
-        ("deepseek", TP_PP_EP),
-        ("qwen3-next", TP_PP_EP),
-        ("qwen3.5", TP_PP),
-        ("gpt-oss", Layout(pp=2, dp=2, ep=2)),
+        ("qwen2", Layout(tp=2, cp=2)), ("qwen3-tied", Layout(pp=2, vpp=2, dp=2)),
+        ("moe-unscaled", Layout(tp=2, cp=2, ep=2, sequence_parallel=True)), ("deepseek", TP_PP_EP),
+        ("qwen3-next", TP_PP_EP), ("qwen3.5", TP_PP), ("gpt-oss", Layout(pp=2, dp=2, ep=2)),
         ("nemotron-h-moe", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
     ],
-)
+)  # fmt: skip
 def test_every_rank_reads_its_part_of_the_whole_and_no_more(tmp_path, family, layout):
     hf_checkpoints.make(tmp_path, family)
     spec = hf.load(tmp_path)

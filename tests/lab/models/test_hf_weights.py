@@ -1,10 +1,7 @@
 """Hugging Face checkpoints: what is refused, by name, and that only slices are read."""
 
-from __future__ import annotations
-
 import json
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,14 +40,14 @@ def copy(made, tmp_path):
     tensors = safetensors.load_file(made / "model.safetensors")
     (tmp_path / "config.json").write_bytes((made / "config.json").read_bytes())
 
-    def save() -> Path:
+    def save():
         safetensors.save_file(tensors, tmp_path / "model.safetensors")
         return tmp_path
 
     return tensors, save
 
 
-def refused(folder: Path, **changes) -> str:
+def refused(folder, **changes):
     with pytest.raises(UserError) as caught:
         HFWeights(folder, resolve(str(folder), **changes))
     message = str(caught.value)
@@ -58,7 +55,7 @@ def refused(folder: Path, **changes) -> str:
     return message
 
 
-def model(folder: Path, **options):
+def model(folder, **options):
     from megatron_prefix.lab.models.build import build_model
 
     [chunk] = build_model(resolve(str(folder)), load_hf=str(folder), wrap_ddp=False, **options)
@@ -123,7 +120,7 @@ def test_tables_of_old_releases_are_left_alone(copy):
     HFWeights(save(), resolve(str(save())))
 
 
-def logged(caplog) -> str:
+def logged(caplog):
     """What was said of tensors that are left out, once."""
     [told] = [text for text in caplog.messages if "are not read" in text]
     return told

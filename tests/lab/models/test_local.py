@@ -1,9 +1,5 @@
 """Core attention of local layers: other ways to the same numbers."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -24,20 +20,20 @@ def world():
         yield
 
 
-def model(name: str, **options: Any) -> Any:
+def model(name, **options):
     # An auxiliary loss sees a pack's samples together.
     spec = resolve(name, moe_aux_loss_coeff=0.0).with_vocab(VOCAB)
     [chunk] = build_model(spec, dtype="float64", wrap_ddp=False, **options)
     return chunk
 
 
-def samples() -> list[torch.Tensor]:
+def samples():
     """[1, length] each."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(0, VOCAB, (1, length), generator=generator) for length in LENGTHS]
 
 
-def outputs(chunk: Any, tokens: torch.Tensor, positions: torch.Tensor, **packed: Any) -> Any:
+def outputs(chunk, tokens, positions, **packed):
     """Logits [1, length, VOCAB], and the gradients of their squares' sum."""
     chunk.zero_grad(set_to_none=True)
     logits = chunk(tokens, positions, None, **packed)
@@ -45,12 +41,12 @@ def outputs(chunk: Any, tokens: torch.Tensor, positions: torch.Tensor, **packed:
     return logits.detach(), {name: one.grad.clone() for name, one in chunk.named_parameters()}
 
 
-def summed(found: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def summed(found):
     return {name: sum(grads[name] for grads in found) for name in found[0]}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_pack_is_its_samples(name: str) -> None:
+def test_a_pack_is_its_samples(name):
     """Also where keys and values differ in width, and in windows with sinks."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -69,7 +65,7 @@ def test_a_pack_is_its_samples(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES[:2])
-def test_torchs_attention_is_megatrons(name: str) -> None:
+def test_torchs_attention_is_megatrons(name):
     row = samples()[1]
     positions = torch.arange(row.shape[1])[None]
     (logits, grads), (others, more) = (

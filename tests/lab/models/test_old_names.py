@@ -1,17 +1,14 @@
 """Fields of a spec under the names that older releases gave them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from typing import Any
 
 import pytest
 
 from megatron_prefix.lab.models.old_names import RENAMED, new_name, updated
 from megatron_prefix.lab.models.presets import PRESETS, ModelSpec
 
-OLD: dict[str, Any] = {
+OLD = {
     "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2,
     "kv_channels": 16, "ffn_hidden_size": 128, "vocab_size": None, "max_position": 32768,
     "rotary_base": 10000.0, "rope_scaling": None, "qk_layernorm": True, "tie_embeddings": False,
@@ -22,7 +19,7 @@ OLD: dict[str, Any] = {
     "output_gate": False, "squared_relu": False, "recurrent": None,
 }  # fmt: skip
 """What train.json held of the presets below, but for what follows."""
-CHANGES: dict[str, dict[str, Any]] = {
+CHANGES = {
     "tiny-moe": {"num_experts": 8, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 0.01},
     "tiny-qwen3-next": {
         "ffn_hidden_size": 96, "rotary_percent": 0.25, "output_gate": True,
@@ -42,13 +39,13 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_saved_spec_is_that_of_its_preset(name: str) -> None:
+def test_a_saved_spec_is_that_of_its_preset(name):
     wanted = json.loads(json.dumps(dataclasses.asdict(PRESETS[name])))
     assert updated({"name": name, **OLD, **CHANGES[name]}) == wanted
     assert updated(wanted) == wanted
 
 
-def test_other_values_of_a_saved_spec_are_kept() -> None:
+def test_other_values_of_a_saved_spec_are_kept():
     saved = {"name": "x", **OLD, **CHANGES["tiny-moe"], "new": 7}
     saved |= {"moe_normalize_top_k": False, "moe_layers": [True, False, True, True]}
     found = updated(saved)
@@ -56,7 +53,7 @@ def test_other_values_of_a_saved_spec_are_kept() -> None:
     assert found["new"] == 7
 
 
-def test_fields_that_came_later_have_what_was_before() -> None:
+def test_fields_that_came_later_have_what_was_before():
     saved = dataclasses.asdict(PRESETS["qwen3-next-80b-a3b"])
     earlier = {name: value for name, value in saved.items() if name != "moe_shared_expert_gate"}
     assert updated(earlier) == saved
@@ -64,7 +61,7 @@ def test_fields_that_came_later_have_what_was_before() -> None:
     assert updated(saved)["kv_lora_rank"] == 512
 
 
-def test_old_names_lead_to_fields() -> None:
+def test_old_names_lead_to_fields():
     fields = {field.name for field in dataclasses.fields(ModelSpec)}
     assert {new_name(name) for name in RENAMED} <= fields
     assert not RENAMED.keys() & fields

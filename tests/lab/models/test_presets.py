@@ -13,70 +13,33 @@ from megatron_prefix.lab.models import hf
 from megatron_prefix.lab.models.presets import PRESETS, ModelSpec, RopeScaling, resolve
 
 LLAMA3 = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 8192,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 128256,
-}
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 8192, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 500000.0,
+    "tie_word_embeddings": False, "vocab_size": 128256,
+}  # fmt: skip
 QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 36,
-    "model_type": "qwen3",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36,
+    "model_type": "qwen3", "num_attention_heads": 32, "num_hidden_layers": 36,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+    "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
     "vocab_size": 151936,
-}
+}  # fmt: skip
 QWEN3_MOE = {
-    **QWEN3,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "decoder_sparse_step": 1,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "router_aux_loss_coef": 0.001,
-}
+    **QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1,
+    "hidden_size": 2048, "intermediate_size": 6144, "mlp_only_layers": [],
+    "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 48, "num_key_value_heads": 4, "router_aux_loss_coef": 0.001,
+}  # fmt: skip
 LLAMA31_ROPE = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
-}
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192, "rope_type": "llama3",
+}  # fmt: skip
 
 
 def write(folder, values):
@@ -100,8 +63,7 @@ def test_real_shapes_have_the_published_number_of_parameters(name, total, norms)
 
 
 @pytest.mark.parametrize(
-    ("preset", "config"),
-    [("llama3-8b", LLAMA3), ("qwen3-8b", QWEN3), ("qwen3-30b-a3b", QWEN3_MOE)],
+    ("preset", "config"), [("llama3-8b", LLAMA3), ("qwen3-8b", QWEN3), ("qwen3-30b-a3b", QWEN3_MOE)]
 )
 def test_a_config_json_gives_the_preset_of_its_model(tmp_path, preset, config):
     path = write(tmp_path, config)
@@ -302,29 +264,14 @@ def test_specs_and_configs_need_no_torch():
 
 
 QWEN3_NEXT = {
-    **QWEN3_MOE,
-    "architectures": ["Qwen3NextForCausalLM"],
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "hidden_size": 2048,
-    "intermediate_size": 5120,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 262144,
-    "model_type": "qwen3_next",
-    "moe_intermediate_size": 512,
-    "num_attention_heads": 16,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 2,
-    "partial_rotary_factor": 0.25,
-    "rope_theta": 10000000,
-    "shared_expert_intermediate_size": 512,
-}
+    **QWEN3_MOE, "architectures": ["Qwen3NextForCausalLM"], "full_attention_interval": 4,
+    "head_dim": 256, "hidden_size": 2048, "intermediate_size": 5120, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128, "max_position_embeddings": 262144, "model_type": "qwen3_next",
+    "moe_intermediate_size": 512, "num_attention_heads": 16, "num_experts": 512,
+    "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.25, "rope_theta": 10000000, "shared_expert_intermediate_size": 512,
+}  # fmt: skip
 QWEN3_5 = {
     "attn_output_gate": True,
     "full_attention_interval": 4,
@@ -340,45 +287,29 @@ QWEN3_5 = {
     "num_hidden_layers": 32,
     "num_key_value_heads": 4,
     "rope_parameters": {
-        "mrope_interleaved": True,
-        "mrope_section": [11, 11, 10],
-        "partial_rotary_factor": 0.25,
-        "rope_theta": 10000000,
-        "rope_type": "default",
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000, "rope_type": "default",
     },
     "vocab_size": 248320,
-}
+}  # fmt: skip
 NEMOTRON_H = {
-    "architectures": ["NemotronHForCausalLM"],
-    "attention_bias": False,
-    "conv_kernel": 4,
-    "head_dim": 128,
-    "hidden_size": 4096,
-    "hybrid_override_pattern": "M-M-M-M*-M",
-    "intermediate_size": 21504,
-    "layer_norm_epsilon": 1e-05,
-    "mamba_head_dim": 64,
-    "mamba_num_heads": 128,
-    "mlp_bias": False,
-    "mlp_hidden_act": "relu2",
-    "model_type": "nemotron_h",
-    "n_groups": 8,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "ssm_state_size": 128,
-    "tie_word_embeddings": False,
-    "use_conv_bias": True,
+    "architectures": ["NemotronHForCausalLM"], "attention_bias": False, "conv_kernel": 4,
+    "head_dim": 128, "hidden_size": 4096, "hybrid_override_pattern": "M-M-M-M*-M",
+    "intermediate_size": 21504, "layer_norm_epsilon": 1e-05, "mamba_head_dim": 64,
+    "mamba_num_heads": 128, "mlp_bias": False, "mlp_hidden_act": "relu2",
+    "model_type": "nemotron_h", "n_groups": 8, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "ssm_state_size": 128, "tie_word_embeddings": False, "use_conv_bias": True,
     "vocab_size": 131072,
-}
+}  # fmt: skip
 
 
-def config_file(folder, values) -> str:
+def config_file(folder, values):
     path = folder / "config.json"
     path.write_text(json.dumps(values), encoding="utf-8")
     return str(path)
 
 
-def test_qwen3_next_is_its_preset(tmp_path) -> None:
+def test_qwen3_next_is_its_preset(tmp_path):
     found = hf.load(config_file(tmp_path, QWEN3_NEXT))
     assert dataclasses.replace(found, name="qwen3-next-80b-a3b") == PRESETS["qwen3-next-80b-a3b"]
     assert found.parameters() == pytest.approx(79.67e9, rel=1e-3)  # "80B", without MTP
@@ -387,7 +318,7 @@ def test_qwen3_next_is_its_preset(tmp_path) -> None:
     assert hf.load(config_file(tmp_path, listed)) == found
 
 
-def test_qwen3_5_is_its_preset_whether_it_sees_or_not(tmp_path) -> None:
+def test_qwen3_5_is_its_preset_whether_it_sees_or_not(tmp_path):
     found = hf.load(config_file(tmp_path, QWEN3_5))
     assert dataclasses.replace(found, name="qwen3.5-9b") == PRESETS["qwen3.5-9b"]
     assert found.parameters() == pytest.approx(9e9, rel=1e-2)
@@ -404,7 +335,7 @@ def test_qwen3_5_is_its_preset_whether_it_sees_or_not(tmp_path) -> None:
     assert tied == dataclasses.replace(found, tie_embeddings=True)
 
 
-def test_what_hybrid_configs_leave_out_is_transformers_default(tmp_path) -> None:
+def test_what_hybrid_configs_leave_out_is_transformers_default(tmp_path):
     """Of its Qwen3NextConfig and NemotronHConfig (5.20)."""
     short = {name: value for name, value in QWEN3_NEXT.items() if name != "norm_topk_prob"}
     assert hf.load(config_file(tmp_path, short)) == hf.load(config_file(tmp_path, QWEN3_NEXT))
@@ -412,7 +343,7 @@ def test_what_hybrid_configs_leave_out_is_transformers_default(tmp_path) -> None
     assert hf.load(config_file(tmp_path, unlimited)) == hf.load(config_file(tmp_path, NEMOTRON_H))
 
 
-def test_qwen3_5_moe_is_qwen3_next_with_other_sizes(tmp_path) -> None:
+def test_qwen3_5_moe_is_qwen3_next_with_other_sizes(tmp_path):
     """Its config says less: all layers have experts, whose weights add up to one."""
     said = ("decoder_sparse_step", "intermediate_size", "mlp_only_layers", "norm_topk_prob")
     text = {name: value for name, value in QWEN3_NEXT.items() if name not in said}
@@ -429,7 +360,7 @@ NEMOTRON_MOE = {
 }  # fmt: skip
 
 
-def test_nemotron_h_may_have_experts(tmp_path) -> None:
+def test_nemotron_h_may_have_experts(tmp_path):
     """As Nemotron 3: sigmoid scores with a bias, and a shared expert; all without a gate."""
     found = hf.load(config_file(tmp_path, {**NEMOTRON_H, **NEMOTRON_MOE}))
     assert found.is_moe and [n for n in range(10) if found.has_experts(n)] == [1, 9]
@@ -438,7 +369,7 @@ def test_nemotron_h_may_have_experts(tmp_path) -> None:
     assert found.moe_router_num_groups is None and not found.gated_linear_unit
 
 
-def test_nemotron_h_has_layers_of_three_kinds(tmp_path) -> None:
+def test_nemotron_h_has_layers_of_three_kinds(tmp_path):
     found = hf.load(config_file(tmp_path, NEMOTRON_H))
     assert [kind.symbol for (kind,) in found.layers] == [*"M-M-M-M*-M"]
     assert not found.rope and not found.gated_linear_unit and found.num_layers == 10
@@ -498,7 +429,7 @@ def test_nemotron_h_has_layers_of_three_kinds(tmp_path) -> None:
         ({**NEMOTRON_H, "hybrid_override_pattern": ""}, "hybrid_override_pattern is missing"),
     ],
 )
-def test_other_hybrid_models_are_refused(tmp_path, values, message) -> None:
+def test_other_hybrid_models_are_refused(tmp_path, values, message):
     with pytest.raises(UserError, match=message) as caught:
         hf.load(config_file(tmp_path, values))
     assert "\n" not in str(caught.value)
@@ -514,12 +445,12 @@ def test_other_hybrid_models_are_refused(tmp_path, values, message) -> None:
         ("tiny-llama", {"experimental_attention_variant": "dsa"}, "'dsa' is not supported; use"),
     ],
 )
-def test_hybrid_fields_that_contradict_are_refused(name, fields, message) -> None:
+def test_hybrid_fields_that_contradict_are_refused(name, fields, message):
     with pytest.raises(UserError, match=message):
         resolve(name, **fields)
 
 
-def test_unknown_symbols_of_a_pattern_are_refused() -> None:
+def test_unknown_symbols_of_a_pattern_are_refused():
     for pattern, message in (
         ("M?M", r"'M.M' has .: use M Mamba2, G GatedDeltaNet, "),
         ("GD*+", r"'GD\*.' has \+, D: use M "),
@@ -528,7 +459,7 @@ def test_unknown_symbols_of_a_pattern_are_refused() -> None:
             resolve("tiny-nemotron-h", hybrid_override_pattern=pattern)
 
 
-def test_first_layers_of_models_whose_layers_differ() -> None:
+def test_first_layers_of_models_whose_layers_differ():
     """`--set num_layers=N`, and the small model that `bench` aligns."""
     hybrid = resolve("tiny-nemotron-h", num_layers=4)
     assert hybrid.hybrid_override_pattern == "M-M*"

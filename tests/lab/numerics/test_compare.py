@@ -1,57 +1,44 @@
 """The judge of two schedules: it is tested by what it must refuse."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_prefix.lab.numerics import DRAWS, ERROR_RATIO, policy, tolerance
-from megatron_prefix.lab.numerics.compare import (
-    Conditions,
-    Trace,
-    Verdict,
-    compare,
-    merged,
-    over_ranks,
-)
+from megatron_prefix.lab.numerics.compare import Conditions, Trace, compare, merged, over_ranks
 from megatron_prefix.lab.numerics.pooled import Errors
 
 TOKENS, WIDTH, DEPTH, LR = 1000, 64, 4, 1e-3
 KINDS = ("losses", "logprobs", "forward", "gradients", "parameters", "auxiliary")
 
 
-def a_trace(dtype: torch.dtype = torch.float64, size: float = 1e-2) -> Trace:
+def a_trace(dtype=torch.float64, size=1e-2):
     generator = torch.Generator().manual_seed(0)
 
-    def draw(*shape: int) -> Tensor:
+    def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     return Trace(
         losses=draw(3),
         gradients={"a": (size * draw(6, 5)).to(dtype), "b": (10 * size * draw(6, 5)).to(dtype)},
-        parameters={"a": draw(6, 5).to(dtype), "b": draw(6, 5).to(dtype)},
-        logprobs=draw(20),
-        forward=draw(20),
-        auxiliary={"balance": draw(4).float()},
-    )
+        parameters={"a": draw(6, 5).to(dtype), "b": draw(6, 5).to(dtype)}, logprobs=draw(20),
+        forward=draw(20), auxiliary={"balance": draw(4).float()},
+    )  # fmt: skip
 
 
-def conditions(dtype: torch.dtype = torch.float64, **more: Any) -> Conditions:
-    values: dict[str, Any] = dict(tokens=TOKENS, width=WIDTH, depth=DEPTH, lr=LR, loss=2.0)
+def conditions(dtype=torch.float64, **more):
+    values = dict(tokens=TOKENS, width=WIDTH, depth=DEPTH, lr=LR, loss=2.0)
     return Conditions(dtype, **{**values, **more})
 
 
-def judge(expected: Trace, found: Trace, **more: Any) -> Verdict:
+def judge(expected, found, **more):
     return compare(expected, found, conditions(expected.gradients["a"].dtype, **more))
 
 
-def changed(trace: Trace, kind: str, change: Callable[[Tensor], Tensor], name: str = "") -> Trace:
+def changed(trace, kind, change, name=""):
     """The trace with one of its tensors changed."""
     value = getattr(trace, kind)
     if isinstance(value, dict):
@@ -60,10 +47,10 @@ def changed(trace: Trace, kind: str, change: Callable[[Tensor], Tensor], name: s
     return replace(trace, **{kind: change(value.clone())})
 
 
-def element(by: float) -> Callable[[Tensor], Tensor]:
+def element(by):
     """Moves one element, by so much of the tensor's largest."""
 
-    def change(value: Tensor) -> Tensor:
+    def change(value):
         largest = value.abs().max()
         value.view(-1)[-1] += by * largest
         return value
@@ -74,7 +61,7 @@ def element(by: float) -> Callable[[Tensor], Tensor]:
 # One rank -----------------------------------------------------------------------------------------
 
 
-def test_equal_traces_pass() -> None:
+def test_equal_traces_pass():
     found = judge(a_trace(), a_trace())
     assert found.passed is True and not found.failures
     assert found.loss_max_abs_diff == found.grad_max_rel_diff == found.param_max_abs_diff == 0
@@ -87,7 +74,7 @@ def test_equal_traces_pass() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_difference_in_one_place_is_refused(kind: str, dtype: torch.dtype) -> None:
+def test_a_difference_in_one_place_is_refused(kind, dtype):
     """Of each kind alone, a thousandth; in fp64 a millionth too."""
     expected = a_trace(dtype)
     sizes = (1e-3, 1e-6) if dtype is torch.float64 and kind != "auxiliary" else (3e-3,)
@@ -100,7 +87,7 @@ def test_a_difference_in_one_place_is_refused(kind: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("name", ["a", "b"])
 @pytest.mark.parametrize(("factor", "passes"), [(0.9, True), (1.1, False)])
-def test_gradients_are_judged_each_by_its_own_size(name: str, factor: float, passes: bool) -> None:
+def test_gradients_are_judged_each_by_its_own_size(name, factor, passes):
     expected = a_trace()
     error = factor * conditions().limit
     verdict = judge(expected, changed(expected, "gradients", element(error), name))
@@ -110,7 +97,7 @@ def test_gradients_are_judged_each_by_its_own_size(name: str, factor: float, pas
 
 
 @pytest.mark.parametrize(("factor", "passes"), [(0.9, True), (1.1, False)])
-def test_losses_are_judged_by_their_terms(factor: float, passes: bool) -> None:
+def test_losses_are_judged_by_their_terms(factor, passes):
     expected = replace(a_trace(torch.float32), logprobs=None)
     error = factor * 2.0 * conditions(torch.float32).limit
     found = replace(expected, losses=expected.losses + torch.tensor([0, error, 0]))
@@ -119,7 +106,7 @@ def test_losses_are_judged_by_their_terms(factor: float, passes: bool) -> None:
     assert (verdict.loss_max_abs_diff <= verdict.loss_limit) is passes
 
 
-def test_a_parameter_never_moves_further_than_two_steps() -> None:
+def test_a_parameter_never_moves_further_than_two_steps():
     expected = a_trace()
     for distance, passes in ((1.9, True), (2.5, False)):
         noise = replace(expected, gradients={n: 1e9 * g for n, g in expected.gradients.items()})
@@ -128,7 +115,7 @@ def test_a_parameter_never_moves_further_than_two_steps() -> None:
         assert verdict.passed is passes and verdict.param_limit == pytest.approx(2 * LR, rel=1e-6)
 
 
-def test_a_parameter_follows_its_gradient() -> None:
+def test_a_parameter_follows_its_gradient():
     """Where a gradient may be off by no more than AdamW's eps allows, a parameter stays."""
     expected = a_trace()
     for distance, passes in ((1e-12, True), (1e-7, False)):
@@ -138,10 +125,10 @@ def test_a_parameter_follows_its_gradient() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("kind", KINDS)
-def test_not_a_number_is_refused(bad: float, kind: str) -> None:
+def test_not_a_number_is_refused(bad, kind):
     """In either trace, and in both; behind a number that is larger than all others."""
 
-    def spoil(value: Tensor) -> Tensor:
+    def spoil(value):
         value.view(-1)[0], value.view(-1)[1] = 1e3, bad
         return value
 
@@ -151,7 +138,7 @@ def test_not_a_number_is_refused(bad: float, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_missing_is_refused(kind: str) -> None:
+def test_what_is_missing_is_refused(kind):
     whole = a_trace()
     value = getattr(whole, kind)
     fewer = value[:-1] if isinstance(value, Tensor) else dict(list(value.items())[:-1])
@@ -162,7 +149,7 @@ def test_what_is_missing_is_refused(kind: str) -> None:
         assert judge(whole, replace(whole, **{kind: value[:1]})).passed is False
 
 
-def test_gradients_that_are_all_zero_are_refused() -> None:
+def test_gradients_that_are_all_zero_are_refused():
     """Nothing was compared; but a trainer's advantages may be."""
     expected = a_trace(size=0.0)
     assert judge(expected, expected).passed is False
@@ -174,7 +161,7 @@ def test_gradients_that_are_all_zero_are_refused() -> None:
 # The policy ---------------------------------------------------------------------------------------
 
 
-def test_a_comparatively_tiny_gradient_may_be_rounding() -> None:
+def test_a_comparatively_tiny_gradient_may_be_rounding():
     """Both ways; yet not larger than rounding errors of a hundredth of the largest."""
     limit = conditions().limit
     expected = a_trace()
@@ -189,7 +176,7 @@ def test_a_comparatively_tiny_gradient_may_be_rounding() -> None:
     assert judge(none, larger).passed is False
 
 
-def test_a_small_gradient_must_be_right_all_the_same() -> None:
+def test_a_small_gradient_must_be_right_all_the_same():
     """A millionth of the largest, times 1 + 1e-6."""
     small = changed(a_trace(), "gradients", lambda g: 1e-6 * g, "a")
     wrong = changed(small, "gradients", lambda g: (1 + 1e-6) * g, "a")
@@ -197,7 +184,7 @@ def test_a_small_gradient_must_be_right_all_the_same() -> None:
     assert policy.FLOOR <= 0.01
 
 
-def test_where_all_terms_cancel_errors_are_relative_to_the_terms() -> None:
+def test_where_all_terms_cancel_errors_are_relative_to_the_terms():
     noise = a_trace(torch.float32, size=1e-10)
     other = replace(noise, gradients={n: -v for n, v in noise.gradients.items()})
     assert judge(noise, other, sent=0.8).passed is True
@@ -205,7 +192,7 @@ def test_where_all_terms_cancel_errors_are_relative_to_the_terms() -> None:
     assert judge(noise, replace(noise, gradients=large), sent=0.8).passed is False
 
 
-def test_cancellation_widens_the_limit() -> None:
+def test_cancellation_widens_the_limit():
     expected = a_trace()
     found = changed(expected, "gradients", element(5 * conditions().limit))
     assert judge(expected, found).passed is False
@@ -219,7 +206,7 @@ WRONG = judge(a_trace(), changed(a_trace(), "gradients", element(1e-3)))
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_one_rank_that_fails_fails_all(rank: int) -> None:
+def test_one_rank_that_fails_fails_all(rank):
     verdicts = [RIGHT, RIGHT, RIGHT]
     assert over_ranks(verdicts).passed is True
     verdicts[rank] = WRONG
@@ -230,7 +217,7 @@ def test_one_rank_that_fails_fails_all(rank: int) -> None:
 
 
 @pytest.mark.parametrize("place", range(2))
-def test_a_nan_of_any_rank_stays(place: int) -> None:
+def test_a_nan_of_any_rank_stays(place):
     verdicts = [replace(RIGHT, loss_max_abs_diff=1.0), RIGHT]
     verdicts.insert(
         place, replace(RIGHT, loss_max_abs_diff=math.nan, grad_error_ratio_max=math.nan)
@@ -240,7 +227,7 @@ def test_a_nan_of_any_rank_stays(place: int) -> None:
     assert verdict.grad_error_ratio_max == math.inf
 
 
-def test_every_difference_stands_beside_its_own_limit() -> None:
+def test_every_difference_stands_beside_its_own_limit():
     """The largest difference may have passed where another's limit was smaller."""
     first = replace(RIGHT, grad_max_rel_diff=4.95e-5, tolerance=6e-5, loss_max_abs_diff=1e-6)
     second = replace(RIGHT, grad_max_rel_diff=1e-5, tolerance=4.14e-5, loss_max_abs_diff=3e-6)
@@ -251,7 +238,7 @@ def test_every_difference_stands_beside_its_own_limit() -> None:
 
 
 @pytest.mark.parametrize("kind", ["losses", "logprobs", "forward", "parameters", "gradients"])
-def test_what_no_rank_has_compared_is_refused(kind: str) -> None:
+def test_what_no_rank_has_compared_is_refused(kind):
     """One stage of a pipeline has none of some; if no stage has any, nothing is compared."""
     value = getattr(a_trace(), kind)
     empty = replace(a_trace(), **{kind: value[:0] if isinstance(value, Tensor) else {}})
@@ -266,15 +253,15 @@ def test_what_no_rank_has_compared_is_refused(kind: str) -> None:
 SIZE = 2000
 
 
-def noise(generator: torch.Generator, scale: float = 1.0) -> Tensor:
+def noise(generator, scale=1.0):
     return scale * torch.randn(SIZE, generator=generator, dtype=torch.float64)
 
 
-def trace(values: Tensor) -> Trace:
+def trace(values):
     return Trace(values, {"weight": values}, {"weight": values.bfloat16()}, logprobs=values)
 
 
-def judged(scales: list[float], bad: float = 1.0, bad_stock: float = 1.0) -> Verdict:
+def judged(scales, bad=1.0, bad_stock=1.0):
     """A verdict over draws in which the prefix schedule's error is `scales` times stock's."""
     generator = torch.Generator().manual_seed(0)
     errors, verdict = Errors(), None
@@ -290,7 +277,7 @@ def judged(scales: list[float], bad: float = 1.0, bad_stock: float = 1.0) -> Ver
     return errors.judged(verdict)
 
 
-def test_sixteen_bits_alone_are_not_judged() -> None:
+def test_sixteen_bits_alone_are_not_judged():
     expected, found = a_trace(torch.bfloat16), a_trace(torch.bfloat16, size=2e-2)
     verdict = judge(expected, found)
     assert verdict.passed is None and verdict.grad_max_rel_diff > 0.5 and not verdict.failures
@@ -299,7 +286,7 @@ def test_sixteen_bits_alone_are_not_judged() -> None:
     assert judge(nothing, nothing).passed is False
 
 
-def test_equal_errors_pass() -> None:
+def test_equal_errors_pass():
     verdict = judged([1.0] * DRAWS)
     assert verdict.passed and not verdict.failures and verdict.draws == DRAWS
     assert verdict.tolerance == ERROR_RATIO
@@ -308,7 +295,7 @@ def test_equal_errors_pass() -> None:
 
 
 @pytest.mark.parametrize("scales", [[1.3] * DRAWS, [1.0] * (DRAWS - 1) + [5.0]])
-def test_larger_errors_fail_and_say_which(scales: list[float]) -> None:
+def test_larger_errors_fail_and_say_which(scales):
     verdict = judged(scales)
     assert not verdict.passed and len(verdict.failures) == 3
     assert {line.partition(":")[0] for line in verdict.failures} == {
@@ -316,7 +303,7 @@ def test_larger_errors_fail_and_say_which(scales: list[float]) -> None:
     }  # fmt: skip
 
 
-def test_a_wrong_gradient_fails_although_the_forward_is_right() -> None:
+def test_a_wrong_gradient_fails_although_the_forward_is_right():
     verdict = judged([1.0] * DRAWS, bad=1.05)
     assert [line.partition(":")[0] for line in verdict.failures] == [
         "error ratio of gradient of weight"
@@ -325,7 +312,7 @@ def test_a_wrong_gradient_fails_although_the_forward_is_right() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("wrong", [("stock",), ("prefix",), ("stock", "prefix")])
-def test_what_is_not_finite_fails(value: float, wrong: tuple[str, ...]) -> None:
+def test_what_is_not_finite_fails(value, wrong):
     bad, bad_stock = (value if who in wrong else 1.0 for who in ("prefix", "stock"))
     verdict = judged([1.0] * DRAWS, bad, bad_stock)
     assert not verdict.passed and verdict.grad_error_ratio_max == float("inf")
@@ -336,7 +323,7 @@ def test_what_is_not_finite_fails(value: float, wrong: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(("bad_stock", "passes"), [(1.0, True), (1.05, True), (1.3, False)])
-def test_a_wrong_baseline_is_no_alignment(bad_stock: float, passes: bool) -> None:
+def test_a_wrong_baseline_is_no_alignment(bad_stock, passes):
     """5 % are five times the prefix schedule's error, which may be rounding; 30 % are not."""
     verdict = judged([1.0] * DRAWS, bad_stock=bad_stock)
     assert verdict.passed is passes and verdict.grad_error_ratio_max < 1.1
@@ -345,7 +332,7 @@ def test_a_wrong_baseline_is_no_alignment(bad_stock: float, passes: bool) -> Non
         assert line.startswith("gradient of weight: the stock schedule's is off by 30% of its norm")
 
 
-def test_a_reference_that_is_not_finite_blames_no_schedule() -> None:
+def test_a_reference_that_is_not_finite_blames_no_schedule():
     errors, good = Errors(), trace(torch.ones(SIZE, dtype=torch.float64))
     verdict = compare(good, good, conditions(torch.bfloat16))
     errors.add(good, good, trace(torch.full((SIZE,), math.nan, dtype=torch.float64)))
@@ -354,7 +341,7 @@ def test_a_reference_that_is_not_finite_blames_no_schedule() -> None:
 
 
 @pytest.mark.parametrize(("bad", "passes"), [(1.0, True), (1.5, False), (math.nan, False)])
-def test_experts_of_a_layer_are_judged_together(bad: float, passes: bool) -> None:
+def test_experts_of_a_layer_are_judged_together(bad, passes):
     """In each draw another token goes to another expert than in fp32, once in each schedule."""
     generator = torch.Generator().manual_seed(0)
     errors, verdict, num = Errors(), None, 8
@@ -382,7 +369,7 @@ def test_experts_of_a_layer_are_judged_together(bad: float, passes: bool) -> Non
         assert "decoder.layers.0.mlp.experts.*.linear_fc1.weight" in found.failures[-1]
 
 
-def test_failures_of_the_first_draw_are_kept() -> None:
+def test_failures_of_the_first_draw_are_kept():
     failed = replace(judged([1.0] * DRAWS), failures=("nothing was compared",), passed=False)
     errors = Errors()
     one = trace(torch.ones(4, dtype=torch.float64))

@@ -1,13 +1,10 @@
 """The catalogue of plans: byte by byte what the planner makes, and as its README says."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -31,20 +28,20 @@ SHAPES = {shape.name: shape for shape in catalogue.read_catalogue(FOLDER)[0]}
 
 
 @pytest.mark.parametrize("name", WANTED)
-def test_a_file_is_what_the_catalogue_makes(name: str) -> None:
+def test_a_file_is_what_the_catalogue_makes(name):
     assert (FOLDER / name).read_text(encoding="utf-8") == WANTED[name]
 
 
-def test_nothing_else_is_in_the_folder() -> None:
+def test_nothing_else_is_in_the_folder():
     assert {path.name for path in FOLDER.iterdir()} == {*WANTED, "catalogue.toml", "README.md"}
     assert catalogue.differing(FOLDER) == []
 
 
-def test_the_folder_holds_no_code() -> None:
+def test_the_folder_holds_no_code():
     assert not list(FOLDER.rglob("*.py"))
 
 
-def test_shapes_and_pipelines_are_those_that_are_promised() -> None:
+def test_shapes_and_pipelines_are_those_that_are_promised():
     assert list(SHAPES) == [
         "flat-group", "several-groups", "two-level-tree", "chunked-prefix", "uneven-groups",
         "small-groups",
@@ -55,15 +52,15 @@ def test_shapes_and_pipelines_are_those_that_are_promised() -> None:
 
 
 @pytest.mark.parametrize("name", WANTED)
-def test_a_plan_is_read_back_and_runs(name: str) -> None:
+def test_a_plan_is_read_back_and_runs(name):
     plan = PlanFile(str(FOLDER / name)).plan
     check_segments(plan.segments)
     assert to_csv(plan) == WANTED[name]
     assert simulate(plan).num_actions == 2 * len(plan.segments) * plan.num_stages
 
 
-def test_shapes_show_what_they_are_there_for() -> None:
-    def segments(name: str) -> tuple:
+def test_shapes_show_what_they_are_there_for():
+    def segments(name):
         return from_csv(WANTED[f"{name}-pp2.csv"]).segments
 
     assert [segment.inner for segment in segments("flat-group")] == [True] + [False] * 8
@@ -79,14 +76,14 @@ def test_shapes_show_what_they_are_there_for() -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_rollouts_of_a_shape_give_its_plans(tmp_path: Path, name: str) -> None:
+def test_rollouts_of_a_shape_give_its_plans(tmp_path, name):
     path = tmp_path / "rollouts.jsonl"
     assert catalogue.main([str(FOLDER), "--rollouts", name, str(path)]) is None
     forest = build(*pairs_of_groups(list(read_groups(path))), SHAPES[name].options)
     assert to_csv(best_plan(forest, 2)) == WANTED[f"{name}-pp2.csv"]
 
 
-def test_the_command_writes_and_compares(tmp_path: Path) -> None:
+def test_the_command_writes_and_compares(tmp_path):
     shutil.copy(FOLDER / "catalogue.toml", tmp_path)
     wrong = catalogue.main([str(tmp_path), "--check"])
     assert wrong is not None and "flat-group-pp1.csv" in wrong
@@ -120,7 +117,7 @@ def test_the_command_writes_and_compares(tmp_path: Path) -> None:
         (f"layouts = []\n{ONE_SHAPE}groups = [{{ tokens = 1, leafs = [1] }}]", "ValueError: leafs"),
     ],
 )
-def test_what_is_no_catalogue_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_what_is_no_catalogue_is_refused(tmp_path, text, message):
     with pytest.raises(UserError, match="cannot be read"):
         catalogue.read_catalogue(tmp_path)
     (tmp_path / "catalogue.toml").write_text(text, encoding="utf-8")
@@ -128,7 +125,7 @@ def test_what_is_no_catalogue_is_refused(tmp_path: Path, text: str, message: str
         catalogue.read_catalogue(tmp_path)
 
 
-def test_the_readme_tells_the_truth() -> None:
+def test_the_readme_tells_the_truth():
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `([\w-]+)` \|", text, re.M)) == set(SHAPES)
     (csv,) = re.findall(r"```\n(megatron_prefix plan,.*?)```", text, re.S)

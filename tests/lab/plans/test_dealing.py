@@ -1,7 +1,5 @@
 """Rollouts dealt to data-parallel ranks: each once, evenly, the same for everybody."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.data.generate import generate
-from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.plans.dealing import DEALS, balanced_parts, deal
 from megatron_prefix.lab.plans.placement import place
@@ -25,22 +22,22 @@ CONFIG = PrefixConfig(min_gain=0)
 LENGTHS = st.lists(st.integers(1, 1000), max_size=40)
 
 
-def some(num: int = 3, size: int = 4, response: int = 24) -> list[Group]:
+def some(num=3, size=4, response=24):
     """Groups of uneven rollouts."""
     return list(generate(num, 32, response, size, vocab_size=64, seed=3))
 
 
-def dealt(groups: list[Group], dp: int, how: str, **more) -> list[tuple[Group, ...]]:
+def dealt(groups, dp, how, **more):
     layout = Layout(**{"dp": dp, **more.pop("layout", {})})
     return deal(groups, SPEC, layout, CONFIG, how, **{"stock": False, **more})
 
 
-def names(groups) -> list[tuple[str, str]]:
+def names(groups):
     return [(group.name, one.uid) for group in groups for one in group.rollouts]
 
 
 @given(LENGTHS, st.integers(1, 8))
-def test_parts_hold_each_once_in_near_equal_sums(lengths, num_parts) -> None:
+def test_parts_hold_each_once_in_near_equal_sums(lengths, num_parts):
     parts = balanced_parts(lengths, num_parts)
     assert sorted(number for part in parts for number in part) == list(range(len(lengths)))
     assert len(parts) == num_parts
@@ -51,7 +48,7 @@ def test_parts_hold_each_once_in_near_equal_sums(lengths, num_parts) -> None:
     assert parts == balanced_parts(lengths, num_parts)
 
 
-def test_sums_are_equal_where_differences_cancel() -> None:
+def test_sums_are_equal_where_differences_cancel():
     """Blocks (8, 7), (6, 5), (4, 3), (2, 1): two and two cancel. Dealt in turn: 20 and 16."""
     parts = balanced_parts([8, 7, 6, 5, 4, 3, 2, 1], 2)
     assert [sum(8 - number for number in part) for part in parts] == [18, 18]
@@ -59,7 +56,7 @@ def test_sums_are_equal_where_differences_cancel() -> None:
     assert sorted(map(sorted, balanced_parts([9, 6, 4, 1], 2))) == [[0, 3], [1, 2]]
 
 
-def test_parts_are_near_the_best_of_real_lengths() -> None:
+def test_parts_are_near_the_best_of_real_lengths():
     """Log-normal, as responses are: the largest sum within 5 % of the mean."""
     lengths = np.random.default_rng(1).lognormal(6, 0.8, 512).astype(int).tolist()
     sums = [sum(lengths[number] for number in part) for part in balanced_parts(lengths, 8)]
@@ -68,7 +65,7 @@ def test_parts_are_near_the_best_of_real_lengths() -> None:
 
 @pytest.mark.parametrize("how", DEALS)
 @pytest.mark.parametrize("dp", [1, 2, 3, 5])
-def test_every_rollout_is_on_one_rank_in_the_order_of_the_file(how, dp) -> None:
+def test_every_rollout_is_on_one_rank_in_the_order_of_the_file(how, dp):
     groups = some()
     ranks = dealt(groups, dp, how)
     everyone = names(groups)
@@ -83,34 +80,34 @@ def test_every_rollout_is_on_one_rank_in_the_order_of_the_file(how, dp) -> None:
         assert max(counts) - min(counts) <= 1
 
 
-def test_groups_are_dealt_as_they_are_placed() -> None:
+def test_groups_are_dealt_as_they_are_placed():
     groups = some(5)
     placed = place(groups, 2, cost_of(SPEC), CONFIG.tree_options(1))
     assert list(map(names, dealt(groups, 2, "groups"))) == list(map(names, placed.ranks))
 
 
-def test_length_looks_at_lengths_only_and_scatters_groups() -> None:
+def test_length_looks_at_lengths_only_and_scatters_groups():
     ranks = dealt(some(), 2, "length")
     assert {group.name for group in ranks[0]} & {group.name for group in ranks[1]}
     tokens = [sum(len(one) for group in rank for one in group.rollouts) for rank in ranks]
     assert max(tokens) - min(tokens) <= 24
 
 
-def test_random_is_another_deal_with_another_seed() -> None:
+def test_random_is_another_deal_with_another_seed():
     deals = [tuple(names(dealt(some(), 2, "random", seed=seed)[0])) for seed in range(8)]
     assert len(set(deals)) > 4
     assert deals[3] == tuple(names(dealt(some(), 2, "random", seed=3)[0]))
 
 
 @pytest.mark.parametrize("how", ["length", "random"])
-def test_a_rank_without_rollouts_has_a_position_without_loss(how) -> None:
+def test_a_rank_without_rollouts_has_a_position_without_loss(how):
     ranks = dealt(some(1, 2), 3, how)
     assert [[group.name for group in rank] for rank in ranks][2] == ["idle"]
     assert ranks[2][0].rollouts[0].loss == ()
 
 
 @pytest.mark.parametrize("how", DEALS)
-def test_what_needs_equal_numbers_is_refused(how) -> None:
+def test_what_needs_equal_numbers_is_refused(how):
     """Ranks that share experts meet in every microbatch of the stock schedule."""
     groups = some(3, 3)
     with pytest.raises(UserError, match="9 rollouts on 2 data-parallel ranks"):
@@ -120,13 +117,13 @@ def test_what_needs_equal_numbers_is_refused(how) -> None:
         dealt(some(2, 3), 2, how, stock=True, layout={"pp": 2, "vpp": 2})
 
 
-def test_an_unknown_way_is_refused() -> None:
+def test_an_unknown_way_is_refused():
     with pytest.raises(UserError, match="deal 'size': give one of groups, length, random"):
         dealt(some(), 2, "size")
 
 
 @pytest.mark.parametrize("how", ["length", "random"])
-def test_advantages_stay_those_of_the_whole_group(how) -> None:
+def test_advantages_stay_those_of_the_whole_group(how):
     """They are on the rollouts before these are dealt."""
     groups = [with_advantages(group) for group in some()]
     wanted = {(group.name, one.uid): one.advantage for group in groups for one in group.rollouts}

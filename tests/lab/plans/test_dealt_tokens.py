@@ -1,7 +1,5 @@
 """Tokens that ranks execute of a dealt step, against tries that are counted one by one."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +10,7 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.plans.dealing import DEALS, deal
 from megatron_prefix.lab.plans.dealt_tokens import DealtTokens, dealt_tokens
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.tree import Pairs, TreeOptions
+from megatron_prefix.tree import TreeOptions
 from tests.harness.trees import trie_size
 
 SPEC = resolve("tiny-llama").with_vocab(64)
@@ -23,7 +21,7 @@ SPEC = resolve("tiny-llama").with_vocab(64)
     st.sampled_from(DEALS), st.integers(2, 4), st.sampled_from(TREES),
     st.sampled_from(["group", "batch"]), st.integers(0, 99),
 )  # fmt: skip
-def test_tokens_are_those_of_tries(how, dp, tree, share, seed) -> None:
+def test_tokens_are_those_of_tries(how, dp, tree, share, seed):
     groups = list(generate(3, 24, 32, 4, tree=tree, depth=2, vocab_size=64, seed=seed))
     config = PrefixConfig(min_gain=0)
     ranks = deal(groups, SPEC, Layout(dp=dp), config, how, stock=False, seed=seed)
@@ -32,9 +30,9 @@ def test_tokens_are_those_of_tries(how, dp, tree, share, seed) -> None:
     assert found.rollouts == tuple(map(len, rollouts))
     assert found.raw_tokens == tuple(sum(map(len, some)) for some in rollouts)
 
-    def tries(chosen) -> int:
+    def tries(chosen):
         """Of these ranks together."""
-        trees: dict[str, list[Pairs]] = {}
+        trees = {}
         for group in (group for rank in chosen for group in ranks[rank]):
             tree = trees.setdefault(group.name if share == "group" else "", [])
             tree += map(pairs_of, group.rollouts)
@@ -49,7 +47,7 @@ def test_tokens_are_those_of_tries(how, dp, tree, share, seed) -> None:
     assert found.executed_tokens[found.slowest] == max(found.executed_tokens)
 
 
-def test_the_slowest_rank_executes_the_mean_or_what_only_it_has() -> None:
+def test_the_slowest_rank_executes_the_mean_or_what_only_it_has():
     even = DealtTokens((2, 2), (40, 40), (30, 24), (10, 4), 34)
     assert (even.slowest, even.speedup) == (0, 40 / 30)
     assert even.speedup_across_ranks == 40 / 17

@@ -1,7 +1,5 @@
 """Plans of several data-parallel ranks: those that can run, and what is refused by name."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace
@@ -13,22 +11,22 @@ from megatron_prefix.lab.plans.job import simulate_job
 from megatron_prefix.plan.actions import Plan, Transfer
 from megatron_prefix.plan.check import PlanError
 from megatron_prefix.tree import Place, Segment, Span
-from tests.harness.jobs import Job, played, random_job
+from tests.harness.jobs import played, random_job
 
 
-def inner(start: int, length: int, parent: Place | None = None, source: int = -1) -> Segment:
+def inner(start, length, parent=None, source=-1):
     return Segment((Span(start, length, length, (0,), parent),), True, False, source=source)
 
 
-def wave(start: int, length: int, parent: Place) -> Segment:
+def wave(start, length, parent):
     return Segment((Span(start, length, length, (0,), parent),), False, True)
 
 
-def plan(segments, text: str, *transfers: Transfer) -> Plan:
+def plan(segments, text, *transfers):
     return Plan(tuple(segments), (tuple(map(parse_action, text.split())),), transfers=transfers)
 
 
-def two(sender="F0 S0>1 F1 B1 R0<1 B0", receiver="R0<0 F1 B1 S0>0") -> list[Plan]:
+def two(sender="F0 S0>1 F1 B1 R0<1 B0", receiver="R0<0 F1 B1 S0>0"):
     """Rank 0 computes a prompt of 4 positions, and both have a wave of 2 below it."""
     return [
         plan([inner(0, 4), wave(4, 2, Place(0, 0))], sender, Transfer(0, 1, (0,))),
@@ -36,7 +34,7 @@ def two(sender="F0 S0>1 F1 B1 R0<1 B0", receiver="R0<0 F1 B1 S0>0") -> list[Plan
     ]
 
 
-def chain(last="R0<0 R1<1 F2 B2 S1>1 S0>0", owner="F0 S0>1 S0>2 R0<1 R0<2 B0") -> list[Plan]:
+def chain(last="R0<0 R1<1 F2 B2 S1>1 S0>0", owner="F0 S0>1 S0>2 R0<1 R0<2 B0"):
     """Rank 0 computes a prompt, rank 1 what continues it; rank 2 has a wave below both."""
     top, below = Place(0, 0), Place(1, 0)
     return [
@@ -61,7 +59,7 @@ def crossed(first="F0 S0>1 R1<1 F2 B2 S1>1 R0<1 B0", second="F1 R0<0 S1>0 F2 B2 
     ]
 
 
-def same(rank0: str, rank1: str) -> list[Plan]:
+def same(rank0, rank1):
     """Rank 0 computes two prompts of one length, and rank 1 has a wave below both."""
     waves = Segment(
         (Span(4, 2, 2, (0,), Place(0, 0)), Span(4, 2, 2, (1,), Place(1, 0))), False, True
@@ -72,7 +70,7 @@ def same(rank0: str, rank1: str) -> list[Plan]:
     ]
 
 
-def refused(plans: list[Plan], ready_after=None) -> str:
+def refused(plans, ready_after=None):
     """The first line; a grid of all ranks follows."""
     with pytest.raises(PlanError) as caught:
         simulate_job(plans, ready_after)
@@ -87,7 +85,7 @@ def refused(plans: list[Plan], ready_after=None) -> str:
 # What runs ----------------------------------------------------------------------------------------
 
 
-def test_times_of_two_ranks() -> None:
+def test_times_of_two_ranks():
     found = simulate_job(two(), [[0, 1], [0, 1]], seconds_per_position_sent=0.5)
     # The payload crosses from 4 to 6, the gradients from 12 to 14.
     assert [(event.start, event.end) for event in found.events] == [
@@ -98,14 +96,14 @@ def test_times_of_two_ranks() -> None:
     assert (found.received_positions, found.peak_received) == ((0, 4), (0, 4))
 
 
-def test_three_ranks() -> None:
+def test_three_ranks():
     found = simulate_job(chain())
     assert found.busy == (12, 15, 6)
     assert (found.received_positions, found.peak_received) == ((0, 4, 7), (0, 4, 7))
     assert simulate_job(crossed()).received_positions == (5, 4)
 
 
-def test_a_window_holds_fewer() -> None:
+def test_a_window_holds_fewer():
     """Two prompts, one after the other: the second arrives when the first one's gradients left."""
     waves = [wave(4, 2, Place(0, 0)), wave(4, 2, Place(2, 0))]
     table = [inner(0, 4, source=0), waves[0], inner(0, 4, source=0), waves[1]]
@@ -118,14 +116,14 @@ def test_a_window_holds_fewer() -> None:
         assert simulate_job(plans).peak_received == (0, peak)
 
 
-def test_messages_of_a_rank_follow_one_another() -> None:
+def test_messages_of_a_rank_follow_one_another():
     """Rank 0's second payload begins when its first has crossed, though rank 2 waits for it."""
     events = simulate_job(chain(), seconds_per_position_sent=1).events
     crossings = {str(one.action): (one.start, one.end) for one in events if one.rank == 0}
     assert (crossings["S0>1"], crossings["S0>2"]) == ((4, 8), (8, 12))
 
 
-def test_ranks_without_data_and_costs() -> None:
+def test_ranks_without_data_and_costs():
     found = simulate_job([*two(), plan([], "")], cost=lambda segment, kind: 1.0)
     assert (found.busy, found.makespan) == ((4, 2, 0), 4)
     assert simulate_job([]).makespan == 0
@@ -156,11 +154,11 @@ def test_ranks_without_data_and_costs() -> None:
         (chain("R0<0 R1<1 F2 B2 S0>0 S1>1"), "rank 2, place 4: S0>0 runs before S1>1"),
     ],
 )
-def test_a_program_that_breaks_a_rule(plans, message) -> None:
+def test_a_program_that_breaks_a_rule(plans, message):
     assert refused(plans).startswith(message)
 
 
-def test_a_loss_that_is_not_there_yet() -> None:
+def test_a_loss_that_is_not_there_yet():
     top = Place(0, 0)
     plans = two(receiver="R0<0 F1 B1 F2 B2 S0>0")
     plans[1] = replace(plans[1], segments=(*plans[1].segments, wave(4, 3, top)))
@@ -169,7 +167,7 @@ def test_a_loss_that_is_not_there_yet() -> None:
     assert refused(plans, [[0, 1], [0, 2, 2]]) == message
 
 
-def test_a_transfer_without_its_other_end() -> None:
+def test_a_transfer_without_its_other_end():
     sends, takes = two()
     alone = plan([inner(0, 4), wave(4, 2, Place(0, 0))], "F0 F1 B1 B0")
     message = "rank 0, place 1: S0>1 sends what rank 1 does not receive"
@@ -178,7 +176,7 @@ def test_a_transfer_without_its_other_end() -> None:
 
 
 @pytest.mark.parametrize("change", [{"start": 1}, {"length": 3}, {"padded": 8}])
-def test_spans_that_differ(change) -> None:
+def test_spans_that_differ(change):
     plans = two()
     received, below = plans[1].segments
     span = received.spans[0]._replace(**change)
@@ -188,7 +186,7 @@ def test_spans_that_differ(change) -> None:
     assert refused(plans) == message
 
 
-def test_spans_in_another_order() -> None:
+def test_spans_in_another_order():
     both = (Span(0, 4, 4, (0,)), Span(0, 3, 3, (1,)))
     for numbers, fits in (((0, 1), True), ((1, 0), False), ((0,), False)):
         plans = [
@@ -201,7 +199,7 @@ def test_spans_in_another_order() -> None:
             assert "takes spans 0+4/4 0+3/3, and S0>1 of rank 0 has" in refused(plans)
 
 
-def test_links_with_two_orders() -> None:
+def test_links_with_two_orders():
     """Payloads of one shape would cross, each as the other; so would gradients."""
     sends, takes = "F0 F1 S0>1 S1>1 R1<1 R0<1 B1 B0", "R0<0 R1<0 F2 B2 S1>0 S0>0"
     simulate_job(same(sends, takes))
@@ -211,7 +209,7 @@ def test_links_with_two_orders() -> None:
     assert refused(same(sends, "R0<0 R1<0 F2 B2 S0>0 S1>0")) == message
 
 
-def test_deadlocks() -> None:
+def test_deadlocks():
     """Both send first, which only messages that do not block would survive."""
     first = "F1 S1>0 R0<0 F2 B2 R1<0 S0>0 B1"
     assert refused(crossed(second=first)) == (
@@ -236,7 +234,7 @@ def test_deadlocks() -> None:
         ([(0, 1, (0, 0))], r"segment 0 goes to rank 1 with spans \(0, 0\)"),
     ],
 )
-def test_transfers_of_what_does_not_exist(transfers, message) -> None:
+def test_transfers_of_what_does_not_exist(transfers, message):
     sends, takes = two()
     bad = replace(sends, transfers=tuple(Transfer(*one) for one in transfers))
     assert re.match(f"rank 0: {message}", refused([bad, takes]))
@@ -250,14 +248,14 @@ def test_transfers_of_what_does_not_exist(transfers, message) -> None:
         ({"inner": False}, "is received: it must be inner"),
     ],
 )
-def test_segments_that_cannot_be_received(change, message) -> None:
+def test_segments_that_cannot_be_received(change, message):
     sends, takes = two()
     received = takes.segments[0]._replace(**change)
     bad = replace(takes, segments=(received, takes.segments[1]))
     assert refused([sends, bad]) == f"rank 1: segment 0 {message}"
 
 
-def test_pipelines_are_no_plan_error() -> None:
+def test_pipelines_are_no_plan_error():
     staged = Plan((), ((), ()))
     with pytest.raises(ValueError, match="has 2 pipeline ranks with 1 model chunks each"):
         simulate_job([*two(), staged])
@@ -268,7 +266,7 @@ def test_pipelines_are_no_plan_error() -> None:
 # At random ----------------------------------------------------------------------------------------
 
 
-def judged(job: Job) -> str:
+def judged(job):
     try:
         found = simulate_job(job.plans, job.ready_after, seconds_per_position_sent=0.1)
     except PlanError as error:
@@ -283,7 +281,7 @@ def judged(job: Job) -> str:
     return ""
 
 
-def test_random_jobs_run() -> None:
+def test_random_jobs_run():
     sent = 0
     for seed in range(300):
         job = random_job(random.Random(seed))
@@ -292,7 +290,7 @@ def test_random_jobs_run() -> None:
     assert sent > 900
 
 
-def test_swapped_actions_are_refused_or_run() -> None:
+def test_swapped_actions_are_refused_or_run():
     """What is accepted can be played; what is refused cannot, but for messages of no gradients."""
     counts = {True: 0, False: 0}
     stricter = []

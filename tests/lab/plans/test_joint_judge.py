@@ -1,23 +1,20 @@
 """Whole jobs, data-parallel ranks with pipelines and experts: those that end, and why others do
 not."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from megatron_prefix.lab.plans.joint_judge import How, judged, peak_received
-from megatron_prefix.lab.plans.joint_program import Batch, Meet, Programs, Rank, Step
+from megatron_prefix.lab.plans.joint_program import Batch, Meet, Rank
 from megatron_prefix.plan.actions import Action
 from tests.harness.fuzzing import rounds
-from tests.harness.joint_jobs import JointJob, Sizes, random_joint_job
+from tests.harness.joint_jobs import Sizes, random_joint_job
 
 SIZES = (
     Sizes(2, 2), Sizes(2, 2, 2), Sizes(3, 3), Sizes(4, 2), Sizes(2, 2, 1, 2), Sizes(4, 2, 2, 2),
@@ -31,13 +28,13 @@ ALONE = (
 """Where no prompt crosses data-parallel ranks, so that gradients are reduced during backwards."""
 
 
-def verdicts(job: JointJob, programs: Programs | None = None) -> list[str]:
+def verdicts(job, programs=None):
     """However ranks are held up; sums of counts only on devices with one queue."""
     hows = [How.ONE_QUEUE] if job.sizes.counts else [*How]
     return [judged(job.pipelines, programs or job.programs, how=how) for how in hows]
 
 
-def check(seed: int, sizes: Sizes | None = None) -> JointJob:
+def check(seed, sizes=None):
     """A random job that must end."""
     job = random_joint_job(random.Random(seed), sizes)
     assert not any(verdicts(job)), (seed, job.sizes, verdicts(job))
@@ -45,7 +42,7 @@ def check(seed: int, sizes: Sizes | None = None) -> JointJob:
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_random_jobs_end(sizes: Sizes) -> None:
+def test_random_jobs_end(sizes):
     crossing = 0
     for seed in range(rounds(8, 100, fewest=5)):
         job = check(seed, sizes)
@@ -53,12 +50,12 @@ def test_random_jobs_end(sizes: Sizes) -> None:
     assert crossing > 5
 
 
-def reductions(program: list[Step]) -> list[int]:
+def reductions(program):
     return places(program, lambda step: isinstance(step, Meet) and step.channel == "gradients")
 
 
 @pytest.mark.parametrize("sizes", ALONE, ids=str)
-def test_jobs_end_whose_gradients_are_reduced_during_backwards(sizes: Sizes) -> None:
+def test_jobs_end_whose_gradients_are_reduced_during_backwards(sizes):
     inside = 0
     for seed in range(rounds(25, 200, fewest=8)):
         for program in check(seed, sizes).programs.values():
@@ -69,7 +66,7 @@ def test_jobs_end_whose_gradients_are_reduced_during_backwards(sizes: Sizes) -> 
 
 
 @pytest.mark.parametrize("sizes", ALONE[:4], ids=str)
-def test_reductions_at_places_of_their_own_end_in_a_deadlock(sizes: Sizes) -> None:
+def test_reductions_at_places_of_their_own_end_in_a_deadlock(sizes):
     """On one rank as early as its gradients allow, on another at the end: so it was once, where
     backwards of a kind came for the first time on some ranks."""
     found = Counter[str]()
@@ -81,7 +78,7 @@ def test_reductions_at_places_of_their_own_end_in_a_deadlock(sizes: Sizes) -> No
     assert found["deadlock"] > 5 and {*found} <= {"deadlock", ""}, found
 
 
-def test_ranks_that_share_only_reductions_may_start_them_later() -> None:
+def test_ranks_that_share_only_reductions_may_start_them_later():
     """With virtual stages they may not: another chunk's messages come between."""
     for seed in range(10):
         job = random_joint_job(random.Random(seed), Sizes(3, 2, crosses=False))
@@ -89,14 +86,14 @@ def test_ranks_that_share_only_reductions_may_start_them_later() -> None:
             assert not any(changed(job, rank, postpone)[0]), (seed, rank)
 
 
-def postpone(program: list[Step]) -> None:
+def postpone(program):
     """All reductions behind all else."""
     wanted = {*reductions(program)}
     late = [step for place, step in enumerate(program) if place in wanted]
     program[:] = [step for place, step in enumerate(program) if place not in wanted] + late
 
 
-def test_jobs_of_random_sizes_end() -> None:
+def test_jobs_of_random_sizes_end():
     """2,000 of them: python -m tests.lab.plans.test_joint_judge 2000"""
     for seed in range(1000, 1000 + rounds(40, 2000, fewest=20)):
         check(seed)
@@ -105,16 +102,14 @@ def test_jobs_of_random_sizes_end() -> None:
 # What does not -----------------------------------------------------------------------------------
 
 
-def jobs(num: int, sizes: Sizes) -> list[JointJob]:
+def jobs(num, sizes):
     """In which prompts cross ranks."""
     made = (random_joint_job(random.Random(seed), sizes) for seed in range(100))
     some = (job for job in made if any(one.forest.received_tokens for one in job.pipelines))
     return [*itertools.islice(some, num)]
 
 
-def changed(
-    job: JointJob, rank: Rank, change: Callable[[list[Step]], None]
-) -> tuple[list[str], Programs]:
+def changed(job, rank, change):
     """Verdicts, where one rank's program is another."""
     program = [*job.programs[rank]]
     change(program)
@@ -122,22 +117,22 @@ def changed(
     return verdicts(job, programs), programs
 
 
-def places(program: list[Step], wanted: Callable[[Step], bool]) -> list[int]:
+def places(program, wanted):
     return [place for place, step in enumerate(program) if wanted(step)]
 
 
-def between_stages(kind: str) -> Callable[[Step], bool]:
+def between_stages(kind):
     return lambda step: (
         isinstance(step, Batch) and step.ends[0].kind == kind and step.ends[0].channel != "across"
     )
 
 
-def across(step: Step) -> bool:
+def across(step):
     return isinstance(step, Batch) and step.ends[0].channel == "across"
 
 
 @pytest.mark.parametrize("sizes", [Sizes(2, 2), Sizes(2, 2, 2), Sizes(2, 2, 1, 2)], ids=str)
-def test_a_message_that_is_missing(sizes: Sizes) -> None:
+def test_a_message_that_is_missing(sizes):
     """Between stages and across ranks, whichever end it is."""
     found = Counter[str]()
     for job in jobs(6, sizes):
@@ -151,12 +146,12 @@ def test_a_message_that_is_missing(sizes: Sizes) -> None:
     assert found["order"] > 20  # or an action is there before what it needs
 
 
-def swap(steps: list[Step], one: int, two: int) -> None:
+def swap(steps, one, two):
     steps[one], steps[two] = steps[two], steps[one]
 
 
 @pytest.mark.parametrize("sizes", [Sizes(2, 2), Sizes(3, 3), Sizes(2, 2, 2)], ids=str)
-def test_receives_in_another_order(sizes: Sizes) -> None:
+def test_receives_in_another_order(sizes):
     """A stage takes a message as another: two that follow one another on a link."""
     found = Counter[str]()
     for job in jobs(8, sizes):
@@ -173,7 +168,7 @@ def test_receives_in_another_order(sizes: Sizes) -> None:
     assert found["order"] > 5
 
 
-def test_payloads_in_another_order() -> None:
+def test_payloads_in_another_order():
     """Two of one batch between the same ranks."""
     found = 0
     for job in jobs(30, Sizes(2, 2)):
@@ -190,7 +185,7 @@ def test_payloads_in_another_order() -> None:
     assert found > 5
 
 
-def test_a_window_that_is_too_small() -> None:
+def test_a_window_that_is_too_small():
     for job in jobs(10, Sizes(2, 2, 2)):
         peaks = [
             max(peak_received(one, job.programs[Rank(data, stage)]) for stage in range(2))
@@ -202,7 +197,7 @@ def test_a_window_that_is_too_small() -> None:
             assert judged(job.pipelines, job.programs, windows).startswith("window: rank")
 
 
-def test_an_order_that_ranks_do_not_share() -> None:
+def test_an_order_that_ranks_do_not_share():
     """What receives need for what follows a level comes before the level crosses: so it was once,
     and pipelines with other segments waited for one another."""
     found = Counter[str]()
@@ -220,7 +215,7 @@ def test_an_order_that_ranks_do_not_share() -> None:
     assert {*found} <= {"", "deadlock"} and found["deadlock"] > 0 and found[""] > 10
 
 
-def test_experts_that_meet_in_other_actions() -> None:
+def test_experts_that_meet_in_other_actions():
     """A rank leaves a meeting out, or comes to two of them in another order."""
     found = Counter[str]()
     for job in jobs(5, Sizes(2, 2, 1, 2)):
@@ -235,7 +230,7 @@ def test_experts_that_meet_in_other_actions() -> None:
     assert found["starvation"] and found["order"]
 
 
-def test_actions_before_what_they_need() -> None:
+def test_actions_before_what_they_need():
     [job] = jobs(1, Sizes(2, 1))
     received = next(
         (data, index)
@@ -254,7 +249,7 @@ def test_actions_before_what_they_need() -> None:
     assert said[0].endswith("F99 does not exist")
 
 
-def test_losses_that_are_not_there_yet() -> None:
+def test_losses_that_are_not_there_yet():
     """Where all need the last forward of their rank."""
     said = []
     for job in jobs(10, Sizes(2, 2)):

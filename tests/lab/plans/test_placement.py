@@ -1,10 +1,7 @@
 """Placement on data-parallel ranks: nothing lost, loads that are true, and the best order keeps."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -27,14 +24,14 @@ TRIE = CostModel.of_flops(linear=1000.0, head=0.0, attention=1.0, action_tokens=
 """Without overhead and head a tree's cost is that of its trie, whatever its segments are."""
 
 
-def rollout(group: str, uid: int, tokens: Sequence[int], prompt: int) -> Rollout:
+def rollout(group, uid, tokens, prompt):
     ids = np.array(tokens, dtype=np.int32)
     prompt = min(prompt, len(ids) - 1)
     return Rollout(group, str(uid), ids, prompt, ((prompt, len(ids)),), 0.0)
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> list[Group]:
+def steps(draw):
     """Up to six groups over a tiny alphabet, so that rollouts share within and across groups."""
     groups = []
     for g in range(draw(st.integers(0, 6))):
@@ -45,18 +42,18 @@ def steps(draw: st.DrawFn) -> list[Group]:
     return groups
 
 
-def flat(name: str, prompt: int, responses: Sequence[int]) -> Group:
+def flat(name, prompt, responses):
     """A group whose rollouts part at their first response token."""
     head = [1000 + ord(name[0])] * prompt
     rows = [rollout(name, i, [*head, *([i] * n)], prompt) for i, n in enumerate(responses)]
     return Group(name, tuple(rows))
 
 
-def members(groups: Sequence[Group]) -> list[tuple[str, str]]:
+def members(groups):
     return [(group.name, one.uid) for group in groups for one in group.rollouts]
 
 
-def partitions(num: int, parts: int) -> list[list[range]]:
+def partitions(num, parts):
     """All ways to cut 0..num-1 into at most `parts` runs."""
     found = []
     for count in range(1, min(num, parts) + 1):
@@ -93,7 +90,7 @@ def test_every_rollout_is_on_exactly_one_rank(groups, num_ranks, method, share):
         assert {len(members(rank)) for rank in placed.ranks} == {num // num_ranks}
 
 
-def test_equal_numbers_of_whole_groups_balanced_by_what_runs() -> None:
+def test_equal_numbers_of_whole_groups_balanced_by_what_runs():
     """Two heavy groups first: neighbours in their order would leave both to one rank."""
     groups = [flat(name, 40, [n] * 4) for name, n in (("a", 60), ("b", 50), ("c", 6), ("d", 5))]
     placed = place(groups, 2, COST, method="equal")
@@ -132,11 +129,11 @@ def test_a_load_is_the_cost_of_the_trees(groups, num_ranks):
         assert leaves.load(every_other) == pytest.approx(wanted)
 
 
-def rollouts(groups: Sequence[Group]) -> list[Rollout]:
+def rollouts(groups):
     return [one for group in groups for one in group.rollouts]
 
 
-def replaced(one: Rollout, group: str, uid: str) -> Rollout:
+def replaced(one, group, uid):
     return Rollout(group, uid, one.tokens, one.prompt_len, one.loss, one.reward)
 
 

@@ -1,14 +1,10 @@
 """Recurrent kernels for the CPU against their definitions, position by position."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.recurrent.definition import chunk_gated_delta_rule
@@ -16,11 +12,11 @@ from megatron_prefix.lab.platforms import cpu, linear_kernels
 from megatron_prefix.lab.platforms.linear_kernels import CHUNK, mamba_split_conv1d_scan_combined
 
 
-def random(*shape: int) -> Tensor:
+def random(*shape):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
 
 
-def delta(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Any:
+def delta(state, q, k, v, g, beta):
     """One sequence, [positions, heads, ...]."""
     out = []
     for t in range(len(q)):
@@ -32,18 +28,15 @@ def delta(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tenso
 
 
 @pytest.mark.parametrize("bounds", [(0, 3, 2 * CHUNK + 6, 2 * CHUNK + 7), (0, CHUNK)])
-def test_the_gated_delta_rule(bounds: tuple[int, ...]) -> None:
+def test_the_gated_delta_rule(bounds):
     length, heads = bounds[-1], 3
     q, k, v = (random(1, length, heads, width) for width in (4, 4, 5))
     k, g, beta = (
-        F.normalize(k, dim=-1),
-        -random(1, length, heads).abs() / 10,
-        random(1, length, heads),
-    )
+        F.normalize(k, dim=-1), -random(1, length, heads).abs() / 10, random(1, length, heads),
+    )  # fmt: skip
     states = random(len(bounds) - 1, heads, 4, 5)
     given = dict(g=g, beta=beta, initial_state=states, cu_seqlens=torch.tensor(bounds))
     out, finals = chunk_gated_delta_rule(q, k, v, output_final_state=True, **given)
-    assert finals is not None
     for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
         parts = (x[0, start:stop] for x in (q, k, v, g, beta))
         wanted, final = delta(states[number], *parts)
@@ -52,7 +45,7 @@ def test_the_gated_delta_rule(bounds: tuple[int, ...]) -> None:
     assert chunk_gated_delta_rule(q, k, v, g=g, beta=beta)[1] is None
 
 
-def test_the_scan_of_mamba() -> None:
+def test_the_scan_of_mamba():
     heads, dim, num, groups, length = 4, 3, 5, 2, CHUNK + 9
     inner, channels = heads * dim, heads * dim + 2 * groups * num
     zxbcdt = random(2, length, 2 * inner + 2 * groups * num + heads)
@@ -77,7 +70,7 @@ def test_the_scan_of_mamba() -> None:
     torch.testing.assert_close(final, state)
 
 
-def test_a_convolution_of_a_pack_is_that_of_its_sequences() -> None:
+def test_a_convolution_of_a_pack_is_that_of_its_sequences():
     x, weight = random(1, 12, 5), random(5, 4)
     ends = torch.tensor([0, 2, 9, 12], dtype=torch.int32)
     convolve = linear_kernels.causal_conv1d
@@ -88,15 +81,13 @@ def test_a_convolution_of_a_pack_is_that_of_its_sequences() -> None:
         convolve(x, weight, initial_state=random(1, 5, 3))
 
 
-def test_the_norm_is_of_groups() -> None:
+def test_the_norm_is_of_groups():
     norm = linear_kernels.RMSNorm(6, eps=0.0, group_size=3, dtype=torch.float64)
     found = norm(random(4, 6)).detach().unflatten(1, (2, 3)).square().mean(-1)
     torch.testing.assert_close(found, torch.ones_like(found))
 
 
-def test_stand_ins_last_for_the_import_which_needs_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_stand_ins_last_for_the_import_which_needs_them(monkeypatch):
     import sys
 
     cpu.enable(hide_gpus=True)

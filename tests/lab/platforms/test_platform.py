@@ -74,13 +74,9 @@ def test_cuda_names_mean_the_cpu():
 def in_a_new_process(code, **environment):
     """Output and exit code of python -c `code`."""
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, **environment},
-    )
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120,
+        check=False, env={**os.environ, **environment},
+    )  # fmt: skip
 
 
 def test_platform_comes_only_when_asked_even_after_megatron():

@@ -1,7 +1,5 @@
 """What memory and cost models, and a step that may be made again, are told of a model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,10 +16,10 @@ from megatron_prefix.megatron.features import pattern_of
 from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.run.execute.memory_control import longest_segments
-from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
+from megatron_prefix.tree import Pairs, TreeOptions, build
 
 
-def groups(num: int, seed: int) -> Forest:
+def groups(num, seed):
     """Groups of four rollouts, many of them in a segment."""
     draw = np.random.default_rng(seed)
     samples, owners = [], []
@@ -37,7 +35,7 @@ def groups(num: int, seed: int) -> Forest:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_parallel_pipelines_are_predicted_with_all_spans(place: int) -> None:
+def test_parallel_pipelines_are_predicted_with_all_spans(place):
     """Recurrent layers keep a state a span: of as many as the rank with most has."""
     forests = [groups(30, 0), groups(24, 1)]
     microbatches = [list(range(len(forest.num_positions))) for forest in forests]
@@ -58,7 +56,7 @@ def test_parallel_pipelines_are_predicted_with_all_spans(place: int) -> None:
     assert bound.peak >= real.peak and bound.cache_peak >= real.cache_peak
 
 
-def test_full_recomputation_holds_the_largest_layer() -> None:
+def test_full_recomputation_holds_the_largest_layer():
     """Of a pattern, whose layers are unlike; their mean would be less."""
     spec = resolve("tiny-nemotron-h", ffn_hidden_size=4096)
     ways = Execution(), Execution(recompute="full")
@@ -69,7 +67,7 @@ def test_full_recomputation_holds_the_largest_layer() -> None:
     assert full.again + full.inner == pytest.approx(none.wave)
 
 
-def test_every_stage_knows_all_layers() -> None:
+def test_every_stage_knows_all_layers():
     """0.16's ratios: the decoder of a stage names its own layers only."""
     for own in ("MM", "M*"):
         stage = SimpleNamespace(
@@ -83,11 +81,11 @@ def test_every_stage_knows_all_layers() -> None:
     assert pattern_of(SimpleNamespace(decoder=SimpleNamespace())) == ""
 
 
-def test_no_module_is_passed_over_when_a_step_begins() -> None:
+def test_no_module_is_passed_over_when_a_step_begins():
     """Neither one that several hold, nor one whose length is 0."""
 
     class Empty(torch.nn.Linear):
-        def __len__(self) -> int:
+        def __len__(self):
             return 0
 
     shared = torch.nn.Linear(1, 1)

@@ -1,10 +1,6 @@
 """Costs and memory of multi-token prediction, against what torch counts and autograd holds."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +18,7 @@ from tests.lab.predict.test_peak_memory import MODELS, SHAPES, VOCAB, counted
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
@@ -32,9 +28,9 @@ WHICH = {"some": SHAPES[::2], "others": SHAPES[1::2]}
 
 @pytest.mark.parametrize("shapes", rows(WHICH, ["others"]))
 @pytest.mark.parametrize(("name", "recompute"), MODELS)
-def test_saved_bytes_are_those_that_were_predicted(name: str, recompute: str, shapes: str) -> None:
+def test_saved_bytes_are_those_that_were_predicted(name, recompute, shapes):
     spec = dict(num_layers=3, mtp_num_layers=1)
-    options: dict[str, Any] = dict(vocab=VOCAB, spec=spec, dtype=torch.float32)
+    options = dict(vocab=VOCAB, spec=spec, dtype=torch.float32)
     model = small_model(name, recompute=recompute, **options)
     for shape in WHICH[shapes]:
         for memory in ("retain", "recompute"):
@@ -44,7 +40,7 @@ def test_saved_bytes_are_those_that_were_predicted(name: str, recompute: str, sh
             assert 0.9 <= ratio <= 1.1, f"{shape}, {memory}: {ratio:.3f}"
 
 
-def test_bytes_of_layers_on_the_host() -> None:
+def test_bytes_of_layers_on_the_host():
     spec = dict(num_layers=3, mtp_num_layers=1)
     model = small_model(vocab=VOCAB, spec=spec, dtype=torch.float32)
     for host_layers in (1, 2, 9):
@@ -52,7 +48,7 @@ def test_bytes_of_layers_on_the_host() -> None:
         assert predicted.cache_staged > 0
 
 
-def flops(spec: dict[str, Any], length: int) -> int:
+def flops(spec, length):
     """Of one forward, as torch counts the products of matrices."""
     model = unwrap(small_model(vocab=VOCAB, spec=spec, wrap_ddp=False, dtype=torch.float32))
     [item] = steps.group(1, 1)
@@ -64,7 +60,7 @@ def flops(spec: dict[str, Any], length: int) -> int:
 
 
 @pytest.mark.parametrize("length", [16, 48])
-def test_flops_of_the_layer_its_projection_and_its_output(length: int) -> None:
+def test_flops_of_the_layer_its_projection_and_its_output(length):
     both = [flops({"mtp_num_layers": num}, length) for num in (None, 1)]
     specs = [resolve("tiny-llama", num_layers=2, mtp_num_layers=num) for num in (None, 1)]
     padded = unwrap(small_model(vocab=VOCAB)).output_layer.weight.shape[0]
@@ -76,7 +72,7 @@ def test_flops_of_the_layer_its_projection_and_its_output(length: int) -> None:
     assert all(number > 0 for number in more[:3])
 
 
-def test_the_layer_is_on_the_last_stage() -> None:
+def test_the_layer_is_on_the_last_stage():
     spec = resolve("llama3-8b", mtp_num_layers=1)
     plain = replace(spec, mtp_num_layers=None)
     form = Execution(num_stages=4)
@@ -94,7 +90,7 @@ def test_the_layer_is_on_the_last_stage() -> None:
     )
 
 
-def test_a_model_without_the_layer_has_the_same_numbers() -> None:
+def test_a_model_without_the_layer_has_the_same_numbers():
     """A config of Megatron's has the option, and it is off."""
     spec = resolve("llama3-8b")
     config = unwrap(small_model(vocab=VOCAB)).config

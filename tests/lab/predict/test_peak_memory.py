@@ -1,31 +1,26 @@
 """The memory model against bytes that autograd holds on the CPU, and against peaks of one H200."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer import mlp as megatron_mlp
-from torch import Tensor
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.host.segment import addresses
 from megatron_prefix.lab.bench.counted import SavedBytes
 from megatron_prefix.lab.models import build as models_build
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.lab.models.presets import ModelSpec, resolve
+from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.plans.forest import trees
 from megatron_prefix.lab.predict import model as predicted
 from megatron_prefix.lab.predict.execution import Execution
 from megatron_prefix.lab.predict.footprint import Footprint
-from megatron_prefix.lab.predict.peak_memory import PredictedMemory, predict_memory
+from megatron_prefix.lab.predict.peak_memory import predict_memory
 from megatron_prefix.lab.runtime.groups import forget_logged_losses
-from megatron_prefix.plan.actions import Plan, policies
+from megatron_prefix.plan.actions import policies
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar import cache as cache_module
@@ -45,12 +40,9 @@ VOCAB, GIB = 128, float(1 << 30)
 # shorter segments later prompts take the rows of earlier ones.
 PACKED = (40, 24, 3, 1024, 0, 5), (40, 24, 3, 110, 0, 5)
 SHAPES = [
-    (384, 64, 3, 1, 0, 1),
-    (128, 192, 2, 1, 0, 1),
-    (96, 96, 4, 192, 0, 1),
-    (384, 64, 3, 128, 96, 1),
+    (384, 64, 3, 1, 0, 1), (128, 192, 2, 1, 0, 1), (96, 96, 4, 192, 0, 1), (384, 64, 3, 128, 96, 1),
     *PACKED,
-]
+]  # fmt: skip
 ALL_MODELS = [
     (name, how) for name in ("tiny-llama", "tiny-moe") for how in ("none", "full", "selective")
 ]
@@ -59,7 +51,7 @@ MODELS = rows(ALL_MODELS, [("tiny-llama", "full"), ("tiny-moe", "none"), ("tiny-
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
@@ -69,16 +61,14 @@ STOCK = 10**9
 all positions."""
 
 
-def plan_of(
-    prompt: int, response: int, num: int, wave: int, chunk: int = 0, min_gain: int = 64
-) -> Plan:
+def plan_of(prompt, response, num, wave, chunk=0, min_gain=64):
     rollouts, groups = flat_rollouts(prompt, response, num, 1)
     options = TreeOptions(segment_tokens=wave, chunk_tokens=chunk, min_gain=min_gain)
     forest = build(rollouts, groups, options)
     return make_plan(forest if min_gain < STOCK else forest.all_read())
 
 
-def test_the_output_layer_on_received_rows_takes_memory() -> None:
+def test_the_output_layer_on_received_rows_takes_memory():
     """Its final states are kept; and what it saves, where it runs backward."""
     plan = plan_of(384, 4, 3, 1024)
     received, *others = plan.segments
@@ -93,9 +83,7 @@ def test_the_output_layer_on_received_rows_takes_memory() -> None:
     assert peaks[0] < alone
 
 
-def counted(
-    model: Any, shape: tuple[int, ...], memory: str, host_layers: int = 0
-) -> tuple[int, int, PredictedMemory]:
+def counted(model, shape, memory, host_layers=0):
     """Peaks of what autograd and the sidecar hold in a step, and the prediction."""
     prompt, response, num, wave, chunk, num_groups = shape
     rollouts, groups = flat_rollouts(prompt, response, num, num_groups)
@@ -118,7 +106,7 @@ def counted(
 
 
 @pytest.mark.parametrize(("name", "recompute"), MODELS)
-def test_saved_bytes_are_those_that_were_predicted(name: str, recompute: str) -> None:
+def test_saved_bytes_are_those_that_were_predicted(name, recompute):
     spec = dict(num_layers=3)
     options = dict(vocab=VOCAB, spec=spec, recompute=recompute, dtype=torch.float32)
     model = small_model(name, **options)
@@ -133,11 +121,9 @@ def test_saved_bytes_are_those_that_were_predicted(name: str, recompute: str) ->
 @pytest.mark.parametrize(
     ("name", "layers"), [("tiny-moe", 3), ("tiny-nemotron-h", 4), ("tiny-qwen3-next", 4)]
 )
-def test_recomputed_mlps_are_those_that_were_predicted(
-    name: str, layers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputed_mlps_are_those_that_were_predicted(name, layers, monkeypatch):
     """In all layers that have one, whatever their mixer; experts are not recomputed."""
-    fields: dict[str, Any] = {"num_layers": layers, "ffn_hidden_size": 512}
+    fields = {"num_layers": layers, "ffn_hidden_size": 512}
     model = small_model(
         name, vocab=VOCAB, spec=fields, dtype=torch.float32, recompute="selective",
         config_overrides={"recompute_modules": ["mlp"]},
@@ -149,7 +135,7 @@ def test_recomputed_mlps_are_those_that_were_predicted(
 
 
 @pytest.mark.parametrize("gate", [False, True])
-def test_shared_experts_save_what_was_predicted(gate: bool) -> None:
+def test_shared_experts_save_what_was_predicted(gate):
     """Wide ones, which would be missed."""
     spec = dict(
         num_layers=3, moe_shared_expert_intermediate_size=512, moe_shared_expert_gate=gate
@@ -163,7 +149,7 @@ def test_shared_experts_save_what_was_predicted(gate: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "fused"), [("tiny-gpt-oss", False), ("tiny-gpt-oss", True), ("tiny-moe", True)]
 )
-def test_wide_experts_save_what_was_predicted(name: str, fused: bool) -> None:
+def test_wide_experts_save_what_was_predicted(name, fused):
     """With clamped gates and without; by one kernel for an activation, or by several."""
     model = small_model(
         name, vocab=VOCAB, spec=dict(hidden_size=128, moe_ffn_hidden_size=256),
@@ -175,7 +161,7 @@ def test_wide_experts_save_what_was_predicted(name: str, fused: bool) -> None:
 
 
 @pytest.mark.parametrize("modules", [["shared_experts"], ["moe"], ["moe", "shared_experts"]])
-def test_recomputed_experts_are_those_predicted(modules: list[str]) -> None:
+def test_recomputed_experts_are_those_predicted(modules):
     """Shared ones run again alone, when what the others have saved has gone."""
     model = small_model(
         "tiny-moe", vocab=VOCAB, dtype=torch.float32, recompute="selective",
@@ -188,9 +174,7 @@ def test_recomputed_experts_are_those_predicted(modules: list[str]) -> None:
 
 
 @pytest.mark.parametrize("modules", [["moe_act"], ["moe_act", "shared_experts"]])
-def test_activations_of_experts_that_run_again(
-    modules: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_activations_of_experts_that_run_again(modules, monkeypatch):
     """Megatron has that for grouped products only, which have no kernels on the CPU."""
     forget_logged_losses()  # of models with fewer layers
     model = small_model(
@@ -201,11 +185,11 @@ def test_activations_of_experts_that_run_again(
     unwrap(model).config.recompute_modules = modules
     stock = megatron_mlp.MLP.forward
 
-    def activated(given: Tensor, scale: Tensor) -> Tensor:
+    def activated(given, scale):
         gate, value = given.chunk(2, -1)
         return torch.nn.functional.silu(gate) * value * scale
 
-    def forward(self: Any, x: Tensor, per_token_scale: Tensor | None = None) -> Any:
+    def forward(self, x, per_token_scale=None):
         if per_token_scale is None:
             return stock(self, x)
         again = CheckpointWithoutOutput()
@@ -220,12 +204,12 @@ def test_activations_of_experts_that_run_again(
         assert 0.9 <= predicted.saved / (saved + cache) <= 1.1
 
 
-def test_of_adapters_rather_too_much_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_adapters_rather_too_much_is_predicted(monkeypatch):
     """Frozen linear layers save no input; what adapters save (here at a sixteenth of the width) is
     less."""
     make = models_build.build_chunk
 
-    def adapted(recipe: Any, stage: int) -> Any:
+    def adapted(recipe, stage):
         chunk = make(recipe, stage)
         lora.adapt(unwrap(chunk))
         return chunk
@@ -240,9 +224,7 @@ def test_of_adapters_rather_too_much_is_predicted(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-moe"])
 @pytest.mark.parametrize("contract", [Contract(), Contract(logits=True)], ids=["labels", "logits"])
-def test_bytes_of_a_segment_that_is_read_in_part(
-    name: str, recompute: str, contract: Contract
-) -> None:
+def test_bytes_of_a_segment_that_is_read_in_part(name, recompute, contract):
     """A rollout that shares nothing: its prompt is in one segment with its answer."""
     ratios = []
     for share in (1.0, 0.5, 0.1):
@@ -257,7 +239,6 @@ def test_bytes_of_a_segment_that_is_read_in_part(
         with count.counting(), predicted_bytes():
             steps.call(schedule, contract.step, model, items)
         report = schedule.report
-        assert report is not None and report.memory is not None
         ratios.append(report.memory.saved / (count.peak + report.cache_bytes))
     # Never worse than of a whole segment.  Of logits all positions count: the trainer's answer has
     # them.
@@ -266,7 +247,7 @@ def test_bytes_of_a_segment_that_is_read_in_part(
     assert all(ratios[0] - 0.01 <= ratio <= most for ratio in ratios), ratios
 
 
-def test_offloaded_segments_hold_less() -> None:
+def test_offloaded_segments_hold_less():
     model = small_model(vocab=VOCAB, spec=dict(num_layers=6), dtype=torch.float32)
     saved = {memory: counted(model, SHAPES[0], memory) for memory in ("retain", "offload")}
     assert saved["offload"][0] < 0.3 * saved["retain"][0]
@@ -274,7 +255,7 @@ def test_offloaded_segments_hold_less() -> None:
     assert saved["offload"][2].saved >= sum(saved["offload"][:2])  # loaded layers are in it
 
 
-def test_what_is_on_the_host_is_not_released_from_the_device() -> None:
+def test_what_is_on_the_host_is_not_released_from_the_device():
     """Nobody reads a prompt's last layer, which goes first in its backward; offloaded it is not
     there then."""
     footprint = footprint_of(resolve("llama3-8b"))
@@ -289,7 +270,7 @@ def test_what_is_on_the_host_is_not_released_from_the_device() -> None:
     assert peaks[0] == peaks[1]
 
 
-def test_layers_on_the_host_are_on_the_device_for_a_visit() -> None:
+def test_layers_on_the_host_are_on_the_device_for_a_visit():
     model = small_model(vocab=VOCAB, spec=dict(num_layers=6), dtype=torch.float32)
     shape = SHAPES[0]
     (_, whole, all_here), (_, cache, some) = (counted(model, shape, "retain", n) for n in (0, 4))
@@ -300,7 +281,7 @@ def test_layers_on_the_host_are_on_the_device_for_a_visit() -> None:
     assert some.peak <= all_here.peak + 1
 
 
-def test_a_stage_counts_its_own_layers() -> None:
+def test_a_stage_counts_its_own_layers():
     footprint = footprint_of(resolve("llama3-8b"), num_stages=2)
     rollouts, groups = flat_rollouts(1024, 256, 4, 1)
     plan = make_plan(build(rollouts, groups, TreeOptions(segment_tokens=256)), 2)
@@ -311,7 +292,7 @@ def test_a_stage_counts_its_own_layers() -> None:
     assert whole.cache_peak == first.cache_peak + last.cache_peak
 
 
-def test_gradients_of_a_joined_segment_come_as_activations_go() -> None:
+def test_gradients_of_a_joined_segment_come_as_activations_go():
     """At its peak there are those of one layer; when its backward ends, those of all."""
     options = TreeOptions(min_gain=4, segment_gain=9999, joins=True, share="batch")
     rollouts, groups = flat_rollouts(100, 20, 4, 2)
@@ -330,12 +311,12 @@ def test_gradients_of_a_joined_segment_come_as_activations_go() -> None:
     assert predict_memory(apart, footprint)[0].kv_grad > memory.kv_grad
 
 
-def footprint_of(spec: ModelSpec, **execution: Any) -> Footprint:
+def footprint_of(spec, **execution):
     """Of a model, computed as said."""
     return predicted.footprint_of(spec, Execution(**execution))
 
 
-def whole(**options: Any) -> Footprint:
+def whole(**options):
     """Of a model whose last layer runs as the others do, also where nobody reads its output."""
     found = footprint_of(resolve("llama3-8b"), **options)
     return replace(found, unread=found.inner, attention=0.0)
@@ -348,19 +329,15 @@ WHOLE = whole(fused_gradients=False)
 # of allocated memory in GiB.  The last two are the stock schedule's.  Prompts
 # ran the whole last layer then, and the output layer's gradient was added in a kernel of its own.
 MEASURED = [
-    ((10240, 2048, 8, 1), "recompute", {}, 91.0),
-    ((8192, 4096, 8, 1), "recompute", {}, 81.8),
-    ((6144, 6144, 8, 1), "recompute", {}, 75.4),
-    ((2048, 10240, 8, 1), "recompute", {}, 92.0),
+    ((10240, 2048, 8, 1), "recompute", {}, 91.0), ((8192, 4096, 8, 1), "recompute", {}, 81.8),
+    ((6144, 6144, 8, 1), "recompute", {}, 75.4), ((2048, 10240, 8, 1), "recompute", {}, 92.0),
     ((10240, 2048, 2, 1), "retain", dict(min_gain=STOCK), 100.3),
     ((16384, 64, 2, 1), "retain", dict(min_gain=STOCK), 118.7),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("shape", "policy", "options", "measured"), MEASURED)
-def test_peaks_of_a_gpu(
-    shape: tuple[int, ...], policy: str, options: dict[str, int], measured: float
-) -> None:
+def test_peaks_of_a_gpu(shape, policy, options, measured):
     plan = plan_of(*shape, **options)
     plan = replace(plan, policies=policies(plan.segments, policy))
     (memory,) = predict_memory(plan, WHOLE)
@@ -369,18 +346,14 @@ def test_peaks_of_a_gpu(
 
 # Phase B there: (shape, policy), GiB without the 45.0, and asked of the reduction in percent.
 WAVES = [
-    ((10240, 2048, 8, 1), "recompute", 13.78, 75),
-    ((10240, 2048, 16, 1), "offload", 14.02, 0),
-    ((8192, 4096, 8, 1), "recompute", 22.08, 60),
-    ((6144, 6144, 8, 1), "recompute", 30.37, 45),
+    ((10240, 2048, 8, 1), "recompute", 13.78, 75), ((10240, 2048, 16, 1), "offload", 14.02, 0),
+    ((8192, 4096, 8, 1), "recompute", 22.08, 60), ((6144, 6144, 8, 1), "recompute", 30.37, 45),
     ((2048, 10240, 8, 1), "recompute", 46.96, 14),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("shape", "policy", "measured", "asked"), WAVES)
-def test_peaks_of_waves_of_a_gpu(
-    shape: tuple[int, ...], policy: str, measured: float, asked: int
-) -> None:
+def test_peaks_of_waves_of_a_gpu(shape, policy, measured, asked):
     footprint = WHOLE
     plan = plan_of(*shape)
     (memory,) = predict_memory(replace(plan, policies=policies(plan.segments, policy)), footprint)
@@ -389,7 +362,7 @@ def test_peaks_of_waves_of_a_gpu(
     assert 1 - memory.wave_peak / stock.peak >= asked / 100
 
 
-def test_peak_of_the_longest_sequence_of_a_gpu() -> None:
+def test_peak_of_the_longest_sequence_of_a_gpu():
     """235,520 tokens in chunks, every layer recomputed: 87.52 GiB in Phase B, the step's peak."""
     plan = plan_of(233_472, 2048, 2, 1, 2048)
     plan = replace(plan, policies=policies(plan.segments, "recompute"))
@@ -398,7 +371,7 @@ def test_peak_of_the_longest_sequence_of_a_gpu() -> None:
     assert 0.98 <= memory.peak / GIB / 87.52 <= 1.02
 
 
-def test_what_is_offloaded_may_linger() -> None:
+def test_what_is_offloaded_may_linger():
     """16 rollouts of 10k/2k: Phase B took 14.02 GiB in one run and 30.95 in another, for the copies
     to the host were still under way; with 30 GiB to use and chunks, 16.16."""
     footprint = WHOLE
@@ -420,7 +393,7 @@ def test_what_is_offloaded_may_linger() -> None:
         )
 
 
-def test_activations_of_llama3_8b() -> None:
+def test_activations_of_llama3_8b():
     """Per layer and token: 4 h + (q and the attention's output) + 3 ffn, in bf16, and lse."""
     spec = resolve("llama3-8b")
     whole = footprint_of(spec)
@@ -435,7 +408,7 @@ def test_activations_of_llama3_8b() -> None:
     assert 2 * spread.activations == predict_memory(plan, whole)[0].activations
 
 
-def test_norms_of_queries_and_keys_keep_copies_or_views() -> None:
+def test_norms_of_queries_and_keys_keep_copies_or_views():
     """Per layer and token of Qwen3-8B: transformer-engine's norms keep what they get, torch's by
     views of what the projection gives; a wave keeps its rotated keys and its values as well."""
     spec, queries, keys = resolve("qwen3-8b"), 32 * 128, 8 * 128
@@ -446,7 +419,7 @@ def test_norms_of_queries_and_keys_keep_copies_or_views() -> None:
     assert views.wave - views.inner == 2 * keys
 
 
-def test_activations_of_llama3_8b_in_fp8() -> None:
+def test_activations_of_llama3_8b_in_fp8():
     """Per layer and token: in bf16 the input of both norms, queries, the output of attention, and
     what the activation function is given; in FP8, a byte and a 32nd, inputs of three products."""
     spec = resolve("llama3-8b", fp8="e4m3", fp8_recipe="blockwise")
@@ -464,9 +437,7 @@ def test_activations_of_llama3_8b_in_fp8() -> None:
     ("prompt", "response", "segment", "less"),
     [(10239, 2049, 4096, 1.83), (4095, 1025, 16384, 1.93)],
 )
-def test_what_fp8_keeps_less_in_the_steps_that_were_measured(
-    prompt: int, response: int, segment: int, less: float
-) -> None:
+def test_what_fp8_keeps_less_in_the_steps_that_were_measured(prompt, response, segment, less):
     """GiB of a step of `benchmarks/fp8_h100.sh`, whose segments are whole multiples of 16; where
     they fit, all of it is one segment (docs/results.md)."""
     rollouts, groups = flat_rollouts(prompt, response, 8, 1)
@@ -486,7 +457,7 @@ def test_what_fp8_keeps_less_in_the_steps_that_were_measured(
     assert (wide.peak - narrow.peak) / GIB == pytest.approx(less, abs=0.01)
 
 
-def test_cp_ranks_keep_a_share_of_the_sidecar_or_all_of_it() -> None:
+def test_cp_ranks_keep_a_share_of_the_sidecar_or_all_of_it():
     plan = plan_of(1024, 256, 4, 512)
     shared = footprint_of(resolve("llama3-8b"), cp=2)
     (cut,), (kept,) = predict_memory(plan, shared), predict_memory(plan, replace(shared, shares=1))
@@ -495,7 +466,7 @@ def test_cp_ranks_keep_a_share_of_the_sidecar_or_all_of_it() -> None:
     assert footprint_of(resolve("llama3-8b")).exchanged(backward=True) == 0
 
 
-def test_phase_b_of_the_issue() -> None:
+def test_phase_b_of_the_issue():
     """Suffix retained, the prefix's saved tensors gone: K/V, gK/gV and one rollout are left."""
     footprint = footprint_of(resolve("llama3-8b"))
     for prompt, response, least in ((2048, 10240, 14), (6144, 6144, 45), (8192, 4096, 60),
@@ -509,7 +480,7 @@ def test_phase_b_of_the_issue() -> None:
         assert predict_memory(lean, footprint)[0].peak < stock.peak
 
 
-def test_the_sidecar_counts_its_bytes() -> None:
+def test_the_sidecar_counts_its_bytes():
     """Else the comparison above compares nothing."""
     plan = plan_of(12, 3, 3, 4, min_gain=0)
     cache = cache_module.SidecarCache(payload_map(plan.segments), [Form.POSITIONS] * 1)
@@ -526,7 +497,7 @@ def test_the_sidecar_counts_its_bytes() -> None:
     assert cache.device_bytes.held == 0 and cache.device_bytes.peak == 4 * key.nbytes
 
 
-def test_prompts_that_follow_one_another_share_an_arena() -> None:
+def test_prompts_that_follow_one_another_share_an_arena():
     (_, _, _, one, _, _), (prompt, response, num, two, _, num_groups) = PACKED
     assert one > two
     rollouts, groups = flat_rollouts(prompt, response, num, num_groups)

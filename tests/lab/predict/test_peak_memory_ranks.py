@@ -1,9 +1,6 @@
 """The memory model of experts on tensor-parallel ranks, against bytes that autograd holds there."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from megatron_prefix.lab.runtime import Layout
 from tests.harness.cases import check_cases
 from tests.lab.predict.test_peak_memory import SHAPES, VOCAB, counted
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+CASES = {
     "many experts": ({"num_moe_experts": 72}, {}),
     "many copies": ({"hidden_size": 256, "moe_router_topk": 4}, {}),
     "shared ones": ({"moe_shared_expert_intermediate_size": 512}, {}),
@@ -27,7 +24,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_experts_of_ranks(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_of_ranks(parts, monkeypatch):
     """Of every expert a rank has all, and gets its own tokens, or a part, and gets all tokens."""
     torch.use_deterministic_algorithms(False)  # with them Megatron adds up what it has saved
     start = functools.partial(
@@ -35,7 +32,7 @@ def test_experts_of_ranks(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(parallel_state, "initialize_model_parallel", start)
 
-    def compare(case: tuple[dict[str, Any], dict[str, Any]], layout: Layout) -> str:
+    def compare(case, layout):
         spec, config = case
         model = build_model(
             resolve("tiny-moe", num_layers=3, **spec).with_vocab(VOCAB), layout=layout,

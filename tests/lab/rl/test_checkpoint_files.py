@@ -3,8 +3,6 @@
 All runs of a kind share a process: starting one takes longer than ten of them.
 """
 
-from __future__ import annotations
-
 import enum
 import io
 import json
@@ -32,20 +30,20 @@ Ended = tuple[int, str, bool]
 class Payload:
     """A pickle of this makes a file when it is read."""
 
-    def __init__(self, marker: Path) -> None:
+    def __init__(self, marker):
         self.marker = marker
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return Path.touch, (self.marker,)
 
 
-def train(*arguments: str) -> tuple[int, str]:
+def train(*arguments):
     """Exit code and stderr of `train` in this process."""
     return fuzzing.ended(*ARGUMENTS, *arguments)
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def good(tmp_path_factory):
     """The folder of a run of one step."""
     folder = tmp_path_factory.mktemp("good") / "run"
     arguments = ("--steps", "1", "--save-every", "1", "--output", str(folder))
@@ -53,10 +51,10 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def resumed(good: Path, folder: Path, changes: dict[str, Change]) -> dict[str, Ended]:
+def resumed(good, folder, changes):
     """How resuming ends after each change: code, stderr, and whether the folder is as before."""
 
-    def on_rank() -> dict[str, Ended]:
+    def on_rank():
         found = {}
         for name, change in changes.items():
             run = folder / "run"
@@ -71,10 +69,10 @@ def resumed(good: Path, folder: Path, changes: dict[str, Change]) -> dict[str, E
     return run_ranks(1, on_rank)[0]
 
 
-def with_state(**values: Any) -> Change:
+def with_state(**values):
     """Changes fields of train.json; None drops one."""
 
-    def change(run: Path) -> None:
+    def change(run):
         path = run / STEP / "train.json"
         state = {**json.loads(path.read_text("utf-8")), **values}
         path.write_text(json.dumps({k: v for k, v in state.items() if v is not None}), "utf-8")
@@ -82,22 +80,22 @@ def with_state(**values: Any) -> Change:
     return change
 
 
-def content(name: str, make: Callable[[bytes], bytes]) -> Change:
+def content(name, make):
     return lambda run: (run / name).write_bytes(make((run / name).read_bytes()))
 
 
 # Code in files ------------------------------------------------------------------------------------
 
 
-def in_index(marker: Path, run: Path) -> None:
+def in_index(marker, run):
     (run / STEP / ".metadata").write_bytes(pickle.dumps(Payload(marker)))
 
 
-def in_common(marker: Path, run: Path) -> None:
+def in_common(marker, run):
     torch.save({"optimizer": Payload(marker)}, run / STEP / "common.pt")
 
 
-def in_shard(marker: Path, run: Path) -> None:
+def in_shard(marker, run):
     """An entry of a shard that is not a tensor: the random generators."""
     index = pickle.loads((run / STEP / ".metadata").read_bytes())  # noqa: S301  # our own
     (place,) = (info for key, info in index.storage_data.items() if key.fqn.startswith("rng/"))
@@ -110,16 +108,13 @@ def in_shard(marker: Path, run: Path) -> None:
     (run / STEP / ".metadata").write_bytes(pickle.dumps(index))
 
 
-def test_code_in_a_checkpoint_does_not_run(good: Path, tmp_path: Path) -> None:
+def test_code_in_a_checkpoint_does_not_run(good, tmp_path):
     marker = tmp_path / "marker"
     payloads = {".metadata": in_index, "common.pt": in_common, ".distcp": in_shard}
     found = resumed(
         good,
         tmp_path,
-        {
-            name: lambda run, place=place: place(marker, run)  # type: ignore[misc]
-            for name, place in payloads.items()
-        },
+        {name: lambda run, place=place: place(marker, run) for name, place in payloads.items()},
     )
     assert not marker.exists()
     for name, (code, err, same) in found.items():
@@ -136,12 +131,12 @@ FORMATS = f"c{CHECKPOINT}.metadata\n_MEM_FORMAT_ENCODING\n"
 CHANNELS_LAST = "VTORCH_CHANNELS_LAST\n"
 
 
-def getattr_of(*arguments: str) -> str:
+def getattr_of(*arguments):
     """The opcodes of a call of getattr; arguments are opcodes, too."""
     return f"cbuiltins\ngetattr\n({''.join(arguments)}tR"
 
 
-def read(opcodes: str) -> Any:
+def read(opcodes):
     return _IndexUnpickler(io.BytesIO(f"{opcodes}.".encode())).load()
 
 
@@ -153,7 +148,7 @@ def read(opcodes: str) -> Any:
     ],
     ids=["format", "item"],
 )
-def test_members_of_an_indexs_enums_are_read(owner: str, member: enum.Enum) -> None:
+def test_members_of_an_indexs_enums_are_read(owner, member):
     opcodes = getattr_of(owner, f"V{member.name}\n")
     assert read(opcodes) is member
     assert pickle.loads(f"{opcodes}.".encode()) is member  # noqa: S301  # what Python makes of it
@@ -183,7 +178,7 @@ def test_members_of_an_indexs_enums_are_read(owner: str, member: enum.Enum) -> N
     ],
     ids=lambda arguments: " ".join("".join(arguments).split()),
 )
-def test_getattr_reads_nothing_else(arguments: tuple[str, str]) -> None:
+def test_getattr_reads_nothing_else(arguments):
     with pytest.raises(pickle.UnpicklingError, match="does not belong into"):
         read(getattr_of(*arguments))
 
@@ -191,22 +186,22 @@ def test_getattr_reads_nothing_else(arguments: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     "name", ["metadata\nMetadataIndex", "planner\nWriteItemType", "metadata\nMetadata"]
 )
-def test_an_index_cannot_change_its_classes(name: str) -> None:
+def test_an_index_cannot_change_its_classes(name):
     """Else calls could reach Python's own getattr later that have not been seen here."""
     changed = f"c{CHECKPOINT}.{name}\n(N(dV__call__\ncbuiltins\ngetattr\nstb"
     with pytest.raises(pickle.UnpicklingError, match="does not belong into"):
         read(changed)
 
 
-def test_a_checkpoint_of_python_3_11_2_is_resumed(good: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_python_3_11_2_is_resumed(good, tmp_path):
     """The index written again with the members that it holds as calls of getattr."""
 
     class Pickler(pickle.Pickler):
-        def reducer_override(self, value: Any) -> Any:
+        def reducer_override(self, value):
             is_member = isinstance(value, enum.Enum)
             return (getattr, (type(value), value.name)) if is_member else NotImplemented
 
-    def change(run: Path) -> None:
+    def change(run):
         path = run / STEP / ".metadata"
         index = pickle.loads(path.read_bytes())  # noqa: S301  # our own
         buffer = io.BytesIO()
@@ -221,23 +216,23 @@ def test_a_checkpoint_of_python_3_11_2_is_resumed(good: Path, tmp_path: Path) ->
 # Damage -------------------------------------------------------------------------------------------
 
 
-def test_damaged_files_are_named_in_one_line(good: Path, tmp_path: Path) -> None:
+def test_damaged_files_are_named_in_one_line(good, tmp_path):
     names = ["train.json", "metadata.json", "common.pt", ".metadata", "__0_0.distcp"]
     files = [f"{STEP}/{name}" for name in names] + ["checkpoints/latest", "metrics.jsonl"]
-    damage: dict[str, Callable[[bytes], bytes]] = {
+    damage = {
         "empty": lambda old: b"",
         "junk": lambda old: b"\xff\x00junk\n" * 40,
         "cut": lambda old: old[: len(old) * 2 // 3],
     }
-    changes: dict[str, Change] = {
+    changes = {
         f"{name}: {kind}": content(name, make) for name in files for kind, make in damage.items()
     }
-    changes |= {f"{name}: missing": lambda run, n=name: (run / n).unlink() for name in files}  # type: ignore[misc]
+    changes |= {f"{name}: missing": lambda run, n=name: (run / n).unlink() for name in files}
     changes |= {
         f"{n}: folder": lambda run, n=n: ((run / n).unlink(), (run / n).mkdir()) for n in files
-    }  # type: ignore[misc]
+    }
     changes |= {
-        f"{n}: pipe": lambda run, n=n: ((run / n).unlink(), os.mkfifo(run / n))  # type: ignore[misc]
+        f"{n}: pipe": lambda run, n=n: ((run / n).unlink(), os.mkfifo(run / n))
         for n in files
         if n != "metrics.jsonl"  # whoever reads the pipe gets the metrics
     }
@@ -257,9 +252,9 @@ def test_damaged_files_are_named_in_one_line(good: Path, tmp_path: Path) -> None
         assert any(word in err for word in ("resume", "move the file away", "check the")), err
 
 
-def test_values_that_no_run_has_are_refused(good: Path, tmp_path: Path) -> None:
+def test_values_that_no_run_has_are_refused(good, tmp_path):
     one = json.loads((good / STEP / "train.json").read_text("utf-8"))
-    messages: dict[str, tuple[Change, str]] = {
+    messages = {
         "step": (with_state(step=-5), "train.json: step is -5, not a number of any run"),
         "text": (with_state(skipped="0"), "train.json: skipped is 0"),
         "missing": (with_state(skipped_in_a_row=None), "train.json: skipped_in_a_row is None"),
@@ -299,16 +294,16 @@ def test_values_that_no_run_has_are_refused(good: Path, tmp_path: Path) -> None:
         assert messages[name][1] in err
 
 
-def test_common_values_of_other_types_are_refused(good: Path, tmp_path: Path) -> None:
-    def changed(**values: Any) -> Change:
-        def change(run: Path) -> None:
+def test_common_values_of_other_types_are_refused(good, tmp_path):
+    def changed(**values):
+        def change(run):
             common = torch.load(run / STEP / "common.pt", weights_only=True)
             common["optimizer"]["param_groups"][1].update(values)
             torch.save(common, run / STEP / "common.pt")
 
         return change
 
-    def junk(run: Path) -> None:
+    def junk(run):
         torch.save({"optimizer": {"param_groups": 3}}, run / STEP / "common.pt")
 
     changes = {
@@ -324,7 +319,7 @@ def test_common_values_of_other_types_are_refused(good: Path, tmp_path: Path) ->
     assert (code, err) == (0, "")
 
 
-def test_options_of_a_newer_release_are_told(good: Path, tmp_path: Path) -> None:
+def test_options_of_a_newer_release_are_told(good, tmp_path):
     settings = json.loads((good / STEP / "train.json").read_text("utf-8"))["settings"]
     change = with_state(settings={**settings, "new": 1}, also="this")
     ((code, err, _),) = resumed(good, tmp_path, {"": change}).values()
@@ -332,7 +327,7 @@ def test_options_of_a_newer_release_are_told(good: Path, tmp_path: Path) -> None
     assert err == "the checkpoint has options that this release does not know: also, new\n"
 
 
-def in_bfloat16(run: Path, *, told: bool) -> None:
+def in_bfloat16(run, *, told):
     """One tensor in another dtype, with or without the index knowing."""
     path = run / STEP / ".metadata"
     index = pickle.loads(path.read_bytes())  # noqa: S301  # our own
@@ -351,8 +346,8 @@ def in_bfloat16(run: Path, *, told: bool) -> None:
     path.write_bytes(pickle.dumps(index))
 
 
-def test_a_shard_of_another_dtype_is_not_cast(good: Path, tmp_path: Path) -> None:
-    changes: dict[str, Change] = {
+def test_a_shard_of_another_dtype_is_not_cast(good, tmp_path):
+    changes = {
         "decoder.final_layernorm.weight is torch.bfloat16, and torch.float32 in this run; resume": (
             lambda run: in_bfloat16(run, told=True)
         ),
@@ -368,13 +363,13 @@ def test_a_shard_of_another_dtype_is_not_cast(good: Path, tmp_path: Path) -> Non
 # Full disks, and runs that are refused ------------------------------------------------------------
 
 
-def test_a_full_disk_leaves_the_last_checkpoint(good: Path, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_last_checkpoint(good, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(good, run)
     before = sorted((run / "checkpoints").rglob("*"))
     more = ("--steps", "2", "--save-every", "1", "--output", str(run), "--resume")
 
-    def on_rank() -> tuple[int, str]:
+    def on_rank():
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
         return train(*more)
 
@@ -387,7 +382,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(good: Path, tmp_path: Path) -> N
     assert (run / "checkpoints" / "latest").read_text("utf-8") == "step-000002\n"
 
 
-def test_unwritable_places_are_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_unwritable_places_are_refused_before_the_first_step(tmp_path):
     (tmp_path / "file").touch()
     for name, part in (("a", "metrics.jsonl"), ("b", "tensorboard"), ("c", "checkpoints")):
         (tmp_path / name).mkdir()
@@ -404,7 +399,7 @@ def test_unwritable_places_are_refused_before_the_first_step(tmp_path: Path) -> 
     }
     before = sorted(tmp_path.rglob("*"))
 
-    def on_rank() -> list[tuple[int, str]]:
+    def on_rank():
         return [train("--output", str(tmp_path / o[0]), *o[1:]) for o, _ in cases.values()]
 
     for (code, err), (name, (_, message)) in zip(
@@ -415,14 +410,14 @@ def test_unwritable_places_are_refused_before_the_first_step(tmp_path: Path) -> 
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_metrics_on_a_full_disk(tmp_path: Path) -> None:
+def test_metrics_on_a_full_disk(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     ((code, err),) = run_ranks(1, lambda: train("--output", str(tmp_path)))
     assert (code, err.count("\n")) == (2, 1)
     assert "metrics.jsonl: cannot be written (No space left on device)" in err
 
 
-def test_a_run_that_is_refused_in_its_first_step_leaves_nothing(tmp_path: Path) -> None:
+def test_a_run_that_is_refused_in_its_first_step_leaves_nothing(tmp_path):
     """The plan can run, but is one of other rollouts, and only a step's own segments tell."""
     plan = str(Path(__file__).parents[3] / "schedules" / "flat-group-pp1.csv")
     output = str(tmp_path / "new" / "run")

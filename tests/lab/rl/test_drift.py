@@ -5,10 +5,7 @@ elements whose gradient is smaller than those, and with Megatron's 1e-8 the larg
 difference of a run are of that one element, whose sign is chance in either schedule.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +31,7 @@ SETTINGS = TrainSettings(
 SMALL = (("num_layers", 2),)
 
 
-def real_groups() -> list[Group]:
+def real_groups():
     """A group of rag_musique and one of tau_airline in turn, six rollouts at most, cut short."""
     files = {"rag_musique": (0, 1, 2), "tau_airline": (2, 3, 2)}
     found = {name: data.groups(name, 4) for name in files}
@@ -43,13 +40,11 @@ def real_groups() -> list[Group]:
     return [group for group in cut if group is not None]
 
 
-def run(
-    layout: Layout, model: str, groups: list[Group], steps: int, settings: TrainSettings = SETTINGS
-) -> replay.Replay:
+def run(layout, model, groups, steps, settings=SETTINGS):
     options = ModelOptions(model, overrides=SMALL)
     spec, fitted = fit_vocabulary(options, groups)
 
-    def on_rank() -> replay.Replay:
+    def on_rank():
         world = runtime.initialize(layout, "cpu", options.seed)
         runs = replay.trainers(settings, tuple(fitted), options, spec, world)
         return replay.judged(replay.replayed(runs, steps))
@@ -57,7 +52,7 @@ def run(
     return run_ranks(layout.world_size, on_rank)[0]
 
 
-def assert_within(result: replay.Replay, steps: int) -> None:
+def assert_within(result, steps):
     assert result.passed and not result.failures, result.failures
     assert len(result.steps) == steps and result.shared_steps > steps / 2
     for step in result.steps:
@@ -73,21 +68,21 @@ def assert_within(result: replay.Replay, steps: int) -> None:
 AUTO = replace(SETTINGS, prefix=PrefixConfig(mode="auto", min_gain=16, min_speedup=0.1))
 
 
-def test_steps_of_a_pipeline_with_tensor_parallelism() -> None:
+def test_steps_of_a_pipeline_with_tensor_parallelism():
     assert_within(run(Layout(tp=2, pp=2), "tiny-llama", real_groups(), 4, AUTO), 4)
 
 
 @pytest.mark.parametrize("routes", ["own", "given"])
-def test_steps_with_experts(routes: str) -> None:
+def test_steps_with_experts(routes):
     settings = replace(AUTO, routes=routes)
     assert_within(run(Layout(), "tiny-moe", real_groups(), 4, settings), 4)
 
 
-def test_a_schedule_that_loses_a_little_drifts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_that_loses_a_little_drifts(monkeypatch):
     """gK/gV of the suffixes with an error of 1e-4: rounding in 16 bit, a mistake in fp32."""
     add = SidecarCache.add
 
-    def a_little_less(self: Any, layer: int, index: int, what: Any, gradients: Any) -> None:
+    def a_little_less(self, layer, index, what, gradients):
         add(self, layer, index, what, tuple(gradient * (1 - 1e-4) for gradient in gradients))
 
     groups = [kept for g in read_groups(BUNDLED) if (kept := shorten(g, 64)[0])][:2]
@@ -99,7 +94,7 @@ def test_a_schedule_that_loses_a_little_drifts(monkeypatch: pytest.MonkeyPatch) 
     assert all(ratio > 10 for ratio in wrong.ratio_max.values())
 
 
-def test_every_parameter_counts_once() -> None:
+def test_every_parameter_counts_once():
     """In bfloat16, so that it is the main parameters, on ranks that hold copies of some."""
     groups = [kept for g in read_groups(BUNDLED) if (kept := shorten(g, 64)[0])][:2]
     groups = [Group(group.name, group.rollouts[:4]) for group in groups]
@@ -108,7 +103,7 @@ def test_every_parameter_counts_once() -> None:
     )
     spec, fitted = fit_vocabulary(options, groups)
 
-    def on_rank(layout: Layout) -> int:
+    def on_rank(layout):
         world = runtime.initialize(layout, "cpu", options.seed)
         one = replay.trainers(SETTINGS, tuple(fitted), options, spec, world)["stock"]
         mine = list(replay.parameters(one))
@@ -116,8 +111,5 @@ def test_every_parameter_counts_once() -> None:
         return sum(value.numel() for value in mine)
 
     (whole,) = run_ranks(1, on_rank, Layout())
-    for layout in (
-        Layout(tp=2, pp=2, sequence_parallel=True),
-        Layout(dp=2, ep=2),
-    ):
+    for layout in (Layout(tp=2, pp=2, sequence_parallel=True), Layout(dp=2, ep=2)):
         assert sum(run_ranks(layout.world_size, on_rank, layout)) == whole

@@ -1,11 +1,8 @@
 """Checkpoints with something changed: resumed, or refused in one line."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
-from pathlib import Path
 
 from tests.harness import fuzzing
 from tests.harness.data import BUNDLED
@@ -18,18 +15,13 @@ ARGUMENTS = (
 )  # fmt: skip
 STEP = "checkpoints/step-000001"
 FILES = {
-    "metrics.jsonl": fuzzing.changed_json_lines,
-    "checkpoints/latest": None,
-    f"{STEP}/train.json": "json",
-    f"{STEP}/metadata.json": "json",
-    f"{STEP}/common.pt": None,
-    f"{STEP}/.metadata": None,
-    f"{STEP}/__0_0.distcp": None,
-    f"{STEP}/__0_1.distcp": None,
-}
+    "metrics.jsonl": fuzzing.changed_json_lines, "checkpoints/latest": None,
+    f"{STEP}/train.json": "json", f"{STEP}/metadata.json": "json", f"{STEP}/common.pt": None,
+    f"{STEP}/.metadata": None, f"{STEP}/__0_0.distcp": None, f"{STEP}/__0_1.distcp": None,
+}  # fmt: skip
 
 
-def changed(rng: random.Random, content: bytes, kind: object) -> bytes:
+def changed(rng, content, kind):
     if kind is None or rng.randrange(4) == 0:
         return fuzzing.changed_bytes(rng, content)
     if kind == "json":
@@ -37,7 +29,7 @@ def changed(rng: random.Random, content: bytes, kind: object) -> bytes:
     return fuzzing.changed_json_lines(rng, content.decode())
 
 
-def faults(folder: Path) -> dict[str, str]:
+def faults(folder):
     """What is wrong with each case, all in one process: starting one takes longer than ten runs."""
     good, run = folder / "good", folder / "run"
     found = {
@@ -58,5 +50,5 @@ def faults(folder: Path) -> dict[str, str]:
     return {case: fault for case, fault in found.items() if fault}
 
 
-def test_a_changed_checkpoint_is_resumed_or_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_changed_checkpoint_is_resumed_or_refused_in_one_line(tmp_path):
     assert run_ranks(1, lambda: faults(tmp_path)) == [{}]

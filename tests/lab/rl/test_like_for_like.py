@@ -1,11 +1,7 @@
 """Speeds on a CPU compare schedules, and not attention kernels."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import fields
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -27,7 +23,7 @@ MATH = "math (Megatron's, unfused)"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
@@ -41,7 +37,7 @@ def _rank() -> Iterator[None]:
         ("float32", (), "math", MATH, "math"),  # what a user names stays
     ],
 )
-def test_both_schedules_are_timed_with_one_kernel(dtype, overrides, kernel, stock, prefix) -> None:
+def test_both_schedules_are_timed_with_one_kernel(dtype, overrides, kernel, stock, prefix):
     spec = resolve("tiny-llama", num_layers=1, vocab_size=256, **dict(overrides))
     options = ModelOptions("tiny-llama", dtype)
     options, config = like_for_like(options, spec, PrefixConfig(kernel=kernel))
@@ -53,9 +49,9 @@ def test_both_schedules_are_timed_with_one_kernel(dtype, overrides, kernel, stoc
 
 
 @pytest.mark.parametrize(("device", "peaks"), [("cpu", False), ("cuda", True)])
-def test_tables_name_kernels_and_no_peak_that_was_not_measured(capsys, device, peaks) -> None:
+def test_tables_name_kernels_and_no_peak_that_was_not_measured(capsys, device, peaks):
     """On a CPU they were 0.0."""
-    values: dict[str, Any] = dict.fromkeys((field.name for field in fields(Timing)), 1.0)
+    values = dict.fromkeys((field.name for field in fields(Timing)), 1.0)
     values |= {"name": "512:64:4", "stock_attention": "flash_cpu", "prefix_attention": "math"}
     row = SimpleNamespace(**values | {"stock_step_ms": [1.0], "prefix_step_ms": [1.0]})
     args = Parser()
@@ -67,6 +63,6 @@ def test_tables_name_kernels_and_no_peak_that_was_not_measured(capsys, device, p
     assert (("peak GiB" in said), ("not measured on a CPU" in said)) == (peaks, not peaks)
 
 
-def test_a_gpu_keeps_what_it_has() -> None:
+def test_a_gpu_keeps_what_it_has():
     options, config = ModelOptions("tiny-llama", device="cuda"), PrefixConfig()
     assert like_for_like(options, resolve("tiny-llama"), config) == (options, config)

@@ -1,7 +1,5 @@
 """Rollouts packed into microbatches: how many in each, and what a pack's fields are."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,9 +21,7 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
 
 @given(LENGTHS, st.integers(1, 60), st.data())
-def test_packs_hold_all_rollouts_in_order_within_the_limit(
-    lengths: list[int], most: int, data: st.DataObject
-) -> None:
+def test_packs_hold_all_rollouts_in_order_within_the_limit(lengths, most, data):
     least = data.draw(st.integers(1, len(lengths)))
     sizes = pack_sizes(lengths, most, least)
     assert sum(sizes) == len(lengths) and min(sizes) >= 1
@@ -34,33 +30,27 @@ def test_packs_hold_all_rollouts_in_order_within_the_limit(
     assert all(sum(pack) <= most or len(pack) == 1 for pack in packs)
 
 
-def test_a_pack_is_filled_before_the_next_begins() -> None:
+def test_a_pack_is_filled_before_the_next_begins():
     assert pack_sizes([5, 5, 5, 20, 1, 1], 10) == [2, 1, 1, 2]
     assert pack_sizes([5, 5, 5, 5], 100, least=3) == [1, 1, 2]
 
 
-def test_fewer_rollouts_than_microbatches_are_refused() -> None:
+def test_fewer_rollouts_than_microbatches_are_refused():
     with pytest.raises(UserError, match=r"2 rollouts .* 3 microbatches.*--baseline rollout"):
         pack_sizes([4, 4], 100, least=3)
 
 
 @pytest.mark.parametrize(
     ("layout", "expected"),
-    [
-        (Layout(dp=2), [1, 3]),
-        (Layout(dp=2, ep=2), [3, 3]),
-        (Layout(dp=2, pp=2, vpp=2), [4, 4]),
-    ],
+    [(Layout(dp=2), [1, 3]), (Layout(dp=2, ep=2), [3, 3]), (Layout(dp=2, pp=2, vpp=2), [4, 4])],
 )
-def test_ranks_have_as_many_packs_as_the_stock_schedule_needs(
-    layout: Layout, expected: list[int]
-) -> None:
+def test_ranks_have_as_many_packs_as_the_stock_schedule_needs(layout, expected):
     ranks = [[5, 5, 5, 5], [20, 9, 9, 9]]
     assert num_packs(ranks, Baseline("packed", 20), layout) == expected
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("thd", 8), ("packed", 0)])
-def test_unknown_baselines_are_refused(name: str, tokens: int) -> None:
+def test_unknown_baselines_are_refused(name, tokens):
     with pytest.raises(UserError, match="give"):
         Baseline(name, tokens)
 
@@ -68,7 +58,7 @@ def test_unknown_baselines_are_refused(name: str, tokens: int) -> None:
 # Fields -------------------------------------------------------------------------------------------
 
 
-def items(multiple: int = 1) -> list[dict]:
+def items(multiple=1):
     rollouts = [
         Rollout("g", str(n), np.arange(n, 2 * n + 3, dtype=np.int32), 2, ((2, n + 3),), 1.0)
         for n in (4, 2, 7)
@@ -76,7 +66,7 @@ def items(multiple: int = 1) -> list[dict]:
     return [microbatch(rollout, 0.5, multiple=multiple) for rollout in rollouts]
 
 
-def test_fields_lie_one_behind_the_other() -> None:
+def test_fields_lie_one_behind_the_other():
     whole = items()
     pack = packing.pack(whole)
     for name in ("tokens", "labels", "position_ids", "loss_mask", "advantages"):
@@ -91,23 +81,22 @@ def test_fields_lie_one_behind_the_other() -> None:
     assert packing.packed_seq_params(whole[0], torch.device("cpu")) is None
 
 
-def test_slices_of_a_context_parallel_rank_are_of_each_rollout() -> None:
+def test_slices_of_a_context_parallel_rank_are_of_each_rollout():
     slices = [on_cp_rank(item, 1, 2) for item in items(4)]
     pack = packing.pack(slices, 2)
     assert pack["position_ids"][0].tolist() == [2, 3, 4, 5, 1, 2, 3, 4, 5, 6, 7, 8]
     described = packing.packed_seq_params(pack, torch.device("cpu"))
-    assert described is not None
     ends = [described.cu_seqlens_q, described.cu_seqlens_q_padded, described.cu_seqlens_kv_padded]
     assert [one.tolist() for one in ends] == [[0, 8, 12, 24]] * 3
 
 
-def test_fields_that_only_some_rollouts_have_are_refused() -> None:
+def test_fields_that_only_some_rollouts_have_are_refused():
     first, *rest = items()
     with pytest.raises(ValueError, match="different fields"):
         packing.pack([{**first, "old_logprobs": first["advantages"]}, *rest])
 
 
-def test_one_rollout_a_microbatch_stays_as_it_is() -> None:
+def test_one_rollout_a_microbatch_stays_as_it_is():
     whole = items()
     assert packing.microbatches(whole, Baseline("rollout")) == whole
     packed = packing.microbatches(whole, Baseline("packed", 10))
@@ -117,7 +106,7 @@ def test_one_rollout_a_microbatch_stays_as_it_is() -> None:
 # Refusals -----------------------------------------------------------------------------------------
 
 
-def test_a_balance_by_sample_is_refused() -> None:
+def test_a_balance_by_sample_is_refused():
     spec = dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.01)
     with one_rank():
         chunks = [small_model("tiny-moe", spec=spec)]
@@ -126,7 +115,7 @@ def test_a_balance_by_sample_is_refused() -> None:
         packing.check(chunks, Baseline())
 
 
-def test_an_attention_without_packs_is_refused() -> None:
+def test_an_attention_without_packs_is_refused():
     attention = DotProductAttention.__new__(DotProductAttention)
     chunk = SimpleNamespace(named_modules=lambda: [("decoder.core_attention", attention)])
     with pytest.raises(UserError, match=r"decoder\.core_attention is DotProductAttention, which"):

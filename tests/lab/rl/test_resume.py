@@ -1,11 +1,8 @@
 """Training runs that stop and go on: exact resume, and what is not resumed."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,6 @@ from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.rl import checkpoint, run_folder
 from megatron_prefix.lab.rl.checkpoint import Identity
 from megatron_prefix.lab.rl.job import ModelOptions
-from megatron_prefix.lab.rl.trainer import Trainer
 from megatron_prefix.lab.runtime import Layout
 from tests.harness.training import (
     SMALL,
@@ -40,7 +36,7 @@ pytestmark = pytest.mark.turns
     ],
     ids=["stock", "prefix", "epochs", "distributed-optimizer"],
 )
-def test_resume_is_exact(tmp_path: Path, fields: dict[str, Any], dp: int) -> None:
+def test_resume_is_exact(tmp_path, fields, dp):
     job = settings(**fields)
     layout = Layout(dp=dp)
     through = train(tmp_path / "a", 3, job, layout=layout, look=whole_state)
@@ -52,7 +48,7 @@ def test_resume_is_exact(tmp_path: Path, fields: dict[str, Any], dp: int) -> Non
     assert metrics_of(tmp_path / "a") == metrics_of(tmp_path / "b")
 
 
-def test_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_resume_on_another_number_of_ranks(tmp_path):
     """Sums over ranks round otherwise, so the weights are the same and what follows is close."""
     job = settings(distributed_optimizer=True, lr=1e-3)
     (one,) = train(tmp_path, 2, job, save_every=2)
@@ -65,23 +61,23 @@ def test_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
     assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), 2000)
 
 
-def test_random_generators_go_on(tmp_path: Path) -> None:
+def test_random_generators_go_on(tmp_path):
     """Nothing in these models draws; so the generators are asked themselves."""
 
-    def draws(trainer: Trainer) -> tuple[float, float]:
+    def draws(trainer):
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
         with get_cuda_rng_tracker().fork():
             forked = torch.rand(()).item()
         return forked, torch.rand(()).item()
 
-    def disturb_and_save(trainer: Trainer) -> tuple[float, float]:
+    def disturb_and_save(trainer):
         torch.rand(17)
         identity = Identity({}, "float32", 0, "", False)
         checkpoint.save(trainer, tmp_path, identity)
         return draws(trainer)
 
-    def load_and_draw(trainer: Trainer) -> tuple[float, float]:
+    def load_and_draw(trainer):
         found = run_folder.find(tmp_path)
         assert found is not None
         checkpoint.load(trainer, found, Identity({}, "float32", 0, "", False))
@@ -95,7 +91,7 @@ def test_random_generators_go_on(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one_step(tmp_path_factory):
     """A run of one step that was saved."""
     folder = tmp_path_factory.mktemp("one step")
     train(folder, 1, settings(), save_every=1)
@@ -111,7 +107,7 @@ def one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("dtype", "has dtype float32, this run float64"),
     ],
 )
-def test_something_else_is_not_resumed(one_step: Path, change: str, message: str) -> None:
+def test_something_else_is_not_resumed(one_step, change, message):
     options = {
         "model": ModelOptions("tiny-llama"),
         "seed": replace(SMALL, seed=7),
@@ -130,13 +126,13 @@ def test_something_else_is_not_resumed(one_step: Path, change: str, message: str
     assert sorted(one_step.rglob("*")) == before
 
 
-def test_a_half_written_checkpoint_is_not_picked_up(tmp_path: Path, one_step: Path) -> None:
+def test_a_half_written_checkpoint_is_not_picked_up(tmp_path, one_step):
     job = settings()
     shutil.copytree(one_step, tmp_path, dirs_exist_ok=True)
     folder = tmp_path / "checkpoints"
 
-    def fail_to_save(trainer: Trainer) -> None:
-        def save(state: Any, path: str) -> None:
+    def fail_to_save(trainer):
+        def save(state, path):
             (Path(path) / "__0_0.distcp").write_bytes(b"half")
             raise KeyboardInterrupt
 
@@ -154,7 +150,7 @@ def test_a_half_written_checkpoint_is_not_picked_up(tmp_path: Path, one_step: Pa
     assert not list(folder.glob("*.part")) and not list(folder.glob("*.old"))
 
 
-def test_where_to_resume_from(tmp_path: Path) -> None:
+def test_where_to_resume_from(tmp_path):
     step = tmp_path / "checkpoints" / "step-000003"
     assert run_folder.find(tmp_path) is None
     step.mkdir(parents=True)
@@ -169,7 +165,7 @@ def test_where_to_resume_from(tmp_path: Path) -> None:
         run_folder.find(tmp_path / "nowhere")
 
 
-def test_a_new_run_does_not_mix_with_an_old_one(tmp_path: Path, one_step: Path) -> None:
+def test_a_new_run_does_not_mix_with_an_old_one(tmp_path, one_step):
     job = settings()
     shutil.copytree(one_step, tmp_path, dirs_exist_ok=True)
     with pytest.raises(UserError, match="holds the checkpoints of a run; add --resume"):

@@ -1,7 +1,5 @@
 """Rollouts -> microbatches, and the advantages of a group."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -13,7 +11,7 @@ from megatron_prefix.lab.data.rollouts import Group, Rollout
 from megatron_prefix.lab.rl.batches import STD_EPS, advantages, microbatch
 
 
-def a_group(*rewards: float, own: dict[int, float] | None = None) -> Group:
+def a_group(*rewards, own=None):
     tokens = np.arange(8, dtype=np.int32)
     return Group(
         "g",
@@ -24,7 +22,7 @@ def a_group(*rewards: float, own: dict[int, float] | None = None) -> Group:
     )
 
 
-def test_advantages_are_the_normalised_rewards() -> None:
+def test_advantages_are_the_normalised_rewards():
     rewards = [1.0, 0.0, 0.0, 0.5]
     mean = sum(rewards) / 4
     std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / 3)
@@ -36,22 +34,22 @@ def test_advantages_are_the_normalised_rewards() -> None:
 
 @pytest.mark.parametrize("rewards", [(1.0,), (0.1, 0.1, 0.1), (0.0, 0.0)])
 @pytest.mark.parametrize("divide", [True, False])
-def test_equal_rewards_say_nothing(rewards: tuple[float, ...], divide: bool) -> None:
+def test_equal_rewards_say_nothing(rewards, divide):
     assert advantages(a_group(*rewards), divide_by_std=divide) == [0.0] * len(rewards)
 
 
-def test_a_rollouts_own_advantage_wins() -> None:
+def test_a_rollouts_own_advantage_wins():
     plain = advantages(a_group(1.0, 0.0, 0.0))
     assert advantages(a_group(1.0, 0.0, 0.0, own={1: 7.5})) == [plain[0], 7.5, plain[2]]
     assert advantages(a_group(1.0, own={0: -2.0})) == [-2.0]
 
 
-def test_rewards_beyond_float64_are_refused() -> None:
+def test_rewards_beyond_float64_are_refused():
     with pytest.raises(UserError, match=r"group g: .* 1e\+308"):
         advantages(a_group(1e308, 1e308, -1e308))
 
 
-def test_microbatch_fields_line_up_with_labels() -> None:
+def test_microbatch_fields_line_up_with_labels():
     tokens = np.array([5, 6, 7, 8, 9, 4, 3], dtype=np.int32)
     rollout = Rollout("g", "u", tokens, 2, ((2, 4), (5, 7)), 1.0)
     item = microbatch(rollout, -0.5, ref_logprobs=np.array([-1.0, -2.0, -3.0, -4.0]))
@@ -66,7 +64,7 @@ def test_microbatch_fields_line_up_with_labels() -> None:
     assert item["loss_mask"].dtype == torch.float32
 
 
-def test_given_old_logprobs_win_over_the_rollouts_own() -> None:
+def test_given_old_logprobs_win_over_the_rollouts_own():
     tokens = np.arange(4, dtype=np.int32)
     rollout = Rollout("g", "u", tokens, 2, ((2, 4),), 1.0, old_logprobs=np.array([-1.0, -2.0]))
     assert microbatch(rollout, 1.0)["old_logprobs"].tolist() == [[0, -1, -2]]
@@ -74,7 +72,7 @@ def test_given_old_logprobs_win_over_the_rollouts_own() -> None:
     assert given["old_logprobs"].tolist() == [[0, -3, -4]]
 
 
-def test_padding_is_at_the_end_and_untrained() -> None:
+def test_padding_is_at_the_end_and_untrained():
     rollout = Rollout("g", "u", np.arange(1, 7, dtype=np.int32), 2, ((2, 6),), 1.0)
     item = microbatch(rollout, 1.0, multiple=4)
     assert {tuple(v.shape) for v in item.values() if isinstance(v, torch.Tensor)} == {(1, 8)}

@@ -1,7 +1,5 @@
 """Groups of a step: order, dealing to ranks and minibatches, and the fingerprint."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +10,7 @@ from megatron_prefix.lab.data.rollouts import Group, Rollout, read_groups, write
 from megatron_prefix.lab.rl.dataset import RolloutSet, minibatches
 
 
-def some_groups(count: int, size: int = 2) -> list[Group]:
+def some_groups(count, size=2):
     draw = np.random.default_rng(0)
     return [
         Group(
@@ -28,33 +26,33 @@ def some_groups(count: int, size: int = 2) -> list[Group]:
     ]
 
 
-def names(groups: list[Group]) -> list[str]:
+def names(groups):
     return [group.name for group in groups]
 
 
-def test_groups_come_in_order_and_then_again() -> None:
+def test_groups_come_in_order_and_then_again():
     rollouts = RolloutSet(tuple(some_groups(5)))
     assert names(rollouts.take(0, 3)) == ["g0", "g1", "g2"]
     assert names(rollouts.take(3, 3)) == ["g3", "g4", "g0"]
 
 
-def test_more_groups_than_there_are_is_refused() -> None:
+def test_more_groups_than_there_are_is_refused():
     with pytest.raises(UserError, match=r"groups-per-step 6 .* 5 groups"):
         RolloutSet(tuple(some_groups(5))).take(0, 6)
 
 
-def test_minibatches_have_every_group_once_and_equally_many() -> None:
+def test_minibatches_have_every_group_once_and_equally_many():
     found = [names(groups) for groups in minibatches(some_groups(6), 2)]
     assert found == [["g0", "g1", "g2"], ["g3", "g4", "g5"]]
 
 
 @pytest.mark.parametrize(("groups", "parts"), [(6, 4), (0, 1), (2, 3)])
-def test_uneven_minibatches_are_refused(groups: int, parts: int) -> None:
+def test_uneven_minibatches_are_refused(groups, parts):
     with pytest.raises(UserError, match=rf"groups-per-step {groups} .* --minibatches {parts}"):
         minibatches(some_groups(groups), parts)
 
 
-def test_fingerprint_is_of_the_content(tmp_path) -> None:
+def test_fingerprint_is_of_the_content(tmp_path):
     groups = some_groups(3)
     wanted = RolloutSet(tuple(groups)).fingerprint
     for name, delta in (("a.jsonl", True), ("b.jsonl.gz", False)):
@@ -65,17 +63,13 @@ def test_fingerprint_is_of_the_content(tmp_path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"reward": 7.0},
-        {"advantage": 0.5},
-        {"loss": ((3, 7),)},
-        {"prompt_len": 2},
-        {"uid": "other"},
-        {"tokens": np.arange(8, dtype=np.int32)},
+        {"reward": 7.0}, {"advantage": 0.5}, {"loss": ((3, 7),)}, {"prompt_len": 2},
+        {"uid": "other"}, {"tokens": np.arange(8, dtype=np.int32)},
         {"old_logprobs": np.full(5, -1.0)},
     ],
     ids=lambda change: next(iter(change)),
-)
-def test_fingerprint_sees_every_field(change: dict) -> None:
+)  # fmt: skip
+def test_fingerprint_sees_every_field(change):
     groups = some_groups(2)
     first, second = groups[1].rollouts
     changed = [groups[0], Group("g1", (first, replace(second, **change)))]

@@ -1,7 +1,5 @@
 """The GRPO loss against its formula, written out token by token."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -19,7 +17,7 @@ from megatron_prefix.lab.rl.loss import GrpoConfig, forward_step, logprob_step
 class Table(nn.Module):
     """Answers with the negative of one log-prob a position, as a model answers with labels."""
 
-    def __init__(self, logprobs: np.ndarray) -> None:
+    def __init__(self, logprobs):
         super().__init__()
         self.logprobs = nn.Parameter(torch.tensor(logprobs, dtype=torch.float64))
 
@@ -27,12 +25,12 @@ class Table(nn.Module):
         return -self.logprobs[positions[0]].unsqueeze(0)
 
 
-def a_rollout(num_tokens: int = 12, **fields) -> Rollout:
+def a_rollout(num_tokens=12, **fields):
     tokens = np.arange(3, 3 + num_tokens, dtype=np.int32)
     return Rollout("g", "0", tokens, 4, ((4, 7), (9, 12)), 1.0, **fields)
 
 
-def a_case(seed: int = 3):
+def a_case(seed=3):
     """New, old and reference log-probs far enough apart that some tokens are clipped."""
     rng = np.random.default_rng(seed)
     rollout = a_rollout()
@@ -43,7 +41,7 @@ def a_case(seed: int = 3):
     return rollout, new, old, ref
 
 
-def expected(config: GrpoConfig, new, old, ref, advantage: float):
+def expected(config, new, old, ref, advantage):
     """Loss, clipped tokens, and d loss / d new of every trained token, by the formula."""
     losses, clipped, gradients = [], 0, []
     for n, o, r in zip(new, old, ref, strict=True):
@@ -61,7 +59,7 @@ def expected(config: GrpoConfig, new, old, ref, advantage: float):
 
 @pytest.mark.parametrize("advantage", [1.5, -0.7, 0.0])
 @pytest.mark.parametrize("kl_coeff", [0.0, 0.1])
-def test_loss_is_the_formula(advantage: float, kl_coeff: float) -> None:
+def test_loss_is_the_formula(advantage, kl_coeff):
     config = GrpoConfig(clip_low=0.2, clip_high=0.3, kl_coeff=kl_coeff)
     rollout, new, old, ref = a_case()
     model = Table(new)
@@ -84,7 +82,7 @@ def test_loss_is_the_formula(advantage: float, kl_coeff: float) -> None:
         assert sums.shape == (2,) and not sums.requires_grad and int(sums[1]) == length
 
 
-def test_the_case_clips_some_tokens_and_not_others() -> None:
+def test_the_case_clips_some_tokens_and_not_others():
     config = GrpoConfig(clip_low=0.2, clip_high=0.3)
     rollout, new, old, ref = a_case()
     for advantage in (1.5, -0.7):
@@ -92,7 +90,7 @@ def test_the_case_clips_some_tokens_and_not_others() -> None:
         assert 0 < clipped < rollout.num_trained
 
 
-def test_without_old_logprobs_the_ratio_is_one() -> None:
+def test_without_old_logprobs_the_ratio_is_one():
     rollout, new, _, _ = a_case()
     model = Table(new)
     output, loss_func = forward_step(GrpoConfig())(iter([microbatch(rollout, 2.0)]), model)
@@ -104,7 +102,7 @@ def test_without_old_logprobs_the_ratio_is_one() -> None:
     assert torch.equal(model.logprobs.grad, torch.where(trained, -2.0, 0.0).double())
 
 
-def test_weight_scales_the_gradient_and_not_the_log() -> None:
+def test_weight_scales_the_gradient_and_not_the_log():
     rollout, new, old, _ = a_case()
     item = microbatch(rollout, 1.0, old_logprobs=old)
     results = []
@@ -115,7 +113,7 @@ def test_weight_scales_the_gradient_and_not_the_log() -> None:
     assert results[1][0] == 0.25 * results[0][0] and results[1][1] == results[0][1]
 
 
-def test_untrained_positions_never_overflow() -> None:
+def test_untrained_positions_never_overflow():
     rollout, new, old, ref = a_case()
     new = np.where(rollout.loss_mask[1:], new, -2000.0)
     item = microbatch(rollout, 1.0, old_logprobs=old, ref_logprobs=ref)
@@ -126,7 +124,7 @@ def test_untrained_positions_never_overflow() -> None:
     assert torch.isfinite(loss) and torch.isfinite(model.logprobs.grad).all()
 
 
-def test_a_missing_reference_is_refused() -> None:
+def test_a_missing_reference_is_refused():
     rollout, new, old, _ = a_case()
     item = microbatch(rollout, 1.0, old_logprobs=old)
     output, loss_func = forward_step(GrpoConfig(kl_coeff=0.1))(iter([item]), Table(new))
@@ -135,7 +133,7 @@ def test_a_missing_reference_is_refused() -> None:
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
-def test_logprob_pass_finds_the_trained_tokens(multiple: int) -> None:
+def test_logprob_pass_finds_the_trained_tokens(multiple):
     rollout, new, _, _ = a_case()
     item = microbatch(rollout, 0.0, multiple=multiple)
     padded = np.pad(new, (0, item["tokens"].shape[1] - len(new)))
@@ -149,14 +147,10 @@ def test_logprob_pass_finds_the_trained_tokens(multiple: int) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"clip_low": 0.0},
-        {"clip_low": 1.5},
-        {"clip_high": -1.0},
-        {"clip_high": math.inf},
-        {"kl_coeff": -0.1},
-        {"kl_coeff": math.nan},
+        {"clip_low": 0.0}, {"clip_low": 1.5}, {"clip_high": -1.0}, {"clip_high": math.inf},
+        {"kl_coeff": -0.1}, {"kl_coeff": math.nan},
     ],
-)
-def test_bad_settings_are_refused(fields: dict[str, float]) -> None:
+)  # fmt: skip
+def test_bad_settings_are_refused(fields):
     with pytest.raises(UserError, match=next(iter(fields))):
         GrpoConfig(**fields)

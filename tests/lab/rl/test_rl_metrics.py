@@ -1,7 +1,5 @@
 """The metrics file and its counterpart in TensorBoard."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math
@@ -18,11 +16,11 @@ from megatron_prefix.lab.rl.run_folder import METRICS
 from tests.harness.command_line import BUNDLED, failure
 
 
-def lines(folder) -> list[dict]:
+def lines(folder):
     return [json.loads(line) for line in (folder / METRICS).read_text("utf-8").splitlines()]
 
 
-def write(folder, steps: range, first: int = 1, value: float = 0.5) -> None:
+def write(folder, steps, first=1, value=0.5):
     writer = MetricsWriter(folder, first)
     try:
         for step in steps:
@@ -31,7 +29,7 @@ def write(folder, steps: range, first: int = 1, value: float = 0.5) -> None:
         writer.close()
 
 
-def test_one_line_a_step(tmp_path) -> None:
+def test_one_line_a_step(tmp_path):
     write(tmp_path / "new" / "run", range(1, 3))
     assert lines(tmp_path / "new" / "run") == [
         {"step": 1, "train/loss": 1.5, "prefix_sharing/active": 1},
@@ -42,23 +40,19 @@ def test_one_line_a_step(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "rate"),
     [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA H100 PCIe", None),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H200 NVL", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 PCIe", None), ("NVIDIA H200", 989e12), ("NVIDIA H200 NVL", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA GeForce RTX 4090", None),
     ],
-)
-def test_the_rate_of_a_gpu_is_that_of_its_card(name, rate, monkeypatch) -> None:
+)  # fmt: skip
+def test_the_rate_of_a_gpu_is_that_of_its_card(name, rate, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     assert flops.peak_flops("bfloat16") == rate
     assert flops.peak_flops("float32") is None
 
 
-def test_times_and_rates_under_verls_names() -> None:
+def test_times_and_rates_under_verls_names():
     found = {"train/step_s": 4.0, "train/updates_s": 3.0, "prefix_sharing/raw_tokens": 4000}
     assert metrics.under_verls_names(found, {"ref_logprobs": 0.5}, 2) == {
         "timing_s/ref": 0.5,
@@ -70,20 +64,17 @@ def test_times_and_rates_under_verls_names() -> None:
     }
 
 
-def test_resuming_drops_what_comes_again_and_a_cut_line(tmp_path) -> None:
+def test_resuming_drops_what_comes_again_and_a_cut_line(tmp_path):
     write(tmp_path, range(1, 5))
     with open(tmp_path / METRICS, "a", encoding="utf-8") as file:
         file.write('{"step": 5, "train/lo')
     write(tmp_path, range(3, 5), first=3, value=0.25)
     assert [(row["step"], row["train/loss"]) for row in lines(tmp_path)] == [
-        (1, 1.5),
-        (2, 2.5),
-        (3, 3.25),
-        (4, 4.25),
-    ]
+        (1, 1.5), (2, 2.5), (3, 3.25), (4, 4.25),
+    ]  # fmt: skip
 
 
-def test_what_is_not_finite_becomes_null(tmp_path) -> None:
+def test_what_is_not_finite_becomes_null(tmp_path):
     writer = MetricsWriter(tmp_path)
     writer.write(1, {"train/loss": math.nan, "train/grad_norm": math.inf, "why": "text"})
     writer.close()
@@ -92,7 +83,7 @@ def test_what_is_not_finite_becomes_null(tmp_path) -> None:
     ]
 
 
-def test_tensorboard_has_the_same_names(tmp_path) -> None:
+def test_tensorboard_has_the_same_names(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -101,10 +92,8 @@ def test_tensorboard_has_the_same_names(tmp_path) -> None:
     events.Reload()
     assert set(events.Tags()["scalars"]) == {"train/loss", "prefix_sharing/active"}
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
-        (1, 1.5),
-        (2, 2.5),
-        (3, 3.5),
-    ]
+        (1, 1.5), (2, 2.5), (3, 3.5),
+    ]  # fmt: skip
 
 
 # Weights & Biases ---------------------------------------------------------------------------------
@@ -141,7 +130,7 @@ def wandb(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("wandb")
-def test_weights_and_biases_gets_the_same_rows(tmp_path) -> None:
+def test_weights_and_biases_gets_the_same_rows(tmp_path):
     writer = MetricsWriter(tmp_path / "run", wandb_project="mine")
     writer.begin()
     writer.write(3, {"train/loss": 0.5, "prefix_sharing/fallback_reason": "short"})
@@ -154,7 +143,7 @@ def test_weights_and_biases_gets_the_same_rows(tmp_path) -> None:
 
 
 @pytest.mark.usefixtures("wandb")
-def test_wandb_that_cannot_start_is_one_line_and_leaves_nothing(tmp_path, capsys) -> None:
+def test_wandb_that_cannot_start_is_one_line_and_leaves_nothing(tmp_path, capsys):
     options = ["--set", "num_layers=1", "--groups", "1", "--max-tokens", "80", "--steps", "1"]
     folder = tmp_path / "run"
     line = failure(
@@ -165,7 +154,7 @@ def test_wandb_that_cannot_start_is_one_line_and_leaves_nothing(tmp_path, capsys
 
 
 @pytest.mark.usefixtures("wandb")
-def test_what_is_wrong_with_its_settings_is_said(tmp_path) -> None:
+def test_what_is_wrong_with_its_settings_is_said(tmp_path):
     writer = MetricsWriter(tmp_path / "run", wandb_project="odd")
     with pytest.raises(UserError, match="--wandb odd: 1 error mode Input should be 'online'; log"):
         writer.begin()
@@ -173,7 +162,7 @@ def test_what_is_wrong_with_its_settings_is_said(tmp_path) -> None:
 
 
 @pytest.mark.usefixtures("wandb")
-def test_a_refused_first_step_leaves_nothing_in_wandb(tmp_path) -> None:
+def test_a_refused_first_step_leaves_nothing_in_wandb(tmp_path):
     for earlier in (False, True):
         if earlier:  # files of the run that is resumed stay
             (tmp_path / "wandb").mkdir()
@@ -186,7 +175,7 @@ def test_a_refused_first_step_leaves_nothing_in_wandb(tmp_path) -> None:
     assert exit_code == 1
 
 
-def test_without_weights_and_biases_the_project_is_refused(tmp_path, monkeypatch) -> None:
+def test_without_weights_and_biases_the_project_is_refused(tmp_path, monkeypatch):
     find = importlib.util.find_spec
     missing = lambda name, *more: None if name == "wandb" else find(name, *more)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", missing)
@@ -198,7 +187,7 @@ def test_without_weights_and_biases_the_project_is_refused(tmp_path, monkeypatch
 # Rates --------------------------------------------------------------------------------------------
 
 
-def test_flops_of_packs_are_those_of_their_rollouts() -> None:
+def test_flops_of_packs_are_those_of_their_rollouts():
     import torch
 
     cost = flops.cost_model(resolve("tiny-llama").with_vocab(100))
@@ -214,7 +203,7 @@ def test_flops_of_packs_are_those_of_their_rollouts() -> None:
     assert flops.of_microbatches(cost, slices, 2) == flops.of_microbatches(cost, whole, 1)
 
 
-def test_utilisation_is_said_where_the_device_is_known() -> None:
+def test_utilisation_is_said_where_the_device_is_known():
     assert metrics.of_flops(3e12, 1e12, 2.0, None) == {"prefix_sharing/tflops": 0.5}
     found = metrics.of_flops(3e12, 1e12, 2.0, 1e12)
     assert found["prefix_sharing/mfu"] == 0.5 and found["perf/mfu/actor"] == 1.5

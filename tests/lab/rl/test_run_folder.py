@@ -1,14 +1,8 @@
 """A run's folder: one writer at a time."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import socket
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +12,7 @@ from tests.harness.ranks import forked
 from tests.harness.training import settings, train
 
 
-def hold(folder: Path, pipe: Connection) -> None:
+def hold(folder, pipe):
     """A run that writes until it is told to leave."""
     with claimed(folder):
         pipe.send("ready")
@@ -26,7 +20,7 @@ def hold(folder: Path, pipe: Connection) -> None:
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[tuple[Any, Connection]]:
+def holder(tmp_path):
     here, there = multiprocessing.Pipe()
     process = forked(hold, tmp_path / "run", there)
     assert here.poll(30)
@@ -35,7 +29,7 @@ def holder(tmp_path: Path) -> Iterator[tuple[Any, Connection]]:
     process.join()
 
 
-def test_another_run_is_refused_with_the_holder(tmp_path: Path, holder) -> None:
+def test_another_run_is_refused_with_the_holder(tmp_path, holder):
     process, pipe = holder
     with (
         pytest.raises(UserError, match=f"process {process.pid} on {socket.gethostname()}"),
@@ -52,7 +46,7 @@ def test_another_run_is_refused_with_the_holder(tmp_path: Path, holder) -> None:
         )
 
 
-def test_a_lock_dies_with_its_holder(tmp_path: Path, holder) -> None:
+def test_a_lock_dies_with_its_holder(tmp_path, holder):
     process, _ = holder
     process.kill()
     process.join()
@@ -62,14 +56,14 @@ def test_a_lock_dies_with_its_holder(tmp_path: Path, holder) -> None:
     assert os.listdir(tmp_path / "run") == ["file"]
 
 
-def test_training_is_refused_in_a_folder_of_another_run(tmp_path: Path, holder) -> None:
+def test_training_is_refused_in_a_folder_of_another_run(tmp_path, holder):
     process, _ = holder
     with pytest.raises(UserError, match=f"another run writes there .process {process.pid} on"):
         train(tmp_path / "run", 1, settings())
     assert os.listdir(tmp_path / "run") == [LOCK]
 
 
-def test_metrics_of_another_run_are_kept(tmp_path: Path) -> None:
+def test_metrics_of_another_run_are_kept(tmp_path):
     """With --resume, too, where there is no checkpoint; --overwrite says what is wanted."""
     metrics, part = tmp_path / "run" / "metrics.jsonl", settings(groups_per_step=1)
     train(tmp_path / "run", 1, part)
@@ -84,7 +78,7 @@ def test_metrics_of_another_run_are_kept(tmp_path: Path) -> None:
     assert len(metrics.read_bytes().splitlines()) == 1
 
 
-def test_folders_that_were_made_for_nothing_go(tmp_path: Path) -> None:
+def test_folders_that_were_made_for_nothing_go(tmp_path):
     with pytest.raises(RuntimeError), claimed(tmp_path / "a" / "b"):
         raise RuntimeError
     assert not os.listdir(tmp_path)
@@ -95,7 +89,7 @@ def test_folders_that_were_made_for_nothing_go(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_lock_is_never_another_file(tmp_path: Path) -> None:
+def test_a_lock_is_never_another_file(tmp_path):
     """It is emptied, so a link of its name would cost what it names."""
     thesis, lock = tmp_path / "thesis", tmp_path / "run" / LOCK
     thesis.write_text("mine", encoding="utf-8")

@@ -1,9 +1,6 @@
 """Runs whose routers follow the same routes: recorded in every layout, followed by all passes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,17 +27,17 @@ SETTINGS = TrainSettings(
 )  # fmt: skip
 
 
-def groups() -> list[Group]:
+def groups():
     return [Group(group.name, group.rollouts[:4]) for group in bundled()[:2]]
 
 
-def trainer(settings: TrainSettings, world: Any, options: ModelOptions = EXACT) -> Trainer:
+def trainer(settings, world, options=EXACT):
     spec, fitted = fit_vocabulary(options, groups())
     return Trainer(settings, RolloutSet(tuple(fitted)), options, spec, world)
 
 
-def recorded(layout: Layout) -> list[routes.Routes]:
-    def on_rank() -> list[routes.Routes]:
+def recorded(layout):
+    def on_rank():
         world = runtime.initialize(layout, "cpu", EXACT.seed)
         stock = replace(SETTINGS, prefix=PrefixConfig(mode="off"), routes="recorded")
         run = trainer(stock, world)
@@ -53,7 +50,7 @@ def recorded(layout: Layout) -> list[routes.Routes]:
     return several[0]
 
 
-def assert_same(ours: list[routes.Routes], theirs: list[routes.Routes]) -> None:
+def assert_same(ours, theirs):
     assert len(ours) == len(theirs) == 2
     for one, other in zip(ours, theirs, strict=True):
         for group in groups():
@@ -65,7 +62,7 @@ def assert_same(ours: list[routes.Routes], theirs: list[routes.Routes]) -> None:
 
 
 @pytest.fixture(scope="module")
-def on_one_rank() -> list[routes.Routes]:
+def on_one_rank():
     return recorded(Layout())
 
 
@@ -78,7 +75,7 @@ def on_one_rank() -> list[routes.Routes]:
     ],
     ids=["TP2+SP, PP2", "TP2+SP, CP2", "DP2, EP2"],
 )
-def test_every_rank_has_the_routes_of_all(layout: Layout, on_one_rank: Any) -> None:
+def test_every_rank_has_the_routes_of_all(layout, on_one_rank):
     found = recorded(layout)
     assert_same(found, on_one_rank)
     assert all(len(one) == 4 for one in found)
@@ -86,8 +83,8 @@ def test_every_rank_has_the_routes_of_all(layout: Layout, on_one_rank: Any) -> N
     assert len(np.unique(experts)) > 2
 
 
-def test_following_ones_own_routes_changes_nothing() -> None:
-    def on_rank() -> list[Any]:
+def test_following_ones_own_routes_changes_nothing():
+    def on_rank():
         world = runtime.initialize(Layout(), "cpu", EXACT.seed)
         done = []
         for which in ("own", "recorded"):
@@ -104,10 +101,10 @@ def test_following_ones_own_routes_changes_nothing() -> None:
 @pytest.mark.parametrize(
     "layout", [Layout(), Layout(tp=2, sequence_parallel=True, cp=2)], ids=["one", "TP2+SP, CP2"]
 )
-def test_both_schedules_follow_given_routes(layout: Layout) -> None:
+def test_both_schedules_follow_given_routes(layout):
     """Routes drawn by position; the update differs from that by the routers' own."""
 
-    def on_rank() -> list[float]:
+    def on_rank():
         world = runtime.initialize(layout, "cpu", EXACT.seed)
         losses = []
         for which in ("own", "given"):
@@ -123,7 +120,7 @@ def test_both_schedules_follow_given_routes(layout: Layout) -> None:
         assert abs(own - given) > 1e-4
 
 
-def drawn(run: Trainer, number: int) -> routes.Routes:
+def drawn(run, number):
     """Routes by position, so that prompts have the same ones.
 
     In these draws every expert has tokens whose gradients do not cancel. In others one has only the
@@ -139,7 +136,7 @@ def drawn(run: Trainer, number: int) -> routes.Routes:
     return found
 
 
-def test_what_cannot_follow_routes_is_refused() -> None:
+def test_what_cannot_follow_routes_is_refused():
     from megatron_prefix.errors import UserError
     from megatron_prefix.lab.models import presets
 

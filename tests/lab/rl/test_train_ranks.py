@@ -1,11 +1,7 @@
 """Training runs on several ranks make the same updates as on one."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,28 +18,22 @@ from tests.harness.rows import rows
 from tests.harness.training import SMALL, bundled, metrics_of, settings, train
 
 
-def on_one_rank_and_two(folder: Path, job: Any, groups: list[Group]) -> list[list[Any]]:
+def on_one_rank_and_two(folder, job, groups):
     """A step on one rank and on two: every rank's summary and gradients."""
     return [
         train(
-            folder / f"dp{dp}",
-            1,
-            job,
-            groups,
-            layout=Layout(dp=dp),
+            folder / f"dp{dp}", 1, job, groups, layout=Layout(dp=dp),
             look=lambda trainer: snapshot.gradients(trainer.chunks),
         )
         for dp in (1, 2)
-    ]
+    ]  # fmt: skip
 
 
 UPDATES = [("token", "off"), ("token", "on"), ("rollout", "off"), ("rollout", "on")]
 
 
 @pytest.mark.parametrize(("loss_mean", "mode"), rows(UPDATES, UPDATES[1:3]))
-def test_data_parallel_ranks_make_the_same_update(
-    tmp_path: Path, loss_mean: str, mode: str
-) -> None:
+def test_data_parallel_ranks_make_the_same_update(tmp_path, loss_mean, mode):
     """Groups of different sizes: ranks have different numbers of rollouts and of tokens."""
     groups = bundled()[:2]
     assert len({len(group.rollouts) for group in groups}) == 2
@@ -61,7 +51,7 @@ def test_data_parallel_ranks_make_the_same_update(
 
 
 @pytest.mark.parametrize("how", ["length", "random"])
-def test_scattered_groups_make_the_same_update(tmp_path: Path, how: str) -> None:
+def test_scattered_groups_make_the_same_update(tmp_path, how):
     """Advantages stay those of the whole group, and each rank computes the prompts again."""
     groups = bundled()[:2]
     job = settings(clip_grad=0.0, baseline=Baseline("rollout", deal=how))
@@ -74,7 +64,7 @@ def test_scattered_groups_make_the_same_update(tmp_path: Path, how: str) -> None
             assert_close(gradients[name], value, alone.raw_tokens, what=name)
 
 
-def test_metrics_say_what_crossed_ranks(tmp_path: Path) -> None:
+def test_metrics_say_what_crossed_ranks(tmp_path):
     """Every payload that one rank gets the other sends, and its gradients come back."""
     groups = bundled()[:2]
     job = settings(clip_grad=0.0, baseline=Baseline("rollout", deal="length"))
@@ -99,7 +89,7 @@ def test_metrics_say_what_crossed_ranks(tmp_path: Path) -> None:
 MOE = ModelOptions("tiny-moe", overrides=(("num_layers", 2),))
 
 
-def test_ranks_with_different_numbers_of_rollouts_share_experts(tmp_path: Path) -> None:
+def test_ranks_with_different_numbers_of_rollouts_share_experts(tmp_path):
     """Three steps, whose updates are in the losses of the next."""
     found = []
     for name, layout in (("dp", Layout(dp=2)), ("ep", Layout(dp=2, ep=2))):
@@ -112,14 +102,12 @@ def test_ranks_with_different_numbers_of_rollouts_share_experts(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("fields", [{"mode": "auto"}, {"mode": "off"}, {"compare": True}])
-def test_stock_needs_equal_groups_where_experts_are_shared(
-    tmp_path: Path, fields: dict[str, Any]
-) -> None:
+def test_stock_needs_equal_groups_where_experts_are_shared(tmp_path, fields):
     with pytest.raises(UserError, match=r"--ep 2: .* they have 4 to 8; use --prefix-schedule on"):
         train(tmp_path, 1, settings(**fields), layout=Layout(dp=2, ep=2), options=MOE)
 
 
-def test_reductions_during_backwards_change_nothing(tmp_path: Path) -> None:
+def test_reductions_during_backwards_change_nothing(tmp_path):
     """Three steps: of the first the reductions wait."""
     found = []
     for overlaps in (False, True):
@@ -140,12 +128,10 @@ def test_reductions_during_backwards_change_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_difference_on_any_rank_is_heard_by_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
+def test_a_difference_on_any_rank_is_heard_by_all(tmp_path, monkeypatch, rank):
     judge = compare.compare
 
-    def wrong_on_one(*traces: Any) -> Any:
+    def wrong_on_one(*traces):
         verdict = judge(*traces)
         mine = dist.get_rank() == rank
         return replace(verdict, passed=False, failures=("seen",)) if mine else verdict
@@ -157,7 +143,7 @@ def test_a_difference_on_any_rank_is_heard_by_all(
         assert summary.failures == [f"step 1, update 1: rank {rank}: seen"]
 
 
-def test_context_parallel_ranks_train_as_one(tmp_path: Path) -> None:
+def test_context_parallel_ranks_train_as_one(tmp_path):
     """Two steps, compared with the stock schedule; old log-probs are the model's and given ones."""
     first, second = bundled()[:2]
     given = tuple(
@@ -179,9 +165,7 @@ def test_context_parallel_ranks_train_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loss_mean", ["token", "rollout"])
 @pytest.mark.parametrize("case", ["cut", "idle"])
-def test_a_cut_group_and_an_idle_rank_change_no_update(
-    tmp_path: Path, loss_mean: str, case: str
-) -> None:
+def test_a_cut_group_and_an_idle_rank_change_no_update(tmp_path, loss_mean, case):
     """One group on two ranks: a part each, or all on one where cutting it would gain nothing."""
     (group, *_) = bundled()
     rollouts = group.rollouts if case == "cut" else (group.rollouts[0],)
@@ -201,7 +185,7 @@ def test_a_cut_group_and_an_idle_rank_change_no_update(
         assert rows[0][name] == pytest.approx(rows[1][name], rel=1e-4, abs=1e-5)
 
 
-def test_what_a_layout_cannot_run_is_refused(tmp_path: Path) -> None:
+def test_what_a_layout_cannot_run_is_refused(tmp_path):
     with pytest.raises(UserError, match="not a multiple of --minibatches 2"):
         train(tmp_path, 1, settings(groups_per_step=3, num_minibatches=2))
     with pytest.raises(UserError, match="groups-per-step 100 exceeds"):
@@ -214,10 +198,6 @@ def test_what_a_layout_cannot_run_is_refused(tmp_path: Path) -> None:
     copies = bundled()[0].rollouts[:3]
     with pytest.raises(UserError, match="multiples of --pp 2, and there are 3"):
         train(
-            tmp_path,
-            1,
-            odd,
-            [Group(copies[0].group, copies)],
-            layout=Layout(pp=2, vpp=2),
+            tmp_path, 1, odd, [Group(copies[0].group, copies)], layout=Layout(pp=2, vpp=2),
             options=ModelOptions("tiny-llama"),
-        )
+        )  # fmt: skip

@@ -1,7 +1,5 @@
 """Two nodes with a network between them: the same figures as on one, and what a cut does."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -12,9 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ from megatron_prefix.lab.runtime import Layout
 from tests.harness import forking_torchrun, namespaces
 from tests.harness.command_line import forked
 from tests.harness.data import BUNDLED, REPOSITORY
-from tests.harness.namespaces import CABLE, Node
+from tests.harness.namespaces import CABLE
 from tests.harness.ranks import run_ranks
 from tests.harness.training import assert_same, metrics_of
 
@@ -62,14 +59,7 @@ class Ended(NamedTuple):
 class Job:
     """A script of launch/ that has been started on each of these nodes, with this torchrun."""
 
-    def __init__(
-        self,
-        script: str,
-        arguments: list[str],
-        nodes: tuple[Node, ...],
-        torchrun: Path,
-        **variables: str,
-    ) -> None:
+    def __init__(self, script, arguments, nodes, torchrun, **variables):
         command = ["bash", str(REPOSITORY / "launch" / script), *arguments]
         common = {
             **os.environ, "VENV": str(torchrun),
@@ -84,10 +74,10 @@ class Job:
             for number, node in enumerate(nodes)
         ]  # fmt: skip
 
-    def runs(self) -> bool:
+    def runs(self):
         return all(process.poll() is None for process in self._processes)
 
-    def ended(self) -> list[Ended]:
+    def ended(self):
         """Waits for the end on every node."""
         try:
             told = [process.communicate(timeout=240) for process in self._processes]
@@ -99,19 +89,19 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Node]]:
+def nodes(tmp_path_factory):
     with namespaces.two_nodes(tmp_path_factory.mktemp("nodes")) as both:
         yield both
 
 
 @pytest.fixture(scope="module")
-def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def torchrun(tmp_path_factory):
     """Of nodes with several ranks each."""
     return forking_torchrun.made(tmp_path_factory.mktemp("torchrun"))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(tmp_path_factory):
     """The folder of a run of four ranks on this host."""
     folder = tmp_path_factory.mktemp("undisturbed")
     more = ["--distributed-optimizer", "--output", str(folder), "--steps", str(STEPS)]
@@ -120,7 +110,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def here(*arguments: str) -> dict[str, Any]:
+def here(*arguments):
     """What a verb prints that starts its ranks itself, on one node."""
     done = forked(*arguments)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -136,7 +126,7 @@ class Cut(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def cut(nodes: tuple[Node, Node], torchrun: Path, tmp_path_factory: pytest.TempPathFactory) -> Cut:
+def cut(nodes, torchrun, tmp_path_factory):
     folder = tmp_path_factory.mktemp("cut")
     variables = {"NGPU": "2", "STEPS": str(STEPS), "OUTPUT": str(folder)}
     job = Job("train_multinode.sh", TRAIN, nodes, torchrun, **variables)
@@ -150,15 +140,15 @@ def cut(nodes: tuple[Node, Node], torchrun: Path, tmp_path_factory: pytest.TempP
     return Cut(folder, ended, seconds)
 
 
-def num_steps(folder: Path) -> int:
+def num_steps(folder):
     metrics = folder / "metrics.jsonl"
     return metrics.read_text(encoding="utf-8").count("\n") if metrics.exists() else 0
 
 
-def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+def tensors(checkpoint):
     """Weights and optimizer state of a checkpoint, whole."""
 
-    def on_rank() -> dict[str, torch.Tensor]:
+    def on_rank():
         runtime.initialize(Layout())
         from megatron.core import dist_checkpointing
 
@@ -171,7 +161,7 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 # Tests --------------------------------------------------------------------------------------------
 
 
-def test_a_cut_network_ends_both_nodes_and_names_the_other(cut: Cut) -> None:
+def test_a_cut_network_ends_both_nodes_and_names_the_other(cut):
     for mine, other, done in zip("ab", "ba", cut.ended, strict=True):
         assert done.code == 1, done.err[-3000:]
         assert "trainer.step()" in done.err, "it was in the middle of a step"
@@ -183,7 +173,7 @@ def test_a_cut_network_ends_both_nodes_and_names_the_other(cut: Cut) -> None:
     assert cut.seconds < LIMIT_S + SOON_S
 
 
-def test_two_nodes_compute_what_one_does(cut: Cut, undisturbed: Path) -> None:
+def test_two_nodes_compute_what_one_does(cut, undisturbed):
     """Bit by bit, up to the cut."""
     theirs, ours = metrics_of(undisturbed), metrics_of(cut.folder)
     assert len(theirs) == STEPS and CUT <= len(ours) < STEPS
@@ -207,7 +197,7 @@ with two_nodes(Path(sys.argv[1])) as nodes:
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["at the end", "killed"])
-def test_nodes_leave_nothing(tmp_path: Path, killed: bool) -> None:
+def test_nodes_leave_nothing(tmp_path, killed):
     networks = set(os.listdir("/sys/class/net"))
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(tmp_path)], cwd=REPOSITORY, text=True,
@@ -231,16 +221,14 @@ SCRIPT = REPOSITORY / "launch" / "two_nodes.sh"
 
 
 @pytest.fixture
-def temporary() -> Iterator[Path]:
+def temporary():
     """A folder with a name short enough for the sockets that Megatron's writers have there."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
 
 
 @contextlib.contextmanager
-def script(
-    output: Path, temporary: Path, *arguments: str, **variables: str
-) -> Iterator[subprocess.Popen[str]]:
+def script(output, temporary, *arguments, **variables):
     """The script, with the folders of its results and its temporary files."""
     environment = {
         **os.environ, "VENV": str(Path(sys.executable).parents[1]), "TMPDIR": str(temporary),
@@ -256,9 +244,7 @@ def script(
 
 
 @pytest.mark.products
-def test_align_finds_on_two_nodes_what_it_finds_on_one(
-    tmp_path: Path, temporary: Path, torchrun: Path
-) -> None:
+def test_align_finds_on_two_nodes_what_it_finds_on_one(tmp_path, temporary, torchrun):
     """By one command, of which nothing stays. Row after row in one world; the second row joins
     where the first has left."""
     networks = set(os.listdir("/sys/class/net"))
@@ -278,14 +264,12 @@ def test_align_finds_on_two_nodes_what_it_finds_on_one(
     assert set(os.listdir("/sys/class/net")) == networks
 
 
-def figures(told: dict[str, Any]) -> list[dict[str, Any]]:
+def figures(told):
     """Rows without their times, and without who started the ranks."""
     return [{n: row[n] for n in row if n not in ("seconds", "run")} for row in told["rows"]]
 
 
-def test_a_restart_reaches_what_an_undisturbed_run_does(
-    cut: Cut, undisturbed: Path, torchrun: Path, temporary: Path
-) -> None:
+def test_a_restart_reaches_what_an_undisturbed_run_does(cut, undisturbed, torchrun, temporary):
     """By one command, of which nothing stays."""
     networks = set(os.listdir("/sys/class/net"))
     variables = {"NGPU": "2", "STEPS": str(STEPS), "VENV": str(torchrun)}
@@ -301,7 +285,7 @@ def test_a_restart_reaches_what_an_undisturbed_run_does(
     assert set(os.listdir("/sys/class/net")) == networks
 
 
-def test_bad_arguments_end_both_nodes(tmp_path: Path, temporary: Path) -> None:
+def test_bad_arguments_end_both_nodes(tmp_path, temporary):
     with script(tmp_path, temporary, "align", "--only", "no such row") as started:
         _, err = started.communicate(timeout=120)
     assert started.returncode == 1, "torchrun's code for every failure"
@@ -309,9 +293,7 @@ def test_bad_arguments_end_both_nodes(tmp_path: Path, temporary: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_nothing_stays_of_a_script_that_is_interrupted(
-    tmp_path: Path, temporary: Path, number: int
-) -> None:
+def test_nothing_stays_of_a_script_that_is_interrupted(tmp_path, temporary, number):
     networks, word = set(os.listdir("/sys/class/net")), f"{tmp_path}/table.md"
     soon = time.monotonic() + 2 * SOON_S
     with script(tmp_path, temporary, "align", "--markdown", word) as started:
@@ -328,7 +310,7 @@ def test_nothing_stays_of_a_script_that_is_interrupted(
     assert set(os.listdir("/sys/class/net")) == networks
 
 
-def processes(word: str) -> list[str]:
+def processes(word):
     """Processes that have `word` on their command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):

@@ -1,8 +1,6 @@
 """A job that is told to end, or whose launcher is killed, ends with all its ranks, wherever they
 stand."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -10,10 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from multiprocessing.process import BaseProcess
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -61,7 +55,7 @@ JOB = """
 
 
 @contextlib.contextmanager
-def standing_job(folder: Path, where: str) -> Iterator[tuple[BaseProcess, list[int]]]:
+def standing_job(folder, where):
     """A launcher whose two ranks stand somewhere, and these."""
     places = folder / "places"
     places.mkdir()
@@ -76,7 +70,7 @@ def standing_job(folder: Path, where: str) -> Iterator[tuple[BaseProcess, list[i
         job.join()
 
 
-def ranks_of(places: Path, is_running: Callable[[], bool]) -> list[int]:
+def ranks_of(places, is_running):
     """The processes of both ranks, as soon as they stand."""
     deadline = time.monotonic() + 60
     while not all((places / rank).exists() for rank in "01"):
@@ -86,7 +80,7 @@ def ranks_of(places: Path, is_running: Callable[[], bool]) -> list[int]:
     return [int((places / rank).read_text(encoding="utf-8")) for rank in "01"]
 
 
-def assert_gone(ranks: list[int], begin: float) -> None:
+def assert_gone(ranks, begin):
     while any(map(alive, ranks)):
         assert time.monotonic() - begin < SOON_S
         time.sleep(0.02)
@@ -94,21 +88,21 @@ def assert_gone(ranks: list[int], begin: float) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("where", ["collective", "call", "lock"])
-def test_no_rank_stays_in_what_never_ends(tmp_path: Path, where: str, number: int) -> None:
+def test_no_rank_stays_in_what_never_ends(tmp_path, where, number):
     with standing_job(tmp_path, where) as (job, ranks):
         begin = time.monotonic()
-        os.kill(job.pid, number)  # type: ignore[arg-type]
+        os.kill(job.pid, number)
         assert_gone(ranks, begin)
         job.join(SOON_S)
         assert job.exitcode == (143 if number == signal.SIGTERM else -number)
 
 
-def test_a_rank_that_hears_no_signal_ends(tmp_path: Path) -> None:
+def test_a_rank_that_hears_no_signal_ends(tmp_path):
     """The second signal must not end the launcher before it has ended its ranks."""
     with standing_job(tmp_path, "deaf") as (job, ranks):
         begin = time.monotonic()
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
-            os.kill(job.pid, number)  # type: ignore[arg-type]
+            os.kill(job.pid, number)
             time.sleep(0.3)
         assert_gone(ranks, begin + GRACE_S)
         job.join(SOON_S)
@@ -116,12 +110,10 @@ def test_a_rank_that_hears_no_signal_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_ranks_start_ends_those_that_have(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_while_ranks_start_ends_those_that_have(number, tmp_path, monkeypatch):
     stock = launching._start
 
-    def start(*args: Any) -> Any:
+    def start(*args):
         rank = stock(*args)
         os.kill(os.getpid(), number)  # before anybody knows of it
         return rank
@@ -137,7 +129,7 @@ def test_a_signal_while_ranks_start_ends_those_that_have(
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
-def test_torchruns_ranks_end_with_it(tmp_path: Path) -> None:
+def test_torchruns_ranks_end_with_it(tmp_path):
     """It ends them itself unless it is killed."""
     places = tmp_path / "places"
     places.mkdir()
@@ -156,7 +148,7 @@ def test_torchruns_ranks_end_with_it(tmp_path: Path) -> None:
 LEAVING_S = 0.5
 
 
-def leave() -> tuple[float, bool]:
+def leave():
     """A rank that leaves while a message of its is not answered: seconds, and whether it stays."""
     groups.LEAVING_S = LEAVING_S
     begin, pending = time.monotonic(), dist.all_reduce(torch.zeros(1), async_op=True)
@@ -166,22 +158,22 @@ def leave() -> tuple[float, bool]:
     return time.monotonic() - begin, groups.ends_with_groups()
 
 
-def run_a_verb_and_leave(verb: Callable[[], int]) -> int:
+def run_a_verb_and_leave(verb):
     """A rank's part, as under torchrun: a verb that ends while the other rank stands."""
     runtime.initialize(Layout(dp=2))
     if dist.get_rank():
         time.sleep(30)
 
-    def run(_: Any) -> int:
+    def run(_):
         leave()
         return verb()
 
-    main._run = run  # type: ignore[assignment]
+    main._run = run
     return main.main([])
 
 
-def test_a_rank_leaves_groups_that_nobody_answers() -> None:
-    def job() -> tuple[float, bool]:
+def test_a_rank_leaves_groups_that_nobody_answers():
+    def job():
         runtime.initialize(Layout(dp=2))
         if dist.get_rank():
             time.sleep(3)
@@ -194,12 +186,12 @@ def test_a_rank_leaves_groups_that_nobody_answers() -> None:
     assert time.monotonic() - begin < 3 + 2 * SOON_S
 
 
-def raise_error() -> int:
+def raise_error():
     raise ArithmeticError("the sum is not the total")
 
 
 @pytest.mark.parametrize(("verb", "code"), [(lambda: 0, 0), (lambda: 2, 2), (raise_error, 1)])
-def test_the_exit_code_stays_true(verb: Callable[[], int], code: int) -> None:
+def test_the_exit_code_stays_true(verb, code):
     """Where the process cannot end in order, too."""
     with pytest.raises(RankError, match=f"rank 0 died with exit code {code}"):
         run_ranks(2, run_a_verb_and_leave, verb)

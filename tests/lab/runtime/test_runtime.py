@@ -20,14 +20,11 @@ from tests.harness.ranks import run_ranks
 @pytest.mark.parametrize(
     ("sizes", "world_size"),
     [
-        ({}, 1),
-        ({"tp": 2, "sequence_parallel": True}, 2),
-        ({"tp": 2, "pp": 3, "cp": 2, "dp": 5}, 60),
-        ({"pp": 2, "vpp": 4}, 2),
-        ({"dp": 4, "ep": 2}, 4),
-        ({"cp": 2, "dp": 2, "ep": 4}, 4),
+        ({}, 1), ({"tp": 2, "sequence_parallel": True}, 2),
+        ({"tp": 2, "pp": 3, "cp": 2, "dp": 5}, 60), ({"pp": 2, "vpp": 4}, 2),
+        ({"dp": 4, "ep": 2}, 4), ({"cp": 2, "dp": 2, "ep": 4}, 4),
     ],
-)
+)  # fmt: skip
 def test_world_size(sizes, world_size):
     assert Layout(**sizes).world_size == world_size
 
@@ -35,10 +32,8 @@ def test_world_size(sizes, world_size):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"tp": 0}, "--tp 0 is not a size"),
-        ({"dp": -1}, "--dp -1 is not a size"),
-        ({"pp": 1.5}, "--pp 1.5 is not a size"),
-        ({"cp": True}, "--cp True is not a size"),
+        ({"tp": 0}, "--tp 0 is not a size"), ({"dp": -1}, "--dp -1 is not a size"),
+        ({"pp": 1.5}, "--pp 1.5 is not a size"), ({"cp": True}, "--cp True is not a size"),
         ({"dp": 10**20}, "--dp 1000+ is not a size; use an integer from 1 to 1000000"),
         ({"pp": 64, "vpp": 64}, "--pp 64 . --vpp 64 are 4096 model chunks.*at most 1024"),
         ({"sequence_parallel": True}, "needs --tp of at least 2, not 1"),
@@ -46,7 +41,7 @@ def test_world_size(sizes, world_size):
         ({"ep": 2}, "--ep 2 must divide cp . dp = 1; use --dp 2"),
         ({"ep": 4, "cp": 2, "dp": 3}, "--ep 4 must divide cp . dp = 6; use --dp 2"),
     ],
-)
+)  # fmt: skip
 def test_layouts_that_cannot_be_are_refused(sizes, message):
     with pytest.raises(UserError, match=message):
         Layout(**sizes)
@@ -55,16 +50,11 @@ def test_layouts_that_cannot_be_are_refused(sizes, message):
 @pytest.mark.parametrize(
     ("given", "dp"),
     [
-        ({}, 1),
-        ({"ep": 2}, 2),
-        ({"ep": 4, "cp": 2}, 2),
-        ({"tp": 2, "pp": 2}, 1),
-        ({"world_size": 8, "tp": 2}, 4),
-        ({"world_size": 8, "tp": 2, "ep": 4}, 4),
-        ({"world_size": 8, "tp": 2, "dp": 4}, 4),
-        ({"dp": 3}, 3),
+        ({}, 1), ({"ep": 2}, 2), ({"ep": 4, "cp": 2}, 2), ({"tp": 2, "pp": 2}, 1),
+        ({"world_size": 8, "tp": 2}, 4), ({"world_size": 8, "tp": 2, "ep": 4}, 4),
+        ({"world_size": 8, "tp": 2, "dp": 4}, 4), ({"dp": 3}, 3),
     ],
-)
+)  # fmt: skip
 def test_dp_defaults_to_what_fills_the_world(given, dp):
     assert Layout.fill(**given).dp == dp
 
@@ -132,11 +122,9 @@ def groups(layout):
 
     ours = (
         state.get_tensor_model_parallel_world_size(),
-        state.get_pipeline_model_parallel_world_size(),
-        state.get_context_parallel_world_size(),
-        state.get_data_parallel_world_size(),
-        state.get_expert_model_parallel_world_size(),
-    )
+        state.get_pipeline_model_parallel_world_size(), state.get_context_parallel_world_size(),
+        state.get_data_parallel_world_size(), state.get_expert_model_parallel_world_size(),
+    )  # fmt: skip
     total = torch.tensor(float(world.rank))
     torch.distributed.all_reduce(total)
     return world.rank, world.world_size, str(world.device), ours, total.item()
@@ -180,10 +168,10 @@ def test_joining_twice_without_leaving_is_an_error():
         run_ranks(1, join_over_another)
 
 
-def test_leaving_a_job_leaves_no_group() -> None:
+def test_leaving_a_job_leaves_no_group():
     """A process forked from this one would wait for ever for the threads of one."""
 
-    def groups() -> list[str]:
+    def groups():
         kind = torch.distributed.ProcessGroup
         return [n for n, value in vars(parallel_state).items() if isinstance(value, kind)]
 
@@ -193,7 +181,7 @@ def test_leaving_a_job_leaves_no_group() -> None:
     assert not groups()
 
 
-def test_a_failed_rank_leaves_nccls_groups_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_rank_leaves_nccls_groups_to_its_end(monkeypatch):
     """Destroying them waits for messages that no other rank will answer."""
     is_there = torch.distributed.is_initialized
     for backend, stays in (("nccl", True), ("gloo", False)):
@@ -206,8 +194,8 @@ def test_a_failed_rank_leaves_nccls_groups_to_its_end(monkeypatch: pytest.Monkey
         assert not is_there()
 
 
-def test_an_exception_leaves_a_job_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[bool] = []
+def test_an_exception_leaves_a_job_as_failed(monkeypatch):
+    calls = []
     monkeypatch.setattr(job, "initialize", lambda *_: None)
     monkeypatch.setattr(job, "shutdown", lambda failed=False: calls.append(failed))
     options = job.ModelOptions("tiny-llama")
@@ -218,21 +206,21 @@ def test_an_exception_leaves_a_job_as_failed(monkeypatch: pytest.MonkeyPatch) ->
     assert calls == [False, True]
 
 
-def test_ranks_do_not_collect_what_was_there_before() -> None:
+def test_ranks_do_not_collect_what_was_there_before():
     """Else one would destroy a group that this process left, and wait for threads it has not."""
 
     class Left:
-        def __init__(self) -> None:
+        def __init__(self):
             self.itself = self
 
-        def __del__(self) -> None:
+        def __del__(self):
             collected.append(os.getpid())
 
-    def collect() -> list[int]:
+    def collect():
         gc.collect()
         return collected
 
-    collected: list[int] = []
+    collected = []
     Left()
     assert run_ranks(2, collect) == [[], []]
     assert not gc.get_freeze_count()

@@ -217,13 +217,9 @@ def test_only_rank_zero_is_heard_when_ranks_are_started_here(tmp_path):
 def test_torchruns_world_is_used(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*torchrun, "--nproc-per-node=2", script(tmp_path, JOB)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+        [*torchrun, "--nproc-per-node=2", script(tmp_path, JOB)], env=environment(),
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     # Two processes write to one pipe: their texts and line ends may come in any order.
     assert sorted(re.findall(r"rank \d sees \d", done.stdout)) == ["rank 0 sees 2", "rank 1 sees 2"]
@@ -258,13 +254,9 @@ def waiting_job(folder, start="fork"):
     pids.mkdir()
     variables = {**environment(), "TMPDIR": str(folder)}
     job = started(
-        script(folder, WAITING_JOB),
-        str(pids),
-        start,
-        cwd=ROOT,
-        env=variables,
+        script(folder, WAITING_JOB), str(pids), start, cwd=ROOT, env=variables,
         files=[os.devnull] * 2,
-    )
+    )  # fmt: skip
     try:
         deadline = time.monotonic() + 60
         while len(list(pids.iterdir())) < 2 or not all(
@@ -282,12 +274,10 @@ def waiting_job(folder, start="fork"):
 @pytest.mark.parametrize(
     ("number", "start"),
     [
-        (signal.SIGINT, "fork"),
-        (signal.SIGTERM, "fork"),
-        (signal.SIGKILL, "fork"),
+        (signal.SIGINT, "fork"), (signal.SIGTERM, "fork"), (signal.SIGKILL, "fork"),
         (signal.SIGKILL, "spawn"),
     ],
-)
+)  # fmt: skip
 def test_no_rank_outlives_its_launcher(tmp_path, monkeypatch, number, start):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with waiting_job(tmp_path, start) as (job, ranks):

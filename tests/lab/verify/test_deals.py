@@ -1,10 +1,7 @@
 """Verbs that run a model on rollouts that were dealt to ranks without regard to their groups."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from collections.abc import Sequence
 
 import pytest
 
@@ -13,7 +10,7 @@ from megatron_prefix.lab.bench.work import GroupShape
 from megatron_prefix.lab.cli.main import make_parser
 from megatron_prefix.lab.cli.training import settings_of
 from megatron_prefix.lab.data.pairs import pairs_of_groups
-from megatron_prefix.lab.data.rollouts import Group, read_groups
+from megatron_prefix.lab.data.rollouts import read_groups
 from megatron_prefix.lab.data.shorten import shorten
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.plans.dealing import DEALS, deal
@@ -25,7 +22,7 @@ SEED = 1234
 """The default of the verbs."""
 
 
-def tries(groups: Sequence[Group], how: str, *, stock: bool = False) -> int:
+def tries(groups, how, *, stock=False):
     """What the rollouts of each of two ranks share, and no more: positions of the ranks' tries up
     to the last loss of each."""
     spec, config = resolve("tiny-llama"), PrefixConfig(min_gain=0)
@@ -35,7 +32,7 @@ def tries(groups: Sequence[Group], how: str, *, stock: bool = False) -> int:
 
 
 @pytest.mark.parametrize(("how", "baseline"), [("length", "packed"), ("random", "rollout")])
-def test_both_schedules_agree_on_scattered_groups(how: str, baseline: str) -> None:
+def test_both_schedules_agree_on_scattered_groups(how, baseline):
     options = f"--groups 2 --max-tokens 64 --set num_layers=1 --min-gain 0 --baseline {baseline}"
     done = forked(
         "align", "--rollouts", BUNDLED, *options.split(), "--dp", "2", "--deal", how, "--json"
@@ -49,7 +46,7 @@ def test_both_schedules_agree_on_scattered_groups(how: str, baseline: str) -> No
     assert found["executed_tokens"] == tries(groups, how, stock=baseline == "rollout")
 
 
-def test_bench_times_what_was_dealt() -> None:
+def test_bench_times_what_was_dealt():
     options = "--shapes 48:8:4 --dp 2 --repeats 1 --warm-up-calls 1 --align-layers 1 --min-gain 0"
     done = forked("bench", *options.split(), "--set", "num_layers=1", "--deal", "length", "--json")
     assert done.returncode == 0, done.stderr
@@ -63,7 +60,7 @@ def test_bench_times_what_was_dealt() -> None:
 
 
 @pytest.mark.parametrize("verb", ["align", "bench", "train", "replay", "matrix", "plan"])
-def test_groups_stay_together_unless_told_otherwise(verb: str) -> None:
+def test_groups_stay_together_unless_told_otherwise(verb):
     files = {"align": ["--rollouts", "x"], "bench": [], "matrix": []}.get(verb, ["x"])
     parser = make_parser(verb)
     assert parser.parse_args([verb, *files]).deal == "groups"
@@ -71,7 +68,7 @@ def test_groups_stay_together_unless_told_otherwise(verb: str) -> None:
         assert parser.parse_args([verb, *files, "--deal", how]).deal == how
 
 
-def test_train_deals_as_told() -> None:
+def test_train_deals_as_told():
     args = make_parser("train").parse_args(["train", BUNDLED, "--deal", "random"])
     baseline = settings_of(args, 1).baseline
     assert (baseline.name, baseline.deal) == ("rollout", "random")

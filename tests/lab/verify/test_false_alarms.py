@@ -1,9 +1,5 @@
 """A sample of `benchmarks/false_alarms.py`: what is right is aligned, and what is wrong is not."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import pytest
 
 from tests.harness.one_rank import one_rank
@@ -17,13 +13,13 @@ SEEDS = (4, 8, 12, 13, 21, 28, 32, 37, 40, 47, 49, 52)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     with one_rank():
         yield
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_right_is_aligned_and_a_millionth_is_noticed(seed: int) -> None:
+def test_right_is_aligned_and_a_millionth_is_noticed(seed):
     compared = small_case(seed).run()
     assert compared.verdict.failures == ()
     assert compared.unnoticed(1 + 1e-6) == []

@@ -1,9 +1,7 @@
 """`align` on a schedule that does one thing wrong: it must see each, whichever rank does it."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.generate import generate
-from megatron_prefix.lab.data.rollouts import Group
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.rl import passes
@@ -27,20 +24,20 @@ VOCAB, WRONG = 64, 1 + 1e-6
 Wrong = Callable[[Any, list[dict[str, Any]]], None]
 
 
-def groups(number: int = 0) -> list[Group]:
+def groups(number=0):
     return list(generate(1, 12, 8, 3, tree="flat", vocab_size=VOCAB, seed=number))
 
 
-def chunks_of(layout: Layout | None = None) -> list[Any]:
+def chunks_of(layout=None):
     spec = resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB)
     return build_model(spec, layout=layout, dtype="float64")
 
 
-def tampered(wrong: Wrong, *, forward_only: bool = False) -> type:
+def tampered(wrong, *, forward_only=False):
     """The prefix schedule, and `wrong` done to model and logs after every such call."""
 
-    class Tampered(align.PrefixSchedule):  # type: ignore[misc]
-        def __call__(self, **arguments: Any) -> list[Any]:
+    class Tampered(align.PrefixSchedule):
+        def __call__(self, **arguments):
             logs = super().__call__(**arguments)
             if arguments["forward_only"] == forward_only:
                 wrong(unwrap(arguments["model"]), logs)
@@ -52,28 +49,28 @@ def tampered(wrong: Wrong, *, forward_only: bool = False) -> type:
 # What may be wrong --------------------------------------------------------------------------------
 
 
-def parameter(model: Any, name: str) -> Any:
+def parameter(model, name):
     return dict(model.named_parameters())[name]
 
 
-def gradient(factor: float, name: str) -> Wrong:
+def gradient(factor, name):
     return lambda model, logs: parameter(model, name).main_grad.mul_(factor)
 
 
 @torch.no_grad()
-def weight(model: Any, logs: list[dict[str, Any]]) -> None:
+def weight(model, logs):
     """The schedule writes where it must not; the step begins from other weights."""
     parameter(model, "decoder.final_layernorm.weight")[3] += 1e-2
 
 
-def log(name: str, factor: float) -> Wrong:
+def log(name, factor):
     """A loss is logged as its sum and the number of tokens: only the sum is changed."""
     return lambda model, logs: (logs[-1][name][:1] if name == "loss" else logs[-1][name]).mul_(
         factor
     )
 
 
-def no_gradients(model: Any, logs: list[dict[str, Any]]) -> None:
+def no_gradients(model, logs):
     for each in model.parameters():
         each.main_grad.zero_()
 
@@ -95,17 +92,17 @@ CASES = {
 
 
 @pytest.fixture
-def chunks() -> Iterator[list[Any]]:
+def chunks():
     with one_rank():
         yield chunks_of()
 
 
-def aligned(chunks: list[Any]) -> align.Alignment:
+def aligned(chunks):
     return align.align(chunks, groups(), PrefixConfig(min_gain=0, kernel="math"))
 
 
-def test_every_part_of_an_alignment_is_said(chunks: list[Any]) -> None:
-    said: list[str] = []
+def test_every_part_of_an_alignment_is_said(chunks):
+    said = []
     align.align(chunks, groups(), PrefixConfig(), advance=lambda _, words="": said.append(words))
     parts = [
         f"{what} of the {which} schedule"
@@ -115,7 +112,7 @@ def test_every_part_of_an_alignment_is_said(chunks: list[Any]) -> None:
     assert said == [*(f"draw 1, {part}" for part in parts), ""]
 
 
-def test_a_right_schedule_passes(chunks: list[Any]) -> None:
+def test_a_right_schedule_passes(chunks):
     verdict = aligned(chunks)
     assert verdict.passed is True and verdict.executed_tokens < verdict.raw_tokens
     assert verdict.compared == {
@@ -125,9 +122,7 @@ def test_a_right_schedule_passes(chunks: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_thing_wrong_is_seen(
-    name: str, chunks: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_thing_wrong_is_seen(name, chunks, monkeypatch):
     wrong, failure = CASES[name]
     monkeypatch.setattr(align, "PrefixSchedule", tampered(wrong))
     verdict = aligned(chunks)
@@ -136,9 +131,7 @@ def test_one_thing_wrong_is_seen(
 
 
 @pytest.mark.parametrize("factor", [WRONG, math.nan])
-def test_passes_without_gradients_are_compared(
-    factor: float, chunks: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passes_without_gradients_are_compared(factor, chunks, monkeypatch):
     wrong = tampered(log("logprobs", factor), forward_only=True)
     monkeypatch.setattr(align, "PrefixSchedule", wrong)
     verdict = aligned(chunks)
@@ -147,13 +140,11 @@ def test_passes_without_gradients_are_compared(
 
 
 @pytest.mark.parametrize("what", ["logs", "log-probs"])
-def test_where_neither_schedule_says_anything_nothing_is_aligned(
-    what: str, chunks: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_neither_schedule_says_anything_nothing_is_aligned(what, chunks, monkeypatch):
     """Both are silent, so both agree."""
     run = passes.run
 
-    def silent(*arguments: Any, **options: Any) -> list[Any]:
+    def silent(*arguments, **options):
         return [] if (what == "logs") != bool(options) else run(*arguments, **options)
 
     monkeypatch.setattr(passes, "run", silent)
@@ -166,11 +157,11 @@ def test_where_neither_schedule_says_anything_nothing_is_aligned(
 
 
 @pytest.mark.parametrize("wrong_rank", [0, 1])
-def test_every_rank_is_heard(wrong_rank: int) -> None:
+def test_every_rank_is_heard(wrong_rank):
     """Data parallelism reduces gradients before they are compared; this rank's are wrong after."""
     layout = Layout(dp=2)
 
-    def on_rank() -> tuple[align.Alignment, align.Alignment]:
+    def on_rank():
         runtime.initialize(layout)
         chunks = chunks_of(layout)
         config = PrefixConfig(min_gain=0, kernel="math")
@@ -189,7 +180,7 @@ def test_every_rank_is_heard(wrong_rank: int) -> None:
         assert {line.partition(":")[0] for line in wrong.failures} == {f"rank {wrong_rank}"}
 
 
-def test_what_is_measured_in_mode_auto_is_not_in_others() -> None:
+def test_what_is_measured_in_mode_auto_is_not_in_others():
     for mode in ("auto", "off", "observe"):
         config = PrefixConfig(mode=mode, graph_tokens="auto", min_gain=7)
         assert align.turned_on(config) == PrefixConfig(mode="on", min_gain=7)

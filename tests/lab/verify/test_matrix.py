@@ -1,10 +1,7 @@
 """The table of layouts, and the verb around it: what counts and what is not run again."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -28,11 +25,11 @@ VERDICT = SimpleNamespace(
 )  # fmt: skip
 
 
-def answers(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Row], SimpleNamespace]) -> list[str]:
+def answers(monkeypatch, answer):
     """Lets `answer` stand in for the ranks; returns the names of the rows that ran."""
     ran = []
 
-    def align_row(row: Row, *_: object, **__: object) -> SimpleNamespace:
+    def align_row(row, *_, **__):
         ran.append(row.name)
         return answer(row)
 
@@ -129,15 +126,15 @@ def test_one_line_a_layout(monkeypatch, capsys, tmp_path):
     assert lines[4] == f"| dense TP2{' | 3e-15' * 8} |"
 
 
-def refuse(row: Row) -> SimpleNamespace:
+def refuse(row):
     raise UserError(f"{row.layout} is not supported yet\nsecond line")
 
 
-def fail(row: Row) -> SimpleNamespace:
+def fail(row):
     raise runtime.RankError("rank 1 failed:\nTraceback\nZeroDivisionError: division by zero\n")
 
 
-def differ(row: Row) -> SimpleNamespace:
+def differ(row):
     return SimpleNamespace(
         **{**vars(VERDICT), "passed": False, "failures": ("gradient of x: 1e-3", "more")}
     )

@@ -1,10 +1,6 @@
 """Plans from files and measured timelines, as the commands do them on two ranks."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -28,14 +24,14 @@ TWO_STAGES = ["--pp", "2", "--set", "num_layers=2"]
 
 
 @pytest.fixture(scope="module")
-def rollouts(tmp_path_factory) -> str:
+def rollouts(tmp_path_factory):
     """Those of a shape of the catalogue."""
     path = str(tmp_path_factory.mktemp("rollouts") / "tree.jsonl")
     assert catalogue.main([str(FOLDER), "--rollouts", "two-level-tree", path]) is None
     return path
 
 
-def test_align_runs_a_plan_of_the_catalogue(rollouts: str) -> None:
+def test_align_runs_a_plan_of_the_catalogue(rollouts):
     """With the options that the README names."""
     options = ["--baseline", "rollout", "--min-gain", "0", "--segment-tokens", "32"]
     plan = "schedules/two-level-tree-pp2.csv"
@@ -46,7 +42,7 @@ def test_align_runs_a_plan_of_the_catalogue(rollouts: str) -> None:
     assert json.loads(done.stdout)["passed"]
 
 
-def test_a_plan_of_another_step_is_refused_in_one_line(rollouts: str) -> None:
+def test_a_plan_of_another_step_is_refused_in_one_line(rollouts):
     plan = "schedules/two-level-tree-pp2.csv"
     done = forked("align", "--rollouts", rollouts, *TWO_STAGES, "--prefix-plan", plan)
     assert (done.returncode, done.stdout) == (2, "")
@@ -55,18 +51,11 @@ def test_a_plan_of_another_step_is_refused_in_one_line(rollouts: str) -> None:
     assert line.endswith("plan the same rollouts with the same lengths")
 
 
-def test_train_runs_a_plan_and_measures_it(tmp_path: Path) -> None:
+def test_train_runs_a_plan_and_measures_it(tmp_path):
     plan, trace, picture = (tmp_path / name for name in ("plan.csv", "t/trace.json", "t/trace.svg"))
     lengths = [
-        "--groups",
-        "2",
-        "--max-tokens",
-        "128",
-        "--chunk-tokens",
-        "32",
-        "--segment-tokens",
-        "64",
-    ]
+        "--groups", "2", "--max-tokens", "128", "--chunk-tokens", "32", "--segment-tokens", "64",
+    ]  # fmt: skip
     done = forked("plan", str(BUNDLED), *lengths, "--pp", "2", "--extra", "1", "--csv", str(plan))
     assert done.returncode == 0, done.stderr
     done = forked(
@@ -84,10 +73,10 @@ def test_train_runs_a_plan_and_measures_it(tmp_path: Path) -> None:
     assert len(tips) == sum(map(len, programs))
 
 
-def check_measured(events: list[dict[str, Any]], programs: tuple[tuple, ...]) -> None:
+def check_measured(events, programs):
     """Every action once, in the plan's order, and none before what it needs had been computed."""
     events = [event for event in events if event["ph"] == "X"]
-    at: dict[tuple[int, str], tuple[float, float]] = {}
+    at = {}
     for rank, program in enumerate(programs):
         mine = [event for event in events if event["tid"] == rank]
         assert [event["name"] for event in mine] == [str(action) for action in program]
@@ -103,19 +92,19 @@ def check_measured(events: list[dict[str, Any]], programs: tuple[tuple, ...]) ->
             assert start >= at[source, name][1] - 2e4, (rank, name)
 
 
-def on_one_rank_of_two(measures: bool) -> int:
+def on_one_rank_of_two(measures):
     """A step with a clock that counts how often it is read; that count."""
     layout, looks = Layout(pp=2), 0
     runtime.initialize(layout)
 
     class Clock:
         @staticmethod
-        def perf_counter() -> float:
+        def perf_counter():
             nonlocal looks
             looks += 1
             return float(looks)
 
-    clock.time = Clock  # type: ignore[assignment]
+    clock.time = Clock
     case = Case("flat-group")
     groups, vocab = rollouts_of(case.shape)
     schedule = PrefixSchedule(case.config(layout))
@@ -133,6 +122,6 @@ def on_one_rank_of_two(measures: bool) -> int:
     return looks
 
 
-def test_nothing_is_timed_unless_asked_for() -> None:
+def test_nothing_is_timed_unless_asked_for():
     assert run_ranks(2, on_one_rank_of_two, False) == [0, 0]
     assert run_ranks(2, on_one_rank_of_two, True) == [1 + 2 * 18] * 2

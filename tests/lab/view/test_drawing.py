@@ -1,7 +1,5 @@
 """Pictures of timelines: well-formed, complete, within their frame, and the same every time."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re
@@ -17,38 +15,38 @@ from megatron_prefix.lab.view import svg
 from megatron_prefix.lab.view.drawing import comparison_svg, job_svg, timeline_svg
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.joint_forest import joint_forest
-from megatron_prefix.tree import Forest, TreeOptions, build
+from megatron_prefix.tree import TreeOptions, build
 from tests.harness.jobs import crossing_job
 from tests.harness.trees import flat_rollouts, interleaved, random_forest, ruled_plan
 
 _NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
-def forest_of(prefix=1000, suffix=200, num=4, num_groups=2, **options) -> Forest:
+def forest_of(prefix=1000, suffix=200, num=4, num_groups=2, **options):
     rollouts, groups = flat_rollouts(prefix, suffix, num, num_groups)
     return build(rollouts, groups, TreeOptions(**{"min_gain": 0, "segment_tokens": 400, **options}))
 
 
-def drawn(plan: Plan, title: str = "", unit: str = "tokens", **changes) -> ElementTree.Element:
+def drawn(plan, title="", unit="tokens", **changes):
     timeline = replace(simulate(plan, **changes), unit=unit)
     text = timeline_svg(timeline, plan, title)
     assert text == timeline_svg(replace(simulate(plan, **changes), unit=unit), plan, title)
     return ElementTree.fromstring(text)
 
 
-def shapes(picture: ElementTree.Element, name: str) -> list[ElementTree.Element]:
+def shapes(picture, name):
     return picture.findall(f".//{_NAMESPACE}{name}")
 
 
-def tips(picture: ElementTree.Element) -> list[str]:
+def tips(picture):
     return [title.text or "" for title in shapes(picture, "title")]
 
 
-def texts(picture: ElementTree.Element) -> list[str]:
+def texts(picture):
     return [text.text or "" for text in shapes(picture, "text")]
 
 
-def extent(text: ElementTree.Element) -> tuple[float, float]:
+def extent(text):
     """Left and right end of a text, by the width the drawing reckons with."""
     width = svg.CHARACTER * float(text.get("font-size", 0)) * len(text.text or "")
     x = float(text.get("x", 0))
@@ -70,7 +68,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-def test_every_action_is_drawn_once(plan: Plan) -> None:
+def test_every_action_is_drawn_once(plan):
     picture = drawn(plan)
     wanted = Counter(str(action) for program in plan.programs for action in program)
     found = Counter(tip.partition(":")[0] for tip in tips(picture) if not tip.startswith("segment"))
@@ -78,11 +76,11 @@ def test_every_action_is_drawn_once(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-def test_everything_is_within_the_frame_and_texts_do_not_overlap(plan: Plan) -> None:
+def test_everything_is_within_the_frame_and_texts_do_not_overlap(plan):
     check_frame(drawn(plan))
 
 
-def check_frame(picture: ElementTree.Element) -> None:
+def check_frame(picture):
     width, height = float(picture.get("width", 0)), float(picture.get("height", 0))
     for rect in shapes(picture, "rect"):
         x, y, w, h = (float(rect.get(name, 0)) for name in ("x", "y", "width", "height"))
@@ -108,11 +106,11 @@ def check_frame(picture: ElementTree.Element) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-def test_labels_fit_their_boxes(plan: Plan) -> None:
+def test_labels_fit_their_boxes(plan):
     check_labels(drawn(plan))
 
 
-def test_ranks_of_a_job_are_drawn_with_their_messages() -> None:
+def test_ranks_of_a_job_are_drawn_with_their_messages():
     job = crossing_job()
     timeline = job.timeline(messages=(0.5, 1.0))
     text = job_svg(timeline, job.plans, "a job")
@@ -139,7 +137,7 @@ def test_ranks_of_a_job_are_drawn_with_their_messages() -> None:
     assert sum("message: payload" in tip for tip in tips(picture)) == 12
 
 
-def check_labels(picture: ElementTree.Element) -> None:
+def check_labels(picture):
     boxes = [
         tuple(float(rect.get(name, 0)) for name in ("x", "y", "width", "height"))
         for rect in shapes(picture, "rect")
@@ -155,7 +153,7 @@ def check_labels(picture: ElementTree.Element) -> None:
         )
 
 
-def test_places_and_widths_are_times() -> None:
+def test_places_and_widths_are_times():
     """On one row the boxes of actions lie side by side, each as wide as it is long."""
     plan = ruled_plan(forest_of(num=2, num_groups=1), 2)
     timeline = simulate(plan)
@@ -175,7 +173,7 @@ def test_places_and_widths_are_times() -> None:
     assert len({rect.get("y") for rect in rects}) == 2
 
 
-def test_tooltips_tell_what_an_action_is() -> None:
+def test_tooltips_tell_what_an_action_is():
     forest = forest_of(prefix=100, suffix=20, num=2, num_groups=1, chunk_tokens=50)
     found = tips(drawn(ruled_plan(forest, 1)))
     inner = "F1: inner, 1 span, tree 0\nfrom position 50, 50 tokens, 2 rollouts\n50 to 100 tokens"
@@ -185,7 +183,7 @@ def test_tooltips_tell_what_an_action_is() -> None:
     assert "segment 0, tree 0\nfrom position 0, 50 tokens\n2 rollouts: 0, 1" in found
 
 
-def test_tooltips_tell_of_several_trees() -> None:
+def test_tooltips_tell_of_several_trees():
     """An action names all its trees; a box of the trees below is of one."""
     forest = forest_of(prefix=30, suffix=20, num=2, num_groups=3)
     assert len(forest.segments) == 2
@@ -199,9 +197,9 @@ def test_tooltips_tell_of_several_trees() -> None:
         assert text in found
 
 
-def test_phases_and_trees_have_their_own_colours() -> None:
+def test_phases_and_trees_have_their_own_colours():
     picture = drawn(ruled_plan(forest_of(num_groups=3), 1))
-    colours: dict[tuple[str, ...], set[str]] = {}
+    colours = {}
     for rect in shapes(picture, "rect"):
         for title in rect:
             match = re.match(r"([FB])\d+: (inner|wave).*tree (\d)", title.text or "")
@@ -212,13 +210,13 @@ def test_phases_and_trees_have_their_own_colours() -> None:
     assert len(set.union(*colours.values())) == 12
 
 
-def test_times_of_a_measured_timeline_are_milliseconds() -> None:
+def test_times_of_a_measured_timeline_are_milliseconds():
     picture = drawn(ruled_plan(forest_of(), 2), cost=lambda segment, kind: 1.25, unit="ms")
     assert "milliseconds" in texts(picture)
     assert any(tip.endswith("0 to 1.25 ms") for tip in tips(picture))
 
 
-def test_virtual_stages_are_named_by_rank_and_marked() -> None:
+def test_virtual_stages_are_named_by_rank_and_marked():
     forest = forest_of(num=1, num_groups=1)
     program = tuple(
         Action(kind, 0, chunk) for kind, chunk in (("F", 0), ("F", 1), ("B", 1), ("B", 0))
@@ -228,18 +226,18 @@ def test_virtual_stages_are_named_by_rank_and_marked() -> None:
     assert sum(rect.get("fill-opacity") == "0.75" for rect in shapes(picture, "rect")) == 4
 
 
-def test_titles_are_text_and_not_markup() -> None:
+def test_titles_are_text_and_not_markup():
     picture = drawn(ruled_plan(forest_of(), 2), "a <b> & \x00c")
     assert "a <b> & c" in texts(picture)
     assert "Prefix schedule, 2 stages" in texts(drawn(ruled_plan(forest_of(), 2)))
 
 
-def test_an_empty_plan_is_an_empty_picture() -> None:
+def test_an_empty_plan_is_an_empty_picture():
     picture = drawn(ruled_plan(build([]), 2))
     assert tips(picture) == []
 
 
-def test_many_trees_are_cut_to_those_that_fit() -> None:
+def test_many_trees_are_cut_to_those_that_fit():
     heading = "one lane per rollout, a tall box is shared; numbers are segments"
     picture = drawn(ruled_plan(forest_of(num=40, num_groups=5), 1))
     assert f"first 2 trees of 5: {heading}" in texts(picture)
@@ -248,7 +246,7 @@ def test_many_trees_are_cut_to_those_that_fit() -> None:
     assert f"trees: {heading}" in texts(drawn(ruled_plan(forest_of(), 1)))
 
 
-def test_fillers_are_in_no_tree() -> None:
+def test_fillers_are_in_no_tree():
     """Ranks that share experts run fillers, which are only padding; see plan/joint_forest.py."""
     joint = joint_forest([forest_of(num=2), forest_of(num=3)], [[0, 1] * 2, [0, 1, 2] * 2])
     fillers = [n for n, s in enumerate(joint.forest.segments) if not s.spans[0].rollouts]
@@ -261,7 +259,7 @@ def test_fillers_are_in_no_tree() -> None:
 
 
 @pytest.mark.parametrize("budget", [20, 300, 0], ids=["a tree a segment", "two", "all in two"])
-def test_a_box_of_the_trees_covers_the_lanes_of_its_rollouts(budget: int) -> None:
+def test_a_box_of_the_trees_covers_the_lanes_of_its_rollouts(budget):
     """However the rollouts are numbered and packed: no two boxes overlap, what is shared stands
     above."""
     straight, numbers = flat_rollouts(100, 20, 3, 4)
@@ -292,31 +290,31 @@ def test_a_box_of_the_trees_covers_the_lanes_of_its_rollouts(budget: int) -> Non
 @pytest.mark.parametrize(
     ("value", "text"), [(1.0, "1"), (1.239, "1.24"), (0.001, "0"), (100.0, "100"), (10.50, "10.5")]
 )
-def test_pixels_are_short(value, text) -> None:
+def test_pixels_are_short(value, text):
     assert svg.px(value) == text
 
 
-def test_a_timeline_of_no_time() -> None:
+def test_a_timeline_of_no_time():
     """Nothing was measured yet: no division by zero."""
     plan = ruled_plan(forest_of(num=1, num_groups=1))
     timeline = Timeline((), 0.0, (0.0,), (0,), "ms")
     assert ElementTree.fromstring(timeline_svg(timeline, plan)).tag == f"{_NAMESPACE}svg"
 
 
-def test_boxes_too_thin_for_a_mouse_have_no_tooltip() -> None:
+def test_boxes_too_thin_for_a_mouse_have_no_tooltip():
     for width, wanted in ((0.3, True), (0.2, False)):
         (box,) = svg.labelled(svg.Box(0, 0, width, 20), "#000000", "F1", "what it is")
         assert ("<title>" in box) == wanted
 
 
-def compared(*names: str) -> ElementTree.Element:
+def compared(*names):
     runs = [(name, simulate(PLANS[name]), PLANS[name]) for name in names]
     text = comparison_svg(runs, "Several schedules")
     assert text == comparison_svg(runs, "Several schedules")
     return ElementTree.fromstring(text)
 
 
-def test_timelines_are_compared_on_one_scale() -> None:
+def test_timelines_are_compared_on_one_scale():
     names = ("four ranks", "trees with levels", "one rank, few actions")
     picture = compared(*names)
     check_frame(picture)
@@ -333,7 +331,7 @@ def test_timelines_are_compared_on_one_scale() -> None:
         assert f"bubble {100 * simulate(PLANS[name]).bubble_fraction:.1f}%" in facts
 
 
-def test_every_box_of_a_small_step_has_the_number_of_its_segment() -> None:
+def test_every_box_of_a_small_step_has_the_number_of_its_segment():
     """Phases A, B and C with names, and a lane of a rollout is high enough for a number."""
     plan = ruled_plan(forest_of(prefix=400, suffix=100, num=7, num_groups=4, chunk_tokens=400), 1)
     picture = drawn(plan)

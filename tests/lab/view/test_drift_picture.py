@@ -1,23 +1,19 @@
 """The verdict on a replay, its picture, and the verb's output and refusals."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from megatron_prefix.lab.rl.updates import TrainingError
 from megatron_prefix.lab.verify import replay
-from megatron_prefix.lab.verify.replay import RUNS, Distance, Replay, ReplayStep, judged
+from megatron_prefix.lab.verify.replay import RUNS, Distance, ReplayStep, judged
 from tests.harness.command_line import BUNDLED, failure, forked, row, run
 from tests.harness.one_rank import one_rank
 
@@ -25,7 +21,7 @@ CURVE = dict.fromkeys(RUNS, 0.5)
 SMALL = ["--set", "num_layers=1", "--groups", "2", "--groups-per-step", "1", "--max-tokens", "80"]
 
 
-def step(number: int = 1, drift: float = 3e-9, floor: float = 2e-9, **fields: Any) -> ReplayStep:
+def step(number=1, drift=3e-9, floor=2e-9, **fields):
     made = ReplayStep(
         number, CURVE, CURVE, Distance(*3 * [drift]), Distance(*3 * [floor]), 100, 40, CURVE,
         dict.fromkeys(RUNS, 0), 2,
@@ -33,7 +29,7 @@ def step(number: int = 1, drift: float = 3e-9, floor: float = 2e-9, **fields: An
     return replace(made, **fields)
 
 
-def test_twice_the_floor_is_the_limit_of_every_step() -> None:
+def test_twice_the_floor_is_the_limit_of_every_step():
     good = judged([step(), step(2, drift=4e-9)])
     assert good.passed and good.shared_steps == 2
     assert good.ratio_max == dict.fromkeys(("max", "mean", "rms"), pytest.approx(2.0))
@@ -46,13 +42,13 @@ def test_twice_the_floor_is_the_limit_of_every_step() -> None:
 
 
 @pytest.mark.parametrize(("drift", "floor"), [(math.nan, 1e-9), (1e-9, math.nan), (1e-9, 0.0)])
-def test_nan_fails_and_so_does_a_floor_of_zero(drift: float, floor: float) -> None:
+def test_nan_fails_and_so_does_a_floor_of_zero(drift, floor):
     result = judged([step(), step(2, drift, floor), step(3)])
     assert not result.passed and len(result.failures) == 3
     assert "1 of 3 steps" in result.failures[0] and "step 2" in result.failures[0]
 
 
-def test_a_replay_without_differences_fails_but_not_one_step() -> None:
+def test_a_replay_without_differences_fails_but_not_one_step():
     equal = step(drift=0.0, floor=0.0)
     assert judged([equal, step(2)]).passed
     (failed,) = judged([equal, replace(equal, number=2)]).failures
@@ -61,31 +57,31 @@ def test_a_replay_without_differences_fails_but_not_one_step() -> None:
 
 @pytest.mark.parametrize("curve", ["loss", "weighted_logprob"])
 @pytest.mark.parametrize("run", RUNS)
-def test_a_loss_that_is_not_finite_fails(curve: str, run: str) -> None:
-    fields: Any = {curve: {**CURVE, run: math.nan}}
+def test_a_loss_that_is_not_finite_fails(curve, run):
+    fields = {curve: {**CURVE, run: math.nan}}
     (failed,) = judged([step(), replace(step(2), **fields)]).failures
     assert failed.endswith(f"of the {run} run is not finite in 1 of 2 steps, from step 2 on")
 
 
-def test_some_updates_may_be_skipped_and_not_all_of_a_run() -> None:
+def test_some_updates_may_be_skipped_and_not_all_of_a_run():
     one, all_of_it = ({**dict.fromkeys(RUNS, 0), "stock": number} for number in (1, 2))
     assert judged([step(skipped=one), step(2, skipped=all_of_it)]).passed
     (failed,) = judged([step(skipped=all_of_it), step(2, skipped=all_of_it)]).failures
     assert failed.startswith("the stock run skipped all of its 4 updates")
 
 
-def test_a_replay_in_which_nothing_was_shared_fails() -> None:
+def test_a_replay_in_which_nothing_was_shared_fails():
     result = judged([step(executed_tokens=100)])
     assert result.failures == ["the prefix schedule ran in no step: there is nothing to compare"]
     assert not judged([]).passed
 
 
-def test_a_run_that_ends_early_fails() -> None:
-    def steps() -> Iterator[ReplayStep]:
+def test_a_run_that_ends_early_fails():
+    def steps():
         yield step()
         raise TrainingError("step 2: loss nan")
 
-    seen: list[Replay] = []
+    seen = []
     result = judged(steps(), seen.append)
     assert len(result.steps) == 1 and not (result.passed or result.ended)
     assert result.failures == ["step 2: loss nan"]
@@ -94,7 +90,7 @@ def test_a_run_that_ends_early_fails() -> None:
     assert first.ratio_max == result.ratio_max and not (first.passed or first.ended)
 
 
-def test_distances_are_those_of_all_elements() -> None:
+def test_distances_are_those_of_all_elements():
     ones = [torch.tensor([1.0, 2.0]), torch.tensor([[5.0]])]
     others = [torch.tensor([1.0, -1.0]), torch.tensor([[9.0]])]
     with one_rank():
@@ -102,7 +98,7 @@ def test_distances_are_those_of_all_elements() -> None:
     assert (found.max, found.mean) == (4.0, 7 / 3) and found.rms == pytest.approx((25 / 3) ** 0.5)
 
 
-def test_the_picture_has_every_step() -> None:
+def test_the_picture_has_every_step():
     pytest.importorskip("matplotlib")
     from megatron_prefix.lab.view.drift import figure
 
@@ -115,7 +111,7 @@ def test_the_picture_has_every_step() -> None:
 
 
 @pytest.mark.parametrize(("first", "last"), [(1, 100), (1, 2), (1, 1), (51, 90), (1, 7)])
-def test_ticks_reach_the_last_step(first: int, last: int) -> None:
+def test_ticks_reach_the_last_step(first, last):
     """Of a hundred steps they stopped at 90."""
     pytest.importorskip("matplotlib")
     from megatron_prefix.lab.view.drift import figure
@@ -126,7 +122,7 @@ def test_ticks_reach_the_last_step(first: int, last: int) -> None:
         assert (ticks[0], ticks[-1]) == (first, last) and len(ticks) <= 8
 
 
-def test_legends_lie_beside_the_curves() -> None:
+def test_legends_lie_beside_the_curves():
     pytest.importorskip("matplotlib")
     from megatron_prefix.lab.view.drift import figure
 
@@ -144,7 +140,7 @@ def test_legends_lie_beside_the_curves() -> None:
 # The verb -----------------------------------------------------------------------------------------
 
 
-def test_json_table_and_files(tmp_path: Path) -> None:
+def test_json_table_and_files(tmp_path):
     pytest.importorskip("matplotlib")
     files = [str(tmp_path / name) for name in ("result.json", "plot.svg")]
     done = forked(
@@ -162,7 +158,7 @@ def test_json_table_and_files(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def _interruptible() -> Iterator[None]:
+def _interruptible():
     """A job in the background ignores SIGINT, and so would this process."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -175,17 +171,12 @@ def _interruptible() -> Iterator[None]:
     [(1, signal.SIGINT, 130), (2, signal.SIGINT, 130), (2, signal.SIGTERM, 143)],
 )
 def test_files_of_a_replay_that_is_stopped_have_its_steps(
-    ranks: int,
-    number: int,
-    code: int,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    ranks, number, code, tmp_path, capsys, monkeypatch
+):
     pytest.importorskip("matplotlib")
     launcher = os.getpid()
 
-    def replayed(runs: Any, steps: int) -> Iterator[ReplayStep]:
+    def replayed(runs, steps):
         yield from (step(1), step(2))
         if os.environ.get("RANK", "0") == "0":
             os.kill(launcher, number)
@@ -206,16 +197,14 @@ def test_files_of_a_replay_that_is_stopped_have_its_steps(
     assert sorted(tmp_path.iterdir()) == [drawn, found]
 
 
-def test_rollouts_without_a_gradient_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rollouts_without_a_gradient_are_refused(tmp_path, capsys):
     path = tmp_path / "equal.jsonl"
     path.write_text("".join(row(uid=str(uid)) for uid in range(3)), encoding="utf-8")
     line = failure(capsys, "replay", str(path))
     assert "same reward" in line and str(path) in line
 
 
-def test_the_same_routes_want_experts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_routes_want_experts(capsys):
     line = failure(capsys, "replay", BUNDLED, *SMALL, "--same-routes")
     assert "it has no experts; leave --same-routes out" in line
 
@@ -229,12 +218,7 @@ def test_the_same_routes_want_experts(capsys: pytest.CaptureFixture[str]) -> Non
         (["tiny-moe", "--same-routes", "--set", "moe_aux_loss_coeff=0"], ""),
     ],
 )
-def test_a_replay_that_fails_names_choices_of_routers(
-    options: list[str],
-    says: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_replay_that_fails_names_choices_of_routers(options, says, capsys, monkeypatch):
     monkeypatch.setattr(replay, "trainers", lambda *_: {})
     monkeypatch.setattr(replay, "replayed", lambda *_: iter([step(1, drift=3.0)]))
     code, out, _ = run(capsys, "replay", BUNDLED, *SMALL, "--model", *options)

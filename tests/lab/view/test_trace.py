@@ -1,7 +1,5 @@
 """Timelines in Chrome's trace format."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -17,7 +15,7 @@ from tests.harness.trees import flat_rollouts
 @pytest.mark.parametrize(
     ("budget", "most"), [(16, 1), (256, 2)], ids=["a tree a segment", "both trees in a segment"]
 )
-def test_every_action_is_one_event(budget: int, most: int) -> None:
+def test_every_action_is_one_event(budget, most):
     options = TreeOptions(segment_tokens=budget, chunk_tokens=32)
     forest = build(*flat_rollouts(64, 16, 3, 2), options)
     tree_of_rollout = [0] * 3 + [1] * 3
@@ -45,7 +43,7 @@ def test_every_action_is_one_event(budget: int, most: int) -> None:
     assert max(len(event["args"]["trees"]) for event in events) == most
 
 
-def test_messages_of_ranks_have_rows_of_their_own() -> None:
+def test_messages_of_ranks_have_rows_of_their_own():
     job = crossing_job()
     timeline = job.timeline(messages=(0.5, 1.0))
     trace = json.loads(job_trace(timeline, job.plans))
@@ -63,7 +61,7 @@ def test_messages_of_ranks_have_rows_of_their_own() -> None:
     assert first["dur"] == 1e3 * 0.5 * first["args"]["rows"]
 
 
-def test_milliseconds_are_written_as_microseconds() -> None:
+def test_milliseconds_are_written_as_microseconds():
     plan = make_plan(build(*flat_rollouts(8, 4, 1, 1)), 1)
     action = plan.programs[0][0]
     timeline = Timeline((Event(0, action, 0.25, 1.5),), 1.5, (1.25,), (12,), "ms")
