@@ -285,8 +285,9 @@ def test_the_quick_starts_tokens_are_what_it_counts(tmp_path):
     for what, text in (("tokens, all rollouts", f"{raw:,}"), ("tokens, executed", counted)):
         (line,) = (line for line in readme.splitlines() if line.startswith(f"  {what} "))
         assert line.split(what)[1].strip() == text
-    results = (REPOSITORY / "docs" / "results.md").read_text(encoding="utf-8")
-    assert f"have {raw:,}\ntokens, of which the prefix schedule executes {counted}" in results
+    lines = (REPOSITORY / "benchmarks/results/exactness.jsonl").read_text("utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["question"] == "quickstart"]
+    assert (rows[-1]["figures"]["tokens"], rows[-1]["figures"]["executed"]) == (raw, executed)
 
 
 def test_the_checks_can_fail(tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_prefix.errors import StepOutOfMemory, UserError
 from megatron_prefix.lab import runtime
-from megatron_prefix.lab.cli import arguments, bench_memory
+from megatron_prefix.lab.cli import arguments, bench_memory, records
 from megatron_prefix.lab.cli.inputs import load_groups
 from megatron_prefix.lab.cli.modelling import add_model, machine, model_name, model_options
 from megatron_prefix.lab.cli.outputs import check_outputs, check_plot, deliver
@@ -30,7 +30,7 @@ EPILOG = """\
 examples:
   megatron-prefix bench --shapes 1024:64:8 --set hidden_size=512 --set num_attention_heads=8
   megatron-prefix bench --model llama3-8b --dtype bfloat16 --device cuda \\
-      --shapes 10240:2048:8 16384:64:9 --bench-json bench.json --plot bench.png
+      --shapes 10240:2048:8 16384:64:9 --plot bench.png --record bench.jsonl
   megatron-prefix bench --model qwen3-8b --set num_layers=12 --dtype bfloat16 --device cuda \\
       --rollouts rollouts.jsonl.gz --groups 8 --steps 4 --pack-tokens 16384
   megatron-prefix bench --rollouts rollouts.jsonl.gz --groups 2 --steps 2 --prefix-schedule auto
@@ -101,6 +101,7 @@ def _add_sweep(group: Any) -> None:
     text = "time passes without gradients, as for old and reference log-probs"
     arguments.add_switch(group, "--forward-only", text)
     arguments.add_text(group, "--bench-json", "write the result as JSON to FILE too")
+    records.add_argument(group)
     text = (
         "draw speedups and bounds, a step's time by phase, peaks of memory and every step's time;"
         " of `bench memory` the peaks by policy (png, svg, pdf)"
@@ -110,9 +111,11 @@ def _add_sweep(group: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Aligns, times, reports."""
-    check_outputs(args.bench_json)
+    check_outputs(args.bench_json, args.record)
     check_plot(args.plot)
     if args.what == "memory":
+        if args.record:
+            raise UserError("--record takes rows of `bench`, not of `bench memory`; leave it out")
         return bench_memory.run(args)
     bench_memory.refuse_options(args)
     layout = arguments.layout_of(args, runtime.env_world_size())
@@ -142,6 +145,8 @@ def run(args: argparse.Namespace) -> int:
         "rows": rows,
         "failures": failures,
     }
+    if args.record:
+        records.append(args.record, result, args.prefix_schedule)
     deliver(args, result, lambda: _figure(rows), lambda: show(args, verdict, rows))
     return 0 if verdict.passed and not failures else 1
 

@@ -1,0 +1,136 @@
+"""Figures of documents are those of benchmarks/results, and their tables are made from them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import figures
+from tests.harness.data import REPOSITORY
+
+RESULTS = REPOSITORY / "docs" / "results.md"
+NUMBER = re.compile(r"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?(?:e-?\d+)?)( ?(?:x|ms|GiB|%))?(?![\w.]*\w)")
+NAMES = re.compile(
+    r"(?:torch|Python|transformer-engine|Megatron-Core|arXiv)\s[\d.]+|Qwen[\w.-]+|\d+\.\d+\.\d+"
+)
+SETTINGS = {"5%", "30 GiB"}
+"""What is set and not measured: the limit of a step's memory, and a budget."""
+
+
+def without_parts(text: str) -> str:
+    """A document's own words: no generated parts, code or links."""
+    text = figures.PART.sub("", text)
+    text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    return re.sub(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->", " ", text, flags=re.S)
+
+
+def measured(text: str) -> list[tuple[str, str]]:
+    """Numbers that look like measurements: with a fraction, or with a unit."""
+    found = NUMBER.findall(NAMES.sub("", text))
+    return [(number, unit) for number, unit in found if unit or "." in number]
+
+
+def is_printed(number: str, generated: str) -> bool:
+    """Whether a generated part has the number, with as many digits or with more."""
+    _, _, digits = number.partition(".")
+    exact = set(re.findall(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", generated))
+    if number in exact or "e" in number:
+        return number in exact
+    values = [float(one.replace(",", "")) for one in exact]
+    return any(f"{value:.{len(digits)}f}" == number.replace(",", "") for value in values)
+
+
+def unknown(text: str) -> list[str]:
+    """Figures in a document's own words that no table of their section has."""
+    bad = []
+    for section in re.split(r"^## ", text, flags=re.M):
+        generated = " ".join(part[2] for part in figures.PART.findall(section))
+        for number, unit in measured(without_parts(section)):
+            if number + unit not in SETTINGS and not is_printed(number, generated):
+                bad.append(number + unit)
+    return bad
+
+
+def test_generated_parts_are_current() -> None:
+    rows = figures.newest(figures.read())
+    paths = figures.documents()
+    assert {path.name for path in paths} >= {"README.md", "results.md"}
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        assert figures.written(text, rows) == text, f"{path}: python -m benchmarks.figures"
+
+
+def test_rows_say_what_was_measured_on_what() -> None:
+    files = {}
+    for path in figures.RESULTS.glob("*.jsonl"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            assert files.setdefault(row["question"], path) == path, row["question"]
+            assert row["subject"] and row["figures"] and row["machine"] and row["command"], row
+            assert all(isinstance(row[name], dict) for name in ("figures", "peaks", "versions"))
+            datetime.date.fromisoformat(row["date"])
+            assert row["versions"] or row["machine"] == "simulated"
+    assert len(files) > 40
+
+
+def test_every_question_is_in_a_document() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in figures.documents())
+    text += "".join(path.read_text("utf-8") for path in figures.RESULTS.glob("*.table"))
+    for question in {row["question"] for row in figures.read()}:
+        assert re.search(rf"<!-- figures {question}$|{{{question}\[", text, re.M), question
+
+
+def test_the_results_own_words_have_figures_of_their_tables_only() -> None:
+    text = RESULTS.read_text(encoding="utf-8")
+    assert unknown(text) == []
+    assert len(without_parts(text).split()) <= 5000
+
+
+def test_tables_name_no_figure_themselves() -> None:
+    for path in figures.RESULTS.glob("*.table"):
+        text = re.sub(r"\{[^}]*\}x?", "", path.read_text(encoding="utf-8"))
+        assert measured(without_parts(text)) == [], path
+
+
+@pytest.fixture
+def rows() -> list[dict]:
+    row = {
+        "question": "speed", "subject": "musique", "model": "m", "layout": "one GPU",
+        "options": "", "figures": {"speedup": 3.5}, "peaks": {"stock_gib": 2.0, "prefix_gib": 2.5},
+        "machine": "one H200", "versions": {"torch": "2.13"}, "commit": "a", "command": "run it",
+        "date": "2026-11-20",
+    }  # fmt: skip
+    newer = {**row, "figures": {"speedup": 4.0}, "date": "2026-11-21"}
+    return [newer, row, {**row, "subject": "gsm8k", "peaks": {}}]
+
+
+def test_the_newest_row_counts_and_what_a_row_lacks_is_empty(rows) -> None:
+    assert [row["figures"]["speedup"] for row in figures.newest(rows)] == [4.0, 3.5]
+    text = "<!-- figures speed\nset | {subject}\nby | {speedup:.2f}x\npeaks | {peaks}\n-->\n"
+    made = figures.written(text + "old\n<!-- end of figures -->", figures.newest(rows))
+    assert "| musique | 4.00x | 2.0, 2.5 |\n| gsm8k | 3.50x |  |\n" in made
+    assert "- one H200, 2026-11-21 (musique): `run it`\n" in made and "old" not in made
+    assert figures.written(made, figures.newest(rows)) == made
+
+
+def test_a_table_reads_rows_of_all_questions(rows) -> None:
+    lines = ["what | figure", "x | {speed[musique][speedup]:.1f}x of {speed[m, gsm8k][speedup]}"]
+    assert "| x | 4.0x of 3.5 |" in figures.of_all(lines, figures.newest(rows))
+    with pytest.raises(KeyError):
+        figures.of_all(["what", "{speed[nothing][speedup]}"], rows)
+
+
+def test_rows_with_other_fields_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"question": "x"}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"a\.jsonl:1"):
+        figures.read(tmp_path)
+
+
+def test_the_check_of_words_can_fail() -> None:
+    part = "<!-- figures a\n-->\n| 3.52x | 1.0e-15 |\n<!-- end of figures -->"
+    assert unknown(f"## A\n{part}\nIt is 3.5x, 4.1x and 1.0e-15, 12 ms.") == ["4.1x", "12 ms"]
+    assert unknown("Megatron-Core 0.16.1, torch 2.11, Qwen3-0.6B, in 12 layers, `1.3x`") == []
