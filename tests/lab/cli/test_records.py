@@ -45,7 +45,7 @@ def test_rows_are_appended_with_all_that_the_generator_reads(tmp_path: Path, mon
     assert second["layout"] == "one rank"
     assert second["options"] == "mode on, passes without gradients"
     assert len(figures.newest([first, second])) == 2
-    assert json.loads(path.read_text().splitlines()[0]) == first
+    assert json.loads(path.read_text(encoding="utf-8").splitlines()[0]) == first
 
 
 def test_a_commit_is_known_in_a_repository_only(monkeypatch) -> None:
