@@ -204,6 +204,19 @@ FAMILIES: dict[str, Family] = DRAWN | {
     # Multi-token prediction.
     "mtp experts": Family("tiny-moe", {"mtp_num_layers": 1}, _Z),
     "mtp norms": Family("tiny-qwen3", {"mtp_num_layers": 1}),
+    "mtp tied": Family(spec={"mtp_num_layers": 1, "tie_embeddings": True}),
+    "mtp gdn": Family("tiny-qwen3-next", {"num_layers": 2, "linear_attention_freq": 2,
+                                          "mtp_num_layers": 1}),
+    "mtp biases": Family("tiny-moe", {"mtp_num_layers": 1}, _BOTH | _BIAS),
+    "mtp global": Family("tiny-moe", {"mtp_num_layers": 1}, _GLOBAL),
+    "mtp learned": Family(spec={"mtp_num_layers": 1, "max_position": 96},
+                          around="learned_positions"),
+    "mtp no positions": Family(spec={"mtp_num_layers": 1, "max_position": 96},
+                               around="no_positions"),
+    # Of later releases: calls without labels, and heads that train nothing but themselves.
+    "mtp without labels": Family(spec={"mtp_num_layers": 1}, since="0.19"),
+    "mtp detached": Family(spec={"mtp_num_layers": 1, "tie_embeddings": True},
+                           config={"mtp_detach_heads": True}, since="0.19"),
 }  # fmt: skip
 
 LAYOUTS: dict[str, Layout] = {

@@ -14,8 +14,10 @@ from megatron_prefix.features.across.span_sums import SpanSums
 from megatron_prefix.features.experts import tokens
 from megatron_prefix.features.experts.group_counts import GroupCounts
 from megatron_prefix.features.experts.ledger import RouterLedger
+from megatron_prefix.features.mtp.tables import Division
 
 _COLUMNS, _CLOSING = tokens.columns_of, tokens.LogicalTokens.closing
+_IN_LOSS = Division.in_loss
 _ENTER, _PUT = GroupCounts.enter, SpanSums.put
 
 
@@ -46,11 +48,17 @@ def _nothing_of_others(self: SpanSums, layer: int, index: int, name: str, sums: 
     _PUT(self, layer, index, name, torch.zeros_like(sums))
 
 
+def _share_of_the_other(self: Division, left: Any, whole: Any) -> Any:
+    """The owner's share of a context-parallel rank is taken for that of the other."""
+    return _IN_LOSS(self, left[:, ::-1], whole[:, ::-1])
+
+
 MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "rows for tokens": (tokens, "columns_of", _first_rollout),
     "waves for microbatches": (tokens.LogicalTokens, "closing", _one_microbatch),
     "counts of a rank": (GroupCounts, "enter", _this_rank),
     "counts in no order": (RouterLedger, "_averages", _each_by_itself),
+    "the other rank's share": (Division, "in_loss", _share_of_the_other),
     "no counts for other ranks": (SpanSums, "put", _nothing_of_others),
 }
 """Owner, name, and what stands there instead."""

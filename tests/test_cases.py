@@ -68,7 +68,6 @@ ROWS = [
     ),
     row("experts global", "small", recompute="full"),
     row("experts global", "joined", "joined", recompute="full"),
-    row("mtp norms", "small"),
     row("experts both", "whole", recompute="moe+layernorm"),
     row("experts aux", "a rollout a wave"),
     # Every kind of payload in every policy; other shapes of it in two.
@@ -109,6 +108,32 @@ ROWS = [
     ),
 ]
 
+MTP = [
+    *(row("mtp", options) for options in ("whole", "depth first", "offload", "all on the host")),
+    *(
+        row(name, "packs of chunks")
+        for name in ("mtp tied", "mtp norms", "mtp gdn", "mtp learned", "mtp no positions")
+    ),
+    *(row("mtp biases", options) for options in ("packs of chunks", "recompute chunks")),
+    row("mtp global", "depth first", returns="per_token"),
+    *(row("mtp", "recompute chunks", recompute=module) for module in ("full", "selective")),
+    *(row("mtp", "packs of chunks", returns=form) for form in ("two", "per_token")),
+    row("mtp", "chunks of 7", scale="constant"),
+    *(row("mtp", "chunks of 7", loss_mask=kind) for kind in ("absent", "weighed")),
+    row("mtp", "recompute chunks", loss_mask="weighed", returns="per_token"),
+    *(row("mtp", "chunks of 7", session=kind) for kind in ("evaluate", "train_eval_mixed")),
+    *(row("mtp", "whole", form=form, returns="per_token") for form in ("rows", "thd")),
+    row("mtp", "whole", form="thd", loss_mask="absent"),
+    # Of releases that can.
+    *(
+        row("mtp without labels", "whole", labels="absent", loss_mask=kind)
+        for kind in ("given", "weighed")
+    ),
+    row("mtp detached", "recompute chunks", labels="absent", returns="per_token"),
+    *(row("mtp detached", "whole", recompute=kind) for kind in ("none", "full")),
+]
+"""Multi-token prediction; test_mtp_newer.py runs these in a later release, too."""
+
 
 NOT_SHARED = [
     replace(row("gqa"), mode="observe", expects="fallback"),
@@ -117,7 +142,7 @@ NOT_SHARED = [
 ]
 
 
-@pytest.mark.parametrize("each", filter(judge.is_possible, (*ROWS, *NOT_SHARED)), ids=str)
+@pytest.mark.parametrize("each", filter(judge.is_possible, (*ROWS, *MTP, *NOT_SHARED)), ids=str)
 def test_a_step_is_the_stock_schedules(each: Row) -> None:
     assert judge.complaints(each) == []
 

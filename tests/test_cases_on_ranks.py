@@ -211,6 +211,7 @@ def test_ranks_make_the_stock_schedules_step(layout: str) -> None:
 WRONG: dict[str, list[Row]] = {
     "tp2_sp": [wrong("rows for tokens", "gradient auxiliary", "experts both", returns="per_token")],
     "pp2": [wrong("rows for tokens", "gradient auxiliary", "experts both")],
+    "cp2": [wrong("the other rank's share", "gradient", "mtp", form="thd")],
     "dp2": [
         wrong("counts of a rank", "gradient auxiliary", "experts global"),
         *(

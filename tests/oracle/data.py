@@ -193,6 +193,9 @@ def _batch(
             "other": np.where(sample.trained, sample.tokens[:-1] + 1, sample.tokens[:-1]) % VOCAB,
         }.items():
             columns.setdefault(name, []).append(np.pad(values, (0, length - len(values))))
+        if case.loss_mask == "weighed":  # a row's value: any numbers, which differ by rollout
+            mask = columns["loss_mask"][-1]
+            mask[:n] = draw.uniform(0.5, 2, n) * (draw.random(n) > 0.3)
     batch: dict[str, Any] = {"number": number}
     for name, rows in columns.items():
         held = [row[_held(len(row), cp_rank, cp)] for row in rows]

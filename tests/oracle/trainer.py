@@ -368,7 +368,7 @@ class Trainer:
         named: dict[str, Any] = {}
         if case.labels == "given" and last:
             named["labels"] = get(item, "labels")
-        if case.loss_mask == "given" and last:
+        if case.loss_mask != "absent" and last:
             named["loss_mask"] = get(item, "loss_mask")
         if case.packed:
             named["packed_seq_params"] = _packing(item, case)

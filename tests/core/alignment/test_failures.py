@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,10 +26,7 @@ from tests.harness import steps
 from tests.harness.arenas import Storages, offloaders, watch_arenas
 from tests.harness.failures import CONFIG, PLACES, Countdown, Fault, assert_same, items, raised, run
 from tests.harness.one_rank import one_rank, small_model
-from tests.harness.rows import rows
 from tests.harness.steps import Contract, Microbatch
-
-pytestmark = pytest.mark.turns
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -94,9 +92,12 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
+SUCCEEDS = [("none", memory) for memory in MEMORY_POLICIES]
+
+
 @pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-@pytest.mark.parametrize("memory", MEMORY_POLICIES)
+@pytest.mark.parametrize(("recompute", "memory"), [*SUCCEEDS, ("full", "recompute"),
+                                                   ("selective", "retain")])  # fmt: skip
 def test_a_step_that_succeeds_leaves_nothing(recompute: str, memory: str, watch: Watch) -> None:
     """Else the tests below would ask too much."""
     model = small_model(recompute=recompute)
@@ -106,39 +107,58 @@ def test_a_step_that_succeeds_leaves_nothing(recompute: str, memory: str, watch:
     assert_clean(install(model), model, watch)
 
 
-@pytest.fixture(scope="module")
-def fresh() -> dict[str, tuple[Any, dict[str, Tensor]]]:
-    """Per kind of recomputation what a step on a new model gives."""
-    return {
-        recompute: run(PrefixSchedule(CONFIG), small_model(recompute=recompute))
-        for recompute in ("none", "full")
-    }
-
-
 KINDS: dict[str, tuple[type[BaseException], str, str]] = {
     "a fault": (Fault, "none", "retain"),
     "recomputed": (Fault, "full", "retain"),
     "interrupted, offloaded": (KeyboardInterrupt, "none", "offload"),
 }
-FAILURES = [(place, kind) for place in PLACES for kind in KINDS]
-# Every place fails in one way; every third one each in the two others.
-MORE = [(place, kind) for number, place in enumerate(PLACES)
-        for kind in [*KINDS][1:] if [*KINDS].index(kind) != number % 3]  # fmt: skip
+
+
+class Trained(NamedTuple):
+    """A model that has made steps, what takes its tensors to the host, and what a step gives."""
+
+    model: Any
+    schedule: PrefixSchedule
+    offloading: list[Any]
+    expected: tuple[Any, dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Callable[[str], Trained]:
+    """By kind; a model that nothing is left on may fail again and again."""
+
+    @functools.cache
+    def of(kind: str) -> Trained:
+        _, recompute, memory = KINDS[kind]
+        model = small_model(recompute=recompute)
+        schedule = PrefixSchedule(replace(CONFIG, memory=memory))
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            offloading = offloaders(monkeypatch)
+            run(schedule, model)
+            if memory == "offload":
+                run(schedule, model)  # with the staging pool that the first step has asked for
+        expected = run(PrefixSchedule(CONFIG), small_model(recompute=recompute))
+        return Trained(model, schedule, offloading, expected)
+
+    return of
+
+
+FAILURES = [
+    (place, kind)
+    for number, place in enumerate(PLACES)
+    for index, kind in enumerate(KINDS)
+    if index in (0, number % 3)
+]
+"""Every place fails in one way; every third one each in the two others."""
 
 
 @pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize(("place", "kind"), rows(FAILURES, MORE))
+@pytest.mark.parametrize(("place", "kind"), FAILURES)
 def test_a_failed_step_leaves_nothing(
-    place: str, kind: str, watch: Watch, fresh: dict[str, Any]
+    place: str, kind: str, trained: Callable[[str], Trained], watch: Watch
 ) -> None:
-    (error, recompute, memory), (inject, after) = KINDS[kind], PLACES[place]
-    model = small_model(recompute=recompute)
-    schedule = PrefixSchedule(replace(CONFIG, memory=memory))
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        offloading = offloaders(monkeypatch)
-        run(schedule, model)
-        if memory == "offload":
-            run(schedule, model)  # with the staging pool that the first step has asked for
+    (error, _, memory), (inject, after) = KINDS[kind], PLACES[place]
+    model, schedule, offloading, expected = trained(kind)
     hooks, before = install(model), num_tensors()
     with pytest.MonkeyPatch.context() as monkeypatch:
         inject(monkeypatch, model, Countdown(error, after))
@@ -147,33 +167,35 @@ def test_a_failed_step_leaves_nothing(
     assert num_tensors() == before
     assert len(offloading) == (memory == "offload")
     assert not any(one.pool.used_bytes for one in offloading)
-    assert_same(run(schedule, model), fresh[recompute])
+    assert_same(run(schedule, model), expected)
     assert_clean(hooks, model, watch)
 
 
-def test_a_failure_of_forward_only_leaves_nothing(watch: Watch, fresh: dict[str, Any]) -> None:
-    model = small_model()
-    schedule = PrefixSchedule(CONFIG)
-    run(schedule, model)
+def test_a_failure_of_forward_only_leaves_nothing(
+    trained: Callable[[str], Trained], watch: Watch
+) -> None:
+    model, schedule, _, expected = trained("a fault")
     with pytest.MonkeyPatch.context() as monkeypatch:
         inject, _ = PLACES["a later forward of a layer"]
         inject(monkeypatch, model, Countdown(Fault, 9))
         call = (schedule, Contract().step, model, items())
         raised(Fault, lambda: steps.call(*call, forward_only=True))
         assert_clean(install(model), model, watch)
-    assert_same(run(schedule, model), fresh["none"])
+    assert_same(run(schedule, model), expected)
 
 
-def test_timers_can_start_again_after_a_failure(fresh: dict[str, Any]) -> None:
-    model = small_model()
-    timers = unwrap(model).config.timers = Timers(2, "minmax")
-    schedule = PrefixSchedule(CONFIG)
+def test_timers_can_start_again_after_a_failure(
+    trained: Callable[[str], Trained], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, schedule, _, expected = trained("a fault")
+    timers = Timers(2, "minmax")
+    monkeypatch.setattr(unwrap(model).config, "timers", timers)
     for place in ("the loss function", "a dense block", "the trainer's forward step"):
         inject, after = PLACES[place]
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            inject(monkeypatch, model, Countdown(Fault, after))
+        with pytest.MonkeyPatch.context() as patch:
+            inject(patch, model, Countdown(Fault, after))
             raised(Fault, run, schedule, model)
-    assert_same(run(schedule, model), fresh["none"])
+    assert_same(run(schedule, model), expected)
     for name in ("forward-backward", "forward-compute"):
         assert timers(name).active_time() > 0
         timers(name).start()  # which raises where it runs
@@ -184,11 +206,10 @@ def test_timers_can_start_again_after_a_failure(fresh: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_is_passed_on(
-    value: float, monkeypatch: pytest.MonkeyPatch, fresh: dict[str, Any]
+    value: float, trained: Callable[[str], Trained]
 ) -> None:
     """Trainers skip such a step by what they see in loss and gradients; hiding it would train."""
-    model = small_model()
-    schedule = PrefixSchedule(CONFIG)
+    model, schedule, _, expected = trained("a fault")
 
     class Broken(Contract):
         def loss_func(self, batch: Microbatch) -> Callable[..., Any]:
@@ -200,12 +221,11 @@ def test_a_loss_that_is_not_finite_is_passed_on(
     finite = [bool(log["loss"].isfinite()) for log in logs]
     assert finite == [uid != 1 for uid in range(6)]
     assert not any(gradient.isfinite().all() for gradient in gradients.values())
-    assert_same(run(schedule, model), fresh["none"])
+    assert_same(run(schedule, model), expected)
 
 
-def test_an_iterator_that_ends_early(fresh: dict[str, Any]) -> None:
-    model = small_model()
-    schedule = PrefixSchedule(CONFIG)
+def test_an_iterator_that_ends_early(trained: Callable[[str], Trained]) -> None:
+    model, schedule, _, expected = trained("a fault")
     few = iter(items()[:4])
 
     def step() -> Any:
@@ -220,4 +240,4 @@ def test_an_iterator_that_ends_early(fresh: dict[str, Any]) -> None:
 
     with pytest.raises(UserError, match="data iterator ended after 4 of 6 microbatches"):
         step()
-    assert_same(run(schedule, model), fresh["none"])
+    assert_same(run(schedule, model), expected)

@@ -1,13 +1,11 @@
-"""Multi-token prediction, one layer, in segments: against Megatron's own schedule in fp64."""
+"""Multi-token prediction, one layer, in segments: what tests/test_cases.py does not compare."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from types import MethodType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -22,25 +20,12 @@ from megatron_prefix.megatron.install import installed
 from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.run.calls import Callbacks
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.tree import Pairs
-from tests.harness import failures, hybrid, mtp, steps
+from tests.harness import failures, hybrid, steps
 from tests.harness.failures import Countdown, Fault
-from tests.harness.mtp import (
-    CONTRACTS,
-    ITEMS,
-    MODELS,
-    SCHEDULES,
-    assert_same,
-    compared,
-    model_of,
-    run,
-)  # fmt: skip
+from tests.harness.mtp import assert_same, masked, model_of, run
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
-from tests.harness.rows import EVERYTHING, rows
 from tests.harness.steps import Contract, Microbatch
-
-pytestmark = pytest.mark.turns
 
 
 def step_of(model: Any) -> layer.StepAhead | None:
@@ -57,78 +42,28 @@ def _rank() -> Iterator[None]:
         yield
 
 
-# All schedules run on a tree; elsewhere it is about what this loss reads.
-SOME = ("packs of chunks", "recompute")
-KINDS = [("tree", tuple(SCHEDULES)), *((kind, SOME) for kind in ITEMS if kind != "tree")]
-MORE = [(kind, tuple(one for one in SCHEDULES if one not in SOME)) for kind, _ in KINDS[1:]]
-
-
-@pytest.mark.parametrize(("kind", "schedules"), rows([*KINDS, *MORE], MORE))
-def test_steps_are_the_stock_schedules(kind: str, schedules: tuple[str, ...]) -> None:
-    for schedule in compared("dense", Contract(), kind, *schedules):
-        assert schedule.report is not None and schedule.report.memory is not None
-        if not schedule.config.cache_host_layers:
-            assert schedule.report.memory.cache_peak == schedule.report.cache_bytes
-        forest = schedule.report.forest
-        assert schedule.config.min_gain or forest.executed_tokens < forest.raw_tokens
-
-
-@pytest.mark.parametrize("contract", rows(CONTRACTS, ["triple"]))  # which is that of all others
-def test_contracts_of_the_loss(contract: str) -> None:
-    list(compared("dense", CONTRACTS[contract], "weighed", "packs of chunks", "recompute"))
-
-
-@pytest.mark.parametrize("kind", rows(["tree", "prefixes"], ["prefixes"]))  # dense: both, above
-@pytest.mark.parametrize("model", [name for name in MODELS if name != "dense"])
-def test_models(model: str, kind: str) -> None:
-    more = ("recompute", "offload") if EVERYTHING in os.environ else ()  # as of any model
-    list(compared(model, Contract(), kind, "packs of chunks", *more))
-
-
-def test_losses_of_experts_in_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A running mean over microbatches, and a mean that weighs tokens."""
-    over = dict(moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.02)
-    monkeypatch.setitem(
-        MODELS,
-        "one mean",
-        dict(name="tiny-moe", config_overrides={**over, "moe_router_dtype": "fp64"}),
-    )
-    for contract in ("triple", "per token"):
-        list(compared("one mean", CONTRACTS[contract], "tree", "trees packed", "depth first"))
-
-
 def test_next_inputs_are_shared_and_no_more() -> None:
     """Where labels are masked, pairs alone would share further: see `masked`."""
-    [schedule] = compared("dense", Contract(), "masked", "trees packed")
+    items = masked()
+    expected = run(stock_schedule(), model_of(), Contract(), items)
+    for fields in ({"chunk_tokens": 5, "segment_tokens": 16}, {"memory": "recompute"}, {}):
+        schedule = schedule_with(**fields)
+        assert_same(run(schedule, model_of(), Contract(), items), expected, items)
     forest = schedule.report.forest  # type: ignore[union-attr]
-    [plain] = compared_without(ITEMS["masked"]())
-    assert plain.executed_tokens < forest.executed_tokens < forest.raw_tokens
-    [schedule] = compared("dense", Contract(), "tree", "trees packed")
-    [plain] = compared_without(hybrid.items())
-    assert schedule.report.forest.executed_tokens == plain.executed_tokens  # type: ignore[union-attr]
+    assert executed_without(items) < forest.executed_tokens < forest.raw_tokens
+    schedule = schedule_with()
+    run(schedule, model_of(), Contract(), hybrid.items())
+    forest = schedule.report.forest  # type: ignore[union-attr]
+    assert forest.executed_tokens == executed_without(hybrid.items())
 
 
-def compared_without(items: list[Microbatch]) -> Iterator[Any]:
-    """The forest of a step of a model without the layer."""
+def executed_without(items: list[Microbatch]) -> int:
+    """Positions that a step of a model without the layer computes."""
     schedule = schedule_with()
     model = model_of(spec={"mtp_num_layers": None})
     steps.call(schedule, Contract().step, model, items)
     assert schedule.report is not None
-    yield schedule.report.forest
-
-
-@pytest.mark.parametrize("kind", ["learned_absolute", "none"])
-def test_other_positions(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A learned position is that of the next input, and 0 at the end."""
-    from megatron.core.models.gpt import gpt_model
-
-    class Model(gpt_model.GPTModel):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "position_embedding_type": kind})
-
-    monkeypatch.setattr(gpt_model, "GPTModel", Model)
-    monkeypatch.setitem(MODELS, kind, dict(name="tiny-moe", spec=dict(max_position=64)))
-    list(compared(kind, Contract(), "prefixes", "packs of chunks"))
+    return schedule.report.forest.executed_tokens
 
 
 def without(name: str) -> Callable[..., Any]:
@@ -143,37 +78,19 @@ def without(name: str) -> Callable[..., Any]:
     return step
 
 
-def test_without_a_loss_mask_every_label_counts() -> None:
-    """Also where the trainer says which positions its own loss looks at."""
+def test_the_trainers_word_on_positions_does_not_count_for_labels() -> None:
+    """Without a loss mask every label counts, also where the trainer says which positions its own
+    loss looks at."""
     items = hybrid.items()
     step = without("loss_mask")
     expected = run(stock_schedule(), model_of(), Contract(), items, step=step)
     schedule = schedule_with()
-    assert_same(run(schedule, model_of(), Contract(), items, step=step), expected, items)
     schedule.callbacks = Callbacks(lambda call: items[call.microbatch]["loss_mask"])
     found = run(schedule, model_of(), Contract(), items, step=step)
     assert_same(found, expected, items)
     assert schedule.report is not None
     read = sum(segment.num_read for segment in schedule.report.forest.segments)
     assert read < schedule.report.forest.executed_tokens
-
-
-@pytest.mark.parametrize("forward_only", [True, False])
-@pytest.mark.parametrize("training", [True, False])
-def test_it_logs_in_training_with_gradients_or_without(training: bool, forward_only: bool) -> None:
-    items = mtp.weighed()
-    models = [model_of(), model_of()]
-    for model in models:
-        model.train(training)
-    schedules = stock_schedule(), schedule_with(chunk_tokens=7)
-    expected, found = (
-        run(one, model, Contract(), items, forward_only=forward_only)
-        for one, model in zip(schedules, models, strict=True)
-    )
-    assert_same(found, expected, items)
-    assert bool(found.logged) == training
-    hooks = installed(models[1])
-    assert hooks is not None and step_of(models[1]) is None
 
 
 def test_a_layer_that_does_not_run_leaves_nothing() -> None:
@@ -204,31 +121,6 @@ def test_microbatches_without_any_loss() -> None:
         run(schedule_with(), model_of(), Contract(), items)
     stock = run(stock_schedule(), model_of(), Contract(), items)
     assert all(one.isnan().any() for one in stock.gradients.values())
-
-
-def test_a_label_moves_into_loss_where_the_position_has_none() -> None:
-    """A prompt's last position has none of its own loss, and one of the label after it."""
-    tokens = np.random.default_rng(2).integers(0, 60, (3, 9))
-    tokens[:, :6] = tokens[0, :6]
-    flags = np.arange(8) >= 7
-    items = [
-        steps.microbatch([Pairs(one[:-1], one[1:], flags)], 0, uid)
-        for uid, one in enumerate(tokens)
-    ]
-    expected = run(stock_schedule(), model_of(), Contract(), items)
-    for fields in ({}, {"chunk_tokens": 2, "segment_tokens": 2}):
-        assert_same(run(schedule_with(**fields), model_of(), Contract(), items), expected, items)
-
-
-@pytest.mark.parametrize("mode", ["on", "auto"])
-def test_first_steps_are_watched(mode: str) -> None:
-    items, model = hybrid.items(), model_of()
-    expected = run(stock_schedule(), model_of(), Contract(), items)
-    schedule = schedule_with(looks_first=True, mode=mode, min_speedup=0.1)
-    for number in range(2):
-        assert_same(run(schedule, model, Contract(), items), expected, items)
-        assert schedule.report is not None
-        assert schedule.report.decision.share == (mode == "on" or number == 1)
 
 
 def test_where_the_trainer_has_no_loss_this_one_is_left() -> None:
@@ -262,27 +154,25 @@ def failing(patch: pytest.MonkeyPatch, model: Any, place: str, tick: Callable[[]
     patch.setattr(owner, name, method, raising=False)
 
 
-FAULTS = [("the layer", 1), ("the loss", 5), ("a later layer", 1)]
-"""Where, and at which of its calls; every place with the other call is a product."""
-OTHERS = [(place, 6 - after) for place, after in FAULTS]
+FAULTS = [("the layer", 6), ("the loss", 5), ("a later layer", 1)]
+"""Where, and at which of its calls."""
 
 
-@pytest.mark.parametrize(("place", "after"), rows(FAULTS + OTHERS, OTHERS))
+@pytest.mark.parametrize(("place", "after"), FAULTS)
 def test_a_failure_leaves_nothing_behind(place: str, after: int) -> None:
     items, schedule, model = failures.items(), PrefixSchedule(failures.CONFIG), model_of()
     expected = run(schedule, model, Contract(), items)
-    for _ in range(2):
-        with pytest.MonkeyPatch.context() as patch:
-            failing(patch, model, place, Countdown(Fault, after))
-            with pytest.raises(Fault):
-                run(schedule, model, Contract(), items)
-        hooks = installed(model)
-        assert hooks is not None and step_of(model) is None and hooks.current is None
-        assert "values" not in MTPLossLoggingHelper.tracker
-        assert unwrap(model).config.mtp_num_layers == 1
-        found = run(schedule, model, Contract(), items)
-        assert all(map(torch.equal, found.gradients.values(), expected.gradients.values()))
-        assert torch.equal(found.logged["values"], expected.logged["values"])
+    with pytest.MonkeyPatch.context() as patch:
+        failing(patch, model, place, Countdown(Fault, after))
+        with pytest.raises(Fault):
+            run(schedule, model, Contract(), items)
+    hooks = installed(model)
+    assert hooks is not None and step_of(model) is None and hooks.current is None
+    assert "values" not in MTPLossLoggingHelper.tracker
+    assert unwrap(model).config.mtp_num_layers == 1
+    found = run(schedule, model, Contract(), items)
+    assert all(map(torch.equal, found.gradients.values(), expected.gradients.values()))
+    assert torch.equal(found.logged["values"], expected.logged["values"])
 
 
 def test_a_step_that_is_made_again_logs_once() -> None:
@@ -381,7 +271,7 @@ def test_options_of_the_config() -> None:
 
 def test_calls_that_megatron_itself_cannot_run() -> None:
     if without_labels() is not WithoutLabels.FAILS:
-        pytest.skip("it can: see tests/harness/mtp.py")
+        pytest.skip("it can: see test_mtp_newer.py")
     refused("no labels", model_of(), Contract(logits=True))
     with pytest.raises(AttributeError):
         run(stock_schedule(), model_of(), Contract(logits=True), hybrid.items())

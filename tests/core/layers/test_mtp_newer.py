@@ -1,52 +1,72 @@
-"""Multi-token prediction in a newer Megatron-Core: calls without labels, and detached heads."""
+"""Multi-token prediction in a newer Megatron-Core: among its rows those that the suite's own
+release lacks, calls without labels and detached heads.
+
+Run as a script it prints what is not as rows say, in whatever release is installed.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from typing import Any
+from dataclasses import replace
 
+if __name__ == "__main__":
+    from tests.core.trainers import stand_ins
+
+    stand_ins.for_megatron()
+
+import megatron.core
 import pytest
 
 from megatron_prefix.features.mtp.layer import WithoutLabels, without_labels
+from tests import judge
+from tests.cases import row
 from tests.core.trainers.registry import installed
 from tests.harness.data import REPOSITORY
+from tests.harness.one_rank import one_rank
+from tests.test_cases import MTP
+from tests.test_cases_across_ranks import CROSSED
 
-
-def told(*arguments: str) -> list[dict[str, Any]]:
-    """What tests/harness/mtp.py prints there, if all is well."""
-    folders = [str(installed("megatron")), *sys.path]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.harness.mtp", *arguments],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=500,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
-    )  # fmt: skip
-    assert not done.returncode, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert lines and [line for line in lines if line["error"]] == []
-    crossing = [line.get("received") for line in lines]
-    assert all(any(one) for one in crossing if one is not None)
-    alone = [line for line, one in zip(lines, crossing, strict=True) if one is None]
-    assert all(line["executed"] < 0.6 * line["raw"] for line in alone)
-    assert {line["megatron"].partition("+")[0] for line in lines} == {"0.19.2"}
-    return lines
-
-
-@pytest.mark.slow
-@pytest.mark.products
-def test_what_older_releases_run_is_the_stock_schedules() -> None:
-    """Cases of test_mtp.py and test_mtp_ranks.py, in this release, and products of its own."""
-    told("--old")
+LATER = ("mtp without labels", "mtp detached")
+OTHERS = [each for each in MTP if each.values["model"] not in LATER]
+ROWS = [*OTHERS[::5], *(each for each in MTP if each.values["model"] in LATER)]
+ACROSS = [
+    row("mtp", "across_ranks", "crossed", **CROSSED),
+    row("mtp detached", "across_ranks", "crossed", labels="absent", **CROSSED),
+    row("mtp detached", "across_ranks", "crossed", loss_mask="weighed", **CROSSED),
+]
 
 
 @pytest.mark.slow
 def test_steps_are_the_stock_schedules() -> None:
-    """Among them what the suite's own release lacks."""
-    lines = told()
     assert without_labels() is WithoutLabels.FAILS, "the suite's release"
-    assert sum("logits=True" in line["case"][1] for line in lines) > 3
-    assert sum("mtp_detach_heads" in line["case"][3] for line in lines) > 3
-    across = [line for line in lines if "received" in line]
-    assert sum("mtp_detach_heads" in line["case"][3] for line in across) == 2
+    folders = [str(installed("megatron")), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.core.layers.test_mtp_newer"],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=500,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))},
+    )  # fmt: skip
+    assert not done.returncode, done.stderr[-4000:]
+    assert done.stdout.splitlines()[-1] == f"0.19.2: {len(ROWS)} and {len(ACROSS)} rows", (
+        done.stdout
+    )
+
+
+def main() -> None:
+    """See the top of the file."""
+    assert all(map(judge.is_possible, ROWS + ACROSS))
+    lines = judge.run_on_ranks("dp2", [
+        replace(each, values={**each.values, "layout": "dp2"}) for each in ACROSS
+    ])  # fmt: skip
+    with one_rank():
+        lines += [
+            f"{name}: {line}" for name, found in judge.run_here(ROWS).items() for line in found
+        ]
+    release = megatron.core.__version__.partition("+")[0]
+    told = f"{release}: {len(ROWS)} and {len(ACROSS)} rows"
+    sys.stdout.write("\n".join([*lines, "not as they say" if lines else told]) + "\n")
+
+
+if __name__ == "__main__":
+    main()

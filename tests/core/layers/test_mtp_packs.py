@@ -1,4 +1,4 @@
-"""Multi-token prediction in packs, padded and not, and in rows.
+"""Multi-token prediction in packs that are padded.
 
 Megatron moves the labels of a pack by `cu_seqlens_q`, the ends without padding, in a row that has
 padding: what it takes for a sample begins in the one before (`_roll_tensor_packed_seq` in
@@ -19,11 +19,10 @@ from torch import Tensor
 
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab import numerics
-from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.megatron.stock import stock_schedule
 from tests.harness import calls
-from tests.harness.calls import ROWS, Form, Trainer
+from tests.harness.calls import Form, Trainer
 from tests.harness.mtp import model_of
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
@@ -51,11 +50,10 @@ class WithPositions(Trainer):
         return super().step(iterator, call)
 
 
-def gradients(schedule: Any, form: Form, own_loss: bool = True) -> dict[str, Tensor]:
-    """Of a step; without the trainer's own loss that of multi-token prediction is left alone."""
+def gradients(schedule: Any, form: Form) -> dict[str, Tensor]:
+    """Of a step without the trainer's own loss: that of multi-token prediction is left alone."""
     model, trainer = model_of(), WithPositions(form, 3, Layout())
-    unwrap(model).config.calculate_per_token_loss = form.per_token
-    for batch in trainer.batches if not own_loss else ():
+    for batch in trainer.batches:
         batch["weight"].zero_()
     return calls.run_step(schedule, trainer, [model])[1]
 
@@ -71,33 +69,17 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 LIMIT = numerics.tolerance(torch.float64, 200)
-FORMS = {
-    "packs": Form(),
-    "packs per token": Form(per_token=True),
-    "packs without a mask": Form(mask=False),
-    "rows": ROWS,
-    "rows per token": Form(packed=False, per_token=True),
-}
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_forms_of_calls(name: str) -> None:
-    schedule = schedule_with()
-    found = gradients(schedule, FORMS[name])
-    assert distance(found, gradients(stock_schedule(), FORMS[name])) <= LIMIT
-    forest = schedule.report.forest  # type: ignore[union-attr]
-    assert forest.executed_tokens < forest.raw_tokens
 
 
 def test_packs_whose_ends_leave_padding_out_are_refused() -> None:
     """Of the layer's own loss 0.49 of a gradient is wrong in Megatron's schedule."""
     padded = Form(pad=4)
-    expected = gradients(stock_schedule(), Form(), own_loss=False)
-    wrong = gradients(stock_schedule(), padded, own_loss=False)
+    expected = gradients(stock_schedule(), Form())
+    wrong = gradients(stock_schedule(), padded)
     assert distance(wrong, expected) > 0.4
     with pytest.raises(CannotShare, match="leaves out padding"):
-        gradients(schedule_with(), padded, own_loss=False)
-    fallen_back = gradients(schedule_with(mode="auto"), padded, own_loss=False)
+        gradients(schedule_with(), padded)
+    fallen_back = gradients(schedule_with(mode="auto"), padded)
     assert all(torch.equal(fallen_back[name], one) for name, one in wrong.items())
 
 
@@ -108,10 +90,10 @@ def test_packs_whose_ends_count_padding_are_shared(monkeypatch: pytest.MonkeyPat
         padded = fields["cu_seqlens_q_padded"]
         return PackedSeqParams(**fields | {"cu_seqlens_q": padded.clone(), "cu_seqlens_kv": padded})
 
-    expected = gradients(stock_schedule(), Form(), own_loss=False)
+    expected = gradients(stock_schedule(), Form())
     monkeypatch.setattr(calls, "PackedSeqParams", with_padded_ends)
     for schedule in (stock_schedule(), schedule_with()):
-        assert distance(gradients(schedule, Form(pad=4), own_loss=False), expected) <= LIMIT
+        assert distance(gradients(schedule, Form(pad=4)), expected) <= LIMIT
 
 
 class Longer(Trainer):

@@ -9,43 +9,20 @@ import pytest
 import torch
 
 from megatron_prefix.errors import CannotShare
-from megatron_prefix.features.mtp import layer as mtp
 from megatron_prefix.lab import runtime
-from megatron_prefix.lab.cli.matrix import align_row
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.lab.verify import matrix
-from megatron_prefix.lab.verify.matrix import Row
 from tests.core.alignment.test_overlap import Job, trees
 from tests.core.layers.test_mtp_packs import WithPositions
 from tests.harness import calls
 from tests.harness.calls import Form
-from tests.harness.mtp import cases_across_ranks, compared_across_ranks
 from tests.harness.one_group import schedule_with
 from tests.harness.ranks import run_ranks
-from tests.harness.rows import rows
-from tests.harness.small_rows import small_rows  # noqa: F401
-
-pytestmark = pytest.mark.turns
-
-OVERRIDES: dict[str, dict[str, Any]] = {
-    "dense": {"mtp_num_layers": 1},
-    "moe": {"mtp_num_layers": 1, "moe_aux_loss_coeff": 1e-2},
-}
 
 
-@pytest.fixture(autouse=True)
-def _with_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for model, fields in OVERRIDES.items():
-        monkeypatch.setitem(matrix.OVERRIDES, model, fields)
-
-
-BOTH = [(1, True), (1, False), (2, True), (2, False)]
-
-
-@pytest.mark.parametrize(("pp", "tied"), rows(BOTH, [BOTH[0], BOTH[3]]))
+@pytest.mark.parametrize(("pp", "tied"), [(1, False), (2, True)])
 def test_reductions_during_backwards(pp: int, tied: bool) -> None:
     """Three steps, also of the optimizer; the output layer, which may get a row of this loss or
     none, is waited for."""
@@ -57,11 +34,6 @@ def test_reductions_during_backwards(pp: int, tied: bool) -> None:
             assert_close(ours.parameters[parameter], value, 3000, what=parameter)
         assert all(step.reduced_once() and not step.late for step in ours.watched)
     assert any(step.early for step in found[0].watched)
-
-
-@pytest.mark.parametrize("case", cases_across_ranks(), ids=str)
-def test_prompts_cross_ranks(case: Any) -> None:
-    assert any(run_ranks(2, compared_across_ranks, *case))
 
 
 def refused_on(layout: Layout, change: Callable[[Any, int], None], form: Form) -> list[str]:
@@ -95,15 +67,3 @@ def test_a_rank_without_any_weight_is_refused_on_all() -> None:
 
     found = refused_on(Layout(dp=2), change, Form())
     assert all("no position for the loss of multi-token" in why for why in found), found
-
-
-def test_a_row_can_be_different(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the owner's share of a context-parallel rank taken for that of the other."""
-    sums = mtp.Division.in_loss
-
-    def changed(self: mtp.Division, left: Any, whole: Any) -> Any:
-        return sums(self, left[:, ::-1], whole[:, ::-1])
-
-    monkeypatch.setattr(mtp.Division, "in_loss", changed)
-    verdict = align_row(Row("dense", "CP2", "packed", "none"), timeout_s=120)
-    assert not verdict.passed and any("gradient of" in failure for failure in verdict.failures)
