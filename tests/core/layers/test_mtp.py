@@ -78,7 +78,7 @@ def without(name: str) -> Callable[..., Any]:
     return step
 
 
-def test_the_trainers_word_on_positions_does_not_count_for_labels() -> None:
+def test_labels_count_where_a_trainer_looks_at_nothing() -> None:
     """Without a loss mask every label counts, also where the trainer says which positions its own
     loss looks at."""
     items = hybrid.items()
