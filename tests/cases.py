@@ -336,10 +336,10 @@ class Row:
     ran: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return ", ".join(str(value) for value in self.values.values())
+        return ", ".join(map(str, (*self.values.values(), *{self.mode} - {"on"})))
 
 
-def row(model: str = "gqa", options: str = "whole", *ran: str, **values: str) -> Row:
+def row(model: str = "gqa", options: str = "whole", *ran: str, **values: Any) -> Row:
     """Of one step of a tree with spans of all lengths, in fp64."""
     plain = {"model": model, "options": options, "tree": "lengths", "session": "once",
              "form": "one", "returns": "three", "ddp": "wrapped"}  # fmt: skip

@@ -69,6 +69,11 @@ ROWS = [
     row("experts global", "small", recompute="full"),
     row("experts global", "joined", "joined", recompute="full"),
     row("experts both", "whole", recompute="moe+layernorm"),
+    row("gqa", "joined", scale="by_microbatch"),
+    *(
+        row("experts all", options, scale="by_microbatch", returns="per_token")
+        for options in ("recompute chunks", "joined")
+    ),
     row("experts aux", "a rollout a wave"),
     # Every kind of payload in every policy; other shapes of it in two.
     *(
@@ -119,6 +124,11 @@ MTP = [
     *(row("mtp", "recompute chunks", recompute=module) for module in ("full", "selective")),
     *(row("mtp", "packs of chunks", returns=form) for form in ("two", "per_token")),
     row("mtp", "chunks of 7", scale="constant"),
+    *(
+        row("mtp", options, scale="by_microbatch", returns="per_token")
+        for options in ("recompute chunks", "joined")
+    ),
+    row("mtp biases", "joined", scale="by_microbatch"),
     *(row("mtp", "chunks of 7", loss_mask=kind) for kind in ("absent", "weighed")),
     row("mtp", "recompute chunks", loss_mask="weighed", returns="per_token"),
     *(row("mtp", "chunks of 7", session=kind) for kind in ("evaluate", "train_eval_mixed")),
@@ -134,15 +144,45 @@ MTP = [
 ]
 """Multi-token prediction; test_mtp_newer.py runs these in a later release, too."""
 
+FORMS = ("one", "rows", "thd", "thd_padded")
+CALLS = [
+    *(row("qk_norm", "small", form=form) for form in FORMS),
+    *(row("qk_norm", "small", form=form, labels="absent", in_place="div") for form in FORMS[1:]),
+    *(row("qk_norm", "small", form=form, loss_mask="absent") for form in FORMS[2:]),
+    row("qk_norm", "small", form="thd", returns="per_token"),
+    *(row("qk_norm", "small", form=form, labels="absent", in_place="div", session="evaluate")
+      for form in FORMS[1:3]),
+    *(row("qk_norm", "small", form="thd", batch=batch) for batch in ("get_next", "index")),
+    row("qk_norm", "recompute", form="thd", recompute="full"),
+    row("qk_norm", "offload", form="thd"),
+    row("experts both", "small", form="thd_padded"),
+    *(row("qk_norm", "small", form="thd", labels="absent", hook="doubled", session=session)
+      for session in ("once", "evaluate")),
+]  # fmt: skip
+"""Forms of model calls."""
+UNLIKE: list[tuple[str, dict[str, str]]] = [
+    ("attention_mask of a model call is not causal", {"mask": "future", "form": "rows"}),
+    ("calls model.train() or model.eval()", {"session": "mode_in_step", "form": "rows"}),
+    ("does not call the model", {"calls": "not_at_all", "ddp": "none"}),
+]
+"""What a forward step does, and what is said of it."""
+
 
 NOT_SHARED = [
     replace(row("gqa"), mode="observe", expects="fallback"),
     replace(row("gqa", "no gain"), mode="auto", expects="fallback", says="speedup"),
     replace(row("gqa", calls="twice"), expects="refused", says="more than once"),
+    *(
+        replace(row("gqa", **values), mode=mode, expects=expects, says=says)
+        for says, values in UNLIKE
+        for mode, expects in (("on", "refused"), ("auto", "fallback"))
+    ),
 ]
 
 
-@pytest.mark.parametrize("each", filter(judge.is_possible, (*ROWS, *MTP, *NOT_SHARED)), ids=str)
+@pytest.mark.parametrize(
+    "each", filter(judge.is_possible, (*ROWS, *MTP, *CALLS, *NOT_SHARED)), ids=str
+)
 def test_a_step_is_the_stock_schedules(each: Row) -> None:
     assert judge.complaints(each) == []
 

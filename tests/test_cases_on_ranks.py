@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests import judge
 from tests.cases import Row, row, wrong
 
-CHUNKS = ("small", "recompute")
+
+def stock(model: str, **values: str) -> list[Row]:
+    """Steps that do not share: bit for bit Megatron's."""
+    no_gain = replace(row(model, "no gain", **values), mode="auto", says="speedup")
+    both = replace(row(model, **values), mode="observe"), no_gain
+    return [replace(each, expects="fallback") for each in both]
+
+
 ON_RANKS: dict[str, list[Row]] = {
     "tp2_sp": [
         row("own delta attribute", "recompute chunks"),
@@ -43,6 +52,11 @@ ON_RANKS: dict[str, list[Row]] = {
             )
         ),
         row("tied", "small"),
+        row("qk_norm", "small", form="thd", labels="absent", in_place="div"),
+        row("qk_norm", "small", form="thd", seed=1),  # whose data are on all stages
+        row("qk_norm", "small", form="rows"),
+        row("gqa", "small", labels="absent", session="evaluate"),
+        *stock("gqa", form="thd"),
         row("tied, norms", "recompute", recompute="full"),
         row("gqa", "small", recompute="selective"),
         row("gqa", "small", returns="per_token"),
@@ -74,6 +88,7 @@ ON_RANKS: dict[str, list[Row]] = {
         row("tied", "whole"),
     ],
     "pp2_vpp2": [
+        *stock("gqa"),
         row("gqa", "small"),
         row("gqa", "recompute", recompute="full"),
         row("gqa", "small", returns="per_token", scale="constant"),
@@ -93,6 +108,8 @@ ON_RANKS: dict[str, list[Row]] = {
         row("gqa", "all on the host"),
     ],
     "cp2": [
+        row("qk_norm", "small", form="rows"),
+        row("experts both", "small", form="thd_padded"),
         *(
             row("gpt-oss", options)
             for options in ("wave recompute", "segment recompute", "offload")
@@ -160,6 +177,8 @@ ON_RANKS: dict[str, list[Row]] = {
             )
         ),
         row("experts both", "joined", "joined"),
+        row("experts both", "small", form="thd_padded"),
+        row("experts seq", "small", form="rows"),
         row("mla experts", "whole", form="thd"),
         row("experts both", "small", ddp="overlapped"),
     ],

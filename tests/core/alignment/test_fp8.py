@@ -26,10 +26,7 @@ from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import fp8
 from tests.harness.one_rank import change_rank, one_rank, small_model
-from tests.harness.rows import rows
 from tests.harness.small_rows import small_rows  # noqa: F401
-
-pytestmark = pytest.mark.turns
 
 ROWS = """
 dense/TP2+SP/packed/none
@@ -131,10 +128,10 @@ LIMITS = {
     "of one sign": (_of_one_sign, policy.FP8_RATIO),
 }
 RECIPES = {"blockwise": fp8.BLOCKWISE, "mxfp8": fp8.MX}
-ERRORS = [(kind, name) for kind in LIMITS for name in RECIPES]
+ERRORS = [("zero sum", "blockwise"), ("any", "blockwise"), ("of one sign", "mxfp8")]
 
 
-@pytest.mark.parametrize(("kind", "name"), rows(ERRORS, [ERRORS[1], ERRORS[3], ERRORS[4]]))
+@pytest.mark.parametrize(("kind", "name"), ERRORS)
 def test_errors_are_within_the_policy(
     kind: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,6 @@ from megatron_prefix.lab.runtime import Layout
 from tests.core.alignment.test_model_calls import Case, built, compare_with
 from tests.harness.calls import ROWS, Form, Trainer
 from tests.harness.cases import check_cases
-from tests.harness.rows import rows
 
 EXPERTS = 8
 OVERRIDES = {"moe_enable_routing_replay": True}
@@ -37,18 +36,13 @@ CASES = {
         prefix={"memory": "recompute", "segment_tokens": 8},
     ),
 }  # fmt: skip
-FEW = {name: CASES[name] for name in ("packed", "rows")}
-ENDS = {
-    name: replace(case, form=replace(case.form, where="ends", sizes=(2, 2, 2)))
-    for name, case in FEW.items()
+PADDED = {
+    name: replace(CASES[name], form=replace(CASES[name].form, pad=2)) for name in ("packed", "rows")
 }
-PADDED = {name: replace(case, form=replace(case.form, pad=2)) for name, case in FEW.items()}
 JOBS = {
     "one rank": (Layout(), CASES),
     "CP2": (Layout(cp=2), CASES),
     "TP2 SP": (Layout(tp=2, sequence_parallel=True), PADDED),
-    "TP2 SP CP2": (Layout(tp=2, cp=2, sequence_parallel=True), FEW),
-    "CP2 PP2": (Layout(cp=2, pp=2), ENDS),
 }
 
 
@@ -102,7 +96,7 @@ def following(kind: type[Routed], chunks: Sequence[Any]) -> type[Routed]:
     return type("Following", (kind,), {"routers": found})
 
 
-@pytest.mark.parametrize("job", rows(JOBS, ["TP2 SP CP2", "CP2 PP2"]))
+@pytest.mark.parametrize("job", JOBS)
 def test_routes_are_read_in_the_layout_of_the_calls(job: str) -> None:
     check_cases(*JOBS[job], compare)
 

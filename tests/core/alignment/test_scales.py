@@ -18,7 +18,7 @@ from megatron_prefix.lab.runtime.groups import forget_logged_losses
 from megatron_prefix.megatron.scale_functions import own_scale_functions
 from megatron_prefix.refusals.table import SCALES_ORDER
 from megatron_prefix.run import planning
-from tests.harness import hybrid, mtp, steps
+from tests.harness import hybrid, steps
 from tests.harness.mtp import assert_same, model_of, run
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank, small_model
@@ -34,29 +34,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": {
         "name": "tiny-moe", "spec": {"mtp_num_layers": None}, "config_overrides": LOSSES,
     },
-    "further tokens": {},
-    "experts, further tokens": {"name": "tiny-moe", "config_overrides": mtp.MOE},
+    "experts, further tokens": {"name": "tiny-moe", "config_overrides": LOSSES},
 }  # fmt: skip
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "packed": {"segment_tokens": 64},
-    "recomputed": {"memory": "recompute", "chunk_tokens": 7},
-    "joined": {"min_gain": 1},
-}
-
-
-def compare(model: str, trainer: Varying, *schedules: str) -> None:
-    """Losses, gradients and logs are the stock schedule's; so are calls of the functions."""
-    items = hybrid.items()
-    expected = run(stock_schedule(), model_of(**MODELS[model]), trainer, items)
-    called = trainer.state.called
-    numbers = {number for _, number in called}
-    assert called and (trainer.way == "calls" or len(numbers) > 2)
-    for name in schedules:
-        schedule = schedule_with(**SCHEDULES[name])
-        assert_same(run(schedule, model_of(**MODELS[model]), trainer, items), expected, items)
-        assert trainer.state.called == called
-        report = schedule.report
-        assert report is not None and report.decision.share
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,13 +46,16 @@ def _rank() -> Iterator[None]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_token_has_the_scale_of_its_microbatch(way: str) -> None:
+    """And the functions are called as by the stock schedule; tests/test_cases.py has more plans."""
+    items, trainer = hybrid.items(), Varying(way=way)
     for model in ("dense", "experts, further tokens"):
-        compare(model, Varying(way=way), "packed")
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_in_every_plan(model: str) -> None:
-    compare(model, Varying(way="before", per_token=True), *SCHEDULES)
+        expected = run(stock_schedule(), model_of(**MODELS[model]), trainer, items)
+        called = trainer.state.called
+        assert called and (way == "calls" or len({number for _, number in called}) > 2)
+        schedule = schedule_with(segment_tokens=64)
+        assert_same(run(schedule, model_of(**MODELS[model]), trainer, items), expected, items)
+        assert trainer.state.called == called
+        assert schedule.report is not None and schedule.report.decision.share
 
 
 class Items(list[Any]):

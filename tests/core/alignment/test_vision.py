@@ -23,7 +23,6 @@ from tests.harness import hybrid, vision, vision_own
 from tests.harness.calls import Form, assert_gradients, run_step
 from tests.harness.cases import check_cases
 from tests.harness.ranks import run_ranks
-from tests.harness.rows import rows
 
 CONFIG = {"min_gain": 0, "segment_tokens": 24, "chunk_tokens": 8, "kernel": "math"}
 SIZES = (2, 3, 2, 3)
@@ -68,31 +67,23 @@ EXPERTS = Case(
         "moe_z_loss_coeff": 0.01,
     },
 )
-KINDS = {name: Case(model=name) for name in vision.KINDS}
 OWN = Case(
     Form(packed=False, sizes=SIZES, pad=4), "mbridge, GLM-4V", build={"make": vision_own.made}
 )
 """A model that is its own language model."""
+FREEZE = {"freeze": True}
 ONE = {
-    **KINDS,
+    "packed": Case(),
     "own": OWN,
-    "own, overlap": OWN._replace(build={**OVERLAP.build, **OWN.build}),
-    "own, forward only": OWN._replace(
-        form=Form(packed=False, sizes=SIZES, logits=True), forward_only=True
-    ),
-    "own, recompute": OWN._replace(prefix={"memory": "recompute"}),
     "rows": Case(ROWS),
     "rows, positions first": Case(SINGLE, "mcore-bridge, Qwen3-VL"),
     "text": Case(images=False),
-    "text in rows": Case(ROWS, "Megatron-Bridge, Qwen2.5-VL", images=False),
     "experts": EXPERTS,
     "recurrent layers": RECURRENT,
-    "recurrent layers, text": RECURRENT._replace(images=False),
-    "frozen tower": Case(build={"freeze": True}),
+    "frozen tower": Case(build=FREEZE),
     "logits": Case(Form(sizes=SIZES, logits=True, pad=4)),
     "no mask": Case(Form(sizes=SIZES, mask=False, pad=4)),
     "forward only": Case(Form(sizes=SIZES, logits=True), forward_only=True),
-    "recompute": Case(prefix={"memory": "recompute"}),
     "recomputed layers": Case(
         model="mbridge, GLM-4V", build={"recompute": "full"}, prefix={"memory": "recompute"}
     ),
@@ -100,43 +91,34 @@ ONE = {
     "overlap": OVERLAP,
 }
 ACROSS = Case(prefix={"across_ranks": "on"})
-EVERY = {name: case._replace(form=PADDED) for name, case in KINDS.items()}
-SHARDED = {
-    **EVERY,
-    "frozen tower": Case(PADDED, build={"freeze": True}),
-    "own, frozen tower": OWN._replace(build={"freeze": True, **OWN.build}),
-    "recompute": Case(PADDED, prefix={"memory": "recompute"}),
-    "text": Case(PADDED, images=False),
-    "recurrent layers": RECURRENT._replace(form=Form(packed=False, sizes=SIZES, pad=4)),
-}
-IN_ROWS = {name: case._replace(form=ROWS) for name, case in KINDS.items() if "mcore" not in name}
+KINDS = [*vision.KINDS]
+"""Models differ where ranks slice what is given, so all of them run there: each layout with others
+has those whose calls differ in it."""
 JOBS = {
     "one rank": (Layout(), ONE),
-    # Kinds differ where ranks slice what is given: with sequence parallelism, below.
-    "TP2": (Layout(tp=2), {name: EVERY[name] for name in (QWEN3, "mbridge, GLM-4V")}),
-    "TP2 SP": (Layout(tp=2, sequence_parallel=True), SHARDED),
+    "TP2": (Layout(tp=2), {"packed": Case(PADDED)}),
+    "TP2 SP": (
+        Layout(tp=2, sequence_parallel=True),
+        {name: Case(PADDED, name) for name in KINDS},
+    ),
     "PP2": (
         Layout(pp=2),
-        {**EVERY, "own": OWN, "rows": Case(ROWS), "text": Case(images=False),
+        {"packed": Case(PADDED), "shows": Case(PADDED, "mbridge, GLM-4V"), "own": OWN,
          "recurrent layers": RECURRENT},
     ),
-    "TP2 SP PP2": (Layout(tp=2, pp=2, sequence_parallel=True), {"packed": Case(PADDED)}),
     "CP2": (
         Layout(cp=2),
-        {**IN_ROWS, "recompute": Case(ROWS, prefix={"memory": "recompute"}),
-         "positions first": Case(SINGLE, "mcore-bridge, Qwen3-VL"),
-         "text": Case(ROWS, images=False)},
+        {**{name: Case(ROWS, name) for name in (QWEN3, "mbridge, Qwen3-VL", "mbridge, GLM-4V")},
+         "positions first": Case(SINGLE, "mcore-bridge, Qwen3-VL")},
     ),
     "CP2 TP2 SP": (Layout(cp=2, tp=2, sequence_parallel=True), {"rows": Case(ROWS)}),
-    "CP2 PP2": (Layout(cp=2, pp=2), {"sliced": Case(ROWS, "mbridge, Qwen3-VL"), "cut": Case(ROWS)}),
+    "CP2 PP2": (Layout(cp=2, pp=2), {"cut": Case(ROWS)}),
     "DP2": (
         Layout(dp=2),
-        {"packed": Case(), "overlap": OVERLAP, "tied": TIED, "across": ACROSS,
-         "across, text": ACROSS._replace(images=False),
+        {"packed": Case(), "tied": TIED, "across": ACROSS,
          "own, across": OWN._replace(prefix=ACROSS.prefix)},
     ),
     "EP2": (Layout(ep=2, dp=2), {"experts": EXPERTS}),
-    "DP2 PP2": (Layout(dp=2, pp=2), {"across": ACROSS}),
 }  # fmt: skip
 
 
@@ -179,36 +161,9 @@ def compare(case: Case, layout: Layout) -> None:
         assert float(gradient.abs().max()) > 0 or not trained or "language_model" in name, name
 
 
-OTHER_KINDS = {name for name in vision.KINDS if name not in (QWEN3, "mbridge, GLM-4V")}
-PRODUCTS = {
-    # With sequence parallelism all kinds run, which have more to slice there.
-    "one rank": {*OTHER_KINDS, "recompute", "recurrent layers, text", "text in rows",
-                 "own, overlap", "own, forward only", "own, recompute"},
-    "TP2": {"mbridge, GLM-4V"},
-    "TP2 SP": {"frozen tower", "own, frozen tower", "recompute", "recurrent layers", "text"},
-    "PP2": {*OTHER_KINDS, "rows", "text"},
-    "TP2 SP PP2": {"packed"},
-    "CP2": {"mbridge, by extra_block_kwargs", "mbridge, InternVL3", "recompute", "text",
-            "Megatron-Bridge, Qwen2.5-VL"},
-    "CP2 PP2": {"sliced"},
-    "DP2": {"overlap", "across, text"},
-    "DP2 PP2": {"across"},
-}  # fmt: skip
-"""Of each job the cases whose values stand in others: their own job's, or other jobs'."""
-
-
-def jobs() -> list[tuple[str, bool]]:
-    """Each job's products, and the others."""
-    found = [(job, False) for job in JOBS if {*JOBS[job][1]} - PRODUCTS.get(job, set())]
-    return found + [(job, True) for job in PRODUCTS]
-
-
-@pytest.mark.parametrize(("job", "products"), rows(jobs(), [one for one in jobs() if one[1]]))
-def test_steps_are_the_stock_schedules(job: str, products: bool) -> None:
-    layout, every = JOBS[job]
-    assert every.keys() >= PRODUCTS.get(job, set())
-    cases = {name: every[name] for name in every if (name in PRODUCTS.get(job, ())) == products}
-    check_cases(layout, cases, compare)
+@pytest.mark.parametrize("job", JOBS)
+def test_steps_are_the_stock_schedules(job: str) -> None:
+    check_cases(*JOBS[job], compare)
 
 
 def refuse_packs(_: Any, layout: Layout) -> None:
