@@ -159,7 +159,7 @@ class PrefixConfig:
         if not 0 <= self.watchdog_minutes < math.inf:
             raise UserError(f"watchdog_minutes is {self.watchdog_minutes}: give a number from 0")
         if isinstance(self.graph_tokens, str) and self.mode == "on":
-            raise UserError("graph_tokens 'auto' is measured: give a number, or mode 'auto'")
+            raise UserError("graph_tokens 'auto' needs mode 'auto': give that mode, or a number")
         if not 0 < self.min_speedup < math.inf:
             raise UserError(f"min_speedup is {self.min_speedup}: give a finite number above 0")
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 TIME_LIMIT_S = 900
 WORKERS = 2
 TOLD = re.compile(
-    r"megatron_prefix [\d.]+ in .*|shared: .*|stock schedule for this step: .*"
+    r"megatron_prefix [\d.]+ in .*|prefix sharing is .*|stock schedule for this step: .*"
     r"|of \d+ tokens of this step .*"
 )
 """What the package logs of a run."""

@@ -30,5 +30,7 @@ def has_triton(device_type: str) -> bool:
         raise
     except Exception as error:  # noqa: BLE001 - not installed, no compiler, an unknown device, ...
         reason = named(error)
-    logger.warning("sums around attention run without fusion, which is slower; Triton: %s", reason)
+    logger.warning(
+        "attention blocks are merged without fused kernels, which is slower; Triton: %s", reason
+    )
     return False

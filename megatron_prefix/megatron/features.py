@@ -55,13 +55,17 @@ def check_version(version: str | None = None) -> None:
     """
     release = Version(version or megatron.core.__version__)
     if Version(release.public) == OF_SLIME:
-        logger.warning("megatron-core %s: of that version only commit 1dcf0dafa was tried", release)
+        logger.warning(
+            "megatron-core %s: only commit 1dcf0dafa of this version was tested", release
+        )
         return
     if Version(release.base_version) < OLDEST:
         raise refused(OLD_MEGATRON, release, OLDEST)
     # 0.19 adds the commit of a git repository around it: 0.19.2+dc4f901.
     if Version(release.public) > NEWEST_TRIED:
-        logger.warning("megatron-core %s is newer than %s, the newest tried", release, NEWEST_TRIED)
+        logger.warning(
+            "megatron-core %s is newer than %s, the newest version tested", release, NEWEST_TRIED
+        )
 
 
 def refusals(config: Any) -> list[Reason]:

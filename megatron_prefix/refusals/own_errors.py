@@ -60,4 +60,4 @@ def _frames(trace: TracebackType | None) -> list[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=64)  # once for each text
 def _log(text: str) -> None:
-    logger.warning("an error of the prefix schedule's own:\n%s", text)
+    logger.warning("an internal error of the prefix schedule:\n%s", text)

@@ -313,7 +313,7 @@ class Planning:
         decision = kept_to_limit(self.config, decision, forecast.peak, forecast.limit)
         if decision.share and decision.over_limit and rank.is_first and not self._warned:
             self._warned = True
-            logger.warning("mode on shares all the same: %s", decision.reason)
+            logger.warning("mode on shares this step anyway: %s", decision.reason)
         report = StepReport(
             step.forest, decision, forecast.plan, forecast.union, prediction=forecast.prediction,
             times=request.costs.times,

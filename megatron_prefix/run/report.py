@@ -92,18 +92,19 @@ class Reports:
         self.logged.add(str(reason))  # it is the same in every step, and logged once
 
 
-def log_shared(forest: Forest, rank: Rank, logged: set[str], runs: bool) -> None:
+def log_shared(report: StepReport, rank: Rank, logged: set[str], runs: bool) -> None:
     """Logs once on the first rank what runs of the first shared pass, and of the first update.
 
     As a warning: many a trainer hides other lines of a package that it does not know.
     """
-    name = "pass without gradients" if rank.forward_only else "update"
+    name = " in passes without gradients" if rank.forward_only else ""
     groups = [rank.groups.tp, *filter(None, [rank.data_ranks])]
     if name in logged or not rank.is_first or any(group.rank() for group in groups):
         return
     logged.add(name)
-    schedule, verb = ("shared", "run") if runs else ("observed", "would run")
     logger.warning(
-        "%s: %d of %d tokens of this %s %s on the first rank",
-        schedule, forest.executed_tokens, forest.raw_tokens, name, verb,
+        "prefix sharing is %s%s: rank 0 %s %s of %s tokens (%.1fx predicted)",
+        "on" if runs else "observed", name, "computes" if runs else "would compute",
+        f"{report.forest.executed_tokens:,}", f"{report.forest.raw_tokens:,}",
+        report.decision.predicted_speedup,
     )  # fmt: skip

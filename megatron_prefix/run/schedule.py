@@ -49,7 +49,7 @@ from megatron_prefix.tree.cp_layout import Slices
 logger = logging.getLogger(__name__)
 NEW_FUNCTION = (
     "get_forward_backward_func got a new function with the same code: define it once, outside the"
-    " step; each new one starts a new schedule, whose first step mode auto does not share"
+    " step. Each new function starts a new schedule, and mode auto does not share its first step"
 )
 _num_alike: collections.Counter[Any] = collections.Counter()
 """Schedules that were made of the same configuration and of functions with the same code."""
@@ -235,7 +235,7 @@ class PrefixSchedule:
         shares = report.decision.share
         if (shares or self.config.mode == "observe") and self.looks_first and not kind.logged:
             kind.logged = True
-            log_shared(report.forest, rank, self.reports.logged, shares)
+            log_shared(report, rank, self.reports.logged, shares)
         measures = any(part.measures for part in request.parts)
         if kind.backoff and not (rank.forward_only or measures):
             kind.backoff.note(useful=not report.decision.fallback)

@@ -223,7 +223,7 @@ class StepRun:
         if before is not None and before.possible():
             before.undo()
         elif before is not None:
-            logger.error("gradients were not zero when the step began: they are not undone")
+            logger.error("gradients were not zero when the step began: they cannot be restored")
 
     def _why_final(self) -> str:
         for part in self._parts:

@@ -80,8 +80,8 @@ VERL = Trainer(
     tried=("0.9.1",),
     on="MEGATRON_PREFIX_MODE=auto, where the package is installed: verl imports its plugin"
     " (verl.plugins), which does nothing without that",
-    loss="all: its mask (response_mask) stays in the loss, so the output layer runs on prompts too,"
-    " once each",
+    loss="every position counts as trained, because its mask (response_mask) is applied in the"
+    " loss, so the output layer runs on prompts too, once each",
     together="VERL_USE_EXTERNAL_MODULES=megatron_prefix.auto.whole_groups, where the trainer runs:"
     " without it verl deals out by length",
     refused=(DYNAMIC_CP,),
@@ -139,8 +139,9 @@ MS_SWIFT = Trainer(
     package="ms-swift",
     tried=("3602360a5",),
     on="--external_plugins my_plugin.py, a file with `import megatron_prefix.auto.on_import`",
-    loss="all: labels of -100 stay in the loss, so the output layer runs on prompts too, once each",
-    together="nothing, but a pair of answers is one row of the data set, and so in one microbatch",
+    loss="every position counts as trained, because labels of -100 are dropped in the loss, so the"
+    " output layer runs on prompts too, once each",
+    together="not possible, but a pair of answers is one row of the data set, so in one microbatch",
     refused=(LORA_DROPOUT, SWIFT_METRICS),
 )
 
@@ -151,7 +152,8 @@ SKYRL = Trainer(
     tried=("a9564572e",),
     on="a module that its workers import, e.g. that of a policy worker of one's own, which begins"
     " with `import megatron_prefix.auto.on_import`",
-    loss="all: its mask stays in the loss, so the output layer runs on prompts too, once each",
+    loss="every position counts as trained, because its mask is applied in the loss, so the output"
+    " layer runs on prompts too, once each",
     together="its dispatch, which cuts a mini-batch into equal parts in the order of its rollouts:"
     " a group is split only where one of these cuts is inside of it",
     refused=(SKYRL_ROWS,),
@@ -163,7 +165,8 @@ RLINF = Trainer(
     package="rlinf",
     tried=("a3816b596",),
     on="RLINF_EXT_MODULE=megatron_prefix.auto.on_import, which every worker imports at its start",
-    loss="all: its mask stays in the loss, so the output layer runs on prompts too, once each",
+    loss="every position counts as trained, because its mask is applied in the loss, so the output"
+    " layer runs on prompts too, once each",
     together="its rollout workers, which hand over whole groups, without enable_dp_load_balance,"
     " which deals out by length, and with shuffle_rollout off where n_minibatches is above 1",
     refused=(RLINF_STAGES,),
@@ -175,7 +178,8 @@ AREAL = Trainer(
     package="areal",
     tried=("4aef98d8d",),
     on="`import megatron_prefix.auto.on_import` in a module that its workers import",
-    loss="all: its mask stays in the loss, so the output layer runs on prompts too, once each",
+    loss="every position counts as trained, because its mask is applied in the loss, so the output"
+    " layer runs on prompts too, once each",
     together="its workflow, whose group_size rollouts of a prompt are one item, which its train"
     " controller sends to one rank, with actor.ppo_n_minibatches of 1: more cut a rank's rollouts"
     " by length",
@@ -189,9 +193,10 @@ ROLL = Trainer(
     tried=("8eb27cc2d",),
     on="actor_train.worker_cls: a subclass of its worker, in a module that begins with `import"
     " megatron_prefix.auto.on_import`; its strategy asks for the schedule once, at its start",
-    loss="all: the loss_mask of its model calls is over tokens, its losses have masks of their own,"
-    " so the output layer runs on prompts too, once each",
-    together="nothing: batch_balance deals out by length",
+    loss="every position counts as trained, because the loss_mask of its model calls is over"
+    " tokens, and its losses have masks of their own, so the output layer runs on prompts too, once"
+    " each",
+    together="not possible: batch_balance deals rollouts by length",
     refused=(ROLL_MTP,),
     masks_tokens=True,
 )
@@ -203,9 +208,10 @@ MEGATRON_BRIDGE = Trainer(
     package="megatron-bridge",
     tried=("067f987df",),
     on="torchrun -m megatron_prefix.run SCRIPT ... --prefix-schedule auto",
-    loss="all: its loss_mask stays in the loss, so the output layer runs on prompts too, once each",
-    together="nothing: samples are dealt out in the order of the data set; a packed row that has a"
-    " whole group keeps it together",
+    loss="every position counts as trained, because its loss_mask is applied in the loss, so the"
+    " output layer runs on prompts too, once each",
+    together="not possible: samples are dealt in the order of the data set; a packed row that holds"
+    " a whole group keeps it together",
     refused=(BRIDGE_TEACHER,),
 )
 
@@ -216,8 +222,8 @@ MEGATRON_RL = Trainer(
     package="",
     tried=("core_v0.16.1 (55ac70825)",),
     on="torchrun -m megatron_prefix.run train_rl.py ... --prefix-schedule auto",
-    loss="all: its mask (packed_loss_mask) stays in the loss, so the output layer runs on prompts"
-    " too, once each",
+    loss="every position counts as trained, because its mask (packed_loss_mask) is applied in the"
+    " loss, so the output layer runs on prompts too, once each",
     together="--grpo-prompts-per-step a multiple of the data-parallel size (rollouts are cut into"
     " equal parts in their order), and no --rl-use-sequence-packing, which sorts by length",
     refused=(PACKED_BINS_CP,),
@@ -233,8 +239,8 @@ MEGATRON_LM = Trainer(
     tried=("core_v0.16.1 (55ac70825)", "core_v0.19.0 (5be962670)", "wheel 0.19.2"),
     on="torchrun -m megatron_prefix.run pretrain_gpt.py ... --prefix-schedule auto",
     loss="loss_mask of the model call",
-    together="nothing: samples are dealt out in the order of the data set; a row that packs a whole"
-    " group (--sft, --dataloader-inter-document-masking) keeps it together",
+    together="not possible: samples are dealt in the order of the data set; a row that packs a"
+    " whole group (--sft, --dataloader-inter-document-masking) keeps it together",
     refused=(RESET_MASK, DISTILLATION, LEGACY_MODELS, OWN_CP_LOOP),
     refusal=_megatron_lm_refusal,
 )

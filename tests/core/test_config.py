@@ -55,7 +55,7 @@ def test_defaults_are_valid_and_those_of_the_tree() -> None:
         ({"graph_tokens": -1}, "graph_tokens is -1: give a number from 0"),
         (
             {"graph_tokens": "auto"},
-            "graph_tokens 'auto' is measured: give a number, or mode 'auto'",
+            "graph_tokens 'auto' needs mode 'auto': give that mode, or a number",
         ),
         ({"cache_host_layers": 1.5}, "cache_host_layers is 1.5: give an integer"),
         ({"min_gain": "64"}, "min_gain is '64': give an integer"),

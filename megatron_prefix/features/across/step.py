@@ -47,9 +47,9 @@ from megatron_prefix.tree.payload_map import Form
 logger = logging.getLogger(__name__)
 
 APART = "data-parallel ranks are not known to make equally many calls without gradients"
-NOTHING = "rollouts on several ranks begin with nothing in common that is worth it"
-SLOWER = "the slowest rank is not predicted to be sooner"
-RESTS = f"no prompt has crossed in {AFTER} steps: ranks ask again after {STEPS}"
+NOTHING = "rollouts on different ranks share no prefix that is long enough"
+SLOWER = "it would not speed up the slowest one"
+RESTS = f"no prompt was shared across ranks in {AFTER} steps; they check again after {STEPS}"
 USUAL = (APART, NOTHING, SLOWER, RESTS)
 """Reasons that nobody has to look after."""
 
@@ -94,7 +94,7 @@ def tell_alone(why: str, rank: Rank, told: set[str]) -> None:
     told.add(key)
     if rank.groups.tp.rank() == 0 and (rank.data_ranks is None or rank.data_ranks.rank() == 0):
         level = logging.INFO if key in USUAL else logging.WARNING
-        logger.log(level, "each data-parallel rank shares what it has: %s", why)
+        logger.log(level, "not sharing across data-parallel ranks: %s", why)
 
 
 def _in_the_way(config: PrefixConfig, rank: Rank) -> Refusal | None:
@@ -248,7 +248,7 @@ def _decided(
     if over > 0:
         return f"a rank would take more memory than it may ({over / 2**30:.3g} GiB too much)"
     if together >= local_only:
-        return f"{SLOWER} ({together:.4g} s if prompts cross, {local_only:.4g} s if not)"
+        return f"{SLOWER} ({together:.4g} s with it, {local_only:.4g} s without)"
     logger.debug("predicted: %.4f s if prompts cross, %.4f s if not", together, local_only)
     return ""
 

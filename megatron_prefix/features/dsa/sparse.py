@@ -147,9 +147,9 @@ class Sparse(Latents):
         if not Sparse.has_warned and tied.any():
             Sparse.has_warned = True
             logger.warning(
-                "layer %d: the indexer's scores of keys are equal where its top-k ends, for %d of"
-                " %d queries: which of them stock takes depends on the length of its rows, so it"
-                " and segments may see others (docs/sparse-attention.md)",
+                "layer %d: keys tie at the end of the indexer's top-k for %d of %d queries. Which"
+                " of them the stock schedule takes depends on the length of its rows, so both"
+                " schedules may attend to different keys (docs/sparse-attention.md)",
                 self._number, int(tied.sum()), len(tied),
             )  # fmt: skip
         return result

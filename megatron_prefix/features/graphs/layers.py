@@ -161,7 +161,7 @@ class LayerGraphs:
         moved = bool(self._addresses) and self._addresses != self._current_addresses()
         moved, self._watched = map(bool, self._most_of_ranks(moved, self._is_watched()))
         if moved:
-            logger.info("weights or gradients lie elsewhere: CUDA graphs are captured again")
+            logger.info("weights or gradients have moved: CUDA graphs are captured again")
             self._free.clear()
             self._addresses = ()
         if self._watched and not self._said:
@@ -293,7 +293,11 @@ class LayerGraphs:
             self._give_up(why, number - 1)
             return False
         self._addresses, self.captures = self._current_addresses(), self.captures + 1
-        logger.info("%d layers captured for %d positions", len(self.layers), len(hidden))
+        logger.info(
+            "CUDA graphs: %d layers captured for segments of up to %d positions",
+            len(self.layers),
+            len(hidden),
+        )
         return True
 
     def _give_up(self, why: str, number: int) -> None:

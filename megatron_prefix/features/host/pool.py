@@ -102,7 +102,10 @@ class StagingPool:
             )  # fmt: skip
         elif expected and not self._slabs:
             missing = int(SCRAPS * expected)
-            logger.info("offload: allocates %.1f GiB of host memory, once", missing / 2**30)
+            logger.info(
+                "offload: allocating %.1f GiB of host memory, which later steps use again",
+                missing / 2**30,
+            )
         if not missing:
             return
         size = max(SLAB_BYTES[self._pinned], 1 << (self._largest - 1).bit_length())

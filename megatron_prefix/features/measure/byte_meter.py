@@ -275,7 +275,7 @@ class ByteMeter:
             else self._of_segments(count, report, request, before, after, known)
         )  # fmt: skip
         if problem is not None:
-            logger.warning("bytes of a step are not known: %s", problem)
+            logger.warning("the memory of this step could not be measured: %s", problem)
         self._local[share] |= stages or {}
         overhead = {False: 0.0, True: 0.0}
         if after.allocated > before.allocated and after.reserved > before.reserved:

@@ -221,7 +221,7 @@ class CostMeter:
         try:
             write_costs(path, self._key, Measured(self._measured, self._costs.num_bytes))
         except UserError as error:  # a full disk must not end the training
-            logger.warning("measured costs are not kept: %s", error)
+            logger.warning("the measured costs could not be saved: %s", error)
 
 
 def key_of(rank: Rank, kernel: str) -> str:

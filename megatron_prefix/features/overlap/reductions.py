@@ -166,7 +166,7 @@ class Reductions:
         fits.update((model, not any_late) for model in self._models)
         if late:
             logger.warning(
-                "no reduction of gradients starts before the last backward is over: %s is used"
+                "gradients are reduced only after the last backward: %s is used"
                 " outside of its layer",
                 self._name(),
             )

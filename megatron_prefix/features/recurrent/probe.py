@@ -64,8 +64,8 @@ def tried(
     if device == "cpu":
         return rule_refusal(rule, device, torch.float64, key_dim, value_dim, heads)
     logger.warning(
-        "GatedDeltaNet's kernels are tried for %d heads of widths %d and %d: Triton takes some"
-        " minutes to compile and tune them where TRITON_CACHE_DIR does not have them",
+        "trying GatedDeltaNet's kernels for %d heads of widths %d and %d: Triton compiles and"
+        " tunes them for some minutes, unless TRITON_CACHE_DIR has them",
         heads,
         key_dim,
         value_dim,

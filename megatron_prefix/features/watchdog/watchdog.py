@@ -140,8 +140,8 @@ class Watchdog:
 
 MESSAGE = (
     "%s: a step has taken %.3g s (usual: %.3g, predicted: %.3g), %s. Compare this line on all"
-    " ranks: the rank that stands elsewhere holds the others up. Nothing ends it; to do so, send"
-    " TERM to what started the ranks"
+    " ranks: the rank at another place holds the others up. The step is not stopped; to stop the"
+    " job, send TERM to the process that started the ranks"
 )
 
 

@@ -151,8 +151,8 @@ def add_rollouts(
         add_text(group, "--rollouts", text, nargs="+", required=True)
     add_number(group, "--groups", "take at most the first N groups (default: all)")
     text = (
-        "shorten rollouts to N tokens: the shared prompt loses its head down to N/2, then each"
-        " rollout its tail"
+        "shorten rollouts to N tokens: cut the beginning of the shared prompt down to N/2, then the"
+        " end of each rollout"
     )
     add_number(group, "--max-tokens", text, kind=whole(2))
 
@@ -176,8 +176,8 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 def add_messages(parser: argparse.ArgumentParser, *, watchdog: bool = True) -> None:
     """`--message-timeout-minutes`, and of `config_of` `--watchdog-minutes`."""
     text = (
-        "a rank that waits longer for another gives up; give more than the longest step takes"
-        " (default {})"
+        "minutes after which a rank stops waiting for another; give more than the longest step"
+        " takes (default {})"
     )
     group, kind = parser.add_argument_group("ranks"), real(0.01, 10_000)
     add_number(group, "--message-timeout-minutes", text, MESSAGE_TIMEOUT_MINUTES, kind, "X")
@@ -198,46 +198,46 @@ def layout_of(args: argparse.Namespace, world_size: int | None = None) -> Layout
 # Fields of PrefixConfig ---------------------------------------------------------------------------
 
 _TEXTS = {
-    "chunk_tokens": "cut longer spans into chunks of at most N; 0: never; auto: the length with the"
-    " shortest simulated step (default {})",
-    "segment_tokens": "most positions that one forward runs, of one tree or of many; 0: no limit;"
-    " auto: by step, what is fastest within the limit of memory; down to an eighth of it is"
-    " taken where only that keeps it (default {})",
-    "min_gain": "dissolve a shared span that saves fewer positions, and an inner segment that saves"
-    " fewer than 32 times as many and less than a 16th of the step, or run its spans in the waves"
-    " that read them; 0 dissolves nothing,"
-    " and runs every prompt apart from its suffixes (default {})",
-    "align": "spans begin at multiples of N, besides those that the layout needs; with 64"
-    " GatedDeltaNet's rounding does not depend on where (default {})",
-    "loss_in_leaves": "share no trained token (for losses over whole sequences)",
-    "run_ahead": "forwards a pipeline stage runs ahead of the next: 1 needs less memory, 2 waits"
-    " less (default {})",
-    "plan_file": "run this plan (a file of `plan --csv`) instead of the planner's; it must fit the"
-    " rollouts, the lengths and the layout",
-    "watchdog_minutes": "after X minutes every rank says where a step stands that has also taken"
-    " ten times its usual and its predicted time (default {}); 0: never",
-    "cost_file": "keep what mode auto measures of this model, layout and device, for the next run",
+    "chunk_tokens": "cut prompts and other spans longer than N into chunks; 0: never; auto: the"
+    " length with the shortest simulated step (default {})",
+    "segment_tokens": "most positions in one forward (a single span may exceed it); 0: no limit;"
+    " auto: for each step the fastest length that fits the memory limit. A given N is reduced, to"
+    " an eighth at most, where only that fits (default {})",
+    "min_gain": "do not share a prefix that saves fewer than N tokens. A segment of its own has to"
+    " save 32 times as many, or a 16th of the step; else its spans run with their suffixes. 0:"
+    " share every prefix, and run every prompt in a segment of its own (default {})",
+    "align": "begin spans at multiples of N, in addition to what the layout requires; 64 makes"
+    " GatedDeltaNet's results independent of where sequences are cut (default {})",
+    "loss_in_leaves": "never share a trained token (for losses over whole sequences)",
+    "run_ahead": "forwards that a pipeline stage runs ahead of the next stage: 1 needs less memory,"
+    " 2 waits less (default {})",
+    "plan_file": "run this plan (a file written by `plan --csv`) instead of the planner's; it must"
+    " fit the rollouts, the lengths and the layout",
+    "watchdog_minutes": "log on every rank what a step is doing once it has taken X minutes and ten"
+    " times its usual and its predicted time; 0: never (default {})",
+    "cost_file": "file in which mode auto keeps its measurements of this model, layout and device"
+    " for the next run",
     "memory": "what an inner segment keeps until its backward. retain: its saved tensors;"
-    " recompute_act: without what MLPs' activation functions give, which is computed again, waves"
-    " too; offload: all of them on the host; recompute: only K/V and its input, and its forward"
-    " runs again; auto (default): by step and segment the cheapest that takes no more memory than"
-    " the stock schedule and 5 %%",
-    "memory_budget_gb": "GiB of device memory that a step may use, instead of the stock schedule's;"
-    " then --memory auto offloads, too; a step of mode auto that would need more runs as stock's"
-    " (default 0: not set)",
-    "cache_host_layers": "layers whose K/V, or recurrent states, and their gradients are in host"
-    " memory while other layers run, for prompts whose K/V do not fit (default {})",
-    "graph_tokens": "positions of the longest segment whose layers run on CUDA graphs, but for core"
-    " attention, recurrences and experts: for narrow ranks and short segments, whose time is the"
-    " host's; what such a segment keeps stays allocated; auto, in mode auto: the longest for which"
-    " the device waits for the host, if steps then take less time (default {}: none)",
-    "cp_reduce": "with --cp: gather K/V and send gK/gV back for every wave, or once per"
-    " segment, which sends less, while every rank keeps K/V of all; auto (default): segment if it"
-    " fits",
-    "across_ranks": "run what rollouts on several data-parallel ranks begin with once in the job:"
-    " auto: where it can be, pays and fits; on: what is in the way is refused; node: on, among the"
-    " ranks of one host (default: auto in mode auto, else off)",
-    "kernel": f"attention kernel: {', '.join(KERNELS)}, A+B (A for ancestors' keys, B for a"
+    " recompute_act: the same without the outputs of MLP activation functions, which run again, in"
+    " waves too; offload: saved tensors move to the host; recompute: only K/V and its input, and"
+    " its forward runs again; auto (default): for each segment the cheapest of these that fits the"
+    " memory limit, which is the stock schedule's peak and 5 %%",
+    "memory_budget_gb": "GiB of device memory that a step may use on top of what is allocated when"
+    " it begins; 0: the limit follows the stock schedule's peak. With a budget, --memory auto may"
+    " offload, and mode auto runs a step that cannot fit with the stock schedule (default 0)",
+    "cache_host_layers": "number of layers whose K/V or recurrent states, and their gradients, stay"
+    " in host memory until the layer runs; for prompts whose K/V do not fit (default {})",
+    "graph_tokens": "run the layers of segments of up to N positions as CUDA graphs, except core"
+    " attention, recurrences and experts: for narrow ranks and short segments, where the host sets"
+    " the time. What such a segment keeps stays allocated. auto, in mode auto: the longest length"
+    " at which the device waits for the host, if steps get faster (default {}: no graphs)",
+    "cp_reduce": "with --cp, when K/V are gathered and gK/gV sent back. wave: for every wave;"
+    " segment: once for each segment, which sends less, but every rank keeps all K/V; auto"
+    " (default): segment if it fits",
+    "across_ranks": "run a prefix that several data-parallel ranks share on one of them. auto:"
+    " where it is possible, predicted to be faster, and fits the memory limit; on: always, and what"
+    " prevents it is an error (default: auto in mode auto, else off)",
+    "kernel": f"attention kernel: {', '.join(KERNELS)}, A+B (A for the keys of ancestors, B for a"
     " segment's own), or auto (default)",
 }
 _OLD_FLAGS = {"segment_tokens": ["--wave-tokens"]}
@@ -304,13 +304,13 @@ def add_baseline(parser: argparse.ArgumentParser) -> None:
     """`--baseline --pack-tokens --shuffle --deal`; see `baseline_of`."""
     group = parser.add_argument_group("baseline")
     text = (
-        "microbatches of both schedules. packed (default): rollouts one after another (THD), as"
-        " trainers run them; rollout: one each"
+        "microbatches of both schedules. packed (default): several rollouts in one sequence (THD),"
+        " as trainers run them; rollout: one rollout each"
     )
     add_choice(group, "--baseline", text, BASELINES, BASELINES[0])
     text = (
-        "most positions of a packed microbatch, on all context-parallel ranks together; a longer"
-        " rollout is alone (default {})"
+        "most positions of a packed microbatch, over all context-parallel ranks; a longer rollout"
+        " has a microbatch to itself (default {})"
     )
     add_fields(group, Baseline, {"pack_tokens": text})
     text = "take a step's rollouts in a random order, which spreads groups over microbatches"
@@ -321,9 +321,9 @@ def add_baseline(parser: argparse.ArgumentParser) -> None:
 def add_deal(group: Any) -> None:
     """`--deal`."""
     text = (
-        "how a step's rollouts go to data-parallel ranks. groups (default): whole groups, balanced"
-        " by what ranks execute; length: equally many and near equally long rollouts a rank,"
-        " whatever their groups, as verl does by default; random: equally many, by the seed"
+        "how a step's rollouts are dealt to data-parallel ranks. groups (default): whole groups,"
+        " balanced by the tokens that ranks execute; length: equal numbers of rollouts with about"
+        " equal lengths, whatever their groups, as verl does by default; random: equal numbers"
     )
     add_fields(group, Baseline, {"deal": text})
 

@@ -56,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cpu", "cuda"), help="what to check (default: cuda if there is one)"
     )
     arguments.add_switch(
-        parser, "--probe", "try kernels that compile first too, some for minutes; a run finds them"
+        parser,
+        "--probe",
+        "also try kernels that compile first, some for minutes; later runs find them",
     )
     text = "list all kernels, and all that the prefix schedule refuses, with what to do"
     arguments.add_switch(parser, "--refused", text)

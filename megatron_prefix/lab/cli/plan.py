@@ -42,25 +42,26 @@ from megatron_prefix.plan.prediction import predict as predicted_times
 from megatron_prefix.tree import Forest, TreeOptions, build
 
 HELP = """\
-What sharing saves on rollout files: trees, ratios, compression, predicted speedup, and the plan of
-one step with its simulated bubble and memory.  All groups make one step unless --groups limits it.
-Tokens are positions with a label: a rollout of n tokens has n-1.  Makespan and bubble count tokens
-of forward work, a backward twice, communication nothing.  --segment-tokens auto and --chunk-tokens
-auto take the lengths with the shortest predicted step, whatever memory they need; the latter looks
-at segments of a half, a quarter, ... of --segment-tokens, too.  The speedup is of the layout:
-waiting and launches included, over the stock schedule on rollouts packed to at most 16,384 tokens.
-With --dp N the step is dealt to N ranks: a table shows the tokens that each has and executes if it
-shares alone, and what is left if every prompt runs once in the whole job; all else is of the rank
-that executes most.  With --across-ranks the plans of all ranks are made, and without --pp and --ep
-simulated together, with messages at 50 GB/s; --output FOLDER writes them (rank-0.csv, ...), a
-picture (plan.svg) and a trace (plan.json); all else stays as it is.
-In JSON ranks are data_parallel (null with one rank): lists by rank (rollouts,
-raw_tokens, executed_tokens, own_tokens: those on no other rank), executed_tokens_across_ranks,
-speedup and speedup_across_ranks of the slowest rank by tokens, the latter if owners of prompts even
-ranks out, deal, planned_rank, and across_ranks (null without --across-ranks): by rank
-executed_tokens, received_tokens, sent_tokens (once for every rank that gets them),
-speedup of the slowest by tokens, and where it is simulated peak_received_tokens, and in tokens of
-forward work busy, waiting, and the makespan."""
+Shows what sharing saves on rollout files: trees, ratios, compression, predicted speedup, and the
+plan of one step with its simulated bubble and memory. All groups make one step unless --groups
+limits it. Tokens are positions with a label: a rollout of n tokens has n-1. Makespan and bubble are
+in tokens of forward work; a backward counts twice, and communication not at all. The speedup is
+that of the layout, waits and launches included, over the stock schedule on rollouts packed to at
+most 16,384 tokens. --segment-tokens auto and --chunk-tokens auto take the lengths with the shortest
+predicted step, whatever memory they need.
+
+With --dp N the step is dealt to N ranks. A table shows how many tokens each rank has, how many it
+executes if it shares alone, and how many are left if every prompt runs once in the job; the rest of
+the output is for the rank that executes most. --across-ranks plans all ranks, and simulates them
+together if there is no --pp and no --ep, with messages at 50 GB/s. --output FOLDER writes these
+plans (rank-0.csv, ...), a picture (plan.svg) and a trace (plan.json).
+
+In --json, data_parallel (null with one rank) has lists by rank: rollouts, raw_tokens,
+executed_tokens, own_tokens (those on no other rank) and executed_tokens_across_ranks; speedup and
+speedup_across_ranks of the slowest rank, by tokens; deal and planned_rank; and across_ranks (null
+without --across-ranks): by rank executed_tokens, received_tokens, sent_tokens (once for every rank
+that gets them), the speedup of the slowest, and if it is simulated peak_received_tokens, busy,
+waiting and the makespan, in tokens of forward work."""
 EPILOG = """\
 examples:
   megatron-prefix plan rollouts.jsonl.gz

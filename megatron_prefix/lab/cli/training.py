@@ -28,15 +28,15 @@ _STEPS = {
     "warmup_steps": "steps in which the learning rate rises (default {})",
     "weight_decay": "AdamW's (default {})",
     "adam_eps": "AdamW's epsilon (default {})",
-    "clip_grad": "largest gradient norm; 0: any (default 1; 0 in float64)",
+    "clip_grad": "clip gradients to this norm; 0: do not clip (default 1; 0 in float64)",
 }
 _LOSS = {
-    "clip_low": "ratios count no lower than 1 - X (default {})",
-    "clip_high": "ratios count no higher than 1 + X (default {})",
+    "clip_low": "the ratio of probabilities is clipped at 1 - X (default {})",
+    "clip_high": "the ratio of probabilities is clipped at 1 + X (default {})",
     "kl_coeff": "weight of the KL to the initial model (default {}: none)",
 }
 _UPDATES = {
-    "max_skipped": "updates in a row that may not be finite (default {})",
+    "max_skipped": "stop after more than N updates in a row that are not finite (default {})",
     "loss_mean": "mean over trained tokens, or over rollouts of their means (default {})",
 }
 
@@ -58,8 +58,8 @@ def add_schedule(parser: argparse.ArgumentParser) -> None:
     """`--prefix-schedule`, `--cost-file`, `--deal` and `--compare`."""
     group = parser.add_argument_group("schedule")
     text = (
-        "off: Megatron's; observe: Megatron's, and metrics say what sharing would give; auto: share"
-        " where it pays; on: always (default)"
+        "off: the stock schedule; observe: the same, and metrics say what sharing would save; auto:"
+        " share where it pays; on: always (default)"
     )
     add_choice(group, "--prefix-schedule", text, MODES, "on")
     add_config(group, "cost_file")
@@ -75,7 +75,7 @@ def add_files(parser: argparse.ArgumentParser) -> None:
     add_text(group, "--output", text, metavar="DIR")
     add_switch(group, "--overwrite", "replace the metrics of another run in OUTPUT")
     add_fields(group, RunOptions, {"save_every": "steps between checkpoints; 0: none (default)"})
-    text = "go on from a run's folder or a checkpoint; without DIR from OUTPUT, if it has one"
+    text = "resume from the folder of a run or a checkpoint; without DIR from OUTPUT, if it has one"
     add_text(group, "--resume", text, metavar="DIR", nargs="?", const="auto")
     text = (
         "metrics to this project of Weights & Biases, too; WANDB_MODE=offline keeps them in OUTPUT"

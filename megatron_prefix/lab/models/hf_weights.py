@@ -260,8 +260,8 @@ def tell_padding(folder: Path, vocab: int, padded: int) -> None:
 @functools.cache
 def _tell_unread(folder: Path, number: int, names: str) -> None:
     logger.warning(
-        "%s: %d tensors are not read, as the model does not see, and has no multi-token prediction"
-        " unless mtp_num_layers is set: %s", folder, number, names,
+        "%s: %d tensors are not loaded (vision tower; MTP layers unless mtp_num_layers is set):"
+        " %s", folder, number, names,
     )  # fmt: skip
 
 

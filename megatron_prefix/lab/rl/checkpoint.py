@@ -162,7 +162,7 @@ def load(trainer: Trainer, checkpoint: Path, identity: Identity) -> None:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as e:
         raise CheckpointError(checkpoint, f"does not fit this run ({reason(e)})") from e
     if not same_world:
-        logger.warning("resumed on another number of ranks: random generators start anew")
+        logger.warning("resumed on a different number of ranks: random generators are seeded anew")
     trainer.num_steps, trainer.position = state.step, state.position
     trainer.updater.skipped = state.skipped
     trainer.updater.skipped_in_a_row = state.skipped_in_a_row

@@ -173,7 +173,9 @@ class MemoryControl:
         if self._resting > 0:
             return
         if torch.cuda.memory_reserved(device) > max(reserved, used + self.limit):
-            logger.info("the step's cached blocks are more than its limit: they are given back")
+            logger.info(
+                "torch caches more memory than the step's limit: it is returned to the device"
+            )
             torch.cuda.empty_cache()
             self._resting = STEPS_BETWEEN
 
@@ -223,7 +225,7 @@ class MemoryControl:
             raise self._failure(f"{reason}; not tried again: {why}", plan, request)
         self.before.undo()  # type: ignore[union-attr]
         free_memory()
-        logger.warning("%s: the step runs again, every inner segment recomputed", reason)
+        logger.warning("%s: running the step again with every inner segment recomputed", reason)
         try:
             return attempt(lean), lean
         except torch.OutOfMemoryError as error:
@@ -239,7 +241,7 @@ class MemoryControl:
     def _failure(self, reason: str, plan: Plan, request: Request) -> StepOutOfMemory:
         rows = memory_table(plan, self._footprint(request).peaks(plan))
         keeps = "cp_reduce 'wave', " if self.gathers else ""
-        logger.error("predicted besides weights and gradients, GiB:\n%s", rows)
+        logger.error("predicted memory on top of weights and gradients, GiB:\n%s", rows)
         return StepOutOfMemory(
             f"{reason}. Give {keeps}fewer segment_tokens, chunk_tokens, Megatron's"
             f" recompute_granularity, or more ranks\n{rows}"

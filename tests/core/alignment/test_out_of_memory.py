@@ -66,7 +66,7 @@ def test_the_step_is_made_again_and_is_exact(
         with caplog.at_level(logging.WARNING):
             found = run(schedule, model)
     assert_same(found, expected)
-    assert "the step runs again, every inner segment recomputed" in caplog.text
+    assert "running the step again with every inner segment recomputed" in caplog.text
     assert schedule.report is not None and schedule.report.retried
     assert set(schedule.report.plan.policies) == {"recompute", "retain"}
     assert_same(run(schedule, model), expected)
@@ -127,7 +127,7 @@ def test_twice_is_an_error_with_a_table(caplog: pytest.LogCaptureFixture) -> Non
     assert first.startswith("out of device memory: CUDA out of memory; with all inner segments")
     assert "segment_tokens" in first and "Tried to allocate" not in first
     assert table[0].split()[:2] == ["rank", "peak"] and table[1].split()[0] == "0"
-    assert "predicted besides weights and gradients" in caplog.text
+    assert "predicted memory on top of weights and gradients" in caplog.text
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert_same(run(schedule, model), expected)
 

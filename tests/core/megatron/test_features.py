@@ -404,7 +404,7 @@ def test_a_newer_megatron_is_taken_with_a_warning(
     with caplog.at_level(logging.WARNING):
         features.check_version(version)
     (record,) = caplog.records
-    expected = f"megatron-core {version} is newer than 0.19.2, the newest tried"
+    expected = f"megatron-core {version} is newer than 0.19.2, the newest version tested"
     assert record.getMessage() == expected and record.levelno == logging.WARNING
 
 

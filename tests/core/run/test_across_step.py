@@ -313,6 +313,6 @@ def test_why_ranks_are_alone_is_logged_once_for_every_reason(caplog: Any) -> Non
         for why in ("", f"{SLOWER} (1 s)", f"{SLOWER} (2 s)", "it could not be planned (x)"):
             tell_alone(why, rank, told)
     assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
-        ("INFO", f"each data-parallel rank shares what it has: {SLOWER} (1 s)"),
-        ("WARNING", "each data-parallel rank shares what it has: it could not be planned (x)"),
+        ("INFO", f"not sharing across data-parallel ranks: {SLOWER} (1 s)"),
+        ("WARNING", "not sharing across data-parallel ranks: it could not be planned (x)"),
     ]

@@ -136,7 +136,7 @@ def test_heads_that_the_model_has_not_are_left_out_and_said(tmp_path, caplog, fa
     safetensors.save_file({**tensors, extra: torch.ones(2)}, tmp_path / "model.safetensors")
     caplog.set_level("WARNING", hf_weights.__name__)
     assert model(tmp_path).decoder.final_layernorm.weight.any()
-    assert "1 tensors are not read" in (told := logged(caplog)) and extra in told
+    assert "1 tensors are not loaded" in (told := logged(caplog)) and extra in told
     tensors["model.layers.4.mlp.other.weight" if family == "qwen3-next" else "mtp"] = torch.ones(2)
     safetensors.save_file(tensors, tmp_path / "model.safetensors")
     assert "unknown tensors" in refused(tmp_path)

@@ -305,8 +305,12 @@ def test_a_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("mode", "line"),
     [
-        ("on", "shared: {} of {} tokens of this update run on the first rank"),
-        ("observe", "observed: {} of {} tokens of this update would run on the first rank"),
+        ("on", "prefix sharing is on: rank 0 computes {:,} of {:,} tokens ({:.1f}x predicted)"),
+        (
+            "observe",
+            "prefix sharing is observed: rank 0 would compute {:,} of {:,} tokens ({:.1f}x"
+            " predicted)",
+        ),
     ],
 )
 def test_what_is_shared_is_logged_once(mode, line, caplog: pytest.LogCaptureFixture) -> None:
@@ -315,8 +319,9 @@ def test_what_is_shared_is_logged_once(mode, line, caplog: pytest.LogCaptureFixt
     assert schedule.report is not None
     forest = schedule.report.forest
     assert 0 < forest.executed_tokens < forest.raw_tokens
-    expected = line.format(forest.executed_tokens, forest.raw_tokens)
-    assert [text for text in caplog.messages if " on the first rank" in text] == [expected]
+    predicted = schedule.report.decision.predicted_speedup
+    expected = line.format(forest.executed_tokens, forest.raw_tokens, predicted)
+    assert [text for text in caplog.messages if "prefix sharing is" in text] == [expected]
 
 
 class OwnInfo(Trainer):

@@ -110,7 +110,7 @@ def test_a_step_that_cannot_keep_it_is_stocks(
     for _ in range(2):
         saved(schedule, model, items)
         assert schedule.report.decision.share and not schedule.report.decision.fallback
-    assert caplog.text.count("mode on shares all the same: sharing would take") == (budget > 0)
+    assert caplog.text.count("mode on shares this step anyway: sharing would take") == (budget > 0)
 
 
 def test_padding_of_rows_counts_for_both_schedules(model: Any) -> None:
