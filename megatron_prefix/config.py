@@ -41,7 +41,7 @@ LEAST_SEGMENT = 1024
 SEGMENT_GAIN = 32
 """Times `min_gain` that an inner segment saves at least. On an H200, with 12 layers of Qwen3-8B's
 widths, steps of rag_musique took as long with one segment more as with 950 positions more
-(benchmarks/LOG.md, "four H200s of one host, timed")."""
+(benchmarks/LOG.md, "How large a segment must be")."""
 
 
 @dataclass(frozen=True)

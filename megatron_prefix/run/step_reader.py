@@ -39,7 +39,7 @@ def uncollected() -> Iterator[None]:
 
     Reading and planning a step of some 270 rollouts makes enough objects for 8 to 18 collections,
     2 to 6 ms, and every now and then for one of everything that the trainer has: 0.2 to 0.4 s where
-    torch and Megatron-Core are all there is (2 CPU cores; benchmarks/LOG.md, 2026-11-26). It lasts
+    torch and Megatron-Core are all there is (2 CPU cores; benchmarks/LOG.md). It lasts
     to the first action's end: then the host is ahead of the device, and a collection costs less.
     """
     if not gc.isenabled():

@@ -25,8 +25,6 @@ UNDER = re.compile(rf"(?<![\w/.$}}-])((?:{FOLDERS})/[\w./*-]*[\w*/])")
 MODULE = re.compile(r"(?<![\w./-])megatron_prefix((?:\.[A-Za-z_]\w*)+)")
 OTHERS = ("megatron", "torch", "transformer_engine", "transformers")  # whose files are named, too
 MEGATRON_LM = {"pretrain_gpt.py", "train_rl.py"}  # scripts, in no package
-# What the log says of the past stays as it was.
-GONE = {"benchmarks/LOG.md": ["pipeline/gated.py", "tests/unit/test_links.py"]}
 
 
 def tracked(*suffixes):
@@ -254,7 +252,7 @@ def test_commands_in_a_verbs_help_are_taken(verb):
 
 def test_files_that_are_named_exist():
     found = {relative(path): missing_files(path) for path in OWN}
-    assert {path: names for path, names in found.items() if names} == GONE
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 def test_modules_that_are_named_exist():

@@ -16,7 +16,7 @@ import numpy as np
 EVEN = 1.02
 """Loads up to this multiple of the mean stay. Levels run one after another, and long spans dealt in
 turn are even on each level: moves for the last percents made a simulated step longer
-(benchmarks/LOG.md, 2026-11-26)."""
+(benchmarks/LOG.md, "Evening out owners")."""
 
 
 def owners_of(

@@ -16,7 +16,7 @@ from megatron_prefix.refusals.table import OTHER_ROUTER
 
 LAUNCHES = 10.0
 """See LayerWork: the host waits for the device in every layer, as it needs the tokens of each
-expert, and launches as many products (benchmarks/LOG.md, 2026-11-25, Moonlight)."""
+expert, and launches as many products (benchmarks/LOG.md, "Experts")."""
 
 
 class Experts(Kind):
