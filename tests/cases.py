@@ -336,7 +336,8 @@ class Row:
     ran: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return ", ".join(map(str, (*self.values.values(), *{self.mode} - {"on"})))
+        more = (*{self.mode} - {"on"}, *filter(None, [self.mistake]))
+        return ", ".join(map(str, (*self.values.values(), *more)))
 
 
 def row(model: str = "gqa", options: str = "whole", *ran: str, **values: Any) -> Row:

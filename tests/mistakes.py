@@ -11,10 +11,22 @@ import numpy as np
 import torch
 
 from megatron_prefix.features.across.span_sums import SpanSums
+from megatron_prefix.features.dsa import sparse
+from megatron_prefix.features.dsa.sparse import Sparse
 from megatron_prefix.features.experts import tokens
 from megatron_prefix.features.experts.group_counts import GroupCounts
 from megatron_prefix.features.experts.ledger import RouterLedger
+from megatron_prefix.features.mla.latent import Latents
 from megatron_prefix.features.mtp.tables import Division
+from megatron_prefix.features.recurrent import delta, states
+from megatron_prefix.features.recurrent.spans import Spans
+from megatron_prefix.features.windows import windowed
+from megatron_prefix.features.windows.windowed import Tails, WindowKeys
+from megatron_prefix.layers.blocks import core
+from megatron_prefix.layers.blocks.rotary import Rotary
+from megatron_prefix.sidecar.arena import Arena
+from megatron_prefix.sidecar.cache import SidecarCache
+from megatron_prefix.tree.payload_map import Form
 
 _COLUMNS, _CLOSING = tokens.columns_of, tokens.LogicalTokens.closing
 _IN_LOSS = Division.in_loss
@@ -53,7 +65,192 @@ def _share_of_the_other(self: Division, left: Any, whole: Any) -> Any:
     return _IN_LOSS(self, left[:, ::-1], whole[:, ::-1])
 
 
-MISTAKES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+def of_stock(owner: Any, name: str, change: Callable[[Any], Any]) -> tuple[Any, str, Any]:
+    """What stands there, changed."""
+    return owner, name, change(getattr(owner, name))
+
+
+def of_states(verb: str, change: Callable[[Any], Any]) -> tuple[Any, str, Any]:
+    """What the sidecar answers to recurrent layers, changed."""
+    stock = getattr(SidecarCache, verb)
+
+    def changed(self: SidecarCache, layer: int, *args: Any) -> Any:
+        answer = stock(self, layer, *args)
+        return change(answer) if self.forms[layer] is Form.SPANS else answer
+
+    return SidecarCache, verb, changed
+
+
+def _only(kept: int) -> Callable[[Any], Any]:
+    """Of two gradients one; the other is zero."""
+
+    def change(sent: Any) -> Any:
+        if sent is None:
+            return None
+        return [
+            part if place == kept else torch.zeros_like(part) for place, part in enumerate(sent)
+        ]
+
+    return change
+
+
+def _last_child(stock: Any) -> Any:
+    """A segment's gradients take the place of those before it."""
+
+    def add(self: Any, seen: Any, what: Any, gradients: Any) -> None:
+        if not self.rows.zeros:  # of attention
+            return stock(self, seen, what, gradients)
+        if not self.sums:
+            self.allocate(self.values, sums=True)
+        for total, part in zip(self.sums, gradients, strict=True):
+            total.index_copy_(0, what.rows, part.to(total.dtype))
+        return None
+
+    return add
+
+
+def _last_span(gradient: torch.Tensor, numbers: int | torch.Tensor) -> torch.Tensor:
+    if isinstance(numbers, int):
+        return gradient[numbers - 1 :: numbers]
+    return gradient[numbers.cumsum(0) - 1]
+
+
+def _sums_are_left(stock: Any) -> Any:
+    """Rows are used again, with what others have sent to them."""
+
+    def write(self: Any, index: int, payload: Any) -> None:
+        if not self.rows.zeros:  # of attention
+            return stock(self, index, payload)
+        kept, self.sums = self.sums, []
+        stock(self, index, payload)
+        self.sums = kept
+        return None
+
+    return write
+
+
+def _another_parent(stock: Any) -> Any:
+    def wrong(self: Spans, lengths: Any, parents: Any, device: Any) -> None:
+        stock(self, lengths, [max(1, row - 1) if row else 0 for row in parents], device)
+
+    return wrong
+
+
+def _not_moved(y: torch.Tensor, places: torch.Tensor, again: torch.Tensor) -> torch.Tensor:
+    """Gradients go where values were overwritten."""
+    change = torch.zeros_like(y)
+    change[0] = change[0].index_copy(0, places, again - y[0, places].detach())
+    return y + change
+
+
+def _weightless(stock: Any) -> Any:
+    """No gradient of a projection's weights."""
+
+    def wrong(self: Latents, payload: Any) -> Any:
+        both, pull = stock(self, payload)
+        return both, lambda gradients: (pull(gradients)[0], [None] * len(self.weights))
+
+    return wrong
+
+
+def _zeros_to_ancestors(stock: Any) -> Any:
+    def wrong(self: Sparse, payload: Any) -> Any:
+        both, pull = stock(self, payload)
+        return both, lambda gradients: pull(tuple(0 * one for one in gradients))
+
+    return wrong
+
+
+STATES: dict[str, tuple[Any, str, Any]] = {
+    "no state": of_states("read", lambda both: (torch.zeros_like(both[0]), both[1])),
+    "no tail": of_states("read", lambda both: (both[0], torch.zeros_like(both[1]))),
+    "reversed tail": of_states("read", lambda both: (both[0], both[1].flip(1))),
+    "no gradient of states": of_states("take", _only(1)),
+    "no gradient of tails": of_states("take", _only(0)),
+    "the last segment alone": of_stock(Arena, "add", _last_child),
+    "a child of a segment": (states, "summed", _last_span),
+    "the neighbour's parent": of_stock(Spans, "__init__", _another_parent),
+    "sums of other rows": of_stock(Arena, "write", _sums_are_left),
+    "own inputs in the tail": of_stock(
+        Spans, "edges", lambda stock: lambda self, before: stock(self, before)._replace(tail=None)
+    ),
+    "padding makes steps": of_stock(
+        Spans, "batches",
+        lambda stock: lambda *given: [one._replace(padding=None) for one in stock(*given)],
+    ),
+    "other spans are seen": (delta, "overwritten", lambda y, *_: y),
+    "gradients into other spans": (delta, "overwritten", _not_moved),
+}  # fmt: skip
+"""Of recurrent layers: "tail" is of the convolution."""
+LATENT: dict[str, tuple[Any, str, Any]] = {
+    "no gradient of latents": (Latents, "arrived", lambda self: None),
+    "half a gradient": of_stock(
+        Latents, "arrived",
+        lambda stock: lambda self: None if (sent := stock(self)) is None else sent / 2,
+    ),
+    "no gradient of rotated keys": of_stock(
+        Latents, "returned",
+        lambda stock: lambda self, of, sent, both: stock(self, of, (sent[0], 0 * sent[1]), both),
+    ),
+    "no gradient of the projection": of_stock(Latents, "keys_with_pull", _weightless),
+    "positions from 0": of_stock(
+        Rotary, "of",
+        lambda stock: lambda self, module, at: stock(self, module, torch.arange(len(at))),
+    ),
+    "latents of other rows": of_stock(
+        Latents, "left",
+        lambda stock: lambda self, of, *both: (
+            stock(self, of, *both)[0].roll(1, 0), both[0][:, 0, 16:],
+        ),
+    ),
+}  # fmt: skip
+WINDOWS: dict[str, tuple[Any, str, Any]] = {
+    "no gradient to ancestors": of_stock(
+        WindowKeys, "pull",
+        lambda stock: lambda self, layer, context, both: stock(
+            self, layer, context, tuple(0 * one for one in both)
+        ),
+    ),
+    "nothing of tails returns": (Tails, "returned", lambda self, *both: None),
+    "the first positions": of_stock(
+        windowed, "window_keys",
+        lambda stock: lambda *given: stock(*given)._replace(
+            last=stock(*given).last.new_tensor(range(len(stock(*given).last)))
+        ),
+    ),
+    "no sink": (core, "with_sink", lambda out, lse, sink: (out, lse)),
+    "no gradient of sinks": (core, "sink_gradient", lambda *given: torch.zeros_like(given[-1])),
+}  # fmt: skip
+SPARSE: dict[str, tuple[Any, str, Any]] = {
+    "ancestors are not seen": of_stock(
+        sparse, "seen_of",
+        lambda stock: lambda *given: [
+            one._replace(rows=one.rows[-(one.stop - one.first) :]) for one in stock(*given)
+        ],
+    ),
+    "the first keys": of_stock(
+        sparse, "choose",
+        lambda stock: lambda *given: (torch.zeros_like(stock(*given)[0]), stock(*given)[1]),
+    ),
+    "no relu": of_stock(
+        sparse, "choose", lambda stock: lambda index, topk, _: stock(index, topk, False)
+    ),
+    "index keys from position 0": of_stock(
+        Sparse, "angles",
+        lambda stock: lambda self, rotary, forward: (
+            forward if rotary is self.indexer.rotary_pos_emb else stock(self, rotary, forward)
+        ),
+    ),
+    "zeros to ancestors": of_stock(Sparse, "keys_with_pull", _zeros_to_ancestors),
+    "nothing of descendants returns": (Sparse, "returned", lambda self, *both: None),
+}  # fmt: skip
+
+MISTAKES: dict[str, tuple[Any, str, Any]] = {
+    **STATES,
+    **LATENT,
+    **WINDOWS,
+    **SPARSE,
+    "suffixes send nothing": (Arena, "add", lambda *_: None),
     "rows for tokens": (tokens, "columns_of", _first_rollout),
     "waves for microbatches": (tokens.LogicalTokens, "closing", _one_microbatch),
     "counts of a rank": (GroupCounts, "enter", _this_rank),

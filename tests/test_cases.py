@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests import judge
+from tests import judge, mistakes
 from tests.cases import FAMILIES, Row, random_row, row, wrong
 from tests.harness.fuzzing import rounds
 from tests.harness.one_rank import one_rank
@@ -205,6 +205,13 @@ def test_random_trees(model: str) -> None:
     assert not failures
 
 
+OF_STATES = {
+    "own inputs in the tail": "chunks of 2", "sums of other rows": "a rollout a wave",
+    "the last segment alone": "small packs",
+}  # fmt: skip
+"""Options in which mistakes with states show that others would hide."""
+KINDS = (("mla", mistakes.LATENT), ("gpt-oss", mistakes.WINDOWS), ("dsa", mistakes.SPARSE))
+OF_DELTA = ("other spans are seen", "gradients into other spans")
 WRONG = [
     *(
         wrong("rows for tokens", "gradient auxiliary", name)
@@ -215,6 +222,19 @@ WRONG = [
           returns="per_token"),
     wrong("waves for microbatches", "gradient auxiliary", "experts aux", "whole"),
     wrong("counts in no order", "gradient auxiliary", "experts global"),
+    *(
+        wrong(mistake, "gradient", model, OF_STATES.get(mistake, "whole"))
+        for model in ("gdn", "mamba", "own delta attribute", "own delta global")
+        for mistake in mistakes.STATES
+        if (mistake in OF_DELTA) <= (model != "mamba")
+        and (mistake == "padding makes steps") <= (model == "mamba")
+    ),
+    *(
+        wrong(mistake, "gradient", model, "chunks of 7")
+        for model, table in KINDS
+        for mistake in table
+    ),
+    wrong("suffixes send nothing", "gradient", "gqa", "joined"),
 ]  # fmt: skip
 
 

@@ -14,7 +14,6 @@ import torch
 from packaging.version import Version
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.features.recurrent import states
 from megatron_prefix.features.recurrent.spans import Spans
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.platforms.exact import by_definition
@@ -26,13 +25,13 @@ from megatron_prefix.layers import table
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import install, installed, language_model
 from megatron_prefix.run.rank import Rank
-from megatron_prefix.sidecar.arena import Arena
-from tests.harness import hybrid, mistakes, steps
+from tests.harness import hybrid, steps
 from tests.harness.arenas import offloaders
 from tests.harness.hybrid import GDN, MAMBA
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
 from tests.harness.steps import Contract
+from tests.mistakes import of_states
 
 pytestmark = pytest.mark.turns
 
@@ -127,7 +126,7 @@ def test_a_step_without_memory_is_made_again(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
         return sent
 
-    mistakes.of_states(monkeypatch, "take", once)
+    monkeypatch.setattr(*of_states("take", once))
     offloading = offloaders(monkeypatch)
     ours = schedule_with(chunk_tokens=16, memory="offload", cache_host_layers=9)
     assert max(hybrid.errors(model, expected, ours).values()) <= EXACT
@@ -254,87 +253,6 @@ def test_the_stock_model_runs_packs_of_gated_delta_net(families: dict[str, Famil
     torch.testing.assert_close(logits, torch.cat(alone, 1), rtol=0, atol=EXACT)
 
 
-# --- mistakes that must show ---------------------------------------------------------------------
-
-
-def _last_child_only(patch: pytest.MonkeyPatch) -> None:
-    stock = Arena.add
-
-    def add(self: Any, seen: Any, what: Any, gradients: Any) -> None:
-        if not self.rows.zeros:  # of attention
-            return stock(self, seen, what, gradients)
-        if not self.sums:
-            self.allocate(self.values, sums=True)
-        for total, part in zip(self.sums, gradients, strict=True):
-            total.index_copy_(0, what.rows, part.to(total.dtype))
-        return None
-
-    patch.setattr(Arena, "add", add)
-
-
-def _one_of_many_spans(patch: pytest.MonkeyPatch) -> None:
-    def last(gradient: torch.Tensor, numbers: int | torch.Tensor) -> torch.Tensor:
-        if isinstance(numbers, int):
-            return gradient[numbers - 1 :: numbers]
-        return gradient[numbers.cumsum(0) - 1]
-
-    patch.setattr(states, "summed", last)
-
-
-def _sums_of_rows_before(patch: pytest.MonkeyPatch) -> None:
-    """Rows are used again, with what others have sent to them."""
-
-    stock = Arena.write
-
-    def write(self: Any, index: int, payload: Any) -> None:
-        if not self.rows.zeros:  # of attention
-            return stock(self, index, payload)
-        kept, self.sums = self.sums, []
-        stock(self, index, payload)
-        self.sums = kept
-        return None
-
-    patch.setattr(Arena, "write", write)
-
-
-def _padding_makes_steps(patch: pytest.MonkeyPatch) -> None:
-    batches = Spans.batches
-    patch.setattr(
-        Spans, "batches",
-        lambda *given: [batch._replace(padding=None) for batch in batches(*given)],
-    )  # fmt: skip
-
-
-BREAKS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], tuple[str, ...], dict[str, Any]]] = {
-    "children begin without a state": (mistakes.no_state, (GDN, MAMBA), {}),
-    "children begin without a tail": (mistakes.no_tail, (GDN, MAMBA), {}),
-    "no gradient of the state": (mistakes.gradient_of_one(1), (GDN, MAMBA), {}),
-    "no gradient of the tail": (mistakes.gradient_of_one(0), (GDN, MAMBA), {}),
-    "the last segment's gradient only": (_last_child_only, (GDN, MAMBA), {"segment_tokens": 30}),
-    "one child's gradient of a segment": (_one_of_many_spans, (GDN, MAMBA), {}),
-    "the neighbour's parent": (mistakes.another_parent, (GDN, MAMBA), {}),
-    "a short chunk leaves its own inputs only": (
-        mistakes.short_tail_not_moved, (GDN, MAMBA), {"chunk_tokens": 2},
-    ),
-    "sums of rows that are used again": (_sums_of_rows_before, (GDN, MAMBA), {"segment_tokens": 4}),
-    "padding behind a span makes steps": (_padding_makes_steps, (MAMBA,), {}),
-    "the convolution looks into other spans": (mistakes.edges_not_computed_again, (GDN,), {}),
-    "its gradients go into other spans": (mistakes.gradients_of_what_is_overwritten, (GDN,), {}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "what"), [(name, what) for what, (_, names, _) in BREAKS.items() for name in names]
-)
-def test_a_mistake_shows(families: dict[str, Family], name: str, what: str) -> None:
-    """The comparison of `test_exact` notices it, by far."""
-    breaking, _, options = BREAKS[what]
-    model, _, expected = families[name]
-    with pytest.MonkeyPatch.context() as patch:
-        breaking(patch)
-        assert not hybrid.worst(model, expected, **options) <= 1e-5
-
-
 @pytest.mark.parametrize("name", [GDN, MAMBA])
 def test_a_reference_calls_no_kernels(
     families: dict[str, Family], name: str, monkeypatch: pytest.MonkeyPatch
@@ -383,6 +301,3 @@ def test_the_rule_reads_lengths_on_the_host(families: dict[str, Family]) -> None
         patch.setattr(Spans, "cu_seqlens_cpu", torch.zeros(2, dtype=torch.int64))  # no position
         with pytest.raises(ValueError, match="non-empty"):
             hybrid.worst(model, expected)
-
-
-# --- random forests ------------------------------------------------------------------------------

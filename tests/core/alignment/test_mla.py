@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.predict.execution import Execution
 from megatron_prefix.lab.predict.kinds import memory_of
 from megatron_prefix.layers.blocks import core
-from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.megatron.install import install, installed, language_model
 from tests.core.alignment.test_hybrid_memory import step
 from tests.harness import hybrid, steps
@@ -194,45 +193,3 @@ def test_equal_rotary_embeddings_have_one_table() -> None:
     assert hybrid.worst(model, expected) > 1e-3
     assert hybrid.worst(model, changed) <= EXACT
     assert len({id(t) for t, _ in rotary.tables.values()}) == 2
-
-
-BROKEN: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
-    "no gradient of latents": (Latents, "arrived", lambda stock: lambda self: None),
-    "half of it": (
-        Latents, "arrived", lambda stock: lambda self: _halved(stock(self)),
-    ),
-    "no gradient of rotated keys": (
-        Latents, "returned",
-        lambda stock: lambda self, of, sent, both: stock(self, of, (sent[0], 0 * sent[1]), both),
-    ),
-    "no gradient of the projection": (
-        Latents, "keys_with_pull",
-        lambda stock: lambda self, payload: _weightless(self, stock, payload),
-    ),
-    "positions from 0": (
-        Rotary, "of",
-        lambda stock: lambda self, module, at: stock(self, module, torch.arange(len(at))),
-    ),
-    "latents of other rows": (
-        Latents, "left",
-        lambda stock: lambda self, of, *both: (
-            stock(self, of, *both)[0].roll(1, 0), both[0][:, 0, 16:],
-        ),
-    ),
-}  # fmt: skip
-
-
-def _halved(sent: Any) -> Any:
-    return None if sent is None else sent / 2
-
-
-def _weightless(self: Latents, stock: Any, payload: Any) -> Any:
-    both, pull = stock(self, payload)
-    return both, lambda gradients: (pull(gradients)[0], [None] * len(self.weights))
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_what_is_wrong_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, method, broken = BROKEN[name]
-    monkeypatch.setattr(owner, method, broken(getattr(owner, method)))
-    assert hybrid.worst(model_of({}), expected_of("yarn"), chunk_tokens=7) > 1e-3

@@ -14,14 +14,13 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.features.own_gdn import kind as own_gdn
 from megatron_prefix.features.recurrent.definition import chunk_gated_delta_rule
 from megatron_prefix.features.recurrent.gdn import GatedDeltaNet
-from megatron_prefix.features.recurrent.spans import Spans
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.platforms.linear_kernels import causal_conv1d
 from megatron_prefix.lab.rl import packing
 from megatron_prefix.megatron.install import install, installed
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.harness import hybrid, mistakes, own_delta, steps
+from tests.harness import hybrid, own_delta, steps
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
 from tests.harness.own_delta import FULL, LINEAR, NETS, Packed, own_model
@@ -245,50 +244,6 @@ def test_subclasses_of_megatrons(cases: dict[str, Case], monkeypatch: pytest.Mon
         with pytest.raises(UserError, match="a trainer's own GatedDeltaNet with context"):
             install(model)
     install(model)
-
-
-# --- mistakes that must show ----------------------------------------------------------------------
-
-
-def _reversed_tail(patch: pytest.MonkeyPatch) -> None:
-    mistakes.of_states(patch, "read", lambda payload: (payload[0], payload[1].flip(1)))
-
-
-def _early_ends(patch: pytest.MonkeyPatch) -> None:
-    """Of all spans but the last the rule leaves a position to the next one."""
-    stock = Spans.cu_seqlens
-
-    def ends(self: Spans) -> torch.Tensor:
-        found = stock.func(self).clone()
-        if self.lengths[0] > 1:
-            found[1:-1] -= 1
-        return found
-
-    patch.setattr(Spans, "cu_seqlens_cpu", property(ends))
-
-
-BREAKS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any]]] = {
-    "children begin without a state": (mistakes.no_state, {}),
-    "children begin without a tail": (mistakes.no_tail, {}),
-    "the tail is in reverse order": (_reversed_tail, {}),
-    "no gradients of states": (mistakes.gradient_of_one(1), {}),
-    "no gradients of tails": (mistakes.gradient_of_one(0), {}),
-    "the rule's spans end early": (_early_ends, {}),
-    "the convolution looks into other spans": (mistakes.edges_not_computed_again, {}),
-    "its gradients go into other spans": (mistakes.gradients_of_what_is_overwritten, {}),
-    "a short chunk leaves its own inputs": (mistakes.short_tail_not_moved, {"chunk_tokens": 2}),
-    "the neighbour's parent": (mistakes.another_parent, {}),
-}
-
-
-@pytest.mark.parametrize("what", BREAKS)
-@pytest.mark.parametrize("net", NETS)
-def test_a_mistake_shows(cases: dict[str, Case], net: str, what: str) -> None:
-    """The comparison of `test_exact` notices it, by far, or the step fails."""
-    breaking, options = BREAKS[what]
-    with pytest.MonkeyPatch.context() as patch:
-        breaking(patch)
-        assert not worst(own_model(net=net), cases[net].expected, schedule_with(**options)) <= 1e-5
 
 
 def _half_the_heads(patch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ stock schedule; its indexer is not trained."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -228,44 +228,3 @@ def test_mode_auto_trains_the_indexer_by_the_stock_schedule(is_sparse: bool) -> 
     assert any(one.any() for name, one in found[0].items() if ".indexer." in name)
     for name, gradient in found[0].items():
         assert torch.equal(gradient, found[1][name]), name
-
-
-# What is wrong is noticed -------------------------------------------------------------------------
-
-
-def _own_only(stock: Any) -> Any:
-    def seen(*given: Any) -> list[Any]:
-        return [one._replace(rows=one.rows[-(one.stop - one.first) :]) for one in stock(*given)]
-
-    return seen
-
-
-BROKEN: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
-    "ancestors are not seen": (blocks, "seen_of", _own_only),
-    "the first keys instead": (
-        blocks, "choose",
-        lambda stock: lambda *given: (torch.zeros_like(stock(*given)[0]), stock(*given)[1]),
-    ),
-    "no relu": (blocks, "choose", lambda stock: lambda index, topk, _: stock(index, topk, False)),
-    "index keys from position 0 on": (
-        Sparse, "angles",
-        lambda stock: lambda self, rotary, forward: (
-            stock(self, rotary, forward) if rotary is not self.indexer.rotary_pos_emb else forward
-        ),
-    ),
-    "no gradient to ancestors": (
-        Sparse, "keys_with_pull",
-        lambda stock: lambda self, payload: (
-            stock(self, payload)[0],
-            lambda gradients: stock(self, payload)[1](tuple(0 * one for one in gradients)),
-        ),
-    ),
-    "nothing from descendants": (Sparse, "returned", lambda stock: lambda self, *both: None),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_what_is_wrong_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, method, broken = BROKEN[name]
-    monkeypatch.setattr(owner, method, broken(getattr(owner, method)))
-    assert worst(model_of({}), expected_of("six keys"), chunk_tokens=7) > 1e-4

@@ -6,21 +6,18 @@ import dataclasses
 import functools
 import re
 from collections import UserList
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_prefix.errors import CannotShare
-from megatron_prefix.features.windows import windowed
-from megatron_prefix.features.windows.windowed import Tails, WindowKeys
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.predict.execution import Execution
 from megatron_prefix.lab.predict.model import footprint_of
 from megatron_prefix.lab.predict.peak_memory import predict_memory
-from megatron_prefix.layers.blocks import core
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness import hybrid, steps
@@ -136,31 +133,3 @@ def test_copies_of_common_rows_count() -> None:
         one = dataclasses.replace(footprint_of(spec, Execution()), tail=tail)
         peaks.append(max(rank.peak for rank in predict_memory(make_plan(forest), one)))
     assert peaks[1] >= 1000.0 * reads[wave].repeated
-
-
-BROKEN: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
-    "no gradient to ancestors": (
-        WindowKeys, "pull",
-        lambda stock: lambda self, layer, context, both: stock(
-            self, layer, context, tuple(0 * one for one in both)
-        ),
-    ),
-    "nothing from descendants": (Tails, "returned", lambda stock: lambda self, *both: None),
-    "the first positions instead": (
-        windowed, "window_keys",
-        lambda stock: lambda *given: stock(*given)._replace(
-            last=stock(*given).last.new_tensor(range(len(stock(*given).last)))
-        ),
-    ),
-    "no sink": (core, "with_sink", lambda stock: lambda out, lse, sink: (out, lse)),
-    "no gradient of sinks": (
-        core, "sink_gradient", lambda stock: lambda *given: torch.zeros_like(given[-1]),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_what_is_wrong_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, method, broken = BROKEN[name]
-    monkeypatch.setattr(owner, method, broken(getattr(owner, method)))
-    assert hybrid.worst(model_of(GPT_OSS), expected_of("gpt-oss"), chunk_tokens=7) > 1e-3
