@@ -57,7 +57,7 @@ class PrefixConfig:
             length below the multiple at which the layout begins spans is raised to it.
         segment_tokens: most positions in one forward; a single span may exceed it. 0: no limit;
             "auto": for each step the fastest of 2,048 to 32,768 (powers of two) whose predicted
-            peak fits the memory limit. A given number is reduced, to an eighth and to 1,024 at
+            peak fits the memory limit. A given number is reduced, to an eighth or 1,024 at
             most, where only that fits the limit or a pipeline then waits less.
         min_gain: do not share a prefix that saves fewer positions than this. A segment of its own
             has to save 32 times as many, or a 16th of the step; else its spans run in the waves

@@ -1,4 +1,4 @@
-"""The table in docs/operations.md of what ran in which trainer, made of what the tests run.
+"""The table in docs/validation.md of what ran in which trainer, made of what the tests run.
 
 Layouts and forms are those of run_sources.py, and those that fall back; families of models are
 those that test_own_delta.py and test_vision_models.py build from trainers' sources; options that
@@ -16,7 +16,7 @@ from megatron_prefix.trainers.trainer import Trainer
 from tests.core.trainers import test_own_delta
 from tests.harness.data import REPOSITORY
 
-OPERATIONS = REPOSITORY / "docs" / "operations.md"
+PAGE = REPOSITORY / "docs" / "validation.md"
 BEGIN = "<!-- trainers: python -m benchmarks.trainers.which_runs -->\n"
 END = "<!-- end of trainers -->\n"
 WORDS = {
@@ -84,13 +84,13 @@ def row(trainer: Trainer) -> str:
 
 
 def documented() -> str:
-    """The table as docs/operations.md has it."""
+    """The table as docs/validation.md has it."""
     head = "| trainer | models | ranks | forms and objectives | stock schedule in mode `auto` |"
     lines = [f"{head} refused of its own |", "|---|---|---|---|---|---|"]
     return "\n".join([*lines, *map(row, trainers.TRAINERS)]) + "\n"
 
 
 if __name__ == "__main__":
-    before, _, rest = OPERATIONS.read_text(encoding="utf-8").partition(BEGIN)
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     text = before + BEGIN + documented() + END + rest.partition(END)[2]
-    OPERATIONS.write_text(text, encoding="utf-8")
+    PAGE.write_text(text, encoding="utf-8")

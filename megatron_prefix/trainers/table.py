@@ -78,12 +78,9 @@ VERL = Trainer(
     module="verl",
     package="verl",
     tried=("0.9.1",),
-    on="MEGATRON_PREFIX_MODE=auto, where the package is installed: verl imports its plugin"
-    " (verl.plugins), which does nothing without that",
-    loss="every position counts as trained, because its mask (response_mask) is applied in the"
-    " loss, so the output layer runs on prompts too, once each",
-    together="VERL_USE_EXTERNAL_MODULES=megatron_prefix.auto.whole_groups, where the trainer runs:"
-    " without it verl deals out by length",
+    on="`MEGATRON_PREFIX_MODE=auto`: verl imports the package as a plugin (`verl.plugins`)",
+    loss="every position: `response_mask` acts in the loss",
+    together="`VERL_USE_EXTERNAL_MODULES=megatron_prefix.auto.whole_groups` on the driver",
     refused=(DYNAMIC_CP,),
     losses_set=frozenset({"batch_num_tokens"}),  # in global_batch_info of their configuration
     passes_together=True,  # forward_backward_batch reduces over these ranks before each call
@@ -94,10 +91,9 @@ SLIME = Trainer(
     module="slime",
     package="slime",
     tried=("624b824a8",),
-    on="--custom-megatron-init-path megatron_prefix.auto.init",
-    loss="loss_mask of the model call",
-    together="--micro-batch-size of a whole group (--n-samples-per-prompt) and no"
-    " --use-dynamic-batch-size; with it samples are packed by length and packs dealt out",
+    on="`--custom-megatron-init-path megatron_prefix.auto.init`",
+    loss="the `loss_mask` of the model call",
+    together="`--micro-batch-size` of a whole group, and no `--use-dynamic-batch-size`",
     refused=(ALLGATHER_CP,),
     passes_together=True,  # forward_only calls once for every update that follows
 )
@@ -121,13 +117,11 @@ NEMO_RL = Trainer(
     module="nemo_rl",
     package="nemo-rl",
     tried=("7ea279abf",),
-    on="`import megatron_prefix.auto.on_import` at the head of nemo_rl/models/megatron/train.py: no"
-    " option of its configuration only imports a module",
-    loss="those whose next token the microbatch's token_mask has, and each sample's last one, in"
-    " updates; all in passes for log-probs, and where tokens of microbatch and model call differ",
-    together="policy.sequence_packing.enabled=false and policy.dynamic_batching.enabled=false, and"
-    " whole groups per rank: grpo.num_prompts_per_step a multiple of the data-parallel size; either"
-    " of the two deals out by length",
+    on="`import megatron_prefix.auto.on_import` in nemo_rl/models/megatron/train.py",
+    loss="those whose next token `token_mask` has, and each sample's last one, in updates; every"
+    " position in passes for log-probs, and where tokens of microbatch and model call differ",
+    together="no sequence packing, no dynamic batching, and a number of prompts that data-parallel"
+    " ranks divide",
     refused=(MULTIMODAL, NEMO_MTP),
     samples=_nemo_samples,
     images=MULTIMODAL,
@@ -138,10 +132,9 @@ MS_SWIFT = Trainer(
     module="swift.megatron",
     package="ms-swift",
     tried=("3602360a5",),
-    on="--external_plugins my_plugin.py, a file with `import megatron_prefix.auto.on_import`",
-    loss="every position counts as trained, because labels of -100 are dropped in the loss, so the"
-    " output layer runs on prompts too, once each",
-    together="not possible, but a pair of answers is one row of the data set, so in one microbatch",
+    on="`--external_plugins`, a file with `import megatron_prefix.auto.on_import`",
+    loss="every position: labels of -100 act in the loss",
+    together="nothing, but a pair of answers is one row of the data set",
     refused=(LORA_DROPOUT, SWIFT_METRICS),
 )
 
@@ -150,12 +143,9 @@ SKYRL = Trainer(
     module="skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper",
     package="skyrl",
     tried=("a9564572e",),
-    on="a module that its workers import, e.g. that of a policy worker of one's own, which begins"
-    " with `import megatron_prefix.auto.on_import`",
-    loss="every position counts as trained, because its mask is applied in the loss, so the output"
-    " layer runs on prompts too, once each",
-    together="its dispatch, which cuts a mini-batch into equal parts in the order of its rollouts:"
-    " a group is split only where one of these cuts is inside of it",
+    on="`import megatron_prefix.auto.on_import` in a module that its workers import",
+    loss="every position: its mask acts in the loss",
+    together="its dispatch, which cuts a mini-batch into equal parts in the order of its rollouts",
     refused=(SKYRL_ROWS,),
 )
 
@@ -164,11 +154,9 @@ RLINF = Trainer(
     module="rlinf.workers.megatron_worker",
     package="rlinf",
     tried=("a3816b596",),
-    on="RLINF_EXT_MODULE=megatron_prefix.auto.on_import, which every worker imports at its start",
-    loss="every position counts as trained, because its mask is applied in the loss, so the output"
-    " layer runs on prompts too, once each",
-    together="its rollout workers, which hand over whole groups, without enable_dp_load_balance,"
-    " which deals out by length, and with shuffle_rollout off where n_minibatches is above 1",
+    on="`RLINF_EXT_MODULE=megatron_prefix.auto.on_import`",
+    loss="every position: its mask acts in the loss",
+    together="no `enable_dp_load_balance`, no `shuffle_rollout` with `n_minibatches` above 1",
     refused=(RLINF_STAGES,),
 )
 
@@ -178,11 +166,8 @@ AREAL = Trainer(
     package="areal",
     tried=("4aef98d8d",),
     on="`import megatron_prefix.auto.on_import` in a module that its workers import",
-    loss="every position counts as trained, because its mask is applied in the loss, so the output"
-    " layer runs on prompts too, once each",
-    together="its workflow, whose group_size rollouts of a prompt are one item, which its train"
-    " controller sends to one rank, with actor.ppo_n_minibatches of 1: more cut a rank's rollouts"
-    " by length",
+    loss="every position: its mask acts in the loss",
+    together="its workflow, with `actor.ppo_n_minibatches` of 1",
     refused=(TREE_TRAINING,),
 )
 
@@ -191,12 +176,9 @@ ROLL = Trainer(
     module="roll.distributed.strategy.megatron_strategy",
     package="",
     tried=("8eb27cc2d",),
-    on="actor_train.worker_cls: a subclass of its worker, in a module that begins with `import"
-    " megatron_prefix.auto.on_import`; its strategy asks for the schedule once, at its start",
-    loss="every position counts as trained, because the loss_mask of its model calls is over"
-    " tokens, and its losses have masks of their own, so the output layer runs on prompts too, once"
-    " each",
-    together="not possible: batch_balance deals rollouts by length",
+    on="`import megatron_prefix.auto.on_import` in the module of `actor_train.worker_cls`",
+    loss="every position: the `loss_mask` of its model calls is over tokens",
+    together="nothing: `batch_balance` deals out by length",
     refused=(ROLL_MTP,),
     masks_tokens=True,
 )
@@ -207,11 +189,9 @@ MEGATRON_BRIDGE = Trainer(
     module="megatron.bridge.training.train",
     package="megatron-bridge",
     tried=("067f987df",),
-    on="torchrun -m megatron_prefix.run SCRIPT ... --prefix-schedule auto",
-    loss="every position counts as trained, because its loss_mask is applied in the loss, so the"
-    " output layer runs on prompts too, once each",
-    together="not possible: samples are dealt in the order of the data set; a packed row that holds"
-    " a whole group keeps it together",
+    on="`torchrun -m megatron_prefix.run SCRIPT ... --prefix-schedule auto`",
+    loss="every position: its `loss_mask` acts in the loss",
+    together="nothing, but a packed row that has a whole group",
     refused=(BRIDGE_TEACHER,),
 )
 
@@ -221,11 +201,10 @@ MEGATRON_RL = Trainer(
     module="megatron.rl.rl_utils",
     package="",
     tried=("core_v0.16.1 (55ac70825)",),
-    on="torchrun -m megatron_prefix.run train_rl.py ... --prefix-schedule auto",
-    loss="every position counts as trained, because its mask (packed_loss_mask) is applied in the"
-    " loss, so the output layer runs on prompts too, once each",
-    together="--grpo-prompts-per-step a multiple of the data-parallel size (rollouts are cut into"
-    " equal parts in their order), and no --rl-use-sequence-packing, which sorts by length",
+    on="`torchrun -m megatron_prefix.run train_rl.py ... --prefix-schedule auto`",
+    loss="every position: `packed_loss_mask` acts in the loss",
+    together="`--grpo-prompts-per-step` a multiple of the data-parallel size, and no"
+    " `--rl-use-sequence-packing`",
     refused=(PACKED_BINS_CP,),
     # megatron.training imports the module in every script.
     is_used=lambda: bool(getattr(arguments(), "perform_rl_step", False)),
@@ -237,10 +216,10 @@ MEGATRON_LM = Trainer(
     module="megatron.training",
     package="",
     tried=("core_v0.16.1 (55ac70825)", "core_v0.19.0 (5be962670)", "wheel 0.19.2"),
-    on="torchrun -m megatron_prefix.run pretrain_gpt.py ... --prefix-schedule auto",
-    loss="loss_mask of the model call",
-    together="not possible: samples are dealt in the order of the data set; a row that packs a"
-    " whole group (--sft, --dataloader-inter-document-masking) keeps it together",
+    on="`torchrun -m megatron_prefix.run pretrain_gpt.py ... --prefix-schedule auto`",
+    loss="the `loss_mask` of the model call",
+    together="nothing, but a row that packs a whole group (`--sft`,"
+    " `--dataloader-inter-document-masking`)",
     refused=(RESET_MASK, DISTILLATION, LEGACY_MODELS, OWN_CP_LOOP),
     refusal=_megatron_lm_refusal,
 )

@@ -29,7 +29,7 @@ class Known(NamedTuple):
 
 
 class Permitted(NamedTuple):
-    """A sentence of docs/operations.md (Limits) that says what no check can see.
+    """A sentence of docs/limits.md that says what no check can see.
 
     kinds: what may differ; empty: anything.
     """

@@ -24,7 +24,7 @@ from tests.oracle.case import AXES, DRAWN_LAYOUTS, Case, alone, draw, settle
 from tests.oracle.judge import ENDED, GOOD, INVALID, MODES, WRONG, Verdict
 from tests.oracle.trainer import Call
 
-LIMITS = Path("docs/operations.md")
+LIMITS = Path("docs/limits.md")
 OBSERVED = (
     *("batch", "static", "writes", "leaves", "draws", "calls", "around", "session", "raises"),
     *("sets", "scale", "late"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import inspect
 import itertools
 import re
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.trainers import on_ray, slime_run, verl_run
+from megatron_prefix import trainers
 from megatron_prefix.auto.settings import FIELDS, flag, variable
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import WRONG, Refusal
@@ -110,10 +113,13 @@ def page_of(trainer: Trainer) -> Path:
 
 def at_a_glance(trainer: Trainer) -> str:
     """What the package knows of a trainer."""
-    rows = [("turned on by", trainer.on), ("trained positions", trainer.loss)]
-    rows += [("what keeps a group on one rank", trainer.together)]
-    rows += [(f"refused: {one.name}", one.fix) for one in trainer.refused]
-    rows += [("versions that were run", ", ".join(trainer.tried))]
+    rows = [
+        ("turned on by", trainer.on),
+        ("trained positions", trainer.loss),
+        ("keeps a group on one data-parallel rank", trainer.together),
+        *((f"refused: {one.name}", one.fix) for one in trainer.refused),
+        ("versions that were run", ", ".join(trainer.tried) or "none: read only"),
+    ]
     return "| | |\n|---|---|\n" + "".join(f"| {name} | {said} |\n" for name, said in rows)
 
 
@@ -122,6 +128,11 @@ def at_a_glance(trainer: Trainer) -> str:
 PARTS: dict[Path, dict[str, Callable[[], str]]] = {
     DOCS / "configuration.md": {"settings": configuration, "arguments": callbacks},
     DOCS / "refusals.md": {"refusals": refusals},
+    DOCS / "whole-runs.md": {
+        "verl": functools.partial(on_ray.table, verl_run.STAND_INS),
+        "slime": functools.partial(on_ray.table, slime_run.STAND_INS),
+    },
+    **{page_of(one): {"trainer": functools.partial(at_a_glance, one)} for one in trainers.TRAINERS},
 }
 
 

@@ -23,8 +23,14 @@ FOLDERS = "megatron_prefix|tests|benchmarks|launch|examples|docs|schedules"
 FILE = re.compile(r"(?<![\w/.{}*$<-])((?:[\w.*-]+/)*[\w*-][\w.*-]*\.(?:py|sh|sbatch|cfg|toml))\b")
 UNDER = re.compile(rf"(?<![\w/.$}}-])((?:{FOLDERS})/[\w./*-]*[\w*/])")
 MODULE = re.compile(r"(?<![\w./-])megatron_prefix((?:\.[A-Za-z_]\w*)+)")
-OTHERS = ("megatron", "torch", "transformer_engine", "transformers")  # whose files are named, too
-MEGATRON_LM = {"pretrain_gpt.py", "train_rl.py"}  # scripts, in no package
+OTHERS = (
+    "megatron",
+    "nemo_rl",
+    "torch",
+    "transformer_engine",
+    "transformers",
+)  # whose files are named, too
+SCRIPTS = {"pretrain_gpt.py", "train.py", "train_rl.py"}  # of trainers, in no package
 
 
 def tracked(*suffixes):
@@ -70,7 +76,7 @@ def exists(name, path):
     core = [folder / "core" for folder in installed("megatron")]
     tops = [(top, name) for top in (path.parent, REPOSITORY, PACKAGE, *core)]
     package, _, rest = name.partition("/")
-    if name in MEGATRON_LM:
+    if name in SCRIPTS:
         return True
     if package in OTHERS:
         if not installed(package):
@@ -172,23 +178,15 @@ def missing_program(line):
     if found[2] and found[3].partition(".")[0] not in FOLDERS.split("|"):
         return None
     folder = REPOSITORY / name.removesuffix(".py")
-    return None if (REPOSITORY / name).exists() or folder.is_dir() else f"{line}: no {name}"
+    is_there = name in SCRIPTS or (REPOSITORY / name).exists() or folder.is_dir()
+    return None if is_there else f"{line}: no {name}"
 
 
 # Lengths ------------------------------------------------------------------------------------------
 
 MOST_WORDS, MOST_OF_A_PARAGRAPH = 1500, 90
-LONGER = {
-    "changelog.md",
-    "megatron_bridge.md",
-    "roll.md",
-    "verl.md",
-    "operations.md",
-    "peers.md",
-    "results.md",
-    "sparse-attention.md",
-}
-"""Pages that grow with releases or measurements, or that make room for others."""
+LONGER = {"changelog.md", "results.md"}
+"""Pages that grow with releases or measurements."""
 PAGES = [
     path
     for path in DOCUMENTS

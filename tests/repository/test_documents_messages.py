@@ -1,20 +1,26 @@
-"""Messages that docs/operations.md explains are those of the code."""
+"""Messages and log lines that documents show are those of the code."""
 
 import ast
 import re
 
+import pytest
+
 from tests.harness.data import REPOSITORY
 
-OPERATIONS = REPOSITORY / "docs" / "operations.md"
+DOCS = REPOSITORY / "docs"
 GAP = "…"
 """Stands for a value, in a document and here in an f-string."""
 
 
 def quoted(text):
-    """Messages in the first column of the tables under Troubleshooting."""
-    part = re.split(r"^## ", text, flags=re.M)
-    (section,) = [one for one in part if one.startswith("Troubleshooting")]
-    return re.findall(r'^\| [^|"]*"([^|]*)" \|', section, re.M)
+    """Messages that a page has a heading for."""
+    return re.findall(r"^### `([^`]*)`$", text, re.M)
+
+
+def logged(text):
+    """Log lines that a page shows, each a code block of its own."""
+    blocks = re.findall(r"^```log\n(.*?)^```$", text, re.M | re.S)
+    return [" ".join(block.split()) for block in blocks]
 
 
 def texts(source):
@@ -38,15 +44,45 @@ def all_texts():
     return [text for file in files for text in texts(file.read_text(encoding="utf-8"))]
 
 
+def formats(known):
+    """What lines can come of the texts that have gaps, or places as logging fills them."""
+    places = re.compile(rf"%[\d.]*[sdfg]|{GAP}")
+    found = [" ".join(text.split()) for text in known if places.search(text)]
+    # Of a text that is all gaps nothing can be told.
+    told = [text for text in found if len(re.findall(r"\w{2,}", places.sub("", text))) > 2]
+    return [re.compile(".+".join(map(re.escape, places.split(text)))) for text in told]
+
+
 def test_messages_that_are_explained_exist():
-    messages, known = quoted(OPERATIONS.read_text(encoding="utf-8")), all_texts()
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    messages, known = quoted(page), all_texts()
     assert len(messages) > 25
     assert [message for message in messages if not said(message, known)] == []
 
 
+BEGINS = re.compile(r"megatron_prefix \S+ in .+ \(megatron-core \S+, torch \S+\): mode \w+")
+
+
+def test_log_lines_that_are_shown_are_written():
+    pages = sorted(DOCS.rglob("*.md"))
+    lines = [line for page in pages for line in logged(page.read_text(encoding="utf-8"))]
+    assert len(lines) > 15
+    known = [*formats(all_texts()), BEGINS]
+    assert [line for line in lines if not any(one.match(line) for one in known)] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["stock schedule for this step: it is slow", "stock schedule today: it is slow"],
+    ids=["right", "wrong"],
+)
+def test_a_log_line_is_told_from_another(line):
+    (one,) = formats(["stock schedule for this step: %s", "%s: %s"])
+    assert (one.match(line) is not None) == line.startswith("stock schedule for")
+
+
 def test_the_check_can_fail():
-    rows = '| "no … such …" | x |\n| a file "is cut" | y |\n| slow | z |\n'
-    table = f"## Troubleshooting\n{rows}## Limits\n"
-    assert quoted(table) == ["no … such …", "is cut"]
+    page = "# A\n\n### `no … such …`\n\nx\n\n### `is cut`\n### Else\n```log\na\nb\n```\n"
+    assert quoted(page) == ["no … such …", "is cut"] and logged(page) == ["a b"]
     known = list(texts("raise E(f'no {thing} of '\n        f'such {name} here')"))
     assert said("no … such …", known) and not said("such … no", known)

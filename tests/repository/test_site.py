@@ -78,7 +78,7 @@ def test_the_site_is_built_and_its_links_hold(packages, copy):
     "mistakes",
     [
         {
-            "docs/results.md": ("[a](operations.md#no-such-heading)", "no-such-heading"),
+            "docs/results.md": ("[a](limits.md#no-such-heading)", "no-such-heading"),
             "README.md": ("[a](launch/quickstart.sh)", "launch/quickstart.sh"),
         },
         {"docs/api.md": (f"::: {CONFIG}.NoSuch", "NoSuch")},

@@ -2,9 +2,9 @@
 
 A layer of multi-latent attention, whose core attention has an indexer: small queries and one small
 key a position, whose scores choose. A span leaves the latents of its positions, the rotated parts
-of their keys, and their index keys (features/dsa/sparse.py). docs/sparse-attention.md has what is
-exact about that, and what it costs. ("DeepSeek-V3.2: Pushing the Frontier of Open Large Language
-Models", section 2.1.)
+of their keys, and their index keys (features/dsa/sparse.py). docs/families/sparse-attention.md says
+what is exact about that, and what it costs. ("DeepSeek-V3.2: Pushing the Frontier of Open Large
+Language Models", section 2.1.)
 """
 
 from __future__ import annotations

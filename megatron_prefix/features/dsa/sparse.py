@@ -149,7 +149,7 @@ class Sparse(Latents):
             logger.warning(
                 "layer %d: keys tie at the end of the indexer's top-k for %d of %d queries. Which"
                 " of them the stock schedule takes depends on the length of its rows, so both"
-                " schedules may attend to different keys (docs/sparse-attention.md)",
+                " schedules may attend to different keys (docs/families/sparse-attention.md)",
                 self._number, int(tied.sum()), len(tied),
             )  # fmt: skip
         return result

@@ -7,7 +7,7 @@ reads in a loss what a later forward step has written by then, exchanges with ot
 ranks, switches parts of the model for its call, or calls it more than once or not at all; and only
 outputs show whether a head returns something per position.  So mode "auto" runs the first step of a
 kind as stock does, bit for bit, and looks.  What nothing here can see is under Limits in
-docs/operations.md.
+docs/when-a-step-is-shared.md.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ SAVED = [(name, recompute, memory) for name in SPECS for recompute in ("none", "
 def test_saved_bytes_are_those_that_were_predicted(
     name: str, recompute: str, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within 6%, as docs/operations.md says, with spans of all lengths."""
+    """Within 6%, with spans of all lengths."""
     model = hybrid.model_of(name, spec=SPECS[name], dtype=torch.float32, recompute=recompute)
     saving_kernels.install(monkeypatch, model)
     shapes = ({"chunk_tokens": 7}, {}, {"segment_tokens": 30}, {"min_gain": 10**6})
