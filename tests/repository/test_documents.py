@@ -264,6 +264,17 @@ def test_the_readme_is_short():
     assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
+FROM_INDEX = re.compile(r"pip install [^\n`]*\bmegatron_prefix(?=[\[\s`']|$)", re.M)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=relative)
+def test_no_document_installs_from_an_index(path):
+    """The package is on none: a wheel's path, or a checkout."""
+    assert FROM_INDEX.search("pip install 'megatron_prefix[fa4]'")
+    assert not FROM_INDEX.search("pip install 'dist/megatron_prefix-0.1.0.whl[fa4]'")
+    assert FROM_INDEX.findall(path.read_text(encoding="utf-8")) == []
+
+
 def test_the_quick_starts_tokens_are_what_it_counts(tmp_path):
     """They depend on the rollouts only, so a smaller model counts them. Its picture has prompts
     apart from their suffixes: phases A, B and C."""
