@@ -6,8 +6,8 @@ loss.  To most trainers that is the same.  It is not to one that draws random nu
 reads in a loss what a later forward step has written by then, exchanges with other data-parallel
 ranks, switches parts of the model for its call, or calls it more than once or not at all; and only
 outputs show whether a head returns something per position.  So mode "auto" runs the first step of a
-kind as stock does, bit for bit, and looks.  What nothing here can see is under Limits in
-docs/when-a-step-is-shared.md.
+kind as stock does, bit for bit, and looks.  What nothing here can see is in
+docs/limits.md.
 """
 
 from __future__ import annotations
