@@ -142,7 +142,7 @@ MTP = [
     row("mtp detached", "recompute chunks", labels="absent", returns="per_token"),
     *(row("mtp detached", "whole", recompute=kind) for kind in ("none", "full")),
 ]
-"""Multi-token prediction; test_mtp_newer.py runs these in a later release, too."""
+"""Multi-token prediction; tests/core/layers/test_mtp_newer.py has them in a later release."""
 
 FORMS = ("one", "rows", "thd", "thd_padded")
 CALLS = [

@@ -271,7 +271,7 @@ def test_options_of_the_config() -> None:
 
 def test_calls_that_megatron_itself_cannot_run() -> None:
     if without_labels() is not WithoutLabels.FAILS:
-        pytest.skip("it can: see test_mtp_newer.py")
+        pytest.skip("it can: see tests/core/layers/test_mtp_newer.py")
     refused("no labels", model_of(), Contract(logits=True))
     with pytest.raises(AttributeError):
         run(stock_schedule(), model_of(), Contract(logits=True), hybrid.items())
