@@ -35,9 +35,7 @@ class Form:
         mask: the call has the loss mask; without it every position counts as trained.
         where: "everywhere", or "ends": tokens on the first stage only, labels and mask on the last.
         sizes: samples of every microbatch.
-        per_token: Megatron's calculate_per_token_loss.
         by_tp_rank_0: only the first tensor-parallel rank has an iterator, and broadcasts.
-        indices: a microbatch is a number, and the iterator no iterator.
         tails: ends of samples carry no loss, as answers of tools, and some samples carry none at
             all, as those that a filter has left out.
     """
@@ -48,9 +46,7 @@ class Form:
     mask: bool = True
     where: str = "everywhere"
     sizes: tuple[int, ...] = (3, 1, 2, 2)
-    per_token: bool = False
     by_tp_rank_0: bool = False
-    indices: bool = False
     tails: bool = False
 
 
@@ -139,8 +135,6 @@ class Trainer:
         """What is passed as `data_iterator` for one model chunk."""
         if self.form.by_tp_rank_0 and parallel_state.get_tensor_model_parallel_rank():
             return None
-        if self.form.indices:
-            return _Indices(self)
         return self._counted()
 
     def _counted(self) -> Iterator[dict[str, Any]]:
@@ -149,8 +143,6 @@ class Trainer:
             yield batch
 
     def _next(self, iterator: Any) -> dict[str, Any]:
-        if self.form.indices:
-            return self.batches[iterator.get_next()]
         if not self.form.by_tp_rank_0:
             return next(iterator)
         number = torch.zeros(1, dtype=torch.int64)
@@ -212,18 +204,6 @@ class Trainer:
             return loss, count, log
 
         return loss_func
-
-
-class _Indices:
-    """Hands out numbers of microbatches by a method of its own."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._next = trainer, -1
-
-    def get_next(self) -> int:
-        self._next += 1
-        self._trainer.reads += 1
-        return self._next
 
 
 def nll_of(logits: Tensor, labels: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from megatron_prefix.lab.verify.align import Alignment, align
 from megatron_prefix.tree import Pairs, TreeOptions, build
 from tests.harness import data
 from tests.harness.one_rank import one_rank, small_model
-from tests.harness.rows import rows
 
 pytestmark = pytest.mark.turns
 
@@ -59,10 +58,9 @@ def assert_aligned(verdict: Alignment, limit: float) -> None:
     assert 0 < verdict.executed_tokens < verdict.raw_tokens
 
 
-@pytest.mark.parametrize("model", rows(["tiny-llama", "tiny-qwen3"], ["tiny-llama"]))
-def test_bundled_rollouts_in_fp64(model: str) -> None:
+def test_bundled_rollouts_in_fp64() -> None:
     groups = itertools.islice(read_groups(data.BUNDLED), 3)
-    assert_aligned(run(short(list(groups)), PrefixConfig(min_gain=0), model=model), 1e-9)
+    assert_aligned(run(short(list(groups)), PrefixConfig(min_gain=0), model="tiny-qwen3"), 1e-9)
 
 
 def trie_positions(rollouts: Sequence[Pairs]) -> int:

@@ -41,7 +41,7 @@ PADDED = {
 }
 JOBS = {
     "one rank": (Layout(), CASES),
-    "CP2": (Layout(cp=2), CASES),
+    "CP2": (Layout(cp=2), {name: CASES[name] for name in ("packed", "rows")}),
     "TP2 SP": (Layout(tp=2, sequence_parallel=True), PADDED),
 }
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
+from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.run.rank import default_groups
 from megatron_prefix.run.schedule import NEW_FUNCTION, PrefixSchedule, get_forward_backward_func
 from tests.harness import steps
@@ -288,3 +289,18 @@ def test_steps_of_different_shapes_follow_one_another() -> None:
         steps.call(schedule, Contract().step, model, data)
         wanted = steps.plain(twin, Contract(), data)
         steps.assert_gradients(steps.gradients(model), wanted, num * (prompt + 3))
+
+
+def test_a_step_without_a_loss_function_returns_outputs() -> None:
+    """Megatron's schedules append the model's output then; ours is zero in front of the loss."""
+
+    def step(data_iterator: Iterator[Microbatch], chunk: Any) -> Any:
+        return Contract().step(data_iterator, chunk)[0], None
+
+    found = steps.call(schedule_with(), step, small_model(), items(), forward_only=True)
+    twin = small_model(wrap_ddp=False)
+    expected = steps.call(stock_schedule(), step, twin, items(), forward_only=True)
+    for output, whole, item in zip(found, expected, items(), strict=True):
+        first = int(item["loss_mask"][0].nonzero()[0])
+        assert output.shape == whole.shape
+        assert_close(output[:, first:], whole[:, first:], whole.shape[1])
