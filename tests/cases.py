@@ -217,6 +217,11 @@ FAMILIES: dict[str, Family] = DRAWN | {
     "mtp without labels": Family(spec={"mtp_num_layers": 1}, since="0.19"),
     "mtp detached": Family(spec={"mtp_num_layers": 1, "tie_embeddings": True},
                            config={"mtp_detach_heads": True}, since="0.19"),
+    "mtp 2": Family("tiny-qwen3", {"mtp_num_layers": 2}),
+    "mtp 5": Family(spec={"mtp_num_layers": 5}),
+    "mtp 3 mla": Family("tiny-deepseek", {**_LATENTS, "mtp_num_layers": 3}),
+    "mtp 2 windows": Family(spec={"mtp_num_layers": 2}, config=_windows(3, None)),
+    "mtp 2 experts": Family("tiny-moe", {"mtp_num_layers": 2}, _Z),
 }  # fmt: skip
 
 LAYOUTS: dict[str, Layout] = {
@@ -349,6 +354,10 @@ def row(model: str = "gqa", options: str = "whole", *ran: str, **values: Any) ->
     if "mtp" in model or model == "learned positions":
         plain["positions"] = "given"
     return Row({**plain, **values}, ran=ran)
+
+
+FURTHER = {"returns": "per_token", "loss_mask": "absent", "tree": "turns"}
+"""With so many labels that some are left after several places."""
 
 
 def random_row(model: str, seed: int, **values: str) -> Row:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests import judge, mistakes
-from tests.cases import FAMILIES, Row, random_row, row, wrong
+from tests.cases import FAMILIES, FURTHER, Row, random_row, row, wrong
 from tests.harness.fuzzing import rounds
 from tests.harness.one_rank import one_rank
 
@@ -68,6 +68,14 @@ ROWS = [
     ),
     row("experts global", "small", recompute="full"),
     row("experts global", "joined", "joined", recompute="full"),
+    *(row(name, "small") for name in ("mtp 2", "mtp 2 experts", "mtp 2 windows")),
+    row("mtp 2", "recompute", recompute="full"),
+    row("mtp 2", "offload", form="thd", returns="per_token"),
+    *(
+        row(name, options, **FURTHER)
+        for name in ("mtp 5", "mtp 3 mla")
+        for options in ("whole", "chunks of 2")
+    ),
     row("experts both", "whole", recompute="moe+layernorm"),
     row("gqa", "joined", scale="by_microbatch"),
     *(

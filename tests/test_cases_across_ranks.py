@@ -49,6 +49,7 @@ ACROSS: dict[str, list[Row]] = {
     "tp2_dp2": [
         row("gqa", "across_ranks", "crossed", **CROSSED),
         row("mtp", "across whole", "crossed", **CROSSED),
+        row("mtp 2", "across_ranks", "crossed", **CROSSED),
         row("experts both", "across whole", "crossed", returns="per_token", **CROSSED),
     ],
     "pp2_dp2": [

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests import judge
-from tests.cases import Row, row, wrong
+from tests.cases import FURTHER, Row, row, wrong
 
 
 def stock(model: str, **values: str) -> list[Row]:
@@ -26,7 +26,7 @@ ON_RANKS: dict[str, list[Row]] = {
         row("mamba", "chunks of 7", recompute="full"),
         row("gpt-oss", "whole"),
         row("dsa", "packs of chunks"),
-        row("mtp", "small"),
+        row("mtp 2", "small"),
         row("gdn and mamba", "small"),
         row("mla", "joined", "joined"),
         row("gqa", "joined", "joined"),
@@ -70,6 +70,7 @@ ON_RANKS: dict[str, list[Row]] = {
         row("experts both", "small"),
         row("experts all", "small"),
         row("mtp", "small"),
+        row("mtp 3 mla", "chunks of 7", **FURTHER),
         *(
             row("gdn", options, recompute="selective")
             for options in ("recompute chunks", "offload", "all on the host")
@@ -94,6 +95,7 @@ ON_RANKS: dict[str, list[Row]] = {
         row("gqa", "small", returns="per_token", scale="constant"),
         row("mla", "whole"),
         row("gpt-oss", "chunks of 7", recompute="full"),
+        row("mtp 5", "small", **FURTHER),
         row("gdn", "small", recompute="full"),
         row("experts both", "small"),
         row("experts global", "small"),
@@ -110,6 +112,7 @@ ON_RANKS: dict[str, list[Row]] = {
     "cp2": [
         row("qk_norm", "small", form="rows"),
         row("experts both", "small", form="thd_padded"),
+        row("mtp 5", "whole", **{**FURTHER, "form": "thd", "tree": "groups"}),
         *(
             row("gpt-oss", options)
             for options in ("wave recompute", "segment recompute", "offload")

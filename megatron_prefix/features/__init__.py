@@ -206,7 +206,9 @@ def _uses_host(config: PrefixConfig, _: Rank) -> bool:
 
 
 def _has_further_layer(_: PrefixConfig, rank: Rank) -> bool:
-    return rank.model.looks_ahead or any(hasattr(model, "mtp") for model in rank.language_models)
+    return bool(rank.model.looks_ahead) or any(
+        hasattr(model, "mtp") for model in rank.language_models
+    )
 
 
 def _may_cross(config: PrefixConfig, rank: Rank) -> bool:

@@ -6,7 +6,8 @@ has `vocab_size` and `hybrid_override_pattern` besides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from megatron_prefix.layers import precision, table
@@ -44,11 +45,13 @@ def _of_symbol(kinds: Iterable[Kind], config: Any, layer: int, symbol: str) -> t
     return tuple(kinds[:1])
 
 
-def behind_decoder(config: Any, pattern: str | None = None) -> tuple[Kind, ...]:
-    """What a model has behind its decoder: the kinds of one more of its last layer, and what is
-    around it; () without. Arguments as of `layers_of`."""
+def behind_decoder(config: Any, pattern: str | None = None) -> list[tuple[Kind, ...]]:
+    """What a model has behind its decoder, for every further label: the kinds of one more of its
+    last layer, and what is around it. Arguments as of `layers_of`."""
     around = table.behind(config)
-    return () if around is None else (*layers_of(config, pattern)[-1], around)
+    if around is None:
+        return []
+    return [(*layers_of(config, pattern)[-1], around)] * config.mtp_num_layers
 
 
 def cost_of(config: Any, vocab_size: int | None = None, pattern: str | None = None) -> CostModel:
@@ -57,9 +60,9 @@ def cost_of(config: Any, vocab_size: int | None = None, pattern: str | None = No
     layers = layers_of(config, pattern)
     parts = [kind.work(config) for layer in layers for kind in layer]
     behind = behind_decoder(config, pattern)
-    parts += [kind.work(config) for kind in behind]
-    # Of the labels after next as many count as of the next.
-    outputs = (2 if behind else 1) * vocabulary(config, vocab_size)
+    parts += [kind.work(config) for layer in behind for kind in layer]
+    # Of the labels further on as many count as of the next.
+    outputs = (1 + len(behind)) * vocabulary(config, vocab_size)
     parts = [part.at(precision.rate(config)) for part in parts]
     return CostModel.of_layers(parts, config.hidden_size, outputs)
 
@@ -69,7 +72,8 @@ def payloads_of(
 ) -> tuple[tuple[Payload, ...], ...]:
     """What a span leaves in every layer of a whole model, on one rank, and behind its decoder;
     arguments as of `layers_of`."""
-    layers = [*layers_of(config, pattern), behind_decoder(config, pattern)]
+    layers: list[Sequence[Kind]] = [*layers_of(config, pattern)]
+    layers.append([*chain(*behind_decoder(config, pattern))])
     every = ([kind.payload(config, sharding) for kind in layer] for layer in layers)
     return tuple(tuple(payload for payload in layer if payload) for layer in every)
 

@@ -88,6 +88,8 @@ class Hooks:
         # Kinds do not know modules whose methods are overridden.
         self.slots = [*zip(*(table.parts(self.model, slot) for slot in Slot), strict=True)]
         self._forms, self._windows = table.forms(self.parts), _module_windows(self.parts)
+        of_decoder = [mixer for mixer, _ in self.slots[: len(self.model.decoder.layers)]]
+        self._decoder_forms = table.forms(of_decoder)
         self._reads_all = hasattr(self.model, "mtp")  # behind the decoder
         self.mask_use = features.mask_use(self.parts)
         config = self.model.config
@@ -176,7 +178,7 @@ class Hooks:
     def forms(self) -> list[Form]:
         """Of the payloads that its layers leave in this step."""
         unused = self._reads_all and not self.predicts_further
-        return self._forms[:-1] if unused else self._forms
+        return self._decoder_forms if unused else self._forms
 
     def is_current(self) -> bool:
         """Whether its layers have the windows that they had: else all of it is made anew."""

@@ -45,10 +45,6 @@ def _with_experts(name: str, config: Any) -> bool:
     return _is_on("num_moe_experts", config) and _is_on(name, config)
 
 
-def _above(name: str, config: Any, *, most: int) -> bool:
-    return (getattr(config, name, None) or 0) > most
-
-
 def _cut_wider(name: str, config: Any) -> bool:
     parts = getattr(config, name, None) or 1
     return _is_on("num_moe_experts", config) and parts > config.tensor_model_parallel_size
@@ -62,6 +58,10 @@ def _balances(name: str, config: Any, *, kinds: tuple[str, ...], negated: bool =
     types = getattr(config, name, "none")
     types = [types] if isinstance(types, str) else types
     return _is_on("num_moe_experts", config) and any((kind in kinds) != negated for kind in types)
+
+
+def _repeats_a_layer(name: str, config: Any) -> bool:
+    return bool(getattr(config, name, False)) and (config.mtp_num_layers or 0) > 1
 
 
 def _scaled_by(name: str, config: Any, *, recipes: tuple[str, ...], negated: bool = False) -> bool:
@@ -107,7 +107,7 @@ FP8_ROUTES = _option("moe_router_padding_for_quantization", NOT_YET, "turn it of
 FP8_HEAD = _option("fp8_output_proj", NOT_YET, "turn it off: the output layer runs only on positions with loss")
 FP4 = _option("fp4", NOT_YET, "train in bf16 or in FP8: FP4 was not tested; scales of whole tensors and stochastic rounding would have to be off")
 QUANT_RECIPE = _option("quant_recipe", WRONG, f"leave it out: {_SCALES}")
-MTP = _option("mtp_num_layers above 1", NOT_YET, "use one layer of multi-token prediction: the second layer's last inputs of a prompt are response tokens", partial(_above, most=1), "mtp_num_layers")
+MTP_REPEATED = _option("mtp_use_repeated_layer", NOT_YET, "give every further label a layer of its own: one layer would leave keys of several depths", _repeats_a_layer)
 MTP_ALONE = _option("mtp_standalone", NOT_YET, "put multi-token prediction on the last stage, with the loss")
 MTP_OUTPUT = _option("mtp_isolated_loss", NOT_YET, "use mtp_detach_heads, which replaces this option")
 QK_CLIP = _option("qk_clip", NOT_YET, f"use the stock schedule: {_LARGEST}")
@@ -310,7 +310,7 @@ DYNAMIC_CP = Refusal("dynamic_context_parallel", "verl", NOT_YET, "turn it off: 
 ALLGATHER_CP = Refusal("--allgather-cp", "slime", NOT_YET, "leave out context parallelism, too: it is for DeepSeek's sparse attention, which has none here")
 MULTI_LORA = Refusal("--multi-lora-n-adapters", "miles", NOT_YET, "leave it out: its layers find each adapter's tokens by their places in a microbatch")
 MULTIMODAL = Refusal("multimodal data", "NeMo-RL", NOT_YET, "train on text: batches with images were not tested")
-NEMO_MTP = Refusal("policy.megatron_cfg.mtp_num_layers above 1", "NeMo-RL", NOT_YET, "use one layer of multi-token prediction")
+NEMO_MTP = Refusal("policy.megatron_cfg.mtp_use_repeated_layer with mtp_num_layers above 1", "NeMo-RL", NOT_YET, "give every further label a layer of its own")
 LORA_DROPOUT = Refusal("--lora_dropout above 0, its default", "ms-swift", WRONG, _DROPS)
 SWIFT_METRICS = Refusal("several data-parallel ranks", "ms-swift", NOT_YET, "its losses average metrics over them in every microbatch: use tensor parallelism instead")
 SKYRL_ROWS = Refusal("no remove_microbatch_padding, with pipeline stages", "SkyRL", NOT_YET, "set trainer.remove_microbatch_padding: the last stage's mask fits no tokens of its call")

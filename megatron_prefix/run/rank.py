@@ -48,7 +48,7 @@ class Model:
             2*cp.
         whole: segments are padded to multiples of it (layers/precision.py).
         rows: what positions that a context-parallel rank reads of a segment are a multiple of.
-        looks_ahead: whether a stage of the model has multi-token prediction.
+        looks_ahead: how many further labels multi-token prediction predicts; 0 without it.
         gathers_tokens: whether ranks that share experts need equally many tokens of one another.
         has_global_loss: whether a microbatch's losses need all microbatches before it
             (global_aux_loss).
@@ -66,7 +66,7 @@ class Model:
     whole: int
     rows: int
     has_experts: bool
-    looks_ahead: bool
+    looks_ahead: int
     gathers_tokens: bool
     counts_tokens: bool
     has_global_loss: bool
@@ -94,7 +94,7 @@ class Model:
             whole=precision.segment_multiple(config, sequence_ranks, cp),
             rows=precision.row_multiple(config, sequence_ranks),
             has_experts=bool(config.num_moe_experts),
-            looks_ahead=bool(getattr(config, "mtp_num_layers", None)),
+            looks_ahead=getattr(config, "mtp_num_layers", None) or 0,
             gathers_tokens=config.moe_token_dispatcher_type == "allgather",
             counts_tokens=counts_tokens(config),
             has_global_loss=has_global_loss(config),
@@ -238,7 +238,7 @@ class Rank:
         """Whether multi-token prediction has anything to do in a call: Megatron computes its loss
         in evaluation, too, and does nothing with it."""
         computed = not self.forward_only or self.language_models[0].training
-        return self.model.looks_ahead and computed
+        return bool(self.model.looks_ahead) and computed
 
     @property
     def scales_auxiliary_losses(self) -> bool:

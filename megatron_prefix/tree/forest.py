@@ -41,8 +41,9 @@ class Pairs:
         weights: with multi-token prediction the loss mask of the labels, float64 [num_positions].
             The model then reads the input after a position, so a rollout's last position, which
             has none, is shared with last positions only. Else None.
-        following: the next input of each position, where it is not its label; positions that
-            differ in it are not shared. None: it is the label, or is not read.
+        following: the next inputs of each position that are read with it and of which its label
+            does not tell, int [num_positions, n]; positions that differ in them are not shared.
+            None: there are none.
         needed: number of leading positions that are computed, at least one. None: all.
     """
 
@@ -75,6 +76,12 @@ class Pairs:
         return codes_of([self], start, [len(self) if end is None else end])[0]
 
 
+def shifted(column: np.ndarray, by: int, filler: float) -> np.ndarray:
+    """A column moved to the front by so many positions, with fillers behind."""
+    by = min(by, len(column))
+    return np.append(column[by:], np.full(by, filler, column.dtype))
+
+
 def up_to_losses(trained: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
     """Per rollout the number of positions up to its last one with loss, int64 [rollouts]; at least
     two, as an output of one position does not show which dimension positions are.
@@ -104,14 +111,14 @@ def pair_codes(rollouts: Sequence[Pairs], start: int, ends: Sequence[int]) -> It
 
 def codes_of(rollouts: Sequence[Pairs], start: int, ends: Sequence[int]) -> list[np.ndarray]:
     """Per rollout a code per position in [start, end), equal exactly if input, label, routes and,
-    where it is read, the next input are equal: uint64 [positions, n]."""
+    where they are read, the next inputs are equal: uint64 [positions, n]."""
     codes = []
     for rollout, end, pairs in zip(rollouts, ends, pair_codes(rollouts, start, ends), strict=True):
         if rollout.weights is not None and end == len(rollout):
             pairs[-1:] |= _LAST
         columns = [pairs[:, None]]
         if rollout.following is not None:
-            columns.append(rollout.following[start:end, None].astype(np.uint64))
+            columns.append(rollout.following[start:end].astype(np.uint64))
         if rollout.routes is not None:
             routes = rollout.routes.reshape(len(rollout), -1)[start:end].astype(np.uint16)
             padded = np.pad(routes, ((0, 0), (0, -routes.shape[1] % 4)))  # to whole 64 bits

@@ -1,11 +1,11 @@
-"""Multi-token prediction: one layer behind the decoder, which predicts the label after next.
+"""Multi-token prediction: layers behind the decoder, each of which predicts one label further on.
 
-Inside is one of Megatron's layers, whose parts are of the kinds of layers/table.py and leave a
-payload as any other's. Around it are two norms, a projection of the decoder's output and the next
-input, and the output layer once more. A segment runs the layer on its own positions; next inputs,
-labels and weights come from tables of the step (tables.py), where Megatron moves those of a
-microbatch by one. The loss goes into the backward as Megatron has it: beside the decoder's output,
-with a scale that its schedule sets.  Pure, until it is hooked.
+Inside each is one of Megatron's layers, whose parts are of the kinds of layers/table.py and leave a
+payload as any other's. Around it are two norms, a projection of what the layer before it has made
+and an input further on, and the output layer once more. A segment runs the layers on its own
+positions; inputs, labels and weights come from tables of the step (tables.py), where Megatron moves
+those of a microbatch by one for every layer. The losses go into the backward as Megatron has them:
+beside the decoder's output, with a scale that its schedule sets.  Pure, until it is hooked.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _is(module: Any, method: str, name: str) -> bool:
     """Whether a method is that of a class, or what takes its place in segments; nobody's that was
     put into the class: mcore_bridge's runs one layer several times."""
     ours = getattr(vars(module).get(method), "__self__", None)
-    return isinstance(ours, LooksAhead) or owner(module, method, patches=()) == name
+    return isinstance(ours, LooksAhead | _Depth) or owner(module, method, patches=()) == name
 
 
 class _Shares(NamedTuple):
@@ -100,10 +100,10 @@ class _Shares(NamedTuple):
 
 
 class _FurtherSegment(NamedTuple):
-    """What one segment reads, on the model's device.
+    """What one segment reads at one depth, on the model's device.
 
     Attributes:
-        following: next inputs and their positions, int64 [2, 1, positions].
+        following: inputs so far behind and their positions, int64 [2, 1, positions].
         distinct: positions with rows of logits, int64; those that this rank of sequence parallelism
             computes.
         repeats: per row of logits which of them it is of; likewise.
@@ -127,7 +127,7 @@ class StepAhead:
         tables: the step's.
         device: where the model is.
         ranks, rank: sequence-parallel ranks, and this one's place among them.
-        num_layers: of multi-token prediction in Megatron's log; 0 if it does not log this step.
+        logs: whether Megatron logs the losses of this step.
         scales: by which the loss of each microbatch is multiplied, [microbatches], where they may
             differ: filled in before a backward reads them. None: what Megatron's schedule has set.
     """
@@ -138,25 +138,29 @@ class StepAhead:
         device: Any,
         ranks: int,
         rank: int,
-        num_layers: int,
         scales: Tensor | None = None,
+        *,
+        logs: bool,
     ) -> None:
         import torch
 
-        self._num_layers, self._undefined = num_layers, tables.undefined
+        self._logs, self._undefined = logs, tables.undefined
         self._segments = _on_device(tables, device, ranks, rank)
         self._scales = scales
-        self._means: dict[int, tuple[Tensor, ...]] = {}
+        self._means: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._nothing = torch.zeros((), device=device, dtype=torch.float64)
 
-    def __getitem__(self, index: int) -> _FurtherSegment:
+    def __getitem__(self, index: int) -> list[_FurtherSegment]:
+        """What a segment reads, by depth."""
         return self._segments[index]
 
-    def attached(self, index: int, hidden: Tensor, losses: Tensor, factor: float) -> Tensor:
+    def attached(
+        self, segment: _FurtherSegment, hidden: Tensor, losses: Tensor, factor: float
+    ) -> Tensor:
         """The decoder's output; a backward from it goes to the losses of a segment's rows, too.
 
         Args:
-            index: the segment.
+            segment: what it reads at this depth.
             hidden: the decoder's output.
             losses: [1, rows].
             factor: of this loss in the model's.
@@ -165,7 +169,7 @@ class StepAhead:
 
         from megatron_prefix.layers.own_backward import with_backward
 
-        segment, scales = self._segments[index], self._scales
+        scales = self._scales
         if segment.shares is None or scales is None:
             result: Tensor = MTPLossAutoScaler.apply(
                 hidden, factor * losses * segment.weights[0].to(losses.dtype)
@@ -183,41 +187,72 @@ class StepAhead:
             lambda hidden, _: hidden.view_as(hidden), pull, hidden, losses
         )
 
-    def note(self, index: int, *sums: Tensor) -> None:
+    def note(self, index: int, depth: int, *sums: Tensor) -> None:
         """Keeps what a segment adds to Megatron's log; a second forward of it changes nothing.
 
         Args:
             index: the segment.
+            depth: from 0.
             sums: of the loss; since 0.19 how many guesses are right, and how many there are.
         """
-        self._means.setdefault(index, tuple(total.detach().double() for total in sums))
+        self._means.setdefault((index, depth), tuple(total.detach().double() for total in sums))
 
     def log(self) -> None:
-        """Adds the step to Megatron's log of this loss; call it when the step is over."""
+        """Adds the step to Megatron's log of these losses; call it when the step is over."""
         from megatron.core import parallel_state
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper as Log
 
-        if not self._num_layers:
+        if not self._logs:
             return
         save = getattr(Log, "save_metrics_to_tracker", None)
-        num = 1 if save is None else 3
-        parts = [[sums[place] for sums in self._means.values()] for place in range(num)]
-        totals = [sum(part, self._nothing) for part in parts]
-        if self._undefined:  # Megatron divides by zero
-            totals[0] = totals[0] * float("nan")
+        num, depths = 1 if save is None else 3, len(self._undefined)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        (save or Log.save_loss_to_tracker)(*totals, 0, self._num_layers, avg_group=group)
+        for depth, undefined in enumerate(self._undefined):
+            sums_at = [sums for (_, place), sums in self._means.items() if place == depth]
+            totals = [sum((sums[n] for sums in sums_at), self._nothing) for n in range(num)]
+            if undefined:  # Megatron divides by zero
+                totals[0] = totals[0] * float("nan")
+            (save or Log.save_loss_to_tracker)(*totals, depth, depths, avg_group=group)
+
+
+class _Depth:
+    """One of Megatron's layers of multi-token prediction, in segments.
+
+    Args:
+        layer: it.
+        depth: its place among them, from 0.
+        block: all of them.
+    """
+
+    def __init__(self, layer: Any, depth: int, block: LooksAhead) -> None:
+        self._layer, self._depth, self._block = layer, depth, block
+        self._stock = layer._get_embeddings
+
+    def embeddings(self, *args: Any, embedding: Any, **named: Any) -> Any:
+        """Megatron's, with the embedding of the segment's inputs further on."""
+        following = self._block.following(self._depth)
+        if following is None:
+            return self._stock(*args, embedding=embedding, **named)
+        inputs, positions = following
+        group, self._layer.cp_group = self._layer.cp_group, None  # nothing to exchange
+        try:
+            return self._stock(
+                *args, **named,
+                embedding=lambda **_: embedding(input_ids=inputs, position_ids=positions),
+            )  # fmt: skip
+        finally:
+            self._layer.cp_group = group
 
 
 class LooksAhead:
-    """The layer of multi-token prediction of a model chunk, in segments.
+    """The layers of multi-token prediction of a model chunk, in segments.
 
     Args:
         model: the language model that has it.
         hooks: its own; they say which segment runs.
 
     Attributes:
-        step: what the layer reads in this step; None if it does not run.
+        step: what the layers read in this step; None if they do not run.
         device_bytes: that it holds between steps.
     """
 
@@ -226,28 +261,19 @@ class LooksAhead:
     def __init__(self, model: Any, hooks: Hooks) -> None:
         self._model, self._hooks = model, hooks
         self.step: StepAhead | None = None
-        self.layer = model.mtp.layers[0]
-        self._stock, self._stock_embeddings = model._postprocess, self.layer._get_embeddings
+        self._layers, self._stock = [*model.mtp.layers], model._postprocess
 
     def overrides(self) -> Iterable[Override]:
         """See Kind."""
         yield self._model, "_postprocess", self._after_decoder
-        yield self.layer, "_get_embeddings", self._next_embeddings
+        for depth, layer in enumerate(self._layers):
+            yield layer, "_get_embeddings", _Depth(layer, depth, self).embeddings
 
-    def _next_embeddings(self, *args: Any, embedding: Any, **named: Any) -> Any:
-        """Megatron's, with the embedding of the segment's next inputs."""
+    def following(self, depth: int) -> Tensor | None:
+        """Inputs and their positions that a depth reads of the segment that runs; None outside of
+        segments."""
         current = self._hooks.current
-        if current is None:
-            return self._stock_embeddings(*args, embedding=embedding, **named)
-        inputs, positions = self._step[current.index].following
-        group, self.layer.cp_group = self.layer.cp_group, None  # nothing to exchange
-        try:
-            return self._stock_embeddings(
-                *args, **named,
-                embedding=lambda **_: embedding(input_ids=inputs, position_ids=positions),
-            )  # fmt: skip
-        finally:
-            self.layer.cp_group = group
+        return None if current is None else self._step[current.index][depth].following
 
     def _after_decoder(self, *args: Any, **named: Any) -> Any:
         """Megatron's, for a segment: the loss goes along with the decoder's output, of which the
@@ -276,33 +302,30 @@ class LooksAhead:
 
     def _with_loss(self, hidden: Tensor, current: SegmentContext, named: Any) -> Tensor:
         """The decoder's output [positions, 1, hidden_size]; backward from it begins with the
-        layer's own loss, too."""
-        from megatron_prefix.layers.own_backward import with_backward
+        layers' own losses, too."""
+        config, index = self._model.config, current.index
+        factor = config.mtp_loss_scaling_factor / config.mtp_num_layers
+        predicted, has_loss = hidden.detach() if self._is_detached else hidden, False
+        for depth, segment in enumerate(self._step[index]):
+            predicted = self._predicted(self._layers[depth], predicted, current, named)
+            has_loss = bool(segment.labels.numel())
+            if not has_loss:
+                continue
+            logits = self._logits(predicted, segment, named)
+            losses = self._model.compute_language_model_loss(segment.labels, logits)
+            weights = segment.weights.to(losses.dtype)
+            sums = [(losses * weights[1]).sum(), *self._guesses(logits, segment, named)]
+            self._step.note(index, depth, *sums)
+            hidden = self._step.attached(segment, hidden, losses, factor)
+        # Children may read the last layer, from which a backward reaches those before it.
+        return hidden if has_loss else _reaching(hidden, predicted)
 
-        predicted, segment = self._predicted(hidden, current, named), self._step[current.index]
-        if not segment.labels.numel():  # children may read it
-            shape = predicted.shape  # the backward goes there as well, with zeros
-            reaching: Tensor = with_backward(
-                lambda hidden, _: hidden.view_as(hidden),
-                lambda gradient: (gradient, gradient.new_zeros(shape)),
-                hidden, predicted,
-            )  # fmt: skip
-            return reaching
-        logits = self._logits(predicted, segment, named)
-        losses = self._model.compute_language_model_loss(segment.labels, logits)
-        weights = segment.weights.to(losses.dtype)
-        sums = [(losses * weights[1]).sum(), *self._guesses(logits, segment, named)]
-        self._step.note(current.index, *sums)
-        factor = self._model.config.mtp_loss_scaling_factor
-        return self._step.attached(current.index, hidden, losses, factor)
-
-    def _predicted(self, hidden: Tensor, current: SegmentContext, named: Any) -> Tensor:
-        """The layer's output, like the decoder's."""
-        provided = hidden.detach() if self._is_detached else hidden
+    def _predicted(self, layer: Any, hidden: Tensor, current: SegmentContext, named: Any) -> Tensor:
+        """A layer's output, like the decoder's."""
         with contextlib.nullcontext() if current.saving is None else current.saving():
-            result: Tensor = self.layer(
+            result: Tensor = layer(
                 input_ids=named["input_ids"], position_ids=named["position_ids"],
-                hidden_states=provided, attention_mask=None, rotary_pos_emb=self._hooks.turned,
+                hidden_states=hidden, attention_mask=None, rotary_pos_emb=self._hooks.turned,
                 embedding=self._model.embedding, **(named.get("extra_block_kwargs") or {}),
             )[0]  # fmt: skip
         return result
@@ -346,10 +369,17 @@ class LooksAhead:
         return bool(getattr(self._model.config, "mtp_detach_heads", False))
 
 
-def installed_layer(model: Any) -> LooksAhead | None:
-    """What takes the place of a model's methods in segments, if it has been."""
-    ours = getattr(vars(model).get("_postprocess"), "__self__", None)
-    return ours if isinstance(ours, LooksAhead) else None
+def _reaching(hidden: Tensor, predicted: Tensor) -> Tensor:
+    """`hidden`; a backward from it goes to `predicted` as well, with zeros."""
+    from megatron_prefix.layers.own_backward import with_backward
+
+    shape = predicted.shape
+    result: Tensor = with_backward(
+        lambda hidden, _: hidden.view_as(hidden),
+        lambda gradient: (gradient, gradient.new_zeros(shape)),
+        hidden, predicted,
+    )  # fmt: skip
+    return result
 
 
 def _process() -> Any:
@@ -359,8 +389,10 @@ def _process() -> Any:
     return getattr(multi_token_prediction, "process_mtp_loss", None)
 
 
-def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[_FurtherSegment]:
-    """What the segments of a step read.
+def _on_device(
+    tables: AheadTables, device: Any, ranks: int, rank: int
+) -> list[list[_FurtherSegment]]:
+    """What the segments of a step read, by depth.
 
     Args:
         tables: the step's.
@@ -369,7 +401,7 @@ def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[
     """
     from megatron_prefix.device.transfer import to_device
 
-    rows = [_padded_rows(row, ranks) for row in tables.rows()]
+    rows = [_padded_rows(row, ranks) for by_depth in tables.rows() for row in by_depth]
     nums = [len(segment.labels) for segment in rows]
     local = [
         np.unique(np.split(segment.places, ranks)[rank], return_inverse=True) for segment in rows
@@ -381,10 +413,12 @@ def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[
     distinct, repeats = place_columns or (labels, labels)
     parts = [np.zeros((3, 0)), *(segment.weights[:3] for segment in rows)]
     weights = to_device(device, np.concatenate(parts, 1))
-    return [
+    following = to_device(device, tables.following())[:, :, None]
+    depths, by_segment = len(following), following.split(tables.lengths, 3)
+    parts_read = [
         _FurtherSegment(*columns)
         for columns in zip(
-            to_device(device, tables.following())[:, None].split(tables.lengths, 2),
+            [of_depth for of_segment in by_segment for of_depth in of_segment],
             distinct.split([len(unique) for unique, _ in local]),
             repeats.split([len(numbers) for _, numbers in local]),
             labels[None].split(nums, 1),
@@ -393,6 +427,7 @@ def _on_device(tables: AheadTables, device: Any, ranks: int, rank: int) -> list[
             strict=True,
         )
     ]
+    return [parts_read[first : first + depths] for first in range(0, len(parts_read), depths)]
 
 
 def _shares(rows: Sequence[FurtherRows], device: Any) -> Iterable[_Shares | None]:

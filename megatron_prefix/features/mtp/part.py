@@ -73,9 +73,10 @@ class MultiToken(StepPart):
         division = layer.division(self.rank.config)
         if division.per_token or division.clamps:
             return
-        remaining, _ = loss_sums(samples, step.microbatch_of, cp.size())
-        if (remaining[:, cp.rank()] == 0).any():
-            raise refused(AHEAD_NOTHING)
+        for depth in range(1, self.rank.model.looks_ahead + 1):
+            remaining, _ = loss_sums(samples, step.microbatch_of, cp.size(), depth)
+            if (remaining[:, cp.rank()] == 0).any():
+                raise refused(AHEAD_NOTHING)
 
     def begin(self, attempt: Attempt) -> None:
         """See StepPart."""
@@ -115,7 +116,7 @@ class MultiToken(StepPart):
         cp, tp, ranks = rank.groups.cp, rank.groups.tp, rank.model.sequence_ranks
         tables = AheadTables(
             step.forest, samples, step.microbatch_of, layer.division(rank.config), cp.rank(),
-            cp.size(), apart=contract.scales is not None,
+            cp.size(), rank.model.looks_ahead, apart=contract.scales is not None,
         )  # fmt: skip
         if (communicator := _crossing_ranks(attempt)) is not None:
             scale = 1.0
@@ -125,8 +126,7 @@ class MultiToken(StepPart):
             _tell_owners(tables, step.forest, communicator, scale)
         return layer.StepAhead(
             tables, rank.device, ranks, tp.rank() if ranks > 1 else 0,
-            rank.config.mtp_num_layers if logs else 0,
-            None if contract.scales is None else contract.scales.further,
+            None if contract.scales is None else contract.scales.further, logs=logs,
         )  # fmt: skip
 
 
@@ -168,16 +168,16 @@ def _tell_owners(
                 requests.append((peer, exchange.segment, spans))
                 continue
             rows = tables.told(exchange.segment)
-            rows[3] *= scale
+            rows[4] *= scale
             outgoing.append((peer, rows))
     sizes = [(peer, np.array([rows.shape[1]])) for peer, rows in outgoing]
     gathered = communicator.numbers(sizes, [(peer, (1,), torch.int64) for peer, *_ in requests])
     incoming = [
-        (peer, (6, int(size[0])), torch.float64)
+        (peer, (7, int(size[0])), torch.float64)
         for (peer, *_), size in zip(requests, gathered, strict=True)
     ]
     for (_, segment, spans), rows in zip(
         requests, communicator.numbers(outgoing, incoming), strict=True
     ):
-        rows[3] /= scale
+        rows[4] /= scale
         tables.hear(segment, spans, rows)

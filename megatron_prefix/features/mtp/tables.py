@@ -1,13 +1,12 @@
-"""What segments need to predict one token further: next inputs, labels after next, their weights.
+"""What segments need to predict further: inputs and labels further on, and weights of the labels.
 
-Multi-token prediction ("DeepSeek-V3 Technical Report", section 2.2) sees at position i the input of
-i+1 and predicts the label of i+1. Inside a span both are the same for all rollouts. At a span's
-last position the next input still is (`with_next_token` in run/read/step.py), and the label after
-it differs by rollout: the position has a row of logits for each. A span that several data-parallel
-ranks have in common runs on one of them, with the labels and weights of all, which are known before
-it runs.
+Multi-token prediction ("DeepSeek-V3 Technical Report", section 2.2) at depth d sees at position i
+the input of i+d and predicts the label of i+d. A span's rollouts have all inputs that are read in
+common (`with_next_tokens` in run/read/step.py). Of its last d positions the labels differ by
+rollout: such a position has a row of logits for each. A span that several data-parallel ranks have
+in common runs on one of them, with the labels and weights of all, which are known before it runs.
 
-Megatron divides the loss of a microbatch by the weights that are left when they have moved by one
+Megatron divides the loss of a microbatch by the weights that are left when they have moved by d
 (`process_mtp_loss` in megatron/core/transformer/multi_token_prediction.py, before 0.17 in
 `_postprocess` of GPTModel), on each context-parallel rank by those of its own positions.  Pure.
 """
@@ -23,14 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_prefix.tree import cp_layout
-from megatron_prefix.tree.forest import Forest, Pairs, Segment, Span
+from megatron_prefix.tree.forest import Forest, Pairs, Segment, Span, shifted
 
 Numbers = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
 class FurtherRows(NamedTuple):
-    """FurtherRows of logits of a segment on this rank.
+    """Rows of logits of a segment at one depth, on this rank.
 
     Attributes:
         places: position in the segment, on this rank, int64 [rows], ascending.
@@ -64,7 +63,7 @@ class Division:
         """What a weight counts in the loss.
 
         Args:
-            shifted: sums of weights, moved by one.
+            shifted: sums of weights, moved by the depth.
             unshifted: before that.
         """
         if not self.per_token:
@@ -87,10 +86,12 @@ class AheadTables:
         division: Megatron's.
         rank: place in the context-parallel group.
         size: of that group.
+        depths: how many labels further on are predicted.
         apart: tells apart what a label counts in each microbatch.
 
     Attributes:
-        undefined: whether Megatron divides by zero in the mean of a microbatch on this rank.
+        undefined: per depth whether Megatron divides by zero in the mean of a microbatch on this
+            rank.
     """
 
     def __init__(
@@ -101,22 +102,31 @@ class AheadTables:
         division: Division,
         rank: int = 0,
         size: int = 1,
+        depths: int = 1,
         *,
         apart: bool = False,
     ) -> None:
         self._forest, self._samples, self._place = forest, samples, (rank, size)
         self._microbatch_of = microbatch_of
         self._apart = max(microbatch_of, default=-1) + 1 if apart else 0
-        self._nothing = np.zeros((5 + self._apart, 0))
+        self._nothing = np.zeros((6 + self._apart, 0))
         self._heard: dict[int, list[Floats]] = collections.defaultdict(list)
-        remaining, full = loss_sums(samples, microbatch_of, size)
-        self.undefined = not division.clamps and bool((remaining[:, rank] == 0).any())
+        self._depths = range(1, depths + 1)
+        self.undefined: list[bool] = []
+        self._counted = {depth: self._counts_at(depth, division) for depth in self._depths}
+
+    def _counts_at(self, depth: int, division: Division) -> list[Floats]:
+        """What the label so far behind a position counts: by rollout, [3, positions]. It counts by
+        its microbatch, and by the rank of the position."""
+        samples, (rank, size) = self._samples, self._place
+        remaining, full = loss_sums(samples, self._microbatch_of, size, depth)
+        self.undefined.append(not division.clamps and bool((remaining[:, rank] == 0).any()))
         in_loss, in_mean = division.in_loss(remaining, full), division.in_mean(remaining)
-        # What the label after a position counts: by microbatch, and by the rank of the position.
-        self._counted = [
+        shares_of = (_moved_weights(sample, depth) for sample in samples)
+        return [
             np.stack([in_loss[m, owners] * shares, in_mean[m, owners] * shares, shares != 0])
             for m, owners, shares in zip(
-                microbatch_of, _owners(samples, size), map(_moved_labels, samples), strict=True
+                self._microbatch_of, _owners(samples, size), shares_of, strict=True
             )
         ]
 
@@ -126,23 +136,24 @@ class AheadTables:
         return [segment.padded_length // self._place[1] for segment in self._forest.segments]
 
     def following(self) -> Numbers:
-        """Next inputs and their positions of all segments, one behind the other, int64 [2, n];
-        zeros behind the end of a rollout, as Megatron fills in, and in padding."""
-        table = []
+        """By depth the inputs so far behind, and their positions, of all segments, one behind the
+        other, int64 [depths, 2, n]; zeros behind the end of a rollout, as Megatron fills in, and in
+        padding."""
+        table = [np.zeros((len(self._depths), 2, 0), np.int64)]
         for span in (span for segment in self._forest.segments for span in segment.spans):
-            inputs, places = np.zeros((2, span.padded), np.int64)
-            if span.rollouts:  # a filler has none
-                next_tokens = self._samples[span.rollouts[0]].inputs[span.start + 1 : span.end + 1]
-                inputs[: len(next_tokens)] = next_tokens
-                places[: len(next_tokens)] = np.arange(len(next_tokens)) + span.start + 1
-            table.append(np.stack([inputs, places]))
-        full = np.concatenate(table, axis=1) if table else np.zeros((2, 0), np.int64)
+            inputs = np.zeros((len(self._depths), 2, span.padded), np.int64)
+            for depth in self._depths if span.rollouts else ():  # a filler has none
+                sample = self._samples[span.rollouts[0]]
+                later = sample.inputs[span.start + depth : span.end + depth]
+                inputs[depth - 1, 0, : len(later)] = later
+                inputs[depth - 1, 1, : len(later)] = np.arange(len(later)) + span.start + depth
+            table.append(inputs)
         spans = [span.padded for segment in self._forest.segments for span in segment.spans]
-        return full[:, cp_layout.held_positions(spans, *self._place)]
+        return np.concatenate(table, axis=2)[..., cp_layout.held_positions(spans, *self._place)]
 
     def told(self, index: int) -> Floats:
         """What the owner of a segment hears of this rank's rollouts: per row its span, place in the
-        span, label and weights, float64 [6, rows]."""
+        span, label, depth and weights, float64 [7, rows]."""
         spans = self._forest.segments[index].spans
         parts = [_weighed(self._of_span(span)) for span in spans]
         numbers = np.repeat(np.arange(len(spans)), [part.shape[1] for part in parts])
@@ -154,17 +165,15 @@ class AheadTables:
         starts = np.cumsum([0, *(span.padded for span in self._forest.segments[index].spans)])
         self._heard[index].append(np.concatenate([(starts[number] + places)[None], rows[2:]]))
 
-    def rows(self) -> Iterator[FurtherRows]:
-        """Of every segment, those labels that have a weight; none of what another rank computes."""
+    def rows(self) -> Iterator[list[FurtherRows]]:
+        """Of every segment, by depth, those labels that have a weight; none of what another rank
+        computes."""
         for index, segment in enumerate(self._forest.segments):
             is_local = segment.source < 0
-            yield (
-                self._rows(segment, self._heard[index])
-                if is_local
-                else FurtherRows(*_split_rows(self._nothing))
-            )
+            table = self._rows(segment, self._heard[index]) if is_local else self._nothing
+            yield [_split_rows(table[:, table[2] == depth]) for depth in self._depths]
 
-    def _rows(self, segment: Segment, columns_by_rank: Sequence[Floats]) -> FurtherRows:
+    def _rows(self, segment: Segment, columns_by_rank: Sequence[Floats]) -> Floats:
         columns = [self._nothing, *columns_by_rank]
         start = 0
         for span in segment.spans:
@@ -180,31 +189,38 @@ class AheadTables:
             table[0] = local_rows[table[0].astype(np.int64)]
             table = table[:, table[0] >= 0]
         table = _weighed(_merged_rows(table) if columns_by_rank else table)
-        return FurtherRows(*_split_rows(table[:, np.argsort(table[0], kind="stable")]))
+        return table[:, np.argsort(table[0], kind="stable")]
 
     def _of_span(self, span: Span) -> Floats:
-        """Place in a span, label and weights of its rows, [5 and more, rows]."""
+        """Place in a span, label, depth and weights of its rows, [6 and more, rows]."""
         if not span.rollouts:  # a filler
             return self._nothing.copy()
-        inside = np.zeros((3 + self._apart, span.length - 1))
-        ends: dict[int, Floats] = {}
-        for rollout in span.rollouts:
-            sample, counted = self._samples[rollout], self._counts(rollout, span)
-            inside += counted[:, :-1]
-            if span.end < len(sample):
-                label = int(sample.labels[span.end])
-                ends[label] = ends.get(label, np.zeros(len(inside))) + counted[:, -1]
-        labels = self._samples[span.rollouts[0]].labels[span.start + 1 : span.end]
-        places = np.arange(span.length - 1)
-        last = [
-            np.array([span.length - 1, label, *weights]).reshape(-1, 1)
-            for label, weights in ends.items()
-        ]
-        return np.concatenate([np.concatenate([places[None], labels[None], inside]), *last], axis=1)
+        return np.concatenate([self._of_depth(span, depth) for depth in self._depths], axis=1)
 
-    def _counts(self, rollout: int, span: Span) -> Floats:
-        """What the labels after a span's positions count in a rollout, [3 and more, positions]."""
-        counted = self._counted[rollout][:, span.start : span.end]
+    def _of_depth(self, span: Span, depth: int) -> Floats:
+        inside = max(span.length - depth, 0)  # so many positions have their label in the span
+        weights = np.zeros((3 + self._apart, inside))
+        ends: dict[tuple[int, int], Floats] = {}
+        for rollout in span.rollouts:
+            labels, counted = self._samples[rollout].labels, self._counts(rollout, span, depth)
+            weights += counted[:, :inside]
+            later = labels[span.start + inside + depth : span.end + depth].tolist()
+            for place, label in enumerate(later, inside):
+                before = ends.get((place, label), np.zeros(len(weights)))
+                ends[place, label] = before + counted[:, place]
+        labels = self._samples[span.rollouts[0]].labels[span.start + depth :][:inside]
+        places = np.arange(inside)
+        table = np.concatenate([np.stack([places, labels, np.full(inside, depth)]), weights])
+        last = [
+            np.array([place, label, depth, *counts]).reshape(-1, 1)
+            for (place, label), counts in ends.items()
+        ]
+        return np.concatenate([table, *last], axis=1)
+
+    def _counts(self, rollout: int, span: Span, depth: int) -> Floats:
+        """What the labels so far behind a span's positions count in a rollout, [3 and more,
+        positions]."""
+        counted = self._counted[depth][rollout][:, span.start : span.end]
         if not self._apart:
             return counted
         apart = np.zeros((self._apart, span.length))
@@ -213,33 +229,32 @@ class AheadTables:
 
 
 def _weighed(table: Floats) -> Floats:
-    """FurtherRows [5, rows] of which any weight is not zero."""
-    return table[:, (table[2:] != 0).any(axis=0)]
+    """Rows [6 and more, rows] of which any weight is not zero."""
+    return table[:, (table[3:] != 0).any(axis=0)]
 
 
 def _merged_rows(table: Floats) -> Floats:
-    """FurtherRows [5, rows] with those of one place and label added up."""
-    keys, where = np.unique(table[:2], axis=1, return_inverse=True)
-    added = [np.bincount(where.reshape(-1), row, keys.shape[1]) for row in table[2:]]
+    """Rows with those of one place, label and depth added up."""
+    keys, where = np.unique(table[:3], axis=1, return_inverse=True)
+    added = [np.bincount(where.reshape(-1), row, keys.shape[1]) for row in table[3:]]
     return np.concatenate([keys, added])
 
 
-def _split_rows(table: Floats) -> tuple[Numbers, Numbers, Floats]:
-    """Places, labels and weights of rows [5, rows]."""
+def _split_rows(table: Floats) -> FurtherRows:
     places, labels = table[:2].astype(np.int64)
-    return places, labels, table[2:]
+    return FurtherRows(places, labels, table[3:])
 
 
 def loss_sums(
-    samples: Sequence[Pairs], microbatch_of: Sequence[int], size: int = 1
+    samples: Sequence[Pairs], microbatch_of: Sequence[int], size: int = 1, depth: int = 1
 ) -> tuple[Floats, Floats]:
-    """Weights of every microbatch on every context-parallel rank, moved by one and as they are:
+    """Weights of every microbatch on every context-parallel rank, moved by `depth` and as they are:
     float64 [microbatches, size] each."""
     num = max(microbatch_of, default=-1) + 1
     remaining, full = np.zeros((2, num, size))
     for sample, m, owners in zip(samples, microbatch_of, _owners(samples, size), strict=True):
         full[m] += np.bincount(owners, _loss_weights(sample), size)
-        remaining[m] += np.bincount(owners, _moved_labels(sample), size)
+        remaining[m] += np.bincount(owners, _moved_weights(sample, depth), size)
     return remaining, full
 
 
@@ -249,9 +264,9 @@ def _loss_weights(sample: Pairs) -> Floats:
     return sample.weights
 
 
-def _moved_labels(sample: Pairs) -> Floats:
-    """The weight of the label after each position's own."""
-    return np.append(_loss_weights(sample)[1:], 0.0)
+def _moved_weights(sample: Pairs, depth: int) -> Floats:
+    """The weight of the label so far behind each position's own."""
+    return shifted(_loss_weights(sample), depth, 0.0)
 
 
 def _owners(samples: Sequence[Pairs], size: int) -> Iterator[Numbers]:

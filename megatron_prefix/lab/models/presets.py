@@ -452,8 +452,7 @@ class ModelSpec:
         """Parameters of the whole model, without norms and biases; an open vocabulary counts 0."""
         tables = (1 if self.tie_embeddings else 2) * (self.vocab_size or 0) * self.hidden_size
         layers = sum(self.layer_parameters(layer) for layer in range(self.num_layers))
-        inside = sum(kind.parameters(self) for kind in behind_decoder(self))
-        ahead = (self.mtp_num_layers or 0) * inside
+        ahead = sum(kind.parameters(self) for layer in behind_decoder(self) for kind in layer)
         return tables + layers + ahead
 
 

@@ -44,10 +44,8 @@ _FUSED_NORMS = (
 
 
 _IN_LAYERS = re.compile(
-    r"(?:decoder\.layers\.(\d+)|mtp\.layers\.0\.(?:transformer|mtp_model)_layer)\.(.*)"
+    r"(?:decoder\.layers\.(\d+)|mtp\.layers\.(\d+)\.(?:transformer|mtp_model)_layer)\.(.*)"
 )
-_AHEAD = "mtp.layers.0.transformer_layer"
-"""The layer inside multi-token prediction, by its name before 0.17."""
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
@@ -73,8 +71,9 @@ def global_name(model: Any, name: str) -> str:
     match = _IN_LAYERS.match(name)
     if match is None:
         return name
-    ahead, rest = match[1] is None, match[2]
-    layer = transformer_layers(model)[-1 if ahead else int(match[1])]
+    depth, rest = match[2], match[3]
+    number = int(match[1]) if depth is None else len(model.decoder.layers) + int(depth)
+    layer = transformer_layers(model)[number]
     for fused, plain in _FUSED_NORMS:
         if rest == fused:
             rest = plain
@@ -84,7 +83,9 @@ def global_name(model: Any, name: str) -> str:
     if expert is not None:
         number = layer.mlp.local_expert_indices[int(expert[1] or expert[5])]
         rest = f"mlp.experts.{number}.{expert[2] or expert[3]}.{expert[4]}"
-    return f"{_AHEAD if ahead else f'decoder.layers.{layer.layer_number - 1}'}.{rest}"
+    if depth is None:
+        return f"decoder.layers.{layer.layer_number - 1}.{rest}"
+    return f"mtp.layers.{depth}.transformer_layer.{rest}"  # its name before 0.17
 
 
 def global_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -32,10 +32,11 @@ def footprint_of(
     `of_layers`."""
     layers = layers_of(config, pattern)
     memory = {kind: memory_of(kind, config, execution) for layer in layers for kind in layer}
-    behind = [memory_of(kind, config, execution) for kind in behind_decoder(config, pattern)]
+    further = behind_decoder(config, pattern)
+    behind = [memory_of(kind, config, execution) for layer in further for kind in layer]
     return of_layers(
         [[memory[kind] for kind in layer] for layer in layers], config.hidden_size,
-        vocabulary(config, vocab_size), execution, gathers, behind,
+        vocabulary(config, vocab_size), execution, gathers, behind, len(further),
     )  # fmt: skip
 
 
@@ -46,6 +47,7 @@ def of_layers(
     form: Execution,
     gathers: bool = False,
     behind: Sequence[LayerMemory] = (),
+    num_further: int = 0,
 ) -> Footprint:
     """Of a model, by what its kinds of layers say.
 
@@ -55,8 +57,9 @@ def of_layers(
         vocab_size: of the whole output layer.
         form: how it is computed.
         gathers: whether every context-parallel rank keeps K/V of all.
-        behind: what multi-token prediction is made of, whose loss has as many rows of logits as
-            the model's; () without.
+        behind: what multi-token prediction is made of, whose losses each have as many rows of
+            logits as the model's; () without.
+        num_further: how many labels further on it predicts.
     """
     hidden = hidden_size / form.sequence_ranks
     payloads = _by_stage(layers, behind, form)
@@ -64,8 +67,8 @@ def of_layers(
     parts = [part for layer in (*layers, behind) for part in layer]
     keys = [_key_value_bytes(part) for part in parts]
     return Footprint(
-        **_saved(layers, behind, form, hidden),
-        **_behind_layers(form, hidden, hidden_size, vocab_size, 2 if behind else 1),
+        **_saved(layers, behind, num_further, form, hidden),
+        **_behind_layers(form, hidden, hidden_size, vocab_size, 1 + num_further),
         kv=max((row.values for row in rows), default=0.0),
         kv_grad=max((row.gradients for row in rows), default=0.0),
         keys=max((values for values, _ in keys), default=0.0),
@@ -93,6 +96,7 @@ def _key_value_bytes(part: LayerMemory) -> tuple[float, float]:
 def _saved(
     layers: Sequence[Sequence[LayerMemory]],
     behind: Sequence[LayerMemory],
+    num_further: int,
     form: Execution,
     hidden: float,
 ) -> dict[str, Any]:
@@ -117,9 +121,9 @@ def _saved(
             form, hidden * form.itemsize, inner, wave, max(waves), num
         )
         unused = inner
-        if behind and form.method != "block":  # of the layer behind the checkpoint's two inputs
-            inputs = 2 * hidden * form.itemsize
-            repeated = max(repeated, behind_wave - inputs)
+        if behind and form.method != "block":  # of each layer behind the checkpoint's two inputs
+            inputs = num_further * 2 * hidden * form.itemsize
+            repeated = max(repeated, (behind_wave - inputs) / num_further)
             behind_inner = behind_wave = inputs
     elif _ends_early(layers, behind):
         # transformer-engine's second norm is part of the MLP, which does not run.

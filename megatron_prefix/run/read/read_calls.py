@@ -80,12 +80,14 @@ class ReadCalls(NamedTuple):
         last: of the last stage's calls, on that stage, where they are not the first's.
         up_to_loss: whether what is behind a sample's last loss has no effect: some routers count
             all tokens, and multi-token prediction has losses of its own.
+        num_next: inputs behind a position that multi-token prediction reads with it.
     """
 
     first: CallTokens | None
     last: CallTokens | None
     parts: Sequence[StepPart] = ()
     up_to_loss: bool = False
+    num_next: int = 0
 
 
 def read_calls(capture: Capture, request: Request) -> ReadCalls:
@@ -122,7 +124,7 @@ def read_calls(capture: Capture, request: Request) -> ReadCalls:
     for part in request.parts:
         part.read_last(capture, first if last is None else last)
     up_to_loss = not (rank.forward_only or rank.model.counts_tokens or rank.model.looks_ahead)
-    return ReadCalls(first, last, request.parts, up_to_loss)
+    return ReadCalls(first, last, request.parts, up_to_loss, rank.model.looks_ahead)
 
 
 def _check_chunk(capture: Capture, request: Request, chunk: int) -> None:

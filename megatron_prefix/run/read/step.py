@@ -25,7 +25,7 @@ from megatron_prefix.run.calls import CallLayout, check_cut
 from megatron_prefix.run.rank import gathered
 from megatron_prefix.run.read.read_calls import CallTokens, Numbers, ReadCalls
 from megatron_prefix.tree import Forest, Pairs, cp_layout
-from megatron_prefix.tree.forest import check_routes, up_to_losses
+from megatron_prefix.tree.forest import check_routes, shifted, up_to_losses
 
 MESSAGE_NUMBERS = 1 << 13
 """Of a broadcast's first message, 64 KiB: some 500 segments, more than a usual step has."""
@@ -134,10 +134,13 @@ def _read_samples(
     cp, layouts = groups.cp, columns.layouts if columns else ()
     routes = [*itertools.chain(*(part.same(layouts) for part in calls.parts))]
     if calls.first is None or columns is None:
-        return None if calls.last is None else _samples(calls.last, (), cp, device)
+        if calls.last is None:
+            return None
+        return _samples(calls.last, (), cp, device, num_next=calls.num_next)
     for part in calls.parts:
         columns = columns._replace(tokens=part.tokens(columns.lengths, columns.tokens))
-    return _samples(columns, routes, cp, device, up_to_loss=calls.up_to_loss)
+    kinds = dict(up_to_loss=calls.up_to_loss, num_next=calls.num_next)
+    return _samples(columns, routes, cp, device, **kinds)
 
 
 def told(
@@ -205,6 +208,7 @@ def _samples(
     device: torch.device,
     *,
     up_to_loss: bool = False,
+    num_next: int = 0,
 ) -> list[Pairs]:
     lengths, bounds = columns.lengths, np.cumsum([0, *columns.lengths])
     (inputs, after, flags, *bits), paths = _whole_samples(columns, routes, group, device)
@@ -228,15 +232,21 @@ def _samples(
         samples.append(Pairs(*own, routed, weights_of, None, most))
     if paths is not None:
         check_routes(samples)
-    return samples if columns.weights is None else with_next_token(samples)
+    return samples if columns.weights is None else with_next_tokens(samples, num_next)
 
 
-def with_next_token(samples: Sequence[Pairs]) -> list[Pairs]:
-    """Samples whose positions are shared only where next inputs are the same, too: where labels are
-    masked these tell, else the labels do."""
-    if all(np.array_equal(sample.labels[:-1], sample.inputs[1:]) for sample in samples):
+def with_next_tokens(samples: Sequence[Pairs], num: int = 1) -> list[Pairs]:
+    """Samples whose positions are shared only where so many next inputs are the same, too: so a
+    span ends as many positions before its rollouts differ. The first of them is the label, unless
+    labels are masked."""
+    labels_tell = all(np.array_equal(sample.labels[:-1], sample.inputs[1:]) for sample in samples)
+    shifts = range(1 + labels_tell, num + 1)
+    if not shifts:
         return [*samples]
-    return [replace(sample, following=np.append(sample.inputs[1:], -1)) for sample in samples]
+    return [
+        replace(sample, following=np.stack([shifted(sample.inputs, n, -1) for n in shifts], axis=1))
+        for sample in samples
+    ]
 
 
 def _whole_samples(

@@ -195,15 +195,6 @@ def refused(match: str, model: Any, contract: Contract | None = None, **options:
         run(schedule_with(), model, contract, items, **options)
 
 
-def test_more_than_one_layer() -> None:
-    model = model_of(spec={"mtp_num_layers": 2})
-    refused("mtp_num_layers above 1", model)
-    schedule = PrefixSchedule(PrefixConfig(mode="auto", min_gain=0, kernel="math"))
-    found = run(schedule, model, Contract(), hybrid.items())
-    assert schedule.report is not None and not schedule.report.decision.share
-    assert found.logged["values"].shape == (2,)
-
-
 def test_what_replaces_megatrons_methods() -> None:
     """As verl's and mbridge's patches do."""
     model = model_of()
