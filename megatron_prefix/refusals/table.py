@@ -61,7 +61,7 @@ def _balances(name: str, config: Any, *, kinds: tuple[str, ...], negated: bool =
 
 
 def _repeats_a_layer(name: str, config: Any) -> bool:
-    return bool(getattr(config, name, False)) and (config.mtp_num_layers or 0) > 1
+    return bool(getattr(config, name, False)) and (getattr(config, "mtp_num_layers", None) or 0) > 1
 
 
 def _scaled_by(name: str, config: Any, *, recipes: tuple[str, ...], negated: bool = False) -> bool:

@@ -244,7 +244,7 @@ class Rank:
     def scales_auxiliary_losses(self) -> bool:
         """Whether functions of the trainer's own scale losses of routers, or of multi-token
         prediction, in a call with gradients."""
-        has_losses = self.model.has_experts or self.model.looks_ahead
+        has_losses = self.model.has_experts or self.model.looks_ahead > 0
         return bool(self.scale_functions) and has_losses and not self.forward_only
 
     @property

@@ -139,8 +139,9 @@ def _read_samples(
         return _samples(calls.last, (), cp, device, num_next=calls.num_next)
     for part in calls.parts:
         columns = columns._replace(tokens=part.tokens(columns.lengths, columns.tokens))
-    kinds = dict(up_to_loss=calls.up_to_loss, num_next=calls.num_next)
-    return _samples(columns, routes, cp, device, **kinds)
+    return _samples(
+        columns, routes, cp, device, up_to_loss=calls.up_to_loss, num_next=calls.num_next
+    )
 
 
 def told(

@@ -45,7 +45,7 @@ VALUES: dict[str, Any] = {
     "fp8_output_proj": True,
     "fp4": "e2m1",
     "quant_recipe": "a recipe",
-    "mtp_num_layers": 2,
+    "mtp_use_repeated_layer": True,
     "mtp_standalone": True,
     "mtp_isolated_loss": True,
     "qk_clip": True,
@@ -88,6 +88,7 @@ NAMES = [one.name for one in OPTIONS]
 LATER = {
     "fp8_output_proj",
     "mtp_isolated_loss",
+    "mtp_use_repeated_layer",
     "moe_expert_rank_capacity_factor",
     "moe_router_force_biased",
     "moe_paged_stash",
@@ -123,6 +124,8 @@ def test_refused_at_install_with_its_name_and_a_mend(
         monkeypatch.setattr(config, "num_moe_experts", 4)
     if attribute == "fp8_recipe":
         monkeypatch.setattr(config, "fp8", "e4m3")
+    if attribute == "mtp_use_repeated_layer":
+        monkeypatch.setattr(config, "mtp_num_layers", 2)
     if attribute == "vision_dp_when_cp":
         monkeypatch.setattr(config, "context_parallel_size", 2)
     monkeypatch.setattr(config, attribute, value, raising=False)
