@@ -200,7 +200,7 @@ def test_a_position_is_shared_where_the_next_input_is() -> None:
 
 
 @pytest.mark.parametrize("depths", [1, 2, 3])
-def test_a_span_ends_as_many_positions_before_its_rollouts_differ(depths: int) -> None:
+def test_spans_end_depth_minus_one_before_rollouts_differ(depths: int) -> None:
     rollouts = [np.array([5, 6, 7, 8, differs, 9, 9]) for differs in (1, 2)]
     first, second = with_next_tokens(
         [
