@@ -30,14 +30,7 @@ IMPORTED = [
 
 
 def forked_module(module, *arguments, cwd, env=None, timeout=300.0):
-    """`python -m MODULE ARGUMENTS` on the CPU, or `python SCRIPT ARGUMENTS`, and what it wrote.
-
-    Args:
-        module: its name, or the script's path.
-
-    Raises:
-        subprocess.TimeoutExpired: it has not ended in `timeout` seconds, and has been killed.
-    """
+    """`python -m MODULE ARGUMENTS` on the CPU, or `python SCRIPT ARGUMENTS`, and what it wrote."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("out", "err")]
         process = started(module, *arguments, cwd=cwd, env=env, files=files)

@@ -24,11 +24,7 @@ T = TypeVar("T")
 
 
 def rows(every, products):
-    """Parameters for `pytest.mark.parametrize`: a value or a tuple of values each.
-
-    Raises:
-        AssertionError: a product is no row.
-    """
+    """Parameters for `pytest.mark.parametrize`: a value or a tuple of values each."""
     found = [*every]
     assert all(one in found for one in products), products
     return [
@@ -40,11 +36,7 @@ def rows(every, products):
 
 
 def through(every, products):
-    """What a test goes through by itself: all of it, or what is no product.
-
-    Raises:
-        AssertionError: a product is not among them.
-    """
+    """What a test goes through by itself: all of it, or what is no product."""
     found = [*every]
     assert all(one in found for one in products), products
     return [one for one in found if EVERYTHING in os.environ or one not in products]
@@ -80,12 +72,7 @@ def taking_turns(every):
 
 
 def chosen(request, *arguments):
-    """What rows of a file are run: the values of one argument of its tests, or tuples of several.
-
-    Args:
-        request: of a fixture of the file, or of a test.
-        arguments: rows without them are not looked at.
-    """
+    """Rows of a file that are run: values of one argument of its tests, or tuples of several."""
     found = []
     for item in request.session.items:
         params = getattr(getattr(item, "callspec", None), "params", {})

@@ -23,7 +23,7 @@ from tests.repository.test_launch_scripts import Sandbox
 
 LAUNCH = REPOSITORY / "launch"
 MODELS = sorted(path.stem for path in (LAUNCH / "models").glob("*.sh"))
-SCRIPTS = sorted([*LAUNCH.rglob("*.sh"), LAUNCH / "train.sbatch"])
+SCRIPTS = sorted([*LAUNCH.rglob("*.sh"), LAUNCH / "train.sbatch", REPOSITORY / ".ci" / "run"])
 CLUSTER = [
     LAUNCH / name
     for name in "arguments.sh nodes.sh train_1node.sh train_multinode.sh align_cluster.sh".split()
@@ -76,6 +76,13 @@ def test_weights_are_asked_for_by_name(commands, folder):
     given = {} if folder is None else {"LOAD_HF": folder}
     words = verb_of(asked(commands, "train_1node.sh", MODEL="qwen3-8b", **given))
     assert make_parser("train").parse_args(words).load_hf == folder
+    for script in ("train_1node.sh", "train_multinode.sh"):
+        said = subprocess.run(
+            ["bash", str(LAUNCH / script)], env={**beside(commands), **NODE, **given},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        random = "random weights; LOAD_HF=FOLDER" in said.stderr
+        assert (random, said.stderr.count("\n")) == (folder is None, int(folder is None))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -144,17 +151,6 @@ def test_no_default_row_of_the_cluster_is_refused(commands):
         spec, groups = fit_vocabulary(options, shape.groups(layout.dp, "bfloat16"))
         placed = deal(groups, spec, layout, shape.config("bfloat16"), stock=True)
         assert len(placed) == layout.dp
-
-
-@pytest.mark.parametrize("script", ["train_1node.sh", "train_multinode.sh"])
-def test_random_weights_are_said(commands, script):
-    environment = {**beside(commands), **NODE}
-    command = ["bash", str(LAUNCH / script)]
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert "random weights; LOAD_HF=FOLDER" in said.stderr and said.stderr.count("\n") == 1
-    environment["LOAD_HF"] = "Qwen3-8B"
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert said.stderr == ""
 
 
 def test_one_node_needs_no_address(commands):
@@ -354,15 +350,13 @@ def test_arguments_and_no_logic(script):
         assert text.count("\ntorchrun ") == 1
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_bash_reads_it(script):
-    assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
-
-
-def test_shellcheck_has_nothing_to_say():
+def test_bash_reads_scripts_and_shellcheck_has_nothing_to_say():
+    for script in SCRIPTS:
+        assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
+    scripts = [*SCRIPTS, *(REPOSITORY / "benchmarks").glob("nccl_rows.sh")]
     done = subprocess.run(
-        ["shellcheck", *map(str, SCRIPTS)], cwd=REPOSITORY, capture_output=True, text=True
+        ["shellcheck", *map(str, scripts)], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout

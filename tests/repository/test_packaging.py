@@ -167,7 +167,9 @@ def test_files_are_utf_8_in_every_locale():
     [
         pytest.param(["ruff", "check", "."], id="ruff check"),
         pytest.param(["ruff", "format", "--check", "."], id="ruff format"),
-        pytest.param(["mypy"], id="mypy", marks=pytest.mark.slow),
+        pytest.param(
+            ["mypy", "--cache-dir", f"{sys.prefix}/mypy"], id="mypy", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_linters_agree(tool):

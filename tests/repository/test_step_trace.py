@@ -41,12 +41,6 @@ def test_equal_records_pass_whatever_the_order_of_their_tables(tmp_path, capsys)
     assert capsys.readouterr().out == "the same: 2 configs, 3 ranks, 12 operations, 6 digests\n"
 
 
-def test_other_places_are_no_difference(tmp_path):
-    new = record()
-    new["configs"]["one"][0]["places"] = [4, 4, 4, 4]
-    assert compared(tmp_path, new) == 0
-
-
 def test_the_first_difference_is_shown_and_all_are_counted(tmp_path, capsys):
     new = record()
     new["configs"]["two"][1]["operations"] = [0, 1, 0, 2, 2]
@@ -59,17 +53,11 @@ def test_the_first_difference_is_shown_and_all_are_counted(tmp_path, capsys):
     ]  # fmt: skip
 
 
-def test_a_step_that_ends_early_differs(tmp_path, capsys):
-    new = record()
-    new["configs"]["one"][0]["operations"].pop()
-    new["configs"]["one"][0]["places"].pop()
-    assert compared(tmp_path, new) == 1
-    assert "  now    the end\n  counts -1 aten.mm.default\n" in capsys.readouterr().out
-
-
-def test_views_can_be_left_out(tmp_path):
+def test_places_are_no_difference_and_views_can_be_left_out(tmp_path):
     new = record()
     rank = new["configs"]["one"][0]
+    rank["places"] = [4, 4, 4, 4]
+    assert compared(tmp_path, new) == 0
     rank["operations"], rank["places"] = [0, 2, 1, 1, 0], [4] * 5
     assert compared(tmp_path, new) == 1
     assert compared(tmp_path, new, "--ignore-views") == 0
@@ -162,13 +150,6 @@ def test_a_step_that_leaves_a_feature_out_is_no_step_of_its_case():
     functions = ["features/replay/part.py:begin", "run/losses.py:subtract"]
     assert step_trace.not_entered(case, functions) == ["run/losses.py:add"]
     assert step_trace.not_entered(case, ["moe/replay.py:of", "run/losses.py:add"]) == []
-
-
-def test_the_clock_of_measured_steps_counts_operations():
-    with step_trace.Ticks() as clock:
-        before = clock.seconds()
-        torch.ones(2).add(1)
-    assert clock.seconds() - before == pytest.approx(2e-6)
 
 
 def test_launches_run_again_and_a_capture_computes_nothing():

@@ -15,14 +15,7 @@ UNDECIDED = 0.25
 
 
 def drawn(tokens, prompts, layers, experts):
-    """Routes of rollouts, int64 [tokens - 1, layers, TOPK] each.
-
-    Args:
-        tokens: of every rollout, its prompt first.
-        prompts: tokens of every one's prompt.
-        layers: of the model.
-        experts: of a layer.
-    """
+    """Routes of rollouts, int64 [tokens - 1, layers, TOPK] each."""
     of_prompt = {}
     draw, found = torch.Generator().manual_seed(5), []
 
@@ -43,10 +36,6 @@ def drawn(tokens, prompts, layers, experts):
 def num_alike(tokens, routes):
     """Positions that rollouts need not compute, as one before them has them: with the same tokens
     up to the one after it, and the same routes so far.
-
-    Args:
-        tokens: of every rollout.
-        routes: of every one, [tokens or one less, layers, topk].
     """
     known = set()
     num = 0

@@ -23,12 +23,7 @@ from tests.core.trainers.megatron_lm_steps import leave_out_gpus, run_on_cpu  # 
 
 
 class Kept:
-    """Takes the place of `train_step`, and writes what it returns.
-
-    Args:
-        train_step: Megatron's.
-        path: of the file.
-    """
+    """Takes the place of `train_step`, and writes what it returns."""
 
     def __init__(self, train_step, path):
         self._train_step = train_step

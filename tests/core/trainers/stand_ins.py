@@ -28,11 +28,7 @@ def where_missing(*names):
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Lets a trainer import packages that its steps do not use and that need not be installed.
-
-    Args:
-        names: of the packages; whatever is taken from them is a class that does nothing.
-    """
+    """Lets a trainer import packages that its steps do not use and that need not be installed."""
 
     def __init__(self, *names):
         self._names = names

@@ -12,12 +12,10 @@ from benchmarks.trainers.verl_run import write_plugin
 from megatron_prefix.features.watch.around import WATCHED
 from tests.core.trainers.both import Step
 from tests.core.trainers.registry import installed
-from tests.harness.rows import rows, through
 
 ROOT = Path(__file__).parents[3]
-LAYOUTS = ("1", "tp2-sp", "pp2", "tp2-pp2", "cp2", "pp2-fused", "tp2-sp-fused", "cp2-fused")
-PRODUCTS = ("tp2-sp", "pp2", "pp2-fused", "cp2")
-"""Both layouts go together in tp2-pp2, and each with fused kernels."""
+LAYOUTS = ("tp2-pp2", "tp2-sp-fused", "cp2-fused", "1-plugin")
+"""The last one with the schedule that verl's plugin puts into its engine."""
 FALLBACK = "too few first positions"
 FORMS = {
     "1-padded-auto": ("", ""), "pp2-r2-auto": ("records routes", ""),
@@ -25,8 +23,6 @@ FORMS = {
     "dp2-across-r3-auto": ("", ""), "pp2-r3-recompute-fallback-auto": (FALLBACK, FALLBACK),
 }  # fmt: skip
 """Of mode "auto": why log-probs and updates run as stock's do; "" if they share."""
-PLUGIN = ("1-plugin", "tp2-pp2-plugin")
-PLUGIN_PRODUCTS = PLUGIN[1:]
 SETTINGS = {"MODE": "on", "MIN_GAIN": "0", "SEGMENT_TOKENS": "128", "KERNEL": "math"}
 ON = {f"MEGATRON_PREFIX_{name}": text for name, text in SETTINGS.items()}
 """Small segments, so that small steps have many; the kernel without probing."""
@@ -45,19 +41,13 @@ def run(*layouts, **environ):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """With nothing but the plugin's entry point and variables; all but PLUGIN then put a schedule
-    in the place of the plugin's."""
+    """With nothing but the plugin's entry point and variables; all but its layout then put a
+    schedule in the place of the plugin's."""
     plugin = tmp_path_factory.mktemp("plugin")
     write_plugin(plugin)
     # Before the installed package, whose metadata may be of another version.
     named = {**ON, "PYTHONPATH": os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")])}
-    plain = (one for one in LAYOUTS if one not in PRODUCTS)
-    return run(*plain, *FORMS, *through(PLUGIN, PLUGIN_PRODUCTS), **named)
-
-
-@pytest.fixture(scope="module")
-def products():
-    return run(*PRODUCTS)
+    return run(*LAYOUTS, *FORMS, **named)
 
 
 def check(run):
@@ -70,9 +60,9 @@ def check(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", rows(LAYOUTS, PRODUCTS))
-def test_verl_gets_the_stock_schedules_results(layout, request):
-    check(request.getfixturevalue("products" if layout in PRODUCTS else "runs")[layout])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_verl_gets_the_stock_schedules_results(runs, layout):
+    check(runs[layout])
 
 
 @pytest.mark.slow
@@ -86,9 +76,3 @@ def test_in_mode_auto_verl_shares_or_gets_stocks_bits(runs, layout):
         for step, reason in zip((forward, update), FORMS[layout], strict=True):
             assert reason in step.reason
             assert bool(reason) == bool(step.reason)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", rows(PLUGIN, PLUGIN_PRODUCTS))
-def test_verls_plugin_puts_the_schedule_into_its_engine(runs, layout):
-    check(runs[layout])

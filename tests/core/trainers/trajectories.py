@@ -19,12 +19,7 @@ from megatron_prefix.lab.numerics import tolerance
 
 
 class Distance(NamedTuple):
-    """The largest relative differences over all steps; infinite where one is missing or no number.
-
-    Attributes:
-        losses: of any loss.
-        gradient_norms: likewise.
-    """
+    """Largest relative differences of all steps; infinite where one is missing or no number."""
 
     losses: float
     gradient_norms: float

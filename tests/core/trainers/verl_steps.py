@@ -121,12 +121,7 @@ def mine():
 
 
 def batch(routes=None, *, replay=False):
-    """What a step of verl's trainer gives the engine.
-
-    Args:
-        routes: a layer's experts for every token, nested [rollouts, positions, layers, experts].
-        replay: whether routers record routes, or follow those.
-    """
+    """What a step of verl's trainer gives the engine."""
     from tensordict import TensorDict
     from verl.utils import tensordict_utils
     from verl.workers.utils.padding import left_right_2_no_padding

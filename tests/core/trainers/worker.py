@@ -31,11 +31,7 @@ def layout_of(name):
 
 
 def main(modules, steps):
-    """Runs `steps(layout's name)` on every rank of each layout of the command line.
-
-    Args:
-        modules: of the trainer, imported once for all ranks, which are forked.
-    """
+    """Runs `steps(layout's name)` on every rank of each layout of the command line."""
     folders, *names = sys.argv[1:]
     sys.path += folders.split(os.pathsep)
     torch.compiler.set_stance("force_eager")

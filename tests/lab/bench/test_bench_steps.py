@@ -174,7 +174,7 @@ def ranked(*options):
     "options",
     [
         "--cp 2 --overlap-grad-reduce", "--tp 2 --sequence-parallel --forward-only",
-        "--pp 2 --chunk-tokens 48", "--dp 2",
+        "--pp 2 --chunk-tokens 48",
     ],
 )  # fmt: skip
 def test_schedules_are_timed_in_a_layout(options):

@@ -76,15 +76,6 @@ def test_plan_says_what_the_sidecar_takes_here_and_on_the_host(capsys):
     )
 
 
-def test_small_groups_are_packed(capsys):
-    """Sixty-four prompts of a hundred tokens: a few segments, not one a prompt."""
-    path = str(data.path("gsm8k"))
-    found = result(capsys, "plan", path, "--groups", "64", "--segment-tokens", "8192")
-    assert found["groups"] == 64 and found["segments"] <= 12
-    budgets = found["executed_tokens"] / 8192
-    assert found["segments"] <= 2.5 * budgets + 2 * found["max_depth"] * -(-budgets // 4)
-
-
 def test_several_files_make_one_step_and_groups_limits_it(capsys, tmp_path):
     other = tmp_path / "other.jsonl"
     made = result(capsys, "generate", str(other), "--groups", "3", "--seed", "5")
@@ -129,17 +120,6 @@ def test_the_first_groups_stand_for_a_large_step():
     assert first_groups([0, 1] * 32 + [2]) == list(range(64))
     assert first_groups([0] * 32 + [1] * 32 + [0]) == [*range(32), 64]
     assert first_groups([]) == []
-
-
-def test_auto_chunks_wait_no_more_than_whole_prefixes(capsys, tmp_path):
-    path = str(tmp_path / "long.jsonl.gz")
-    result(capsys, "generate", path, "--prompt-tokens", "4096", "--groups", "4")
-    options = ("plan", path, "--pp", "4", "--segment-tokens", "512")
-    whole, auto = (result(capsys, *options, "--chunk-tokens", text) for text in ("0", "auto"))
-    assert 0 < auto["chunk_tokens"] < 4096
-    assert auto["makespan"] < 0.8 * whole["makespan"]
-    fixed = result(capsys, *options, "--chunk-tokens", str(auto["chunk_tokens"]))
-    assert fixed == auto
 
 
 @pytest.fixture
@@ -268,19 +248,7 @@ def test_csv_and_svg_are_what_was_planned(capsys, tmp_path):
 
 
 BAD_FILES = {
-    "empty": (b"", ":1: row: the file is empty"),
     "no JSON": (b"{", ":1: row: not JSON"),
-    "missing field": (row(tokens=None).encode(), ":1: tokens: missing"),
-    "negative token": (row(tokens=[1, -2, 3]).encode(), ":1: tokens: token 1 is negative"),
-    "loss outside": (row(loss=[[1, 9]]).encode(), ":1: loss: span outside the row"),
-    "loss over the prompt": (row(loss=[[0, 2]]).encode(), ":1: loss: span over the prompt"),
-    "lcp": (row(lcp=4).encode(), ":1: lcp: outside"),
-    "NaN reward": (row(reward=float("nan")).encode(), ":1: reward: not finite"),
-    "prompt_len 0": (row(prompt_len=0, loss=[]).encode(), ":1: prompt_len: outside"),
-    "mixed groups": (
-        (row() + row(group="h") + row(uid="1")).encode(),
-        ":3: group: comes back after other rows",
-    ),
     "truncated gzip": (gzip.compress(row().encode())[:-9], ": gzip: truncated or corrupt"),
 }
 
@@ -296,15 +264,6 @@ def test_bad_rollouts_fail_with_one_line_and_write_nothing(capsys, tmp_path, con
         assert message in line
     assert csv.read_text(encoding="utf-8") == "before"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "plan.csv"]
-
-
-def test_groups_of_one_and_copies_are_valid(capsys, tmp_path):
-    path = tmp_path / "one.jsonl"
-    path.write_text(row() + row(group="h") + row(group="h", uid="1"), encoding="utf-8")
-    for share, executed in (("group", 4), ("batch", 2)):
-        found = result(capsys, "plan", str(path), "--share", share)
-        assert (found["groups"], found["raw_tokens"]) == (2, 6)
-        assert found["executed_tokens"] == executed
 
 
 @pytest.mark.parametrize(

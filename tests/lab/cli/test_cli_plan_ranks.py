@@ -115,8 +115,10 @@ def test_plans_of_ranks_that_cannot_be_made(capsys, options, message):
     assert message in failure(capsys, "plan", BUNDLED, *options)
 
 
-@pytest.mark.parametrize("layout", ["--pp 2", "--pp 2 --vpp 2", "--ep 2", "--cp 2", "--tp 2"])
-@pytest.mark.parametrize("setting", ["on", "auto"])
+@pytest.mark.parametrize(
+    ("layout", "setting"),
+    [("--pp 2 --vpp 2", "on"), ("--ep 2", "auto"), ("--cp 2", "on"), ("--tp 2", "on")],
+)
 def test_ranks_of_every_layout_are_planned(capsys, layout, setting):
     options = ["--dp", "2", "--deal", "random", "--min-gain", "8", *layout.split()]
     options += ["--across-ranks", setting]

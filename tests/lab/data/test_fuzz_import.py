@@ -104,16 +104,7 @@ def test_a_changed_file_is_imported_or_refused(tmp_path, monkeypatch, kind):
 
 
 @pytest.mark.parametrize("kind", [*ROWS])
-def test_the_files_that_are_changed_are_imported_whole(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(importers, "load_tokenizer", lambda name: Jinja(TEMPLATE))
-    path = tmp_path / "in.jsonl"
-    path.write_bytes("\r\n".join(map(json.dumps, ROWS[kind])).encode() + b"\r\n")
-    groups = list(importers.import_file(path, kind, "any"))
-    assert sum(len(group.rollouts) for group in groups) == len(ROWS[kind])
-
-
-@pytest.mark.parametrize("kind", [*ROWS])
-@pytest.mark.parametrize("depth", [500, 900, 960, 990, 2_000, 100_000])
+@pytest.mark.parametrize("depth", [960, 100_000])
 def test_nesting_has_an_end(tmp_path, monkeypatch, kind, depth):
     """Wherever a row nests deeper than Python recurses."""
     monkeypatch.setattr(importers, "load_tokenizer", lambda name: Jinja(TEMPLATE))

@@ -50,7 +50,7 @@ def save(folder, family, **options):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     made = {}
-    for family in ("qwen3", "qwen2-tied", "moe"):
+    for family in ("qwen3", "moe"):
         made[family] = tmp_path_factory.mktemp(family)
         save(made[family], family)
     return made
@@ -87,7 +87,7 @@ def told(*arguments, num_ranks=1):
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [("qwen3", "--tp=2 --pp=2"), ("qwen2-tied", ""), ("moe", "--ep=2 --dp=2")]
+    ("family", "layout"), [("qwen3", "--tp=2 --pp=2"), ("moe", "--ep=2 --dp=2")]
 )
 def test_align_in_fp32(folders, rollouts, family, layout):
     options = ("--rollouts", rollouts, "--load-hf", str(folders[family]), "--dtype", "float32")

@@ -87,10 +87,6 @@ def test_dense_layers_among_experts(tmp_path):
     assert spec.moe_layer_freq == (0, 1, 0, 1, 0, 0)
 
 
-def test_head_width_defaults_to_hidden_size_over_heads(tmp_path):
-    assert hf.load(write(tmp_path, LLAMA3)).kv_channels == 128
-
-
 @pytest.mark.parametrize(
     ("config", "change", "words"),
     [
@@ -186,20 +182,8 @@ def test_the_vocabulary_comes_from_the_rollouts_or_holds_them():
         PRESETS["llama3-8b"].with_vocab(128257)
 
 
-def test_tiny_presets_cover_what_the_families_differ_in():
-    qwen = PRESETS["tiny-qwen3"]
-    assert qwen.qk_layernorm
-    assert qwen.tie_embeddings
-    assert qwen.kv_channels != qwen.hidden_size // qwen.num_attention_heads
-    shared = [spec for spec in PRESETS.values() if not spec.multi_latent_attention]
-    assert all(spec.num_query_groups < spec.num_attention_heads for spec in shared)
-    assert PRESETS["tiny-moe"].num_moe_experts == 8
-    assert PRESETS["tiny-moe"].moe_router_topk == 2
-    assert PRESETS["tiny-moe"].moe_aux_loss_coeff > 0
-
-
-@pytest.mark.parametrize("field", ["num_layers", "hidden_size", "kv_channels", "vocab_size"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+@pytest.mark.parametrize("field", ["num_layers", "vocab_size"])
+@pytest.mark.parametrize("value", [0, 1.5, True])
 def test_sizes_are_whole_numbers_from_one(field, value):
     values = dataclasses.asdict(PRESETS["tiny-llama"])
     with pytest.raises(UserError, match=f"{field} {value!r}"):
@@ -213,12 +197,6 @@ def test_sizes_are_whole_numbers_from_one(field, value):
 def test_numbers_are_finite_and_of_one_sign(field, value):
     with pytest.raises(UserError, match=f"tiny-llama.: {field} .*must be a finite number"):
         dataclasses.replace(PRESETS["tiny-llama"], **{field: value})
-
-
-def test_a_base_is_above_zero_and_weights_may_be_zero():
-    assert resolve("tiny-llama", init_method_std=0.0).init_method_std == 0
-    with pytest.raises(UserError, match=r"rotary_base 0\.0 must be a finite number above 0"):
-        resolve("tiny-llama", rotary_base=0.0)
 
 
 @pytest.mark.parametrize("fields", [{"num_layers": 10_001}, {"hidden_size": 10**9 + 1}])

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_prefix.layers.blocks.kernels import KERNELS
-from tests.harness import attention_cases, failures, one_group, pipelines, steps, training
+from tests.harness import failures, one_group, pipelines, steps, training
 
 NAME = "decoder.layers.0.weight"
 CHUNK = SimpleNamespace(
@@ -75,11 +74,6 @@ JUDGES = [by_policy, by_difference, bit_by_bit, same_after_failure, same_state]
 
 
 @pytest.mark.parametrize("judge", JUDGES)
-def test_the_same_passes(judge):
-    judge((logs(), gradients()))
-
-
-@pytest.mark.parametrize("judge", JUDGES)
 @pytest.mark.parametrize("name", [NAME, "other"])
 @pytest.mark.parametrize("factor", [1 + 1e-6, 0.0, math.nan])
 def test_a_wrong_gradient_is_refused(judge, name, factor):
@@ -102,18 +96,3 @@ def test_a_wrong_loss_is_refused(judge):
 def test_logs_in_another_order_are_refused():
     with pytest.raises(AssertionError):
         by_difference((logs()[::-1], gradients()))
-
-
-@pytest.mark.parametrize("result", ["out", "lse", "dq", "dk0", "dv0", "dk1", "dv1"])
-def test_a_wrong_kernel_is_refused(result, monkeypatch):
-    """One of its results, by a millionth."""
-    case, right = attention_cases.NARROW, attention_cases.by_blocks
-    attention_cases.check(KERNELS["math"], case, torch.float64)
-
-    def wrong(*arguments):
-        found = right(*arguments)
-        return {**found, result: found[result] * (1 + 1e-6)}
-
-    monkeypatch.setattr(attention_cases, "by_blocks", wrong)
-    with pytest.raises(AssertionError):
-        attention_cases.check(KERNELS["math"], case, torch.float64)

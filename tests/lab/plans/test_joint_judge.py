@@ -17,12 +17,11 @@ from tests.harness.fuzzing import rounds
 from tests.harness.joint_jobs import Sizes, random_joint_job
 
 SIZES = (
-    Sizes(2, 2), Sizes(2, 2, 2), Sizes(3, 3), Sizes(4, 2), Sizes(2, 2, 1, 2), Sizes(4, 2, 2, 2),
-    Sizes(4, 1, 1, 4), Sizes(2, 2, counts=True), Sizes(4, 2, 2, 2, counts=True),
+    Sizes(2, 2, 2), Sizes(3, 3), Sizes(4, 2, 2, 2), Sizes(4, 1, 1, 4),
+    Sizes(4, 2, 2, 2, counts=True),
 )  # fmt: skip
 ALONE = (
-    Sizes(2, 1, 1, 2, crosses=False), Sizes(4, 1, 1, 2, crosses=False),
-    Sizes(4, 2, 1, 2, crosses=False), Sizes(4, 2, 2, 2, crosses=False),
+    Sizes(4, 1, 1, 2, crosses=False), Sizes(4, 2, 2, 2, crosses=False),
     Sizes(2, 3, 2, crosses=False), Sizes(4, 2, 2, 2, counts=True, crosses=False),
 )  # fmt: skip
 """Where no prompt crosses data-parallel ranks, so that gradients are reduced during backwards."""
@@ -44,7 +43,7 @@ def check(seed, sizes=None):
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_random_jobs_end(sizes):
     crossing = 0
-    for seed in range(rounds(8, 100, fewest=5)):
+    for seed in range(rounds(5, 100)):
         job = check(seed, sizes)
         crossing += sum(len(one.forest.exchanges) > 0 for one in job.pipelines)
     assert crossing > 5
@@ -57,7 +56,7 @@ def reductions(program):
 @pytest.mark.parametrize("sizes", ALONE, ids=str)
 def test_jobs_end_whose_gradients_are_reduced_during_backwards(sizes):
     inside = 0
-    for seed in range(rounds(25, 200, fewest=8)):
+    for seed in range(rounds(8, 200)):
         for program in check(seed, sizes).programs.values():
             first, *_, last = reductions(program)
             assert last == len(program) - 1
@@ -65,12 +64,12 @@ def test_jobs_end_whose_gradients_are_reduced_during_backwards(sizes):
     assert inside > 10
 
 
-@pytest.mark.parametrize("sizes", ALONE[:4], ids=str)
+@pytest.mark.parametrize("sizes", ALONE[:2], ids=str)
 def test_reductions_at_places_of_their_own_end_in_a_deadlock(sizes):
     """On one rank as early as its gradients allow, on another at the end: so it was once, where
     backwards of a kind came for the first time on some ranks."""
     found = Counter[str]()
-    for seed in range(rounds(15, 100, fewest=8)):
+    for seed in range(rounds(8, 100)):
         job = random_joint_job(random.Random(seed), sizes)
         for rank in random.Random(seed).sample([*job.programs], len(job.programs) // 2):
             said, _ = changed(job, rank, postpone)
@@ -95,7 +94,7 @@ def postpone(program):
 
 def test_jobs_of_random_sizes_end():
     """2,000 of them: python -m tests.lab.plans.test_joint_judge 2000"""
-    for seed in range(1000, 1000 + rounds(40, 2000, fewest=20)):
+    for seed in range(1000, 1000 + rounds(20, 2000)):
         check(seed)
 
 
@@ -131,7 +130,7 @@ def across(step):
     return isinstance(step, Batch) and step.ends[0].channel == "across"
 
 
-@pytest.mark.parametrize("sizes", [Sizes(2, 2), Sizes(2, 2, 2), Sizes(2, 2, 1, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [Sizes(2, 2, 1, 2)], ids=str)
 def test_a_message_that_is_missing(sizes):
     """Between stages and across ranks, whichever end it is."""
     found = Counter[str]()
@@ -150,7 +149,7 @@ def swap(steps, one, two):
     steps[one], steps[two] = steps[two], steps[one]
 
 
-@pytest.mark.parametrize("sizes", [Sizes(2, 2), Sizes(3, 3), Sizes(2, 2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [Sizes(3, 3), Sizes(2, 2, 2)], ids=str)
 def test_receives_in_another_order(sizes):
     """A stage takes a message as another: two that follow one another on a link."""
     found = Counter[str]()

@@ -158,22 +158,16 @@ def test_members_of_an_indexs_enums_are_read(owner, member):
     "arguments",
     [
         (FORMATS, "V__class__\n"),
-        (FORMATS, "V__members__\n"),
-        (FORMATS, "V_member_map_\n"),
         (FORMATS, "Vmro\n"),
-        (FORMATS, "Vnothing\n"),
-        (FORMATS, "I1\n"),
         (FORMATS, "(l"),
         (getattr_of(FORMATS, CHANNELS_LAST), "V__class__\n"),
         (getattr_of(FORMATS, CHANNELS_LAST), CHANNELS_LAST),
         (f"c{CHECKPOINT}.metadata\nMetadata\n", "V__init__\n"),
-        ("ctorch\nSize\n", "Vnumel\n"),
         ("ctorch.serialization\n_get_layout\n", "V__globals__\n"),
         ("cbuiltins\ngetattr\n", "V__globals__\n"),
         ("Vtext\n", "Vformat\n"),
         # Enums and modules that do not belong into an index.
         (f"c{CHECKPOINT}.planner\nLoadItemType\n", "VTENSOR\n"),
-        ("cre\nRegexFlag\n", "VASCII\n"),
         ("cos\npath\n", "Vjoin\n"),
     ],
     ids=lambda arguments: " ".join("".join(arguments).split()),
@@ -220,7 +214,6 @@ def test_damaged_files_are_named_in_one_line(good, tmp_path):
     names = ["train.json", "metadata.json", "common.pt", ".metadata", "__0_0.distcp"]
     files = [f"{STEP}/{name}" for name in names] + ["checkpoints/latest", "metrics.jsonl"]
     damage = {
-        "empty": lambda old: b"",
         "junk": lambda old: b"\xff\x00junk\n" * 40,
         "cut": lambda old: old[: len(old) * 2 // 3],
     }
@@ -241,7 +234,7 @@ def test_damaged_files_are_named_in_one_line(good, tmp_path):
         shard, lambda old: old[:2000] + bytes([old[2000] ^ 1]) + old[2001:]
     )
     # A last line that was cut is one that a full disk, or the end of the power, leaves.
-    harmless = {f"metrics.jsonl: {kind}" for kind in ("empty", "cut", "missing")}
+    harmless = {f"metrics.jsonl: {kind}" for kind in ("cut", "missing")}
     for case, (code, err, same) in resumed(good, tmp_path, changes).items():
         if case in harmless:
             assert (code, err) == (0, ""), case

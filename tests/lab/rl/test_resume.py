@@ -29,12 +29,10 @@ pytestmark = pytest.mark.turns
 @pytest.mark.parametrize(
     ("fields", "dp"),
     [
-        ({"mode": "off"}, 1),
-        ({"mode": "on"}, 1),
         ({"mode": "on", "ppo_epochs": 2, "num_minibatches": 2, "loss_mean": "rollout"}, 1),
         ({"mode": "on", "distributed_optimizer": True}, 2),
     ],
-    ids=["stock", "prefix", "epochs", "distributed-optimizer"],
+    ids=["epochs", "distributed-optimizer"],
 )
 def test_resume_is_exact(tmp_path, fields, dp):
     job = settings(**fields)

@@ -14,7 +14,6 @@ from megatron_prefix.lab.rl import snapshot
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.rl.job import ModelOptions
 from megatron_prefix.lab.runtime import Layout
-from tests.harness.rows import rows
 from tests.harness.training import SMALL, bundled, metrics_of, settings, train
 
 
@@ -29,10 +28,7 @@ def on_one_rank_and_two(folder, job, groups):
     ]  # fmt: skip
 
 
-UPDATES = [("token", "off"), ("token", "on"), ("rollout", "off"), ("rollout", "on")]
-
-
-@pytest.mark.parametrize(("loss_mean", "mode"), rows(UPDATES, UPDATES[1:3]))
+@pytest.mark.parametrize(("loss_mean", "mode"), [("token", "off"), ("rollout", "on")])
 def test_data_parallel_ranks_make_the_same_update(tmp_path, loss_mean, mode):
     """Groups of different sizes: ranks have different numbers of rollouts and of tokens."""
     groups = bundled()[:2]
@@ -50,11 +46,10 @@ def test_data_parallel_ranks_make_the_same_update(tmp_path, loss_mean, mode):
         assert rows[0][name] == pytest.approx(rows[1][name], abs=1e-5)
 
 
-@pytest.mark.parametrize("how", ["length", "random"])
-def test_scattered_groups_make_the_same_update(tmp_path, how):
+def test_scattered_groups_make_the_same_update(tmp_path):
     """Advantages stay those of the whole group, and each rank computes the prompts again."""
     groups = bundled()[:2]
-    job = settings(clip_grad=0.0, baseline=Baseline("rollout", deal=how))
+    job = settings(clip_grad=0.0, baseline=Baseline("rollout", deal="random"))
     found = on_one_rank_and_two(tmp_path, job, groups)
     ((alone, wanted),) = found[0]
     for summary, gradients in found[1]:
@@ -163,8 +158,7 @@ def test_context_parallel_ranks_train_as_one(tmp_path):
         assert 0 <= padding < 4 * sum(len(group.rollouts) for group in groups), name
 
 
-@pytest.mark.parametrize("loss_mean", ["token", "rollout"])
-@pytest.mark.parametrize("case", ["cut", "idle"])
+@pytest.mark.parametrize(("loss_mean", "case"), [("token", "cut"), ("rollout", "idle")])
 def test_a_cut_group_and_an_idle_rank_change_no_update(tmp_path, loss_mean, case):
     """One group on two ranks: a part each, or all on one where cutting it would gain nothing."""
     (group, *_) = bundled()

@@ -86,8 +86,10 @@ def assert_gone(ranks, begin):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("where", ["collective", "call", "lock"])
+@pytest.mark.parametrize(
+    ("where", "number"),
+    [("collective", signal.SIGTERM), ("call", signal.SIGKILL), ("lock", signal.SIGTERM)],
+)
 def test_no_rank_stays_in_what_never_ends(tmp_path, where, number):
     with standing_job(tmp_path, where) as (job, ranks):
         begin = time.monotonic()
@@ -190,7 +192,7 @@ def raise_error():
     raise ArithmeticError("the sum is not the total")
 
 
-@pytest.mark.parametrize(("verb", "code"), [(lambda: 0, 0), (lambda: 2, 2), (raise_error, 1)])
+@pytest.mark.parametrize(("verb", "code"), [(lambda: 2, 2), (raise_error, 1)])
 def test_the_exit_code_stays_true(verb, code):
     """Where the process cannot end in order, too."""
     with pytest.raises(RankError, match=f"rank 0 died with exit code {code}"):

@@ -5,11 +5,9 @@ import pytest
 from tests.harness.one_rank import one_rank
 from tests.harness.small_cases import small_case
 
-pytestmark = pytest.mark.turns
-
 # Of the first hundred cases, some of the 27 that were called different when the limit followed from
 # the tokens alone and each gradient was judged by its own size.  In 28 a gradient vanishes.
-SEEDS = (4, 8, 12, 13, 21, 28, 32, 37, 40, 47, 49, 52)
+SEEDS = (4, 13, 28, 47)
 
 
 @pytest.fixture(scope="module", autouse=True)
