@@ -13,6 +13,8 @@ from megatron_prefix.lab.models.presets import ModelSpec
 from megatron_prefix.lab.rl.baseline import Baseline
 from megatron_prefix.lab.runtime.layout import Layout
 
+_MOST_TOKENS = 10**8  # of the groups of a shape, which are made in memory
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -77,7 +79,17 @@ class GroupShape:
         return f"{self.prompt}:{self.response}:{self.rollouts}"
 
     def groups(self, num: int, vocab_size: int, seed: int) -> list[Group]:
-        """Groups of the shape, of random tokens."""
+        """Groups of the shape, of random tokens.
+
+        Raises:
+            UserError: more than fit in memory.
+        """
+        tokens = num * self.rollouts * (self.prompt + self.response)
+        if tokens > _MOST_TOKENS:
+            raise UserError(
+                f"{num} groups of {self.name} are too large ({tokens} tokens); give at most"
+                f" {_MOST_TOKENS} tokens: a smaller shape, or fewer with --shape-groups"
+            )
         made = generate(
             num, self.prompt, self.response, self.rollouts, vocab_size=vocab_size, seed=seed
         )

@@ -66,7 +66,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-def test_every_action_is_drawn_once_in_the_frame_with_labels_that_fit(plan):
+def test_every_action_is_drawn_once_and_labels_fit(plan):
     picture = drawn(plan)
     check_frame(picture)
     check_labels(picture)
