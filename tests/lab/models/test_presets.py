@@ -281,44 +281,38 @@ NEMOTRON_H = {
 }  # fmt: skip
 
 
-def config_file(folder, values):
-    path = folder / "config.json"
-    path.write_text(json.dumps(values), encoding="utf-8")
-    return str(path)
-
-
 def test_qwen3_next_is_its_preset(tmp_path):
-    found = hf.load(config_file(tmp_path, QWEN3_NEXT))
+    found = hf.load(write(tmp_path, QWEN3_NEXT))
     assert dataclasses.replace(found, name="qwen3-next-80b-a3b") == PRESETS["qwen3-next-80b-a3b"]
     assert found.parameters() == pytest.approx(79.67e9, rel=1e-3)  # "80B", without MTP
     kinds = ["linear_attention"] * 3 + ["full_attention"]
     listed = {**QWEN3_NEXT, "layer_types": kinds * 12, "full_attention_interval": None}
-    assert hf.load(config_file(tmp_path, listed)) == found
+    assert hf.load(write(tmp_path, listed)) == found
 
 
 def test_qwen3_5_is_its_preset_whether_it_sees_or_not(tmp_path):
-    found = hf.load(config_file(tmp_path, QWEN3_5))
+    found = hf.load(write(tmp_path, QWEN3_5))
     assert dataclasses.replace(found, name="qwen3.5-9b") == PRESETS["qwen3.5-9b"]
     assert found.parameters() == pytest.approx(9e9, rel=1e-2)
     larger = {
         **QWEN3_5, "hidden_size": 5120, "intermediate_size": 17408, "layer_types": None,
         "linear_num_value_heads": 48, "num_attention_heads": 24, "num_hidden_layers": 64,
     }  # fmt: skip
-    other = hf.load(config_file(tmp_path, larger))
+    other = hf.load(write(tmp_path, larger))
     assert dataclasses.replace(other, name="qwen3.5-27b") == PRESETS["qwen3.5-27b"]
     assert other.parameters() == pytest.approx(27e9, rel=1e-2)
     seeing = {"model_type": "qwen3_5", "text_config": QWEN3_5, "vision_config": {"depth": 27}}
-    assert hf.load(config_file(tmp_path, seeing)) == found
-    tied = hf.load(config_file(tmp_path, {**seeing, "tie_word_embeddings": True}))
+    assert hf.load(write(tmp_path, seeing)) == found
+    tied = hf.load(write(tmp_path, {**seeing, "tie_word_embeddings": True}))
     assert tied == dataclasses.replace(found, tie_embeddings=True)
 
 
 def test_what_hybrid_configs_leave_out_is_transformers_default(tmp_path):
     """Of its Qwen3NextConfig and NemotronHConfig (5.20)."""
     short = {name: value for name, value in QWEN3_NEXT.items() if name != "norm_topk_prob"}
-    assert hf.load(config_file(tmp_path, short)) == hf.load(config_file(tmp_path, QWEN3_NEXT))
+    assert hf.load(write(tmp_path, short)) == hf.load(write(tmp_path, QWEN3_NEXT))
     unlimited = {**NEMOTRON_H, "time_step_limit": [0.0, math.inf]}  # JSON's Infinity
-    assert hf.load(config_file(tmp_path, unlimited)) == hf.load(config_file(tmp_path, NEMOTRON_H))
+    assert hf.load(write(tmp_path, unlimited)) == hf.load(write(tmp_path, NEMOTRON_H))
 
 
 def test_qwen3_5_moe_is_qwen3_next_with_other_sizes(tmp_path):
@@ -326,8 +320,8 @@ def test_qwen3_5_moe_is_qwen3_next_with_other_sizes(tmp_path):
     said = ("decoder_sparse_step", "intermediate_size", "mlp_only_layers", "norm_topk_prob")
     text = {name: value for name, value in QWEN3_NEXT.items() if name not in said}
     text |= {"model_type": "qwen3_5_moe_text", "num_experts": 256}
-    found = hf.load(config_file(tmp_path, {"model_type": "qwen3_5_moe", "text_config": text}))
-    next_ = hf.load(config_file(tmp_path, QWEN3_NEXT))
+    found = hf.load(write(tmp_path, {"model_type": "qwen3_5_moe", "text_config": text}))
+    next_ = hf.load(write(tmp_path, QWEN3_NEXT))
     assert found == dataclasses.replace(next_, num_moe_experts=256, ffn_hidden_size=512)
 
 
@@ -340,7 +334,7 @@ NEMOTRON_MOE = {
 
 def test_nemotron_h_may_have_experts(tmp_path):
     """As Nemotron 3: sigmoid scores with a bias, and a shared expert; all without a gate."""
-    found = hf.load(config_file(tmp_path, {**NEMOTRON_H, **NEMOTRON_MOE}))
+    found = hf.load(write(tmp_path, {**NEMOTRON_H, **NEMOTRON_MOE}))
     assert found.is_moe and [n for n in range(10) if found.has_experts(n)] == [1, 9]
     assert (found.moe_router_topk, found.moe_router_score_function) == (6, "sigmoid")
     assert found.moe_shared_expert_intermediate_size == 192 and not found.moe_shared_expert_gate
@@ -348,14 +342,14 @@ def test_nemotron_h_may_have_experts(tmp_path):
 
 
 def test_nemotron_h_has_layers_of_three_kinds(tmp_path):
-    found = hf.load(config_file(tmp_path, NEMOTRON_H))
+    found = hf.load(write(tmp_path, NEMOTRON_H))
     assert [kind.symbol for (kind,) in found.layers] == [*"M-M-M-M*-M"]
     assert not found.rope and not found.gated_linear_unit and found.num_layers == 10
     kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
     pattern = NEMOTRON_H["hybrid_override_pattern"]
     listed = {**NEMOTRON_H, "layers_block_type": [kinds[one] for one in pattern]}
     del listed["hybrid_override_pattern"]
-    assert hf.load(config_file(tmp_path, listed)) == found
+    assert hf.load(write(tmp_path, listed)) == found
 
 
 @pytest.mark.parametrize(
@@ -409,7 +403,7 @@ def test_nemotron_h_has_layers_of_three_kinds(tmp_path):
 )
 def test_other_hybrid_models_are_refused(tmp_path, values, message):
     with pytest.raises(UserError, match=message) as caught:
-        hf.load(config_file(tmp_path, values))
+        hf.load(write(tmp_path, values))
     assert "\n" not in str(caught.value)
 
 
