@@ -53,7 +53,7 @@ def random_sizes(rng):
 def random_joint_job(rng, sizes=None):
     """A random step of a job of some sizes, or of random ones."""
     sizes = sizes or random_sizes(rng)
-    ranks = [*_dealt(rng, sizes)]
+    ranks = [*dealt(rng, sizes)]
     options = TreeOptions(
         min_gain=0, share="batch", segment_tokens=rng.choice((0, 40, 100, 200)),
         chunk_tokens=rng.choice((0, 0, 12, 30)),
@@ -123,7 +123,7 @@ def _names(forest, rollouts):
         ]
 
 
-def _dealt(rng, sizes):
+def dealt(rng, sizes):
     """Rollouts of some prompts on random ranks, as many on each where they count together."""
     prompts = [
         [rng.randrange(50) for _ in range(rng.randint(5, 60))] for _ in range(rng.randint(1, 6))

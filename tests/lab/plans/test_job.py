@@ -11,7 +11,7 @@ from megatron_prefix.lab.plans.job import simulate_job
 from megatron_prefix.plan.actions import Plan, Transfer
 from megatron_prefix.plan.check import PlanError
 from megatron_prefix.tree import Place, Segment, Span
-from tests.harness.jobs import played, random_job
+from tests.harness.jobs import random_job
 
 
 def inner(start, length, parent=None, source=-1):
@@ -266,44 +266,17 @@ def test_pipelines_are_no_plan_error():
 # At random ----------------------------------------------------------------------------------------
 
 
-def judged(job):
-    try:
-        found = simulate_job(job.plans, job.ready_after, seconds_per_position_sent=0.1)
-    except PlanError as error:
-        return str(error).partition("\n")[0]
-    assert len(found.events) == sum(len(plan.programs[0]) for plan in job.plans)
-    for rank, one in enumerate(job.plans):
-        assert found.busy[rank] + found.waiting[rank] <= found.makespan + 1e-6
-        assert found.peak_received[rank] <= found.received_positions[rank]
-        assert sum(segment.source >= 0 for segment in one.segments) == sum(
-            transfer.peer == rank for plan in job.plans for transfer in plan.transfers
-        )
-    return ""
-
-
-def test_random_jobs_run():
+def test_random_jobs_of_the_planner_run():
     sent = 0
-    for seed in range(300):
+    for seed in range(100):
         job = random_job(random.Random(seed))
-        assert (seed, played(job), judged(job)) == (seed, "", "")
+        found = simulate_job(job.plans, job.ready_after, seconds_per_position_sent=0.1)
+        assert len(found.events) == sum(len(plan.programs[0]) for plan in job.plans)
+        for rank, one in enumerate(job.plans):
+            assert found.busy[rank] + found.waiting[rank] <= found.makespan + 1e-6
+            assert found.peak_received[rank] <= found.received_positions[rank]
+            assert sum(segment.source >= 0 for segment in one.segments) == sum(
+                transfer.peer == rank for plan in job.plans for transfer in plan.transfers
+            )
         sent += sum(len(plan.transfers) for plan in job.plans)
-    assert sent > 900
-
-
-def test_swapped_actions_are_refused_or_run():
-    """What is accepted can be played; what is refused cannot, but for messages of no gradients."""
-    counts = {True: 0, False: 0}
-    stricter = []
-    for seed in range(300):
-        rng = random.Random(seed)
-        job = random_job(rng)
-        for _ in range(5):
-            swapped = job.swapped(rng)
-            verdict, fault = judged(swapped), played(swapped)
-            counts[not verdict] += 1
-            assert verdict or not fault, (seed, fault)
-            if verdict and not fault:
-                stricter.append(verdict)
-    assert min(counts.values()) > 300
-    assert all(re.search(r"runs before [SR]", verdict) for verdict in stricter)
-    assert len(stricter) < 20
+    assert sent > 300
