@@ -397,7 +397,7 @@ def test_the_version_that_slime_brings_is_taken_with_a_warning(
     with caplog.at_level(logging.WARNING):
         features.check_version("0.16.0rc0")
     (record,) = caplog.records
-    assert "only commit 1dcf0dafa was tried" in record.getMessage()
+    assert "only commit 1dcf0dafa of this version was tested" in record.getMessage()
 
 
 @pytest.mark.parametrize("version", ["0.19.3", "0.20.0", "0.20.0rc1", "1.0.0"])
