@@ -1,0 +1,110 @@
+"""What ran where: docs/support.md, from the table of trainers and the rows of benchmarks/results.
+
+python -m benchmarks.support            # writes its tables anew
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from benchmarks.figures import ROOT, Row, read, table
+from megatron_prefix.trainers.table import TRAINERS
+from megatron_prefix.trainers.trainer import Trainer
+
+PAGE = ROOT / "docs" / "support.md"
+COMMAND = "python -m benchmarks.support"
+PART = re.compile(rf"(<!-- (\w+): {COMMAND} -->\n)(.*?)(<!-- end of \2 -->)", re.S)
+FAMILIES = {
+    "vision-language": r"-VL-",
+    "multi-token prediction": r"MTP",
+    "hybrid (GatedDeltaNet)": r"Qwen3\.5|Qwen3-Next",
+    "MLA with experts": r"Moonlight|DeepSeek",
+    "windows, sinks and experts": r"gpt-oss",
+    "experts": r"A3B|tiny-moe",
+    "dense": r"Llama|Qwen3|tiny-llama",
+}
+"""Families, and what names of models of each have; the first that fits counts."""
+PLACES = {"CPU": r"CPU", "one GPU": r"^one H", "two GPUs": r"^two H", "four GPUs": r"^four H"}
+TIMED = ("fp8", "hybrid", "hybrid_packed", "images", "latents", "layouts_gpus", "packed")
+STEPS = ("trainer_gradients", "trainer_auto", "trainer_objectives", "trainer_runs", "trajectory")
+
+
+def families_of(row: Row) -> Iterator[str]:
+    """The family of a row's model, and FP8."""
+    model = row["model"].replace("pretrain_gpt.py", "tiny-llama")
+    found = next((name for name, names in FAMILIES.items() if re.search(names, model)), "")
+    if found:
+        yield found
+    if "FP8" in f"{row['model']} {row['options']}" and "bf16" not in row["options"]:
+        yield "FP8, blockwise scales"
+    if "windows" in row["options"] and found == "dense":
+        yield "windows, sinks and experts"
+
+
+def ran(rows: Iterable[Row]) -> Mapping[str, Mapping[str, list[str]]]:
+    """Layouts by family and place, in the order of the rows."""
+    found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        cpu = {"dense": "dense", "experts": "experts"} if row["question"] == "layout_matrix" else {}
+        names = [name for name in cpu if name in row["figures"]] or [*families_of(row)]
+        if not cpu and row["question"] not in TIMED:
+            continue
+        place = next(name for name, words in PLACES.items() if re.search(words, row["machine"]))
+        for name in names:
+            layouts = found[name][place]
+            if row["layout"] not in layouts and row["layout"] != "one GPU":
+                layouts.append(row["layout"])
+            elif row["layout"] == "one GPU" and "yes" not in layouts:
+                layouts.append("yes")
+    return found
+
+
+def models(rows: Sequence[Row]) -> str:
+    """A line for each family: its layouts on CPUs and on one, two and four GPUs."""
+    by_family = ran(rows)
+    names = [name for name in [*FAMILIES, "FP8, blockwise scales"] if name in by_family]
+    lines = [[name, *(", ".join(by_family[name][place]) for place in PLACES)] for name in names]
+    return table(["family", *PLACES], sorted(lines, key=lambda line: line[0]))
+
+
+def layouts_of(trainer: Trainer, rows: Iterable[Row]) -> tuple[list[str], list[str]]:
+    """Layouts whose steps shared in a trainer, and what ran besides its policy loss."""
+    layouts, forms = dict[str, None](), dict[str, None]()
+    script = "pretrain_gpt.py" if trainer.name == "Megatron-LM" else "no script"
+    for row in rows:
+        mine = row["model"].partition(" ")[0].rstrip(",") in (trainer.name, script)
+        if row["question"] not in STEPS or not mine or row["figures"].get("schedule") == "stock":
+            continue
+        if row["figures"].get("second_step", "shared") == "stock schedule":
+            continue
+        for one in re.split(r"[,;] ", row["layout"]):
+            layouts[{"1": "1 rank", "one rank": "1 rank"}.get(one, one)] = None
+        forms |= dict.fromkeys(row["subject"].split(":")[:1])
+    return [*layouts], [*forms]
+
+
+def trainers(rows: Sequence[Row]) -> str:
+    """A line for each trainer: versions, layouts and forms that ran, and what it is refused."""
+    lines = []
+    for one in TRAINERS:
+        layouts, forms = layouts_of(one, rows)
+        page = f"trainers/{one.name.lower().replace('-', '_')}.md"
+        refused = "; ".join(refusal.name for refusal in one.refused)
+        cells = [", ".join(one.tried), ", ".join(layouts), str(len(forms)), refused]
+        lines.append([f"[{one.name}]({page})", *cells])
+    head = ["trainer", "versions that ran", "layouts, on the CPU", "forms and losses", "refused"]
+    return table(head, lines)
+
+
+def written(text: str, rows: Sequence[Row]) -> str:
+    """The page with its tables made anew."""
+    makers = {"models": models, "trainers": trainers}
+    return PART.sub(lambda found: f"{found[1]}{makers[found[2]](rows)}{found[4]}", text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), read()), encoding="utf-8")
+    sys.exit(0)
