@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 GAP = "…"
 """Stands for a value in the name of a refusal."""
-WRONG, NOT_YET = "wrong", "not yet"
+WRONG, NOT_YET = "never supported", "not supported yet"
 CANNOT_RUN = "the prefix schedule cannot run this model with "
 """How the message begins of what is refused of a model."""
 

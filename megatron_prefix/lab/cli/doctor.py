@@ -87,8 +87,8 @@ def examine(
     work; untried, kernels and recurrent modules that are there but were not tried; stock_packs,
     what is wrong with transformer-engine's attention of packs, which stock steps run, or None;
     refused_features, what to do about each that a model can have; refusals, the whole table: name,
-    where, fix and kind ("wrong" or "not yet") of each; extras, by name the missing packages and the
-    command; model, its name and the features in its way, or None.
+    where, fix and kind ("never supported" or "not supported yet") of each; extras, by name the
+    missing packages and the command; model, its name and the features in its way, or None.
 
     Args:
         device: "cpu" or "cuda"; None: "cuda" if torch sees a GPU.

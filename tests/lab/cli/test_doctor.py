@@ -115,8 +115,9 @@ def test_every_refused_feature_is_listed_with_what_to_do(report):
     assert [line["name"] for line in report["refusals"]] == [one.name for one in TABLE]
     (found,) = [line for line in report["refusals"] if line["name"] == "hidden_dropout"]
     fix = report["refused_features"]["hidden_dropout"]
-    assert found == {"name": "hidden_dropout", "where": "config", "fix": fix, "kind": "wrong"}
-    assert {line["kind"] for line in report["refusals"]} == {"wrong", "not yet"}
+    name = "hidden_dropout"
+    assert found == {"name": name, "where": "config", "fix": fix, "kind": "never supported"}
+    assert {line["kind"] for line in report["refusals"]} == {"never supported", "not supported yet"}
 
 
 def test_the_model_is_checked(report):
