@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     if args.steps is not None and not args.rollouts:
         raise UserError("--steps is for rollout files; give --rollouts FILE, or leave it out")
     if args.rehearse and not args.steps:
-        raise UserError("--rehearse is for --steps: --warm-up-calls warms the others up")
+        raise UserError("--rehearse needs --steps; without it give --warm-up-calls")
     verdict, rows, failures = _measure(args, layout, shapes)
     if not runtime.first_rank():
         return 0 if verdict.passed else 1

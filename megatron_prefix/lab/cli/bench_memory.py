@@ -104,7 +104,7 @@ def _measure(
     from megatron_prefix.lab.rl.baseline import Baseline
 
     if layout_of(args, runtime.env_world_size()).world_size > 1:
-        raise UserError("bench memory is for one rank: leave the layout out")
+        raise UserError("bench memory runs on one rank: leave the layout options out")
     options = model_options(args)
     config = config_of(args)
     if args.device == "cpu" and config.kernel == "auto":

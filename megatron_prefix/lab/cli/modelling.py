@@ -199,7 +199,8 @@ def overrides_of(settings: list[str]) -> tuple[tuple[str, Any], ...]:
         try:
             value = new_value(name, _value(kind, text))
         except ValueError:
-            raise UserError(f"--set {setting}: {field} is {kind}; give such a value") from None
+            text = f"--set {setting}: {field} is {kind}; give a value of that type"
+            raise UserError(text) from None
         if name != field:
             logger.warning("--set %s is now --set %s=%s", setting, field, value)
         overrides.append((field, value))

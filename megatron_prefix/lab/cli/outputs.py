@@ -60,7 +60,7 @@ def check_plot(path: str | None) -> None:
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ModuleNotFoundError:
-        raise UserError("--plot needs matplotlib: pip install megatron_prefix[plot]") from None
+        raise UserError("--plot needs matplotlib: pip install matplotlib") from None
     known = FigureCanvasBase.get_supported_filetypes()
     if path.rpartition(".")[2].lower() not in known:
         raise UserError(f"--plot {path}: give a file that ends in one of .{', .'.join(known)}")
@@ -98,7 +98,8 @@ def write_and_print(
     """
     check_outputs(args.out)
     if os.path.isfile(args.out) and not args.overwrite:
-        raise UserError(f"{args.out}: is there; add --overwrite to replace it, or name another")
+        fix = "add --overwrite to replace it, or name another"
+        raise UserError(f"{args.out}: already exists; {fix}")
     made = {"path": args.out, **write_rollouts(args.out, watched(args, groups, "groups", total))}
     made |= counts or {}
     if args.json:

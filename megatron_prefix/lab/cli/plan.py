@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json and args.csv == "-":
         raise UserError("--csv - and --json both write to stdout; give --csv a file")
     if args.cache_host_layers and layout.cp > 1:
-        raise UserError("--cache-host-layers is for whole sequences: leave it or --cp out")
+        raise UserError("--cache-host-layers does not work with --cp: leave one of them out")
     check_outputs(args.csv, args.svg)
     if args.output and not plan_ranks.crosses(arguments.config_of(args), layout):
         raise UserError(

@@ -263,7 +263,7 @@ def test_generate_and_import_report_what_they_wrote(capsys, tmp_path):
     made = result(capsys, "import", "tokens", str(tmp_path / "ids.jsonl"), other)
     assert (made["groups"], made["rollouts"], made["tokens"]) == (1, 1, 4)
     assert failure(capsys, "generate", path, "--groups", "1").endswith(
-        f"{path}: is there; add --overwrite to replace it, or name another"
+        f"{path}: already exists; add --overwrite to replace it, or name another"
     )
     code, out, _ = run(capsys, "generate", path, "--groups", "1", "--overwrite")
     assert code == 0

@@ -41,10 +41,13 @@ def test_old_names_of_fields_are_taken_and_logged(caplog):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("num_layers=none", "num_layers is int; give such a value"),
-        ("num_moe_experts=some", "num_moe_experts is int | None; give such a value"),
-        ("moe_layer_freq=0,x", "moe_layer_freq is int | tuple[int, ...]; give such a value"),
-        ("qk_layernorm=yes", "qk_layernorm is bool; give such a value"),
+        ("num_layers=none", "num_layers is int; give a value of that type"),
+        ("num_moe_experts=some", "num_moe_experts is int | None; give a value of that type"),
+        (
+            "moe_layer_freq=0,x",
+            "moe_layer_freq is int | tuple[int, ...]; give a value of that type",
+        ),
+        ("qk_layernorm=yes", "qk_layernorm is bool; give a value of that type"),
         ("layers=2", "layers=2: no such field; fields: "),
     ],
 )
