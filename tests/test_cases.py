@@ -70,6 +70,7 @@ ROWS = [
     row("experts global", "joined", "joined", recompute="full"),
     *(row(name, "small") for name in ("mtp 2", "mtp 2 experts", "mtp 2 windows")),
     row("mtp 2", "recompute", recompute="full"),
+    row("mtp 5", "small", **{**FURTHER, "returns": "three"}),
     row("mtp 2", "offload", form="thd", returns="per_token"),
     *(
         row(name, options, **FURTHER)
