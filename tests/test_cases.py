@@ -181,6 +181,7 @@ NOT_SHARED = [
     replace(row("gqa"), mode="observe", expects="fallback"),
     replace(row("gqa", "no gain"), mode="auto", expects="fallback", says="speedup"),
     replace(row("gqa", calls="twice"), expects="refused", says="more than once"),
+    replace(row("gqa", session="mode_around_call"), expects="refused", says="model.train() or"),
     *(
         replace(row("gqa", **values), mode=mode, expects=expects, says=says)
         for says, values in UNLIKE

@@ -17,7 +17,7 @@ from megatron_prefix.lab.numerics.compare import Conditions, Trace, compare
 from tests.cases import FAMILIES, OPTIONS
 from tests.oracle import model as models
 from tests.oracle.case import Case
-from tests.oracle.trainer import Call, Trainer, seed_all
+from tests.oracle.trainer import SESSIONS, Call, Trainer, seed_all
 
 EQUAL, REFUSED, FALLBACK = "equal", "refused", "fallback"
 WRONG, ENDED, HUNG = "WRONG", "ENDED", "HUNG"
@@ -65,7 +65,7 @@ def _schedules(case: Case, mode: str) -> Callable[[], Any]:
 
         return get_forward_backward_func
     fields = {"mode": mode, "min_gain": 0, "min_speedup": 1e-6, **OPTIONS[case.options]}
-    schedule = PrefixSchedule(PrefixConfig(**fields), looks_first=case.session != "once")
+    schedule = PrefixSchedule(PrefixConfig(**fields), looks_first=len(SESSIONS[case.session]) > 1)
     return lambda: schedule
 
 

@@ -58,6 +58,7 @@ SESSIONS = {
     "inv_freq_changed": ("train", "train", "frequency", "train"),
     "train_eval_mixed": ("train", "eval_mode", "train", "eval_mode", "train"),
     "mode_in_step": ("train", "train"),
+    "mode_around_call": ("train",),
     "uneven": ("evaluate", "uneven", "evaluate", "train", "train"),
     "evaluate_with_gradients": ("evaluate_grad", "train", "evaluate_grad", "train"),
     "train_long": ("train",) * 6,
@@ -294,7 +295,11 @@ class Trainer:
         if case.scale == "by_microbatch":
             self.scale = 1 + number / 2
         before = self._reference(item, model, "before")
+        if case.session == "mode_around_call":
+            model.eval()
         output, more = self._called(item, model, number)
+        if case.session == "mode_around_call":
+            model.train()
         if case.raises == "after_call" and number == last:
             raise Boom
         if case.model == "record":
