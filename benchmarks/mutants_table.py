@@ -114,7 +114,8 @@ _G_HYBRID = "tests/core/features/graphs/test_graphs_hybrid.py"
 _G_MEMORY = "tests/core/features/graphs/test_graphs_memory.py"
 _G_RANKS = "tests/core/features/graphs/test_graphs_ranks.py"
 _CHOICE = "tests/core/features/graphs/test_graph_choice.py"
-_graphs = _area("graphs", _G)
+_G_ROWS = "tests/test_cases_with_graphs.py"
+_graphs = _area("graphs", f"{_G}\n{_G_ROWS}")
 _GRAPHS = (
     _graphs(
         "input-gradient-not-cloned",
@@ -169,7 +170,7 @@ _GRAPHS = (
         "features/graphs/capture.py",
         "        self._nodes |= dict.fromkeys(result.nodes, piece)\n",
         "",
-        _G_HYBRID,
+        f"{_G_ROWS} -k gdn\n{_G_HYBRID}",
     ),
     _graphs(
         "residual-elsewhere",
@@ -190,7 +191,7 @@ _GRAPHS = (
         "features/graphs/segment_graphs.py",
         "            self.place((ROTARY, name), rows).copy_(rows)",
         "            pass",
-        _G_EXPERTS,
+        f"{_G_ROWS} -k mla",
     ),
     _graphs(
         "gathered-buffers-not-held",

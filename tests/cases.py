@@ -255,6 +255,7 @@ LAYOUTS: dict[str, Layout] = {
     "tp2_cp2_ep2_pp2": Layout(tp=2, cp=2, pp=2, ep=2, sequence_parallel=True),
 }
 
+_GRAPHS = {"graph_tokens": 48, "segment_tokens": 24}
 OPTIONS: dict[str, dict[str, Any]] = {
     "small": {"segment_tokens": 24, "chunk_tokens": 8},
     "whole": {},
@@ -288,6 +289,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "auto chunks": {"chunk_tokens": "auto"},
     "keeps 5": {"min_gain": 5, "segment_tokens": 20},
     "no gain": {"min_speedup": 100.0},
+    # Layers on CUDA graphs, each of one memory policy.
+    "graphs": {**_GRAPHS, "memory": "retain"},
+    "graphs in chunks": {**_GRAPHS, "memory": "retain", "chunk_tokens": 8},
+    **{
+        f"graphs {memory}": {**_GRAPHS, "memory": memory, "chunk_tokens": 8}
+        for memory in ("recompute", "recompute_act", "offload")
+    },
 }
 """Fields of PrefixConfig; `min_gain` is 0 where it is not named."""
 
@@ -323,10 +331,11 @@ class Row:
         mode: of the prefix schedule.
         expects: "equal": shared in every step, and equal to the stock schedule to rounding;
             "fallback": the stock schedule bit for bit; "refused": an error of ours by name;
-            "wrong": with a mistake.
+            "wrong": with a mistake; "ends": an error of ours by name where stock goes on.
         says: stands in the last step's reason, or in the error.
         mistake: of tests/mistakes.py, which ours runs with; `says` has what it makes wrong (kinds
             of a Verdict).
+        shares: which steps are shared; empty: all.
         is_random: a drawn tree may have nothing to share.
         ran: what must have been in a step: names of `facts` (tests/judge.py). No row passes
             because nothing happened.
@@ -336,6 +345,7 @@ class Row:
     mode: str = "on"
     expects: str = "equal"
     says: str = ""
+    shares: tuple[bool, ...] = ()
     is_random: bool = False
     mistake: str = ""
     ran: tuple[str, ...] = ()
@@ -358,6 +368,15 @@ def row(model: str = "gqa", options: str = "whole", *ran: str, **values: Any) ->
 
 FURTHER = {"returns": "per_token", "loss_mask": "absent", "tree": "turns"}
 """With so many labels that some are left after several places."""
+
+
+def auto_row(says: str = "", *shares: bool, **values: str) -> Row:
+    """Of a trainer in mode auto, whose first step is watched; `shares`: which of its steps are
+    shared, none of two if nothing is said."""
+    session = "train_long" if len(shares) > 2 else "train"
+    plain = {"model": "gqa", "session": session, "ddp": "wrapped"}
+    expects = "equal" if any(shares) else "fallback"
+    return Row({**plain, **values}, "auto", expects, says, shares or (False, False))
 
 
 def random_row(model: str, seed: int, **values: str) -> Row:

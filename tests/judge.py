@@ -6,6 +6,7 @@ that differ in options, mode or what they expect alone stand together.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import traceback
 from collections.abc import Iterator, Sequence
@@ -20,14 +21,17 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.plans.forest import max_depth, num_trees
 from tests.cases import FAMILIES, LAYOUTS, OPTIONS, Row
 from tests.harness.ranks import run_ranks
+from tests.harness.recorded import in_fp64, recording
 from tests.harness.rows import taking_turns
 from tests.mistakes import MISTAKES
 from tests.oracle import judge
 from tests.oracle.case import Case
-from tests.oracle.judge import EQUAL, FALLBACK, REFUSED, WRONG
+from tests.oracle.judge import ENDED, EQUAL, FALLBACK, REFUSED, WRONG
 from tests.oracle.trainer import Call
 
-EXPECTED = {"equal": EQUAL, "fallback": FALLBACK, "refused": REFUSED, "wrong": WRONG}
+EXPECTED = {
+    "equal": EQUAL, "fallback": FALLBACK, "refused": REFUSED, "wrong": WRONG, "ends": ENDED,
+}  # fmt: skip
 
 
 def case_of(row: Row) -> Case:
@@ -43,7 +47,7 @@ def complaints(row: Row) -> list[str]:
     """What is not as a row says, on this rank; empty: all is."""
     case = case_of(row)
     stock = _stock(replace(case, options="small"))
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, _graphs(case) as graphs:
         if row.mistake:
             patch.setattr(*MISTAKES[row.mistake])
         ours = judge.run(case, row.mode, stock)
@@ -52,7 +56,20 @@ def complaints(row: Row) -> list[str]:
         return [f"{verdict.what} instead of {row.expects}: {' '.join(verdict.kinds)} {verdict.why}"]
     if row.expects == "wrong":
         return [f"{kind} is right" for kind in row.says.split() if kind not in verdict.kinds]
-    return list(_complaints(row, case, ours))
+    lines = list(_complaints(row, case, ours))
+    if graphs is not None and not graphs.replays:
+        lines.append("no graph was replayed")
+    return lines
+
+
+@contextlib.contextmanager
+def _graphs(case: Case) -> Iterator[Any]:
+    """Where a row's options ask for CUDA graphs, those of the CPU."""
+    if "graph_tokens" not in OPTIONS[case.options]:
+        yield None
+        return
+    with recording() as graphs, in_fp64():
+        yield graphs
 
 
 def _complaints(row: Row, case: Case, ours: Sequence[Call]) -> Iterator[str]:
@@ -60,11 +77,12 @@ def _complaints(row: Row, case: Case, ours: Sequence[Call]) -> Iterator[str]:
     said = str(last.raised) if last.report is None or last.raised else last.report.decision.reason
     if row.says not in said:
         yield f"says {said!r}, which lacks {row.says!r}"
+    shares = row.shares or (True,) * len(ours) * (row.expects == "equal" and not row.is_random)
+    for number, (call, shared) in enumerate(zip(ours, shares, strict=bool(row.shares)), 1):
+        if call.shared != shared:
+            yield f"call {number} is {'not ' * shared}shared: {call.report.decision.reason}"
     if row.expects != "equal":
         return
-    for number, call in enumerate(ours, 1) if not row.is_random else ():
-        if not call.shared:
-            yield f"call {number} is not shared: {call.report.decision.reason}"
     wanted = row.ran if row.is_random else ("shared", *row.ran)
     happened = frozenset().union(*(facts(call.report) for call in ours))
     if missing := [name for name in wanted if name not in happened]:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_prefix.refusals import table
 from tests import judge
-from tests.cases import FURTHER, Row, row, wrong
+from tests.cases import FURTHER, Row, auto_row, row, wrong
 
 
 def stock(model: str, **values: str) -> list[Row]:
@@ -37,6 +38,9 @@ ON_RANKS: dict[str, list[Row]] = {
         row("gpt-oss", "whole", form="thd_padded"),
     ],
     "pp2": [
+        auto_row("", False, True, arguments="of another layout"),
+        auto_row(table.OTHER_SHAPE.fix, head="shortened", arguments="of another layout"),
+        auto_row(table.OTHER_SENT.fix, in_place="on every stage"),
         row("own delta on stages", "recompute chunks"),
         row("own delta on stages", "small", recompute="full"),
         *(

@@ -8,7 +8,7 @@ holds at the end of a capture, where later ones would write, is NaN after every 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -222,26 +222,33 @@ def _reduce_scatter(
     return _Done() if async_op else None
 
 
-@pytest.fixture
-def recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> type[RecordedGraph]:
+@contextlib.contextmanager
+def recording() -> Iterator[type[RecordedGraph]]:
     """Graphs on the CPU."""
 
     class Counted(RecordedGraph):
         captured_in_all = replays = 0
 
-    for module in (mappings, tensor_layers):
-        monkeypatch.setattr(module, "dist_reduce_scatter_func", _reduce_scatter)
-    monkeypatch.setattr(cuda, "Graph", Counted)
-    monkeypatch.setattr(cuda, "why_not", lambda *_, **__: "")
-    monkeypatch.setattr(cuda, "pool", lambda: None)
-    monkeypatch.setattr(cuda, "apart", contextlib.nullcontext)
-    for name in ("settle", "recover"):
-        monkeypatch.setattr(cuda, name, lambda: None)
-    return Counted
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (mappings, tensor_layers):
+            patch.setattr(module, "dist_reduce_scatter_func", _reduce_scatter)
+        patch.setattr(cuda, "Graph", Counted)
+        patch.setattr(cuda, "why_not", lambda *_, **__: "")
+        patch.setattr(cuda, "pool", lambda: None)
+        patch.setattr(cuda, "apart", contextlib.nullcontext)
+        for name in ("settle", "recover"):
+            patch.setattr(cuda, name, lambda: None)
+        yield Counted
 
 
 @pytest.fixture
-def cores_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
+def recorded_graphs() -> Iterator[type[RecordedGraph]]:
+    with recording() as counted:
+        yield counted
+
+
+@contextlib.contextmanager
+def in_fp64() -> Iterator[None]:
     """Recurrent layers of models in fp64 compute in it in their forward (lab/models/local.py), and
     what runs between two graphs is in none."""
     stock = CutLayer.replayed
@@ -250,4 +257,12 @@ def cores_in_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
         with Float64Kept():
             return stock(*args, **kwargs)
 
-    monkeypatch.setattr(CutLayer, "replayed", replayed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CutLayer, "replayed", replayed)
+        yield
+
+
+@pytest.fixture
+def cores_in_fp64() -> Iterator[None]:
+    with in_fp64():
+        yield

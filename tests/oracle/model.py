@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
+import random
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -18,13 +22,14 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import gpt_model
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from tests.cases import DRAWN, FAMILIES, LAYOUTS, RECOMPUTES
 from tests.harness import sparse
@@ -162,52 +167,134 @@ AROUND: dict[str, Callable[[Case], contextlib.AbstractContextManager[None]]] = {
 """See `Family.around`."""
 
 
+class Pair(NamedTuple):
+    name: str
+    factor: float
+
+
+class Slots:
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+
 class Slotted(nn.Module):
     """A linear layer with two adapters beside it, of which the forward step says which one is for
-    its microbatch, and how much of it: by `set`."""
+    its microbatch, and how much of it: in one of many places (SETS)."""
+
+    factor_of_class = 1.0
 
     def __init__(self, to_wrap: Any) -> None:
         super().__init__()
         self.to_wrap = to_wrap
         shape, draw = (2, *to_wrap.weight.shape), torch.Generator().manual_seed(11)
-        weights = torch.randn(shape, generator=draw).to(to_wrap.weight.dtype) * 0.1
+        dtype = to_wrap.weight.dtype
+        weights = torch.randn(shape, generator=draw).to(dtype) * 0.1
         self.adapters = nn.Parameter(weights)
-        self.register_buffer("factor", torch.ones((), dtype=to_wrap.weight.dtype))
+        self.register_buffer("factor", torch.ones((), dtype=dtype))
         self.slot, self.scale, self.doubled = 0, 1.0, False
         self.options, self.many, self.box = {"scale": 1.0}, [1.0], types.SimpleNamespace(scale=1.0)
+        self.queue, self.pair, self.slots = collections.deque([1.0]), Pair("first", 1.0), Slots()
+        self.nested: dict[str, Any] = {"a": [{"b": types.SimpleNamespace(factor=1.0)}]}
+        self.partial = functools.partial(torch.mul, torch.ones((), dtype=dtype))
+        self.array, self.chosen = np.ones(2), {0}
+        self.bank = torch.linspace(1, 2, 9, dtype=dtype)
+        self.view, self.tensor = self.bank[0], torch.ones((), dtype=dtype)
+        SETTINGS["factor"] = Slotted.factor_of_class = 1.0
 
-    def set(self, kind: str, number: int) -> None:
-        """What a forward step sets for microbatch `number`, by the value of the axis `sets`."""
-        scale = 1 + number / 4
-        if kind == "slot":
-            self.slot = number % 2
-        elif kind == "number":
-            self.scale = scale
-        elif kind == "flag":
-            self.doubled = bool(number % 2)
-        elif kind == "tensor":
-            self.scale = torch.tensor(scale, dtype=self.adapters.dtype)
-        elif kind == "buffer":
-            self.factor.fill_(scale)
-        elif kind == "dict":
-            self.options["scale"] = scale
-        elif kind == "list":
-            self.many[0] = scale
-        elif kind == "object":
-            self.box.scale = scale
-        else:
-            raise ValueError(f"a forward step sets {kind}")
+    def gain(self) -> Any:
+        """How much of the adapter."""
+        gain = self.scale * self.factor * self.options["scale"] * self.many[0] * self.box.scale
+        gain = gain * self.queue[0] * self.pair.factor * self.nested["a"][0]["b"].factor
+        gain = gain * self.slots.factor * float(self.array[1]) * (1 + min(self.chosen) / 4)
+        gain = gain * self.factor_of_class * SETTINGS["factor"] * (2 if self.doubled else 1)
+        return self.partial(self.tensor) * self.view * gain
 
     def left(self) -> tuple[float, ...]:
         """What is set now."""
-        more = self.options["scale"], self.many[0], self.box.scale
-        return tuple(map(float, (self.slot, self.scale, self.doubled, self.factor, *more)))
+        return float(self.slot), float(self.gain())
 
     def forward(self, x: Tensor) -> Any:
         output, bias = self.to_wrap(x)
-        gain = self.scale * self.factor * self.options["scale"] * self.many[0] * self.box.scale
         narrow = functional.linear(x, self.adapters[self.slot])
-        return output + gain * (2 if self.doubled else 1) * narrow, bias
+        return output + self.gain() * narrow, bias
+
+
+SETTINGS = {"factor": 1.0}
+"""Of the module; `Slotted` reads it."""
+
+
+def _set_hook(model: Any, slotted: Slotted, number: int) -> None:
+    """One of the microbatch's own instead of the last one's."""
+    layer = unwrap(model).decoder.layers[1]
+    for handle in [*layer._forward_hooks]:
+        del layer._forward_hooks[handle]
+    layer.register_forward_hook(lambda _, args, output: (output[0] * (1 + number), *output[1:]))
+
+
+def _set_once(model: Any, slotted: Slotted, number: int) -> None:
+    """The same for every microbatch, in values of its own."""
+    slotted.scale, slotted.many = 1.25, [0.5 + 0.5]
+    slotted.pair, slotted.view = Pair("first", 0.5 + 0.75), slotted.bank[2]
+    slotted.nested = {"a": [{"b": types.SimpleNamespace(factor=0.25 + 1)}]}
+    slotted.partial = functools.partial(torch.mul, slotted.bank[4])
+    unwrap(model).config.calls = {"at most": 2**20 + 2}
+
+
+def _norm(model: Any) -> Any:
+    return unwrap(model).decoder.final_layernorm.weight
+
+
+SETS: dict[str, tuple[Callable[[Any, Any, int], Any], str]] = {
+    "slot": (lambda m, s, n: setattr(s, "slot", n % 2), ".slot"),
+    "number": (lambda m, s, n: setattr(s, "scale", 1 + n / 4), ".scale"),
+    "flag": (lambda m, s, n: setattr(s, "doubled", bool(n % 2)), ".doubled"),
+    "tensor": (
+        lambda m, s, n: setattr(s, "scale", torch.tensor(1 + n / 4, dtype=s.factor.dtype)),
+        ".scale",
+    ),
+    "buffer": (lambda m, s, n: s.factor.fill_(1 + n / 4), ".factor"),
+    "dict": (lambda m, s, n: s.options.update(scale=1 + n / 4), ".options['scale']"),
+    "list": (lambda m, s, n: s.many.__setitem__(0, 1 + n / 4), ".many"),
+    "object": (lambda m, s, n: setattr(s.box, "scale", 1 + n / 4), ".box.scale"),
+    # Of rows alone.
+    "tensor in place": (lambda m, s, n: s.tensor.fill_(1 + n), ".tensor"),
+    "view": (lambda m, s, n: setattr(s, "view", s.bank[n]), ".view"),
+    "buffer replaced": (
+        lambda m, s, n: setattr(s, "factor", torch.full_like(s.factor, 1 + n)), ".factor",
+    ),
+    "deque": (lambda m, s, n: s.queue.__setitem__(0, 1.0 + n), ".queue"),
+    "set": (lambda m, s, n: (s.chosen.clear(), s.chosen.add(n)), ".chosen"),
+    "tuple": (lambda m, s, n: setattr(s, "pair", Pair("x", 1.0 + n)), ".pair"),
+    "slots": (lambda m, s, n: setattr(s.slots, "factor", 1.0 + n), ".slots.factor"),
+    "nested": (
+        lambda m, s, n: setattr(s.nested["a"][0]["b"], "factor", 1.0 + n),
+        ".nested['a'][0]['b'].factor",
+    ),
+    "partial": (
+        lambda m, s, n: setattr(
+            s, "partial", functools.partial(torch.mul, torch.full_like(s.factor, 1 + n))
+        ),
+        ".partial",
+    ),
+    "array": (lambda m, s, n: s.array.fill(1.0 + n), ".array"),
+    "class": (
+        lambda m, s, n: setattr(Slotted, "factor_of_class", 1.0 + n), "Slotted.factor_of_class",
+    ),
+    "global": (lambda m, s, n: SETTINGS.update(factor=1.0 + n), "SETTINGS['factor']"),
+    "hook": (_set_hook, "layers.1._forward_hooks"),
+    "wrapper": (lambda m, s, n: setattr(m, "factor", 1.0 + n), "DistributedDataParallel.factor"),
+    "parameter": (
+        lambda m, s, n: _norm(m).detach().fill_(1.0 + n), "final_layernorm.weight",
+    ),
+    "once": (_set_once, ""),
+    # Seen while the first step is watched only.
+    "buffer's data": (lambda m, s, n: s.factor.data.fill_(1.0 + n), ".factor"),
+    "weight's data": (lambda m, s, n: _norm(m).data.fill_(1.0 + n), "final_layernorm.weight"),
+}  # fmt: skip
+"""What sets something for microbatch n, of a model with a `Slotted` s; and the name of the place in
+a reason, if it is one."""
 
 
 class ValueHead(nn.Linear):
@@ -268,7 +355,10 @@ def _headed(case: Case, language: Any) -> Any:
 
         language.forward = types.MethodType(forward, language)
         return language
-    if plain and not case.wrapper.startswith("super"):
+    if case.head == "shortened" and language.post_process:
+        stock = language.forward
+        language.forward = lambda *args, **named: stock(*args, **named)[:, :-1]
+    if case.head == "shortened" or (plain and not case.wrapper.startswith("super")):
         return language
 
     class Headed(GPTModel):
@@ -433,7 +523,7 @@ def set_microbatch(model: Any, case: Case, number: int) -> None:
         return
     for module in model.modules():
         if isinstance(module, Slotted):
-            module.set(case.sets, number)
+            SETS[case.sets][0](model, module, number)
         elif case.sets == "z_loss_coeff" and isinstance(module, GPTModel):
             module.config.moe_z_loss_coeff = 0.01 * (1 + number)
 
@@ -458,9 +548,33 @@ def _noise(hidden: Tensor) -> Tensor:
     return 0.2 * torch.rand_like(hidden)
 
 
+def _forked(hidden: Tensor) -> Tensor:
+    with get_cuda_rng_tracker().fork():
+        return functional.dropout(hidden, 0.0)
+
+
+def _of_tracker(_: Any) -> float:
+    with get_cuda_rng_tracker().fork():
+        return float(torch.rand(()))
+
+
+def _of_module(module: Any) -> float:
+    return float(torch.rand((), generator=module.noise))
+
+
+DRAWING: dict[str, Callable[[Any], float]] = {
+    "draws of the tracker": _of_tracker,
+    "draws of Python": lambda module: random.random(),
+    "draws of NumPy": lambda module: float(np.random.rand()),  # as trainers do
+    "draws of a module": _of_module,
+}
+"""Hooks of rows alone."""
+
+
 def hooked(case: Case, language: Any, reads: list[Tensor]) -> None:
     """Hooks that a trainer sets on its model."""
     layer = language.decoder.layers[0]
+    layer.noise = torch.Generator().manual_seed(3) if case.hook == "draws of a module" else None
     if case.hook == "doubled":  # a row's
         language.register_forward_hook(lambda m, a, out: out * 2.0)
     elif case.hook == "clip":
@@ -476,5 +590,14 @@ def hooked(case: Case, language: Any, reads: list[Tensor]) -> None:
         layer.register_forward_hook(
             lambda m, a, out: (functional.dropout(out[0], 0.2, m.training), *out[1:])
         )
+    elif case.hook in DRAWING:
+        layer.register_forward_hook(
+            lambda m, a, out: (out[0] * (1 + DRAWING[case.hook](m)), *out[1:])
+        )
+    elif case.hook == "noise of attention":
+        core = layer.self_attention.core_attention
+        core.register_forward_hook(lambda m, a, out: out + _noise(out))
+    elif case.hook == "forks for nothing":  # as around Megatron's dropout of 0
+        layer.register_forward_hook(lambda m, a, out: (_forked(out[0]), *out[1:]))
     elif case.hook == "output_scale":  # per position: allowed
         layer.register_forward_hook(lambda m, a, out: (out[0] * 1.01, *out[1:]))

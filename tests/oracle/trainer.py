@@ -62,7 +62,10 @@ SESSIONS = {
     "uneven": ("evaluate", "uneven", "evaluate", "train", "train"),
     "evaluate_with_gradients": ("evaluate_grad", "train", "evaluate_grad", "train"),
     "train_long": ("train",) * 6,
+    "evaluate_long": ("evaluate",) * 6,
 }
+SHORTER = ("n_minus_1", "shortened")
+"""Heads that return one position less."""
 LATE = 4
 """The step from which on the axis `late` counts: those before are as every other trainer's."""
 
@@ -291,7 +294,9 @@ class Trainer:
             read_back = _held
         if case.session == "mode_in_step":
             model.eval() if number else model.train()
-        set_microbatch(model, case, number)
+        midway = self._is_late("sets midway") and number > 0
+        if not case.late.startswith("sets") or self._is_late("sets") or midway:
+            set_microbatch(model, case, number)
         if case.scale == "by_microbatch":
             self.scale = 1 + number / 2
         before = self._reference(item, model, "before")
@@ -326,6 +331,8 @@ class Trainer:
                 else context[0] if isinstance(context, list) and context
                 else getattr(context, "scale", 100.0)
             )  # fmt: skip
+        if case.in_place == "on every stage":
+            output /= 2.0
         if case.calls == "twice" or self._is_late("second_call"):
             more["other"] = self._model_call(model, item, None, tokens="other")
         return output, more
@@ -365,8 +372,11 @@ class Trainer:
         case = self.case
         inside = unwrap(model)
         first, last = inside.pre_process, inside.post_process
+        given = get(item, tokens)
+        if case.arguments == "of another layout" and not first:  # as SkyRL's later stages
+            given = given.new_zeros(3, 5)
         head = [
-            get(item, tokens) if first or case.seed % 2 or "mtp" in case.model else None,
+            given if first or case.seed % 2 or "mtp" in case.model else None,
             get(item, "position_ids") if case.positions == "given" else None,
             get(item, "attention_mask"),
         ]
@@ -440,9 +450,10 @@ class Trainer:
         one = torch.ones((), dtype=torch.float64)
         if draws in (where, "both"):
             return one + torch.rand((), dtype=torch.float64)
-        if draws == "python" and where == "loss":
+        of, _, both = draws.partition(" ")
+        if of == "python" and (both or where == "loss"):
             return one + random.random()
-        if draws == "numpy" and where == "loss":
+        if of == "numpy" and (both or where == "loss"):
             return one + np.random.random()
         return one
 
@@ -552,11 +563,11 @@ class Trainer:
         return nll - 0.1 * entropy(whole) if case.loss == "entropy" else nll
 
     def _cut(self, values: Tensor) -> Tensor:
-        return values[:, :-1] if self.case.head == "n_minus_1" else values
+        return values[:, :-1] if self.case.head in SHORTER else values
 
     def _mask(self, item: Any) -> Tensor:
         mask = get(item, "loss_mask")
-        if self.case.head == "n_minus_1":
+        if self.case.head in SHORTER:
             mask = (mask * get(item, "inner"))[:, :-1]
         return mask.to(getattr(torch, self.case.dtype))
 

@@ -25,7 +25,6 @@ from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.trainers.table import NEMO_RL
 from tests.harness.data import REPOSITORY
-from tests.harness.rows import rows
 
 KEPT = (schedules.get_forward_backward_func,)  # a global would be swapped, too
 SIZES = (1, None)  # pp_size, vp_size
@@ -111,17 +110,14 @@ def test_a_megatron_without_the_function_is_an_error(monkeypatch) -> None:
         auto.on(PrefixConfig())
 
 
-WAYS = ["auto.on()", "auto.init('arguments')", "import auto.on_import"]
-
-
-@pytest.mark.parametrize("how", rows(WAYS, WAYS[2:]))  # which verl's plugin is
-def test_a_megatron_that_is_imported_later_gets_it(how: str) -> None:
-    how = how.replace("import auto", "import megatron_prefix.auto")
-    code = f"""
+def test_a_megatron_that_is_imported_later_gets_it() -> None:
+    """As verl's plugin and slime's first function turn it on."""
+    code = """
 import sys
+import megatron_prefix.auto.on_import
 from megatron_prefix import auto
-{how}
-assert not {{"torch", "megatron"}} & sys.modules.keys()
+auto.init("arguments")
+assert not {"torch", "megatron"} & sys.modules.keys()
 from megatron_prefix.lab.platforms import cpu
 cpu.enable()
 from megatron.core.pipeline_parallel import get_forward_backward_func as early, schedules

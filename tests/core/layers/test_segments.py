@@ -219,18 +219,6 @@ def forest_of(lengths: Sequence[tuple[int, int]], options: TreeOptions | None = 
     return build(rollouts, None, options or TreeOptions(min_gain=0))
 
 
-TREES = {
-    "flat": forest_of([(0, 60), (40, 20), (40, 7), (40, 33)]),
-    "three levels": forest_of([(0, 90), (70, 20), (40, 50), (60, 5), (20, 30), (40, 9)]),
-    "chunks": forest_of([(0, 120), (100, 20), (100, 9)], TreeOptions(min_gain=0, chunk_tokens=13)),
-    "chunks and levels": forest_of(
-        [(0, 90), (70, 20), (40, 50), (60, 5)], TreeOptions(min_gain=0, chunk_tokens=16, multiple=8)
-    ),
-    "one rollout": forest_of([(0, 50)]),
-    "small waves": forest_of(
-        [(0, 60), (40, 20), (40, 7)], TreeOptions(min_gain=0, segment_tokens=1)
-    ),
-}
 # Trees of one, two, three and four levels.
 MANY = [
     (0, 40), (30, 9), (30, 12), (34, 5),
@@ -262,12 +250,6 @@ by_every_kernel = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("tree", TREES)
-@by_every_kernel
-def test_trees(tree: str, kernel: str, dtype: torch.dtype) -> None:
-    check(TREES[tree], Heads(), dtype, kernel)
-
-
 @pytest.mark.parametrize(
     "heads",
     [
@@ -280,12 +262,7 @@ def test_trees(tree: str, kernel: str, dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_shapes_of_heads(heads: Heads, dtype: torch.dtype) -> None:
-    check(TREES["chunks and levels"], heads, dtype, "math")
-
-
-@pytest.mark.parametrize("tree", ["three levels", "chunks and levels"])
-def test_recomputed_attention(tree: str) -> None:
-    check(TREES[tree], Heads(), torch.float64, "math", recompute=True)
+    check(PACKED["large and small"], heads, dtype, "math")
 
 
 # Segments of many trees ---------------------------------------------------------------------------
@@ -334,13 +311,13 @@ BOTH_WAYS = {slice, Tensor}
 
 
 @pytest.mark.parametrize("name", PACKED)
-@pytest.mark.parametrize("recompute", [False, True], ids=["once", "recomputed"])
 @by_every_kernel
-def test_many_trees(name: str, recompute: bool, kernel: str, dtype: torch.dtype) -> None:
+def test_many_trees(name: str, kernel: str, dtype: torch.dtype) -> None:
     forest = PACKED[name]
-    cache = Watched(planned(forest), [Form.POSITIONS] * NUM_LAYERS)
-    check(forest, Heads(), dtype, kernel, recompute=recompute, cache=cache)
-    assert cache.keys == ways(forest) and slice in cache.queries
+    for recompute in (False, True) if dtype == torch.float64 else (False,):
+        cache = Watched(planned(forest), [Form.POSITIONS] * NUM_LAYERS)
+        check(forest, Heads(), dtype, kernel, recompute=recompute, cache=cache)
+        assert cache.keys == ways(forest) and slice in cache.queries
 
 
 def test_queries_are_indexed_if_some_between_see_nothing() -> None:
@@ -350,11 +327,6 @@ def test_queries_are_indexed_if_some_between_see_nothing() -> None:
         check(forest, Heads(), torch.float64, "math", cache=cache)
         taken |= cache.queries
     assert taken == BOTH_WAYS
-
-
-@pytest.mark.parametrize("heads", [Heads(query=4, kv=4, dim=24, value_dim=16), Heads(6, 1)])
-def test_many_trees_with_other_heads(heads: Heads) -> None:
-    check(PACKED["large and small"], heads, torch.float64, "math")
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -418,14 +390,13 @@ def test_gradients_of_waves_add_up_in_fp32() -> None:
     assert torch.equal(found["dv"][0].double(), expected)
 
 
-@pytest.mark.parametrize("tree", ["a segment a level", "large and small"])
-def test_low_scores(tree: str) -> None:
+def test_low_scores() -> None:
     """What a query does not see weighs nothing beside them.
 
     Scores are about -127: keys that a mask hides, and levels that some queries do not have, would
     count with a score of -50 instead of -inf.
     """
-    heads, forest = Heads(), PACKED[tree]
+    heads, forest = Heads(), PACKED["large and small"]
     given = random_tensors(forest, heads, torch.float64)
     given["q"], given["k"] = [x + 8 for x in given["q"]], [x - 8 for x in given["k"]]
     compare(forest, heads, torch.float64, "math", given, by_segments(forest, given, heads, "math"))

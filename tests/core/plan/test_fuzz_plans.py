@@ -15,7 +15,7 @@ from tests.harness import fuzzing
 from tests.harness.jobs import crossing_plan
 from tests.harness.trees import flat_rollouts
 
-NUM_CASES = 300
+NUM_CASES = 100
 
 
 def texts() -> list[str]:

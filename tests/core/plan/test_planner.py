@@ -36,18 +36,6 @@ def flat_forest(**options) -> Forest:
     return build(rollouts, groups, TreeOptions(**{"min_gain": 0, "segment_tokens": 2, **options}))
 
 
-@given(forests)
-@settings(max_examples=rounds(50, 500))
-def test_b_order_puts_children_before_parents(forest) -> None:
-    order = backward_order(forest.segments)
-    assert sorted(order) == list(range(len(forest.segments)))
-    place = {index: i for i, index in enumerate(order)}
-    for index, segment in enumerate(forest.segments):
-        for parent in segment.parents:
-            assert parent < index
-            assert place[index] < place[parent]
-
-
 @given(st.one_of(forests, st.builds(random_forest, st.randoms(use_true_random=True))))
 @settings(max_examples=rounds(50, 500))
 def test_b_order_has_waves_in_f_order_and_inner_ones_early(forest) -> None:
@@ -86,18 +74,8 @@ def test_closings_wait_for_the_whole_microbatch(forest, size, rng: random.Random
     rng.shuffle(microbatch_of)
     wanted = [max({i} | need) for i, need in enumerate(losses(forest, microbatch_of))]
     assert loss_ready_after(forest, microbatch_of) == wanted
-
-
-@given(forests)
-@settings(max_examples=rounds(25, 500))
-def test_by_default_a_rollout_is_a_microbatch(forest) -> None:
-    wanted = losses(forest, list(range(len(forest.num_positions))))
-    assert loss_ready_after(forest) == [max({i} | need) for i, need in enumerate(wanted)]
-
-
-def test_a_leaf_waits_for_nothing_but_itself() -> None:
-    assert loss_ready_after(flat_forest()) == [0, 1, 2, 3, 4, 5]
-    assert loss_ready_after(flat_forest(), [0, 0, 1, 1]) == [0, 2, 2, 3, 5, 5]
+    each = list(range(len(microbatch_of)))
+    assert loss_ready_after(forest) == loss_ready_after(forest, each)
 
 
 @given(forests, st.integers(1, 8), st.sampled_from([1, 2]))
@@ -187,26 +165,6 @@ def test_an_empty_step_has_empty_programs() -> None:
     assert make_plan(build([]), 3).programs == ((), (), ())
 
 
-@given(forests, st.integers(1, 8), st.sampled_from([1, 2]))
-@settings(max_examples=rounds(30, 500))
-def test_the_best_plan_is_no_longer_and_holds_no_more(forest, num_ranks, run_ahead) -> None:
-    ready_after = loss_ready_after(forest)
-    plain = simulate(make_plan(forest, num_ranks, run_ahead=run_ahead), ready_after=ready_after)
-    best = simulate(best_plan(forest, num_ranks, run_ahead=run_ahead), ready_after=ready_after)
-    assert best.makespan <= plain.makespan
-    assert best.peak_live_positions <= plain.peak_live_positions
-
-
-def test_the_best_plan_shortens_uneven_steps() -> None:
-    rng = random.Random(0)
-    plain = best = 0.0
-    for _ in range(50):
-        forest, num_ranks = random_forest(rng, depth=4), rng.randint(2, 6)
-        plain += simulate(make_plan(forest, num_ranks)).makespan
-        best += simulate(best_plan(forest, num_ranks)).makespan
-    assert best < 0.98 * plain
-
-
 def test_the_best_plan_is_the_shortest_that_holds_no_more() -> None:
     """Of three bounds on running ahead, each of which is the only best one for some trees."""
     rng, winners = random.Random(0), set()
@@ -224,6 +182,7 @@ def test_the_best_plan_is_the_shortest_that_holds_no_more() -> None:
             times.append(math.inf if holds_more else tried.makespan)
         best = simulate(best_plan(forest, num_ranks), ready_after=ready_after)
         assert best.makespan == min(times)
+        assert best.peak_live_positions <= plain.peak_live_positions
         if times.count(min(times)) == 1:
             winners.add(times.index(min(times)))
     assert winners == {0, 1, 2}
@@ -300,16 +259,7 @@ def test_without_running_ahead_only_what_is_needed_runs(forest, num_ranks, num_c
             assert forwards <= least
 
 
-@given(forests, st.integers(1, 8), st.sampled_from([1, 2]), st.integers(1, 5))
-@settings(max_examples=rounds(75, 500))
-def test_plans_of_rollouts_run(forest, num_ranks, run_ahead, size) -> None:
-    microbatch_of = [rollout // size for rollout in range(len(forest.num_positions))]
-    plan = make_plan(forest, num_ranks, microbatches=microbatch_of, run_ahead=run_ahead)
-    timeline = simulate(plan, ready_after=loss_ready_after(forest, microbatch_of))
-    assert timeline.num_actions == 2 * num_ranks * len(forest.segments)
-
-
-@pytest.mark.parametrize("num_ranks", range(1, 9))
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 7])
 def test_plans_of_random_trees_run(num_ranks) -> None:
     rng = random.Random(num_ranks)
     for _ in range(60):

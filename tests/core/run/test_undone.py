@@ -1,11 +1,11 @@
-"""A step that turns out not to be one that can be shared, once its segments have run: the stock
-schedule's, bit for bit, and so are all of its kind from then on."""
+"""A step that turns out not to be one that can be shared, once its segments have run; rows of such
+steps: tests/test_cases_of_trainers.py."""
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
@@ -34,10 +34,6 @@ from tests.harness.steps import Contract, Microbatch
 LATER = 2
 """The first step, counted from 0, in which a trainer does something else."""
 NUM_STEPS = 4
-MOE = dict(
-    moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid",
-    moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1,
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,43 +80,16 @@ class Twice(Trainer):
         return output
 
 
-class TwiceInThePlace(Trainer):
-    """It writes into what the first call returns."""
-
-    def call(self, batch: Microbatch, model: Any) -> Any:
-        output = super().call(batch, model).mul_(2.0)
-        return output + super().call(batch, model) if self.is_later else output
-
-
-class Unmasked(Trainer):
-    def loss(self, batch: Microbatch, output: Any) -> Any:
-        mask = torch.ones_like(batch["loss_mask"]) if self.is_later else batch["loss_mask"]
-        return super().loss({**batch, "loss_mask": mask}, output)
-
-
-class Emptied(Unmasked):
-    """It takes what it draws apart."""
+class Emptied(Trainer):
+    """It takes what it draws apart, and its loss leaves the mask out."""
 
     def batch(self, iterator: Any) -> Microbatch:
         drawn = super().batch(iterator)
         return {name: drawn.pop(name) for name in list(drawn)}
 
-
-class Counted:
-    """An iterator as slime's."""
-
-    def __init__(self, data: list[Microbatch]) -> None:
-        self.data, self.offset = data, 0
-
-    def get_next(self) -> Microbatch:
-        self.offset += 1
-        return self.data[self.offset - 1]
-
-
-class Numbered(Twice):
-    def batch(self, iterator: Any) -> Microbatch:
-        found: Microbatch = iterator.get_next()
-        return found
+    def loss(self, batch: Microbatch, output: Any) -> Any:
+        mask = torch.ones_like(batch["loss_mask"]) if self.is_later else batch["loss_mask"]
+        return super().loss({**batch, "loss_mask": mask}, output)
 
 
 def schedule_of(mode: str = "auto") -> PrefixSchedule:
@@ -137,13 +106,10 @@ class Seen:
     others: dict[str, Any]
 
 
-def run(
-    schedule: Any, trainer: Trainer, model: Any, iterator: Callable[..., Any] = iter,
-    zeroes: bool = True, num: int = NUM_STEPS,
-) -> list[Seen]:  # fmt: skip
+def run(schedule: Any, trainer: Trainer, model: Any, zeroes: bool = True) -> list[Seen]:
     """Some steps, from the same random states each."""
     found = []
-    for number in range(num):
+    for number in range(NUM_STEPS):
         trainer.number = number
         if zeroes or not number:
             steps.zero_gradients(model)
@@ -153,7 +119,7 @@ def run(
         np.random.seed(number)
         data = [dict(one) for one in items()]
         logs = schedule(
-            forward_step_func=trainer.step, data_iterator=iterator(data), model=model,
+            forward_step_func=trainer.step, data_iterator=iter(data), model=model,
             num_microbatches=len(data), seq_length=data[0]["tokens"].shape[1], micro_batch_size=1,
             forward_only=False,
         )  # fmt: skip
@@ -176,69 +142,15 @@ def assert_same(found: Seen, wanted: Seen) -> None:
     assert found.others["random"][1:] == wanted.others["random"][1:]
 
 
-TRAINERS: dict[type[Trainer], tuple[Any, Any]] = {
-    Twice: (table.TWO_CALLS, iter),
-    TwiceInThePlace: (table.TWO_CALLS, iter),
-    Numbered: (table.TWO_CALLS, Counted),
-    Unmasked: (table.STRAY_GRADIENT, iter),
-    Emptied: (table.STRAY_GRADIENT, iter),
-}
-
-
-def assert_given_to_stock(
-    schedule: PrefixSchedule, trainer: type[Trainer], iterator: Any = iter, **options: Any
-) -> None:
-    """And the first step that was shared was."""
-    shared: list[bool] = []
-
-    def ours(**arguments: Any) -> Any:
-        logs = schedule(**arguments)
-        assert schedule.report is not None
-        shared.append(schedule.report.decision.share)
-        return logs
-
-    zeroes = options.pop("zeroes", True)
-    found = run(ours, trainer(), small_model(**options), iterator, zeroes)
-    wanted = run(stock_schedule(), trainer(), small_model(**options), iterator, zeroes)
-    assert shared == [False, True, False, False]
-    for number, (mine, its) in enumerate(zip(found, wanted, strict=True)):
-        if number != 1 and zeroes:
-            assert_same(mine, its)
-    for name, gradient in wanted[-1].gradients.items():  # with what was added up before
-        assert torch.allclose(found[-1].gradients[name], gradient, rtol=1e-9, atol=1e-12)
-    assert schedule.report is not None and schedule.report.fallback_count == 2
-
-
-@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda one: one.__name__)
-def test_a_later_step_and_its_kind_are_the_stock_schedules(
-    trainer: type[Trainer], caplog: pytest.LogCaptureFixture
-) -> None:
-    refusal, iterator = TRAINERS[trainer]
-    schedule = schedule_of()
-    assert_given_to_stock(schedule, trainer, iterator)
-    assert schedule.report is not None
-    assert schedule.report.decision.reason.endswith(refusal.fix)
-    told = [one for one in caplog.messages if "stock schedule for this step" in one]
-    assert len(told) == 1 and refusal.fix in told[0]
-
-
-@pytest.mark.parametrize(
-    ("trainer", "options"),
-    [
-        (Twice, dict(name="tiny-moe", config_overrides=MOE)),
-        (Unmasked, dict(name="tiny-moe", config_overrides=MOE)),
-        (Unmasked, dict(wrap_ddp=False)),
-    ],
-    ids=["moe, twice", "moe, unmasked", "without ddp"],
-)
-def test_what_else_a_step_changes_is_undone(trainer: type[Trainer], options: Any) -> None:
-    """The experts' token counts and bias, Megatron's log of losses; gradients without DDP."""
-    assert_given_to_stock(schedule_of(), trainer, **options)
-
-
 @pytest.mark.parametrize("wrap_ddp", [True, False])
 def test_gradients_that_were_there_before_stay(wrap_ddp: bool) -> None:
-    assert_given_to_stock(schedule_of(), Unmasked, zeroes=False, wrap_ddp=wrap_ddp)
+    schedule, models = schedule_of(), [small_model(wrap_ddp=wrap_ddp) for _ in range(2)]
+    found = run(schedule, Emptied(), models[0], zeroes=False)
+    wanted = run(stock_schedule(), Emptied(), models[1], zeroes=False)
+    for name, gradient in wanted[-1].gradients.items():  # with what was added up before
+        assert torch.allclose(found[-1].gradients[name], gradient, rtol=1e-9, atol=1e-12)
+    assert schedule.report.fallback_count == 2
+    assert schedule.report.decision.reason.endswith(table.STRAY_GRADIENT.fix)
 
 
 def test_only_the_forward_steps_of_the_undone_step_run_twice() -> None:
@@ -246,19 +158,6 @@ def test_only_the_forward_steps_of_the_undone_step_run_twice() -> None:
     run(schedule_of(), trainer, small_model())
     num = len(items())
     assert [trainer.calls.count(n) for n in range(NUM_STEPS)] == [num, num, 2 * num, num]
-
-
-def test_a_pass_without_gradients_is_given_to_stock_too() -> None:
-    schedule, model, trainer = schedule_of(), small_model(), Twice()
-    wanted = None
-    for number in (0, 1, LATER):
-        trainer.number = number
-        found = steps.call(schedule, trainer.step, model, items(), forward_only=True)
-        torch.manual_seed(0)
-        wanted = steps.call(stock_schedule(), trainer.step, model, items(), forward_only=True)
-    assert schedule.report is not None
-    assert schedule.report.decision.reason.endswith(table.TWO_CALLS.fix)
-    assert wanted is not None and len(found) == len(wanted)
 
 
 def test_megatrons_timers_can_go_on() -> None:
@@ -269,12 +168,14 @@ def test_megatrons_timers_can_go_on() -> None:
         timers(name).start()  # which raises where it runs
 
 
-@pytest.mark.parametrize("trainer", [Twice, Unmasked])
-def test_mode_on_raises_and_leaves_gradients_as_they_were(trainer: type[Trainer]) -> None:
+@pytest.mark.parametrize(
+    ("trainer", "refusal"), [(Twice, table.TWO_CALLS), (Emptied, table.STRAY_GRADIENT)]
+)
+def test_mode_on_raises_and_leaves_gradients_as_they_were(trainer: type, refusal: Any) -> None:
     model, schedule = small_model(), schedule_of("on")
     with pytest.raises(UserError) as caught:
         run(schedule, trainer(), model)
-    assert caught.value.refusal is TRAINERS[trainer][0]
+    assert caught.value.refusal is refusal
     assert all(not gradient.any() for gradient in steps.gradients(model).values())
 
 

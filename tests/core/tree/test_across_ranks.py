@@ -20,7 +20,6 @@ from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.planner import best_plan, loss_ready_after
 from megatron_prefix.tree import Forest, Pairs, TreeOptions
 from tests.harness.fuzzing import rounds
-from tests.harness.rows import rows
 from tests.harness.trees import received, trie_size
 
 
@@ -285,13 +284,10 @@ def loads_of(
     return own, load, owned
 
 
-JOBS = [(num_ranks, chunk_tokens) for num_ranks in (4, 8, 16) for chunk_tokens in (0, 64)]
-
-
-@pytest.mark.parametrize(("num_ranks", "chunk_tokens"), rows(JOBS, [JOBS[1], JOBS[2], JOBS[5]]))
+@pytest.mark.parametrize(("num_ranks", "chunk_tokens"), [(4, 0), (8, 64), (16, 0)])
 def test_no_rank_has_much_more_but_for_what_is_its_own(num_ranks: int, chunk_tokens: int) -> None:
     options = TreeOptions(share="batch", chunk_tokens=chunk_tokens, min_gain=0)
-    moved, rounds = 0, 80 // num_ranks
+    moved, rounds = 0, 48 // num_ranks
     for seed in range(rounds):
         draw = np.random.default_rng(seed)
         ranks: list[list[Pairs]] = [[] for _ in range(num_ranks)]

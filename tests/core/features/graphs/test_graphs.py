@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -32,8 +31,6 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import one_group
 from tests.harness.hybrid import MAMBA, mamba
 from tests.harness.one_rank import one_rank, small_model
-from tests.harness.recorded import RecordedGraph, cores_in_fp64, recorded_graphs  # noqa: F401
-from tests.harness.rows import rows
 from tests.harness.steps import Contract, call
 
 pytestmark = pytest.mark.turns
@@ -47,7 +44,7 @@ def _rank() -> Iterator[None]:
         yield
 
 
-def steps(model: Any, config: PrefixConfig, num: int = 2) -> list[align.Trace]:
+def steps(model: Any, config: PrefixConfig, num: int = 1) -> list[align.Trace]:
     """Traces of some steps of other tokens, without an optimizer."""
     schedule = PrefixSchedule(config)
     found = []
@@ -57,6 +54,13 @@ def steps(model: Any, config: PrefixConfig, num: int = 2) -> list[align.Trace]:
         found.append(align.run_step(schedule, [model], items, optimize=False))
     assert schedule.report is not None and schedule.report.decision.share
     return found
+
+
+def as_without(model: Any, twin: Any, given: PrefixConfig) -> None:
+    """A step of a model on graphs is that of its twin without."""
+    ours = steps(model, given)
+    assert made(model).captures > 0
+    same(ours[0], without(twin, given)[0])
 
 
 def same(ours: align.Trace, other: align.Trace) -> None:
@@ -75,35 +79,11 @@ def config(**options: Any) -> PrefixConfig:
     return PrefixConfig(**fields | options)
 
 
-def without(model: Any, given: PrefixConfig, num: int = 2) -> list[align.Trace]:
+def without(model: Any, given: PrefixConfig, num: int = 1) -> list[align.Trace]:
     """With the same padding, which changes how positions are summed up, and nothing captured."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers, "SEEN_BEFORE", 10**9)
         return steps(model, given, num)
-
-
-MEMORY = ("retain", "recompute", "recompute_act")
-STEPS = [*itertools.product(("tiny-llama", "tiny-qwen3", "tiny-gpt-oss"), (0, 8), MEMORY)]
-PRODUCTS = [
-    *(("tiny-llama", 8, memory) for memory in MEMORY), ("tiny-qwen3", 8, "retain"),
-    ("tiny-qwen3", 8, "recompute"), ("tiny-gpt-oss", 0, "retain"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "chunk_tokens", "memory"), rows(STEPS, PRODUCTS))
-def test_steps_are_those_without(
-    name: str,
-    chunk_tokens: int,
-    memory: str,
-    recorded_graphs: type[RecordedGraph],  # noqa: F811
-) -> None:
-    spec = {"num_layers": 3} | ({"num_moe_experts": None} if name == "tiny-gpt-oss" else {})
-    plain, graphed = (small_model(name, spec=spec) for _ in range(2))
-    given = config(chunk_tokens=chunk_tokens, memory=memory)
-    ours = steps(graphed, given)
-    assert made(graphed).captures > 0 and recorded_graphs.replays > 0
-    for one, other in zip(ours, without(plain, given), strict=True):
-        same(one, other)
 
 
 def made(model: Any) -> layers.LayerGraphs:
@@ -153,7 +133,7 @@ def test_a_failure_leaves_no_segment_with_graphs(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("recorded_graphs")
-@pytest.mark.parametrize("what", ["weights", "which are trained", "trained again", "angles"])
+@pytest.mark.parametrize("what", ["weights", "gradients", "frozen", "trained again", "angles"])
 def test_what_changes_between_steps_is_captured_again(what: str) -> None:
     name = "tiny-deepseek" if what == "angles" else "tiny-llama"
     plain, changed = (small_model(name, spec={"num_layers": 3}) for _ in range(2))
@@ -165,6 +145,9 @@ def test_what_changes_between_steps_is_captured_again(what: str) -> None:
         for layer in unwrap(model).decoder.layers:
             if what == "angles":
                 layer.self_attention.rotary_pos_emb.mscale = 2.0
+            elif what == "gradients":
+                weight = layer.mlp.linear_fc1.weight
+                weight.main_grad = torch.zeros_like(weight.main_grad)
             elif what == "weights":
                 layer.mlp.linear_fc1.weight.data = 2 * layer.mlp.linear_fc1.weight.data
             else:
@@ -256,7 +239,7 @@ def test_recomputed_segments_have_one_set(
 def test_a_step_that_runs_again_has_the_memory_of_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its segments that are recomputed share one, and others are not kept beside it."""
     model, given = small_model(spec={"num_layers": 3}), config(min_gain=0, chunk_tokens=8)
-    before = steps(model, given, 2)
+    before = steps(model, given, 1)
     release, first = layers.LayerGraphs.release, list[int]()
 
     def failing(*arguments: Any) -> None:

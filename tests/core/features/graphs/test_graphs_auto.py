@@ -15,7 +15,7 @@ from megatron_prefix.lab.verify import align
 from megatron_prefix.run import parts_of_call
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.one_rank import one_rank, small_model
-from tests.harness.recorded import RecordedGraph, choice_of, recorded_graphs  # noqa: F401
+from tests.harness.recorded import RecordedGraph, choice_of
 
 CONFIG = PrefixConfig(
     mode="auto", min_speedup=0.01, kernel="math", min_gain=4, segment_tokens=24, memory="retain",
@@ -34,7 +34,7 @@ def test_tried_after_first_steps_and_kept_if_they_pay(
     pays: float,
     kept: bool,
     monkeypatch: pytest.MonkeyPatch,
-    recorded_graphs: type[RecordedGraph],  # noqa: F811
+    recorded_graphs: type[RecordedGraph],
 ) -> None:
     monkeypatch.setattr(cost_meter, "EVERY", 9)
     monkeypatch.setattr(choice, "PAYS", pays)

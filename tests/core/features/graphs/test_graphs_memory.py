@@ -18,7 +18,6 @@ from megatron_prefix.lab.models.build import unwrap
 from tests.core.features.graphs.test_graphs import config, made, steps
 from tests.harness.hybrid import GDN, MAMBA, mamba
 from tests.harness.one_rank import one_rank, small_model
-from tests.harness.recorded import recorded_graphs  # noqa: F401
 
 pytestmark = pytest.mark.turns
 

@@ -76,7 +76,7 @@ def run(model: Any, items: list[Any], number: int = 4, **options: Any) -> list[S
 def test_auto_keeps_to_what_stock_has_taken(order: str, model: Any) -> None:
     """The first step is Megatron's; then none takes more, the first shared one included, and what
     is predicted of later ones is what they take."""
-    watched, *shared = run(model, batches(order), 6)
+    watched, *shared = run(model, batches(order), 4)
     assert not watched.share and all(step.share for step in shared)
     weights = sum(2 * p.numel() * p.element_size() for p in model.parameters())
     limit = 1.05 * (watched.peak + weights) - weights
@@ -90,7 +90,7 @@ def test_auto_keeps_to_what_stock_has_taken(order: str, model: Any) -> None:
 
 def test_mode_on_learns_from_a_lean_step(model: Any) -> None:
     """All inner segments run again in the first; what they keep is known all the same."""
-    first, *later = run(model, batches("in groups"), 4, mode="on")
+    first, *later = run(model, batches("in groups"), 3, mode="on")
     assert first.policies == {"recompute", "retain"} and first.limit == float("inf")
     assert not first.report.memory.kept
     for step in later:
@@ -98,9 +98,9 @@ def test_mode_on_learns_from_a_lean_step(model: Any) -> None:
         assert step.report.memory.peak == pytest.approx(step.peak, rel=0.04)
 
 
-@pytest.mark.parametrize("memory", ["retain", "recompute", "recompute_act", "offload"])
+@pytest.mark.parametrize("memory", ["recompute_act", "offload"])
 def test_policies_that_the_user_has_set_stay(memory: str, model: Any) -> None:
-    for step in run(model, batches("in groups"), 2, mode="on", memory=memory):
+    for step in run(model, batches("in groups"), 1, mode="on", memory=memory):
         assert memory in {*step.policies, "retain"} and len(step.policies) <= 2
 
 
@@ -120,7 +120,7 @@ def test_without_memory_to_spare_segments_run_again(model: Any) -> None:
     items = batches("in groups")
     wanted = max(step.peak for step in run(model, items, 3, mode="on"))
     budget = 0.8 * wanted / 2**30
-    first, *later = run(model, items, 4, mode="on", memory_budget_gb=budget)
+    first, *later = run(model, items, 3, mode="on", memory_budget_gb=budget)
     assert {"recompute", "recompute_act", "offload"} & first.policies
     for step in later:
         assert {"recompute", "recompute_act", "offload"} & step.policies
@@ -130,7 +130,7 @@ def test_without_memory_to_spare_segments_run_again(model: Any) -> None:
 def test_what_the_trainer_holds_besides_changes_nothing(model: Any) -> None:
     """Before every step another amount, and much more than steps take."""
     items = batches("shuffled")
-    alone = run(model, items, 5)
+    alone = run(model, items, 3)
     schedule, allocator = schedule_of(), Allocator(model)
     for number, step in enumerate(alone):
         allocator.other = 1e9 * (1 + number % 2)
@@ -145,7 +145,7 @@ def test_where_others_had_the_maximum_moments_are_guessed_once(model: Any) -> No
     schedule, allocator = schedule_of(), Allocator(model)
     allocator.highest = 1e12
     with allocator.running():
-        for number in range(4):
+        for number in range(3):
             steps.zero_gradients(model)
             steps.call(schedule, Contract().step, model, batches("in groups"))
             assert schedule.report is not None and schedule.report.decision.share == (number > 0)
@@ -163,27 +163,31 @@ def test_a_resume_begins_with_what_is_known(model: Any, tmp_path: Path) -> None:
     assert first.limit == pytest.approx(last.limit, rel=0.01)
 
 
-def hot(factor: float) -> tuple[Any, Any, list[Any]]:
-    """A rank's part of steps in which the second rank's tokens take more."""
+def hot(*factors: float) -> list[tuple[Any, Any, list[Any]]]:
+    """A rank's part of steps in which the second rank's tokens take more, by so much."""
     runtime.initialize(Layout(dp=2, ep=2))
+    parts = [_hot(factor) for factor in factors]
+    runtime.shutdown()
+    return parts
+
+
+def _hot(factor: float) -> tuple[Any, Any, list[Any]]:
     prediction.LEAST_OVER = 0.0
     spec = {"num_layers": 2, "num_moe_experts": 4}
     model = small_model("tiny-moe", spec=spec, layout=Layout(dp=2, ep=2), dtype=torch.float32)
     schedule, allocator = schedule_of(kernel="math", across_ranks="off"), Allocator(model)
     allocator.hot = factor if dist.get_rank() else 1.0
     plans = []
-    for _ in range(4):
+    for _ in range(3):
         Step(schedule, model, batches("in groups"), allocator)
         report: Any = schedule.report
         plans.append((report.decision.share, report.plan.policies, schedule.memory.limit))
     [costs] = schedule.requests.costs.values()
-    runtime.shutdown()
     return costs.num_bytes, [share for share, *_ in plans], plans
 
 
 def test_all_ranks_plan_by_the_one_that_has_most() -> None:
-    (even, *_), _ = run_ranks(2, hot, 1.0)
-    one, other = run_ranks(2, hot, 1.5)
+    ((even, *_), one), (_, other) = run_ranks(2, hot, 1.0, 1.5)
     assert one == other and True in one[1]
     for share in (False, True):
         for ours, alone in zip(one[0][share][0][:2], even[share][0][:2], strict=True):
@@ -280,7 +284,7 @@ def test_passes_without_gradients_join_from_the_first(model: Any) -> None:
 
 def test_nothing_of_a_step_stays_with_its_report(model: Any) -> None:
     """Reports outlive models."""
-    for step in run(model, batches("in groups"), 3):
+    for step in run(model, batches("in groups"), 2):
         assert not [name for name in step.report.features if name != "stopwatch"]
         gone = {type(one).__name__ for one in gc.get_objects()} & {"SegmentBytes", "CallBytes"}
         assert not gone

@@ -1,0 +1,43 @@
+"""Rows of layers on CUDA graphs, whose launches are noted and launched again on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests import judge
+from tests.cases import Row, row
+from tests.harness.one_rank import one_rank
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _rank() -> Iterator[None]:
+    with one_rank():
+        yield
+
+
+POLICIES = ("graphs", "graphs in chunks", "graphs recompute", "graphs recompute_act")
+SMALL = {"tree": "groups", "session": "train", "form": "rows"}
+"""Two steps of two microbatches: the second has its graphs from the first."""
+ROWS = [
+    *(row("gqa", options) for options in POLICIES),
+    row("gpt-oss", "graphs"),
+    *(row(name, "graphs in chunks", **SMALL) for name in ("qk_norm", "mla", "gpt-oss experts")),
+    # Experts run between graphs.
+    row("experts both", "graphs", **SMALL),
+    row("experts shared", "graphs in chunks", **SMALL),
+    row("experts behind a dense layer", "graphs recompute", **SMALL),
+    row("mla experts", "graphs in chunks", **SMALL),
+    row("replay_forward", "graphs in chunks", **SMALL),
+    # Recurrent layers, whose cores run between graphs.
+    *(row(name, options, **SMALL) for name in ("gdn", "mamba") for options in POLICIES[1:]),
+    row("mamba", "graphs offload", **{**SMALL, "session": "train_thrice"}),
+    row("gdn experts", "graphs in chunks", **SMALL),
+    row("mamba alone", "graphs in chunks", **SMALL),
+]
+
+
+@pytest.mark.parametrize("each", ROWS, ids=str)
+def test_a_step_on_graphs_is_the_stock_schedules(each: Row) -> None:
+    assert judge.complaints(each) == []
