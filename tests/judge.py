@@ -38,7 +38,7 @@ def case_of(row: Row) -> Case:
     return Case(**{"seed": 0, **row.values})
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=32)
 def _stock(case: Case) -> list[Call]:
     return judge.run(case, "stock")
 

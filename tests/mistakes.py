@@ -4,6 +4,7 @@ nothing. By name what replaces what."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,13 +25,19 @@ from megatron_prefix.features.windows import windowed
 from megatron_prefix.features.windows.windowed import Tails, WindowKeys
 from megatron_prefix.layers.blocks import core
 from megatron_prefix.layers.blocks.rotary import Rotary
+from megatron_prefix.plan.actions import Plan
+from megatron_prefix.run.execute.executor import Executor
 from megatron_prefix.sidecar.arena import Arena
 from megatron_prefix.sidecar.cache import SidecarCache
+from megatron_prefix.sidecar.row_exchange import RowExchange
+from megatron_prefix.tree import cp_layout
 from megatron_prefix.tree.payload_map import Form
 
 _COLUMNS, _CLOSING = tokens.columns_of, tokens.LogicalTokens.closing
 _IN_LOSS = Division.in_loss
 _ENTER, _PUT = GroupCounts.enter, SpanSums.put
+_EXECUTOR = Executor.__init__
+_TAILS_RETURNED, _WINDOW_PULL = Tails.returned, WindowKeys.pull
 
 
 def _first_rollout(rows: Any, *place: int) -> list[np.ndarray]:
@@ -245,6 +252,41 @@ SPARSE: dict[str, tuple[Any, str, Any]] = {
     "nothing of descendants returns": (Sparse, "returned", lambda self, *both: None),
 }  # fmt: skip
 
+
+def _without_the_last(self: Executor, plan: Plan, *rest: Any, **more: Any) -> None:
+    """The last action of every rank, the backward of a root, is left out."""
+    programs = tuple(program[:-1] for program in plan.programs)
+    _EXECUTOR(self, replace(plan, programs=programs), *rest, **more)
+
+
+# Windows of context-parallel ranks: rows of this rank only, and orders of layers with a window.
+
+
+def _gradients_of_this_rank(self: Tails, context: Any, sent: Any, both: Any) -> Any:
+    cache = context.cache
+    alone = {name: getattr(cache, name) for name in ("once", "tail", "map")}
+    alone["exchange"] = SimpleNamespace(total=lambda mine: mine)
+    context = SimpleNamespace(index=context.index, cache=SimpleNamespace(**alone))
+    return _TAILS_RETURNED(self, context, sent, both)
+
+
+def _nothing_to_ancestors(self: WindowKeys, layer: Any, context: Any, both: Any) -> Any:
+    return _WINDOW_PULL(self, layer, context, tuple(0 * one for one in both))
+
+
+def _layout(**broken: Any) -> Any:
+    assert broken.keys() <= vars(cp_layout).keys()
+    return SimpleNamespace(**{**vars(cp_layout), **broken})
+
+
+def _turned(length: int, rank: int, size: int) -> list[tuple[int, int]]:
+    return cp_layout.pieces(length, rank, size)[::-1]
+
+
+def _as_gathered(lengths: Any, size: int) -> Any:
+    return np.arange(sum(lengths))
+
+
 MISTAKES: dict[str, tuple[Any, str, Any]] = {
     **STATES,
     **LATENT,
@@ -257,5 +299,11 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "counts in no order": (RouterLedger, "_averages", _each_by_itself),
     "the other rank's share": (Division, "in_loss", _share_of_the_other),
     "no counts for other ranks": (SpanSums, "put", _nothing_of_others),
+    "no last backward": (Executor, "__init__", _without_the_last),
+    "last rows of this rank": (RowExchange, "total", lambda self, mine: mine),
+    "gradients of this rank": (Tails, "returned", _gradients_of_this_rank),
+    "zeros to ancestors of windows": (WindowKeys, "pull", _nothing_to_ancestors),
+    "pieces turned": (windowed, "cp_layout", _layout(pieces=_turned)),
+    "keys as gathered": (windowed, "cp_layout", _layout(view_order=_as_gathered)),
 }
 """Owner, name, and what stands there instead."""

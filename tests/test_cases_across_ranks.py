@@ -3,80 +3,59 @@ job; and random trees that are dealt to ranks at random."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from tests import judge
 from tests.cases import Row, random_row, row
+from tests.harness.fuzzing import rounds
 
-CROSSED = {"tree": "on_all_ranks"}
+crossed = functools.partial(row, tree="on_all_ranks")
 ACROSS: dict[str, list[Row]] = {
-    "cp2_dp2_ep2": [row("experts both", "across whole", "crossed", **CROSSED)],
-    "tp2_pp2_dp2": [row("gqa", "across_ranks", "crossed", **CROSSED)],
     "dp2": [
         *(
-            row(name, options, "crossed", ddp="overlapped", **CROSSED)
+            crossed(name, options, "crossed", ddp="overlapped")
             for name, options in (
-                ("gqa", "across_ranks"),
-                ("gqa", "across whole"),
-                ("gqa", "across recompute"),
-                ("gpt-oss", "across_ranks"),
-                ("mla", "across whole"),
-                ("mtp", "across_ranks"),
-                ("gdn", "across whole"),
-                ("mamba", "across_ranks"),
-                ("dsa", "across_ranks"),
-                ("dsa experts", "across_ranks"),
+                ("gqa", "across_ranks"), ("gqa", "across recompute"), ("gpt-oss", "across_ranks"),
+                ("mla", "across whole"), ("mtp", "across_ranks"), ("gdn", "across whole"),
+                ("mamba", "across_ranks"), ("dsa experts", "across_ranks"),
             )
         ),
         *(
-            row(name, "across_ranks", "crossed", returns="per_token", **CROSSED)
-            for name in (
-                "experts both",
-                "experts bias",
-                "experts bias alone",
-                "experts global",
-                "experts all",
-            )
+            crossed(name, "across_ranks", "crossed", returns="per_token")
+            for name in ("experts bias", "experts bias alone", "experts all")
         ),
-        row("experts both", "across whole", "crossed", recompute="full", **CROSSED),
+        crossed("experts both", "across whole", "crossed", recompute="full"),
     ],
     "dp3": [
-        row("gqa", "across whole", "crossed", **CROSSED),
-        row("mtp", "across_ranks", "crossed", **CROSSED),
-        row("experts behind a dense layer", "across_ranks", "crossed", **CROSSED),
-        row("experts all", "across_ranks", "crossed", returns="per_token", **CROSSED),
+        crossed("gqa", "across whole", "crossed"),
+        crossed("experts all", "across_ranks", "crossed", returns="per_token"),
     ],
     "tp2_dp2": [
-        row("gqa", "across_ranks", "crossed", **CROSSED),
-        row("mtp", "across whole", "crossed", **CROSSED),
-        row("mtp 2", "across_ranks", "crossed", **CROSSED),
-        row("experts both", "across whole", "crossed", returns="per_token", **CROSSED),
+        crossed("mtp", "across whole", "crossed"),
+        crossed("mtp 2", "across_ranks", "crossed"),
+        crossed("experts both", "across whole", "crossed", returns="per_token"),
     ],
     "pp2_dp2": [
-        row("gqa", "across recompute", "crossed", **CROSSED),
-        row("mtp", "across_ranks", "crossed", **CROSSED),
-        row("experts all", "across recompute", "crossed", **CROSSED),
+        crossed("mtp", "across_ranks", "crossed"),
+        crossed("experts all", "across recompute", "crossed"),
     ],
-    "pp2_vpp2_dp2": [
-        row("gqa", "across_ranks", "crossed", **CROSSED),
-        row("experts global", "across whole", "crossed", **CROSSED),
-    ],
+    "pp2_vpp2_dp2": [crossed("experts global", "across_ranks", "crossed")],
     "cp2_dp2": [
-        row("gpt-oss", "across_ranks", "crossed", **CROSSED),
-        row("gqa", "across_ranks", "crossed", **CROSSED),
-        row("experts both", "across whole", "crossed", **CROSSED),
+        crossed("gpt-oss", "across_ranks", "crossed"),
+        crossed("experts both", "across whole", "crossed"),
     ],
     "ep2": [
-        row("experts both", "across_ranks", "crossed", returns="per_token", **CROSSED),
-        row("experts bias", "across whole", "crossed", **CROSSED),
-        row("mtp experts", "across_ranks", "crossed", **CROSSED),
+        crossed("experts both", "across_ranks", "crossed", returns="per_token"),
+        crossed("experts bias", "across whole", "crossed"),
+        crossed("mtp experts", "across_ranks", "crossed"),
     ],
-    "pp2_ep2": [row("experts both", "across recompute", "crossed", **CROSSED)],
-    "dp4_ep2": [
-        row("experts both", "across whole", "crossed", recompute="full", **CROSSED),
-        row("experts global", "across_ranks", "crossed", **CROSSED),
-    ],
-}
+    "pp2_ep2": [crossed("experts both", "across recompute", "crossed")],
+    "dp4_ep2": [crossed("experts global", "across_ranks", "crossed", recompute="full")],
+    "cp2_dp2_ep2": [crossed("experts both", "across whole", "crossed")],
+    "tp2_pp2_dp2": [crossed("gqa", "across_ranks", "crossed")],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", ACROSS)
@@ -91,12 +70,14 @@ RANDOM: dict[str, tuple[str, ...]] = {
     "dp4_ep2": ("experts both",), "pp2_ep2": ("experts global",),
 }  # fmt: skip
 """Models whose batches of random trees are dealt to ranks at random."""
+OPTIONS = ("across_ranks", "across whole", "across recompute")
 
 
 @pytest.mark.parametrize("layout", RANDOM)
 def test_random_trees_on_all_ranks(layout: str) -> None:
+    """Options in turn: of all models together; HYPOTHESIS_PROFILE=search tries each."""
     judge.check(layout, [
-        random_row(model, seed, tree="dealt", options=options, layout=layout)
-        for model in RANDOM[layout]
-        for seed, options in enumerate(("across_ranks", "across whole", "across recompute"))
+        random_row(model, seed, tree="dealt", options=OPTIONS[(number + seed) % 3], layout=layout)
+        for number, model in enumerate(RANDOM[layout])
+        for seed in range(rounds(1, 30))
     ])  # fmt: skip

@@ -82,26 +82,17 @@ def rollouts(case: Case, part: int) -> list[list[Sample]]:
 
 
 def _of_all_lengths(draw: np.random.Generator) -> list[Sample]:
-    """Four groups: a tree with loss in the middle, short spans, a pair, and one alone. Below the
-    first prompt are two turns, so a depth-first walk uses the rows of the first again."""
+    """Three groups: a tree with loss in the middle, short spans, and one alone. Below the first
+    prompt are two turns, so a depth-first walk uses the rows of the first again."""
 
     def tokens(length: int) -> np.ndarray:
         return draw.integers(0, VOCAB - 4, length)
 
-    prompt, turn, other, short, longer = map(tokens, (30, 9, 6, 3, 22))
-    ends = (
-        (turn, 9),
-        (turn, 14),
-        (other, 7),
-        (other, 4),
-        (turn[:0], 21),
-        (turn[:0], 1),
-        (turn[:0], 3),
-    )
+    prompt, turn, other, short = map(tokens, (30, 9, 6, 3))
+    ends = ((turn, 9), (turn, 14), (other, 7), (other, 4), (turn[:0], 30))
     parts = [
         *(([prompt, middle, tokens(end)], 29) for middle, end in ends),
-        *(([short, tokens(end)], 2) for end in (1, 2, 5)),
-        *(([longer, tokens(end)], 21) for end in (4, 2)),
+        *(([short, tokens(end)], 2) for end in (1, 5)),
         ([tokens(13)], 4),
     ]
     wholes = [(np.concatenate(pieces), first) for pieces, first in parts]

@@ -1,8 +1,4 @@
-"""Context parallelism on real ranks: against the stock schedule and against one rank.
-
-The stock schedule's attention under context parallelism is here that of lab/models/local.py, over
-gathered keys; so that this does not go in a circle, both are also held against one rank's.
-"""
+"""Which context-parallel ranks decide together; steps are rows of tests/test_cases_on_ranks.py."""
 
 from __future__ import annotations
 
@@ -31,31 +27,6 @@ from tests.harness.predicted import predicted_bytes
 from tests.harness.ranks import run_ranks
 
 pytestmark = pytest.mark.turns
-
-# data, settings
-CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "none": [
-        ("flat", {"segment_tokens": 48}),
-        ("long prompt", {"chunk_tokens": 16}),
-        ("long prompt", {"chunk_tokens": 16, "cp_reduce": "wave"}),
-        ("tree", {"memory": "recompute", "cp_reduce": "wave"}),
-        ("tree", {"memory": "recompute", "cp_reduce": "segment"}),
-    ],
-    "full": [
-        ("flat", {"chunk_tokens": 16, "cp_reduce": "wave"}),
-        ("tree", {"cp_reduce": "segment", "segment_tokens": 48}),
-    ],
-}
-
-
-ROUTED = {"gathered by wave": CASES["none"][2:4], "by segment": CASES["none"][4:]}
-ROUTED["all"] = CASES["none"][:2]
-
-
-# Against one rank ---------------------------------------------------------------------------------
-
-
-# Which ranks decide together ----------------------------------------------------------------------
 
 
 def one_shares() -> bool:
@@ -121,12 +92,6 @@ def test_ranks_that_share_experts_decide_alike() -> None:
     assert len(found) == len(budgets)
     assert all(len({*one}) == 1 for one in found)
     assert len({one[0][0] for one in found}) == 2, "there is nothing to decide"
-
-
-# Other losses -------------------------------------------------------------------------------------
-
-
-# The command --------------------------------------------------------------------------------------
 
 
 def test_a_sidecar_on_the_host_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,11 +133,11 @@ CHUNKED = {"chunk_tokens": 16, "segment_tokens": 48}
 PACKED: dict[str, int] = {}  # both trees in a segment a level
 
 
-@pytest.mark.parametrize("options", [CHUNKED, PACKED], ids=["chunks", "packed"])
 @pytest.mark.parametrize(
-    ("recompute", "reduce"),
-    [("none", "wave"), ("none", "segment"), ("full", "wave"), ("full", "segment")],
-)
+    ("recompute", "reduce", "options"),
+    [("none", "wave", CHUNKED), ("none", "segment", PACKED), ("full", "wave", PACKED),
+     ("full", "segment", CHUNKED)],
+)  # fmt: skip
 def test_only_keys_values_and_their_gradients_cross_ranks(
     recompute: str, reduce: str, options: dict[str, int]
 ) -> None:

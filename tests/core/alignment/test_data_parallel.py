@@ -77,20 +77,14 @@ def train(
 @pytest.mark.parametrize(
     ("distributed", "overlap", "kinds", "per_token", "no_sync_func"),
     [
-        (False, False, "P", False, True),
-        (False, True, "PP", False, True),
         (True, False, "P", True, True),
         (True, True, "SPPSPS", False, True),
         (False, True, "PSPS", True, False),
-        (True, True, "PPSP", True, True),
     ],
     ids=[
-        "all-reduce",
-        "all-reduce, overlapped",
         "distributed optimizer",
         "distributed optimizer, overlapped, mixed",
         "overlapped, mixed, no no_sync_func",
-        "distributed optimizer, overlapped, prefix first",
     ],
 )
 def test_two_data_parallel_ranks(

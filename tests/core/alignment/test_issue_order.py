@@ -36,15 +36,12 @@ def unlike(number: int, rank: int, spec: Any, layout: Layout) -> Sequence[Group]
 GATHERS = {**SHARDED, "overlap_param_gather": True}
 GLOBAL_AUX = {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 1.0}
 JOBS: dict[str, tuple[Job, Callable[..., Any], str]] = {
-    "EP2, unlike trees": (Job("tiny-moe", Layout(dp=2, ep=2), NO_AUX), unlike, "PPPPPP"),
-    "EP2, full recompute": (
-        Job("tiny-moe", Layout(dp=2, ep=2), NO_AUX, {"recompute": "full"}), unlike, "PPPP",
-    ),
     "EP2, weights gathered during forwards": (
-        Job("tiny-moe", Layout(dp=2, ep=2), NO_AUX, GATHERS), unlike, "PPPPPP",
+        Job("tiny-moe", Layout(dp=2, ep=2), NO_AUX, GATHERS), unlike, "PPPP",
     ),
-    "EP2, further tokens": (
-        Job("tiny-moe", Layout(dp=2, ep=2), {**NO_AUX, "mtp_num_layers": 1}), unlike, "PPPP",
+    "EP2, further tokens, full recompute": (
+        Job("tiny-moe", Layout(dp=2, ep=2), {**NO_AUX, "mtp_num_layers": 1}, {"recompute": "full"}),
+        unlike, "PPP",
     ),
     "EP2 of DP4": (Job("tiny-moe", Layout(dp=4, ep=2), NO_AUX), unlike, "PPPP"),
     "DP2, global_aux_loss": (Job("tiny-moe", model=GLOBAL_AUX), trees, "PPP"),

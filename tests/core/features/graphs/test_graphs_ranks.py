@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 from unittest import mock
 
@@ -25,37 +24,30 @@ from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import hybrid
 from tests.harness.ranks import run_ranks
 from tests.harness.recorded import RecordedGraph, cores_in_fp64, recorded_graphs  # noqa: F401
-from tests.harness.rows import rows
 
 pytestmark = pytest.mark.turns
 
-TP2 = Layout(tp=2, sequence_parallel=True)
-RECOMPUTED = {"chunk_tokens": 8, "memory": "recompute"}
+HALVES = {"chunk_tokens": 12}
+"""Of a prompt: recurrent states cross from one to the other."""
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
-    "TP2+SP": (TP2, {}),
+    "TP2+SP": (Layout(tp=2, sequence_parallel=True), {}),
+    "TP2+SP, halves": (Layout(tp=2, sequence_parallel=True), HALVES),
     "CP2": (Layout(cp=2), {}),
-    "PP2": (Layout(pp=2), {}),
+    "PP2, halves": (Layout(pp=2), HALVES),
     "PP2 x VPP2, chunks": (Layout(pp=2, vpp=2), {"chunk_tokens": 8}),
-    "DP2, overlapped": (Layout(dp=2), {"overlap_grad_reduce": True}),
-    "TP2+SP, recomputed": (TP2, RECOMPUTED),
-    "PP2, recomputed": (Layout(pp=2), RECOMPUTED),
-    "DP2, overlapped, recomputed": (Layout(dp=2), {**RECOMPUTED, "overlap_grad_reduce": True}),
-}
-EXPERTS = {
-    **{name: LAYOUTS[name] for name in ("TP2+SP", "CP2", "PP2")},
+    "DP2, overlapped, recomputed": (
+        Layout(dp=2), {"chunk_tokens": 8, "memory": "recompute", "overlap_grad_reduce": True},
+    ),
     "EP2, chunks": (Layout(dp=2, ep=2), {"chunk_tokens": 8}),
-}
+}  # fmt: skip
 TOKENS, STEPS = 256, 2
 WHEN = {"weights move": STEPS - 1, "a hook": 0}
 MIXED = {"moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.5,
          "moe_shared_expert_intermediate_size": 32}  # fmt: skip
-MODELS = ("tiny-moe", "tiny-deepseek")
 HYBRID = {
     hybrid.GDN: resolve(hybrid.GDN, **hybrid.gated_delta(4)).with_vocab(64),
     hybrid.MAMBA: resolve(hybrid.MAMBA, **hybrid.mamba("M*-M")).with_vocab(64),
 }
-HALVES = {"chunk_tokens": 12}
-"""Of a prompt: states cross from one to the other."""
 CONFIG = dict(kernel="math", min_gain=4, segment_tokens=24, memory="retain", graph_tokens=64)
 
 
@@ -104,56 +96,27 @@ def happen(what: str, module: Any) -> None:
         module.register_forward_hook(lambda *_: None)
 
 
-@pytest.mark.parametrize("name", rows(LAYOUTS, ["PP2", "DP2, overlapped, recomputed"]))
+ROWS = [
+    *((name, "") for name in (
+        "TP2+SP", "CP2", "PP2 x VPP2, chunks", "DP2, overlapped, recomputed")),
+    # Also where ranks that share experts have segments of other lengths, and other graphs.
+    ("TP2+SP", "tiny-moe"), ("CP2", "tiny-deepseek"), ("EP2, chunks", "tiny-moe"),
+    ("TP2+SP, halves", hybrid.GDN), ("PP2, halves", hybrid.MAMBA),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "model"), ROWS)
 def test_steps_are_those_without(
     name: str,
-    recorded_graphs: type[RecordedGraph],  # noqa: F811
-) -> None:
-    ours = run_ranks(2, steps, *LAYOUTS[name])
-    assert all(captures > 0 for _, captures in ours)
-    compare(ours, name)
-
-
-ROWS = [
-    *(("TP2+SP", model) for model in MODELS),
-    *(("PP2", model) for model in MODELS),
-    ("CP2", "tiny-deepseek"),
-    ("EP2, chunks", "tiny-moe"),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "model"),
-    rows(ROWS, [(name, model) for name in ("TP2+SP", "PP2") for model in MODELS]),
-)
-def test_steps_of_experts_are_those_without(
-    name: str,
     model: str,
     recorded_graphs: type[RecordedGraph],  # noqa: F811
+    request: pytest.FixtureRequest,
 ) -> None:
-    """Also where ranks that share experts have segments of other lengths, and other graphs."""
-    layout, options = EXPERTS[name]
-    ours = run_ranks(2, steps, layout, options, "", model)
+    if model in HYBRID:
+        request.getfixturevalue("cores_in_fp64")
+    ours = run_ranks(2, steps, *LAYOUTS[name], "", model)
     assert all(captures > 0 for _, captures in ours)
     compare(ours, name, model)
-
-
-@pytest.mark.parametrize(
-    ("name", "model"),
-    rows(
-        itertools.product(["TP2+SP", "PP2"], HYBRID),
-        [("PP2", hybrid.GDN), ("TP2+SP", hybrid.MAMBA)],
-    ),
-)
-def test_steps_of_recurrent_layers_are_those_without(
-    name: str,
-    model: str,
-    recorded_graphs: type[RecordedGraph],  # noqa: F811
-    cores_in_fp64: None,  # noqa: F811
-) -> None:
-    ours = run_ranks(2, steps, LAYOUTS[name][0], HALVES, "", model)
-    assert all(captures > 0 for _, captures in ours)
-    compare(ours, name, model, **HALVES)
 
 
 @pytest.mark.parametrize("what", WHEN)
@@ -185,21 +148,16 @@ def test_the_last_stage_may_have_no_layer_with_graphs() -> None:
 
 
 @functools.cache
-def without_graphs(
-    name: str, model: str, **more: int
-) -> list[tuple[list[align.Trace], int]]:  # fmt: skip
+def without_graphs(name: str, model: str) -> list[tuple[list[align.Trace], int]]:
     """The same steps in a layout, where nothing is seen often enough to be captured."""
-    layout, options = (LAYOUTS | EXPERTS)[name]
     with mock.patch.object(layers, "SEEN_BEFORE", 10**9):
-        return run_ranks(2, steps, layout, options | more, "", model)
+        return run_ranks(2, steps, *LAYOUTS[name], "", model)
 
 
-def compare(
-    ours: list[tuple[list[align.Trace], int]], name: str, model: str = "", **more: int
-) -> None:
+def compare(ours: list[tuple[list[align.Trace], int]], name: str, model: str = "") -> None:
     """Compares with the same steps without graphs."""
     limit = tolerance(torch.float64, TOKENS)
-    for (mine, _), (others, none) in zip(ours, without_graphs(name, model, **more), strict=True):
+    for (mine, _), (others, none) in zip(ours, without_graphs(name, model), strict=True):
         assert none == 0
         for one, other in zip(mine, others, strict=True):
             assert all(torch.equal(one.auxiliary[key], of) for key, of in other.auxiliary.items())
