@@ -21,12 +21,13 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run.execute.memory_control import MemoryControl
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.harness.context_parallel import VOCAB
 from tests.harness.data import BUNDLED
 from tests.harness.predicted import predicted_bytes
 from tests.harness.ranks import run_ranks
 
 pytestmark = pytest.mark.turns
+
+VOCAB = 64
 
 
 def one_shares() -> bool:

@@ -14,17 +14,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
+from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import build_model
+from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.plans.forest import trees
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.tree import Forest
 from megatron_prefix.tree.payload_map import payload_map
-from tests.harness.context_parallel import DATA, spec
 from tests.harness.ranks import run_ranks
 
 pytestmark = pytest.mark.turns
+
+GROUPS = [*generate(2, 15, 34, 3, vocab_size=64, uneven=True, tree="turns", depth=2)]
+"""Turns are trained, and shared."""
 
 
 class Traffic(TorchDispatchMode):
@@ -108,10 +112,10 @@ def expected_traffic(
 
 
 def traffic(recompute: str, reduce: str, options: dict[str, int]) -> tuple[Any, Any]:
-    layout, model = Layout(cp=2), spec()
+    layout, model = Layout(cp=2), resolve("tiny-llama", num_layers=2).with_vocab(64)
     runtime.initialize(layout)
     chunks = build_model(model, layout=layout, dtype="float64", recompute=recompute)
-    items = align.microbatches(DATA["tree"], 7, layout.alignment)
+    items = align.microbatches(GROUPS, 7, layout.alignment)
     items = align.on_this_cp_rank(items)
     schedule = PrefixSchedule(PrefixConfig(min_gain=0, cp_reduce=reduce, **options))
     with Traffic(parallel_state.get_context_parallel_group()) as counted:

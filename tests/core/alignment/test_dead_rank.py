@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +28,7 @@ from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Segment, Span
 from tests.harness.data import BUNDLED, REPOSITORY
 from tests.harness.fork_server import forked_module
-from tests.harness.pipelines import Case, build_chunks, microbatches, rollouts_of, run_step
+from tests.harness.pipelines import build_chunks, config_of, microbatches, rollouts_of, run_step
 from tests.harness.ranks import forked, run_ranks
 from tests.harness.steps import Contract
 
@@ -35,11 +36,11 @@ DEAD = 1
 SOON_S = 60.0  # of a loaded machine; gloo knows at once that a connection has closed
 
 
-def die_in_the_third_segment(
+def die_behind_the_third_segment(
     self: SegmentInputs, model: Any, index: int, *others: Any, **options: Any
 ) -> Any:
-    """Stands in for the model's call on the rank that dies."""
-    if index == 2:
+    """Stands in for the model's call on the rank that dies: behind what crosses ranks first."""
+    if index > 2:
         os.kill(os.getpid(), signal.SIGKILL)
     return stock_call(self, model, index, *others, **options)
 
@@ -47,15 +48,25 @@ def die_in_the_third_segment(
 stock_call = SegmentInputs.call
 
 
-def step_until_death(layout: Layout) -> None:
-    """A rank's part: one of them is killed in its third forward."""
+def step_of(layout: Layout) -> Callable[[], Any]:
+    """A rank's part of a step; data-parallel ranks send prompts to one another."""
     runtime.initialize(layout)
+    groups, vocab = rollouts_of("several-groups")
+    if layout.dp > 1:
+        number = dist.get_rank()
+        groups = [replace(group, rollouts=group.rollouts[number::2]) for group in groups]
+    chunks, items = build_chunks(layout, vocab), microbatches(groups)
+    across = {"across_ranks": "on"} if layout.dp > 1 else {}
+    ours = PrefixSchedule(config_of("several-groups", layout, **across))
+    return lambda: run_step(ours, Contract(), chunks, items)
+
+
+def step_until_death(layout: Layout) -> None:
+    """A rank's part: one of them is killed behind its third forward."""
+    step = step_of(layout)
     if dist.get_rank() == DEAD:
-        SegmentInputs.call = die_in_the_third_segment  # type: ignore[method-assign]
-    case = Case("several-groups")
-    groups, vocab = rollouts_of(case.shape)
-    chunks, items = build_chunks(case, layout, vocab), microbatches(groups)
-    run_step(PrefixSchedule(case.config(layout)), Contract(), chunks, items)
+        SegmentInputs.call = die_behind_the_third_segment  # type: ignore[method-assign]
+    step()
 
 
 def lone_rank(rank: int, layout: Layout, folder: Path) -> None:
@@ -70,8 +81,16 @@ def lone_rank(rank: int, layout: Layout, folder: Path) -> None:
         runtime.shutdown()
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=3), Layout(pp=2, vpp=2)], ids=["pp3", "pp2-vpp2"])
-def test_the_other_ranks_end_by_themselves(tmp_path: Path, layout: Layout) -> None:
+@pytest.mark.parametrize(
+    ("layout", "who", "text"),
+    [(Layout(pp=3), "pipeline", "A neighbour has failed"),
+     (Layout(pp=2, vpp=2), "pipeline", "A neighbour has failed"),
+     (Layout(dp=2), "data-parallel", "the log of rank 1")],
+    ids=["pp3", "pp2-vpp2", "prompts cross"],
+)  # fmt: skip
+def test_the_other_ranks_end_by_themselves(
+    tmp_path: Path, layout: Layout, who: str, text: str
+) -> None:
     begin = time.monotonic()
     ranks = [forked(lone_rank, rank, layout, tmp_path) for rank in range(layout.world_size)]
     try:
@@ -85,91 +104,17 @@ def test_the_other_ranks_end_by_themselves(tmp_path: Path, layout: Layout) -> No
     assert codes == [-signal.SIGKILL if rank == DEAD else 0 for rank in range(len(ranks))]
     for rank in set(range(len(ranks))) - {DEAD}:
         error = (tmp_path / f"rank{rank}").read_text(encoding="utf-8")
-        assert re.match(rf"pipeline rank {rank}, (waiting for|sending)", error), error
-        assert "A neighbour has failed" in error
-
-
-def across(layout: Layout) -> Any:
-    """A rank's part of a step in which it sends prompts, and gets some."""
-    runtime.initialize(layout)
-    case = Case("several-groups")
-    groups, vocab = rollouts_of(case.shape)
-    number = dist.get_rank()
-    mine = [replace(group, rollouts=group.rollouts[number::2]) for group in groups]
-    chunks, items = build_chunks(case, layout, vocab), microbatches(mine)
-    ours = PrefixSchedule(replace(case.config(layout), across_ranks="on"))
-    return lambda: run_step(ours, Contract(), chunks, items)
-
-
-def die_in_a_wave(self: SegmentInputs, model: Any, index: int, *others: Any, **options: Any) -> Any:
-    """Stands in for the model's call of the rank that dies, behind what crosses first."""
-    if index > 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return stock_call(self, model, index, *others, **options)
-
-
-def lone_rank_across(rank: int, layout: Layout, folder: Path) -> None:
-    """As `lone_rank`, of two whose prompts cross."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    os.environ[RENDEZVOUS] = str(folder / "rendezvous")
-    step = across(layout)
-    if rank == DEAD:
-        SegmentInputs.call = die_in_a_wave  # type: ignore[method-assign]
-    try:
-        step()
-    except RuntimeError as error:
-        (folder / f"rank{rank}").write_text(str(error), encoding="utf-8")
-        runtime.shutdown()
-
-
-def test_a_rank_that_dies_ends_those_that_wait_for_its_prompts(
-    tmp_path: Path,
-) -> None:
-    layout = Layout(dp=2)
-    ranks = [forked(lone_rank_across, rank, layout, tmp_path) for rank in range(2)]
-    try:
-        for rank in ranks:
-            rank.join(2 * SOON_S)
-        codes = [rank.exitcode for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.join()
-    assert codes == [0, -signal.SIGKILL]
-    error = (tmp_path / "rank0").read_text(encoding="utf-8")
-    assert re.match("data-parallel rank 0, (waiting for|sending)", error), error
-    assert "the log of rank 1" in error
-
-
-def without_memory_across(layout: Layout) -> str:
-    """A rank's part: memory runs out on one of them, and what each of them says of it."""
-    step = across(layout)
-    if dist.get_rank() == DEAD:
-        SidecarCache.take = no_memory  # type: ignore[method-assign]
-    try:
-        step()
-    except (StepOutOfMemory, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def test_out_of_memory_ends_the_step_of_ranks_that_wait() -> None:
-    other_says, dead_says = run_ranks(2, without_memory_across, Layout(dp=2))
-    assert dead_says.startswith("StepOutOfMemory: ")
-    assert "other ranks wait in this step" in dead_says
-    assert "A neighbour has failed" in other_says
+        assert re.match(rf"{who} rank {rank}, (waiting for|sending)", error), error
+        assert text in error
 
 
 def run_out_of_memory(layout: Layout) -> str:
     """A rank's part: memory runs out on one of them, and what each of them says of it."""
-    runtime.initialize(layout)
+    step = step_of(layout)
     if dist.get_rank() == DEAD:
         SidecarCache.take = no_memory  # type: ignore[method-assign]
-    case = Case("several-groups")
-    groups, vocab = rollouts_of(case.shape)
-    chunks, items = build_chunks(case, layout, vocab), microbatches(groups)
     try:
-        run_step(PrefixSchedule(case.config(layout)), Contract(), chunks, items)
+        step()
     except (StepOutOfMemory, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
@@ -180,13 +125,14 @@ def no_memory(self: SidecarCache, layer: int, index: int) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
 
 
-def test_a_rank_without_memory_ends_the_step_of_all() -> None:
+@pytest.mark.parametrize("layout", [Layout(pp=3), Layout(dp=2)], ids=["pp3", "prompts cross"])
+def test_a_rank_without_memory_ends_the_step_of_all(layout: Layout) -> None:
     """It does not go back alone: the others wait for its messages."""
-    said = run_ranks(3, run_out_of_memory, Layout(pp=3))
+    said = run_ranks(layout.world_size, run_out_of_memory, layout)
     assert said[DEAD].startswith("StepOutOfMemory: out of device memory: CUDA out of memory;")
     assert "other ranks wait in this step" in said[DEAD]
     assert [len(said[DEAD].splitlines()), said[DEAD].splitlines()[1].split()[0]] == [5, "rank"]
-    for rank in (0, 2):
+    for rank in {*range(len(said))} - {DEAD}:
         assert "A neighbour has failed" in said[rank]
 
 
@@ -224,7 +170,7 @@ def wait_for_a_silent_neighbour() -> tuple[str, float]:
     channels = channels_of(group, torch.device("cpu"))
     dist.barrier()
     if dist.get_rank() == 1:
-        time.sleep(3 * TIMEOUT.total_seconds())
+        time.sleep(2 * TIMEOUT.total_seconds())
         return "", 0.0
     action = Action("B", 0)
     segment = Segment((Span(0, 4, 4, (0,)),), inner=False, scored=True)
@@ -258,7 +204,7 @@ def test_a_stopped_rank_is_noticed_and_named() -> None:
 def sleep_among_others(layout: Layout) -> None:
     runtime.initialize(layout, message_timeout_minutes=TIMEOUT.total_seconds() / 60)
     if dist.get_rank() == DEAD:
-        time.sleep(4 * TIMEOUT.total_seconds())
+        time.sleep(2 * TIMEOUT.total_seconds())
     dist.all_reduce(torch.zeros(1))
 
 

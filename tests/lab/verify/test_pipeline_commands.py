@@ -16,7 +16,14 @@ from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.command_line import forked
 from tests.harness.data import BUNDLED
-from tests.harness.pipelines import FOLDER, Case, build_chunks, microbatches, rollouts_of, run_step
+from tests.harness.pipelines import (
+    FOLDER,
+    build_chunks,
+    config_of,
+    microbatches,
+    rollouts_of,
+    run_step,
+)
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract
 
@@ -105,12 +112,11 @@ def on_one_rank_of_two(measures):
             return float(looks)
 
     clock.time = Clock
-    case = Case("flat-group")
-    groups, vocab = rollouts_of(case.shape)
-    schedule = PrefixSchedule(case.config(layout))
+    groups, vocab = rollouts_of("flat-group")
+    schedule = PrefixSchedule(config_of("flat-group", layout))
     if measures:
         schedule.features.append(WithPart(schedule, TimedActions))
-    chunks, items = build_chunks(case, layout, vocab), microbatches(groups)
+    chunks, items = build_chunks(layout, vocab), microbatches(groups)
     run_step(schedule, Contract(), chunks, items)
     report, stopwatch = schedule.report, report_numbers.stopwatch_of(schedule.report)
     assert report is not None and (stopwatch is not None) == measures

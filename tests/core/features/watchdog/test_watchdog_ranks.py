@@ -17,7 +17,7 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.run.execute.inputs import SegmentInputs
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.harness.pipelines import Case, build_chunks, microbatches, rollouts_of, run_step
+from tests.harness.pipelines import build_chunks, config_of, microbatches, rollouts_of, run_step
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract
 
@@ -40,13 +40,14 @@ def step_with_a_slow_rank(layout: Layout, prefix: dict[str, Any], late: int) -> 
     runtime.initialize(layout)
     kept = Kept()
     watchdog.logger.addHandler(kept)
-    case = Case("several-groups", prefix={"watchdog_minutes": SOON_S / 60, **prefix})
-    groups, vocab = rollouts_of(case.shape)
+    prefix = {"watchdog_minutes": SOON_S / 60, **prefix}
+    groups, vocab = rollouts_of("several-groups")
     if layout.dp > 1:
         rank, size = dist.get_rank(), layout.dp
         groups = [replace(group, rollouts=group.rollouts[rank::size]) for group in groups]
-    chunks, batches = build_chunks(case, layout, vocab), microbatches(groups)
-    schedule, stock = PrefixSchedule(case.config(layout)), SegmentInputs.call
+    chunks, batches = build_chunks(layout, vocab), microbatches(groups)
+    config = config_of("several-groups", layout, **prefix)
+    schedule, stock = PrefixSchedule(config), SegmentInputs.call
     sleeps = [SLEEP_S] if dist.get_rank() == late else []
 
     def slow(*args: Any, **options: Any) -> Any:
