@@ -17,7 +17,7 @@ def planned(shape: str, layout: Layout) -> tuple[list[str], bool]:
     groups, vocab = rollouts_of(shape)
     config = config_of(shape, layout, planned=True)
     verdict = align.over_ranks(align.align(build_chunks(layout, vocab), groups, config))
-    return verdict.failures, verdict.executed_tokens < verdict.raw_tokens
+    return [*verdict.failures], verdict.executed_tokens < verdict.raw_tokens
 
 
 @pytest.mark.parametrize(
