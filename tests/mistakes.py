@@ -37,7 +37,7 @@ _COLUMNS, _CLOSING = tokens.columns_of, tokens.LogicalTokens.closing
 _IN_LOSS = Division.in_loss
 _ENTER, _PUT = GroupCounts.enter, SpanSums.put
 _EXECUTOR = Executor.__init__
-_TAILS_RETURNED, _WINDOW_PULL = Tails.returned, WindowKeys.pull
+_TAILS_RETURNED = Tails.returned
 
 
 def _first_rollout(rows: Any, *place: int) -> list[np.ndarray]:
@@ -270,10 +270,6 @@ def _gradients_of_this_rank(self: Tails, context: Any, sent: Any, both: Any) -> 
     return _TAILS_RETURNED(self, context, sent, both)
 
 
-def _nothing_to_ancestors(self: WindowKeys, layer: Any, context: Any, both: Any) -> Any:
-    return _WINDOW_PULL(self, layer, context, tuple(0 * one for one in both))
-
-
 def _layout(**broken: Any) -> Any:
     assert broken.keys() <= vars(cp_layout).keys()
     return SimpleNamespace(**{**vars(cp_layout), **broken})
@@ -302,7 +298,6 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "no last backward": (Executor, "__init__", _without_the_last),
     "last rows of this rank": (RowExchange, "total", lambda self, mine: mine),
     "gradients of this rank": (Tails, "returned", _gradients_of_this_rank),
-    "zeros to ancestors of windows": (WindowKeys, "pull", _nothing_to_ancestors),
     "pieces turned": (windowed, "cp_layout", _layout(pieces=_turned)),
     "keys as gathered": (windowed, "cp_layout", _layout(view_order=_as_gathered)),
 }

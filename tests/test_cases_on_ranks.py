@@ -142,7 +142,7 @@ WRONG: dict[str, list[Row]] = {
     "pp2": [wrong("rows for tokens", "gradient auxiliary", "experts both")],
     "cp2": [
         *(wrong(mistake, "gradient", "gpt-oss") for mistake in (
-            "last rows of this rank", "gradients of this rank", "zeros to ancestors of windows",
+            "last rows of this rank", "gradients of this rank", "no gradient to ancestors",
             "pieces turned", "keys as gathered")),
         wrong("the other rank's share", "gradient", "mtp", form="thd"),
     ],
