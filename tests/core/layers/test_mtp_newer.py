@@ -26,8 +26,8 @@ from tests.core.trainers.registry import installed
 from tests.harness.data import REPOSITORY
 from tests.harness.one_rank import one_rank
 from tests.test_cases import MTP
-from tests.test_cases_across_ranks import CROSSED
 
+CROSSED = {"tree": "on_all_ranks"}
 LATER = ("mtp without labels", "mtp detached")
 OTHERS = [each for each in MTP if each.values["model"] not in LATER]
 ROWS = [*OTHERS[::5], *(each for each in MTP if each.values["model"] in LATER)]
