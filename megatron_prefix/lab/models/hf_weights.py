@@ -112,6 +112,11 @@ class HFWeights:
                 f"{self.folder}: no weights of multi-token prediction are known of this family;"
                 " set mtp_num_layers=none"
             )
+        if (spec.mtp_num_layers or 0) > 1:
+            raise UserError(
+                f"{self.folder}: one layer of multi-token prediction is read of a checkpoint; set"
+                " mtp_num_layers=1"
+            )
         self.whole = dataclasses.replace(self.whole, mtp_num_layers=spec.mtp_num_layers)
         self.sources = sources(self.whole, self._format)
         self._copies = self._known_copies()

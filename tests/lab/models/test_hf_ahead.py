@@ -137,6 +137,8 @@ def test_copies_must_be_copies_and_all_must_be_there(tmp_path):
     with pytest.raises(UserError, match=r"missing tensors.*: model.layers.4.eh_proj.weight;"):
         HFWeights(tmp_path, spec)
     HFWeights(tmp_path, resolve(str(tmp_path)))
+    with pytest.raises(UserError, match="one layer of multi-token prediction is read"):
+        HFWeights(tmp_path, resolve(str(tmp_path), mtp_num_layers=2))
 
 
 def test_a_family_without_such_layers_is_refused(tmp_path):
