@@ -161,6 +161,7 @@ PLAIN_STEPS = """
 import dataclasses, sys, tempfile
 import megatron_prefix
 from benchmarks import step_trace
+from megatron.core import parallel_state
 def known(*, prefix_config): return megatron_prefix.PrefixSchedule(prefix_config)
 megatron_prefix.get_forward_backward_func = known
 before = set()
@@ -170,6 +171,7 @@ for name, kind in KINDS.items():
     with tempfile.TemporaryDirectory() as folder, step_trace.joined(case, 0, folder) as device:
         _, step = step_trace.prepared(case, device, folder)
         step()
+    parallel_state.destroy_model_parallel()
     prefix = "megatron_prefix.features."
     loaded = {name.split(".")[2] for name in sys.modules if name.startswith(prefix)}
     assert loaded - before == {*kind.split()}, (name, loaded - before)

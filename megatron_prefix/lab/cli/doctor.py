@@ -306,7 +306,8 @@ def show(report: Mapping[str, Any], refused: bool = False, probe: bool = False) 
     for line in report["problems"]:
         print(f"  {line}")
     rows = {
-        f"{name} {one['version']}": f"tried: {_listed(one['tried']) or 'never'}; on by {one['on']}"
+        f"{name} {one['version']}": f"tried: {_listed(one['tried']) or 'never'}; on by"
+        f" {one['on'].replace('`', '')}"  # it is a part of a page, too
         for name, one in report["trainers"].items()
     }
     for name, why in report["recurrent"].items():

@@ -232,7 +232,7 @@ def test_graphs_are_left_to_measurements_unless_mode_is_on() -> None:
     assert read_config({}, {"graph_tokens": "auto"}).graph_tokens == "auto"
     for mode in ("off", "observe"):
         assert read_config(auto, {"mode": mode}).graph_tokens == "auto"
-    message = "MEGATRON_PREFIX_GRAPH_TOKENS: graph_tokens 'auto' is measured: give a number"
+    message = "MEGATRON_PREFIX_GRAPH_TOKENS: graph_tokens 'auto' needs mode 'auto': give that mode"
     with pytest.raises(UserError, match=message):
         read_config(auto, {"mode": "on"})
 

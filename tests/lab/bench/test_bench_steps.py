@@ -152,7 +152,7 @@ def test_a_rehearsal_runs_the_timed_steps_before():
     ("options", "message"),
     [
         (["--steps", "2"], "--steps is for rollout files"),
-        (["--rehearse"], "--rehearse is for --steps"),
+        (["--rehearse"], "--rehearse needs --steps"),
         (["--rollouts", BUNDLED, "--groups", "4", "--steps", "99"], "too few for --steps 99"),
         (["--rollouts", BUNDLED, "--step-tokens", "10000000", "--steps", "1"], "too few for"),
     ],
@@ -194,7 +194,7 @@ def test_schedules_are_timed_in_a_layout(options):
 
 
 def test_memory_is_measured_on_one_rank(capsys):
-    assert "bench memory is for one rank" in failure(capsys, "bench", "memory", "--cp", "2")
+    assert "bench memory runs on one rank" in failure(capsys, "bench", "memory", "--cp", "2")
 
 
 def test_the_log_of_router_losses_is_that_of_the_timed_model():

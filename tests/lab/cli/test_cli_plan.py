@@ -71,7 +71,7 @@ def test_plan_says_what_the_sidecar_takes_here_and_on_the_host(capsys):
     assert 0 == none["sidecar_bytes"] < half["sidecar_bytes"] < whole == none["sidecar_host_bytes"]
     assert half["sidecar_bytes"] + half["sidecar_host_bytes"] == whole
     assert here["inner_segments"] * 36 * (2 << 20) < whole
-    assert "leave it or --cp out" in failure(
+    assert "leave one of them out" in failure(
         capsys, *usual, "--cache-host-layers", "1", "--cp", "2"
     )
 

@@ -122,7 +122,7 @@ def test_tables_of_old_releases_are_left_alone(copy):
 
 def logged(caplog):
     """What was said of tensors that are left out, once."""
-    [told] = [text for text in caplog.messages if "are not read" in text]
+    [told] = [text for text in caplog.messages if "are not loaded" in text]
     return told
 
 
