@@ -12,7 +12,6 @@ the commit says, and TEST_TURN.
 
 import os
 import subprocess
-from typing import TypeVar
 
 import pytest
 
@@ -20,7 +19,6 @@ EVERYTHING = "TEST_EVERYTHING"
 """Variable that tests/conftest.py sets where nothing is left out."""
 TURN, TURNS = "TEST_TURN", 3
 """Variable that says whose turn it is, from 0; and how many there are."""
-T = TypeVar("T")
 
 
 def rows(every, products):

@@ -79,6 +79,8 @@ def refusals(model: Any) -> Iterator[Reason]:
         yield OWN_POSTPROCESS.given(type(model).__name__)
     if not _is(block, "forward", _BLOCK):
         yield OTHER_AHEAD.given(type(block).__name__)
+    if len(block.layers) != (model.config.mtp_num_layers or len(block.layers)):
+        yield OTHER_AHEAD.given("more or fewer layers than mtp_num_layers says")
     for layer in block.layers:
         if not (_is(layer, "forward", _LAYER) and _is(layer, "_get_embeddings", _LAYER)):
             yield OTHER_AHEAD.given(type(layer).__name__)

@@ -253,6 +253,12 @@ def test_a_config_with_the_option_and_a_model_without_the_layer() -> None:
     refused("multi-token prediction by another stage than the last, or by none", model)
 
 
+def test_fewer_layers_than_the_config_says() -> None:
+    model = model_of()
+    unwrap(model).config.mtp_num_layers = 2
+    refused("multi-token prediction by more or fewer layers than mtp_num_layers says", model)
+
+
 def test_options_of_the_config() -> None:
     for name, value in {"mtp_standalone": True, "mtp_isolated_loss": True}.items():
         model = model_of()
