@@ -16,7 +16,7 @@ from megatron_prefix.plan.check import marked_grid
 from megatron_prefix.plan.planner import loss_ready_after, make_plan
 from megatron_prefix.tree import Forest, Pairs, TreeOptions, build
 
-PROMPT, TURN, ANSWER = 512, 96, 128  # tokens
+PROMPT, TURN, ANSWER = 512, 256, 128  # tokens
 NUM_STAGES = 2
 
 
@@ -65,7 +65,7 @@ def main() -> None:
     )
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(
-            timeline_svg(timeline, plan, "two groups on two stages"), encoding="utf-8"
+            timeline_svg(timeline, plan, "two groups on two stages", width=760), encoding="utf-8"
         )
 
 

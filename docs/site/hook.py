@@ -24,6 +24,13 @@ OUTSIDE = {
 """Names of pages, and their files from the root of the repository."""
 PAGES = {file: page for page, file in OUTSIDE.items()}
 FENCE = re.compile(r"(^```.*?^```)", re.M | re.S)
+WIDE = ("related-work.md", "results.md", "validation.md")
+"""Pages whose tables need the room of the page's own table of contents."""
+STYLE = "site.css"
+INLINE_CODE = re.compile(r"(<pre.*?</pre>)|<code>(.*?)</code>", re.S)
+WORD = re.compile(r"[^\s<>]+(?![^<]*>)")
+"""A word outside of tags."""
+LONG = 40  # characters: about what a narrow screen has on a line
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")
 
 
@@ -36,7 +43,9 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the pages of OUTSIDE to those of docs/."""
+    """Adds the pages of OUTSIDE to those of docs/, and the style sheet."""
+    style = str(Path(__file__).with_name(STYLE))
+    files.append(File.generated(config, STYLE, abs_src_path=style))
     for page, source in OUTSIDE.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     return files
@@ -45,7 +54,45 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """A page's text, with links as paths between pages of the site."""
     here = page.file.src_uri
+    if here in WIDE:
+        page.meta["hide"] = ["toc"]
     return LINK.sub(lambda found: moved(found[1], here), indented(markdown))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """A page's HTML, with whole identifiers, and the column's name in every cell of a table."""
+    html = INLINE_CODE.sub(lambda found: found[1] or f"<code>{unbroken(found[2])}</code>", html)
+    return re.sub(r"<table>.*?</table>", lambda found: with_columns(found[0]), html, flags=re.S)
+
+
+def unbroken(code: str) -> str:
+    """Inline code whose words break nowhere; a long one may break behind `/`, `=`, `.` or `,`."""
+
+    def whole(found: re.Match[str]) -> str:
+        word = found[0]
+        parts = re.findall(r"[^/=.,]+[/=.,]*|[/=.,]+", word) if len(word) > LONG else [word]
+        return "<wbr>".join(f'<span class="whole">{part}</span>' for part in parts)
+
+    return WORD.sub(whole, code)
+
+
+def with_columns(table: str) -> str:
+    """A table whose cells name their column, for narrow screens."""
+    names = [
+        re.sub(r"<.*?>", "", name).strip()
+        for name in re.findall(r"<th\b[^>]*>(.*?)</th>", table, re.S)
+    ]
+
+    def row(found: re.Match[str]) -> str:
+        cells = iter(names)
+
+        def cell(start: re.Match[str]) -> str:
+            name = next(cells, "").replace('"', "&quot;")
+            return f'<td data-column="{name}"{start[1]}>' if name else start[0]
+
+        return re.sub(r"<td\b([^>]*)>", cell, found[0])
+
+    return re.sub(r"<tr\b.*?</tr>", row, table, flags=re.S)
 
 
 def indented(markdown: str) -> str:

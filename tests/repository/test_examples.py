@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from benchmarks import how_it_works_picture
 from megatron_prefix.lab.numerics import tolerance
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.data import BUNDLED, REPOSITORY
@@ -44,10 +45,18 @@ def run(name, *arguments):
 def test_plan_a_step(tmp_path):
     picture = tmp_path / "plan.svg"
     said = run("plan_a_step.py", str(picture))
-    # Each group: 2 rollouts of 639 positions, 2 of 735; its tree: 511 + 96 + 4 x 128.
-    assert "5496 tokens, 2238 of them executed" in said
-    assert "4: wave of 2, positions 607 to 734, rollouts [2, 3]" in said
-    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+    # Each group: 2 rollouts of 639 positions, 2 of 895; its tree: 511 + 256 + 4 x 128.
+    assert "6136 tokens, 2558 of them executed" in said
+    assert "4: wave of 2, positions 767 to 894, rollouts [2, 3]" in said
+    drawn, shown = (path.read_text("utf-8") for path in (picture, REPOSITORY / "docs/plan.svg"))
+    assert drawn == shown, "python examples/plan_a_step.py docs/plan.svg"
+    labels = [node.text for node in ElementTree.fromstring(drawn).iter() if node.text]
+    assert all(labels.count(f"{kind}{number}") == 2 for kind in "FB" for number in range(10))
+
+
+def test_the_picture_of_how_it_works_is_what_its_command_draws():
+    shown = (REPOSITORY / "docs/how-it-works.svg").read_text("utf-8")
+    assert shown == how_it_works_picture.picture()
 
 
 def test_share_a_prompt():

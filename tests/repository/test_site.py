@@ -67,6 +67,11 @@ def test_the_site_is_built_and_its_links_hold(packages, copy):
     assert 'id="megatron_prefix.run.schedule.PrefixSchedule.__call__"' in api
     pages = {path.parent.name for path in site.rglob("index.html")}
     assert {path.stem for path in DOCS.rglob("*.md")} <= pages
+    # For narrow screens: cells name their column, and a short identifier does not break.
+    assert (site / "site.css").is_file()
+    refusals = (site / "refusals" / "index.html").read_text(encoding="utf-8")
+    assert '<td data-column="mode auto">stock schedule</td>' in refusals
+    assert '<code><span class="whole">megatron-prefix</span> <span class="whole">d' in refusals
     for path in site.rglob("index.html"):  # a list or table that was taken for text
         text = re.sub(r"<pre.*?</pre>", "", path.read_text(encoding="utf-8"), flags=re.S)
         assert not re.search(r"^(- |\d\. |\|.*\|$|<p>\|)", text, re.M), path

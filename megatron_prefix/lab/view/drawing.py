@@ -34,7 +34,7 @@ _PHASES = {
     ("B", False): ("B: backward, wave", (34, 0.72, 0.88)),
     ("B", True): ("C: backward, inner", (18, 0.46, 0.74)),
 }
-_PAYLOAD, _GRADIENTS = ("message: payload", "#2f8f5b"), ("message: gradients", "#8a5fbf")
+PAYLOAD, GRADIENTS = ("message: payload", "#2f8f5b"), ("message: gradients", "#8a5fbf")
 _HUE_SHIFTS = (0, -22, 18)  # of a tree against the one before
 _UNITS = {
     "tokens": "tokens of forward work (a backward counts double)",
@@ -42,21 +42,24 @@ _UNITS = {
 }
 
 
-def timeline_svg(timeline: Timeline, plan: Plan, title: str = "") -> str:
+def timeline_svg(timeline: Timeline, plan: Plan, title: str = "", width: float = _WIDTH) -> str:
     """Draws a timeline.
 
     Args:
         timeline: simulated or measured.
         plan: what ran.
         title: the heading; default: the size of the plan.
+        width: of the picture, in pixels.
 
     Returns:
         A whole SVG document.
     """
     row = 36 if plan.num_ranks <= 4 else 30 if plan.num_ranks <= 8 else 20
-    bottom = _TOP + plan.num_ranks * (row + _GAP)
+    legend, legend_height = _legend(76, _note(plan), width)
+    top = _TOP + legend_height
+    bottom = top + plan.num_ranks * (row + _GAP)
     trees_top = bottom + 64
-    trees, trees_height = _trees(plan.segments, trees_top)
+    trees, trees_height = _trees(plan.segments, trees_top, width)
     facts = (
         _counted(plan.num_stages, "stage"),
         f"{_counted(len(plan.segments), 'segment')}"
@@ -67,12 +70,12 @@ def timeline_svg(timeline: Timeline, plan: Plan, title: str = "") -> str:
     height = trees_top + trees_height + 44
     body = [
         *_header(title or f"Prefix schedule, {_counted(plan.num_stages, 'stage')}", facts),
-        *_legend(76, _note(plan)),
-        *_rows(timeline, [plan] * plan.num_ranks, row, _TOP, timeline.makespan),
-        *_axis(0, timeline.makespan, bottom, _UNITS.get(timeline.unit, timeline.unit)),
+        *legend,
+        *_rows(timeline, [plan] * plan.num_ranks, row, top, timeline.makespan, width=width),
+        *_axis(0, timeline.makespan, bottom, _UNITS.get(timeline.unit, timeline.unit), width),
         *trees,
     ]
-    return svg.document(_WIDTH, height, body)
+    return svg.document(width, height, body)
 
 
 def job_svg(job: JobTimeline, plans: Sequence[Plan], title: str) -> str:
@@ -98,7 +101,7 @@ def job_svg(job: JobTimeline, plans: Sequence[Plan], title: str) -> str:
     )
     body = [
         *_header(title, facts),
-        *_legend(76),
+        *_legend(76)[0],
         *_rows(timeline, plans, row, _TOP, timeline.makespan),
         *_axis(0, timeline.makespan, bottom, _UNITS[timeline.unit]),
     ]
@@ -116,7 +119,7 @@ def comparison_svg(runs: Sequence[tuple[str, Timeline, Plan]], title: str) -> st
         A whole SVG document.
     """
     end = max(timeline.makespan for _, timeline, _ in runs)
-    body = [svg.text(24, 34, title, 18, weight=600), *_legend(52, _note(runs[0][2]))]
+    body = [svg.text(24, 34, title, 18, weight=600), *_legend(52, _note(runs[0][2]))[0]]
     top, row = 84.0, 18
     for name, timeline, plan in runs:
         facts = (
@@ -154,22 +157,26 @@ def _note(plan: Plan) -> str:
     return f"hue: the (first) tree{more}"
 
 
-def _legend(y: float, note: str = "") -> Iterator[str]:
-    """What colours mean, and a note; without one, the colours of messages."""
-    x = 24.0
-    for (kind, inner), (name, _) in _PHASES.items():
-        for tree in range(len(_HUE_SHIFTS)):
-            yield svg.rect(svg.Box(x, y, 9, 12), _colour(kind, inner, tree))
-            x += 9
-        yield svg.text(x + 6, y + 10.5, name, 12)
-        x += 6 + 12 * svg.CHARACTER * len(name) + 16
-    plain = [("waiting (bubble)", _BUBBLE), *([] if note else [_PAYLOAD, _GRADIENTS])]
-    for name, colour in plain:
-        yield svg.rect(svg.Box(x, y, 27, 12), colour)
-        yield svg.text(x + 33, y + 10.5, name, 12)
-        x += 33 + 12 * svg.CHARACTER * len(name) + 16
-    if note:
-        yield svg.text(x, y + 10.5, note, 12, _FAINT)
+def _legend(y: float, note: str = "", width: float = _WIDTH) -> tuple[list[str], float]:
+    """What colours mean, and a note; without one, the colours of messages. Then by how much the
+    legend is higher than one line."""
+    entries: list[tuple[str, list[str]]] = [
+        (name, [phase_colour(kind, inner, tree) for tree in range(len(_HUE_SHIFTS))])
+        for (kind, inner), (name, _) in _PHASES.items()
+    ]
+    plain = [("waiting (bubble)", _BUBBLE), *([] if note else [PAYLOAD, GRADIENTS])]
+    entries += [(name, [colour]) for name, colour in plain]
+    x, line, parts = 24.0, y, []
+    for name, colours in [*entries, *([(note, [])] if note else [])]:
+        if x + 33 + 12 * svg.CHARACTER * len(name) > width:
+            x, line = 24.0, line + 18
+        for colour in colours:
+            parts.append(svg.rect(svg.Box(x, line, 27 / len(colours), 12), colour))
+            x += 27 / len(colours)
+        x += 6 if colours else 0
+        parts.append(svg.text(x, line + 10.5, name, 12, *([] if colours else [_FAINT])))
+        x += 12 * svg.CHARACTER * len(name) + 16
+    return parts, line - y
 
 
 def _rows(
@@ -179,6 +186,7 @@ def _rows(
     top: float,
     latest: float,
     tips: bool = True,
+    width: float = _WIDTH,
 ) -> Iterator[str]:
     """One row a rank from `top` down; the whole width is the time from 0 to `latest`.
 
@@ -187,11 +195,11 @@ def _rows(
         plans: of each row; a pipeline's rows have one.
         height, top, latest: of a row; of the first one; the end of the width.
         tips: whether boxes have tooltips.
+        width: of the picture.
     """
-    width = _WIDTH - _LEFT - _RIGHT
-    scale = width / latest if latest else 0.0
-    yield svg.text(_LEFT + width + 56, top - 8, "bubble", 11, _FAINT, anchor="end")
-    yield svg.text(_WIDTH - 20, top - 8, "peak", 11, _FAINT, anchor="end")
+    scale = (width - _LEFT - _RIGHT) / latest if latest else 0.0
+    yield svg.text(width - _RIGHT + 56, top - 8, "bubble", 11, _FAINT, anchor="end")
+    yield svg.text(width - 20, top - 8, "peak", 11, _FAINT, anchor="end")
     name = "stage" if plans[0].num_stages == len(plans) else "rank"
     for rank in range(len(plans)):
         y = top + rank * (height + _GAP)
@@ -199,9 +207,9 @@ def _rows(
         yield svg.text(_LEFT - 10, middle, f"{name} {rank}", 12, anchor="end")
         yield svg.rect(svg.Box(_LEFT, y, timeline.makespan * scale, height), _BUBBLE)
         bubble = f"{100 * timeline.bubble_fractions[rank]:.1f}%"
-        yield svg.text(_LEFT + width + 56, middle, bubble, 12, anchor="end")
+        yield svg.text(width - _RIGHT + 56, middle, bubble, 12, anchor="end")
         peak = _short(timeline.peak_positions[rank])
-        yield svg.text(_WIDTH - 20, middle, peak, 12, anchor="end")
+        yield svg.text(width - 20, middle, peak, 12, anchor="end")
     tree_of = {key: trees(plan.segments) for key, plan in {id(one): one for one in plans}.items()}
     lane = height / 3 if any(event.action.peer >= 0 for event in timeline.events) else 0
     for event in timeline.events:
@@ -220,14 +228,14 @@ def _rows(
 
 def _message(action: Action, segment: Segment) -> tuple[str, str]:
     """What a message is, and its colour."""
-    return _PAYLOAD if (action.kind == "R") == (segment.source >= 0) else _GRADIENTS
+    return PAYLOAD if (action.kind == "R") == (segment.source >= 0) else GRADIENTS
 
 
 def _action(
     action: Action, inner: bool, numbers: Sequence[int], box: svg.Box, tip: str
 ) -> Iterator[str]:
     """One box; of several trees it has the first one's hue."""
-    yield from svg.labelled(box, _colour(action.kind, inner, numbers[0]), str(action), tip)
+    yield from svg.labelled(box, phase_colour(action.kind, inner, numbers[0]), str(action), tip)
     if action.chunk:
         yield svg.rect(svg.shrunk(box)._replace(height=3.0), "#ffffff", opacity=0.75)
 
@@ -253,8 +261,10 @@ def _extent(segment: Segment) -> str:
     return f"from position {min(span.start for span in segment.spans)}, {upto}{longest} tokens"
 
 
-def _axis(start: float, end: float, y: float, unit: str) -> Iterator[str]:
-    width = _WIDTH - _LEFT - _RIGHT
+def _axis(
+    start: float, end: float, y: float, unit: str, picture_width: float = _WIDTH
+) -> Iterator[str]:
+    width = picture_width - _LEFT - _RIGHT
     step = _nice((end - start) / 8)
     for number in range(int((end - start) / step) + 1 if step else 1):
         value = start + number * step
@@ -267,7 +277,9 @@ def _axis(start: float, end: float, y: float, unit: str) -> Iterator[str]:
 # Trees --------------------------------------------------------------------------------------------
 
 
-def _trees(segments: Sequence[Segment], top: float) -> tuple[list[str], float]:
+def _trees(
+    segments: Sequence[Segment], top: float, picture_width: float
+) -> tuple[list[str], float]:
     """The trees drawn below `top`, and their height; fillers (plan/joint_forest.py) are in none."""
     lanes = _lanes(segments)
     spans = [
@@ -282,7 +294,7 @@ def _trees(segments: Sequence[Segment], top: float) -> tuple[list[str], float]:
         return [], 0
     num_lanes = 1 + max(lanes[rollout] for *_, span in spans for rollout in span.rollouts)
     lane = min(float(_LANE), _TREES_HEIGHT / num_lanes)
-    width, length = _WIDTH - _LEFT - _RIGHT, max(span.end for *_, span in spans)
+    width, length = picture_width - _LEFT - _RIGHT, max(span.end for *_, span in spans)
     which = f"first {_counted(len(shown), 'tree')} of {num_trees}"
     if len(shown) == num_trees:
         which = "tree" if num_trees == 1 else "trees"
@@ -301,9 +313,11 @@ def _trees(segments: Sequence[Segment], top: float) -> tuple[list[str], float]:
             f"from position {span.start}, {span.length} tokens\n"
             f"{_counted(len(span.rollouts), 'rollout')}: {_listed(span.rollouts)}"
         )
-        colour = _colour("F", segments[index].inner, tree)
+        colour = phase_colour("F", segments[index].inner, tree)
         parts.extend(svg.labelled(box, colour, str(index), tip))
-    parts.extend(_axis(0, length, top + lane * num_lanes + 3, "position in the rollout"))
+    parts.extend(
+        _axis(0, length, top + lane * num_lanes + 3, "position in the rollout", picture_width)
+    )
     return parts, lane * num_lanes
 
 
@@ -329,7 +343,8 @@ def _shown(spans: Sequence[tuple[int, int, Span]], lanes: dict[int, int]) -> tup
 # Colours and numbers ------------------------------------------------------------------------------
 
 
-def _colour(kind: str, inner: bool, tree: int) -> str:
+def phase_colour(kind: str, inner: bool, tree: int) -> str:
+    """The colour of a forward ("F") or backward ("B") of a segment of the tree with this number."""
     hue, lightness, saturation = _PHASES[kind, inner][1]
     shifted = (hue + _HUE_SHIFTS[tree % len(_HUE_SHIFTS)]) % 360 / 360
     channels = colorsys.hls_to_rgb(shifted, lightness, saturation)
