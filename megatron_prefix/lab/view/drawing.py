@@ -277,9 +277,7 @@ def _axis(
 # Trees --------------------------------------------------------------------------------------------
 
 
-def _trees(
-    segments: Sequence[Segment], top: float, picture_width: float
-) -> tuple[list[str], float]:
+def _trees(segments: Sequence[Segment], top: float, whole: float) -> tuple[list[str], float]:
     """The trees drawn below `top`, and their height; fillers (plan/joint_forest.py) are in none."""
     lanes = _lanes(segments)
     spans = [
@@ -294,7 +292,7 @@ def _trees(
         return [], 0
     num_lanes = 1 + max(lanes[rollout] for *_, span in spans for rollout in span.rollouts)
     lane = min(float(_LANE), _TREES_HEIGHT / num_lanes)
-    width, length = picture_width - _LEFT - _RIGHT, max(span.end for *_, span in spans)
+    width, length = whole - _LEFT - _RIGHT, max(span.end for *_, span in spans)
     which = f"first {_counted(len(shown), 'tree')} of {num_trees}"
     if len(shown) == num_trees:
         which = "tree" if num_trees == 1 else "trees"
@@ -315,9 +313,7 @@ def _trees(
         )
         colour = phase_colour("F", segments[index].inner, tree)
         parts.extend(svg.labelled(box, colour, str(index), tip))
-    parts.extend(
-        _axis(0, length, top + lane * num_lanes + 3, "position in the rollout", picture_width)
-    )
+    parts.extend(_axis(0, length, top + lane * num_lanes + 3, "position in the rollout", whole))
     return parts, lane * num_lanes
 
 
