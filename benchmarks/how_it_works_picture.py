@@ -110,8 +110,9 @@ def order(forest: Forest, timeline: Timeline, top: float) -> Iterator[str]:
         (READS, top - 3, -1, PAYLOAD[1]),
         (SENDS, top + height + 3, 1, GRADIENTS[1]),
     ):
-        for start, end, rise in arrows:
-            yield arc(places[start], places[end], y, up * rise, colour)
+        for arrow in arrows:
+            ends = places[arrow.start], places[arrow.end]
+            yield arc(*ends, y, up * arrow.height, colour)
     yield svg.text(LEFT - 10, top - 22, "K/V", SIZE, PAYLOAD[1], anchor="end", weight=600)
     low = top + height + 34
     yield svg.text(LEFT - 10, low, "gK/gV", SIZE, GRADIENTS[1], anchor="end", weight=600)
