@@ -3,17 +3,16 @@
 import json
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.errors import StepOutOfMemory, UserError
+from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.lab.bench import longest, memory
 from megatron_prefix.lab.bench.memory import Way
 from megatron_prefix.lab.bench.scores import held_by_math, with_saved_scores
 from megatron_prefix.lab.bench.work import GroupShape
-from megatron_prefix.lab.cli import bench, bench_memory
+from megatron_prefix.lab.cli import bench
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.predict.execution import Execution
@@ -42,39 +41,23 @@ def measured(chunks, way):
     return memory.measure(shape, Way.parse(way), chunks, CONFIG, repeats=0, seed=1)
 
 
-def test_ways_are_parsed():
-    assert str(Way.parse("recompute+full")) == "recompute+full"
-    assert Way.parse("stock") == Way("stock", "none")
-    for text in ("stock+", "stock+half", "forget"):
-        with pytest.raises(UserError, match="give one of stock, retain"):
-            Way.parse(text)
-
-
 def test_policies_hold_less_one_after_the_other(chunks):
-    ways = ("retain", "recompute_act", "recompute", "offload", "retain+full")
+    ways = ("stock", "stock+full", "retain", "recompute", "offload")
     found = {way: measured(chunks, way) for way in ways}
     counted = {way: row.peak_gib for way, row in found.items()}
-    assert counted["offload"] < counted["recompute"] < counted["recompute_act"] < counted["retain"]
-    assert counted["retain+full"] < counted["retain"]
+    assert counted["offload"] < counted["recompute"] < counted["retain"]
+    assert counted["stock+full"] < counted["stock"]
     assert found["offload"].offloaded_gib > 0 == found["retain"].offloaded_gib
     for row in found.values():
         assert not row.problem and row.ms > 0 and row.predicted_gib >= 0.9 * row.peak_gib
     assert unwrap(chunks[0]).config.recompute_granularity is None
 
 
-def test_the_stock_schedule_is_a_plan_that_shares_nothing(chunks):
-    row = measured(chunks, "stock")
-    assert row.wave_gib == row.peak_gib and row.predicted_wave_gib == row.predicted_gib
-    full = measured(chunks, "stock+full")
-    assert full.peak_gib < row.peak_gib and full.predicted_gib < row.predicted_gib
-
-
-@pytest.mark.parametrize("way", ["stock", "recompute_act", "stock+full"])
-def test_the_example_of_the_help_is_predicted_within_a_tenth(way, one):
+def test_the_example_of_the_help_is_predicted_within_a_tenth(one):
     """As documented, and the stock schedule's scores of attention with it."""
     assert "bench memory --shapes 512:64:4" in bench.EPILOG
     shape = GroupShape.parse("512:64:4")
-    row = memory.measure(shape, Way.parse(way), one, PrefixConfig(), repeats=0, seed=0)
+    row = memory.measure(shape, Way.parse("stock"), one, PrefixConfig(), repeats=0, seed=0)
     assert row.peak_gib is not None and 0.9 <= row.predicted_gib / row.peak_gib <= 1.1
 
 
@@ -114,9 +97,8 @@ def test_the_frontier_is_where_the_model_says_that_it_ends(chunks):
         assert (peak <= 3e7) == fits
 
 
-@pytest.mark.parametrize("end", [300, 3000])
-def test_the_frontier_is_tried_on_both_sides(end, chunks, monkeypatch):
-    lengths = []
+def test_the_frontier_is_tried_on_both_sides(chunks, monkeypatch):
+    end, lengths = 300, []
 
     def measure(shape, *_, **__):
         lengths.append(shape.prompt + shape.response)
@@ -151,6 +133,7 @@ def test_the_verb(tmp_path):
     ("arguments", "message"),
     [
         (["--ways", "nothing"], "give one of stock, retain"),
+        (["--cp", "2"], "bench memory runs on one rank"),
         (["--chunk-tokens", "auto"], "--chunk-tokens auto: give a number"),
         (["--rollouts", "x.jsonl"], "bench memory runs synthetic shapes"),
         (["--capacity-gb", "-1"], "from 0"),
@@ -158,34 +141,3 @@ def test_the_verb(tmp_path):
 )
 def test_bad_usage(arguments, message, capsys):
     assert message in failure(capsys, "bench", "memory", *arguments)
-
-
-@pytest.mark.parametrize(
-    "option", ["--ways retain", "--frontier 8"],
-)  # fmt: skip
-def test_its_options_are_not_for_times(option, capsys):
-    name = option.split()[0]
-    assert f"{name} is for `bench memory`: add memory" in failure(capsys, "bench", *option.split())
-
-
-def row_of(way):
-    return memory.Row("512:64:4", way, 0.0, 0.8, 0.3, 0.4, None, 5.0)
-
-
-@pytest.mark.parametrize(("device", "compared"), [("cpu", False), ("cuda", True)])
-def test_what_is_offloaded_is_compared_only_where_it_is_measured(device, compared, capsys):
-    """On a CPU the table said that the prediction of the example was 187% off."""
-    args = SimpleNamespace(device=device, frontier=None)
-    bench_memory.show(args, [row_of("retain"), row_of("offload")], [])
-    said = capsys.readouterr().out
-    assert said.count("166.7%") == 1 + compared
-    assert ("off: not of offload" in said) != compared
-
-
-def test_labels_of_the_plot_are_within_it():
-    drawn = bench_memory.figure([row_of("stock"), row_of("offload")], lambda way: way == "stock")
-    drawn.draw_without_rendering()
-    box = drawn.axes[0].yaxis.get_label().get_window_extent()
-    assert drawn.bbox.y0 <= box.y0 and box.y1 <= drawn.bbox.y1
-    dashes = [dots.get_offsets()[0][1] for dots in drawn.axes[0].collections]
-    assert dashes[0] == 0.8 and dashes[1] is np.ma.masked

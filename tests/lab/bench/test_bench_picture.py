@@ -3,7 +3,6 @@
 import pytest
 
 from megatron_prefix.lab.bench import timing
-from tests.harness.command_line import BUNDLED, forked
 
 pytest.importorskip("matplotlib")
 from megatron_prefix.lab.bench.picture import PHASES, PREFIX, STOCK, figure
@@ -51,39 +50,6 @@ def test_a_step_is_stacked_by_phase_beside_the_stock_schedules():
     assert "96:24:3" in texts(peaks) and "8:4:2" in texts(peaks)
 
 
-def test_waits_and_bubbles_of_a_pipeline():
-    waits = row(phase_ms=PHASE_MS | {"wait": 5.0}, bubble=0.25, simulated_bubble=0.125)
-    _, phases, peaks = figure([waits]).axes
-    assert boxes(phases, PHASES["wait"][1]) == [(95.0, 5.0)]
-    assert "bubble 0.250\nsimulated 0.125" in texts(peaks)
-
-
-def test_every_step_of_a_file():
-    several = row(
-        name="agents.jsonl.gz", stock_step_ms=(1.0, 2.0, 4.0), prefix_step_ms=(1.0, 1.5, 2.0)
-    )
-    *_, phases, _peaks, steps = figure([several, row()]).axes
-    assert boxes(phases, STOCK) == [(0, 4.0), (0, 300.0)]  # the last step, as the phases
-    drawn = [(line.get_linestyle(), list(line.get_ydata())) for line in steps.lines]
-    assert drawn == [("--", [1.0, 2.0, 4.0]), ("-", [1.0, 1.5, 2.0])]
-
-
-def test_a_step_that_ran_stock_has_no_phases():
-    _, phases, _ = figure([row(phase_ms={}), row()]).axes
-    assert [box.get_height() for box in phases.patches if box.get_hatch()] == [100.0]
-    assert boxes(phases, PHASES["B"][1]) == [(0.0, 0.0), (20.0, 50.0)]
-
-
-def test_no_panel_for_memory_that_was_not_measured():
-    assert len(figure([row(stock_gib=0.0, prefix_gib=0.0)]).axes) == 2
-
-
-def test_rows_of_other_segments_are_told_apart():
-    drawn = figure([row(), row(segment_tokens=2048)]).axes[-1]
-    assert "segments 4096" in texts(drawn) and "segments 2048" in texts(drawn)
-    assert "segments" not in texts(figure([row()]).axes[-1])
-
-
 def test_bars_and_names_lie_in_the_figure(tmp_path):
     rows = [row(name=f"a-file-with-a-long-name-{number}.jsonl.gz") for number in range(6)]
     drawn = figure(rows)
@@ -92,11 +58,3 @@ def test_bars_and_names_lie_in_the_figure(tmp_path):
     width, height = drawn.get_size_inches()
     assert box.x0 >= -0.02 and box.y0 >= -0.02
     assert box.x1 <= width + 0.02 and box.y1 <= height + 0.02
-
-
-def test_the_verb_draws_it(tmp_path):
-    plot = tmp_path / "bench.svg"
-    options = "--groups 1 --steps 2 --max-tokens 96 --min-gain 0 --set num_layers=1".split()
-    done = forked("bench", "--rollouts", BUNDLED, *options, "--plot", str(plot))
-    assert done.returncode == 0, done.stderr
-    assert plot.read_text(encoding="utf-8").lstrip().startswith("<?xml")

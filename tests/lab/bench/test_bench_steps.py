@@ -26,7 +26,7 @@ pytestmark = pytest.mark.turns
 SPEC = resolve("tiny-llama", num_layers=1).with_vocab(64)
 CONFIG = PrefixConfig(min_gain=0)
 WARM_UP = 2
-BASELINES = (Baseline("rollout"), Baseline("packed", 64), Baseline("packed", 10_000))
+BASELINES = (Baseline("rollout"), Baseline("packed", 64))
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +71,7 @@ def test_both_schedules_are_warmed_alike(chunks, calls, baseline):
     assert {*timing.phase_ms} == {*"ABC", "wait"} and min(timing.phase_ms.values()) >= 0
     assert timing.tflops > 0 and timing.bubble < 0.5 and timing.simulated_bubble == 0
     assert {len(tokens) for _, tokens in calls} == {timing.microbatches}
-    assert (
-        timing.microbatches
-        == {"rollout": 3, "packed": 1 + (baseline.pack_tokens == 64)}[baseline.name]
-    )
+    assert timing.microbatches == {"rollout": 3, "packed": 2}[baseline.name]
 
 
 def test_steps_are_of_new_groups_and_each_is_run_once_by_both(chunks, calls):
@@ -90,14 +87,6 @@ def test_steps_are_of_new_groups_and_each_is_run_once_by_both(chunks, calls):
     assert timing.raw_tokens == sum(len(r) - 1 for g in groups[2:] for r in g.rollouts)
     assert timing.speedup == sum(timing.stock_step_ms) / sum(timing.prefix_step_ms)
     assert timing.median_speedup == timing.stock_ms / timing.prefix_ms
-
-
-def test_several_steps_warm_up_in_turn(chunks, calls):
-    groups = some_groups(8)
-    before = [groups[n : n + 1] for n in range(5)]
-    timed(chunks, Work("file", CONFIG, before, [groups[5:]]), BASELINES[0])
-    assert len(calls) == 2 * 6 + 1 and len({str(tokens) for _, tokens in calls}) == 6
-    assert calls[0][1] == calls[6][1]
 
 
 def test_steps_that_fall_back_execute_every_token(chunks):
@@ -124,9 +113,11 @@ def test_the_bound_counts_pairs_and_all_that_can_be_shared():
 # The verb -----------------------------------------------------------------------------------------
 
 
-def test_consecutive_steps_of_a_file():
+def test_consecutive_steps_of_a_file(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "plot.svg"
     options = "--groups 1 --steps 2 --max-tokens 96 --min-gain 0 --pack-tokens 200".split()
-    options += ["--prefix-schedule", "auto", "--set", "num_layers=1", "--json"]
+    options += ["--prefix-schedule", "auto", "--set", "num_layers=1", "--json", "--plot", str(plot)]
     done = forked("bench", "--rollouts", BUNDLED, *options)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -134,6 +125,7 @@ def test_consecutive_steps_of_a_file():
     assert result["alignment"]["passed"] and result["alignment"]["baseline"] == "packed"
     assert (row["baseline"], row["pack_tokens"], row["steps"]) == ("packed", 200, 2)
     assert len(row["stock_step_ms"]) == len(row["prefix_step_ms"]) == 2
+    assert plot.read_text(encoding="utf-8").lstrip().startswith("<?xml")
     assert row["executed_tokens"] < row["raw_tokens"] and row["segments"] > 0
     assert row["bound"] >= row["plan_bound"] > 1 and row["microbatches"] < row["rollouts"]
 
@@ -173,8 +165,7 @@ def ranked(*options):
 @pytest.mark.parametrize(
     "options",
     [
-        "--cp 2 --overlap-grad-reduce", "--tp 2 --sequence-parallel --forward-only",
-        "--pp 2 --chunk-tokens 48",
+        "--cp 2 --overlap-grad-reduce --forward-only", "--pp 2 --chunk-tokens 48",
     ],
 )  # fmt: skip
 def test_schedules_are_timed_in_a_layout(options):
@@ -191,10 +182,6 @@ def test_schedules_are_timed_in_a_layout(options):
     assert (row["phase_ms"]["C"] == 0) == found["forward_only"]
     assert (row["simulated_bubble"] > 0) == (found["layout"]["pp"] > 1)
     assert 0 <= row["bubble"] < 1
-
-
-def test_memory_is_measured_on_one_rank(capsys):
-    assert "bench memory runs on one rank" in failure(capsys, "bench", "memory", "--cp", "2")
 
 
 def test_the_log_of_router_losses_is_that_of_the_timed_model():

@@ -5,12 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_prefix.device.tolerance import relative_error
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models import weights
-from megatron_prefix.lab.models.build import build_model, build_optimizer, unwrap
-from megatron_prefix.lab.models.config import alignment, transformer_config
+from megatron_prefix.lab.models.build import build_model, build_optimizer
+from megatron_prefix.lab.models.config import alignment
 from megatron_prefix.lab.models.presets import PRESETS, ModelSpec, resolve
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.runtime import Layout
@@ -20,7 +19,6 @@ from tests.harness.stock import (
     LENGTH,
     NUM_MICROBATCHES,
     VOCAB,
-    forward_backward,
     microbatches,
     named_parameters,
     train_one_step,
@@ -31,7 +29,6 @@ TERMS = LENGTH * NUM_MICROBATCHES  # tokens behind one element of a weight gradi
 NO_AUX = {"moe_aux_loss_coeff": 0.0}
 SP = {"sequence_parallel": True}
 FIELDS = {field.name for field in dataclasses.fields(ModelSpec)}
-WRONG = ("input_layernorm", "self_attention.q_layernorm")
 
 
 _references = {}
@@ -66,106 +63,28 @@ def assert_same_step(steps, expected, layout, dtype, *, grads=True):
 
 
 LAYOUTS = [
-    ("tiny-qwen3", Layout(tp=2, **SP)), ("tiny-qwen3", Layout(pp=2, vpp=2)),
-    ("tiny-qwen3", Layout(cp=2)), ("tiny-moe", Layout(tp=2, dp=2, ep=2, **SP)),
-    ("tiny-deepseek", Layout(tp=2, **SP)), ("tiny-gpt-oss", Layout(dp=2, ep=2)),
+    ("tiny-qwen3", Layout(pp=2, vpp=2)), ("tiny-moe", Layout(tp=2, dp=2, ep=2, **SP)),
+    ("tiny-deepseek", Layout(tp=2, **SP)),
 ]  # fmt: skip
-"""Each way of cutting weights: columns and rows, stages, experts, latents, biases of experts."""
+"""Stages; columns, rows and experts; latents."""
 
 
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
 def test_float64_step_is_the_same_in_every_layout(name, layout):
     options = {"dtype": "float64"}
-    if layout.cp > 1 or (name in ("tiny-moe", "tiny-gpt-oss") and layout.dp > 1):
+    if name == "tiny-moe":
         options["overrides"] = NO_AUX
     steps = run_ranks(layout.world_size, lambda: train_one_step(name, layout, **options))
     assert_same_step(steps, reference(name, **options), layout, torch.float64)
 
 
-def test_latents_without_sequence_parallelism_are_wrong_in_stock():
-    """The gradient of the keys' rotated part, one for all heads, misses those of other ranks."""
-    name, dense = "tiny-deepseek", {"num_moe_experts": None, "moe_layer_freq": 1}
-    alone = reference(name, dtype="float64", overrides=dense)
-    layout = Layout(tp=2, **SP)
-
-    def step(sequence_parallel):
-        changed = {"sequence_parallel": sequence_parallel}
-        return train_one_step(
-            name, layout, dtype="float64", overrides=dense, config_overrides=changed
-        )
-
-    assert_same_step(run_ranks(2, step, True), alone, layout, torch.float64)
-    steps = run_ranks(2, step, False)
-    losses = torch.tensor([step.losses for step in steps])
-    assert_close(losses, torch.tensor(alone.losses).expand(2, -1), VOCAB, torch.float64, "losses")
-    errors = {
-        norm: relative_error(steps[0].grads[norm], alone.grads[norm])
-        for norm in (f"decoder.layers.0.{one}.weight" for one in WRONG)
-    }
-    assert all(error > 0.1 for error in errors.values()), errors  # seen: 0.18 and 1.0
-
-
-SHARDED = {"use_distributed_optimizer": True}
-OVERLAPPED = {"overlap_grad_reduce": True, "bucket_size": 5000}
-
-
-REDUCED = [("tiny-llama", SHARDED, "float32"), ("tiny-moe", OVERLAPPED, "bfloat16")]
-
-
-@pytest.mark.parametrize(("name", "options", "dtype"), REDUCED)
-def test_sharded_and_overlapped_steps_are_plain_steps(name, options, dtype):
-    layout, overrides = Layout(dp=2), NO_AUX if name == "tiny-moe" else {}
-    plain, other = (
-        run_ranks(
-            2,
-            lambda extra=extra: train_one_step(
-                name, layout, dtype=dtype, overrides=overrides, **extra
-            ),
-        )
-        for extra in ({}, options)
-    )
-    for mine, theirs in zip(other, plain, strict=True):
-        for parameter, value in theirs.params.items():
-            assert_close(mine.params[parameter], value, TERMS, what=parameter)
-
-
-@pytest.mark.parametrize(
-    ("name", "recompute"),
-    [("tiny-llama", "full"), ("tiny-deepseek", "full"), ("tiny-moe", "selective")],
-)
-def test_recompute_changes_nothing(name, recompute):
-    plain = reference(name, dtype="float64")
-    again = reference(name, dtype="float64", recompute=recompute)
-    for parameter, grad in plain.grads.items():
-        assert torch.equal(again.grads[parameter], grad), parameter
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("tiny-qwen3", "bfloat16"), ("tiny-moe", "bfloat16"), ("tiny-gpt-oss", "float32")],
-)
-def test_narrower_dtypes_train_the_same_model(name, dtype):
+def test_narrower_dtypes_train_the_same_model():
     """Only the loss: what rounding does to gradients of a whole model has no simple bound."""
-    exact, rounded = reference(name, dtype="float64"), reference(name, dtype=dtype)
-    wide = torch.float32 if dtype == "bfloat16" else getattr(torch, dtype)
-    assert {grad.dtype for grad in rounded.grads.values()} == {wide}
-    assert {param.dtype for param in rounded.params.values()} == {getattr(torch, dtype)}
+    exact, rounded = (reference("tiny-qwen3", dtype=dtype) for dtype in ("float64", "bfloat16"))
+    assert {grad.dtype for grad in rounded.grads.values()} == {torch.float32}
+    assert {param.dtype for param in rounded.params.values()} == {torch.bfloat16}
     losses, expected = torch.tensor(rounded.losses), torch.tensor(exact.losses)
-    assert_close(losses, expected, VOCAB, getattr(torch, dtype))
-
-
-def gradients_without_ddp(name):
-    runtime.initialize(Layout())
-    chunks = build_model(resolve(name).with_vocab(VOCAB), dtype="float64", wrap_ddp=False)
-    forward_backward(chunks, microbatches(Layout()))
-    return {name: parameter.grad for name, parameter in named_parameters(chunks).items()}
-
-
-def test_without_ddp_gradients_are_in_grad():
-    expected = reference("tiny-qwen3", dtype="float64").grads
-    [grads] = run_ranks(1, gradients_without_ddp, "tiny-qwen3")
-    for parameter, grad in expected.items():
-        assert_close(grads[parameter], grad, TERMS, what=parameter)
+    assert_close(losses, expected, VOCAB, torch.bfloat16)
 
 
 def losses_of_both_kinds():
@@ -204,47 +123,15 @@ def test_weights_depend_on_seed_and_name_only():
         assert not any(torch.equal(value, before) for before in values[:n])
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-qwen3", "tiny-moe"])
-def test_parameters_are_counted_right(name):
+def test_parameters_are_counted_right():
+    name = "tiny-moe"
     [params] = run_ranks(1, parameters, name, Layout(), 1)
     built = sum(p.numel() for n, p in params.items() if not n.endswith("norm.weight"))
     spec = PRESETS[name].with_vocab(weights.padded_vocab(VOCAB, 1))
     assert built == spec.parameters()
 
 
-def config_of(name, **overrides):
-    spec = dataclasses.replace(PRESETS[name], **overrides).with_vocab(VOCAB)
-    device = torch.device("cpu")
-    return transformer_config(spec, Layout(), torch.float32, device, transformer_engine=False)
-
-
-def test_config_carries_the_spec():
-    config = config_of("tiny-moe", add_qkv_bias=True, moe_layer_freq=(True, False, True, False))
-    assert config.moe_layer_freq == [1, 0, 1, 0]
-    assert config.add_qkv_bias
-    assert not config.add_bias_linear
-    assert config.moe_router_topk == 2
-    assert not config.moe_router_pre_softmax
-    assert config.variable_seq_lengths
-    assert config.kv_channels == 16
-
-
-def test_dense_and_expert_layers_may_alternate():
-    moe_layer_freq = (True, False, True, False)
-
-    def count():
-        runtime.initialize(Layout())
-        spec = resolve("tiny-moe", moe_layer_freq=moe_layer_freq, add_qkv_bias=True).with_vocab(
-            VOCAB
-        )
-        [model] = build_model(spec, wrap_ddp=False)
-        forward_backward([model], microbatches(Layout()))
-        return [hasattr(layer.mlp, "router") for layer in unwrap(model).decoder.layers]
-
-    assert run_ranks(1, count) == [list(moe_layer_freq)]
-
-
-@pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("tp", [1, 3, 8])
 def test_vocabulary_padding_rarely_depends_on_the_layout(tp):
     padded = weights.padded_vocab(151_650, tp)
     assert padded >= 151_650
@@ -332,10 +219,7 @@ def test_what_megatron_refuses_is_told_in_one_line():
         ),
         (
             "tiny-llama",
-            {
-                "window_size": (16, 0), "window_attn_skip_freq": (1, 0, 1, 1), "num_layers": 4,
-                "mtp_num_layers": 1,
-            },
+            {"window_size": (16, 0), "window_attn_skip_freq": (1, 0, 1, 1), "mtp_num_layers": 1},
             "window_attn_skip_freq has no flag for the layer of multi-token prediction",
         ),
     ],
@@ -355,11 +239,6 @@ def test_mistakes_that_are_not_megatrons_stay(monkeypatch):
     with one_rank(), pytest.raises(ValueError, match="ours") as caught:
         build_model(resolve("tiny-llama").with_vocab(VOCAB))
     assert not isinstance(caught.value, UserError)
-
-
-def test_an_open_vocabulary_is_refused():
-    with pytest.raises(UserError, match=r"call with_vocab\(size\)"):
-        build_model(resolve("tiny-llama"))
 
 
 def optimizer_for(model_options, optimizer_options):

@@ -96,13 +96,6 @@ def test_align_in_fp32(folders, rollouts, family, layout):
     assert answer.result["passed"] and answer.num_filled == 1
 
 
-def test_align_in_16_bit_against_the_same_weights(folders, rollouts):
-    options = ("--rollouts", rollouts, "--load-hf", str(folders["qwen3"]), "--dtype", "bfloat16")
-    answer = told("align", *options, "--set", "num_layers=2", "--min-gain", "8")
-    assert answer.result["passed"] and answer.result["grad_error_ratio_max"] > 0
-    assert answer.num_filled == 1  # the reference copies them
-
-
 def test_the_16_bit_reference_has_the_rounded_weights(folders):
     folder = str(folders["qwen3"])
     with one_rank():
@@ -127,12 +120,3 @@ def test_train_compares_and_resumes_with_the_same_weights_alone(folders, rollout
     options[3] = str(other)
     refused = told(*options, "--steps", "3", "--resume")
     assert refused.code == 2 and "of another model (hf_weights" in refused.err
-
-
-def test_bench_says_which_weights(folders, rollouts):
-    options = ("--rollouts", rollouts, "--groups", "2", "--repeats", "1", "--dtype", "float32")
-    answer = told("bench", "--load-hf", str(folders["moe"]), *options)
-    result = answer.result
-    assert result["weights"] == result["model"] == str(folders["moe"])
-    assert result["alignment"]["passed"]
-    assert answer.num_filled == 2  # of few layers to align, then whole

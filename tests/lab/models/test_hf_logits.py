@@ -89,9 +89,7 @@ def test_logits_are_those_of_transformers(tmp_path, family):
 
 
 LAYOUTS = [
-    ("qwen3-tied", TP_PP), ("qwen2-tied", Layout(tp=2, pp=2, sequence_parallel=True)),
-    ("llama", Layout(pp=2, vpp=2)), ("moe", TP_PP_EP),
-    ("moonlight", Layout(tp=2, sequence_parallel=True)), ("nemotron-h", TP_PP),
+    ("qwen3-tied", TP_PP), ("moe", TP_PP_EP), ("moonlight", Layout(tp=2, sequence_parallel=True)),
 ]  # fmt: skip
 """Of other families each rank's weights are those of one rank, whose logits are held above."""
 
@@ -134,9 +132,8 @@ def held(folder, layout):
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("qwen2", Layout(tp=2, cp=2)), ("qwen3-tied", Layout(pp=2, vpp=2, dp=2)),
-        ("moe-unscaled", Layout(tp=2, cp=2, ep=2, sequence_parallel=True)), ("deepseek", TP_PP_EP),
-        ("qwen3-next", TP_PP_EP), ("qwen3.5", TP_PP), ("gpt-oss", Layout(pp=2, dp=2, ep=2)),
+        ("qwen2", Layout(tp=2, cp=2)), ("qwen3-tied", Layout(pp=2, vpp=2)),
+        ("qwen3-next", TP_PP_EP), ("gpt-oss", Layout(dp=2, ep=2)),
         ("nemotron-h-moe", Layout(tp=2, ep=2, dp=2, sequence_parallel=True)),
     ],
 )  # fmt: skip

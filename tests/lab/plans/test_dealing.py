@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +12,6 @@ from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.plans.dealing import DEALS, balanced_parts, deal
 from megatron_prefix.lab.plans.placement import place
-from megatron_prefix.lab.rl.batches import with_advantages
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.layers.model import cost_of
 
@@ -56,13 +54,6 @@ def test_sums_are_equal_where_differences_cancel():
     assert sorted(map(sorted, balanced_parts([9, 6, 4, 1], 2))) == [[0, 3], [1, 2]]
 
 
-def test_parts_are_near_the_best_of_real_lengths():
-    """Log-normal, as responses are: the largest sum within 5 % of the mean."""
-    lengths = np.random.default_rng(1).lognormal(6, 0.8, 512).astype(int).tolist()
-    sums = [sum(lengths[number] for number in part) for part in balanced_parts(lengths, 8)]
-    assert max(sums) < 1.05 * sum(sums) / 8
-
-
 @pytest.mark.parametrize("how", DEALS)
 @pytest.mark.parametrize("dp", [1, 2, 3, 5])
 def test_every_rollout_is_on_one_rank_in_the_order_of_the_file(how, dp):
@@ -84,13 +75,6 @@ def test_groups_are_dealt_as_they_are_placed():
     groups = some(5)
     placed = place(groups, 2, cost_of(SPEC), CONFIG.tree_options(1))
     assert list(map(names, dealt(groups, 2, "groups"))) == list(map(names, placed.ranks))
-
-
-def test_length_looks_at_lengths_only_and_scatters_groups():
-    ranks = dealt(some(), 2, "length")
-    assert {group.name for group in ranks[0]} & {group.name for group in ranks[1]}
-    tokens = [sum(len(one) for group in rank for one in group.rollouts) for rank in ranks]
-    assert max(tokens) - min(tokens) <= 24
 
 
 def test_random_is_another_deal_with_another_seed():
@@ -115,19 +99,3 @@ def test_what_needs_equal_numbers_is_refused(how):
     assert dealt(some(2, 3), 2, how, stock=True, layout={"ep": 2})
     with pytest.raises(UserError, match="multiples of --pp 2, and there are 3"):
         dealt(some(2, 3), 2, how, stock=True, layout={"pp": 2, "vpp": 2})
-
-
-def test_an_unknown_way_is_refused():
-    with pytest.raises(UserError, match="deal 'size': give one of groups, length, random"):
-        dealt(some(), 2, "size")
-
-
-@pytest.mark.parametrize("how", ["length", "random"])
-def test_advantages_stay_those_of_the_whole_group(how):
-    """They are on the rollouts before these are dealt."""
-    groups = [with_advantages(group) for group in some()]
-    wanted = {(group.name, one.uid): one.advantage for group in groups for one in group.rollouts}
-    for rank in dealt(groups, 2, how):
-        for group in rank:
-            for one in group.rollouts:
-                assert one.advantage == wanted[group.name, one.uid]

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.data.rollouts import Group, Rollout
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.plans import placement
@@ -98,17 +97,6 @@ def test_equal_numbers_of_whole_groups_balanced_by_what_runs():
     assert placed.imbalance < 1.1 and placed.num_cut == 0
 
 
-@given(steps(), st.sampled_from(METHODS))
-def test_one_rank_gets_what_there_is(groups, method):
-    assert place(groups, 1, COST, method=method).ranks == (tuple(groups),)
-
-
-@given(steps(), st.integers(1, 5), st.sampled_from(["auto", "whole", "cut", "greedy"]))
-def test_the_same_arguments_give_the_same_placement(groups, num_ranks, method):
-    first, second = (place(groups, num_ranks, COST, method=method) for _ in range(2))
-    assert first.ranks == second.ranks
-
-
 @given(steps(), st.integers(1, 4))
 def test_a_load_is_the_cost_of_the_trees(groups, num_ranks):
     """What the search adds up rollout by rollout is what the planner's trees cost."""
@@ -155,18 +143,6 @@ def test_no_other_partition_has_a_smaller_largest_load(groups, num_ranks, method
     assert found == pytest.approx(best)
 
 
-def test_neighbours_in_the_tree_stay_together():
-    """Two pairs of rollouts with much in common, given crosswise: the cut is between pairs."""
-    left, right = [1] * 60, [2] * 60
-    rows = [[0] * 5 + side + [3 + i] * 4 for i, side in enumerate([left, right, left, right])]
-    group = Group("g", tuple(rollout("g", i, row, 66) for i, row in enumerate(rows)))
-    placed = place([group], 2, COST, TreeOptions(min_gain=0), "cut")
-    assert [[one.uid for one in rank[0].rollouts] for rank in placed.ranks] == [
-        ["0", "2"],
-        ["1", "3"],
-    ]
-
-
 def test_a_cut_group_pays_for_its_prompt_in_both_parts():
     large, small = flat("large", 40, [100] * 8), flat("small", 40, [50])
     placed = place([large, small], 2, COST, TreeOptions(min_gain=0))
@@ -180,53 +156,7 @@ def test_a_cut_group_pays_for_its_prompt_in_both_parts():
     assert max(placed.costs) < 0.7 * max(whole.costs)
 
 
-def test_a_long_prompt_is_not_paid_twice_for_little():
-    """Cut in two, both ranks would do nearly as much as one does now."""
-    placed = place([flat("g", 1000, [2, 2])], 2, COST, TreeOptions(min_gain=0))
-    assert placed.num_cut == 0
-    assert [len(members(rank)) for rank in placed.ranks] == [2, 0]
-    assert placed.imbalance == 2.0
-
-
 # Greedy -------------------------------------------------------------------------------------------
-
-
-def test_costs_of_trees_and_not_of_rollouts_decide():
-    """Four rollouts that share nearly all are one; the rollouts' tokens say four."""
-    shared = [flat(name, 200, [5, 5, 5, 5]) for name in "ab"]
-    alone = [flat(name, 200, [30]) for name in "cdef"]
-    by_tree = place([*shared, *alone], 2, COST, method="greedy")
-    by_tokens = place([*shared, *alone], 2, COST, method="tokens")
-    assert by_tree.imbalance < 1.02
-    assert [len(rank) for rank in by_tree.ranks] == [3, 3]
-    assert place([shared[0], *alone], 2, COST, method="greedy").imbalance < 1.3
-    assert place([shared[0], *alone], 2, COST, method="tokens").imbalance > 1.5
-    assert by_tokens.executed_tokens == by_tree.executed_tokens
-
-
-def test_the_costliest_comes_first():
-    groups = [
-        flat(name, 10, [size]) for name, size in zip("abcde", [40, 40, 40, 60, 60], strict=True)
-    ]
-    placed = place(groups, 2, COST, method="greedy")
-    assert [[group.name for group in rank] for rank in placed.ranks] == [
-        ["a", "c", "d"],
-        ["b", "e"],
-    ]
-
-
-def test_auto_is_no_worse_than_whole_groups_by_either_method():
-    for seed, num_ranks in itertools.product(range(6), (2, 3, 4)):
-        groups = [
-            next(generate(1, 40 + 13 * g, 20 + 11 * (g + seed) % 50, 2 + (g * seed) % 4, seed=g,
-                          tree="flat", name=f"g{g}"))
-            for g in range(9)
-        ]  # fmt: skip
-        largest = {
-            method: max(place(groups, num_ranks, TRIE, TreeOptions(min_gain=0), method).costs)
-            for method in ("auto", "whole", "greedy")
-        }
-        assert largest["auto"] <= 1.0001 * min(largest["whole"], largest["greedy"])
 
 
 # Bad usage, and real rollouts ---------------------------------------------------------------------

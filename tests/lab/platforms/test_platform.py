@@ -1,6 +1,5 @@
 """Choosing where to run, and the CPU platform. What it lets run is in tests/lab/models."""
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -11,12 +10,9 @@ import torch
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab import platforms, runtime
-from megatron_prefix.lab.models.build import build_model, build_optimizer, unwrap
-from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.platforms import cpu
 from megatron_prefix.lab.runtime import Layout
 from tests.harness.ranks import run_ranks
-from tests.harness.stock import VOCAB, forward_backward, microbatches, named_parameters
 
 
 def test_select_describes_the_cpu():
@@ -139,55 +135,15 @@ def test_groups_share_gloos_thread():
     assert run_ranks(2, threads_of_a_group) == [(1, timedelta(seconds=7), True)] * 2
 
 
-def resume(folder, layout, options, sharding, save):
-    """Two steps with a checkpoint between them: save it, or begin with it."""
-    runtime.initialize(layout)
-    from megatron.core import dist_checkpointing as checkpoints
-
-    spec = resolve("tiny-llama", tie_embeddings=True).with_vocab(VOCAB)
-    seed = 1 if save else 2
-    chunks = build_model(spec, layout=layout, seed=seed, **options)
-    optimizer = build_optimizer(chunks, lr=1e-3, clip_grad=0.0)
-
-    def state(loading):
-        model = unwrap(chunks[0]).sharded_state_dict()
-        metadata = {"distrib_optim_sharding_type": sharding}
-        return {
-            "model": model,
-            "optimizer": optimizer.sharded_state_dict(model, loading, metadata=metadata),
-        }
-
-    if save:
-        forward_backward(chunks, microbatches(layout))
-        optimizer.step()
-        checkpoints.save(state(False), folder)
-        assert not multiprocessing.active_children(), "another process, which imports torch"
-    else:
-        loaded = checkpoints.load(state(True), folder)
-        unwrap(chunks[0]).load_state_dict(loaded["model"])
-        optimizer.load_state_dict(loaded["optimizer"])
-    forward_backward(chunks, microbatches(layout))
-    optimizer.step()
-    return {name: value.detach().clone() for name, value in named_parameters(chunks).items()}
-
-
-SHARDED = {"use_distributed_optimizer": True}
-
-
-@pytest.mark.parametrize(
-    ("layout", "options", "sharding"),
-    [
-        (Layout(dp=2), SHARDED, "dp_reshardable"),
-        (Layout(dp=2), {**SHARDED, "dtype": "bfloat16"}, "fully_reshardable"),
-        (Layout(tp=2, pp=2, sequence_parallel=True), {}, "fully_reshardable"),
-    ],
-    ids=["sharded-simply", "sharded-bf16", "tp-pp"],
-)
-def test_a_checkpoint_resumes_exactly(tmp_path, layout, options, sharding):
-    through, resumed = (
-        run_ranks(layout.world_size, resume, str(tmp_path), layout, options, sharding, save)
-        for save in (True, False)
-    )
-    for mine, theirs in zip(resumed, through, strict=True):
-        for name, value in theirs.items():
-            assert torch.equal(mine[name], value), name
+def test_stand_ins_last_for_the_import_which_needs_them(monkeypatch):
+    cpu.enable(hide_gpus=True)
+    cpu.load_recurrent_layers()
+    names = {name.partition(".")[0] for name in sys.modules}
+    assert not names & {"fla", "causal_conv1d", "mamba_ssm"}
+    mixer = sys.modules["megatron.core.ssm.mamba_mixer"]
+    cpu.load_recurrent_layers()
+    assert sys.modules["megatron.core.ssm.mamba_mixer"] is mixer
+    monkeypatch.delattr(mixer, "_on_cpu")
+    monkeypatch.setattr(mixer, "HAVE_MAMBA_SSM", False)
+    with pytest.raises(UserError, match="imported without mamba-ssm"):
+        cpu.load_recurrent_layers()

@@ -10,9 +10,7 @@ import os
 import pickle
 import resource
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,9 +20,6 @@ from megatron_prefix.lab.rl.checkpoint_files import _IndexUnpickler
 from tests.harness import fuzzing
 from tests.harness.ranks import run_ranks
 from tests.lab.rl.test_fuzz_checkpoints import ARGUMENTS, STEP
-
-Change = Callable[[Path], Any]
-Ended = tuple[int, str, bool]
 
 
 class Payload:
@@ -158,14 +153,8 @@ def test_members_of_an_indexs_enums_are_read(owner, member):
     "arguments",
     [
         (FORMATS, "V__class__\n"),
-        (FORMATS, "Vmro\n"),
-        (FORMATS, "(l"),
         (getattr_of(FORMATS, CHANNELS_LAST), "V__class__\n"),
-        (getattr_of(FORMATS, CHANNELS_LAST), CHANNELS_LAST),
-        (f"c{CHECKPOINT}.metadata\nMetadata\n", "V__init__\n"),
-        ("ctorch.serialization\n_get_layout\n", "V__globals__\n"),
         ("cbuiltins\ngetattr\n", "V__globals__\n"),
-        ("Vtext\n", "Vformat\n"),
         # Enums and modules that do not belong into an index.
         (f"c{CHECKPOINT}.planner\nLoadItemType\n", "VTENSOR\n"),
         ("cos\npath\n", "Vjoin\n"),
@@ -177,12 +166,9 @@ def test_getattr_reads_nothing_else(arguments):
         read(getattr_of(*arguments))
 
 
-@pytest.mark.parametrize(
-    "name", ["metadata\nMetadataIndex", "planner\nWriteItemType", "metadata\nMetadata"]
-)
-def test_an_index_cannot_change_its_classes(name):
+def test_an_index_cannot_change_its_classes():
     """Else calls could reach Python's own getattr later that have not been seen here."""
-    changed = f"c{CHECKPOINT}.{name}\n(N(dV__call__\ncbuiltins\ngetattr\nstb"
+    changed = f"c{CHECKPOINT}.metadata\nMetadata\n(N(dV__call__\ncbuiltins\ngetattr\nstb"
     with pytest.raises(pickle.UnpicklingError, match="does not belong into"):
         read(changed)
 
@@ -249,19 +235,13 @@ def test_values_that_no_run_has_are_refused(good, tmp_path):
     one = json.loads((good / STEP / "train.json").read_text("utf-8"))
     messages = {
         "step": (with_state(step=-5), "train.json: step is -5, not a number of any run"),
-        "text": (with_state(skipped="0"), "train.json: skipped is 0"),
         "missing": (with_state(skipped_in_a_row=None), "train.json: skipped_in_a_row is None"),
         "position": (
             with_state(position=10**9),
             "train.json: position 1000000000 of rollouts of 2 groups",
         ),
-        "format": (with_state(format=True), "train.json: format True, and this release reads 1"),
         "newer": (with_state(format=2), "train.json: format 2, and this release reads 1; resume"),
         "identity": (with_state(identity=[]), "train.json: identity is missing"),
-        "model": (
-            with_state(identity={**one["identity"], "model": 3}),
-            "step-000001: of another model (name None there, tiny-llama here",
-        ),
         "field": (
             with_state(
                 identity={**one["identity"], "model": {**one["identity"]["model"], "new": 7}}
@@ -272,10 +252,6 @@ def test_values_that_no_run_has_are_refused(good, tmp_path):
             content("checkpoints/latest", lambda old: b"../../etc"),
             "latest: names no checkpoint ('../../etc'); name one: --resume",
         ),
-        "step 2": (
-            content("checkpoints/latest", lambda old: b"step-000002\n"),
-            "latest: names step-000002, which is not there; name one: --resume",
-        ),
         "metrics": (
             content("metrics.jsonl", lambda old: old + b'{"step": "2"}\n'),
             "metrics.jsonl:2: not a line of metrics (step is 2); move the file away",
@@ -285,39 +261,6 @@ def test_values_that_no_run_has_are_refused(good, tmp_path):
     for name, (code, err, same) in found.items():
         assert (code, err.count("\n"), same) == (2, 1, True), (name, err)
         assert messages[name][1] in err
-
-
-def test_common_values_of_other_types_are_refused(good, tmp_path):
-    def changed(**values):
-        def change(run):
-            common = torch.load(run / STEP / "common.pt", weights_only=True)
-            common["optimizer"]["param_groups"][1].update(values)
-            torch.save(common, run / STEP / "common.pt")
-
-        return change
-
-    def junk(run):
-        torch.save({"optimizer": {"param_groups": 3}}, run / STEP / "common.pt")
-
-    changes = {
-        "optimizer.param_groups.1.betas is no": changed(betas="no"),
-        "optimizer.param_groups.1.eps is nan": changed(eps=float("nan")),
-        "optimizer.param_groups.1.lr is x": changed(lr="x"),
-        "optimizer.param_groups is 3": junk,
-    }
-    for message, (code, err, _) in resumed(good, tmp_path, changes).items():
-        assert (code, err.count("\n")) == (2, 1), err
-        assert f"common.pt: {message}; resume from another checkpoint" in err
-    ((code, err, _),) = resumed(good, tmp_path, {"": changed(newer=1)}).values()
-    assert (code, err) == (0, "")
-
-
-def test_options_of_a_newer_release_are_told(good, tmp_path):
-    settings = json.loads((good / STEP / "train.json").read_text("utf-8"))["settings"]
-    change = with_state(settings={**settings, "new": 1}, also="this")
-    ((code, err, _),) = resumed(good, tmp_path, {"": change}).values()
-    assert code == 0
-    assert err == "the checkpoint has options that this release does not know: also, new\n"
 
 
 def in_bfloat16(run, *, told):
@@ -401,19 +344,3 @@ def test_unwritable_places_are_refused_before_the_first_step(tmp_path):
         assert (code, err.count("\n")) == (2, 1), (name, err)
         assert message in err, name
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_metrics_on_a_full_disk(tmp_path):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    ((code, err),) = run_ranks(1, lambda: train("--output", str(tmp_path)))
-    assert (code, err.count("\n")) == (2, 1)
-    assert "metrics.jsonl: cannot be written (No space left on device)" in err
-
-
-def test_a_run_that_is_refused_in_its_first_step_leaves_nothing(tmp_path):
-    """The plan can run, but is one of other rollouts, and only a step's own segments tell."""
-    plan = str(Path(__file__).parents[3] / "schedules" / "flat-group-pp1.csv")
-    output = str(tmp_path / "new" / "run")
-    ((code, err),) = run_ranks(1, lambda: train("--prefix-plan", plan, "--output", output))
-    assert (code, err.count("\n")) == (2, 1) and "segment 0 is" in err
-    assert not list(tmp_path.iterdir())

@@ -71,11 +71,6 @@ def test_steps_of_a_pipeline_with_tensor_parallelism():
     assert_within(run(Layout(tp=2, pp=2), "tiny-llama", real_groups(), 4, AUTO), 4)
 
 
-def test_steps_with_experts_that_follow_given_routes():
-    settings = replace(AUTO, routes="given")
-    assert_within(run(Layout(), "tiny-moe", real_groups(), 4, settings), 4)
-
-
 def test_a_schedule_that_loses_a_little_drifts(monkeypatch):
     """gK/gV of the suffixes with an error of 1e-4: rounding in 16 bit, a mistake in fp32."""
     add = SidecarCache.add

@@ -15,7 +15,6 @@ from megatron_prefix.lab.rl import packing
 from megatron_prefix.lab.rl.baseline import Baseline, num_packs, pack_sizes
 from megatron_prefix.lab.rl.batches import microbatch, on_cp_rank
 from megatron_prefix.lab.runtime.layout import Layout
-from tests.harness.one_rank import one_rank, small_model
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
@@ -47,12 +46,6 @@ def test_fewer_rollouts_than_microbatches_are_refused():
 def test_ranks_have_as_many_packs_as_the_stock_schedule_needs(layout, expected):
     ranks = [[5, 5, 5, 5], [20, 9, 9, 9]]
     assert num_packs(ranks, Baseline("packed", 20), layout) == expected
-
-
-@pytest.mark.parametrize(("name", "tokens"), [("thd", 8), ("packed", 0)])
-def test_unknown_baselines_are_refused(name, tokens):
-    with pytest.raises(UserError, match="give"):
-        Baseline(name, tokens)
 
 
 # Fields -------------------------------------------------------------------------------------------
@@ -90,29 +83,7 @@ def test_slices_of_a_context_parallel_rank_are_of_each_rollout():
     assert [one.tolist() for one in ends] == [[0, 8, 12, 24]] * 3
 
 
-def test_fields_that_only_some_rollouts_have_are_refused():
-    first, *rest = items()
-    with pytest.raises(ValueError, match="different fields"):
-        packing.pack([{**first, "old_logprobs": first["advantages"]}, *rest])
-
-
-def test_one_rollout_a_microbatch_stays_as_it_is():
-    whole = items()
-    assert packing.microbatches(whole, Baseline("rollout")) == whole
-    packed = packing.microbatches(whole, Baseline("packed", 10))
-    assert [len(one["cu_seqlens"]) - 1 for one in packed] == [2, 1]
-
-
 # Refusals -----------------------------------------------------------------------------------------
-
-
-def test_a_balance_by_sample_is_refused():
-    spec = dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.01)
-    with one_rank():
-        chunks = [small_model("tiny-moe", spec=spec)]
-    packing.check(chunks, Baseline("rollout"))
-    with pytest.raises(UserError, match=r"seq_aux_loss of .*; use --baseline rollout"):
-        packing.check(chunks, Baseline())
 
 
 def test_an_attention_without_packs_is_refused():

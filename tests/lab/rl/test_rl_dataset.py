@@ -36,16 +36,6 @@ def test_groups_come_in_order_and_then_again():
     assert names(rollouts.take(3, 3)) == ["g3", "g4", "g0"]
 
 
-def test_more_groups_than_there_are_is_refused():
-    with pytest.raises(UserError, match=r"groups-per-step 6 .* 5 groups"):
-        RolloutSet(tuple(some_groups(5))).take(0, 6)
-
-
-def test_minibatches_have_every_group_once_and_equally_many():
-    found = [names(groups) for groups in minibatches(some_groups(6), 2)]
-    assert found == [["g0", "g1", "g2"], ["g3", "g4", "g5"]]
-
-
 @pytest.mark.parametrize(("groups", "parts"), [(6, 4), (0, 1), (2, 3)])
 def test_uneven_minibatches_are_refused(groups, parts):
     with pytest.raises(UserError, match=rf"groups-per-step {groups} .* --minibatches {parts}"):

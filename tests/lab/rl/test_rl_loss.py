@@ -57,8 +57,7 @@ def expected(config, new, old, ref, advantage):
     return sum(losses), clipped, gradients
 
 
-@pytest.mark.parametrize("advantage", [1.5, -0.7, 0.0])
-@pytest.mark.parametrize("kl_coeff", [0.0, 0.1])
+@pytest.mark.parametrize(("advantage", "kl_coeff"), [(1.5, 0.0), (-0.7, 0.1), (0.0, 0.1)])
 def test_loss_is_the_formula(advantage, kl_coeff):
     config = GrpoConfig(clip_low=0.2, clip_high=0.3, kl_coeff=kl_coeff)
     rollout, new, old, ref = a_case()
@@ -77,17 +76,10 @@ def test_loss_is_the_formula(advantage, kl_coeff):
     assert_close(model.logprobs.grad, wanted_grad, length)
     assert num_tokens.dtype == torch.int32 and int(num_tokens) == length
     assert logs["clip_frac"].tolist() == [clipped, length]
+    assert advantage == 0 or 0 < clipped < length
     assert ("kl" in logs) == (kl_coeff > 0)
     for sums in logs.values():
         assert sums.shape == (2,) and not sums.requires_grad and int(sums[1]) == length
-
-
-def test_the_case_clips_some_tokens_and_not_others():
-    config = GrpoConfig(clip_low=0.2, clip_high=0.3)
-    rollout, new, old, ref = a_case()
-    for advantage in (1.5, -0.7):
-        clipped = expected(config, new[rollout.loss_mask[1:]], old, ref, advantage)[1]
-        assert 0 < clipped < rollout.num_trained
 
 
 def test_without_old_logprobs_the_ratio_is_one():
@@ -102,17 +94,6 @@ def test_without_old_logprobs_the_ratio_is_one():
     assert torch.equal(model.logprobs.grad, torch.where(trained, -2.0, 0.0).double())
 
 
-def test_weight_scales_the_gradient_and_not_the_log():
-    rollout, new, old, _ = a_case()
-    item = microbatch(rollout, 1.0, old_logprobs=old)
-    results = []
-    for weight in (1.0, 0.25):
-        output, loss_func = forward_step(GrpoConfig(), weight=weight)(iter([item]), Table(new))
-        loss, _, logs = loss_func(output)
-        results.append((loss.item(), logs["loss"][0].item()))
-    assert results[1][0] == 0.25 * results[0][0] and results[1][1] == results[0][1]
-
-
 def test_untrained_positions_never_overflow():
     rollout, new, old, ref = a_case()
     new = np.where(rollout.loss_mask[1:], new, -2000.0)
@@ -122,14 +103,6 @@ def test_untrained_positions_never_overflow():
     loss, _, _ = loss_func(output)
     loss.backward()
     assert torch.isfinite(loss) and torch.isfinite(model.logprobs.grad).all()
-
-
-def test_a_missing_reference_is_refused():
-    rollout, new, old, _ = a_case()
-    item = microbatch(rollout, 1.0, old_logprobs=old)
-    output, loss_func = forward_step(GrpoConfig(kl_coeff=0.1))(iter([item]), Table(new))
-    with pytest.raises(ValueError, match="ref_logprobs"):
-        loss_func(output)
 
 
 @pytest.mark.parametrize("multiple", [1, 4])

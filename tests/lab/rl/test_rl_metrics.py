@@ -10,7 +10,7 @@ import torch
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.lab.rl import flops, metrics
+from megatron_prefix.lab.rl import flops
 from megatron_prefix.lab.rl.metrics import MetricsWriter
 from megatron_prefix.lab.rl.run_folder import METRICS
 from tests.harness.command_line import BUNDLED, failure
@@ -29,14 +29,6 @@ def write(folder, steps, first=1, value=0.5):
         writer.close()
 
 
-def test_one_line_a_step(tmp_path):
-    write(tmp_path / "new" / "run", range(1, 3))
-    assert lines(tmp_path / "new" / "run") == [
-        {"step": 1, "train/loss": 1.5, "prefix_sharing/active": 1},
-        {"step": 2, "train/loss": 2.5, "prefix_sharing/active": 1},
-    ]
-
-
 @pytest.mark.parametrize(
     ("name", "rate"),
     [
@@ -50,18 +42,6 @@ def test_the_rate_of_a_gpu_is_that_of_its_card(name, rate, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     assert flops.peak_flops("bfloat16") == rate
     assert flops.peak_flops("float32") is None
-
-
-def test_times_and_rates_under_verls_names():
-    found = {"train/step_s": 4.0, "train/updates_s": 3.0, "prefix_sharing/raw_tokens": 4000}
-    assert metrics.under_verls_names(found, {"ref_logprobs": 0.5}, 2) == {
-        "timing_s/ref": 0.5,
-        "timing_s/update_actor": 3.0,
-        "timing_s/step": 4.0,
-        "perf/total_num_tokens": 4000,
-        "perf/time_per_step": 4.0,
-        "perf/throughput": 500.0,  # a second and rank
-    }
 
 
 def test_resuming_drops_what_comes_again_and_a_cut_line(tmp_path):
@@ -153,28 +133,6 @@ def test_wandb_that_cannot_start_is_one_line_and_leaves_nothing(tmp_path, capsys
     assert not folder.exists()
 
 
-@pytest.mark.usefixtures("wandb")
-def test_what_is_wrong_with_its_settings_is_said(tmp_path):
-    writer = MetricsWriter(tmp_path / "run", wandb_project="odd")
-    with pytest.raises(UserError, match="--wandb odd: 1 error mode Input should be 'online'; log"):
-        writer.begin()
-    assert list((tmp_path / "run").iterdir()) == []
-
-
-@pytest.mark.usefixtures("wandb")
-def test_a_refused_first_step_leaves_nothing_in_wandb(tmp_path):
-    for earlier in (False, True):
-        if earlier:  # files of the run that is resumed stay
-            (tmp_path / "wandb").mkdir()
-        writer = MetricsWriter(tmp_path, wandb_project="mine")
-        writer.begin()
-        assert (tmp_path / "wandb").is_dir()
-        writer.close()
-        assert (tmp_path / "wandb").is_dir() == earlier and not (tmp_path / METRICS).exists()
-    *_, exit_code = json.loads((tmp_path / "wandb" / "rows.json").read_text("utf-8"))
-    assert exit_code == 1
-
-
 def test_without_weights_and_biases_the_project_is_refused(tmp_path, monkeypatch):
     find = importlib.util.find_spec
     missing = lambda name, *more: None if name == "wandb" else find(name, *more)  # noqa: E731
@@ -201,9 +159,3 @@ def test_flops_of_packs_are_those_of_their_rollouts():
     slices = [{"tokens": torch.zeros(1, 6)}]
     whole = [{"tokens": torch.zeros(1, 12)}]
     assert flops.of_microbatches(cost, slices, 2) == flops.of_microbatches(cost, whole, 1)
-
-
-def test_utilisation_is_said_where_the_device_is_known():
-    assert metrics.of_flops(3e12, 1e12, 2.0, None) == {"prefix_sharing/tflops": 0.5}
-    found = metrics.of_flops(3e12, 1e12, 2.0, 1e12)
-    assert found["prefix_sharing/mfu"] == 0.5 and found["perf/mfu/actor"] == 1.5

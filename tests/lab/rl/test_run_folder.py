@@ -78,17 +78,6 @@ def test_metrics_of_another_run_are_kept(tmp_path):
     assert len(metrics.read_bytes().splitlines()) == 1
 
 
-def test_folders_that_were_made_for_nothing_go(tmp_path):
-    with pytest.raises(RuntimeError), claimed(tmp_path / "a" / "b"):
-        raise RuntimeError
-    assert not os.listdir(tmp_path)
-    (tmp_path / "file").touch()
-    for path in (tmp_path / "file", tmp_path / "file" / "x", tmp_path / ("x" * 256)):
-        with pytest.raises(UserError, match="cannot be written"), claimed(path):
-            pass
-    assert os.listdir(tmp_path) == ["file"]
-
-
 def test_a_lock_is_never_another_file(tmp_path):
     """It is emptied, so a link of its name would cost what it names."""
     thesis, lock = tmp_path / "thesis", tmp_path / "run" / LOCK

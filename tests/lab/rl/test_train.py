@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from megatron_prefix.config import PrefixConfig
-from megatron_prefix.lab.data.rollouts import Group, Rollout, read_groups
-from megatron_prefix.lab.rl import snapshot, updates
+from megatron_prefix.lab.data.rollouts import Group, Rollout
+from megatron_prefix.lab.rl import snapshot
 from megatron_prefix.lab.rl.job import fit_vocabulary
 from megatron_prefix.lab.rl.loss import GrpoConfig
-from tests.harness.data import BUNDLED
 from tests.harness.training import (
     SMALL,
     assert_same,
@@ -26,38 +25,16 @@ from tests.harness.training import (
 # Both schedules -----------------------------------------------------------------------------------
 
 
-def test_both_schedules_make_the_same_updates(tmp_path):
-    """The bundled file, whole rollouts, in fp32; the verdict is the numerics policy's."""
-    options = replace(SMALL, model="tiny-qwen3")
-    groups = list(read_groups(BUNDLED))[:4]
-    job = settings(compare=True, prefix=PrefixConfig())
-    ((summary, _),) = train(tmp_path, 2, job, groups, options=options)
-    assert summary.passed is True and not summary.failures
-    assert 0 < summary.grad_max_rel_diff <= summary.tolerance < 2e-4
-    assert summary.raw_tokens == sum(len(r) - 1 for g in groups for r in g.rollouts)
-    assert summary.executed_tokens < 0.5 * summary.raw_tokens
-    assert summary.speedup > 0 and summary.stock_step_s > 0
-
-
 def test_both_schedules_agree_in_float64(tmp_path):
-    job = settings(compare=True, ppo_epochs=2, num_minibatches=2, clip_grad=0.0, lr=1e-3)
+    """In two epochs, of which the second leaves the old policy."""
+    job = settings(compare=True, ppo_epochs=2, clip_grad=0.0, lr=1e-3)
     options = replace(SMALL, dtype="float64")
     ((summary, _),) = train(tmp_path, 2, job, options=options)
     assert summary.passed is True and summary.grad_max_rel_diff < 1e-12
     assert summary.loss_max_abs_diff < 1e-12
-
-
-def test_a_wrong_schedule_is_found(tmp_path, monkeypatch):
-    make = updates.forward_step
-    calls = iter(range(100))
-
-    def wrong_every_second_time(config, weight):
-        return make(config, weight=weight * (1 + 1e-3 * (next(calls) % 2)))
-
-    monkeypatch.setattr(updates, "forward_step", wrong_every_second_time)
-    ((summary, _),) = train(tmp_path, 1, settings(compare=True))
-    assert summary.passed is False and "gradient of" in summary.failures[0]
-    assert summary.grad_max_rel_diff == pytest.approx(1e-3, rel=0.1)
+    assert summary.raw_tokens == sum(len(r) - 1 for g in bundled()[2:4] for r in g.rollouts)
+    assert summary.executed_tokens < summary.raw_tokens and summary.stock_step_s > 0
+    assert metrics_of(tmp_path)[0]["train/approx_kl"] > 0
 
 
 def test_comparing_changes_nothing(tmp_path):
@@ -137,16 +114,6 @@ def test_old_logprobs_of_the_file_are_used(tmp_path):
     assert 0 < row["train/clip_frac"] < 1
 
 
-def test_later_epochs_leave_the_old_policy(tmp_path):
-    job = settings(ppo_epochs=3, groups_per_step=1, warmup_steps=0, lr=1e-3)
-
-    def ratios(trainer):
-        return [update.means["approx_kl"] for update in trainer.step().updates]
-
-    ((_, found),) = train(tmp_path, 1, job, up_to_loss(), look=ratios)
-    assert found[0] == 0 < found[1] < found[2]
-
-
 # What goes wrong ----------------------------------------------------------------------------------
 
 
@@ -160,9 +127,8 @@ def exploding():
     return [good, Group(bad.name, worse)]
 
 
-@pytest.mark.parametrize("mode", ["off", "on"])
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, mode):
-    job = settings(groups_per_step=1, mode=mode)
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
+    job = settings(groups_per_step=1)
     ((first, before),) = train(tmp_path / "a", 1, job, exploding(), look=whole_state)
     ((summary, after),) = train(tmp_path / "b", 3, job, exploding(), look=whole_state)
     assert first.error is None
@@ -214,12 +180,10 @@ FALLBACK = {"prefix_sharing/fallback_reason": str}
     ("prefix", "more", "active", "fallbacks"),
     [
         (PrefixConfig(mode="off"), {}, None, None),
-        (PrefixConfig(mode="observe"), OF_SHARING, 0, 0),
         (PrefixConfig(mode="on", min_gain=0), OF_SHARING | WHEN_SHARING, 1, 0),
         (PrefixConfig(mode="auto", min_speedup=4.5, min_gain=0), OF_SHARING | FALLBACK, 0, 2),
-        (PrefixConfig(mode="auto", min_speedup=99.0), OF_MODE | FALLBACK, 0, 2),
     ],
-    ids=["off", "observe", "on", "auto, falling back", "auto, without a tree"],
+    ids=["off", "on", "auto, falling back"],
 )
 def test_metrics_of_every_mode(tmp_path, prefix, more, active, fallbacks):
     train(tmp_path, 2, settings(prefix=prefix), up_to_loss())

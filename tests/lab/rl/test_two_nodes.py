@@ -45,7 +45,6 @@ TRAIN = shlex.split(
     f" --prefix-schedule on --save-every {SAVED}"
     f" --message-timeout-minutes {LIMIT_S / 60}"
 )
-ROWS = ["dense/PP2/chunked/none", "dense/DP2/flat/none"]
 
 
 class Ended(NamedTuple):
@@ -183,36 +182,6 @@ def test_two_nodes_compute_what_one_does(cut, undisturbed):
     assert_same(tensors(undisturbed / saved), tensors(cut.folder / saved))
 
 
-CHILD = """\
-import subprocess, sys
-from pathlib import Path
-from tests.harness.namespaces import two_nodes
-with two_nodes(Path(sys.argv[1])) as nodes:
-    for node in nodes:
-        command = node.inside("tail", "-f", sys.argv[1] + "/hosts")
-        subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    print("ready", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_killed_nodes_leave_nothing(tmp_path):
-    networks = set(os.listdir("/sys/class/net"))
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(tmp_path)], cwd=REPOSITORY, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
-    assert child.stdout is not None and child.stdout.readline() == "ready\n"
-    soon = time.monotonic() + SOON_S
-    while len(processes(f"{tmp_path}/hosts")) < 4:  # two nodes, and a command in each
-        assert time.monotonic() < soon
-    child.kill()
-    child.communicate(timeout=SOON_S)
-    while processes(f"{tmp_path}/hosts"):
-        assert time.monotonic() < soon
-    assert set(os.listdir("/sys/class/net")) == networks
-
-
 # launch/two_nodes.sh ------------------------------------------------------------------------------
 
 SCRIPT = REPOSITORY / "launch" / "two_nodes.sh"
@@ -241,25 +210,6 @@ def script(output, temporary, *arguments, **variables):
         yield started
 
 
-def test_align_runs_row_after_row_on_two_nodes(tmp_path, temporary, torchrun):
-    """By one command, of which nothing stays. In one world; the second row joins where
-    the first has left."""
-    networks = set(os.listdir("/sys/class/net"))
-    arguments = ["--device", "cpu", "--only", *ROWS, "--json"]
-    document = tmp_path / "matrix.md"
-    arguments += ["--markdown", str(document)]
-    with script(tmp_path, temporary, "align", *arguments, VENV=str(torchrun)) as started:
-        out, err = started.communicate(timeout=240)
-    assert started.returncode == 0, err[-3000:]
-    told = json.loads(out)
-    assert told["counts"] == {"aligned": 2}
-    assert all("2 ranks" in row["run"] for row in told["rows"])
-    assert [row["row"] for row in told["rows"]] == ROWS
-    assert "2 rows: 2 aligned" in document.read_text(encoding="utf-8")
-    assert not os.listdir(temporary)
-    assert set(os.listdir("/sys/class/net")) == networks
-
-
 def test_a_restart_reaches_what_an_undisturbed_run_does(cut, undisturbed, torchrun, temporary):
     """By one command, of which nothing stays."""
     networks = set(os.listdir("/sys/class/net"))
@@ -274,31 +224,3 @@ def test_a_restart_reaches_what_an_undisturbed_run_does(cut, undisturbed, torchr
     assert metrics_of(cut.folder)[-1] == metrics_of(undisturbed)[-1]
     assert not os.listdir(temporary)
     assert set(os.listdir("/sys/class/net")) == networks
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_stays_of_a_script_that_is_interrupted(tmp_path, temporary, number):
-    networks, word = set(os.listdir("/sys/class/net")), f"{tmp_path}/table.md"
-    soon = time.monotonic() + 2 * SOON_S
-    with script(tmp_path, temporary, "align", "--markdown", word) as started:
-        while len(processes(word)) < 4:  # torchrun and a rank on each node, but for more shells
-            assert time.monotonic() < soon and started.poll() is None
-            time.sleep(0.1)
-        started.send_signal(number)
-        started.communicate(timeout=SOON_S)
-    assert started.returncode == (-9 if number == signal.SIGKILL else 128 + number)
-    while processes(word):
-        assert time.monotonic() < soon
-    if number != signal.SIGKILL:
-        assert not os.listdir(temporary)
-    assert set(os.listdir("/sys/class/net")) == networks
-
-
-def processes(word):
-    """Processes that have `word` on their command line."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended
-            if word in path.read_bytes().decode(errors="replace").split("\0"):
-                found.append(path.parent.name)
-    return found

@@ -5,7 +5,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -88,7 +87,7 @@ def assert_gone(ranks, begin):
 
 @pytest.mark.parametrize(
     ("where", "number"),
-    [("collective", signal.SIGTERM), ("call", signal.SIGKILL), ("lock", signal.SIGTERM)],
+    [("collective", signal.SIGTERM), ("lock", signal.SIGTERM)],
 )
 def test_no_rank_stays_in_what_never_ends(tmp_path, where, number):
     with standing_job(tmp_path, where) as (job, ranks):
@@ -111,9 +110,8 @@ def test_a_rank_that_hears_no_signal_ends(tmp_path):
         assert job.exitcode == 143
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_ranks_start_ends_those_that_have(number, tmp_path, monkeypatch):
-    stock = launching._start
+def test_a_signal_while_ranks_start_ends_those_that_have(tmp_path, monkeypatch):
+    stock, number = launching._start, signal.SIGTERM
 
     def start(*args):
         rank = stock(*args)
@@ -122,27 +120,10 @@ def test_a_signal_while_ranks_start_ends_those_that_have(number, tmp_path, monke
 
     monkeypatch.setattr(launching, "_start", start)
     before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+    with pytest.raises(SystemExit):
         runtime.run_ranks(sleep_and_tell, 2, (str(tmp_path),))
     assert not [one for one in multiprocessing.active_children() if one.name.startswith("rank")]
     assert signal.getsignal(number) == before
-
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-
-
-def test_torchruns_ranks_end_with_it(tmp_path):
-    """It ends them itself unless it is killed."""
-    places = tmp_path / "places"
-    places.mkdir()
-    command = [*TORCHRUN, script(tmp_path, JOB), "lock", str(places)]
-    with subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL) as agent:
-        try:
-            ranks = ranks_of(places, lambda: agent.poll() is None)
-        finally:
-            begin = time.monotonic()
-            agent.kill()
-        assert_gone(ranks, begin)
 
 
 # Process groups that cannot be left ---------------------------------------------------------------

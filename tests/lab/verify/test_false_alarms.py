@@ -7,7 +7,7 @@ from tests.harness.small_cases import small_case
 
 # Of the first hundred cases, some of the 27 that were called different when the limit followed from
 # the tokens alone and each gradient was judged by its own size.  In 28 a gradient vanishes.
-SEEDS = (4, 13, 28, 47)
+SEEDS = (13, 28)
 
 
 @pytest.fixture(scope="module", autouse=True)

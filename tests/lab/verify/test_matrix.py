@@ -1,8 +1,6 @@
 """The table of layouts, and the verb around it: what counts and what is not run again."""
 
-import dataclasses
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +10,8 @@ from megatron_prefix.errors import UserError
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.cli import matrix as verb
 from megatron_prefix.lab.cli.main import main
-from megatron_prefix.lab.rl.baseline import pack_sizes
 from megatron_prefix.lab.runtime.layout import Layout
-from megatron_prefix.lab.verify import matrix
-from megatron_prefix.lab.verify.matrix import LAYOUTS, SHAPES, Result, Row, rows
+from megatron_prefix.lab.verify.matrix import LAYOUTS, SHAPES, Row, rows
 from megatron_prefix.tree import TreeOptions
 from tests.harness.command_line import failure
 
@@ -61,16 +57,6 @@ def test_the_table_has_every_combination_once():
         assert f"moe/{layout}/packed/full" in names
 
 
-def test_names_of_layouts_are_true():
-    for name, (layout, _) in LAYOUTS.items():
-        sizes = dict(part.rstrip("0123456789") and (part[:-1], int(part[-1]))
-                     for part in name.replace("+SP", "").split("x"))  # fmt: skip
-        for key in ("tp", "pp", "cp", "ep", "vpp"):
-            assert getattr(layout, key) == sizes.get(key.upper(), 1), name
-        # Experts take the context-parallel ranks first, then as many data-parallel ones as needed.
-        assert layout.dp == sizes.get("DP", sizes.get("EP", layout.cp) // layout.cp), name
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_rank_has_rollouts_and_something_to_share(shape):
     for layout, _ in LAYOUTS.values():
@@ -84,15 +70,6 @@ def test_every_rank_has_rollouts_and_something_to_share(shape):
     assert max(layout.alignment for layout, _ in LAYOUTS.values()) == 8
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_packed_rows_have_packs_of_several_rollouts(dtype):
-    shape = SHAPES["packed"]
-    lengths = [len(rollout) - 1 for group in shape.groups(1, dtype) for rollout in group.rollouts]
-    sizes = pack_sizes(lengths, shape.baseline(dtype).pack_tokens)
-    assert len(sizes) > 1 and min(sizes) > 1
-    assert {SHAPES[name].baseline(dtype).name for name in SHAPES if name != "packed"} == {"rollout"}
-
-
 def test_data_parallelism_fills_a_larger_world():
     row = Row("dense", "TP2xPP2", "flat", "none")
     assert row.layout_in() == row.layout_in(4) == Layout(tp=2, pp=2)
@@ -100,11 +77,6 @@ def test_data_parallelism_fills_a_larger_world():
     assert Row("moe", "EP2", "flat", "none").layout_in(8) == Layout(ep=2, dp=8)
     with pytest.raises(UserError, match="multiple of 4 ranks, but the world has 6"):
         row.layout_in(6)
-
-
-def test_experts_get_sequence_parallelism():
-    assert Row("moe", "TP2xCP2", "flat", "none").layout_in().sequence_parallel
-    assert not Row("dense", "TP2xCP2", "flat", "none").layout_in().sequence_parallel
 
 
 # The verb -----------------------------------------------------------------------------------------
@@ -194,16 +166,3 @@ def test_a_record_of_something_else_is_refused(capsys, tmp_path, line):
     assert main(["matrix", "--continue", str(bad)]) == 2
     wanted = f"--continue {bad}:1: not a row of `matrix --continue`; name another file\n"
     assert capsys.readouterr().err == f"megatron-prefix matrix: {wanted}"
-
-
-def test_results_survive_the_record():
-    result = Result("dense/DP2/flat/none", "aligned", 2, 1.5, 3e-15, 3e-14, None, "", "x", "y", "z")
-    assert matrix.result_of(json.loads(json.dumps(dataclasses.asdict(result)))) == result
-
-
-def test_cells():
-    result = Result("r", "aligned", 2, 1.0, 3e-15, 3e-14)
-    assert result.cell == "3e-15"
-    assert replace(result, status="different").cell == "DIFFERENT 3e-15"
-    assert replace(result, grad_error_ratio_max=1.0321).cell == "1.032"
-    assert replace(result, status="refused").cell == "refused"

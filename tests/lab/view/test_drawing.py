@@ -13,8 +13,6 @@ from megatron_prefix.lab.plans.forest import trees
 from megatron_prefix.lab.plans.timeline import Timeline, simulate
 from megatron_prefix.lab.view import svg
 from megatron_prefix.lab.view.drawing import comparison_svg, job_svg, timeline_svg
-from megatron_prefix.plan.actions import Action, Plan
-from megatron_prefix.plan.joint_forest import joint_forest
 from megatron_prefix.tree import TreeOptions, build
 from tests.harness.jobs import crossing_job
 from tests.harness.trees import flat_rollouts, interleaved, random_forest, ruled_plan
@@ -173,74 +171,10 @@ def test_tooltips_tell_what_an_action_is():
     assert "segment 0, tree 0\nfrom position 0, 50 tokens\n2 rollouts: 0, 1" in found
 
 
-def test_tooltips_tell_of_several_trees():
-    """An action names all its trees; a box of the trees below is of one."""
-    forest = forest_of(prefix=30, suffix=20, num=2, num_groups=3)
-    assert len(forest.segments) == 2
-    found = tips(drawn(ruled_plan(forest, 1)))
-    text = "F0: inner, 3 spans, 3 trees, 0 to 2\nfrom position 0, up to 30 tokens, 6 rollouts"
-    assert f"{text}\n0 to 90 tokens" in found
-    assert any(tip.startswith("B1: wave, 6 spans, 3 trees, 0 to 2\n") for tip in found)
-    for tree in range(3):
-        members = f"{2 * tree}, {2 * tree + 1}"
-        text = f"segment 0, tree {tree}\nfrom position 0, 30 tokens\n2 rollouts: {members}"
-        assert text in found
-
-
-def test_phases_and_trees_have_their_own_colours():
-    picture = drawn(ruled_plan(forest_of(num_groups=3), 1))
-    colours = {}
-    for rect in shapes(picture, "rect"):
-        for title in rect:
-            match = re.match(r"([FB])\d+: (inner|wave).*tree (\d)", title.text or "")
-            if match:
-                colours.setdefault(match.groups(), set()).add(rect.get("fill", ""))
-    assert len(colours) == 12
-    assert all(len(found) == 1 for found in colours.values())
-    assert len(set.union(*colours.values())) == 12
-
-
-def test_times_of_a_measured_timeline_are_milliseconds():
-    picture = drawn(ruled_plan(forest_of(), 2), cost=lambda segment, kind: 1.25, unit="ms")
-    assert "milliseconds" in texts(picture)
-    assert any(tip.endswith("0 to 1.25 ms") for tip in tips(picture))
-
-
-def test_virtual_stages_are_named_by_rank_and_marked():
-    forest = forest_of(num=1, num_groups=1)
-    program = tuple(
-        Action(kind, 0, chunk) for kind, chunk in (("F", 0), ("F", 1), ("B", 1), ("B", 0))
-    )
-    picture = drawn(Plan(forest.segments, (program, program), 2))
-    assert {"rank 0", "rank 1"} <= set(texts(picture))
-    assert sum(rect.get("fill-opacity") == "0.75" for rect in shapes(picture, "rect")) == 4
-
-
 def test_titles_are_text_and_not_markup():
     picture = drawn(ruled_plan(forest_of(), 2), "a <b> & \x00c")
     assert "a <b> & c" in texts(picture)
     assert "Prefix schedule, 2 stages" in texts(drawn(ruled_plan(forest_of(), 2)))
-
-
-def test_many_trees_are_cut_to_those_that_fit():
-    heading = "one lane per rollout, a tall box is shared; numbers are segments"
-    picture = drawn(ruled_plan(forest_of(num=40, num_groups=5), 1))
-    assert f"first 2 trees of 5: {heading}" in texts(picture)
-    picture = drawn(ruled_plan(forest_of(num=200, num_groups=2), 1))
-    assert f"first 1 tree of 2: {heading}" in texts(picture)
-    assert f"trees: {heading}" in texts(drawn(ruled_plan(forest_of(), 1)))
-
-
-def test_fillers_are_in_no_tree():
-    """Ranks that share experts run fillers, which are only padding; see plan/joint_forest.py."""
-    joint = joint_forest([forest_of(num=2), forest_of(num=3)], [[0, 1] * 2, [0, 1, 2] * 2])
-    fillers = [n for n, s in enumerate(joint.forest.segments) if not s.spans[0].rollouts]
-    assert fillers
-    plan = ruled_plan(joint.forest, 1)
-    words = texts(drawn(plan))
-    assert [words.count(str(n)) for n in fillers] == [0] * len(fillers)
-    assert any(word.startswith("trees: one lane per rollout") for word in words)
-    assert any(" segments in 2 trees" in word for word in words)
 
 
 @pytest.mark.parametrize("budget", [20, 300, 0], ids=["a tree a segment", "two", "all in two"])
@@ -277,12 +211,6 @@ def test_a_timeline_of_no_time():
     plan = ruled_plan(forest_of(num=1, num_groups=1))
     timeline = Timeline((), 0.0, (0.0,), (0,), "ms")
     assert ElementTree.fromstring(timeline_svg(timeline, plan)).tag == f"{_NAMESPACE}svg"
-
-
-def test_boxes_too_thin_for_a_mouse_have_no_tooltip():
-    for width, wanted in ((0.3, True), (0.2, False)):
-        (box,) = svg.labelled(svg.Box(0, 0, width, 20), "#000000", "F1", "what it is")
-        assert ("<title>" in box) == wanted
 
 
 def compared(*names):

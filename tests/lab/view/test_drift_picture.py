@@ -9,13 +9,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_prefix.lab.rl.updates import TrainingError
 from megatron_prefix.lab.verify import replay
 from megatron_prefix.lab.verify.replay import RUNS, Distance, ReplayStep, judged
 from tests.harness.command_line import BUNDLED, failure, forked, row, run
-from tests.harness.one_rank import one_rank
 
 CURVE = dict.fromkeys(RUNS, 0.5)
 SMALL = ["--set", "num_layers=1", "--groups", "2", "--groups-per-step", "1", "--max-tokens", "80"]
@@ -63,13 +61,6 @@ def test_a_loss_that_is_not_finite_fails(curve, run):
     assert failed.endswith(f"of the {run} run is not finite in 1 of 2 steps, from step 2 on")
 
 
-def test_some_updates_may_be_skipped_and_not_all_of_a_run():
-    one, all_of_it = ({**dict.fromkeys(RUNS, 0), "stock": number} for number in (1, 2))
-    assert judged([step(skipped=one), step(2, skipped=all_of_it)]).passed
-    (failed,) = judged([step(skipped=all_of_it), step(2, skipped=all_of_it)]).failures
-    assert failed.startswith("the stock run skipped all of its 4 updates")
-
-
 def test_a_replay_in_which_nothing_was_shared_fails():
     result = judged([step(executed_tokens=100)])
     assert result.failures == ["the prefix schedule ran in no step: there is nothing to compare"]
@@ -90,14 +81,6 @@ def test_a_run_that_ends_early_fails():
     assert first.ratio_max == result.ratio_max and not (first.passed or first.ended)
 
 
-def test_distances_are_those_of_all_elements():
-    ones = [torch.tensor([1.0, 2.0]), torch.tensor([[5.0]])]
-    others = [torch.tensor([1.0, -1.0]), torch.tensor([[9.0]])]
-    with one_rank():
-        found = replay.distance(ones, others, torch.device("cpu"))
-    assert (found.max, found.mean) == (4.0, 7 / 3) and found.rms == pytest.approx((25 / 3) ** 0.5)
-
-
 def test_the_picture_has_every_step():
     pytest.importorskip("matplotlib")
     from megatron_prefix.lab.view.drift import figure
@@ -108,33 +91,6 @@ def test_the_picture_has_every_step():
         floor, limit, drift = (list(line.get_ydata()) for line in axes.lines)
         assert (floor, limit, drift) == ([2e-9, 2e-9], [4e-9, 4e-9], [3e-9, 1e-8])
     assert len(loss.lines) == len(logprob.lines) == 3
-
-
-@pytest.mark.parametrize(("first", "last"), [(1, 100), (1, 2), (1, 1), (51, 90), (1, 7)])
-def test_ticks_reach_the_last_step(first, last):
-    """Of a hundred steps they stopped at 90."""
-    pytest.importorskip("matplotlib")
-    from megatron_prefix.lab.view.drift import figure
-
-    drawn = figure(asdict(judged([step(number) for number in range(first, last + 1)])))
-    for axes in drawn.axes:
-        ticks = axes.get_xticks()
-        assert (ticks[0], ticks[-1]) == (first, last) and len(ticks) <= 8
-
-
-def test_legends_lie_beside_the_curves():
-    pytest.importorskip("matplotlib")
-    from megatron_prefix.lab.view.drift import figure
-
-    drawn = figure(asdict(judged([step(number) for number in range(1, 9)])))
-    drawn.draw_without_rendering()
-    assert [axes.get_legend() for axes in drawn.axes] == [None] * 5
-    assert len(drawn.legends) == 2
-    for legend in drawn.legends:
-        box = legend.get_window_extent()
-        assert not any(box.overlaps(axes.get_tightbbox()) for axes in drawn.axes)
-        assert drawn.bbox.x0 <= box.x0 and box.x1 <= drawn.bbox.x1
-        assert drawn.bbox.y0 <= box.y0 and box.y1 <= drawn.bbox.y1
 
 
 # The verb -----------------------------------------------------------------------------------------
@@ -202,11 +158,6 @@ def test_rollouts_without_a_gradient_are_refused(tmp_path, capsys):
     path.write_text("".join(row(uid=str(uid)) for uid in range(3)), encoding="utf-8")
     line = failure(capsys, "replay", str(path))
     assert "same reward" in line and str(path) in line
-
-
-def test_the_same_routes_want_experts(capsys):
-    line = failure(capsys, "replay", BUNDLED, *SMALL, "--same-routes")
-    assert "it has no experts; leave --same-routes out" in line
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_prefix.lab.plans.timeline import Event, Timeline, simulate
+from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.lab.view.trace import chrome_trace, job_trace
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.tree import TreeOptions, build
@@ -59,14 +59,3 @@ def test_messages_of_ranks_have_rows_of_their_own():
     (first, *_) = (event for event in events if event["name"].startswith("S"))
     assert first["cat"] == "send, inner" and first["args"]["peer"] == 1
     assert first["dur"] == 1e3 * 0.5 * first["args"]["rows"]
-
-
-def test_milliseconds_are_written_as_microseconds():
-    plan = make_plan(build(*flat_rollouts(8, 4, 1, 1)), 1)
-    action = plan.programs[0][0]
-    timeline = Timeline((Event(0, action, 0.25, 1.5),), 1.5, (1.25,), (12,), "ms")
-    trace = json.loads(chrome_trace(timeline, plan))
-    (event,) = (event for event in trace["traceEvents"] if event["ph"] == "X")
-    assert (event["ts"], event["dur"], event["name"]) == (250.0, 1250.0, "F0")
-    names = [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"]
-    assert names == ["ms", "stage 0"]
