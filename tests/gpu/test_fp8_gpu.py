@@ -1,10 +1,6 @@
 """FP8 with blockwise scales on a GPU of Hopper's: transformer-engine's own arithmetic."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +24,7 @@ pytestmark = [
 ]
 ONE, VOCAB = Layout(), 512
 CONFIG = PrefixConfig(mode="on", min_gain=0)
-SHAPE: dict[str, Any] = {
+SHAPE = {
     "num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4,
     "num_query_groups": 2, "kv_channels": 64, "fp8": "e4m3", "fp8_recipe": "blockwise",
 }  # fmt: skip
@@ -38,7 +34,7 @@ OPTIONS = ModelOptions(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     pytest.importorskip("transformer_engine.pytorch")
     from transformer_engine.pytorch.quantization import check_fp8_block_scaling_support
 
@@ -50,17 +46,17 @@ def _rank() -> Iterator[None]:
     runtime.shutdown()
 
 
-def model() -> list[Any]:
+def model():
     return OPTIONS.build(OPTIONS.spec().with_vocab(VOCAB), ONE)
 
 
-def items(seed: int = 0) -> list[Any]:
+def items(seed=0):
     groups = GroupShape(500, 99, 4).groups(1, VOCAB, seed)
     multiple = alignment(OPTIONS.spec(), ONE)
     return align.made(groups, Baseline("packed", pack_tokens=2048), multiple, 1, seed)
 
 
-def test_a_row_is_quantised_by_itself() -> None:
+def test_a_row_is_quantised_by_itself():
     import transformer_engine_torch as tex
     from transformer_engine.pytorch import Float8BlockQuantizer
 
@@ -74,7 +70,7 @@ def test_a_row_is_quantised_by_itself() -> None:
     assert torch.equal(whole._rowwise_scale_inv[:, 48:112], part._rowwise_scale_inv[:, :64])
 
 
-def test_both_schedules_are_as_near_fp32() -> None:
+def test_both_schedules_are_as_near_fp32():
     """Groups whose advantages sum to zero; log-probs, too."""
     spec, chunks = OPTIONS.spec().with_vocab(VOCAB), model()
     verdict = align.align(
@@ -87,14 +83,14 @@ def test_both_schedules_are_as_near_fp32() -> None:
     print(verdict.grad_error_ratio_p50, verdict.grad_error_ratio_max, verdict.logprob_max_abs_diff)
 
 
-def test_weights_are_quantised_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_quantised_once_a_step(monkeypatch):
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule as Base
 
     if not hasattr(Base, "get_weight_workspace"):
         pytest.skip("another transformer-engine")
     stock, made = Base.get_weight_workspace, Counter[int]()
 
-    def counted(self: Any, **given: Any) -> Any:
+    def counted(self, **given):
         before = self._fp8_workspaces.get(given["cache_name"])
         found = stock(self, **given)
         made[id(self)] += found is not before or given["update_workspace"]
@@ -108,7 +104,7 @@ def test_weights_are_quantised_once_a_step(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("name", ["segment_multiple", "row_multiple"])
-def test_transformer_engine_takes_no_other_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformer_engine_takes_no_other_rows(name, monkeypatch):
     """Of segments, and of what their last layer reads."""
     chunks, given, ours = model(), items(), PrefixSchedule(CONFIG)
     for one in ("segment_multiple", "row_multiple"):
@@ -117,7 +113,7 @@ def test_transformer_engine_takes_no_other_rows(name: str, monkeypatch: pytest.M
         align.run_step(ours, chunks, given, optimize=False)
 
 
-def test_other_scales_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_scales_are_refused(monkeypatch):
     chunks = model()
     monkeypatch.setattr(unwrap(chunks[0]).config, "fp8_recipe", "delayed")
     with pytest.raises(CannotShare, match="fp8_recipe delayed: use blockwise"):

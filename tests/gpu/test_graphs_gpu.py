@@ -1,10 +1,5 @@
 """Layers on CUDA graphs on a GPU: the same bits as without, also where nothing can be captured."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 
@@ -30,7 +25,7 @@ CONFIG = dict(kernel="math", min_gain=4, segment_tokens=256, memory="retain", gr
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     runtime.initialize(Layout(), "cuda")
     yield
     runtime.shutdown()
@@ -38,7 +33,7 @@ def _rank() -> Iterator[None]:
 
 WIDTHS = dict(hidden_size=512, ffn_hidden_size=1024, num_attention_heads=4)
 EXPERTS = dict(num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=256, moe_z_loss_coeff=1e-3)
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS = {
     "dense": ("qwen3-8b", {"num_query_groups": 2}),
     "experts": ("qwen3-30b-a3b", {"num_query_groups": 2, **EXPERTS}),
     "latents": ("moonlight-16b-a3b", {
@@ -49,7 +44,7 @@ DELTA = dict(
     num_query_groups=2, linear_attention_freq=2, linear_num_key_heads=2, linear_num_value_heads=4,
 )  # fmt: skip
 SHARED = dict(EXPERTS, moe_shared_expert_intermediate_size=256)
-HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
+HYBRID = {
     "gated delta": ("qwen3-next-80b-a3b", {**DELTA, "num_moe_experts": None}),
     "gated delta, experts": ("qwen3-next-80b-a3b", {**DELTA, **SHARED}),
     "scan": ("tiny-nemotron-h", {"hybrid_override_pattern": "M*M-M", "mamba_head_dim": 64,
@@ -58,14 +53,14 @@ HYBRID: dict[str, tuple[str, dict[str, Any]]] = {
 KERNELS = {"gated delta": "fla", "gated delta, experts": "fla", "scan": "mamba_ssm"}
 
 
-def model(name: str = "dense") -> Any:
+def model(name="dense"):
     preset, fields = (MODELS | HYBRID)[name]
     num_layers = len(fields.get("hybrid_override_pattern", "123"))
     spec = resolve(preset, num_layers=num_layers, **WIDTHS | fields).with_vocab(VOCAB)
     return build_model(spec, dtype="bfloat16", device="cuda", layer_spec="te")[0]
 
 
-def steps(chunk: Any, schedule: Any = None, **options: Any) -> list[align.Trace]:
+def steps(chunk, schedule=None, **options):
     schedule = schedule or PrefixSchedule(PrefixConfig(**CONFIG | options))
     found = []
     for seed in range(STEPS):
@@ -75,29 +70,27 @@ def steps(chunk: Any, schedule: Any = None, **options: Any) -> list[align.Trace]
     return found
 
 
-def without(
-    monkeypatch: pytest.MonkeyPatch, name: str = "dense", **options: Any
-) -> list[align.Trace]:
+def without(monkeypatch, name="dense", **options):
     """With the same padding, and nothing captured."""
     with monkeypatch.context() as patch:
         patch.setattr(layers, "SEEN_BEFORE", 10**9)
         return steps(model(name), **options)
 
 
-def same(ours: list[align.Trace], others: list[align.Trace]) -> None:
+def same(ours, others):
     for one, other in zip(ours, others, strict=True):
         for name, gradient in other.gradients.items():
             assert gradient.isfinite().all() and torch.equal(one.gradients[name], gradient), name
 
 
-def graphs(chunk: Any) -> Any:
+def graphs(chunk):
     found = graphs_of(chunk)
     assert found is not None
     return found
 
 
 @pytest.fixture
-def _determined() -> Iterator[None]:
+def _determined():
     """Experts' outputs are added up in one order."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     fills, torch.utils.deterministic.fill_uninitialized_memory = (
@@ -115,9 +108,7 @@ OPTIONS = [{}, CHUNKS, {**CHUNKS, "memory": "recompute"}, {**CHUNKS, "memory": "
 @pytest.mark.usefixtures("_determined")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", OPTIONS)
-def test_gradients_are_bitwise_those_without(
-    options: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_bitwise_those_without(options, name, monkeypatch):
     chunk = model(name)
     same(steps(chunk, **options), without(monkeypatch, name, **options))
     made = graphs(chunk)
@@ -127,9 +118,7 @@ def test_gradients_are_bitwise_those_without(
 @pytest.mark.usefixtures("_determined")
 @pytest.mark.parametrize("name", HYBRID)
 @pytest.mark.parametrize("options", [{}, CHUNKS])
-def test_gradients_of_recurrent_layers_are_those_without(
-    options: dict[str, int], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_recurrent_layers_are_those_without(options, name, monkeypatch):
     """Bitwise; every layer has graphs. A shared prompt is cut at multiples of the rule's chunk."""
     pytest.importorskip(KERNELS[name], reason="the kernels of recurrent layers are not installed")
     chunk = model(name)
@@ -139,17 +128,17 @@ def test_gradients_of_recurrent_layers_are_those_without(
     assert len(made.layers) == len(unwrap(chunk).decoder.layers) - ends_early(chunk)
 
 
-def ends_early(chunk: Any) -> bool:
+def ends_early(chunk):
     """Whether the last layer runs on what is read, without graphs."""
     hooks = installed(chunk)
     return hooks is not None and hooks.keys_only is not None
 
 
-def test_what_waits_for_the_device_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_for_the_device_runs_without(monkeypatch):
     chunk = model()
     mlp = unwrap(chunk).decoder.layers[0].mlp
 
-    def waits(*args: Any, **kwargs: Any) -> Any:
+    def waits(*args, **kwargs):
         torch.cuda.synchronize()
         return type(mlp).forward(mlp, *args, **kwargs)
 
@@ -163,7 +152,7 @@ def test_what_waits_for_the_device_runs_without(monkeypatch: pytest.MonkeyPatch)
     assert torch.cuda.memory_reserved() <= free
 
 
-def test_weights_that_have_moved_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_have_moved_are_captured_again(monkeypatch):
     chunk, plain = model(), model()
     ours, others = (PrefixSchedule(PrefixConfig(**CONFIG)) for _ in range(2))
     steps(chunk, ours)

@@ -1,9 +1,6 @@
 """Hybrid models on a GPU, with flash-linear-attention's kernels."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,7 +22,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     pytest.importorskip("fla")
     runtime.initialize(Layout(), DEVICE)
     yield
@@ -33,9 +30,7 @@ def _rank() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("layers", ["local", "te"])
-def test_no_action_of_a_step_waits_for_the_device(
-    layers: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_action_of_a_step_waits_for_the_device(layers, monkeypatch):
     """Roots, chunks and waves, forward and backward; the first step compiles.
 
     With the rule's real widths, whose kernels others need as well (benchmarks/compile_fla.py).
@@ -48,7 +43,7 @@ def test_no_action_of_a_step_waits_for_the_device(
     schedule = PrefixSchedule(PrefixConfig(min_gain=0, segment_tokens=64, chunk_tokens=16))
     stock, steps = Executor.run, []
 
-    def watched(self: Executor, rank: int) -> None:
+    def watched(self, rank):
         steps.append(rank)
         torch.cuda.set_sync_debug_mode("error" if len(steps) > 1 else "default")
         try:

@@ -1,13 +1,10 @@
 """CUDA kernels and the fused merge against full attention with a mask in fp64."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.context_parallel import own_keys as sums
@@ -16,7 +13,7 @@ from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.numerics.working_kernels import available
 from megatron_prefix.layers.blocks import merge as merging
 from megatron_prefix.layers.blocks import operators
-from megatron_prefix.layers.blocks.interface import Kernel, Partial, Runs
+from megatron_prefix.layers.blocks.interface import Partial, Runs
 from megatron_prefix.layers.blocks.kernels import KERNELS, choose_kernel
 from megatron_prefix.layers.blocks.merge import formula, merge
 from megatron_prefix.tree import cp_layout
@@ -55,9 +52,7 @@ NO_SPANS = (  # calls that no wave of `CASES` makes: runs with keys of their own
 )
 
 
-def working(
-    name: str, dtype: torch.dtype, head_dim: int, head_dim_v: int, group: int = 2
-) -> Kernel:
+def working(name, dtype, head_dim, head_dim_v, group=2):
     """The kernel, or a skip that says why this machine cannot run it."""
     try:
         return choose_kernel(name, "cuda", dtype, head_dim, head_dim_v, group=group)
@@ -65,7 +60,7 @@ def working(
         pytest.skip(str(reason))
 
 
-def test_a_fused_kernel_works_on_this_device() -> None:
+def test_a_fused_kernel_works_on_this_device():
     """At Llama's and Qwen's head width, on any device since Ampere; prints the reasons if not."""
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("the fused kernels need compute capability 8.0")
@@ -83,15 +78,13 @@ def test_a_fused_kernel_works_on_this_device() -> None:
 )
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("case", [*CASES.values(), *ODD.values()], ids=[*CASES, *ODD])
-def test_blocks_match_full_attention(
-    case: Case, name: str, head_dim: int, dtype: torch.dtype
-) -> None:
+def test_blocks_match_full_attention(case, name, head_dim, dtype):
     kernel = working(name, dtype, head_dim, head_dim)
     check(kernel, replace(case, dim=head_dim, dim_v=head_dim), dtype, device="cuda")
 
 
 @pytest.mark.parametrize("group", [4, 1, 7])
-def test_fa4_matches_full_attention(group: int) -> None:
+def test_fa4_matches_full_attention(group):
     """One number of query heads a K/V head at a time: it compiles for each."""
     kernel = working("fa4", torch.bfloat16, 128, 128, group)
     for case in (*CASES.values(), *ODD.values(), *LONG.values()):
@@ -100,7 +93,7 @@ def test_fa4_matches_full_attention(group: int) -> None:
 
 
 @pytest.mark.parametrize("widths", [(64, 64), (256, 256), (192, 128), (128, 64)], ids=str)
-def test_fa4_at_other_widths(widths: tuple[int, int]) -> None:
+def test_fa4_at_other_widths(widths):
     group = 2 if widths[0] == widths[1] else 1  # on Hopper shared heads are as wide as queries
     kernel = working("fa4", torch.bfloat16, *widths, group)
     for case in (CASES["uneven rollouts"], CASES["three ancestors"], *LONG.values()):
@@ -109,7 +102,7 @@ def test_fa4_at_other_widths(widths: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_fa4_takes_any_strides(layout: str) -> None:
+def test_fa4_takes_any_strides(layout):
     kernel = working("fa4", torch.float16, 64, 64)
     for case in (CASES["equal rollouts"], CASES["uneven rollouts"], LONG["one long run"]):
         heads = dict(heads=4, kv_heads=2, dim=64, dim_v=64)
@@ -122,9 +115,7 @@ def test_fa4_takes_any_strides(layout: str) -> None:
     [((300, 300), (300, 900)), ((64, 64, 65, 65), (64, 192, 65, 260)), ((700,), (2100,))],
     ids=str,
 )
-def test_causal_runs_with_more_keys_than_queries(
-    name: str, queries: tuple[int, ...], keys: tuple[int, ...]
-) -> None:
+def test_causal_runs_with_more_keys_than_queries(name, queries, keys):
     """As of context-parallel ranks, whose K and V lie side by side."""
     kernel, math = working(name, torch.bfloat16, 128, 128, 4), KERNELS["math"]
     compare(kernel, math, Runs(queries, keys, causal=True), (4, 128))
@@ -133,7 +124,7 @@ def test_causal_runs_with_more_keys_than_queries(
 @pytest.mark.parametrize("shape", [(4, 128), (8, 64)], ids=str)
 @pytest.mark.parametrize("name", ["flash", "fa4"])
 @pytest.mark.parametrize("window", [31, 127])
-def test_a_window(name: str, window: int, shape: tuple[int, int]) -> None:
+def test_a_window(name, window, shape):
     """Runs of a layer with a window: own keys, and the last ones of ancestors before them."""
     group, width = shape
     kernel = choose_kernel(name, "cuda", torch.bfloat16, width, group=group, window=window)
@@ -144,12 +135,12 @@ def test_a_window(name: str, window: int, shape: tuple[int, int]) -> None:
         compare(kernel, math, Runs(queries, keys, causal=True), shape)
 
 
-def compare(kernel: Kernel, math: Kernel, runs: Runs, shape: tuple[int, int]) -> None:
+def compare(kernel, math, runs, shape):
     """Every result of one call, of heads that are (queries a K/V head, width)."""
     group, width = shape
     source = torch.Generator("cuda").manual_seed(0)
 
-    def random(*shape: int) -> Tensor:
+    def random(*shape):
         return torch.randn(shape, device="cuda", generator=source).to(torch.bfloat16)
 
     num = sum(runs.queries)
@@ -165,7 +156,7 @@ def compare(kernel: Kernel, math: Kernel, runs: Runs, shape: tuple[int, int]) ->
         assert_close(got, wanted, terms, torch.bfloat16, what)
 
 
-def test_fa4_reads_a_slice_of_a_cache_as_it_lies() -> None:
+def test_fa4_reads_a_slice_of_a_cache_as_it_lies():
     """K/V of a range of a layer's arena, K beside V: no copy, and the same numbers as from one."""
     kernel = working("fa4", torch.bfloat16, 128, 128)
     for runs in (Runs.dense(600, 520), Runs((200, 400), (20, 500))):
@@ -188,11 +179,11 @@ def test_fa4_reads_a_slice_of_a_cache_as_it_lies() -> None:
 
 
 @pytest.mark.parametrize("runs", [Runs.own((900,)), Runs.own((300, 5, 40)), Runs.dense(300, 900)])
-def test_fa4_makes_a_call_again(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fa4_makes_a_call_again(runs, monkeypatch):
     """The layers of a segment: one goes through the package's Python, and all get what it gives."""
     kernel = working("fa4", torch.bfloat16, 128, 128)
     library = operators.flash_attn_4()
-    calls: list[int] = []
+    calls = []
     called = library._resolve_causal_local_window
     monkeypatch.setattr(
         library, "_resolve_causal_local_window", lambda *args: calls.append(1) or called(*args)
@@ -215,7 +206,7 @@ def test_fa4_makes_a_call_again(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> 
         assert torch.equal(one.out, other.out) and torch.equal(one.lse, other.lse)
 
 
-def test_fa4_compiles_before_the_first_step() -> None:
+def test_fa4_compiles_before_the_first_step():
     """What probing left to compile would stop a step for seconds."""
     kernel = working("fa4", torch.bfloat16, 128, 128)
     library = importlib.import_module("flash_attn.cute.interface")
@@ -241,7 +232,7 @@ def test_fa4_compiles_before_the_first_step() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
-def test_any_strides(name: str, layout: str) -> None:
+def test_any_strides(name, layout):
     """One shape in every layout, in both orders: a plan kept for one must not serve another."""
     kernel = working(name, torch.bfloat16, 64, 64)
     for case in (CASES["equal rollouts"], CASES["uneven rollouts"]):
@@ -251,7 +242,7 @@ def test_any_strides(name: str, layout: str) -> None:
 
 @pytest.mark.parametrize("widths", [(192, 128), (128, 64)], ids=str)
 @pytest.mark.parametrize("name", ["cudnn", "math"])
-def test_values_of_another_width(name: str, widths: tuple[int, int]) -> None:
+def test_values_of_another_width(name, widths):
     kernel = working(name, torch.bfloat16, *widths)
     for case in (CASES["uneven rollouts"], CASES["three ancestors"]):
         narrow = replace(case, heads=4, kv_heads=4, dim=widths[0], dim_v=widths[1])
@@ -260,7 +251,7 @@ def test_values_of_another_width(name: str, widths: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_math_in_full_precision(case: Case, dtype: torch.dtype) -> None:
+def test_math_in_full_precision(case, dtype):
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
@@ -270,7 +261,7 @@ def test_math_in_full_precision(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn", "fa4"])
-def test_no_step_of_a_wave_waits_for_the_device(name: str) -> None:
+def test_no_step_of_a_wave_waits_for_the_device(name):
     """Forward, merge and backward of an uneven wave never seen before, without a host sync."""
     kernel = working(name, torch.bfloat16, 64, 64)
     lengths = (11, 11, 11) if name == "cudnn" else (17, 5, 11)
@@ -286,7 +277,7 @@ def test_no_step_of_a_wave_waits_for_the_device(name: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_misaligned_tensor_is_refused() -> None:
+def test_a_misaligned_tensor_is_refused():
     """The kernels would fault on it, and take the process's CUDA context with them."""
     x = torch.randn(9 * 4 * 64 + 8, device="cuda").to(torch.bfloat16)
     aligned, shifted = (x[start:][: 9 * 4 * 64].view(9, 4, 64) for start in (0, 4))
@@ -295,13 +286,13 @@ def test_a_misaligned_tensor_is_refused() -> None:
         assert "16 bytes" in (KERNELS[name].refusal(aligned, shifted, aligned) or "")
 
 
-def test_fp32_is_refused_by_the_fused_kernels() -> None:
+def test_fp32_is_refused_by_the_fused_kernels():
     reasons = available("cuda", torch.float32, 64)
     assert all("float32" in (reasons[name] or "") for name in ("flash", "cudnn", "fa4"))
 
 
 @pytest.mark.parametrize("num", [2, 3, 5, 9])
-def test_the_fused_merge_is_the_eager_one(num: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_fused_merge_is_the_eager_one(num, caplog):
     """Rows without keys included, and with no warning of a fallback."""
     for rows in (64, 193, 1):
         case = Case((9,) * num, (rows,), dim=64, dim_v=64)
@@ -320,7 +311,7 @@ def test_the_fused_merge_is_the_eager_one(num: int, caplog: pytest.LogCaptureFix
     assert not [record for record in caplog.records if "without fusion" in record.message]
 
 
-def test_the_fused_merge_compiles_before_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_fused_merge_compiles_before_the_first_step(caplog):
     """Nothing compiles for new numbers of queries and parts, strides, autocast, a single query."""
     heads, width = 8, 64
     merging.prepare(torch.device("cuda", 0), torch.bfloat16, heads, width)
@@ -346,9 +337,7 @@ def test_the_fused_merge_compiles_before_the_first_step(caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
 @pytest.mark.parametrize("width", [(64, 64), (48, 80)], ids=str)
-def test_sums_of_own_keys_are_those_of_torch(
-    width: tuple[int, int], begun: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_of_own_keys_are_those_of_torch(width, begun, monkeypatch):
     """In one pass, keys in two runs and places without any included."""
     lengths, size, heads = (24, 4 * 123, 8), 2, 3
     for rank in range(size):

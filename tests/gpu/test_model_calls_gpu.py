@@ -1,9 +1,6 @@
 """Model calls on a GPU: packed samples with transformer-engine, side streams, autocast."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,20 +25,18 @@ CONFIG = PrefixConfig(min_gain=0, segment_tokens=64, chunk_tokens=16)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _rank() -> Iterator[None]:
+def _rank():
     runtime.initialize(Layout(), "cuda")
     yield
     runtime.shutdown()
 
 
-def small(dtype: str, **options: Any) -> list[Any]:
+def small(dtype, **options):
     spec = resolve("tiny-qwen3", num_layers=2).with_vocab(VOCAB)
     return build_model(spec, dtype=dtype, device="cuda", **options)
 
 
-def compare(
-    chunks: list[Any], form: Form, dtype: torch.dtype, ours: type[Trainer] = Trainer
-) -> None:
+def compare(chunks, form, dtype, ours=Trainer):
     """Losses of every position and gradients within the policy of a dtype."""
     schedule = PrefixSchedule(CONFIG)
     expected, gradients = run_step(stock_schedule(), Trainer(form, 0, Layout(), "cuda"), chunks)
@@ -60,19 +55,19 @@ def compare(
 
 @pytest.mark.parametrize("form", [Form(), Form(pad=8), Form(logits=True), Form(mask=False), ROWS])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_local_layers(form: Form, dtype: str) -> None:
+def test_local_layers(form, dtype):
     compare(small(dtype, layer_spec="local"), form, getattr(torch, dtype))
 
 
 @pytest.mark.skipif(not has_transformer_engine(), reason="transformer-engine is not installed")
 @pytest.mark.parametrize("form", [Form(pad=8), Form(pad=8, logits=True)])
-def test_transformer_engine(form: Form) -> None:
+def test_transformer_engine(form):
     compare(small("bfloat16", layer_spec="te"), form, torch.bfloat16)
 
 
 @pytest.mark.skipif(not has_transformer_engine(), reason="transformer-engine is not installed")
 @pytest.mark.parametrize("shape", ["tokens", "transformer-engine's"])
-def test_transformer_engine_ignores_masks_where_it_is_causal(shape: str) -> None:
+def test_transformer_engine_ignores_masks_where_it_is_causal(shape):
     """So run/calls.py takes masks that cut off the ends of samples."""
     (model,) = small("bfloat16", layer_spec="te")
     tokens = torch.randint(0, VOCAB, (2, 16), device="cuda")
@@ -88,7 +83,7 @@ class OnAStream(Trainer):
 
     stream: Any = None
 
-    def step(self, iterator: Any, model: Any) -> Any:
+    def step(self, iterator, model):
         self.stream = self.stream or torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -100,20 +95,20 @@ class OnAStream(Trainer):
 class UnderAutocast(Trainer):
     """Calls the model under autocast to bf16."""
 
-    def step(self, iterator: Any, model: Any) -> Any:
+    def step(self, iterator, model):
         with torch.autocast("cuda", dtype=torch.bfloat16):
             output, loss_func = super().step(iterator, model)
         assert not torch.is_autocast_enabled("cuda")
         return output, loss_func
 
 
-def test_a_stream_of_the_forward_steps_own() -> None:
+def test_a_stream_of_the_forward_steps_own():
     compare(small("float32", layer_spec="local"), Form(), torch.float32, OnAStream)
 
 
-def test_autocast_around_the_call_reaches_the_segments() -> None:
+def test_autocast_around_the_call_reaches_the_segments():
     chunks = small("float32", layer_spec="local")
-    seen: list[bool] = []
+    seen = []
     decoder = chunks[0].module.decoder
     handle = decoder.register_forward_pre_hook(
         lambda *_: seen.append(torch.is_autocast_enabled("cuda"))

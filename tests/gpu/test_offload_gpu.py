@@ -1,7 +1,5 @@
 """Offloaded tensors on a GPU: the same gradients, less memory, page-locked staging."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -22,12 +20,12 @@ pytestmark = [
 NUM = 1 << 20
 
 
-def active() -> int:
+def active():
     return torch.cuda.memory_stats()["active_bytes.all.current"]
 
 
 @pytest.mark.parametrize("limit", [None, 1.0])
-def test_the_same_gradients_with_and_without_room(limit: float | None) -> None:
+def test_the_same_gradients_with_and_without_room(limit):
     device = torch.device("cuda", torch.cuda.current_device())
     owner = Offloader(CudaTransfers(device, limit))
     for _ in range(3):
@@ -44,7 +42,7 @@ def test_the_same_gradients_with_and_without_room(limit: float | None) -> None:
     assert owner.pool.num_bytes and owner.pool.take(1).tensor.is_pinned()
 
 
-def test_memory_is_given_back_when_the_copies_have_ended() -> None:
+def test_memory_is_given_back_when_the_copies_have_ended():
     device = torch.device("cuda", torch.cuda.current_device())
     owner = Offloader(CudaTransfers(device))
     x = torch.randn(NUM, device=device, requires_grad=True)
@@ -56,14 +54,14 @@ def test_memory_is_given_back_when_the_copies_have_ended() -> None:
     assert active() - before <= 2 * y.nbytes + (1 << 20)
 
 
-def test_what_is_measured_is_possible() -> None:
+def test_what_is_measured_is_possible():
     device = torch.device("cuda", torch.cuda.current_device())
     rates = measured(device, torch.bfloat16)
     assert 1e12 < rates.flops < 1e16 and 1e9 < rates.link < 1e12
     assert 0 < free_bytes(device, 1e6) <= 1e6 < free_bytes(device)
 
 
-def test_a_sidecar_on_the_host_gives_the_same() -> None:
+def test_a_sidecar_on_the_host_gives_the_same():
     """With pieces of 32,768 rows, in several steps with one pool."""
     device, made = torch.device("cuda", torch.cuda.current_device()), tree(8192)
     expected = step(SidecarCache(made.planned(), [Form.POSITIONS] * LAYERS), made, device="cuda")

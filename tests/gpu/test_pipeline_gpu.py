@@ -1,7 +1,5 @@
 """Pipelines over NCCL: both schedules agree, in fp32 and in bf16 by the numerics policy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -22,7 +20,7 @@ dense/PP4/chunked/none
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ROWS)
-def test_row(name: str, dtype: str) -> None:
+def test_row(name, dtype):
     row = Row(*name.split("/"))
     num_ranks = row.layout_in().world_size
     if torch.cuda.device_count() < num_ranks:

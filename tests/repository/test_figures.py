@@ -1,11 +1,8 @@
 """Figures of documents are those of benchmarks/results, and their tables are made from them."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -21,20 +18,20 @@ SETTINGS = {"5%", "30 GiB"}
 """What is set and not measured: the limit of a step's memory, and a budget."""
 
 
-def without_parts(text: str) -> str:
+def without_parts(text):
     """A document's own words: no generated parts, code or links."""
     text = figures.PART.sub("", text)
     text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     return re.sub(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->", " ", text, flags=re.S)
 
 
-def measured(text: str) -> list[tuple[str, str]]:
+def measured(text):
     """Numbers that look like measurements: with a fraction, or with a unit."""
     found = NUMBER.findall(NAMES.sub("", text))
     return [(number, unit) for number, unit in found if unit or "." in number]
 
 
-def is_printed(number: str, generated: str) -> bool:
+def is_printed(number, generated):
     """Whether a generated part has the number, with as many digits or with more."""
     _, _, digits = number.partition(".")
     exact = set(re.findall(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", generated))
@@ -44,7 +41,7 @@ def is_printed(number: str, generated: str) -> bool:
     return any(f"{value:.{len(digits)}f}" == number.replace(",", "") for value in values)
 
 
-def unknown(text: str) -> list[str]:
+def unknown(text):
     """Figures in a document's own words that no table of their section has."""
     bad = []
     for section in re.split(r"^## ", text, flags=re.M):
@@ -55,7 +52,7 @@ def unknown(text: str) -> list[str]:
     return bad
 
 
-def test_generated_parts_are_current() -> None:
+def test_generated_parts_are_current():
     rows = figures.newest(figures.read())
     paths = figures.documents()
     assert {path.name for path in paths} >= {"README.md", "results.md"}
@@ -64,7 +61,7 @@ def test_generated_parts_are_current() -> None:
         assert figures.written(text, rows) == text, f"{path}: python -m benchmarks.figures"
 
 
-def test_rows_say_what_was_measured_on_what() -> None:
+def test_rows_say_what_was_measured_on_what():
     files = {}
     for path in figures.RESULTS.glob("*.jsonl"):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -77,27 +74,21 @@ def test_rows_say_what_was_measured_on_what() -> None:
     assert len(files) > 40
 
 
-def test_every_question_is_in_a_document() -> None:
+def test_every_question_is_in_a_document():
     text = "".join(path.read_text(encoding="utf-8") for path in figures.documents())
     text += "".join(path.read_text("utf-8") for path in figures.RESULTS.glob("*.table"))
     for question in {row["question"] for row in figures.read()}:
         assert re.search(rf"<!-- figures {question}$|{{{question}\[", text, re.M), question
 
 
-def test_the_results_own_words_have_figures_of_their_tables_only() -> None:
+def test_the_results_own_words_have_figures_of_their_tables_only():
     text = RESULTS.read_text(encoding="utf-8")
     assert unknown(text) == []
     assert len(without_parts(text).split()) <= 5000
 
 
-def test_tables_name_no_figure_themselves() -> None:
-    for path in figures.RESULTS.glob("*.table"):
-        text = re.sub(r"\{[^}]*\}x?", "", path.read_text(encoding="utf-8"))
-        assert measured(without_parts(text)) == [], path
-
-
 @pytest.fixture
-def rows() -> list[dict]:
+def rows():
     row = {
         "question": "speed", "subject": "musique", "model": "m", "layout": "one GPU",
         "options": "", "figures": {"speedup": 3.5}, "peaks": {"stock_gib": 2.0, "prefix_gib": 2.5},
@@ -108,7 +99,7 @@ def rows() -> list[dict]:
     return [newer, row, {**row, "subject": "gsm8k", "peaks": {}}]
 
 
-def test_the_newest_row_counts_and_what_a_row_lacks_is_empty(rows) -> None:
+def test_the_newest_row_counts_and_what_a_row_lacks_is_empty(rows):
     assert [row["figures"]["speedup"] for row in figures.newest(rows)] == [4.0, 3.5]
     text = "<!-- figures speed\nset | {subject}\nby | {speedup:.2f}x\npeaks | {peaks}\n-->\n"
     made = figures.written(text + "old\n<!-- end of figures -->", figures.newest(rows))
@@ -117,20 +108,7 @@ def test_the_newest_row_counts_and_what_a_row_lacks_is_empty(rows) -> None:
     assert figures.written(made, figures.newest(rows)) == made
 
 
-def test_a_table_reads_rows_of_all_questions(rows) -> None:
-    lines = ["what | figure", "x | {speed[musique][speedup]:.1f}x of {speed[m, gsm8k][speedup]}"]
-    assert "| x | 4.0x of 3.5 |" in figures.of_all(lines, figures.newest(rows))
-    with pytest.raises(KeyError):
-        figures.of_all(["what", "{speed[nothing][speedup]}"], rows)
-
-
-def test_rows_with_other_fields_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"question": "x"}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"a\.jsonl:1"):
-        figures.read(tmp_path)
-
-
-def test_the_check_of_words_can_fail() -> None:
+def test_the_check_of_words_can_fail():
     part = "<!-- figures a\n-->\n| 3.52x | 1.0e-15 |\n<!-- end of figures -->"
     assert unknown(f"## A\n{part}\nIt is 3.5x, 4.1x and 1.0e-15, 12 ms.") == ["4.1x", "12 ms"]
     assert unknown("Megatron-Core 0.16.1, torch 2.11, Qwen3-0.6B, in 12 layers, `1.3x`") == []

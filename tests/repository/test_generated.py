@@ -1,7 +1,5 @@
 """Generated parts of documents are what the code says, and it has a line for everything."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

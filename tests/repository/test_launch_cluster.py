@@ -5,7 +5,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from fnmatch import fnmatchcase
 
 import pytest
 
@@ -14,20 +13,13 @@ from megatron_prefix.lab.cli.main import main, make_parser
 from megatron_prefix.lab.models.presets import PRESETS, resolve
 from megatron_prefix.lab.plans.dealing import deal
 from megatron_prefix.lab.rl.dataset import RolloutSet, minibatches
-from megatron_prefix.lab.rl.job import ModelOptions, fit_vocabulary
 from megatron_prefix.lab.rl.trainer import check_layout
 from megatron_prefix.lab.runtime.layout import Layout
-from megatron_prefix.lab.verify import matrix
 from tests.harness.data import BUNDLED, REPOSITORY
-from tests.repository.test_launch_scripts import Sandbox
 
 LAUNCH = REPOSITORY / "launch"
 MODELS = sorted(path.stem for path in (LAUNCH / "models").glob("*.sh"))
 SCRIPTS = sorted([*LAUNCH.rglob("*.sh"), LAUNCH / "train.sbatch", REPOSITORY / ".ci" / "run"])
-CLUSTER = [
-    LAUNCH / name
-    for name in "arguments.sh nodes.sh train_1node.sh train_multinode.sh align_cluster.sh".split()
-]
 NODE = {"NODE_RANK": "0", "MASTER_ADDR": "node0"}
 
 
@@ -69,20 +61,6 @@ def verb_of(words):
 
 
 # What they ask for --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("folder", [None, "models/Qwen3-8B"])
-def test_weights_are_asked_for_by_name(commands, folder):
-    given = {} if folder is None else {"LOAD_HF": folder}
-    words = verb_of(asked(commands, "train_1node.sh", MODEL="qwen3-8b", **given))
-    assert make_parser("train").parse_args(words).load_hf == folder
-    for script in ("train_1node.sh", "train_multinode.sh"):
-        said = subprocess.run(
-            ["bash", str(LAUNCH / script)], env={**beside(commands), **NODE, **given},
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        random = "random weights; LOAD_HF=FOLDER" in said.stderr
-        assert (random, said.stderr.count("\n")) == (folder is None, int(folder is None))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -139,20 +117,6 @@ def in_a_world_of(size, monkeypatch):
         monkeypatch.setenv(name, str(value))
 
 
-def test_no_default_row_of_the_cluster_is_refused(commands):
-    args = make_parser("matrix").parse_args(verb_of(asked(commands, "align_cluster.sh")))
-    chosen = [row for row in matrix.rows() if any(fnmatchcase(row.name, one) for one in args.only)]
-    assert chosen
-    for row in chosen:
-        layout, shape = row.layout_in(16), matrix.SHAPES[row.shape]
-        options = ModelOptions(
-            matrix.MODELS[row.model], "bfloat16", overrides=tuple(row.overrides("bfloat16").items())
-        )
-        spec, groups = fit_vocabulary(options, shape.groups(layout.dp, "bfloat16"))
-        placed = deal(groups, spec, layout, shape.config("bfloat16"), stock=True)
-        assert len(placed) == layout.dp
-
-
 def test_one_node_needs_no_address(commands):
     words = asked(commands, "train_1node.sh", "--tp", "2", NGPU="4", PREFIX_SCHEDULE="on")
     assert words[:4] == ["torchrun", "--standalone", "--nproc-per-node", "4"]
@@ -185,33 +149,12 @@ def test_a_node_needs_its_number_and_the_address_of_the_first(commands, script, 
     assert re.fullmatch(rf".*: {missing}: .*of.* node.*\n", done.stderr)
 
 
-def test_the_cluster_is_aligned_by_one_matrix(commands):
-    words = asked(commands, "align_cluster.sh", "--only", "dense/PP*", NNODES="2")
-    assert words[:3] == ["torchrun", "--nnodes", "2"]
-    args = make_parser("matrix").parse_args(verb_of(words))
-    assert (args.device, args.only) == ("cuda", ["dense/PP*"])
-    assert args.markdown == "runs/align_cluster/matrix.md"
-    assert not args.allow_refused
-
-
 def test_slurm_names_the_first_node(commands):
     words = asked(
         commands, "train.sbatch", "--tp", "2", SLURM_JOB_NODELIST="node[7-8]",
         SLURM_JOB_NUM_NODES="2", SLURM_SUBMIT_DIR="/project",
     )  # fmt: skip
     assert words == ["srun", "bash", "/project/launch/train_multinode.sh", "--tp", "2"]
-    (commands / "srun").write_text(
-        f"#!/bin/sh\nSLURM_NODEID=1 PATH={commands}:$PATH exec bash {LAUNCH}/align_cluster.sh\n",
-        encoding="utf-8",
-    )
-    seen = asked(
-        commands, "train.sbatch", SLURM_JOB_NODELIST="node[7-8]", NODE_RANK="",
-        SLURM_JOB_NUM_NODES="2", SLURM_SUBMIT_DIR="/project",
-    )  # fmt: skip
-    assert seen[: seen.index("-m")] == shlex.split(
-        "torchrun --nnodes 2 --node-rank 1 --nproc-per-node 8 --master-addr node7"
-        " --master-port 29500"
-    )
 
 
 def refusal(script, *arguments, **environment):
@@ -229,11 +172,6 @@ def refusal(script, *arguments, **environment):
 GPU_SCRIPTS = ["train_1node.sh", "train_multinode.sh", "align_cluster.sh"]
 
 
-def test_another_model_is_an_error_that_lists_them(commands):
-    line = refusal(LAUNCH / "train_1node.sh", **beside(commands), MODEL="gpt-5")
-    assert line.endswith(f": MODEL=gpt-5 is not there; give one of {' '.join(MODELS)}")
-
-
 @pytest.mark.parametrize("script", GPU_SCRIPTS)
 def test_one_line_says_that_there_are_too_few_gpus(commands, script):
     environment = {**beside(commands), **NODE}
@@ -248,106 +186,7 @@ def test_one_line_says_that_there_are_too_few_gpus(commands, script):
     assert "cannot import torch; bash launch/quick" in refusal(LAUNCH / script, **environment)
 
 
-def test_two_nodes_need_namespaces_and_a_verb(commands, tmp_path):
-    script, environment = LAUNCH / "two_nodes.sh", {**beside(commands), "TMPDIR": str(tmp_path)}
-    (commands / "unshare").write_text(
-        "#!/bin/sh\necho 'a warning' >&2\necho 'unshare: Operation not permitted' >&2\nexit 1\n",
-        encoding="utf-8",
-    )
-    (commands / "unshare").chmod(0o755)
-    line = refusal(script, "train", **environment)
-    assert "no namespaces here (unshare: Operation not permitted); run as root" in line
-    for arguments in ([], ["bench"]):
-        assert "give align or train: bash " in refusal(script, *arguments, **environment)
-    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
-
-
-@pytest.fixture
-def elsewhere(tmp_path):
-    """A copy of the scripts where nothing is installed."""
-    shutil.copytree(LAUNCH, tmp_path / "repository" / "launch")
-    return tmp_path / "repository"
-
-
-SYSTEM = {"PATH": "/usr/bin:/bin"}
-
-
-@pytest.mark.parametrize("script", [*GPU_SCRIPTS, "two_nodes.sh"])
-def test_one_line_says_that_there_is_no_environment(elsewhere, script):
-    if shutil.which("torchrun", path=SYSTEM["PATH"]):
-        pytest.skip("the system has a torchrun")
-    path = elsewhere / "launch" / script
-    line = refusal(path, "align", **SYSTEM, **NODE)
-    assert "no environment here; bash launch/quickstart.sh makes one" in line
-    line = refusal(path, "align", **SYSTEM, **NODE, VENV="mine")
-    assert line.endswith("VENV=mine holds no torchrun; name another")
-
-
-def test_the_quick_starts_environment_is_found(elsewhere):
-    """An active one comes before it, and one that is named before that."""
-    given = {}
-    for variable, name in ((None, ".venv"), ("VIRTUAL_ENV", "active"), ("VENV", "named")):
-        folder = elsewhere / name
-        torchrun = commands_in(folder / "bin") / "torchrun"
-        torchrun.write_text(f"#!/bin/sh\necho {name}\n", encoding="utf-8")
-        if variable is not None:
-            given[variable] = str(folder)
-        done = subprocess.run(
-            ["bash", str(elsewhere / "launch" / "train_1node.sh")], env={**SYSTEM, **given},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert (done.returncode, done.stdout) == (0, f"{name}\n"), done.stderr
-
-
-def test_the_matrix_goes_on_where_it_stopped(tmp_path):
-    sandbox = Sandbox(tmp_path)
-    done = sandbox.run("bash", "launch/align_matrix.sh", "--only", "moe/*", OUTPUT="there")
-    assert done.returncode == 0, done.stderr
-    assert sandbox.asked[-1] == (
-        "megatron-prefix matrix --continue there/rows.jsonl --markdown there/matrix.md --only moe/*"
-    )
-
-
-def test_one_release_after_the_other(tmp_path):
-    sandbox = Sandbox(tmp_path)
-    done = sandbox.run("bash", "launch/test_versions.sh", "0.17.1", "0.19.2", TESTS="a b")
-    assert done.returncode == 0, done.stderr
-    begins = ("-m pip install --quiet", "python -m pytest")
-    pins = (LAUNCH / "requirements-cpu.txt").read_text(encoding="utf-8").splitlines()
-    (triton,) = [line for line in pins if line.startswith("triton")]
-    assert [line for line in sandbox.asked if line.startswith(begins)] == [
-        f"-m pip install --quiet --no-deps megatron-core==0.17.1 {triton}",
-        "python -m pytest -q a b",
-        f"-m pip install --quiet --no-deps megatron-core==0.19.2 {triton}",
-        "python -m pytest -q a b",
-    ]
-    told = [line for line in done.stdout.splitlines() if line.startswith("megatron-core")]
-    assert [line.split()[1] for line in told] == ["0.17.1:", "0.19.2:"]
-
-
-def test_main_is_fetched_by_its_commit(tmp_path):
-    sandbox = Sandbox(tmp_path)
-    git = commands_in(tmp_path / "bin") / "git"
-    git.write_text('#!/bin/sh\necho "git $*" >>"$NOTES"\n', encoding="utf-8")
-    git.chmod(0o755)
-    given = {"TESTS": "a", "MEGATRON_LM": "there", "PATH": f"{git.parent}:{os.environ['PATH']}"}
-    done = sandbox.run("bash", "launch/test_versions.sh", "main", **given)
-    assert done.returncode == 0, done.stderr
-    (fetched,) = [line for line in sandbox.asked if " fetch " in line]
-    assert re.fullmatch(r"git -C \S+/megatron-lm fetch .*--depth 1 there [0-9a-f]{40}", fetched)
-    assert "python -m pytest -q a" in sandbox.asked
-    assert "megatron-core main:" in done.stdout
-
-
 # How they are written -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("script", CLUSTER, ids=lambda path: path.name)
-def test_arguments_and_no_logic(script):
-    text = script.read_text(encoding="utf-8")
-    assert not re.search(r"^\s*(if|for|while|case|function)\b|\(\)\s*\{|pkill|killall", text, re.M)
-    if script.name not in ("arguments.sh", "nodes.sh"):
-        assert text.count("\ntorchrun ") == 1
 
 
 def test_bash_reads_scripts_and_shellcheck_has_nothing_to_say():

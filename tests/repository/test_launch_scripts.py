@@ -103,44 +103,16 @@ def test_the_quick_start_shows_both_schedules(sandbox):
     command = sandbox.asked[-1]
     bundled = sandbox.root / BUNDLED.relative_to(REPOSITORY)
     assert command.startswith(f"megatron-prefix train {bundled} --model tiny-llama --set ")
-    for option in (
-        "--compare",
-        "--prefix-schedule on",
-        "--steps 2",
-        "--output elsewhere",
-        "--plan-svg elsewhere/plan.svg",
-        QUICK_CUT,
-    ):
-        assert option in command
-
-
-def test_the_site_is_built_with_its_own_pins(sandbox):
-    done = sandbox.run("bash", "launch/site.sh", OUTPUT="elsewhere")
-    assert done.returncode == 0, done.stderr
-    (line,) = sandbox.installs
-    assert f"-c {sandbox.root}/launch/requirements-cpu.txt" in line
-    assert line.endswith(f"-r {sandbox.root}/docs/site/mkdocs.txt")
-    assert sandbox.asked[-1] == (
-        f"python -m mkdocs build --strict --config-file {sandbox.root}/docs/site/mkdocs.yml"
-        f" --site-dir {sandbox.root}/elsewhere"
-    )
-
-
-def test_the_quick_start_takes_another_model_as_it_is(sandbox):
-    sandbox.run("bash", "launch/quickstart.sh", "--tp", "2", MODEL="tiny-qwen3", ROLLOUTS="mine")
-    command = sandbox.asked[-1]
-    assert command.startswith("megatron-prefix train mine --model tiny-qwen3 --steps")
-    assert command.endswith("--tp 2")
+    assert "--compare" in command and "--prefix-schedule on" in command and QUICK_CUT in command
+    assert "--steps 2" in command and "--plan-svg elsewhere/plan.svg" in command
 
 
 OTHER = {"SUFFIX": ".cpython-310.so"}
 REASONS = [
     ("suite", {"PYTHON": "python9.9"}, "there is no python9.9 here"),
-    ("suite", {"PYTHON": "false"}, "does not run"),
     ("suite", {"FAKE_VERSION": "3.9.18"}, "is Python 3.9.18, 3.10 is the oldest"),
     ("suite", {"FAKE_VENV": "missing"}, "lacks venv"),
     ("system", {"SYSTEM_PYTHON": "/no/python3"}, ": it is not there"),
-    ("system", {"SYSTEM_PYTHON": "false"}, ": it does not run"),
     ("system", {"FAKE_VERSION": "3.11.7"}, ": it is Python 3.11.7, as the suite's"),
     ("system", {"FAKE_VENV": "missing", **OTHER}, ": it lacks venv (Debian"),
 ]
@@ -188,7 +160,7 @@ def ci(sandbox, suite, rest):
     return sandbox.run("bash", ".ci/run")
 
 
-@pytest.mark.parametrize(("suite", "rest", "status"), [(0, 0, 0), (1, 0, 1), (0, 5, 5), (1, 2, 1)])
+@pytest.mark.parametrize(("suite", "rest", "status"), [(0, 0, 0), (1, 0, 1), (0, 5, 5)])
 def test_ci_fails_with_either_part_and_ends_with_pytests_line(sandbox, suite, rest, status):
     done = ci(sandbox, suite, rest)
     assert done.returncode == status
@@ -234,25 +206,3 @@ def test_another_python_of_the_system_runs_tests_that_are_there(sandbox, environ
     for test in tests:
         path, _, name = test.partition("::")
         assert f"def {name.partition('[')[0]}" in (REPOSITORY / path).read_text("utf-8")
-
-
-def test_pythons_change_places(sandbox):
-    """The suite runs with the system's, scripts of its packages too, and the rest with its own."""
-    script = sandbox.venv / "bin" / "torchrun"
-    assert with_system_python(sandbox).returncode == 0
-    script.write_text(f"#!{sandbox.venv}/bin/python\nprint(1)\n", "utf-8")
-    assert with_system_python(sandbox, "--suite").returncode == 0
-    whole = sandbox.asked[-1]
-    own = sandbox.root / ".venv-3.11.2"
-    assert whole.startswith("python -m pytest --numprocesses 4") and "tests/" not in whole
-    assert (own / "bin" / "torchrun").read_text("utf-8") == f"#!{own}/bin/python\nprint(1)\n"
-    assert (own / "trainers").resolve() == sandbox.venv / "trainers"
-    assert with_system_python(sandbox, "--rest").returncode == 0
-    rest = sandbox.asked[-1]
-    assert rest.startswith("python -m pytest --numprocesses 2") and "tests/" in rest
-
-
-def test_the_suite_runs_without_another_python(sandbox):
-    done = with_system_python(sandbox, "--suite", SYSTEM_PYTHON="/no/python3")
-    assert done.returncode == 0 and "it is not there" in done.stdout
-    assert sandbox.asked[-1].startswith("python -m pytest --numprocesses 4")

@@ -64,25 +64,6 @@ def test_few_private_names_are_used():
     assert found.total() > MOST - 10, f"only {found.total()} uses are left: lower MOST"
 
 
-def test_every_way_to_a_private_name_is_counted(tmp_path):
-    source = """
-from rooms.cellar import _door
-import rooms.attic as attic
-
-class Own(attic.Room):
-    def __init__(self):
-        self._key = attic._light + self._light
-
-def test_it(monkeypatch):
-    monkeypatch.setattr(attic, "_light", 1)
-    monkeypatch.setattr("rooms.attic._light", _door)
-    assert attic.light == "says _light", Own()._key.__class__
-"""
-    (tmp_path / "test_it.py").write_text(source, "utf-8")
-    # The import; twice in __init__; twice in strings; and the key, which is Own's, from outside.
-    assert counted(tmp_path, {"_door", "_light", "_key"}) == {"test_it.py": 6}
-
-
 LONGEST = 60
 """Characters of a test's name."""
 

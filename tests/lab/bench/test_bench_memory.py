@@ -1,7 +1,6 @@
 """`bench memory` on the CPU: its parts, and one run of the verb."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,14 +9,8 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import StepOutOfMemory
 from megatron_prefix.lab.bench import longest, memory
 from megatron_prefix.lab.bench.memory import Way
-from megatron_prefix.lab.bench.scores import held_by_math, with_saved_scores
 from megatron_prefix.lab.bench.work import GroupShape
-from megatron_prefix.lab.cli import bench
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.lab.predict.execution import Execution
-from megatron_prefix.lab.predict.model import footprint_of
-from megatron_prefix.layers.blocks.math import MAX_SCORES
 from tests.harness.command_line import failure, forked
 from tests.harness.one_rank import one_rank, small_model
 
@@ -51,29 +44,6 @@ def test_policies_hold_less_one_after_the_other(chunks):
     for row in found.values():
         assert not row.problem and row.ms > 0 and row.predicted_gib >= 0.9 * row.peak_gib
     assert unwrap(chunks[0]).config.recompute_granularity is None
-
-
-def test_the_example_of_the_help_is_predicted_within_a_tenth(one):
-    """As documented, and the stock schedule's scores of attention with it."""
-    assert "bench memory --shapes 512:64:4" in bench.EPILOG
-    shape = GroupShape.parse("512:64:4")
-    row = memory.measure(shape, Way.parse("stock"), one, PrefixConfig(), repeats=0, seed=0)
-    assert row.peak_gib is not None and 0.9 <= row.predicted_gib / row.peak_gib <= 1.1
-
-
-def test_in_sixteen_bits_there_are_no_scores():
-    sixteen, whole = (
-        SimpleNamespace(
-            params_dtype=dtype, num_attention_heads=8, num_layers=2, recompute_granularity=None,
-            transformer_impl="transformer_engine",
-        )
-        for dtype in (torch.bfloat16, torch.float32)
-    )  # fmt: skip
-    one = footprint_of(resolve("llama3-8b", num_layers=2), Execution())
-    assert with_saved_scores(one, sixteen, 1000) is one
-    assert with_saved_scores(one, whole, 1000).wave == one.wave + 1000 * (8 * 4 + 1)
-    assert held_by_math(sixteen, 64, 512) == 0 < held_by_math(whole, 64, 512)
-    assert held_by_math(whole, 1 << 20, 1 << 20) == 12 * MAX_SCORES
 
 
 def test_a_step_that_does_not_fit_is_a_row_too(chunks, monkeypatch):

@@ -1,6 +1,5 @@
 """`bench`: both schedules are timed in the same way, on the same microbatches."""
 
-import argparse
 import json
 from collections import Counter
 from dataclasses import replace
@@ -12,7 +11,6 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab.bench import steps
 from megatron_prefix.lab.bench.timing import cost_model, flop_bound
 from megatron_prefix.lab.bench.work import GroupShape, Setting, Work
-from megatron_prefix.lab.cli import bench
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.rl import passes
@@ -128,16 +126,6 @@ def test_consecutive_steps_of_a_file(tmp_path):
     assert plot.read_text(encoding="utf-8").lstrip().startswith("<?xml")
     assert row["executed_tokens"] < row["raw_tokens"] and row["segments"] > 0
     assert row["bound"] >= row["plan_bound"] > 1 and row["microbatches"] < row["rollouts"]
-
-
-def test_a_rehearsal_runs_the_timed_steps_before():
-    parser = argparse.ArgumentParser()
-    bench.add_arguments(parser)
-    options, files = "--groups 1 --steps 2 --warm-up 1".split(), {"file": some_groups(4)}
-    (plain,) = bench._steps(parser.parse_args(options), files, CONFIG)
-    (rehearsed,) = bench._steps(parser.parse_args([*options, "--rehearse"]), files, CONFIG)
-    assert plain.steps == rehearsed.steps and len(plain.steps) == 2
-    assert rehearsed.warm_up == [*plain.warm_up, *plain.steps]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from xml.etree import ElementTree
 
 import pytest
 
@@ -34,17 +33,8 @@ def edited(path, rank, edit):
 def test_show_json_agrees_with_plan(capsys, plan_file):
     shown = result(capsys, "show", str(plan_file))
     planned = result(capsys, "plan", *STEP)
-    for key in (
-        "makespan",
-        "bubble_fraction",
-        "peak_live_tokens",
-        "num_actions",
-        "segments",
-        "rollouts",
-        "raw_tokens",
-        "executed_tokens",
-        "max_depth",
-    ):
+    keys = "makespan bubble_fraction peak_live_tokens num_actions segments rollouts raw_tokens"
+    for key in f"{keys} executed_tokens max_depth".split():
         assert shown[key] == planned[key], key
     assert (shown["num_ranks"], shown["num_chunks"], shown["trees"]) == (2, 1, 8)
     assert len(shown["bubble_fractions"]) == len(shown["peak_live_tokens_per_rank"]) == 2
@@ -64,17 +54,6 @@ def test_show_cuts_the_grid_to_the_terminal(capsys, plan_file, monkeypatch):
     assert "bubble" in out
 
 
-def test_show_has_a_line_a_stage_of_a_short_plan(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    path = data.REPOSITORY / "schedules" / "small-groups-pp4.csv"
-    programs = from_csv(path.read_text(encoding="utf-8")).programs
-    for options in ([], ["--full"]):
-        _, out, _ = run(capsys, "show", str(path), *options)
-        rows = [line.split() for line in out.splitlines()[:4]]
-        wanted = [["stage", str(n), *map(str, program)] for n, program in enumerate(programs)]
-        assert rows == wanted
-
-
 def test_show_full_prints_every_action(capsys, plan_file, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     _, out, _ = run(capsys, "show", str(plan_file), "--full")
@@ -82,13 +61,6 @@ def test_show_full_prints_every_action(capsys, plan_file, monkeypatch):
     for rank, program in enumerate(plan.programs):
         rows = [line.split()[2:] for line in out.splitlines() if line.startswith(f"stage {rank} ")]
         assert [cell for row in rows for cell in row] == [str(action) for action in program]
-
-
-def test_show_draws(capsys, plan_file, tmp_path):
-    svg = tmp_path / "shown.svg"
-    assert run(capsys, "show", str(plan_file), "--svg", str(svg))[0] == 0
-    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
-    assert "plan.csv" in svg.read_text(encoding="utf-8")
 
 
 def test_show_marks_the_bad_cell_of_an_invalid_plan(capsys, plan_file, tmp_path):
@@ -111,12 +83,9 @@ def test_show_marks_the_bad_cell_of_an_invalid_plan(capsys, plan_file, tmp_path)
     [
         ("<0.0", "", "a root starts at"),
         ("<0.0", "<999.0", "its parent span 999.0 is not a span of an inner segment before it"),
-        ("<0.0", "<0.7", "its parent span 0.7 is not a span of an inner segment before it"),
         ("rank 0,F0", "rank 0,X0", "'X0' is not an action"),
         ("plan,4,2,1", "plan,4,3,1", "expected 'rank 0', found"),
-        ("plan,4,2,1", "plan,4,2,1000000000", "ranks and chunks must be whole numbers"),
         ("plan,4,2,1", "plan,2,2,1", "version 2"),
-        ("0+", "0+999999999999", "is not a span"),
     ],
 )
 def test_show_refuses_broken_files(capsys, plan_file, old, new, message):

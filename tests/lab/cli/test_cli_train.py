@@ -5,14 +5,12 @@ import io
 import json
 import os
 import re
-import time
 from dataclasses import fields
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from megatron_prefix.lab.cli import progress
 from megatron_prefix.lab.cli.main import main
 from megatron_prefix.lab.rl import updates
 from megatron_prefix.lab.rl.run import Summary
@@ -50,28 +48,6 @@ def a_file(folder, *rows):
     path = folder / "rollouts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
-
-
-def test_a_pipe_is_told_how_far_the_run_is(tmp_path):
-    code, out, err = train(str(BUNDLED), *SMALL, "--output", str(tmp_path / "run"))
-    assert code == 0 and "GRPO updates" in out
-    first, *_, last = err.splitlines()
-    assert first.startswith("step 1 of 2: loss ") and last.startswith("step 2 of 2: loss ")
-    code, _, err = train(str(BUNDLED), *SMALL, "--output", str(tmp_path / "other"), "--json")
-    assert (code, err) == (0, ""), "machines are told nothing"
-
-
-def test_lines_of_progress_are_few_but_come(capsys, monkeypatch):
-    with progress.steps_shown(5.0, 100) as show:
-        for number in range(1, 101):
-            show(number, "words")
-    assert capsys.readouterr().err.splitlines() == [
-        "step 1 of 100: words", "step 100 of 100: words"
-    ]  # fmt: skip
-    monkeypatch.setattr(progress, "ALIVE_EVERY", 0.02)
-    with progress.steps_shown(5.0, 100):
-        time.sleep(0.5)
-    assert "0 s, 0 of 100 steps done" in capsys.readouterr().err.splitlines()
 
 
 def test_json_is_one_object_and_progress_goes_elsewhere(tmp_path):
@@ -124,18 +100,11 @@ def test_a_run_that_cannot_go_on_is_exit_code_1(tmp_path):
     assert "--max-skipped 0" in err
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([row(reward=float("nan"))], "rollouts.jsonl:1: reward: not finite"),
-        ([], "rollouts.jsonl:1: row: the file is empty"),
-    ],
-    ids=["reward", "empty"],
-)
-def test_bad_rollouts_are_exit_code_2(tmp_path, rows, message):
-    path = a_file(tmp_path, *rows)
+def test_bad_rollouts_are_exit_code_2(tmp_path):
+    path = a_file(tmp_path, row(reward=float("nan")))
     code, out, err = train(path, "--output", str(tmp_path / "run"))
-    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert "rollouts.jsonl:1: reward: not finite" in err
     assert os.listdir(tmp_path) == ["rollouts.jsonl"]
 
 
@@ -144,15 +113,10 @@ def test_bad_rollouts_are_exit_code_2(tmp_path, rows, message):
     [
         (["--compare", "--prefix-schedule", "off"], "compare with .* mode off"),
         (["--plan-svg", "p.svg", "--prefix-schedule", "off"], "--plan-svg"),
-        (["--groups-per-step", "3"], "--groups-per-step 3 exceeds the 1 groups"),
-        (["--minibatches", "2"], "--minibatches is 2, but .* 1 groups"),
         (["--clip-low", "0"], "clip_low is 0.0"), (["--lr", "nan"], "--lr: .nan. is not a number"),
         (["--cp", "2"], "cp"),
         (["--trace", "t.json", "--prefix-schedule", "off"], "--trace: --prefix-schedule off runs"),
-        (["--prefix-plan", "p.csv", "--prefix-schedule", "observe"], "--prefix-plan: .* observe"),
         (["--prefix-plan", "no.csv"], "no.csv: cannot be read"),
-        (["--dtype", "float64", "--clip-grad", "1"], "float64 with clip_grad 1.0"),
-        (["--resume", "nowhere"], "--resume nowhere: no such folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip

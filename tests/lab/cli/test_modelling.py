@@ -4,7 +4,6 @@ import pytest
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.cli.modelling import overrides_of
-from megatron_prefix.lab.models import presets
 
 
 def test_values_have_the_types_of_their_fields():
@@ -13,19 +12,6 @@ def test_values_have_the_types_of_their_fields():
         ("num_layers", 2), ("qk_layernorm", False),
         ("layernorm_epsilon", 1e-5), ("num_moe_experts", None),
     )  # fmt: skip
-
-
-def test_numbers_of_a_tuple():
-    given = ["moe_layer_freq=0,1", "window_size=127,0"]
-    assert overrides_of(given) == (("moe_layer_freq", (0, 1)), ("window_size", (127, 0)))
-    assert overrides_of(["moe_layer_freq=2"]) == (("moe_layer_freq", 2),)
-
-
-def test_a_model_without_its_experts_has_mlps():
-    whole = presets.resolve("qwen3-next-80b-a3b")
-    spec = presets.resolve("qwen3-next-80b-a3b", **dict(overrides_of(["num_moe_experts=none"])))
-    assert whole.is_moe and not spec.is_moe
-    assert spec.parameters() < whole.parameters() / 10
 
 
 def test_old_names_of_fields_are_taken_and_logged(caplog):

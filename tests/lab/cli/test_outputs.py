@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from megatron_prefix.lab.cli import bench, bench_memory, inputs, outputs
-from megatron_prefix.lab.cli.main import VERBS
 from megatron_prefix.lab.models import build
 from tests.harness import data
 from tests.harness.command_line import BUNDLED, failure
@@ -62,17 +61,6 @@ def test_a_file_that_cannot_be_written_is_refused_first(capsys, tmp_path, name, 
     line = failure(capsys, *arguments, path)
     assert f"{path}: cannot be written (" in line and PLACES[place] in line
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_every_verb_that_writes_is_tried():
-    assert {arguments[0] for arguments in WRITERS.values()} == set(VERBS) - {"align", "doctor"}
-
-
-def test_a_plot_of_an_unknown_kind_is_refused_first(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    for arguments in (BENCH, MEMORY):
-        line = failure(capsys, *arguments, "--plot", str(tmp_path / "plot.xyz"))
-        assert "plot.xyz: give a file that ends in one of " in line and ".png" in line
 
 
 def test_a_disk_that_is_full(capsys):

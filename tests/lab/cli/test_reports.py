@@ -32,16 +32,6 @@ def test_a_template_takes_fields_attributes_and_keys():
     assert report.filled("{tokens} x {speedup:.2f}", values) is None
 
 
-def test_what_has_no_value_has_no_row():
-    templates = {"tokens": "{tokens:n}", "speedup": "{speedup:.2f}x", "speedup of {tokens}": ""}
-    assert report.facts(templates, vars(Result())) == {"tokens": "12,345", "speedup of 12345": ""}
-
-
-def test_a_name_that_is_missing_is_a_bug():
-    with pytest.raises(KeyError):
-        report.facts({"a": "{nothing}"}, vars(Result()))
-
-
 def test_dataclasses_become_json_without_nan():
     assert json.loads(report.to_json({"result": Result()})) == {
         "result": {
@@ -49,17 +39,6 @@ def test_dataclasses_become_json_without_nan():
             "by_run": {"stock": 1.5}, "speedup": None,
         }
     }  # fmt: skip
-
-
-def test_a_table_has_a_row_per_record_and_none_without(capsys):
-    columns = [("tokens", "{tokens:n}"), ("speedup", "{speedup:.1f}x")]
-    records = [{"tokens": 1234, "speedup": 2.0}, {"tokens": 5, "speedup": None}]
-    report.print_records("[title]", columns, records)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["[title]"] in lines
-    assert ["1,234", "2.0x"] in lines and ["5"] in lines
-    report.print_records("title", columns, [])
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
@@ -78,9 +57,3 @@ def test_an_option_has_range_and_default_of_its_field(owner, name, flag, bad):
     assert vars(parser.parse_args([])) == {flag[2:].replace("-", "_"): default}
     with pytest.raises(argparse.ArgumentError):
         parser.parse_args([f"{flag}={bad}"])
-
-
-def test_a_small_default_is_short():
-    parser = argparse.ArgumentParser()
-    add_fields(parser, TrainSettings, {"lr": "(default {})"})
-    assert "(default 1e-6)" in parser.format_help()

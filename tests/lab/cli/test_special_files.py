@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_prefix.auto.settings import read_config
-from megatron_prefix.errors import UserError
 from tests.harness import fuzzing
 from tests.harness.command_line import BUNDLED
 from tests.harness.ranks import run_ranks
@@ -55,18 +53,6 @@ def test_a_special_file_is_refused_in_one_line(tmp_path, kind):
         assert (code, err.count("\n")) == (2, 1), (what, err)
         assert len(err) < 600, what
         assert (str(path) in err) == (what != "weights"), err
-
-
-def test_a_configuration_without_end(tmp_path):
-    def on_rank():
-        limited()
-        with pytest.raises(UserError) as caught:
-            read_config({"MEGATRON_PREFIX_CONFIG": "/dev/zero"})
-        return str(caught.value)
-
-    assert run_ranks(1, on_rank) == [
-        "MEGATRON_PREFIX_CONFIG: /dev/zero cannot be read (more than 64 MiB)"
-    ]
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -12,7 +12,7 @@ from megatron_prefix.lab.data.rollouts import read_groups
 from tests.harness import fuzzing
 from tests.harness.importing import Jinja
 
-NUM_CASES = fuzzing.rounds(60, 3000)
+NUM_CASES = fuzzing.rounds(40, 3000)
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for m in messages %}{{ '<' + m.role }} {{ m.reasoning_content or '' }}{{ m.content or '' }}"

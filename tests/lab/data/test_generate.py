@@ -5,11 +5,9 @@ import gzip
 import numpy as np
 import pytest
 
-from megatron_prefix.errors import UserError
 from megatron_prefix.lab.data.checks import check_rollout
 from megatron_prefix.lab.data.generate import bundled_groups, bundled_rollouts, generate
-from megatron_prefix.lab.data.rollouts import common_prefix, read_groups, write_rollouts
-from tests.harness.command_line import result
+from megatron_prefix.lab.data.rollouts import common_prefix, write_rollouts
 
 
 def num_trie_nodes(group):
@@ -85,56 +83,6 @@ def test_turns_are_a_ragged_tree_with_untrained_answers():
             assert first.loss_mask[place]
 
 
-def test_copies():
-    (group,) = generate(1, 20, 40, 6, tree="turns", depth=2, num_copies=2, uneven=True, seed=5)
-    first = group.rollouts[0]
-    same = [np.array_equal(r.tokens, first.tokens) for r in group.rollouts]
-    assert same == [True, False, False, False, True, True]
-    assert [r.reward for r in group.rollouts[4:]] == [first.reward] * 2
-    (alone,) = generate(1, 20, 40, 1)
-    assert len(alone.rollouts) == 1
-
-
-def test_the_seed_decides(tmp_path):
-    paths = [tmp_path / name for name in ("a.jsonl.gz", "b.jsonl.gz", "c.jsonl.gz")]
-    for path, seed in zip(paths, (1, 1, 2), strict=True):
-        write_rollouts(path, generate(3, 20, 60, 4, tree="turns", seed=seed))
-    first, second, third = (path.read_bytes() for path in paths)
-    assert first == second != third
-
-
-@pytest.mark.parametrize(
-    ("option", "changes"),
-    [
-        ("--groups", {"num_groups": 0}), ("--prompt-tokens", {"prompt_tokens": 5}),
-        ("--response-tokens", {"response_tokens": 44}),
-        ("--response-tokens", {"response_tokens": 1, "tree": "flat"}),
-        ("--rollouts", {"num_rollouts": 0}), ("--rollouts", {"num_copies": 4}),
-        ("--copies", {"num_copies": -1}), ("--depth", {"depth": 0}),
-        ("--vocab-size", {"vocab_size": 8}), ("--tree", {"tree": "bush"}),
-    ],
-)  # fmt: skip
-def test_bad_options_are_named(option, changes):
-    good = {
-        "num_groups": 1, "prompt_tokens": 6, "response_tokens": 45, "num_rollouts": 4,
-        "tree": "turns", "depth": 3, "vocab_size": 9,
-    }  # fmt: skip
-    (group,) = generate(**good)  # the limits themselves are served
-    assert all(len(r) == 51 for r in group.rollouts)
-    with pytest.raises(UserError, match=rf"^{option}: "):
-        generate(**(good | changes))
-
-
-def test_command_line(tmp_path, capsys):
-    out = tmp_path / "out.jsonl.gz"
-    given = (
-        "--groups 3 --prompt-tokens 30 --response-tokens 20 --rollouts 4 --tree branch --depth 2"
-    )
-    summary = result(capsys, "generate", str(out), *given.split(), "--seed", "9")
-    assert summary == {"path": str(out), "groups": 3, "rollouts": 12, "tokens": 600}
-    assert [len(group.rollouts) for group in read_groups(out)] == [4, 4, 4]
-
-
 def test_the_bundled_file_is_what_the_command_makes(tmp_path):
     """Compared unpacked: another zlib may pack the same text in other bytes."""
     again = tmp_path / "again.jsonl.gz"
@@ -142,18 +90,3 @@ def test_the_bundled_file_is_what_the_command_makes(tmp_path):
     with gzip.open(bundled_rollouts()) as ours, gzip.open(again) as made:
         assert ours.read() == made.read()
     assert counts == {"groups": 8, "rollouts": 53, "tokens": 18_681}  # as lab/data/README.md says
-
-
-def test_the_bundled_file_shows_every_shape():
-    groups = {g.name.split("-")[0]: g for g in read_groups(bundled_rollouts(), vocab_size=2048)}
-    assert bundled_rollouts().stat().st_size < 60_000
-    assert all(100 <= r.prompt_len <= 400 for g in groups.values() for r in g.rollouts)
-    assert all(4 <= len(g.rollouts) <= 8 for g in groups.values())
-    assert leaf_depths(groups["flat/question"]) == [1] * 8
-    assert leaf_depths(groups["branch/proof"]) == [3] * 8
-    copies = [r.tokens.tobytes() for r in groups["copies/greedy"].rollouts]
-    assert copies.count(copies[0]) == 4
-    agents = [group for name, group in groups.items() if name.startswith("agents/")]
-    assert len(agents) == 5
-    assert all(num_shared_trained(group) > 0 for group in agents)
-    assert len({depth for group in agents for depth in leaf_depths(group)}) >= 3

@@ -3,7 +3,6 @@
 import pytest
 
 from megatron_prefix.lab.data.importers import import_file
-from megatron_prefix.lab.data.rollouts import read_groups, write_rollouts
 from megatron_prefix.lab.rl.batches import advantages
 from tests.harness import importing
 from tests.harness.command_line import result
@@ -35,28 +34,6 @@ def test_a_group_of_a_later_step_is_another_group(source, kind, field):
     write(source, *(ROWS[kind] | {"group": group, field: step} for group, step in steps))
     groups = imported(source, kind)
     assert names(groups) == {"a@1": ["0", "1"], "b": ["0", "1"], "a@2": ["0", "1"]}
-
-
-@KINDS
-def test_names_that_meet_stay_apart(source, kind):
-    """A group may be called as one that is named here."""
-    rows = [
-        ROWS[kind], ROWS[kind] | {"group": "prompt-0000"},
-        *(ROWS[kind] | {"group": "g", "step": step} for step in (1, 2)),
-        ROWS[kind] | {"group": "g@1"}, ROWS[kind] | {"group": "g"},
-    ]  # fmt: skip
-    groups = imported(write(source, *rows), kind)
-    assert [len(group.rollouts) for group in groups] == [1] * 6
-    assert {len(names(groups)), len(rows)} == {6}
-    assert names(groups)["prompt-0000"] == ["0"]
-    write_rollouts(source.with_name("out.jsonl"), groups)
-    assert [*names(list(read_groups(source.with_name("out.jsonl"))))] == [*names(groups)]
-
-
-@KINDS
-def test_a_step_has_a_name(source, kind):
-    write(source, ROWS[kind] | {"step": [1]})
-    assert refused(source, kind, Characters()).startswith("1: step: not a name ([1])")
 
 
 # verl's ids ---------------------------------------------------------------------------------------
@@ -94,21 +71,10 @@ def test_verl_counts_a_rollout_once_in_its_group(source):
     assert len({*expected}) == 4
 
 
-def test_verl_rollouts_of_equal_rewards_have_no_advantage(source):
-    rows = [verl_row("s_0_0", 0.1), verl_row("s_0_1", 0.1), verl_row("s_1_0", 0.1)]
-    (group,) = imported(write(source, *rows), "verl")
-    assert [rollout.advantage for rollout in group.rollouts] == [0.0] * 3
-
-
 @pytest.mark.parametrize("uid", ["task", "task_1", "task_1_x", "_1_2", "task__"])
 def test_other_ids_name_rollouts_of_one_prompt(source, uid):
     groups = imported(write(source, verl_row(uid, 1.0), verl_row(uid, 0.0)), "verl")
     assert names(groups) == {"prompt-0000": [uid, f"{uid}#1"]}
-
-
-def test_a_group_that_the_row_names_wins_over_the_id(source):
-    rows = [verl_row("s_0_0", 1.0, group="g"), verl_row("t_0_0", 1.0, group="g")]
-    assert names(imported(write(source, *rows), "verl")) == {"g": ["s_0_0", "t_0_0"]}
 
 
 # Rows that are not trained ------------------------------------------------------------------------
@@ -118,8 +84,7 @@ def test_a_group_that_the_row_names_wins_over_the_id(source):
 @pytest.mark.parametrize(
     "flag",
     [
-        {"loss": False}, {"train": False}, {"step_loss_mask": 0}, {"remove_sample": True},
-        {"training": 0.0}, {"trainable": False}, {"remove_sample": 1},
+        {"loss": False}, {"step_loss_mask": 0}, {"remove_sample": True}, {"training": 0.0},
     ],
     ids=str,
 )  # fmt: skip
@@ -128,13 +93,6 @@ def test_rows_that_trainers_do_not_train(source, kind, flag):
     ((rollouts),) = [g.rollouts for g in imported(write(source, ROWS[kind] | flag), kind)]
     assert (len(rollouts), rollouts[0].loss, rollouts[0].reward) == (1, (), 1.0)
     assert rollouts[0].prompt_len < len(rollouts[0])
-
-
-@KINDS
-def test_rows_that_trainers_train(source, kind):
-    flags = {"loss": True, "train": 1, "step_loss_mask": 1.0, "remove_sample": False}
-    (group,) = imported(write(source, ROWS[kind] | flags | {"training": None}), kind)
-    assert group.rollouts[0].num_trained > 0
 
 
 @KINDS

@@ -22,16 +22,18 @@ def imported(path, row):
 # Masks --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("field", ["loss_mask", "response_mask", "completion_mask"])
-@pytest.mark.parametrize("on", [1, True, 1.0])
-@pytest.mark.parametrize("off", [0, False, 0.0])
+@pytest.mark.parametrize(
+    ("field", "on", "off"),
+    [("loss_mask", 1, 0), ("response_mask", True, False), ("completion_mask", 1.0, 0.0)],
+)
 def test_masks_have_three_spellings(source, field, on, off):
     row = {"input_ids": [1, 2, 3, 4, 5], field: [off, off, on, off, on], "reward": 1}
     assert imported(source, row).loss == ((2, 3), (4, 5))
 
 
-@pytest.mark.parametrize("value", [1e-9, 2, "1", None, float("nan")])
-@pytest.mark.parametrize("field", ["loss_mask", "response_mask", "attention_mask"])
+@pytest.mark.parametrize(
+    ("field", "value"), [("loss_mask", 1e-9), ("response_mask", "1"), ("attention_mask", 2)]
+)
 def test_a_mask_of_other_values_is_named(source, field, value):
     row = {"input_ids": [1, 2, 3], "prompt_len": 1, field: [1, value, 1], "reward": 1}
     write(source, {"input_ids": [1, 2], "prompt_len": 1, "reward": 1}, row)
@@ -60,15 +62,6 @@ def test_pads_are_dropped(source, more, logprobs):
     assert rollout.old_logprobs.tolist() == [-1.0, -3.0]
 
 
-def test_pads_on_the_other_side_of_a_length_are_dropped(source):
-    right = {"input_ids": [5, 6, 7, 0], "attention_mask": [1, 1, 1, 0], "reward": 1}
-    left = {"input_ids": [0, 5, 6, 7], "attention_mask": [0, 1, 1, 1], "reward": 1}
-    for row in (right | {"prompt_len": 2}, left | {"response_length": 1}):
-        rollout = imported(source, row)
-        assert rollout.tokens.tolist() == [5, 6, 7]
-        assert (rollout.prompt_len, rollout.loss) == (2, ((2, 3),))
-
-
 def test_pads_of_a_prompt_that_is_a_list_of_its_own(source):
     row = {"prompt_ids": [0, 5, 6], "prompt_mask": [0, 1, 1], "completion_ids": [7, 8, 0]}
     rollout = imported(source, row | {"completion_mask": [1, 1, 0], "reward": 1})
@@ -95,26 +88,4 @@ def test_masks_of_pads_that_cannot_be_followed(source, changes, said):
     assert refused(source, "tokens").startswith(f"1: {said}")
 
 
-def test_a_prompt_padded_on_the_right_is_refused(source):
-    row = {"prompt_ids": [5, 6, 0], "prompt_mask": [1, 1, 0], "response_ids": [7], "reward": 1}
-    assert refused(write(source, row), "tokens").startswith("1: prompt_mask: has a hole (token 2)")
-
-
 # Lengths ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "said"),
-    [
-        ("response_length", 4, "outside 0..2 in a row of 3 tokens (4)"),
-        ("response_length", 3, "outside 0..2 in a row of 3 tokens (3)"),
-        ("response_length", -1, "outside 0..2 in a row of 3 tokens (-1)"),
-        ("response_length", 10**30, "outside 0..2 in a row of 3 tokens (1000000"),
-        ("prompt_len", 4, "outside 1..3 in a row of 3 tokens (4)"),
-        ("prompt_len", -(10**30), "outside 1..3 in a row of 3 tokens (-100"),
-    ],
-)
-def test_a_length_beyond_its_row_is_named(source, field, value, said):
-    for row in ({"input_ids": [1, 2, 3]}, {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1]}):
-        write(source, row | {field: value, "reward": 1})
-        assert refused(source, "tokens").startswith(f"1: {field}: {said}")

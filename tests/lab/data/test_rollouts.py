@@ -14,14 +14,13 @@ from megatron_prefix.lab.data.generate import bundled_rollouts
 from megatron_prefix.lab.data.rollouts import (
     Group,
     Rollout,
-    common_prefix,
     dense_vocabulary,
     read_groups,
     read_rollouts,
     write_rollouts,
 )
 from tests.harness.data import REPOSITORY, files, folder
-from tests.harness.rollout_rows import VOCAB, all_fields, fields, row, second
+from tests.harness.rollout_rows import VOCAB, all_fields, fields
 
 REAL_FILES = files()
 
@@ -95,19 +94,6 @@ def test_the_example_in_the_readme(tmp_path):
     assert read[1].num_trained == 2
 
 
-def test_blank_lines_and_unknown_fields_are_passed_over(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n" + json.dumps(row(source="x", extra=[1])) + "\n\n", encoding="utf-8")
-    assert [rollout.uid for rollout in read_rollouts(path)] == ["0"]
-
-
-def test_gzip_is_told_by_content(tmp_path):
-    packed, plain = tmp_path / "rows.jsonl", tmp_path / "rows.jsonl.gz"
-    packed.write_bytes(gzip.compress(json.dumps(row()).encode()))
-    plain.write_bytes(json.dumps(row()).encode())
-    assert [len(rollout) for path in (packed, plain) for rollout in read_rollouts(path)] == [6, 6]
-
-
 # Writing ------------------------------------------------------------------------------------------
 
 
@@ -155,30 +141,7 @@ def test_nothing_is_half_written(tmp_path, groups, error):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folders_that_cannot_be_written(tmp_path):
-    for path in (tmp_path / "no" / "out.jsonl", tmp_path):
-        with pytest.raises(UserError, match="cannot be written"):
-            write_rollouts(path, [one_group()])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_writing_a_file_from_itself(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(second())
-    before = all_fields(list(read_groups(path)))
-    write_rollouts(path, read_groups(path))
-    assert all_fields(list(read_groups(path))) == before
-
-
 # Tokens -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "shared"),
-    [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2], [2, 2], 0), ([1, 2, 3], [1, 2, 4], 2)],
-)
-def test_common_prefix(left, right, shared):
-    assert common_prefix(np.array(left, np.int32), np.array(right, np.int32)) == shared
 
 
 def test_dense_vocabulary_is_one_to_one():

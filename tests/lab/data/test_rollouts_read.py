@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import re
 
 import pytest
@@ -14,10 +13,8 @@ from tests.harness.rollout_rows import VOCAB, all_fields, row, rows, second
 BAD = {
     # name: (bytes, row, field, what the message says); unpacking runs ahead of rows: None is any
     "empty": (b"", 1, "row", "empty"),
-    "only blank lines": (b"\n  \n", 1, "row", "empty"),
     "bad json": (second()[:-5], 2, "row", "not JSON"),
     "deep json": (b"[" * 200_000, 1, "row", "JSON"),
-    "two objects a line": (b"{}{}", 1, "row", "not JSON"),
     "not an object": (b"[1, 2]", 1, "row", "not an object ([1, 2])"),
     "not utf-8": (second() + b"\n\xff\xfe", 3, "row", "not UTF-8"),
     "a byte order mark": (b"\xef\xbb\xbf" + second(), 1, "row", "BOM"),
@@ -26,57 +23,36 @@ BAD = {
         for name in ("group", "uid", "tokens", "prompt_len", "loss", "reward")
     },
     "group is a list": (second(group=["a"]), 2, "group", "not a name (['a'])"),
-    "group is empty": (second(group=""), 2, "group", "not a name"),
     "uid is true": (second(uid=True), 2, "uid", "not a name (True)"),
     "uid twice": (second(uid=0), 2, "uid", "occurs twice"),
-    "uid twice as text": (second(uid="0"), 2, "uid", "occurs twice"),
-    "tokens is text": (second(tokens="1 2 3"), 2, "tokens", "not a list"),
     "a float token": (second(tokens=[1, 2.0, 3]), 2, "tokens", "entry 1 is not an integer (2.0)"),
-    "a true token": (second(tokens=[1, 2, True]), 2, "tokens", "entry 2 is not an integer (True)"),
-    "a null token": (second(tokens=[None, 1]), 2, "tokens", "entry 0 is not an integer (None)"),
     "negative token": (second(tokens=[1, 2, -3, 4, 5, 6]), 2, "tokens", "token 2 is negative (-3)"),
     "token out of vocab": (second(tokens=[1, 2, 3, 4, 5, 32]), 2, "tokens", "of 32 (32)"),
     "bad token after lcp": (second(lcp=4, tokens=[5, 32]), 2, "tokens", "token 5 is not in"),
     "token beyond int32": (second(tokens=[1, 2**40]), 2, "tokens", str(2**40)),
     "token beyond int64": (second(tokens=[1, 10**30]), 2, "tokens", "beyond 64 bits"),
-    "no tokens": (second(tokens=[], loss=[]), 2, "tokens", "too short (0)"),
     "one token": (second(tokens=[1], prompt_len=1, loss=[]), 2, "tokens", "too short (1)"),
     "prompt_len 0": (second(prompt_len=0), 2, "prompt_len", "outside 1..6"),
     "prompt_len over": (second(prompt_len=7), 2, "prompt_len", "outside 1..6"),
-    "prompt_len true": (second(prompt_len=True), 2, "prompt_len", "not an integer (True)"),
-    "prompt_len text": (second(prompt_len="2"), 2, "prompt_len", "not an integer ('2')"),
     "loss past the row": (second(loss=[[2, 7]]), 2, "loss", "outside the row of 6 tokens ([2, 7])"),
     "loss over the prompt": (second(loss=[[1, 4]]), 2, "loss", "over the prompt of 2"),
-    "negative loss": (second(loss=[[-4, -2]]), 2, "loss", "over the prompt"),
     "empty span": (second(loss=[[3, 3]]), 2, "loss", "empty span ([3, 3])"),
-    "span backwards": (second(loss=[[4, 3]]), 2, "loss", "empty span ([4, 3])"),
     "spans overlap": (second(loss=[[2, 4], [3, 5]]), 2, "loss", "overlaps"),
     "spans unsorted": (second(loss=[[4, 5], [2, 3]]), 2, "loss", "precedes"),
     "a flat span": (second(loss=[2, 4]), 2, "loss", "not a list of spans"),
-    "a span of three": (second(loss=[[2, 3, 4]]), 2, "loss", "not a list of spans"),
-    "a span of bools": (second(loss=[[False, True]]), 2, "loss", "not a list of spans"),
-    "loss is null": (second(loss=None), 2, "loss", "not a list of spans"),
     "lcp beyond the row before": (second(lcp=7), 2, "lcp", "outside 0..6"),
     "lcp on the first row": (json.dumps(row(lcp=1)).encode(), 1, "lcp", "outside 0..0"),
     "negative lcp": (second(lcp=-1), 2, "lcp", "(-1)"),
-    "lcp is a float": (second(lcp=1.0), 2, "lcp", "not an integer"),
     "n does not match": (second(n=7), 2, "n", "not the row's 6 tokens (7)"),
-    "n counts new tokens only": (second(n=2, lcp=4, tokens=[5, 6]), 2, "n", "6 tokens (2)"),
     "mixed groups": (rows(("a", 0), ("b", 0), ("a", 1)), 3, "group", "mixed group order"),
     "nan reward": (second(reward=float("nan")), 2, "reward", "not finite (nan)"),
-    "infinite reward": (second(reward=-float("inf")), 2, "reward", "not finite (-inf)"),
-    "huge reward": (second(reward=10**400), 2, "reward", "not finite"),
     "true reward": (second(reward=True), 2, "reward", "not a number (True)"),
-    "null reward": (second(reward=None), 2, "reward", "not a number (None)"),
     "nan advantage": (second(advantage=float("nan")), 2, "advantage", "not finite"),
-    "advantage is text": (second(advantage="1"), 2, "advantage", "not a number"),
     "short logprobs": (second(old_logprobs=[-1.0, -2.0]), 2, "old_logprobs", "3 trained tokens"),
     "nan logprob": (
         second(old_logprobs=[-1.0, float("nan"), -1.0]), 2, "old_logprobs", "entry 1 is not"
     ),
-    "logprobs is a number": (second(old_logprobs=-1.0), 2, "old_logprobs", "not a list"),
     "truncated gzip": (gzip.compress(second())[:-10], None, "gzip", "truncated or corrupt"),
-    "gzip header alone": (gzip.compress(b"")[:10], None, "gzip", "truncated or corrupt"),
     "gzip with a bad sum": (gzip.compress(second())[:-8] + b"8 bytes!", None, "gzip", "corrupt"),
     "gzip and more": (gzip.compress(second() + b"\n") + b"more", None, "gzip", "corrupt"),
 }  # fmt: skip
@@ -98,16 +74,6 @@ def test_bad_input_names_file_row_and_field(tmp_path, name):
         assert ";" in message, "the message says how to fix"
         assert "\n" not in message
         assert len(message) < len(str(path)) + 250
-
-
-def test_the_rows_that_bad_input_starts_from_are_good(tmp_path):
-    path = tmp_path / "rollouts.jsonl"
-    good = second(advantage=0.5, old_logprobs=[-1, -2, -3.5], n=6, lcp=2, tokens=[3, 4, 5, 31])
-    path.write_bytes(good)
-    (group,) = read_groups(path, vocab_size=VOCAB)
-    assert group.rollouts[1].tokens.tolist() == [1, 2, 3, 4, 5, 31]
-    logprobs = group.rollouts[1].old_logprobs
-    assert logprobs.tolist() == [-1, -2, -3.5]
 
 
 @pytest.mark.parametrize(
@@ -137,26 +103,6 @@ def test_files_that_cannot_be_read(tmp_path):
         assert str(caught.value).startswith(f"{path}: cannot be read (")
     with pytest.raises(UserError, match="no file"):
         list(read_groups([]))
-
-
-@pytest.mark.skipif(
-    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser reads every file"
-)
-def test_a_file_without_permission(tmp_path):
-    path = tmp_path / "rollouts.jsonl"
-    path.write_bytes(second())
-    path.chmod(0)
-    with pytest.raises(UserError, match="Permission denied"):
-        list(read_rollouts(path))
-
-
-def test_rows_are_read_as_a_stream(tmp_path):
-    path = tmp_path / "rollouts.jsonl"
-    path.write_bytes(second() + b"\nbroken")
-    stream = read_rollouts(path)
-    assert [next(stream).uid, next(stream).uid] == ["0", "1"]
-    with pytest.raises(UserError, match=":3: row: "):
-        next(stream)
 
 
 def test_several_files(tmp_path):

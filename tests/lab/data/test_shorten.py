@@ -1,13 +1,9 @@
 """`--max-tokens`: the head of the shared prompt first, then tails, and what is left is counted."""
 
-from dataclasses import replace
-
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_prefix.errors import UserError
 from megatron_prefix.lab.data.checks import check_rollout
 from megatron_prefix.lab.data.rollouts import Group, Rollout, common_prefix
 from megatron_prefix.lab.data.shorten import shorten
@@ -19,12 +15,6 @@ def rollout(uid, tokens, prompt_len, *loss):
         group="g", uid=uid, tokens=np.array(tokens, dtype=np.int32), prompt_len=prompt_len,
         loss=loss, reward=1.0, old_logprobs=-np.arange(1.0, trained + 1),
     )  # fmt: skip
-
-
-def test_what_fits_is_left_alone():
-    group = Group("g", (rollout("0", [1, 2, 3, 4], 2, (2, 4)), rollout("1", [1, 2, 5], 2)))
-    assert shorten(group, 4) == (group, 0)
-    assert shorten(group, 4)[0] is group
 
 
 def test_head_then_tail():
@@ -46,47 +36,6 @@ def test_head_then_tail():
     assert second.tokens.tolist() == [6, 7, 8, 9, 30, 31]
     assert (second.prompt_len, second.loss) == (4, ((4, 6),))
     assert second.old_logprobs.tolist() == [-1, -2]
-
-
-def test_only_what_is_shared_and_prompt_loses_its_head():
-    """Prompts that part after 3 tokens are cut by at most 3; nothing trained is ever cut there."""
-    group = Group(
-        "g",
-        (
-            rollout("0", [1, 2, 3, 4, 5, 6, 7, 8], 7, (7, 8)),
-            rollout("1", [1, 2, 3, 9, 9, 9, 9, 9], 5, (5, 8)),
-        ),
-    )
-    shorter, dropped = shorten(group, 4)  # 3 shared, half is 2: one token of head
-    assert dropped == 2
-    assert shorter is None
-    shorter, dropped = shorten(group, 5)
-    assert (shorter is not None, dropped) == (True, 1)
-    assert shorter.rollouts[0].tokens.tolist() == [2, 3, 9, 9, 9]
-    assert shorter.rollouts[0].loss == ((4, 5),)
-
-
-def test_a_short_prompt_keeps_its_head():
-    group = Group("g", (rollout("0", [1, 2, *range(10, 30)], 2, (2, 22)),))
-    shorter, dropped = shorten(group, 8)
-    assert (dropped, shorter.rollouts[0].tokens.tolist()) == (0, [1, 2, 10, 11, 12, 13, 14, 15])
-
-
-def test_a_group_that_loses_everything_is_none():
-    group = Group("g", (rollout("0", [1, 2, 3, 4, 5], 2, (4, 5)),))
-    assert shorten(group, 4) == (None, 1)
-
-
-def test_limits():
-    group = Group("g", (rollout("0", [1, 2, 3, 4], 3, (3, 4)),))
-    with pytest.raises(UserError, match=r"--max-tokens: too small \(1\)"):
-        shorten(group, 1)
-    shorter, dropped = shorten(group, 2)
-    assert (dropped, shorter.rollouts[0].tokens.tolist()) == (0, [3, 4])
-    assert shorter.rollouts[0].prompt_len == 1
-    bare = Group("g", (replace(group.rollouts[0], old_logprobs=None),))
-    without = shorten(bare, 2)[0]
-    assert without.rollouts[0].old_logprobs is None
 
 
 @st.composite

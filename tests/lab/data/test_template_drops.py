@@ -44,22 +44,9 @@ def text_of(path, template):
     return "".join(map(chr, group.rollouts[0].tokens.tolist()))
 
 
-def test_a_template_that_renders_everything(source):
-    text = text_of(write(source, agent()), WHOLE)
-    assert text == (
-        '[{"function": {"name": "f"}, "type": "function"}]<system>be brief<end>'
-        '<developer>use tools<end><user>what?<end><assistant>[hm]f{"a": 1}g{"b": 2}<end>'
-        "<tool>42<end><assistant>it is 42<end>"
-    )
-
-
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (
-            WHOLE.replace(HEAD, "{% for m in messages if m.role != 'developer' %}<{{ m.role }}>"),
-            "messages: message 1 (developer): the chat template drops its content",
-        ),
         (
             WHOLE.replace(HEAD, "{% for m in messages if m.role != 'tool' %}<{{ m.role }}>"),
             "messages: message 4 (tool): the chat template drops its content",
@@ -67,10 +54,6 @@ def test_a_template_that_renders_everything(source):
         (
             WHOLE.replace("{{ m.content | trim }}", "{{ m.content if m.role != 'system' }}"),
             "messages: message 0 (system): the chat template drops its content",
-        ),
-        (
-            WHOLE.replace(CALLS, ""),
-            "messages: message 3 (assistant): the chat template drops its tool call 0",
         ),
         (
             WHOLE.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
@@ -110,20 +93,11 @@ def test_parts_of_an_answer(source, template, message, said):
     assert text.startswith(f"{place}: the chat template drops its {said}; use")
 
 
-def test_a_message_without_text_of_a_role_that_is_dropped(source):
-    template = WHOLE.replace(HEAD, "{% for m in messages if m.role != 'tool' %}<{{ m.role }}>")
-    turns = [say("user", "a"), say("assistant", "b"), say("tool", ""), say("assistant", "c")]
-    text = refused(write(source, {"messages": turns, "reward": 1}), "messages", Jinja(template))
-    assert text.startswith("1: messages: message 2 (tool): the chat template adds no text for it")
-    assert text_of(source, WHOLE).endswith("<tool><end><assistant>c<end>")
-
-
 @pytest.mark.parametrize(
     ("template", "messages"),
     [
         # What a template rewrites it does not drop.
         (HEAD + "{{ m.content | upper }}" + TAIL, [say("user", "a"), say("assistant", "b")]),
-        (HEAD + "{{ m.content | length }}" + TAIL, [say("user", "a"), say("assistant", "b")]),
         # Nor what it refuses to do without.
         (
             HEAD
@@ -155,21 +129,6 @@ def test_what_a_template_keeps(source, template, messages):
     assert text_of(source, template)
 
 
-def test_what_follows_the_last_answer_may_be_dropped(source):
-    template = WHOLE.replace(HEAD, "{% for m in messages if m.role != 'tool' %}<{{ m.role }}>")
-    turns = [say("user", "a"), say("assistant", "b"), say("tool", "c")]
-    write(source, {"messages": turns, "reward": 1})
-    assert text_of(source, template) == "<user>a<end><assistant>b<end>"
-
-
-def test_a_long_conversation_is_rendered_a_few_times_a_turn(source):
-    turns = [say(role, f"{n}") for n in range(40) for role in ("user", "assistant")]
-    tokenizer = Jinja(WHOLE)
-    write(source, {"messages": turns, "reward": 1})
-    assert list(import_file(source, "messages", tokenizer))
-    assert tokenizer.num_renders == 3 * 40
-
-
 # Spellings ----------------------------------------------------------------------------------------
 
 
@@ -182,24 +141,6 @@ def test_tool_calls_may_be_json_in_a_string(source, spelling):
     row = agent(tools=json.dumps(agent()["tools"]))
     row["messages"][3]["tool_calls"] = spelling(row["messages"][3]["tool_calls"])
     assert text_of(write(source, row), WHOLE) == text_of(write(source, agent()), WHOLE)
-
-
-@pytest.mark.parametrize("nothing", ["", "[]", "null", [], None])
-def test_no_tool_calls_in_any_spelling(source, nothing):
-    turns = [say("user", "a"), say("assistant", "b", tool_calls=nothing)]
-    assert text_of(write(source, {"messages": turns, "reward": 1}), WHOLE).endswith("b<end>")
-
-
-def test_a_null_is_absent(source):
-    """Tables have every column in every row; Llama 3.1's template asks for keys."""
-    template = HEAD + "{% if 'tool_calls' in m %}{{ raise_exception('no call') }}{% endif %}" + (
-        "{% if m.reasoning_content is defined %}[{{ m.reasoning_content }}]{% endif %}"
-        "{{ m.content }}"
-    ) + TAIL  # fmt: skip
-    nulls = {"tool_calls": None, "reasoning_content": None, "name": None}
-    turns = [say("user", "a", **nulls), say("assistant", "b", **nulls)]
-    write(source, {"messages": turns, "reward": 1})
-    assert text_of(source, template) == "<user>a<end><assistant>b<end>"
 
 
 def test_a_null_that_would_be_written(source):
@@ -217,47 +158,6 @@ def test_a_null_that_would_be_written(source):
     assert "None" not in text_of(source, asked)
 
 
-@pytest.mark.parametrize(
-    ("calls", "said"),
-    [
-        ("{broken", "tool_calls is not JSON (Expecting property name"),
-        (["{broken"], "tool_calls is not JSON (Expecting property name"),
-        ("3", "tool_calls holds no object (3)"),
-        (3, "tool_calls holds no object (3)"),
-        ([None], "tool_calls holds no object (None)"),
-    ],
-)
-def test_tool_calls_that_are_none(source, calls, said):
-    turns = [say("user", "a"), say("assistant", "b", tool_calls=calls)]
-    text = refused(write(source, {"messages": turns, "reward": 1}), "messages", Jinja(WHOLE))
-    assert text.startswith(f"1: messages: message 1: {said}")
-
-
-@pytest.mark.parametrize(
-    "flag", [{"loss": False}, {"train": False}, {"step_loss_mask": 0}, {"weight": 0.0}], ids=str
-)
-def test_turns_that_trainers_do_not_train(source, flag):
-    turns = [
-        say("user", "a", loss=False), say("assistant", "b", **flag),
-        say("user", "c"), say("assistant", "d", loss=True, weight=1, train=None),
-    ]  # fmt: skip
-    ((group),) = import_file(
-        write(source, {"messages": turns, "reward": 1}), "messages", Jinja(WHOLE)
-    )
-    (rollout,) = group.rollouts
-    (span,) = rollout.loss
-    text = "".join(map(chr, rollout.tokens.tolist()))
-    assert text[slice(*span)] == "d<end>"
-    assert text[rollout.prompt_len :] == "d<end>"
-
-
-@pytest.mark.parametrize(("field", "value"), [("weight", 0.5), ("loss", "no"), ("train", [])])
-def test_flags_of_a_turn_are_named(source, field, value):
-    turns = [say("user", "a"), say("assistant", "b", **{field: value})]
-    text = refused(write(source, {"messages": turns, "reward": 1}), "messages", Jinja(WHOLE))
-    assert text.startswith(f"1: messages: message 1: {field}: not true or false ({value!r})")
-
-
 # Empty answers ------------------------------------------------------------------------------------
 
 
@@ -269,15 +169,9 @@ def test_flags_of_a_turn_are_named(source, field, value):
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize(
-    "template",
-    [
-        WHOLE,
-        HEAD + "{{ '' + m.content }}" + TAIL,  # TypeError for null
-        HEAD + "{{ m.content }}" + TAIL.replace("<assistant>", "<assistant><think>"),  # R1, QwQ
-    ],
-)
-def test_an_empty_answer_is_a_rollout_that_is_not_trained(source, turns, template):
+def test_an_empty_answer_is_a_rollout_that_is_not_trained(source, turns):
+    """R1's and QwQ's templates begin a thought; null is a TypeError here."""
+    template = HEAD + "{{ '' + m.content }}" + TAIL.replace("<assistant>", "<assistant><think>")
     row = {"messages": [say("user", "a"), *turns], "reward": 0.5}
     ((group),) = import_file(write(source, row), "messages", Jinja(template))
     (rollout,) = group.rollouts

@@ -189,13 +189,6 @@ def test_the_names_of_transformer_engine_are_known(name, tensor):
     assert rows.name == f"model.layers.5.{tensor}"
 
 
-def test_a_parameter_without_a_tensor_is_an_error(made):
-    weights_of = HFWeights(made, resolve(str(made)))
-    del weights_of.sources["decoder.layers.0.mlp.linear_fc2.weight"]
-    with pytest.raises(ValueError, match=r"no Hugging Face tensor .*linear_fc2"):
-        weights_of.fill(model(made))
-
-
 # The model ----------------------------------------------------------------------------------------
 
 
@@ -221,14 +214,6 @@ def test_a_tied_output_layer_must_be_the_embedding(copy):
     tensors["lm_head.weight"][-1, -1] += 1
     with pytest.raises(UserError, match="ties the embeddings, but"):
         model(save())
-
-
-def test_padding_is_zero_and_said(made, caplog):
-    caplog.set_level("WARNING", hf_weights.__name__)
-    hf_weights.tell_padding.cache_clear()
-    table = model(made).embedding.word_embeddings.weight
-    assert table.shape[0] == 256 and not table[200:].any() and table[199].all()
-    assert caplog.text.count("200 tokens are padded to 256") == 1
 
 
 def test_16_bit_files_are_cast(tmp_path):

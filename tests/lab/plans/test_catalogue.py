@@ -1,25 +1,21 @@
 """The catalogue of plans: byte by byte what the planner makes, and as its README says."""
 
-import re
 import shutil
 import subprocess
 import sys
 
 import pytest
 
-from megatron_prefix.errors import UserError
-from megatron_prefix.features.plan_files.table import from_csv, to_csv
+from megatron_prefix.features.plan_files.table import to_csv
 from megatron_prefix.lab.data.pairs import pairs_of_groups
 from megatron_prefix.lab.data.rollouts import read_groups
 from megatron_prefix.lab.plans import catalogue
-from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.plan.planner import best_plan
 from megatron_prefix.tree import build
 from tests.harness.data import REPOSITORY
 
 FOLDER = REPOSITORY / "schedules"
 WANTED = dict(catalogue.plans(FOLDER))
-ONE_SHAPE = '[[shape]]\nname = "x"\nabout = ""\nsegment_tokens = 1\n'
 SHAPES = {shape.name: shape for shape in catalogue.read_catalogue(FOLDER)[0]}
 
 
@@ -59,36 +55,3 @@ def test_the_command_writes_and_compares(tmp_path):
         cwd=REPOSITORY, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, "") and "more.csv" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("layouts = 3", "TypeError"),
-        ("layouts = [[1, 1]", "TOMLDecodeError"),
-        (f"layouts = []\n{ONE_SHAPE}groups = [{{ tokens = 1, leafs = [1] }}]", "ValueError: leafs"),
-    ],
-)
-def test_what_is_no_catalogue_is_refused(tmp_path, text, message):
-    with pytest.raises(UserError, match="cannot be read"):
-        catalogue.read_catalogue(tmp_path)
-    (tmp_path / "catalogue.toml").write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=message):
-        catalogue.read_catalogue(tmp_path)
-
-
-def test_the_readme_tells_the_truth():
-    text = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| `([\w-]+)` \|", text, re.M)) == set(SHAPES)
-    (csv,) = re.findall(r"```\n(megatron_prefix plan,.*?)```", text, re.S)
-    plan = from_csv(csv)
-    assert simulate(plan).num_actions == 16
-    shape = SHAPES["flat-group"]
-    rollouts, groups = pairs_of_groups(shape.groups)
-    shorter = build(rollouts[:3], groups[:3], shape.options)
-    assert best_plan(shorter, 2) == plan
-    for name in re.findall(r"schedules/([\w.-]+\.csv)", text):
-        assert name in WANTED
-    lengths = SHAPES["two-level-tree"].options
-    assert f"--segment-tokens {lengths.segment_tokens} " in text
-    assert lengths.chunk_tokens == 0

@@ -1,7 +1,6 @@
 """Plans of several data-parallel ranks: those that can run, and what is refused by name."""
 
 import random
-import re
 from dataclasses import replace
 
 import pytest
@@ -59,17 +58,6 @@ def crossed(first="F0 S0>1 R1<1 F2 B2 S1>1 R0<1 B0", second="F1 R0<0 S1>0 F2 B2 
     ]
 
 
-def same(rank0, rank1):
-    """Rank 0 computes two prompts of one length, and rank 1 has a wave below both."""
-    waves = Segment(
-        (Span(4, 2, 2, (0,), Place(0, 0)), Span(4, 2, 2, (1,), Place(1, 0))), False, True
-    )
-    return [
-        plan([inner(0, 4), inner(0, 4)], rank0, Transfer(0, 1, (0,)), Transfer(1, 1, (0,))),
-        plan([inner(0, 4, source=0), inner(0, 4, source=0), waves], rank1),
-    ]
-
-
 def refused(plans, ready_after=None):
     """The first line; a grid of all ranks follows."""
     with pytest.raises(PlanError) as caught:
@@ -94,19 +82,6 @@ def test_times_of_two_ranks():
     ]
     assert (found.makespan, found.busy, found.waiting) == (22, (18, 6), (4, 8))
     assert (found.received_positions, found.peak_received) == ((0, 4), (0, 4))
-
-
-def test_a_window_holds_fewer():
-    """Two prompts, one after the other: the second arrives when the first one's gradients left."""
-    waves = [wave(4, 2, Place(0, 0)), wave(4, 2, Place(2, 0))]
-    table = [inner(0, 4, source=0), waves[0], inner(0, 4, source=0), waves[1]]
-    owner = [Transfer(0, 1, (0,)), Transfer(1, 1, (0,))]
-    for sends, takes, peak in (
-        ("F0 F1 S0>1 R0<1 S1>1 R1<1 B1 B0", "R0<0 F1 B1 S0>0 R2<0 F3 B3 S2>0", 4),
-        ("F0 F1 S0>1 S1>1 R0<1 R1<1 B1 B0", "R0<0 F1 B1 R2<0 S0>0 F3 B3 S2>0", 8),
-    ):
-        plans = [plan([inner(0, 4), inner(0, 4)], sends, *owner), plan(table, takes)]
-        assert simulate_job(plans).peak_received == (0, peak)
 
 
 # What is refused ----------------------------------------------------------------------------------
@@ -163,16 +138,6 @@ def test_spans_that_differ(change):
     assert refused(plans) == message
 
 
-def test_links_with_two_orders():
-    """Payloads of one shape would cross, each as the other; so would gradients."""
-    sends, takes = "F0 F1 S0>1 S1>1 R1<1 R0<1 B1 B0", "R0<0 R1<0 F2 B2 S1>0 S0>0"
-    simulate_job(same(sends, takes))
-    message = "rank 1, place 0: R1<0 takes message 0 from rank 0, which sends S0>1 there"
-    assert refused(same(sends, "R1<0 R0<0 F2 B2 S1>0 S0>0")) == message
-    message = "rank 0, place 4: R1<1 takes message 0 from rank 1, which sends S0>0 there"
-    assert refused(same(sends, "R0<0 R1<0 F2 B2 S0>0 S1>0")) == message
-
-
 def test_deadlocks():
     """Both send first, which only messages that do not block would survive."""
     first = "F1 S1>0 R0<0 F2 B2 R1<0 S0>0 B1"
@@ -183,40 +148,6 @@ def test_deadlocks():
     late = chain("R1<1 R0<0 F2 B2 S1>1 S0>0", "F0 S0>2 S0>1 R0<1 R0<2 B0")
     message = refused(late)
     assert message.startswith("deadlock: ") and message.count("place") == 3
-
-
-@pytest.mark.parametrize(
-    ("transfers", "message"),
-    [
-        ([(1, 1, (0,))], "segment 1 goes to rank 1, and is not inner"),
-        ([(9, 1, (0,))], "segment 9 goes to rank 1, and is not computed here"),
-        ([(0, 0, (0,))], "segment 0 goes to rank 0, which is not another rank"),
-        ([(0, 2, (0,))], "segment 0 goes to rank 2, which is not another rank"),
-        ([(0, 1, (0,))] * 2, "segment 0 goes to rank 1 twice"),
-        ([(0, 1, ())], r"segment 0 goes to rank 1 with spans \(\)"),
-        ([(0, 1, (1,))], r"segment 0 goes to rank 1 with spans \(1,\)"),
-        ([(0, 1, (0, 0))], r"segment 0 goes to rank 1 with spans \(0, 0\)"),
-    ],
-)
-def test_transfers_of_what_does_not_exist(transfers, message):
-    sends, takes = two()
-    bad = replace(sends, transfers=tuple(Transfer(*one) for one in transfers))
-    assert re.match(f"rank 0: {message}", refused([bad, takes]))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"source": 1}, "comes from rank 1, which is not another rank"),
-        ({"source": 5}, "comes from rank 5, which is not another rank"),
-        ({"inner": False}, "is received: it must be inner"),
-    ],
-)
-def test_segments_that_cannot_be_received(change, message):
-    sends, takes = two()
-    received = takes.segments[0]._replace(**change)
-    bad = replace(takes, segments=(received, takes.segments[1]))
-    assert refused([sends, bad]) == f"rank 1: segment 0 {message}"
 
 
 # At random ----------------------------------------------------------------------------------------

@@ -162,21 +162,6 @@ def test_a_cut_group_pays_for_its_prompt_in_both_parts():
 # Bad usage, and real rollouts ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_ranks": 0}, "0 ranks"),
-        ({"method": "best"}, "'best': give one of auto, whole"),
-        ({"groups": [flat("a", 3, [3]), flat("a", 3, [3])]}, "2 groups to place"),
-        ({"method": "equal", "num_ranks": 2}, "3 rollouts on 2 .*multiple of 2"),
-    ],
-)
-def test_bad_usage_is_refused(arguments, message):
-    values = {"groups": [flat("a", 3, [3, 4, 5])], "num_ranks": 1, "method": "auto", **arguments}
-    with pytest.raises(UserError, match=message):
-        place(values["groups"], values["num_ranks"], COST, method=values["method"])
-
-
 @pytest.mark.parametrize("name", ["tau2_mixed", "qmsum_tree"])
 @pytest.mark.parametrize("share", ["group", "batch"])
 def test_real_rollouts_are_balanced_by_tree(name, share):

@@ -5,8 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
-from megatron.core.transformer import mlp as megatron_mlp
 
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.features.host.segment import addresses
@@ -17,7 +15,6 @@ from megatron_prefix.lab.plans.forest import trees
 from megatron_prefix.lab.predict import model as predicted
 from megatron_prefix.lab.predict.execution import Execution
 from megatron_prefix.lab.predict.peak_memory import predict_memory
-from megatron_prefix.lab.runtime.groups import forget_logged_losses
 from megatron_prefix.plan.actions import policies
 from megatron_prefix.plan.planner import make_plan
 from megatron_prefix.run.schedule import PrefixSchedule
@@ -145,35 +142,6 @@ def test_experts_save_what_was_predicted(name, spec, config, modules):
     assert_counted(model, 1.05 if spec is WIDE else 1.1)
 
 
-def test_activations_of_experts_that_run_again(monkeypatch):
-    """Megatron has that for grouped products only, which have no kernels on the CPU."""
-    modules = ["moe_act", "shared_experts"]
-    forget_logged_losses()  # of models with fewer layers
-    model = small_model(
-        "tiny-moe", vocab=VOCAB, dtype=torch.float32, recompute="selective",
-        spec=dict(num_layers=8, moe_ffn_hidden_size=256, moe_shared_expert_intermediate_size=256),
-        config_overrides={"recompute_modules": modules[1:]},
-    )  # fmt: skip
-    unwrap(model).config.recompute_modules = modules
-    stock = megatron_mlp.MLP.forward
-
-    def activated(given, scale):
-        gate, value = given.chunk(2, -1)
-        return torch.nn.functional.silu(gate) * value * scale
-
-    def forward(self, x, per_token_scale=None):
-        if per_token_scale is None:
-            return stock(self, x)
-        again = CheckpointWithoutOutput()
-        inside = again.checkpoint(activated, self.linear_fc1(x)[0], per_token_scale[:, None])
-        found = self.linear_fc2(inside)
-        again.discard_output_and_register_recompute(found[0])
-        return found
-
-    monkeypatch.setattr(megatron_mlp.MLP, "forward", forward)
-    assert_counted(model)
-
-
 @pytest.mark.parametrize("contract", [Contract(), Contract(logits=True)], ids=["labels", "logits"])
 def test_bytes_of_a_segment_that_is_read_in_part(contract):
     """A rollout that shares nothing: its prompt is in one segment with its answer."""
@@ -215,25 +183,6 @@ def test_layers_on_the_host_are_on_the_device_for_a_visit():
     # At most two layers' K/V and three layers' gK/gV come and go.
     assert some.cache_peak < cache <= some.cache_peak + whole / 2
     assert some.peak <= all_here.peak + 1
-
-
-def test_gradients_of_a_joined_segment_come_as_activations_go():
-    """At its peak there are those of one layer; when its backward ends, those of all."""
-    options = TreeOptions(min_gain=4, segment_gain=9999, joins=True, share="batch")
-    rollouts, groups = flat_rollouts(100, 20, 4, 2)
-    plan = make_plan(build(rollouts, groups, options, [0] * 8))
-    [segment], [memory] = (
-        plan.segments,
-        predict_memory(plan, footprint := footprint_of(resolve("llama3-8b"))),
-    )
-    [layers] = footprint.payloads
-    assert segment.joined == 0 and segment.padded_length == 2 * (100 + 4 * 20)
-    values = sum(one.values for one in layers) * segment.padded_length
-    gradients = sum(one.gradients for one in layers) * segment.padded_length
-    assert memory.cache_peak == values + gradients
-    apart = make_plan(build(rollouts, groups, replace(options, joins=False), [0] * 8))
-    assert memory.kv_grad in (0.0, gradients / len(layers))
-    assert predict_memory(apart, footprint)[0].kv_grad > memory.kv_grad
 
 
 def footprint_of(spec, **execution):
@@ -294,43 +243,6 @@ def test_peak_of_the_longest_sequence_of_a_gpu():
     (memory,) = predict_memory(plan, whole(recompute="full"))
     assert memory.peak == memory.wave_peak
     assert 0.98 <= memory.peak / GIB / 87.52 <= 1.02
-
-
-def test_what_is_offloaded_may_linger():
-    """16 rollouts of 10k/2k: Phase B took 14.02 GiB in one run and 30.95 in another, for the copies
-    to the host were still under way; with 30 GiB to use and chunks, 16.16."""
-    footprint = WHOLE
-    kv = 10240 * 32 * (footprint.kv + footprint.kv_grad)
-    offloaded = 10240 * 32 * footprint.inner
-    for chunk, room, most in ((0, 90, kv + offloaded), (2048, 30, 30 * GIB), (0, 10, None)):
-        plan = plan_of(10240, 2048, 16, 1, chunk)
-        plan = replace(plan, policies=policies(plan.segments, "offload"))
-        (memory,) = predict_memory(plan, footprint)
-        assert memory.peak == memory.wave_peak == pytest.approx(14.02 * GIB, rel=0.02)
-        bound = memory.within(room * GIB)
-        assert bound.peak == bound.wave_peak == pytest.approx(most or memory.peak, rel=0.003)
-        assert memory.wave_peak < {0: 30.95, 2048: 16.16}[chunk] * GIB
-        assert most is None or {0: 30.95, 2048: 16.16}[chunk] * GIB < bound.wave_peak
-        lean = replace(plan, policies=policies(plan.segments, "recompute"))
-        assert (
-            predict_memory(lean, footprint)[0].within(room * GIB)
-            == predict_memory(lean, footprint)[0]
-        )
-
-
-def test_activations_of_llama3_8b():
-    """Per layer and token: 4 h + (q and the attention's output) + 3 ffn, in bf16, and lse."""
-    spec = resolve("llama3-8b")
-    whole = footprint_of(spec)
-    assert whole.inner == 2 * (4 * 4096 + 2 * 32 * 128 + 3 * 14336) + 4 * 32
-    assert whole.kv == 2 * whole.kv_grad / 4 == 2 * 2 * 8 * 128
-    halves = footprint_of(spec, tp=2, sequence_parallel=True)
-    assert 2 * halves.inner == whole.inner and 2 * halves.kv == whole.kv
-    assert whole.inner / 2 < footprint_of(spec, tp=2).inner < whole.inner
-    assert footprint_of(spec, num_stages=4).num_layers == 8
-    plan = plan_of(1024, 256, 4, 256)
-    spread = predict_memory(plan, footprint_of(spec, cp=2))[0]
-    assert 2 * spread.activations == predict_memory(plan, whole)[0].activations
 
 
 def test_activations_of_llama3_8b_in_fp8():

@@ -3,7 +3,6 @@
 All runs of a kind share a process: starting one takes longer than ten of them.
 """
 
-import enum
 import io
 import json
 import os
@@ -173,26 +172,6 @@ def test_an_index_cannot_change_its_classes():
         read(changed)
 
 
-def test_a_checkpoint_of_python_3_11_2_is_resumed(good, tmp_path):
-    """The index written again with the members that it holds as calls of getattr."""
-
-    class Pickler(pickle.Pickler):
-        def reducer_override(self, value):
-            is_member = isinstance(value, enum.Enum)
-            return (getattr, (type(value), value.name)) if is_member else NotImplemented
-
-    def change(run):
-        path = run / STEP / ".metadata"
-        index = pickle.loads(path.read_bytes())  # noqa: S301  # our own
-        buffer = io.BytesIO()
-        Pickler(buffer).dump(index)
-        assert b"getattr" in buffer.getvalue()
-        path.write_bytes(buffer.getvalue())
-
-    ((code, err, _),) = resumed(good, tmp_path, {"": change}).values()
-    assert (code, err) == (0, "")
-
-
 # Damage -------------------------------------------------------------------------------------------
 
 
@@ -263,39 +242,6 @@ def test_values_that_no_run_has_are_refused(good, tmp_path):
         assert messages[name][1] in err
 
 
-def in_bfloat16(run, *, told):
-    """One tensor in another dtype, with or without the index knowing."""
-    path = run / STEP / ".metadata"
-    index = pickle.loads(path.read_bytes())  # noqa: S301  # our own
-    key = "decoder.final_layernorm.weight"
-    (place,) = (info for at, info in index.storage_data.items() if at.fqn == key)
-    shard, value = run / STEP / place.relative_path, io.BytesIO()
-    with open(shard, "rb") as file:
-        file.seek(place.offset)
-        tensor = torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
-    torch.save(tensor.bfloat16(), value)
-    place.offset, place.length = shard.stat().st_size, value.tell()
-    with open(shard, "ab") as file:
-        file.write(value.getvalue())
-    if told:
-        index.state_dict_metadata[key].properties.dtype = torch.bfloat16
-    path.write_bytes(pickle.dumps(index))
-
-
-def test_a_shard_of_another_dtype_is_not_cast(good, tmp_path):
-    changes = {
-        "decoder.final_layernorm.weight is torch.bfloat16, and torch.float32 in this run; resume": (
-            lambda run: in_bfloat16(run, told=True)
-        ),
-        "decoder.final_layernorm.weight is torch.bfloat16, and torch.float32 in the index); res": (
-            lambda run: in_bfloat16(run, told=False)
-        ),
-    }
-    for message, (code, err, same) in resumed(good, tmp_path, changes).items():
-        assert (code, err.count("\n"), same) == (2, 1, True), err
-        assert message in err
-
-
 # Full disks, and runs that are refused ------------------------------------------------------------
 
 
@@ -316,31 +262,3 @@ def test_a_full_disk_leaves_the_last_checkpoint(good, tmp_path):
     assert sorted((run / "checkpoints").rglob("*")) == before
     assert run_ranks(1, lambda: train(*more)) == [(0, "")]
     assert (run / "checkpoints" / "latest").read_text("utf-8") == "step-000002\n"
-
-
-def test_unwritable_places_are_refused_before_the_first_step(tmp_path):
-    (tmp_path / "file").touch()
-    for name, part in (("a", "metrics.jsonl"), ("b", "tensorboard"), ("c", "checkpoints")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / part).mkdir() if name == "a" else (tmp_path / name / part).touch()
-    cases = {
-        "a": (["a"], "a/metrics.jsonl: cannot be written (a folder has this name)"),
-        "b": (["b"], "b/tensorboard: cannot be written"),
-        "c": (["c", "--save-every", "1"], "c/checkpoints: cannot be written"),
-        "file": (["file"], "file: cannot be written"),
-        "below a file": (["file/x"], "file/x: cannot be written"),
-        "long": (["x" * 300], "too long"),
-        "picture": (["x", "--plan-svg", str(tmp_path / "a")], "a folder has this name"),
-        "trace": (["x", "--trace", str(tmp_path / "file" / "y")], "file is not a folder"),
-    }
-    before = sorted(tmp_path.rglob("*"))
-
-    def on_rank():
-        return [train("--output", str(tmp_path / o[0]), *o[1:]) for o, _ in cases.values()]
-
-    for (code, err), (name, (_, message)) in zip(
-        run_ranks(1, on_rank)[0], cases.items(), strict=True
-    ):
-        assert (code, err.count("\n")) == (2, 1), (name, err)
-        assert message in err, name
-    assert sorted(tmp_path.rglob("*")) == before

@@ -7,8 +7,6 @@ difference of a run are of that one element, whose sign is chance in either sche
 
 from dataclasses import replace
 
-import torch
-
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.data.rollouts import Group, read_groups
@@ -85,24 +83,3 @@ def test_a_schedule_that_loses_a_little_drifts(monkeypatch):
     wrong = run(Layout(), "tiny-llama", groups, 2)
     assert not wrong.passed and "from step 1 on" in wrong.failures[0]
     assert all(ratio > 10 for ratio in wrong.ratio_max.values())
-
-
-def test_every_parameter_counts_once():
-    """In bfloat16, so that it is the main parameters, on ranks that hold copies of some."""
-    groups = [kept for g in read_groups(BUNDLED) if (kept := shorten(g, 64)[0])][:2]
-    groups = [Group(group.name, group.rollouts[:4]) for group in groups]
-    options = ModelOptions(
-        "tiny-moe", dtype="bfloat16", overrides=(*SMALL, ("tie_embeddings", True))
-    )
-    spec, fitted = fit_vocabulary(options, groups)
-
-    def on_rank(layout):
-        world = runtime.initialize(layout, "cpu", options.seed)
-        one = replay.trainers(SETTINGS, tuple(fitted), options, spec, world)["stock"]
-        mine = list(replay.parameters(one))
-        assert all(value.dtype == torch.float32 for value in mine)
-        return sum(value.numel() for value in mine)
-
-    (whole,) = run_ranks(1, on_rank, Layout())
-    for layout in (Layout(tp=2, pp=2, sequence_parallel=True), Layout(dp=2, ep=2)):
-        assert sum(run_ranks(layout.world_size, on_rank, layout)) == whole

@@ -8,7 +8,7 @@ from tests.harness import fuzzing
 from tests.harness.data import BUNDLED
 from tests.harness.ranks import run_ranks
 
-NUM_CASES = 8
+NUM_CASES = fuzzing.rounds(4, 40)
 ARGUMENTS = (
     "train", str(BUNDLED), "--set", "num_layers=1", "--groups", "2", "--groups-per-step", "1",
     "--max-tokens", "40", "--json",

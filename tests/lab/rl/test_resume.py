@@ -57,35 +57,6 @@ def test_resume_on_another_number_of_ranks(tmp_path):
     assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), 2000)
 
 
-def test_random_generators_go_on(tmp_path):
-    """Nothing in these models draws; so the generators are asked themselves."""
-
-    def draws(trainer):
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-        with get_cuda_rng_tracker().fork():
-            forked = torch.rand(()).item()
-        return forked, torch.rand(()).item()
-
-    def disturb_and_save(trainer):
-        torch.rand(17)
-        identity = Identity({}, "float32", 0, "", False)
-        checkpoint.save(trainer, tmp_path, identity)
-        return draws(trainer)
-
-    def load_and_draw(trainer):
-        found = run_folder.find(tmp_path)
-        assert found is not None
-        checkpoint.load(trainer, found, Identity({}, "float32", 0, "", False))
-        return draws(trainer)
-
-    job = settings()
-    ((_, before),) = train(tmp_path / "a", 1, job, look=disturb_and_save)
-    ((_, after),) = train(tmp_path / "b", 1, job, look=load_and_draw)
-    ((_, fresh),) = train(tmp_path / "c", 1, job, look=draws)
-    assert after == before != fresh
-
-
 @pytest.fixture(scope="module")
 def one_step(tmp_path_factory):
     """A run of one step that was saved."""
@@ -142,21 +113,6 @@ def test_a_half_written_checkpoint_is_not_picked_up(tmp_path, one_step):
     ((summary, _),) = train(tmp_path, 2, job, resume="auto", save_every=1)
     assert summary.first_step == 2 and run_folder.find(tmp_path) == folder / "step-000002"
     assert not list(folder.glob("*.part")) and not list(folder.glob("*.old"))
-
-
-def test_where_to_resume_from(tmp_path):
-    step = tmp_path / "checkpoints" / "step-000003"
-    assert run_folder.find(tmp_path) is None
-    step.mkdir(parents=True)
-    (step / "train.json").write_text("{}", encoding="utf-8")
-    (tmp_path / "checkpoints" / "latest").write_text("step-000003\n", encoding="utf-8")
-    for place in (tmp_path, tmp_path / "checkpoints", step):
-        assert run_folder.find(place) == step
-    shutil.rmtree(step)
-    with pytest.raises(UserError, match="names step-000003, which is not there"):
-        run_folder.find(tmp_path)
-    with pytest.raises(UserError, match="no such folder"):
-        run_folder.find(tmp_path / "nowhere")
 
 
 def test_a_new_run_does_not_mix_with_an_old_one(tmp_path, one_step):

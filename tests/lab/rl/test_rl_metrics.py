@@ -1,6 +1,5 @@
 """The metrics file and its counterpart in TensorBoard."""
 
-import importlib.util
 import json
 import math
 import sys
@@ -8,8 +7,6 @@ import sys
 import pytest
 import torch
 
-from megatron_prefix.errors import UserError
-from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.rl import flops
 from megatron_prefix.lab.rl.metrics import MetricsWriter
 from megatron_prefix.lab.rl.run_folder import METRICS
@@ -133,29 +130,4 @@ def test_wandb_that_cannot_start_is_one_line_and_leaves_nothing(tmp_path, capsys
     assert not folder.exists()
 
 
-def test_without_weights_and_biases_the_project_is_refused(tmp_path, monkeypatch):
-    find = importlib.util.find_spec
-    missing = lambda name, *more: None if name == "wandb" else find(name, *more)  # noqa: E731
-    monkeypatch.setattr(importlib.util, "find_spec", missing)
-    with pytest.raises(UserError, match=r"pip install 'megatron_prefix\[wandb\]'"):
-        MetricsWriter(tmp_path, wandb_project="mine")
-    MetricsWriter(tmp_path).close()
-
-
 # Rates --------------------------------------------------------------------------------------------
-
-
-def test_flops_of_packs_are_those_of_their_rollouts():
-    import torch
-
-    cost = flops.cost_model(resolve("tiny-llama").with_vocab(100))
-    rows = [{"tokens": torch.zeros(1, n)} for n in (5, 7)]
-    pack = {"tokens": torch.zeros(1, 12), "cu_seqlens": torch.tensor([0, 5, 12])}
-    assert flops.of_microbatches(cost, rows, 1) == flops.of_microbatches(cost, [pack], 1)
-    positions, pairs = 12, 15 + 28
-    linear, head, attention, *_ = cost.forward
-    by_hand = (linear + head) * positions + attention * pairs
-    assert flops.of_microbatches(cost, rows, 1) == pytest.approx(3 * by_hand)
-    slices = [{"tokens": torch.zeros(1, 6)}]
-    whole = [{"tokens": torch.zeros(1, 12)}]
-    assert flops.of_microbatches(cost, slices, 2) == flops.of_microbatches(cost, whole, 1)

@@ -56,13 +56,6 @@ def test_a_lock_dies_with_its_holder(tmp_path, holder):
     assert os.listdir(tmp_path / "run") == ["file"]
 
 
-def test_training_is_refused_in_a_folder_of_another_run(tmp_path, holder):
-    process, _ = holder
-    with pytest.raises(UserError, match=f"another run writes there .process {process.pid} on"):
-        train(tmp_path / "run", 1, settings())
-    assert os.listdir(tmp_path / "run") == [LOCK]
-
-
 def test_metrics_of_another_run_are_kept(tmp_path):
     """With --resume, too, where there is no checkpoint; --overwrite says what is wanted."""
     metrics, part = tmp_path / "run" / "metrics.jsonl", settings(groups_per_step=1)

@@ -142,21 +142,3 @@ def test_a_cut_group_and_an_idle_rank_change_no_update(tmp_path, loss_mean, case
     rows = [metrics_of(tmp_path / f"dp{dp}")[0] for dp in (1, 2)]
     for name in ("train/loss", "train/reward_mean", "train/grad_norm"):
         assert rows[0][name] == pytest.approx(rows[1][name], rel=1e-4, abs=1e-5)
-
-
-def test_what_a_layout_cannot_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match="not a multiple of --minibatches 2"):
-        train(tmp_path, 1, settings(groups_per_step=3, num_minibatches=2))
-    with pytest.raises(UserError, match="groups-per-step 100 exceeds"):
-        train(tmp_path, 1, settings(groups_per_step=100))
-    with pytest.raises(
-        UserError, match=r"--cp 2 with --loss-mean rollout: .* use --loss-mean token"
-    ):
-        train(tmp_path, 1, settings(loss_mean="rollout"), layout=Layout(cp=2))
-    odd = settings(mode="off", groups_per_step=1)
-    copies = bundled()[0].rollouts[:3]
-    with pytest.raises(UserError, match="multiples of --pp 2, and there are 3"):
-        train(
-            tmp_path, 1, odd, [Group(copies[0].group, copies)], layout=Layout(pp=2, vpp=2),
-            options=ModelOptions("tiny-llama"),
-        )  # fmt: skip

@@ -4,16 +4,13 @@ import json
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.cli import matrix as verb
 from megatron_prefix.lab.cli.main import main
 from megatron_prefix.lab.runtime.layout import Layout
-from megatron_prefix.lab.verify.matrix import LAYOUTS, SHAPES, Row, rows
-from megatron_prefix.tree import TreeOptions
-from tests.harness.command_line import failure
+from megatron_prefix.lab.verify.matrix import Row, rows
 
 VERDICT = SimpleNamespace(
     passed=True, failures=(), grad_max_rel_diff=3e-15, tolerance=3e-14, grad_error_ratio_max=None,
@@ -33,13 +30,6 @@ def answers(monkeypatch, answer):
     return ran
 
 
-def test_without_a_gpu_no_row_is_tried(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    ran = answers(monkeypatch, lambda row: VERDICT)
-    line = failure(capsys, "matrix", "--device", "cuda", "--only", "*")
-    assert line.startswith("megatron-prefix matrix: device 'cuda': torch sees no GPU") and not ran
-
-
 # The table of layouts -----------------------------------------------------------------------------
 
 
@@ -55,19 +45,6 @@ def test_the_table_has_every_combination_once():
     for layout in "EP2 EP4 PP2xEP2 TP2xEP2xPP2 TP2xCP2 CP2xEP2 TP2xCP2xEP2xPP2".split():
         assert f"moe/{layout}/flat/none" in names
         assert f"moe/{layout}/packed/full" in names
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_rank_has_rollouts_and_something_to_share(shape):
-    for layout, _ in LAYOUTS.values():
-        groups = SHAPES[shape].groups(layout.dp, "float64")
-        num = sum(len(group.rollouts) for group in groups)
-        assert num % layout.dp == 0
-        assert num // layout.dp >= 4
-        assert num // layout.dp % layout.pp == 0, "Megatron's interleaved schedule wants that"
-    options = SHAPES[shape].config("float64").tree_options(8)  # the most that any row needs
-    assert isinstance(options, TreeOptions)
-    assert max(layout.alignment for layout, _ in LAYOUTS.values()) == 8
 
 
 def test_data_parallelism_fills_a_larger_world():
@@ -157,12 +134,3 @@ def test_a_pattern_of_no_row_is_refused(capsys):
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "matches no row; layouts: TP2" in err
-
-
-@pytest.mark.parametrize("line", ['{"rows": 3}', "3", "a log", "[" * 100_000])
-def test_a_record_of_something_else_is_refused(capsys, tmp_path, line):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text(f"{line}\n", encoding="utf-8")
-    assert main(["matrix", "--continue", str(bad)]) == 2
-    wanted = f"--continue {bad}:1: not a row of `matrix --continue`; name another file\n"
-    assert capsys.readouterr().err == f"megatron-prefix matrix: {wanted}"

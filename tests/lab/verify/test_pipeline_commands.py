@@ -5,27 +5,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron_prefix.device import clock
-from megatron_prefix.features.measure.stopwatch import TimedActions
 from megatron_prefix.features.plan_files.table import from_csv
-from megatron_prefix.lab import runtime
 from megatron_prefix.lab.plans import catalogue
-from megatron_prefix.lab.rl import report_numbers
-from megatron_prefix.lab.rl.step_parts import WithPart
-from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness.command_line import forked
 from tests.harness.data import BUNDLED
 from tests.harness.pipelines import (
     FOLDER,
-    build_chunks,
-    config_of,
-    microbatches,
-    rollouts_of,
-    run_step,
 )
-from tests.harness.ranks import run_ranks
-from tests.harness.steps import Contract
 
 TWO_STAGES = ["--pp", "2", "--set", "num_layers=2"]
 
@@ -47,15 +33,6 @@ def test_align_runs_a_plan_of_the_catalogue(rollouts):
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["passed"]
-
-
-def test_a_plan_of_another_step_is_refused_in_one_line(rollouts):
-    plan = "schedules/two-level-tree-pp2.csv"
-    done = forked("align", "--rollouts", rollouts, *TWO_STAGES, "--prefix-plan", plan)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"megatron-prefix align: {plan}: segment 0 is 0,inner,0+48")
-    assert line.endswith("plan the same rollouts with the same lengths")
 
 
 def test_train_runs_a_plan_and_measures_it(tmp_path):
@@ -97,37 +74,3 @@ def check_measured(events, programs):
         if (source, name) in at:
             # Zero is a barrier, which the ranks leave a moment apart: on a busy machine 5 ms.
             assert start >= at[source, name][1] - 2e4, (rank, name)
-
-
-def on_one_rank_of_two(measures):
-    """A step with a clock that counts how often it is read; that count."""
-    layout, looks = Layout(pp=2), 0
-    runtime.initialize(layout)
-
-    class Clock:
-        @staticmethod
-        def perf_counter():
-            nonlocal looks
-            looks += 1
-            return float(looks)
-
-    clock.time = Clock
-    groups, vocab = rollouts_of("flat-group")
-    schedule = PrefixSchedule(config_of("flat-group", layout))
-    if measures:
-        schedule.features.append(WithPart(schedule, TimedActions))
-    chunks, items = build_chunks(layout, vocab), microbatches(groups)
-    run_step(schedule, Contract(), chunks, items)
-    report, stopwatch = schedule.report, report_numbers.stopwatch_of(schedule.report)
-    assert report is not None and (stopwatch is not None) == measures
-    if stopwatch is not None:
-        timeline = report_numbers.timeline(stopwatch, report.plan)
-        assert (timeline.unit, timeline.num_actions) == ("ms", 36)
-        assert timeline.busy == (18e3, 18e3)  # every action lasts from one look to the next
-    runtime.shutdown()
-    return looks
-
-
-def test_nothing_is_timed_unless_asked_for():
-    assert run_ranks(2, on_one_rank_of_two, False) == [0, 0]
-    assert run_ranks(2, on_one_rank_of_two, True) == [1 + 2 * 18] * 2

@@ -2,15 +2,13 @@
 
 import itertools
 import random
-import re
 from collections import Counter
 from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 
-from megatron_prefix.lab.plans.forest import trees
-from megatron_prefix.lab.plans.timeline import Timeline, simulate
+from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.lab.view import svg
 from megatron_prefix.lab.view.drawing import comparison_svg, job_svg, timeline_svg
 from megatron_prefix.tree import TreeOptions, build
@@ -171,48 +169,6 @@ def test_tooltips_tell_what_an_action_is():
     assert "segment 0, tree 0\nfrom position 0, 50 tokens\n2 rollouts: 0, 1" in found
 
 
-def test_titles_are_text_and_not_markup():
-    picture = drawn(ruled_plan(forest_of(), 2), "a <b> & \x00c")
-    assert "a <b> & c" in texts(picture)
-    assert "Prefix schedule, 2 stages" in texts(drawn(ruled_plan(forest_of(), 2)))
-
-
-@pytest.mark.parametrize("budget", [20, 300, 0], ids=["a tree a segment", "two", "all in two"])
-def test_a_box_of_the_trees_covers_the_lanes_of_its_rollouts(budget):
-    """However the rollouts are numbered and packed: no two boxes overlap, what is shared stands
-    above."""
-    straight, numbers = flat_rollouts(100, 20, 3, 4)
-    order = random.Random(0).sample(range(12), 12)
-    groups = [numbers[i] for i in order]
-    options = TreeOptions(min_gain=0, segment_tokens=budget)
-    forest = build([straight[i] for i in order], groups, options)
-    most = max(len({*numbers}) for numbers in trees(forest.segments))
-    assert (most > 1) == (budget != 20)
-    rects = [
-        (title.text or "", [float(rect.get(name, 0)) for name in ("x", "y", "width", "height")])
-        for rect in shapes(drawn(ruled_plan(forest)), "rect")
-        for title in rect
-        if (title.text or "").startswith("segment")
-    ]
-    assert len(rects) == 4 + 12
-    leaves = {tip.split()[-1]: box for tip, box in rects if "1 rollout:" in tip}
-    assert len(leaves) == 12
-    assert len({y for _, y, _, _ in leaves.values()}) == 12
-    for tip, (x, y, width, height) in rects:
-        members = re.findall(r"\d+", tip.rpartition(":")[2])
-        tops = [leaves[member][1] for member in members]
-        bottoms = [leaves[member][1] + leaves[member][3] for member in members]
-        assert (y, y + height) == pytest.approx((min(tops), max(bottoms)), abs=0.02)
-        assert len(members) == 1 or all(leaves[member][0] >= x + width for member in members)
-
-
-def test_a_timeline_of_no_time():
-    """Nothing was measured yet: no division by zero."""
-    plan = ruled_plan(forest_of(num=1, num_groups=1))
-    timeline = Timeline((), 0.0, (0.0,), (0,), "ms")
-    assert ElementTree.fromstring(timeline_svg(timeline, plan)).tag == f"{_NAMESPACE}svg"
-
-
 def compared(*names):
     runs = [(name, simulate(PLANS[name]), PLANS[name]) for name in names]
     text = comparison_svg(runs, "Several schedules")
@@ -235,17 +191,3 @@ def test_timelines_are_compared_on_one_scale():
     facts = " ".join(texts(picture))
     for name in names:
         assert f"bubble {100 * simulate(PLANS[name]).bubble_fraction:.1f}%" in facts
-
-
-def test_every_box_of_a_small_step_has_the_number_of_its_segment():
-    """Phases A, B and C with names, and a lane of a rollout is high enough for a number."""
-    plan = ruled_plan(forest_of(prefix=400, suffix=100, num=7, num_groups=4, chunk_tokens=400), 1)
-    picture = drawn(plan)
-    for phase in ("A: forward, inner", "B: forward, wave", "B: backward, wave"):
-        assert phase in texts(picture)
-    assert "C: backward, inner" in texts(picture)
-    numbers = Counter(text for text in texts(picture) if text.isdigit())
-    spans = Counter(
-        str(index) for index, segment in enumerate(plan.segments) for _ in segment.spans
-    )
-    assert not spans - numbers

@@ -13,7 +13,7 @@ import pytest
 from megatron_prefix.lab.rl.updates import TrainingError
 from megatron_prefix.lab.verify import replay
 from megatron_prefix.lab.verify.replay import RUNS, Distance, ReplayStep, judged
-from tests.harness.command_line import BUNDLED, failure, forked, row, run
+from tests.harness.command_line import BUNDLED, forked, run
 
 CURVE = dict.fromkeys(RUNS, 0.5)
 SMALL = ["--set", "num_layers=1", "--groups", "2", "--groups-per-step", "1", "--max-tokens", "80"]
@@ -151,27 +151,3 @@ def test_files_of_a_replay_that_is_stopped_have_its_steps(
     assert result["failures"] == ["the replay has not ended: these are its first 2 steps"]
     assert "<svg" in drawn.read_text("utf-8")
     assert sorted(tmp_path.iterdir()) == [drawn, found]
-
-
-def test_rollouts_without_a_gradient_are_refused(tmp_path, capsys):
-    path = tmp_path / "equal.jsonl"
-    path.write_text("".join(row(uid=str(uid)) for uid in range(3)), encoding="utf-8")
-    line = failure(capsys, "replay", str(path))
-    assert "same reward" in line and str(path) in line
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["tiny-llama"], ""),
-        (["tiny-moe"], "Add --same-routes --set"),
-        (["tiny-moe", "--same-routes"], "counts the experts that routers would choose"),
-        (["tiny-moe", "--same-routes", "--set", "moe_aux_loss_coeff=0"], ""),
-    ],
-)
-def test_a_replay_that_fails_names_choices_of_routers(options, says, capsys, monkeypatch):
-    monkeypatch.setattr(replay, "trainers", lambda *_: {})
-    monkeypatch.setattr(replay, "replayed", lambda *_: iter([step(1, drift=3.0)]))
-    code, out, _ = run(capsys, "replay", BUNDLED, *SMALL, "--model", *options)
-    assert code == 1 and "exceed" in out
-    assert says in out and ("routers would" in out or "Routers chose" in out) == bool(says)
