@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from megatron_prefix.plan.actions import Action, Plan
 from megatron_prefix.plan.layer_numbers import Payload
 from megatron_prefix.tree import Segment
-from megatron_prefix.tree.payload_map import PayloadMap, payload_map
+from megatron_prefix.tree.payload_map import Form, PayloadMap, payload_map
 
 MESSAGES = 4
 """Receives posted ahead and sends under way, both directions together (run/execute/messages.py)."""
@@ -75,7 +75,7 @@ class StageBytes(NamedTuple):
     Attributes:
         inner, wave: kept between the forward and the backward of an inner segment, and of a wave.
         scored: kept besides, a position that carries loss.
-        span: kept besides, a span that has a parent; bytes in all.
+        span: kept besides, a wave's span that has a parent; bytes in all.
         moment: there while an action runs, besides what it keeps or makes again.
         before: of all positions of a step, there from before its first action to its end.
     """
@@ -183,7 +183,7 @@ class Footprint:
         segment = plan.segments[index]
         row = numbers.inner if segment.inner else numbers.wave
         row -= self.act * (plan.policy(index) == "recompute_act")
-        with_parents = sum(span.parent is not None for span in segment.spans)
+        with_parents = sum(span.parent is not None for span in segment.spans) * (not segment.inner)
         kept = self.positions(segment) * max(0.0, row) + numbers.span * with_parents
         return kept + self._scored(segment, numbers)
 
@@ -332,8 +332,10 @@ class _Arenas:
         away = spread_evenly(len(sizes), footprint.host_layers)
         self._away: Sizes = [sizes[layer] for layer in away]
         self._near: Sizes = [size for layer, size in enumerate(sizes) if layer not in away]
-        self._a_position = max((of.values + of.gradients for of in payloads), default=0.0)
-        self._gathered = max((of.values for of in payloads), default=0.0)
+        # Levels are rows of positions; a row of another form may be a state of megabytes.
+        read = [payload for payload in payloads if payload.form is Form.POSITIONS]
+        self._a_position = max((of.values + of.gradients for of in read), default=0.0)
+        self._gathered = max((of.values for of in read), default=0.0)
         self._shares, self._live, self._returned, self.late = footprint.shares, 0, False, 0.0
 
     @property

@@ -120,6 +120,7 @@ class StepPlanner:
         find: Find | None = None,
         *,
         joins: bool = True,
+        most: int | None = None,
     ) -> tuple[int, Forest]:
         """The most positions in a segment (0: no limit), and the step's segments.
 
@@ -129,6 +130,7 @@ class StepPlanner:
             judge: chooses among lengths of segments, where that is "auto".
             find: default: `find_shared`.
             joins: whether any may be joined.
+            most: the longest length that is tried, if there is a choice.
         """
         shared = (find or _find_here)(rollouts, self.options)
         cut = functools.partial(self._cut, shared, rollouts, microbatch_of)
@@ -139,7 +141,7 @@ class StepPlanner:
         tried: list[Tried] = []
 
         def judged(length: int, joined: bool) -> Tried:
-            length = length and max(length, self.options.multiple)
+            length = length and max(min(length, most or length), self.options.multiple)
             joint = JointForest.alone(cut(length, joined), microbatch_of)
             return judge(joint, self.plan(joint)), length, joint
 

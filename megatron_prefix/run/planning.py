@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch.distributed as dist
 
 from megatron_prefix.config import PrefixConfig
@@ -97,8 +98,12 @@ class Planning:
         both of the step before, as they hear of one another's segments when those are made.
         """
         planner, rank = self.planner(request), request.rank
+        most, costs = None, request.costs
+        if self.config.memory == "auto" and costs.counts and not costs.is_known:
+            # While nothing is known, no segment is longer than the trainer's longest microbatch.
+            most = int(np.bincount(microbatch_of, [len(sample) for sample in samples]).max())
         joins = request.may_join
-        length, forest = planner.build(samples, microbatch_of, judge, find, joins=joins)
+        length, forest = planner.build(samples, microbatch_of, judge, find, joins=joins, most=most)
         if rank.experts is not None and judge is not None:
             last = self._beside.get(planner)
             if last is not None and last.shortest < length:

@@ -93,7 +93,8 @@ class MeasuredStep(TimedActions):
         """See StepPart."""
         super().begin(attempt)
         if self._counter is not None:
-            self._counter.begin(attempt.plan, gathers=attempt.gathers)
+            caches = [stage.cache.device_bytes for stage in attempt.stages]
+            self._counter.begin(attempt.plan, caches, gathers=attempt.gathers)
 
     def computing(self, action: Action) -> contextlib.AbstractContextManager[Any]:
         """See StepPart."""

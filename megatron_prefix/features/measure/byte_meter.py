@@ -29,6 +29,7 @@ from megatron_prefix.run.costs import Costs
 from megatron_prefix.run.rank import Rank
 from megatron_prefix.run.report import StepReport
 from megatron_prefix.run.request import Request
+from megatron_prefix.sidecar.arena import DeviceBytes
 
 logger = logging.getLogger(__name__)
 FIRST_STEPS, ONE_IN = 5, 50
@@ -49,7 +50,8 @@ class StageCount(NamedTuple):
 
     Attributes:
         gram, sums: of rows, and of rows and bytes: float64 [4, 4] and [4]. A row has a segment's
-            positions if it is inner, if it is a wave, those with loss, and spans with a parent.
+            positions if it is inner, if it is a wave, those with loss, and spans with a parent in a
+            wave.
         ranks: of each rank the sum of its rows, and of its bytes.
         moment, before: see StageBytes.
     """
@@ -107,32 +109,46 @@ class SegmentBytes:
         self._rank, self._act, self.gathers = rank, rank.act, False
         self.before: float | None = None
         self._rows: dict[int, tuple[list[tuple[float, ...]], list[float]]] = {}
+        self._caches: Sequence[DeviceBytes] = ()
+        self._forwards: dict[tuple[int, int], float] = {}
 
-    def begin(self, plan: Plan, *, gathers: bool) -> None:
-        """Begins an attempt."""
+    def begin(self, plan: Plan, caches: Sequence[DeviceBytes] = (), *, gathers: bool) -> None:
+        """Begins an attempt; `caches`: of the rank's sidecars."""
         self._plan, self.gathers, self.before = plan, gathers, None
+        self._caches = caches
         self.stays = {*plan.policies} <= {*ON_DEVICE, *AGAIN}
         self._rows.clear()
+        self._forwards.clear()
         self._again: set[Action] = set()
 
     @contextlib.contextmanager
     def counting(self, action: Action) -> Iterator[None]:
         """Around the computation of an action. Of a wave counts what its forward leaves; of an
-        inner segment what the forward that a backward runs again does, or else what the backward
-        frees, if nothing else comes meanwhile: a step's first forward may leave more than a
-        segment's tensors (quantised weights).
+        inner segment what the forward that a backward runs again does, or else the least of what
+        its forward leaves and its backward frees, if nothing else comes meanwhile: a step's first
+        forward may leave more than a segment's tensors (quantised weights), and a backward free
+        more (gradients that were on their way to it).
         """
-        allocated = allocator.peaks(self._rank.device).used
-        self.before = allocated if self.before is None else self.before
+        if self.before is None:
+            self.before = allocator.peaks(self._rank.device).used
+        allocated, key = self._used, (action.chunk, action.segment)
         segment, policy = self._plan.segments[action.segment], self._plan.policy(action.segment)
         runs_again = policy == "recompute" and action.kind == "B" and action not in self._again
         is_counted = policy in ON_DEVICE and segment.inner == (action.kind == "B")
         is_counted &= self.stays or not segment.inner
         self._again.add(action)
         yield
+        size = self._used - allocated
+        self._forwards.setdefault(key, size)
         if segment.source < 0 and (runs_again or is_counted):
-            size = allocator.peaks(self._rank.device).used - allocated
-            self._add(action, -size if segment.inner and not runs_again else size)
+            frees = segment.inner and not runs_again
+            self._add(action, min(-size, self._forwards[key]) if frees else size)
+
+    @property
+    def _used(self) -> float:
+        """Bytes besides what sidecars have in their arenas."""
+        in_arenas = sum(cache.held for cache in self._caches)
+        return allocator.peaks(self._rank.device).used - in_arenas
 
     def _add(self, action: Action, size: float) -> None:
         plan, segment = self._plan, self._plan.segments[action.segment]
@@ -142,7 +158,7 @@ class SegmentBytes:
         stage = plan.stage(self._rank.stage, action.chunk)
         rows, sizes = self._rows.setdefault(stage, ([], []))
         row = positions * segment.inner, positions * (not segment.inner)
-        with_parents = sum(span.parent is not None for span in segment.spans)
+        with_parents = sum(span.parent is not None for span in segment.spans) * (not segment.inner)
         rows.append((*row, min(positions, segment.num_read), float(with_parents)))
         sizes.append(size)
 

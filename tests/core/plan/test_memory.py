@@ -93,6 +93,14 @@ def test_ranks_share_positions_and_keys() -> None:
     assert (gathered.kept, gathered.cache_peak) == (half.kept, whole.cache_peak)
 
 
+def test_a_state_is_not_taken_for_as_many_as_there_are_positions() -> None:
+    """A recurrent layer leaves one row a span, of megabytes; levels read rows of positions."""
+    state = Payload(Form("spans"), 1e6, 2e6)
+    [keys] = ONE.peaks(plan_of())
+    [both] = replace(ONE, payloads=((*ONE.payloads[0], state),)).peaks(plan_of())
+    assert keys.peak < both.peak < keys.peak + 10 * 3e6
+
+
 def test_layers_on_the_host() -> None:
     [memory] = replace(ONE, host_layers=1).peaks(plan_of())
     assert memory.cache_peak == memory.cache_staged == 64 * (3 + 5)

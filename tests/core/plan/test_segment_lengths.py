@@ -25,7 +25,12 @@ def forecast(plan: Plan, over: float, seconds: float, *, retains: bool) -> Forec
 
 
 def chosen(
-    room: int, per_action: float, given: int | str = "auto", answer: int = 900, align: int = 1
+    room: int,
+    per_action: float,
+    given: int | str = "auto",
+    answer: int = 900,
+    align: int = 1,
+    most: int | None = None,
 ) -> int:
     """The longest segment, where at most `room` positions fit and an action costs so much."""
     rollouts, _ = flat_rollouts(100, answer, 4, 20)
@@ -36,13 +41,18 @@ def chosen(
         seconds = sum(s.padded_length + per_action for s in plan.segments)
         return forecast(plan, max(0, longest - room), seconds, retains=True)
 
-    _, forest = planner.build(rollouts, list(range(len(rollouts))), judge)
+    _, forest = planner.build(rollouts, list(range(len(rollouts))), judge, most=most)
     return max(segment.padded_length for segment in forest.segments)
 
 
 def test_the_longest_that_fits_where_actions_cost() -> None:
     assert 8192 < chosen(room=20000, per_action=500.0) <= 16384
     assert 2048 < chosen(room=5000, per_action=500.0) <= 4096
+
+
+@pytest.mark.parametrize("given", [8192, "auto"])
+def test_none_is_longer_than_the_most(given: int | str) -> None:
+    assert 2048 < chosen(room=20000, per_action=500.0, given=given, most=3000) <= 3000
 
 
 def test_the_shortest_where_nothing_fits() -> None:

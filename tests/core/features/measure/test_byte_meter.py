@@ -234,6 +234,16 @@ def test_padding_of_waves_is_not_counted_as_bytes_of_spans() -> None:
     assert numbers.wave + numbers.scored == pytest.approx(1e6, rel=0.05)
 
 
+def test_what_an_inner_segments_backward_frees_besides_is_not_bytes_of_waves() -> None:
+    """Gradients on their way to a prompt are freed in its backward (context parallelism)."""
+    inner = [(2048.0, 0.0, 0.0, 0.0), (2048.0, 0.0, 0.0, 0.0)]
+    waves = [(0.0, 514.0 * num, 512.0 * num, float(num)) for num in (7, 7, 7, 1)]
+    sizes = [2e9, 2.7e9, *(1.4e6 * row[1] for row in waves)]
+    numbers = StageCount.of_rows([*inner, *waves], sizes).numbers()
+    assert numbers.wave + numbers.scored == pytest.approx(1.4e6, rel=0.01)
+    assert 2e9 / 2048 < numbers.inner < 2.7e9 / 2048
+
+
 def test_ranks_count_as_the_one_that_has_most() -> None:
     """One cannot tell a wave's positions from those with loss; another keeps a half more."""
     row = [(0.0, 10.0, 10.0, 0.0), (0.0, 30.0, 30.0, 0.0)]
