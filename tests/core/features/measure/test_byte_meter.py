@@ -98,6 +98,14 @@ def test_mode_on_learns_from_a_lean_step(model: Any) -> None:
         assert step.report.memory.peak == pytest.approx(step.peak, rel=0.04)
 
 
+def test_a_first_step_has_no_segment_longer_than_a_microbatch(model: Any) -> None:
+    """Microbatches are of 192 positions, and answers of six rollouts fill one."""
+    first, second = run(model, batches("in groups", size=1), 2, mode="on", segment_tokens=2048)
+    lengths = ([s.padded_length for s in step.report.plan.segments] for step in (first, second))
+    short, long = map(max, lengths)
+    assert short <= 192 < long
+
+
 @pytest.mark.parametrize("memory", ["recompute_act", "offload"])
 def test_policies_that_the_user_has_set_stay(memory: str, model: Any) -> None:
     for step in run(model, batches("in groups"), 1, mode="on", memory=memory):
