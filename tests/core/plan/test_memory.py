@@ -93,7 +93,7 @@ def test_ranks_share_positions_and_keys() -> None:
     assert (gathered.kept, gathered.cache_peak) == (half.kept, whole.cache_peak)
 
 
-def test_a_state_is_not_taken_for_as_many_as_there_are_positions() -> None:
+def test_a_state_is_no_row_of_every_position() -> None:
     """A recurrent layer leaves one row a span, of megabytes; levels read rows of positions."""
     state = Payload(Form("spans"), 1e6, 2e6)
     [keys] = ONE.peaks(plan_of())

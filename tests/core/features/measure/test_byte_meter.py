@@ -98,7 +98,7 @@ def test_mode_on_learns_from_a_lean_step(model: Any) -> None:
         assert step.report.memory.peak == pytest.approx(step.peak, rel=0.04)
 
 
-def test_a_first_step_has_no_segment_longer_than_a_microbatch(model: Any) -> None:
+def test_a_first_step_has_no_longer_segment_than_microbatch(model: Any) -> None:
     """Microbatches are of 192 positions, and answers of six rollouts fill one."""
     first, second = run(model, batches("in groups", size=1), 2, mode="on", segment_tokens=2048)
     lengths = ([s.padded_length for s in step.report.plan.segments] for step in (first, second))
@@ -242,7 +242,7 @@ def test_padding_of_waves_is_not_counted_as_bytes_of_spans() -> None:
     assert numbers.wave + numbers.scored == pytest.approx(1e6, rel=0.05)
 
 
-def test_what_an_inner_segments_backward_frees_besides_is_not_bytes_of_waves() -> None:
+def test_what_a_backward_frees_besides_is_not_bytes_of_waves() -> None:
     """Gradients on their way to a prompt are freed in its backward (context parallelism)."""
     inner = [(2048.0, 0.0, 0.0, 0.0), (2048.0, 0.0, 0.0, 0.0)]
     waves = [(0.0, 514.0 * num, 512.0 * num, float(num)) for num in (7, 7, 7, 1)]
