@@ -275,6 +275,16 @@ def test_no_document_installs_from_an_index(path):
     assert FROM_INDEX.findall(path.read_text(encoding="utf-8")) == []
 
 
+def test_no_message_installs_from_an_index() -> None:
+    """Messages name an extra's packages, with its pins."""
+    texts = [path.read_text("utf-8") for path in SOURCES if path.is_relative_to(PACKAGE)]
+    assert [found for text in texts for found in FROM_INDEX.findall(text)] == []
+    pins = re.findall(r"pip install ([\w-]+==[\w.]+)", "\n".join(texts))
+    assert len(pins) >= 2
+    setup = (REPOSITORY / "setup.cfg").read_text("utf-8").split()
+    assert [pin for pin in pins if pin not in setup] == []
+
+
 def test_the_quick_starts_tokens_are_what_it_counts(tmp_path):
     """They depend on the rollouts only, so a smaller model counts them. Its picture has prompts
     apart from their suffixes: phases A, B and C."""

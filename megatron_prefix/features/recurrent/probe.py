@@ -105,7 +105,7 @@ def _missing_import(module: str, name: str) -> str | None:
         getattr(importlib.import_module(module), name)
     except Exception as error:  # noqa: BLE001  # a broken installation raises anything
         fix = {
-            "fla": "pip install 'megatron_prefix[linear]'",
+            "fla": "pip install fla-core==0.4.2",
             "mamba_ssm": "build mamba-ssm for this torch and CUDA",
             "causal_conv1d": "build causal-conv1d for this torch and CUDA",
         }[package]

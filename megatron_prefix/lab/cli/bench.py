@@ -226,7 +226,8 @@ def _files(args: argparse.Namespace, options: Any) -> tuple[Any, dict[str, list[
             raise UserError(
                 f"{path} has {counted(len(groups), 'group')} that can be used, too few for"
                 f" --steps {args.steps} and --warm-up {args.warm_up} of {size}"
-                f"{'' if args.step_tokens else ' groups each'}; give fewer"
+                f"{'' if args.step_tokens else ' groups each'}; lower --steps, --warm-up or"
+                f" {'--step-tokens' if args.step_tokens else '--groups'}, or name a larger file"
             )
         files.append(groups)
     if files:

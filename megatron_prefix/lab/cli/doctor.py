@@ -311,13 +311,14 @@ def show(report: Mapping[str, Any], refused: bool = False, probe: bool = False) 
         for name, one in report["trainers"].items()
     }
     for name, why in report["recurrent"].items():
-        rows[f"kernel of {name}"] = why or (UNTRIED if name in untried else "works")
+        works = "works, in plain torch" if report["device"] == "cpu" else "works"
+        rows[f"kernel of {name}"] = why or (UNTRIED if name in untried else works)
     if report["stock_packs"]:
         fix = "use another attention in stock steps, such as flash-attn"
         rows["packs of transformer-engine"] = f"{report['stock_packs']}; {fix}"
     if report["extras"]:
-        command = f"pip install '{packages.DISTRIBUTION}[EXTRA]'"
-        rows["optional extras"] = f"{_listed(report['extras'])}: {command}"
+        commands = (f"{name}: {one['command']}" for name, one in report["extras"].items())
+        rows["optional packages"] = "; ".join(commands)
     if not refused:
         rows["refused"] = f"{len(report['refusals'])} features, with what to do: doctor --refused"
     _print_rows("also", rows)

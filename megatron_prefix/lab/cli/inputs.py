@@ -43,7 +43,7 @@ def load_groups(args: argparse.Namespace, vocab_size: int | None = None) -> tupl
     groups = list(watched(args, kept(), "rollouts read", size=lambda group: len(group.rollouts)))
     if not groups:
         raise UserError(
-            f"--max-tokens {args.max_tokens}: no trained token is left in"
-            f" {listed(args.rollouts)}; give more"
+            f"--max-tokens {args.max_tokens}: too few, no trained token is left in"
+            f" {listed(args.rollouts)}; raise it"
         )
     return groups, dropped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from typing import Any
@@ -53,12 +54,22 @@ def missing(
         there = (
             one for one in lacking if one.marker is None or one.marker.evaluate({"extra": extra})
         )
-        return [f"{one.name}{one.specifier}" for one in there]
+        return [_plain(one) for one in there]
 
     needed = of("")
     by_extra = {extra: [name for name in of(extra) if name not in needed] for extra in extras}
     return needed, {
-        extra: {"missing": names, "command": f"pip install '{DISTRIBUTION}[{extra}]'"}
+        extra: {"missing": names, "command": " ".join(["pip install", *map(_quoted, names)])}
         for extra, names in by_extra.items()
         if names
     }
+
+
+def _plain(one: Requirement) -> str:
+    """A requirement as pip takes it, without its marker."""
+    extras = f"[{','.join(sorted(one.extras))}]" if one.extras else ""
+    return f"{one.name}{extras}{one.specifier}"
+
+
+def _quoted(requirement: str) -> str:
+    return f"'{requirement}'" if re.search(r"[<>\[!~]", requirement) else requirement

@@ -66,7 +66,7 @@ def _turns(messages: Sequence[Message]) -> list[int]:
 def _check_unchanged(turn: int, start: str, text: str) -> None:
     if not text.startswith(start):
         problem = f"message {turn}: the chat template changes what it rendered before it"
-        fix = "use a template that keeps earlier turns, or import kind tokens"
+        fix = "use a template that keeps earlier turns, or import token ids (`import tokens`)"
         raise Fault("messages", f"{problem} ({shown(start[-24:])}); {fix}")
 
 

@@ -62,20 +62,22 @@ def _check_loss(rollout: Rollout) -> None:
         if start >= end:
             raise Fault("loss", f"empty span ({list(span)}); give [start, end) with start < end")
         if start < rollout.prompt_len:
-            text = f"span over the prompt of {rollout.prompt_len} ({list(span)}); start after it"
+            text = (
+                f"span {list(span)} begins in the {rollout.prompt_len} prompt tokens; start later"
+            )
             raise Fault("loss", text)
         if end > len(rollout):
-            text = f"span outside the row of {len(rollout)} tokens ({list(span)}); end within it"
+            text = f"span {list(span)} ends after the row's {len(rollout)} tokens; end within it"
             raise Fault("loss", text)
         if start < before:
-            text = f"span overlaps or precedes the last ({list(span)}); sort and merge them"
+            text = f"span {list(span)} begins before the one before it ends; sort and merge them"
             raise Fault("loss", text)
         before = end
 
 
 def _check_logprobs(logprobs: NDArray[np.float64], num_trained: int) -> None:
     if logprobs.shape != (num_trained,):
-        text = f"not one for each of {num_trained} trained tokens ({logprobs.size}); correct it"
+        text = f"{logprobs.size} entries for {num_trained} trained tokens; give one for each"
         raise Fault("old_logprobs", text)
     if not np.isfinite(logprobs).all():
         index = int(np.flatnonzero(~np.isfinite(logprobs))[0])
@@ -95,8 +97,10 @@ class GroupOrder:
         """Take the next row; `Fault` when it is out of order."""
         if group != self._current:
             if group in self._names:
-                text = f"comes back after other rows ({shown(group)}): mixed group order"
-                raise Fault("group", f"{text}; keep a group's rows adjacent and its name unique")
+                text = f"rows of group {shown(group)} are not next to each other"
+                raise Fault(
+                    "group", f"{text}; sort the file by group, and give each group its own name"
+                )
             self._current, self._uids = group, set()
             self._names.add(group)
         if uid in self._uids:

@@ -274,5 +274,5 @@ def _check_length(row: Row, attended: NDArray[np.bool_]) -> None:
         return
     if not attended[0 if field == "prompt_len" else -1]:
         side = "left" if field == "prompt_len" else "right"
-        text = f"may or may not count the pads on the {side} ({row[field]})"
-        raise Fault(field, f"{text}; leave pads out of the row")
+        text = f"it is not clear whether {row[field]} counts the padding on the {side}"
+        raise Fault(field, f"{text}; remove the padding from the row")

@@ -36,8 +36,11 @@ def attended(row: Row, num_tokens: int, num_prompt: int | None) -> NDArray[np.bo
 def _check_run(field: str, mask: NDArray[np.bool_]) -> None:
     places = np.flatnonzero(mask)
     if not len(places):
-        raise Fault(field, f"leaves no token of the row's {len(mask)}; give 1 for what is no pad")
+        raise Fault(
+            field,
+            f"is 0 for all {len(mask)} tokens of the row; give 1 for tokens that are no padding",
+        )
     if len(places) <= places[-1] - places[0]:
         hole = int(places[0] + np.flatnonzero(~mask[places[0] :])[0])
-        text = f"has a hole (token {hole}): only pads before and after a rollout can be dropped"
-        raise Fault(field, f"{text}; leave pads out of the row")
+        text = f"is 0 inside the rollout (token {hole}): only its ends can be padding"
+        raise Fault(field, f"{text}; remove the padding from the row")

@@ -137,7 +137,7 @@ class _HubTokenizer:
             return self.encode(text)
         before, whole = self.encode("\n"), self.encode("\n" + text)
         if whole[: len(before)] != before:
-            raise ValueError("its first token takes in the end of the line before")
+            raise ValueError("it merges the first characters with the line break before them")
         return whole[len(before) :]
 
     @functools.cached_property

@@ -38,7 +38,8 @@ def _prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     offsets = range(len(whole) - len(plain) + 1)
     begin = next((n for n in offsets if whole[n : n + len(plain)] == plain), None)
     if begin is None:
-        raise Fault("input", "the tokenizer puts special tokens inside it; import kind tokens")
+        text = "the tokenizer puts special tokens inside the prompt"
+        raise Fault("input", f"{text}; write token ids, and use `import tokens`")
     added = whole[:begin]
     return plain if plain[:begin] == added else added + plain
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_prefix.errors import UserError, shown
+from megatron_prefix.errors import UserError, listed, shown
 from megatron_prefix.lab.models.presets import LATENT, ModelSpec, YarnScaling
 from megatron_prefix.lab.runtime.layout import Layout
 from megatron_prefix.layers.precision import segment_multiple
@@ -58,7 +58,11 @@ def check_layout(spec: ModelSpec, layout: Layout) -> None:
             f"{layout.tp} does not divide; use a smaller --tp"
         )
     if spec.ffn_hidden_size % layout.tp or (spec.moe_ffn_hidden_size or 0) % layout.tp:
-        raise UserError(f"model {spec.name}: --tp {layout.tp} does not divide the MLP's width")
+        widths = listed(filter(None, (spec.ffn_hidden_size, spec.moe_ffn_hidden_size)))
+        raise UserError(
+            f"model {spec.name} has MLPs of width {widths}, which --tp {layout.tp} does not divide;"
+            " use a smaller --tp"
+        )
     if layout.ep > 1 and not spec.is_moe:
         raise UserError(f"model {spec.name} has no experts; leave --ep {layout.ep} out")
     if spec.is_moe and (spec.num_moe_experts or 0) % layout.ep:
@@ -88,8 +92,8 @@ def _check_local(spec: ModelSpec, layout: Layout) -> None:
     norms_latents = spec.multi_latent_attention and spec.qk_layernorm
     if norms_latents and spec.q_lora_rank is None and is_since("0.19"):
         raise UserError(
-            f"model {spec.name} has no q_lora_rank: from 0.19 on Megatron-Core norms the input of"
-            " its queries, too, which is another model; use an earlier megatron-core"
+            f"model {spec.name} has no q_lora_rank: from 0.19 on Megatron-Core puts a norm before"
+            " its query projection, which it lacks; use megatron-core 0.18 or older"
         )
     if spec.multi_latent_attention and layout.tp > 1 and not layout.sequence_parallel:
         raise UserError(

@@ -227,7 +227,7 @@ _FAMILIES: dict[Any, Callable[[Config], ModelSpec]] = {
 
 def _refuse_sliding_window(config: Config) -> None:
     """Qwen configs give a window size even where no layer uses it; the switch decides."""
-    why = "a window is not a dense block of attention"
+    why = "the presets of this family have no sliding window"
     config.only("use_sliding_window", False, why)
     if "use_sliding_window" not in config.values:
         config.only("sliding_window", None, why)

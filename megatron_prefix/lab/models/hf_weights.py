@@ -109,12 +109,12 @@ class HFWeights:
         self._format = format_of(hf.model_type(self.folder), self._shards.names)
         if spec.mtp_num_layers and self._format.ahead is None:
             raise UserError(
-                f"{self.folder}: no weights of multi-token prediction are known of this family;"
-                " set mtp_num_layers=none"
+                f"{self.folder}: MTP weights of this model family cannot be read; give --set"
+                " mtp_num_layers=none"
             )
         if (spec.mtp_num_layers or 0) > 1:
             raise UserError(
-                f"{self.folder}: one layer of multi-token prediction is read of a checkpoint; set"
+                f"{self.folder}: only one MTP layer can be read from a checkpoint; give --set"
                 " mtp_num_layers=1"
             )
         self.whole = dataclasses.replace(self.whole, mtp_num_layers=spec.mtp_num_layers)
@@ -147,15 +147,15 @@ class HFWeights:
         for names, problem in ((missing, "missing"), (extra, "unknown")):
             if names:
                 raise UserError(
-                    f"{self.folder}: {problem} tensors, by its config.json: {listed(names)};"
-                    " use the files of one checkpoint"
+                    f"{self.folder}: {problem} tensors, by config.json: {listed(names)};"
+                    " use config.json and safetensors of one checkpoint"
                 )
         wrong = {n: shape for n, shape in wanted.items() if self._shards.shape(n) != shape}
         if wrong:
             told = (f"{n} {[*self._shards.shape(n)]} instead of {[*wrong[n]]}" for n in wrong)
             raise UserError(
-                f"{self.folder}: tensors of another shape than config.json's: {listed(told)};"
-                " use the files of one checkpoint"
+                f"{self.folder}: tensors whose shape does not fit config.json: {listed(told)};"
+                " use config.json and safetensors of one checkpoint"
             )
 
     def fingerprint(self) -> str:
@@ -244,12 +244,12 @@ class HFWeights:
                 continue
             if copy != HEAD:
                 raise UserError(
-                    f"{self.folder}: {copy} is not {name}, and Megatron's model has one of them;"
-                    " set mtp_num_layers=none"
+                    f"{self.folder}: the tensors {copy} and {name} differ, and Megatron's model has"
+                    " one for both; leave MTP out: --set mtp_num_layers=none"
                 )
             raise UserError(
-                f"{self.folder}: config.json ties the embeddings, but {HEAD} is not"
-                f' {name}; set "tie_word_embeddings": false there'
+                f"{self.folder}: config.json ties the embeddings, but {HEAD} differs from"
+                f' {name}; set "tie_word_embeddings": false in config.json'
             )
 
 
@@ -280,11 +280,11 @@ def _check_same(folder: Path, whole: ModelSpec, spec: ModelSpec) -> None:
     if spec.num_layers > whole.num_layers:
         wrong.append(f"num_layers {spec.num_layers} instead of {whole.num_layers}")
     if not wrong and spec.layers != whole.layers[: spec.num_layers]:
-        wrong.append("other layers with experts")
+        wrong.append("experts in different layers")
     if not wrong and spec.mtp_num_layers and spec.layers[-1] != whole.layers[-1]:
-        wrong.append("another last layer, which multi-token prediction has inside")
+        wrong.append("a different last layer, which the MTP layer copies")
     if wrong:
         raise UserError(
-            f"model {spec.name} is not that of {folder / 'config.json'}: {listed(wrong)};"
-            " leave --model and these fields of --set out"
+            f"model {spec.name} does not fit {folder / 'config.json'}: {listed(wrong)};"
+            " leave out --model, and --set for these fields"
         )

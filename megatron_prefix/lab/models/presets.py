@@ -60,7 +60,7 @@ class RopeScaling:
         if fixed != (1.0, 4.0, 8192):
             raise UserError(
                 f"rope_scaling (low_freq_factor, high_freq_factor, original_max_position) {fixed} "
-                "is not supported: Megatron-Core has (1.0, 4.0, 8192) built in"
+                "is not supported: Megatron-Core's are fixed at (1.0, 4.0, 8192)"
             )
 
 

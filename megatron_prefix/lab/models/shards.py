@@ -103,7 +103,7 @@ class Shards:
             from safetensors import SafetensorError, safe_open
         except ImportError:
             raise UserError(
-                "reading Hugging Face weights needs safetensors: pip install 'megatron_prefix[hf]'"
+                "reading Hugging Face weights needs safetensors: pip install safetensors"
             ) from None
         try:
             file = safe_open(self.folder / name, framework="pt")

@@ -75,8 +75,7 @@ def deal(
     if interleaved and num % layout.pp:
         raise UserError(
             f"--vpp {layout.vpp}: Megatron's interleaved schedule needs the rollouts of a rank in"
-            f" multiples of --pp {layout.pp}, and there are {num}; take other groups, or use"
-            " --vpp 1"
+            f" multiples of --pp {layout.pp}, and there are {num}; change --groups, or use --vpp 1"
         )
     first = groups[0].rollouts[0]
     idle = Rollout("idle", "0", first.tokens[:2], prompt_len=1, loss=(), reward=0.0)

@@ -220,13 +220,18 @@ def _check(checkpoint: Path, state: State, identity: Identity, num_groups: int) 
             continue
         if name == "model":
             fields = _differences(stored if isinstance(stored, dict) else {}, value)
-            raise UserError(f"{checkpoint}: of another model ({'; '.join(fields)}); give the same")
+            raise UserError(
+                f"{checkpoint}: was made with another model ({'; '.join(fields)}); use the same"
+                " --model and --set as that run"
+            )
         what = (
-            "was made from other rollouts (or another --max-tokens)"
+            "was made from other rollouts, or with another --max-tokens"
             if name == "rollouts"
             else (f"has {name} {str(stored)[:40]}, this run {value}")
         )
-        raise UserError(f"{checkpoint}: {what}; give the same, or start anew without --resume")
+        raise UserError(
+            f"{checkpoint}: {what}; use the same as that run, or start again without --resume"
+        )
     if state.position >= num_groups:
         path = checkpoint / STATE
         raise CheckpointError(path, f"position {state.position} of rollouts of {num_groups} groups")

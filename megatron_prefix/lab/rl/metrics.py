@@ -285,7 +285,7 @@ def check_wandb() -> None:
         UserError: saying how to install it.
     """
     if importlib.util.find_spec("wandb") is None:
-        raise UserError("--wandb needs Weights & Biases: pip install 'megatron_prefix[wandb]'")
+        raise UserError("--wandb needs Weights & Biases: pip install wandb")
 
 
 def _wandb_run(project: str, folder: Path) -> Any:

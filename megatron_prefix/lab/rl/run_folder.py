@@ -90,7 +90,7 @@ def _opened(path: Path) -> BinaryIO:
         if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:
             return file
         file.close()
-    raise UserError(f"{path}: a link or no file, and a run would empty it; remove it")
+    raise UserError(f"{path}: is not a plain file, and a run would overwrite it; remove it")
 
 
 def _taken(folder: Path, file: BinaryIO) -> UserError:
@@ -138,8 +138,8 @@ def check_unused(output: Path, *, overwrite: bool) -> None:
     metrics = output / METRICS
     if has_checkpoints(output):
         raise UserError(
-            f"--output {output}: holds the checkpoints of a run; add --resume to go "
-            "on with it, or name another folder"
+            f"--output {output}: holds the checkpoints of a run; add --resume to "
+            "continue it, or name another folder"
         )
     if metrics.is_file() and metrics.stat().st_size and not overwrite:
         raise UserError(

@@ -336,7 +336,7 @@ def _needs_fa4(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         flash_attn_4()
     except ImportError as error:
         why = str(error).strip().splitlines()[0]
-        return f"needs flash-attn-4: pip install 'megatron_prefix[fa4]' ({why})"
+        return f"needs flash-attn-4: pip install flash-attn-4==4.0.0b36 ({why})"
     return None
 
 

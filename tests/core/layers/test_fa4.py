@@ -223,7 +223,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators.importlib, "import_module", missing)
     monkeypatch.setattr(operators, "flash_attn_4", REAL_FA4.__wrapped__)
     found = refusal(monkeypatch, (9, 0), 128, 128) or ""
-    assert "pip install 'megatron_prefix[fa4]'" in found and "flash_attn.cute" in found
+    assert "pip install flash-attn-4==" in found and "flash_attn.cute" in found
     assert "\n" not in found
 
 
@@ -268,8 +268,8 @@ def test_auto_says_why(reasons: tuple[Reasons, list[str]]) -> None:
 
     assert told() == "fa4, the fastest here"
     assert told(torch.float64) == "math, which is exact"
-    found["fa4"] = "needs flash-attn-4: pip install 'megatron_prefix[fa4]'"
-    missing = "fa4 needs flash-attn-4: pip install 'megatron_prefix[fa4]'"
+    found["fa4"] = "needs flash-attn-4: pip install flash-attn-4=="
+    missing = "fa4 needs flash-attn-4: pip install flash-attn-4=="
     assert told() == f"cudnn or flash by shape: {missing}"
     found["cudnn"] = "broken"
     assert told() == f"flash: {missing}; cudnn broken"

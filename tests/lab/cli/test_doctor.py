@@ -153,10 +153,10 @@ def test_what_is_needed_and_what_is_optional():
     needed, extras = missing(torch="2.5.1", tokenizers="0.19")
     assert needed == ["torch>=2.6", "einops"]
     assert extras == {
-        "train": {"missing": ["tensorboard"], "command": "pip install 'megatron_prefix[train]'"},
+        "train": {"missing": ["tensorboard"], "command": "pip install tensorboard"},
         "tokenizers": {
             "missing": ["tokenizers>=0.20"],
-            "command": "pip install 'megatron_prefix[tokenizers]'",
+            "command": "pip install 'tokenizers>=0.20'",
         },
     }
 

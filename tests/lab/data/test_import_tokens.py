@@ -72,15 +72,15 @@ def test_pads_of_a_prompt_that_is_a_list_of_its_own(source):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"attention_mask": [0, 0, 1, 1, 0, 1, 1, 0]}, "attention_mask: has a hole (token 4)"),
-        ({"attention_mask": [0] * 8}, "attention_mask: leaves no token of the row's 8"),
+        ({"attention_mask": [0, 0, 1, 1, 0, 1, 1, 0]}, "attention_mask: is 0 inside the rollout (token 4)"),
+        ({"attention_mask": [0] * 8}, "attention_mask: is 0 for all 8 tokens of the row"),
         ({"attention_mask": [1] * 7}, "attention_mask: not one entry for each of 8 tokens (7)"),
-        ({"loss_mask": None, "prompt_len": 4}, "prompt_len: may or may not count the pads on the"),
+        ({"loss_mask": None, "prompt_len": 4}, "prompt_len: it is not clear whether 4 counts the"),
         (
             {"loss_mask": None, "response_length": 3},
-            "response_length: may or may not count the pads on the right (3)",
+            "response_length: it is not clear whether 3 counts the padding on the right",
         ),
-        ({"prompt_len": 4}, "prompt_len: may or may not count the pads on the left (4)"),
+        ({"prompt_len": 4}, "prompt_len: it is not clear whether 4 counts the padding on the left"),
     ],
 )
 def test_masks_of_pads_that_cannot_be_followed(source, changes, said):

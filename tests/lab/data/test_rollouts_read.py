@@ -34,17 +34,17 @@ BAD = {
     "one token": (second(tokens=[1], prompt_len=1, loss=[]), 2, "tokens", "too short (1)"),
     "prompt_len 0": (second(prompt_len=0), 2, "prompt_len", "outside 1..6"),
     "prompt_len over": (second(prompt_len=7), 2, "prompt_len", "outside 1..6"),
-    "loss past the row": (second(loss=[[2, 7]]), 2, "loss", "outside the row of 6 tokens ([2, 7])"),
-    "loss over the prompt": (second(loss=[[1, 4]]), 2, "loss", "over the prompt of 2"),
+    "loss past the row": (second(loss=[[2, 7]]), 2, "loss", "[2, 7] ends after the row's 6 tokens"),
+    "loss over the prompt": (second(loss=[[1, 4]]), 2, "loss", "begins in the 2 prompt tokens"),
     "empty span": (second(loss=[[3, 3]]), 2, "loss", "empty span ([3, 3])"),
-    "spans overlap": (second(loss=[[2, 4], [3, 5]]), 2, "loss", "overlaps"),
-    "spans unsorted": (second(loss=[[4, 5], [2, 3]]), 2, "loss", "precedes"),
+    "spans overlap": (second(loss=[[2, 4], [3, 5]]), 2, "loss", "begins before the one before"),
+    "spans unsorted": (second(loss=[[4, 5], [2, 3]]), 2, "loss", "begins before the one before"),
     "a flat span": (second(loss=[2, 4]), 2, "loss", "not a list of spans"),
     "lcp beyond the row before": (second(lcp=7), 2, "lcp", "outside 0..6"),
     "lcp on the first row": (json.dumps(row(lcp=1)).encode(), 1, "lcp", "outside 0..0"),
     "negative lcp": (second(lcp=-1), 2, "lcp", "(-1)"),
     "n does not match": (second(n=7), 2, "n", "not the row's 6 tokens (7)"),
-    "mixed groups": (rows(("a", 0), ("b", 0), ("a", 1)), 3, "group", "mixed group order"),
+    "mixed groups": (rows(("a", 0), ("b", 0), ("a", 1)), 3, "group", "are not next to each other"),
     "nan reward": (second(reward=float("nan")), 2, "reward", "not finite (nan)"),
     "true reward": (second(reward=True), 2, "reward", "not a number (True)"),
     "nan advantage": (second(advantage=float("nan")), 2, "advantage", "not finite"),
@@ -111,7 +111,7 @@ def test_several_files(tmp_path):
     two.write_bytes(rows(("c", 0)))
     assert [group.name for group in read_groups([one, two])] == ["a", "b", "c"]
     two.write_bytes(rows(("b", 0), ("c", 0), ("b", 5)))
-    with pytest.raises(UserError, match="mixed group order") as caught:
+    with pytest.raises(UserError, match="are not next to each other") as caught:
         list(read_groups([one, two]))
     assert str(caught.value).startswith(f"{two}:3: group: ")
 

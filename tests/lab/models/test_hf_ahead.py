@@ -125,25 +125,25 @@ def test_copies_must_be_copies_and_all_must_be_there(tmp_path):
     tensors = safetensors.load_file(file)
     copy = "model.layers.4.shared_head.head.weight"
     safetensors.save_file({**tensors, copy: tensors[copy] + 1}, file)
-    with pytest.raises(UserError, match=f"{copy} is not lm_head.weight"):
+    with pytest.raises(UserError, match=f"{copy} and lm_head.weight differ"):
         run_ranks(1, partial(on_rank, tmp_path, Layout()))
     del tensors["model.layers.4.eh_proj.weight"]
     safetensors.save_file(tensors, file)
     with pytest.raises(UserError, match=r"missing tensors.*: model.layers.4.eh_proj.weight;"):
         HFWeights(tmp_path, spec)
     HFWeights(tmp_path, resolve(str(tmp_path)))
-    with pytest.raises(UserError, match="one layer of multi-token prediction is read"):
+    with pytest.raises(UserError, match="only one MTP layer can be read"):
         HFWeights(tmp_path, resolve(str(tmp_path), mtp_num_layers=2))
 
 
 def test_a_family_without_such_layers_is_refused(tmp_path):
     hf_checkpoints.make(tmp_path, "llama")
-    with pytest.raises(UserError, match="no weights of multi-token prediction"):
+    with pytest.raises(UserError, match="MTP weights of this model family cannot be read"):
         HFWeights(tmp_path, resolve(str(tmp_path), mtp_num_layers=1))
 
 
 def test_the_last_layer_must_be_of_the_kind(tmp_path):
     checkpoint(tmp_path, "deepseek")
     HFWeights(tmp_path, resolve(str(tmp_path), num_layers=2, mtp_num_layers=1))
-    with pytest.raises(UserError, match="another last layer"):
+    with pytest.raises(UserError, match="a different last layer"):
         HFWeights(tmp_path, resolve(str(tmp_path), num_layers=1, mtp_num_layers=1))

@@ -119,4 +119,4 @@ def test_train_compares_and_resumes_with_the_same_weights_alone(folders, rollout
     save(other, "qwen3", seed=6)
     options[3] = str(other)
     refused = told(*options, "--steps", "3", "--resume")
-    assert refused.code == 2 and "of another model (hf_weights" in refused.err
+    assert refused.code == 2 and "was made with another model (hf_weights" in refused.err

@@ -225,7 +225,7 @@ def test_values_that_no_run_has_are_refused(good, tmp_path):
             with_state(
                 identity={**one["identity"], "model": {**one["identity"]["model"], "new": 7}}
             ),
-            "step-000001: of another model (new 7 there, unknown here); give the same",
+            "step-000001: was made with another model (new 7 there, unknown here); use the same",
         ),
         "latest": (
             content("checkpoints/latest", lambda old: b"../../etc"),

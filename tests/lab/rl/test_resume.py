@@ -68,7 +68,7 @@ def one_step(tmp_path_factory):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("model", "of another model .*num_layers 2 there, 4 here"),
+        ("model", "was made with another model .*num_layers 2 there, 4 here"),
         ("rollouts", "made from other rollouts"),
         ("dtype", "has dtype float32, this run float64"),
     ],

@@ -83,7 +83,7 @@ def test_a_lock_is_never_another_file(tmp_path):
         lambda: os.mkfifo(lock),
     ):
         make()
-        with pytest.raises(UserError, match=f"{lock}: a link or no file"), claimed(lock.parent):
+        with pytest.raises(UserError, match=f"{lock}: is not a plain file"), claimed(lock.parent):
             pass
         assert os.path.lexists(lock)
         lock.unlink()
