@@ -89,7 +89,10 @@ def test_tokens_without_a_mask_train_the_response(source):
         ({"input_ids": [1, 2, 3], "response_length": 4}, "response_length: outside 0..2"),
         ({"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1]}, "prompt_len: outside 1..3"),
         ({"input_ids": [1, 2, 3], "loss_mask": [0, 1]}, "loss_mask: neither as long as"),
-        ({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "prompt_len": 2}, "loss: span [1, 3] begins in the"),
+        (
+            {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "prompt_len": 2},
+            "loss: span [1, 3] begins in",
+        ),
         ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "labels: differ from the tokens"),
         ({"input_ids": [1, 9, 3], "prompt_len": 1}, "tokens: token 1 is not in the vocabulary"),
         (
