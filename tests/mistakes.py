@@ -26,6 +26,7 @@ from megatron_prefix.features.windows.windowed import Tails, WindowKeys
 from megatron_prefix.layers.blocks import core
 from megatron_prefix.layers.blocks.rotary import Rotary
 from megatron_prefix.plan.actions import Plan
+from megatron_prefix.run import planning, schedule
 from megatron_prefix.run.execute.executor import Executor
 from megatron_prefix.sidecar.arena import Arena
 from megatron_prefix.sidecar.cache import SidecarCache
@@ -295,6 +296,8 @@ MISTAKES: dict[str, tuple[Any, str, Any]] = {
     "counts in no order": (RouterLedger, "_averages", _each_by_itself),
     "the other rank's share": (Division, "in_loss", _share_of_the_other),
     "no counts for other ranks": (SpanSums, "put", _nothing_of_others),
+    "losses in no order": (schedule, "are_in_order", lambda *_: False),
+    "scales in no order": (planning, "are_in_order", lambda *_: False),
     "no last backward": (Executor, "__init__", _without_the_last),
     "last rows of this rank": (RowExchange, "total", lambda self, mine: mine),
     "gradients of this rank": (Tails, "returned", _gradients_of_this_rank),

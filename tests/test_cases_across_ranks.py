@@ -4,6 +4,7 @@ job; and random trees that are dealt to ranks at random."""
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 
@@ -17,23 +18,29 @@ ACROSS: dict[str, list[Row]] = {
         *(
             crossed(name, options, "crossed", ddp="overlapped")
             for name, options in (
-                ("gqa", "across_ranks"), ("gqa", "across recompute"), ("gpt-oss", "across_ranks"),
+                ("gqa", "across recompute"), ("gpt-oss", "across_ranks"),
                 ("mla", "across whole"), ("mtp", "across_ranks"), ("gdn", "across whole"),
                 ("mamba", "across_ranks"), ("dsa experts", "across_ranks"),
             )
         ),
         *(
             crossed(name, "across_ranks", "crossed", returns="per_token")
-            for name in ("experts bias", "experts bias alone", "experts all")
+            for name in ("experts bias alone", "experts all")
         ),
         crossed("experts both", "across whole", "crossed", recompute="full"),
+        crossed("experts both", "across_ranks", "crossed", scale="by_microbatch",
+                returns="per_token"),
+        *(crossed(name, "across_ranks", "crossed")
+          for name in ("adapted", "adapted first", "adapted last")),
     ],
     "dp3": [
+        replace(crossed("gqa", "across_ranks", "crossed", session="evaluate_then_train"),
+                shares=(True, True, False, True)),
+        replace(crossed("gqa", "across_ranks", tree="idle"), is_random=True),
         crossed("gqa", "across whole", "crossed"),
         crossed("experts all", "across_ranks", "crossed", returns="per_token"),
     ],
     "tp2_dp2": [
-        crossed("mtp", "across whole", "crossed"),
         crossed("mtp 2", "across_ranks", "crossed"),
         crossed("experts both", "across whole", "crossed", returns="per_token"),
     ],
@@ -48,13 +55,10 @@ ACROSS: dict[str, list[Row]] = {
     ],
     "ep2": [
         crossed("experts both", "across_ranks", "crossed", returns="per_token"),
-        crossed("experts bias", "across whole", "crossed"),
         crossed("mtp experts", "across_ranks", "crossed"),
     ],
     "pp2_ep2": [crossed("experts both", "across recompute", "crossed")],
     "dp4_ep2": [crossed("experts global", "across_ranks", "crossed", recompute="full")],
-    "cp2_dp2_ep2": [crossed("experts both", "across whole", "crossed")],
-    "tp2_pp2_dp2": [crossed("gqa", "across_ranks", "crossed")],
 }  # fmt: skip
 
 
@@ -64,10 +68,9 @@ def test_prompts_run_once_in_the_job(layout: str) -> None:
 
 
 RANDOM: dict[str, tuple[str, ...]] = {
-    "dp2": ("gqa", "experts both", "experts global", "gdn"), "dp3": ("gqa", "mtp"),
-    "pp2_dp2": ("gqa", "experts global", "mtp"), "pp2_vpp2_dp2": ("gqa",), "cp2_dp2": ("gqa",),
-    "tp2_dp2": ("gqa", "mtp"), "ep2": ("experts both", "experts global", "mtp experts"),
-    "dp4_ep2": ("experts both",), "pp2_ep2": ("experts global",),
+    "dp2": ("gqa", "experts global", "gdn"), "dp3": ("mtp",), "pp2_dp2": ("experts global",),
+    "pp2_vpp2_dp2": ("gqa",), "cp2_dp2": ("gqa",), "tp2_dp2": ("mtp",),
+    "ep2": ("experts both", "mtp experts"),
 }  # fmt: skip
 """Models whose batches of random trees are dealt to ranks at random."""
 OPTIONS = ("across_ranks", "across whole", "across recompute")

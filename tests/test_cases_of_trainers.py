@@ -56,6 +56,7 @@ ODD = [
     # State of a microbatch, as a segment serves several: by name of the place.
     *(auto_row(path, sets=name) for name, (_, path) in SETS.items() if path),
     auto_row("config.moe_z_loss_coeff", model="z_loss", sets="z_loss_coeff"),
+    auto_row("is overwritten by a later forward step", scale="tensor"),
 ]  # fmt: skip
 ORDINARY = [
     auto_row("", False, True),

@@ -7,124 +7,142 @@ from dataclasses import replace
 import pytest
 
 from megatron_prefix.refusals import table
-from tests import judge
-from tests.cases import FURTHER, Row, auto_row, row, wrong
+from tests import cases, judge
+from tests.cases import FURTHER, Row, auto_row, wrong
 
 
-def stock(model: str, **values: str) -> list[Row]:
-    """Steps that do not share: bit for bit Megatron's."""
-    no_gain = replace(row(model, "no gain", **values), mode="auto", says="speedup")
-    both = replace(row(model, **values), mode="observe"), no_gain
-    return [replace(each, expects="fallback") for each in both]
+def row(model: str, options: str = "whole", *ran: str, **values: str) -> Row:
+    """In few microbatches: two of four rollouts each, as rows or packs."""
+    form = "thd" if model.startswith("own") else "rows"
+    return cases.row(model, options, *ran, **{"form": form, **values})
+
+
+UNSHARED = [
+    replace(row("gqa"), mode="observe", expects="fallback"),
+    replace(row("gqa", "no gain"), mode="auto", expects="fallback", says="speedup"),
+]
+"""Steps that do not share: bit for bit Megatron's."""
+SCALED = {"scale": "by_microbatch", "returns": "per_token"}
+
+UNLIKE = {"tree": "unlike", "options": "gain of 2"}
+"""Only the last data-parallel rank would gain so much, as little of its rollouts is trained; so no
+rank shares where they reduce or count together."""
+
+
+def refused(says: str, each: Row) -> Row:
+    """By name; rows behind it would meet ranks at different places."""
+    return replace(each, expects="refused", says=says)
 
 
 ON_RANKS: dict[str, list[Row]] = {
     "tp2_sp": [
         row("own delta global", "small", recompute="full"),
-        *(row(name, "small") for name in ("mla", "mamba", "mtp 2", "experts bias", "experts all")),
+        *(row(name, "small") for name in ("mla", "mamba", "mtp 2", "experts bias")),
         row("gdn", "whole"),
         row("dsa", "packs of chunks"),
-        row("gdn and mamba", "small"),
         row("experts both", "joined", returns="per_token"),
-        row("gqa", "small", form="thd_padded"),
         row("gpt-oss", "whole", form="thd_padded"),
+        row("mtp experts", "small", form="one", **SCALED),
+        row("gdn in packs", "small", form="thd_padded"),
     ],
-    "tp2": [row("own delta global"), row("mtp", "small"), row("gpt-oss")],
+    "tp2": [row("own delta global"), row("gpt-oss"), row("adapted", "small")],
     "pp2": [
         auto_row("", False, True, arguments="of another layout"),
         auto_row(table.OTHER_SHAPE.fix, head="shortened", arguments="of another layout"),
         auto_row(table.OTHER_SENT.fix, in_place="on every stage"),
         row("own delta on stages", "recompute chunks"),
-        *(row("gqa", options) for options in ("chunks of 7", "budget", "auto chunks")),
-        row("gqa", "small", returns="per_token", scale="constant"),
+        *(row("gqa", options, form="one") for options in ("budget", "auto chunks")),
         row("gqa", "a layer on the host", returns="two", loss="sequence"),
         row("tied, norms", "recompute", recompute="full"),
         row("outputs freed", "offload"),
         row("equal lengths", "small", lengths="equal", tree="groups"),
         *(row(name, "small") for name in ("mla", "gpt-oss", "mtp", "experts all")),
-        row("mtp 3 mla", "chunks of 7", **FURTHER),
         row("dsa", "packs of chunks"),
         row("qk_norm", "small", form="thd", labels="absent", in_place="div"),
         row("qk_norm", "small", form="thd", seed=1),  # whose data are on all stages
-        row("qk_norm", "small", form="rows"),
         row("gqa", "small", labels="absent", session="evaluate"),
-        *stock("gqa", form="thd"),
-        *(row("gdn", options, recompute="selective")
-          for options in ("recompute chunks", "all on the host")),
+        *UNSHARED,
+        row("gdn", "all on the host", recompute="selective"),
+        row("gdn in packs", "small", form="thd"),
         row("mamba", "offload"),
+        row("adapted", "small"),
+        row("mtp experts", "small", form="one", **SCALED),
+        row("experts both", "small", form="one", scale="calls"),
     ],
-    "pp4": [
-        row("gqa", "small"),
-        row("tied", "recompute", recompute="full", returns="per_token", scale="constant"),
-    ],
+    "pp4": [row("tied", "recompute", recompute="full", returns="per_token", scale="constant")],
     "pp2_vpp2": [
-        *stock("gqa"),
+        UNSHARED[1],
         row("mtp 5", "small", **FURTHER),
         row("gqa", "small", returns="per_token", scale="constant"),
         row("gpt-oss", "chunks of 7", recompute="full"),
         row("gdn", "small", recompute="full"),
-        *(row(name, "small") for name in ("experts both", "experts global", "dsa")),
-        row("turns of three", "small"),
+        *(row(name, "small") for name in ("experts global", "dsa")),
+        row("turns of three", "small", form="one"),
         row("mamba in virtual stages", "small"),
-        row("gdn and mamba", "small", recompute="full"),
-        row("mtp", "recompute"),
+        refused(table.SCALES_INTERLEAVED.name, row("experts both", "small", form="one", **SCALED)),
     ],
     "pp3_vpp2": [row("gqa", "all on the host", recompute="full")],
     "cp2": [
-        row("qk_norm", "small", form="rows"),
+        row("qk_norm", "small"),
         row("mtp 5", "whole", **{**FURTHER, "form": "thd", "tree": "groups"}),
         *(row("gpt-oss", options) for options in ("wave recompute", "offload")),
-        row("gpt-oss", "small", recompute="full"),
-        *(row("gqa", options) for options in ("segment", "wave recompute", "budget")),
-        *(row("gqa", options, form="thd_padded")
-          for options in ("small", "wave", "segment recompute", "offload")),
+        *(row("gqa", options, form="one") for options in ("segment", "budget")),
+        *(row("gqa", options, form="thd_padded") for options in ("small", "segment recompute")),
         row("gqa", "joined", "joined"),
         row("mla", "small", form="thd_padded"),
-        row("gqa", "small", returns="two", scale="constant"),
         row("gqa", "small", labels="absent", returns="per_token"),
         row("mamba", "wave", recompute="selective"),
-        row("mamba", "segment recompute"),
         row("mtp", "small", form="thd"),
-        row("mtp", "chunks of 7", recompute="full", tree="groups", returns="per_token"),
         row("gdn with CP", "small"),
-        row("gdn and mamba", "small"),
-        row("gemma", "segment"),
+        row("gdn in packs", "small", form="thd_padded"),
         row("windows last", "wave"),
         row("experts both", "small", form="thd_padded"),
-        row("experts bias", "small", returns="per_token"),
+        row("experts bias", "small", form="one", returns="per_token"),
+        row("experts both", "small", form="one", **SCALED),
     ],
     "dp2": [
-        row("own delta attribute", "small"),
-        *(row(name, "small") for name in ("dsa", "gdn", "mtp", "experts global")),
+        *(row(name, "small") for name in ("mtp", "experts global")),
         row("experts all", "joined", returns="per_token"),
         row("gqa", "small", ddp="overlapped", recompute="selective"),
+        row("gqa", ddp="overlapped without no_sync", session="train", tree="groups"),
+        row("adapted", "small", ddp="overlapped", session="train"),
+        row("gqa", "small", session="uneven"),
+        *(auto_row("", **UNLIKE, **more) for more in ({"model": "experts global"},
+                                                      {"ddp": "overlapped"})),
+        auto_row("", False, True, exchange="in_loss"),
+        auto_row(table.DATA_EXCHANGE.fix, exchange="in_step"),
+        *(
+            replace(each, mistake=mistake)
+            for mistake, each in (
+                ("losses in no order", auto_row("in another order", exchange="in_loss")),
+                ("scales in no order", auto_row(table.SCALES_ORDER.name, scale="calls")),
+            )
+        ),
+        refused("exchange with other data-parallel ranks",
+                row("gqa", exchange="in_loss", session="train")),
+        refused(table.ACROSS_SCALES.name,
+                row("mtp", "across_ranks", form="one", tree="on_all_ranks", **SCALED)),
     ],
+    "dp3": [row("gqa", "small", tree="idle", ddp=ddp) for ddp in ("wrapped", "overlapped")],
     "ep2": [
         *(row(name, "small") for name in (
-            "experts bias", "experts global", "experts all-gather", "mamba experts",
-            "gpt-oss experts", "mtp experts", "dsa experts")),
+            "experts bias", "experts global", "experts all-gather", "mtp experts")),
         row("experts both", "joined", "joined"),
         row("experts both", "small", form="thd_padded"),
-        row("experts seq", "small", form="rows"),
-        row("mla experts", "whole", form="thd"),
+        row("experts seq", "small"),
         row("experts both", "small", ddp="overlapped"),
+        row("mtp experts", "small", form="one", scale="calls"),
+        auto_row(table.DATA_EXCHANGE.fix, model="aux_loss", exchange="in_loss"),
     ],
-    "tp2_pp2": [row("gqa", "recompute", recompute="full"), row("tied, norms", "offload")],
-    "cp2_pp2": [
-        row("gpt-oss", "small"), row("mamba", "small"), row("gqa", "segment recompute"),
-    ],
-    "tp2_cp2": [row("experts both", "small"), row("gpt-oss", "small")],
-    "cp2_dp2": [row("gqa", "segment")],
-    "cp2_ep2": [
-        row("experts both", "joined", "joined"), row("mtp experts", "small", form="thd"),
-    ],
-    "cp4": [row("gqa", "segment", form="thd_padded"), row("gemma", "wave")],
+    "tp2_pp2": [row("tied, norms", "offload")],
+    "cp2_pp2": [row("gpt-oss", "small"), row("gqa", "segment recompute")],
+    "tp2_cp2": [row("experts both", "small")],
+    "cp2_dp2": [row("gqa", "segment"), row("gqa", "small", session="uneven")],
+    "cp2_ep2": [row("mtp experts", "joined", form="thd")],
+    "cp4": [row("gemma", "wave")],
+    "pp2_vpp2_dp2": [auto_row("", **UNLIKE, ddp="overlapped")],
     "pp2_dp2": [row("experts all", "recompute", ddp="overlapped")],
-    "pp2_ep2": [
-        row("experts both", "small", recompute="full"),
-        row("gdn experts", "small"),
-        row("mtp experts", "whole", recompute="full"),
-    ],
+    "pp2_ep2": [row("gdn experts", "small"), row("mtp experts", "whole", recompute="full")],
     "tp2_ep2": [row("experts both", "small", recompute="full")],
     "cp2_ep4": [row("experts both", "small")],
     "tp2_cp2_ep2_pp2": [row("mla experts", "small")],

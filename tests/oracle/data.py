@@ -51,7 +51,9 @@ def rollouts(case: Case, part: int) -> list[list[Sample]]:
     equal = case.lengths == "equal"
     rng = random.Random(f"{case.seed} {case.tree} {part} of this rank")
     prompts = [draw.integers(0, VOCAB, 12 if equal else rng.randint(6, 20)) for _ in range(2)]
-    if case.tree == "on_all_ranks":
+    is_last = part % RANKS == LAYOUTS[case.layout].dp - 1
+    is_idle = case.tree == "idle" and is_last  # has rollouts of its own and trains on none
+    if case.tree == "on_all_ranks" or (case.tree == "idle" and not is_idle):
         both = np.random.default_rng([case.seed, part // RANKS, RANKS])
         prompts = [both.integers(0, VOCAB, 14) for _ in range(2)]
     turns = [draw.integers(0, VOCAB, 4) for _ in range(2)]
@@ -71,10 +73,10 @@ def rollouts(case: Case, part: int) -> list[list[Sample]]:
             answer = np.concatenate([turns[index % 2], answer[4:] if equal else answer[:-1]])
         elif case.tree == "copies" and index % 2:
             answer = np.concatenate([answers[group], answer])[: len(answer)]
-        elif case.tree == "unshared":
+        elif case.tree == "unshared" or (case.tree == "unlike" and is_last):
             prompt = draw.integers(0, VOCAB, len(prompt))
         tokens = np.concatenate([prompt, answer])
-        trained = np.arange(len(tokens) - 1) >= len(prompt) - 1
+        trained = np.arange(len(tokens) - 1) >= len(prompt) - 1 + is_idle * len(tokens)
         found.append(Sample(tokens, trained))
     if case.tree == "shuffled":
         rng.shuffle(found)
@@ -88,12 +90,12 @@ def _of_all_lengths(draw: np.random.Generator) -> list[Sample]:
     def tokens(length: int) -> np.ndarray:
         return draw.integers(0, VOCAB - 4, length)
 
-    prompt, turn, other, short = map(tokens, (30, 9, 6, 3))
-    ends = ((turn, 9), (turn, 14), (other, 7), (other, 4), (turn[:0], 30))
+    prompt, turn, other, short = map(tokens, (26, 7, 4, 3))
+    ends = ((turn, 4), (turn, 9), (other, 5), (other, 3), (turn[:0], 16))
     parts = [
-        *(([prompt, middle, tokens(end)], 29) for middle, end in ends),
-        *(([short, tokens(end)], 2) for end in (1, 5)),
-        ([tokens(13)], 4),
+        *(([prompt, middle, tokens(end)], 25) for middle, end in ends),
+        *(([short, tokens(end)], 2) for end in (1, 4)),
+        ([tokens(9)], 4),
     ]
     wholes = [(np.concatenate(pieces), first) for pieces, first in parts]
     return [Sample(whole, np.arange(len(whole) - 1) >= first) for whole, first in wholes]

@@ -29,10 +29,11 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatron_prefix.lab.models import build as lab_build
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from tests.cases import DRAWN, FAMILIES, LAYOUTS, RECOMPUTES
-from tests.harness import sparse
+from tests.harness import lora, sparse
 from tests.harness.own_delta import FULL, LINEAR, own_layers
 from tests.oracle import attention
 from tests.oracle.case import Case
@@ -82,15 +83,15 @@ def _model(case: Case, language: Any, reads: list[Tensor]) -> Any:
         attention_of_last = language.decoder.layers[-1].self_attention
         attention_of_last.linear_proj = Slotted(attention_of_last.linear_proj)
     model = _wrapped(case, _headed(case, language))
-    if case.ddp in ("wrapped", "overlapped"):
-        overlaps = case.ddp == "overlapped"
+    if case.ddp in ("wrapped", "overlapped", "overlapped without no_sync"):
+        overlaps = case.ddp != "wrapped"
         config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=False, overlap_grad_reduce=overlaps,
             bucket_size=BUCKET if overlaps else None,
         )  # fmt: skip
         model = DistributedDataParallel(language.config, config, model)
         language.config.finalize_model_grads_func = finalize_model_grads
-        if overlaps:
+        if case.ddp == "overlapped":
             language.config.no_sync_func = model.no_sync
     model.train()
     return model
@@ -149,6 +150,20 @@ def _positions(kind: str) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _adapted(**which: Any) -> Iterator[None]:
+    """Models that are built meanwhile are frozen, and have adapters."""
+    make = lab_build.build_chunk
+
+    def built(*args: Any, **named: Any) -> Any:
+        chunk = make(*args, **named)
+        lora.adapt(unwrap(chunk), **which)
+        return chunk
+
+    with mock.patch.object(lab_build, "build_chunk", built):
+        yield
+
+
 def _own_delta(case: Case, net: str, types: Sequence[str] = (LINEAR, FULL)) -> Any:
     return own_layers(types, net, LAYOUTS[case.layout].sequence_parallel)
 
@@ -158,6 +173,10 @@ AROUND: dict[str, Callable[[Case], contextlib.AbstractContextManager[None]]] = {
     "rotating": lambda case: sparse.rotating(),
     "learned_positions": lambda case: _positions("learned_absolute"),
     "no_positions": lambda case: _positions("none"),
+    "adapted": lambda case: _adapted(),
+    "adapted fc2": lambda case: _adapted(targets=("linear_fc2",)),
+    "adapted last": lambda case: _adapted(layers=(1,)),
+    "adapted first": lambda case: _adapted(layers=(0,)),
     "own delta attribute": lambda case: _own_delta(case, "attribute"),
     "own delta global": lambda case: _own_delta(case, "global"),
     "own delta keywords": lambda case: _own_delta(case, "keywords"),

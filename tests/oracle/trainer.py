@@ -124,7 +124,13 @@ class Trainer:
 
     def __init__(self, case: Case, parts: Parts, updates: Sequence[dict[str, Tensor]] = ()) -> None:
         self.case, self.parts, self._updates = case, parts, [*updates]
-        self.kept: dict[str, Any] = {"list": [], "dict": {}, "counter": 0, "routes": []}
+        self.kept: dict[str, Any] = {
+            "list": [],
+            "dict": {},
+            "counter": 0,
+            "routes": [],
+            "scaled": [],
+        }
         self.sums = torch.zeros(4, dtype=torch.float64)
         self.carried: Any = 1.0
         self.ema = 1.0
@@ -135,9 +141,9 @@ class Trainer:
         self.found: list[dict[str, Any]] = []
         self.part = 0
         if case.scale != "none":
-            self.scale = 3.0
+            self.scale = torch.tensor(3.0) if case.scale == "tensor" else 3.0
             listed = case.scale == "by_list_item"
-            function = scale_of_list_item if listed else lambda loss: loss * self.scale
+            function = scale_of_list_item if listed else lambda loss: self._scaled(loss)
             for language in parts.languages:
                 set_scales(language.config, function)
 
@@ -297,12 +303,12 @@ class Trainer:
         midway = self._is_late("sets midway") and number > 0
         if not case.late.startswith("sets") or self._is_late("sets") or midway:
             set_microbatch(model, case, number)
-        if case.scale == "by_microbatch":
-            self.scale = 1 + number / 2
+        self._set_scale("by_microbatch", number)
         before = self._reference(item, model, "before")
         if case.session == "mode_around_call":
             model.eval()
         output, more = self._called(item, model, number)
+        self._set_scale("after", number)
         if case.session == "mode_around_call":
             model.train()
         if case.raises == "after_call" and number == last:
@@ -313,6 +319,21 @@ class Trainer:
         if case.calls == "reference_in_loss" or case.calls == "other_in_loss":
             before = None
         return output, self._loss(item, model, before, read_back, more)
+
+    def _set_scale(self, when: str, number: int) -> None:
+        """What losses of this microbatch are scaled by, where a trainer sets it now."""
+        if self.case.scale == when:
+            self.scale = 1 + number / 2
+        elif self.case.scale == "tensor" and when == "by_microbatch":
+            self.scale.fill_(1 + number / 2)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """A `grad_scale_func`; calls are noted where these are what counts."""
+        if self.case.scale in ("after", "in_loss", "calls"):
+            self.kept["scaled"].append(self.scale)
+        if self.case.scale == "calls":
+            return loss * (0.5 + len(self.kept["scaled"]) % 5)
+        return loss * self.scale
 
     def _called(self, item: Any, model: Any, number: int) -> tuple[Any, dict[str, Any]]:
         """What the model returned, and what else the loss needs."""
@@ -474,6 +495,7 @@ class Trainer:
         def loss_func(output: Any, non_loss_data: bool = False) -> Any:
             number = int(get(item, "number"))
             self.losses.append(number)
+            self._set_scale("in_loss", number)
             if self.case.raises == "in_loss" and number == len(self.found) - 1:
                 raise Boom
             reference = self._reference(item, model, "in_loss") if before is None else before

@@ -5,24 +5,34 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.lab import numerics, runtime
 from megatron_prefix.lab.data.pairs import pairs_of
 from megatron_prefix.lab.data.rollouts import read_groups
 from megatron_prefix.lab.data.shorten import shorten
+from megatron_prefix.lab.runtime import Layout
+from megatron_prefix.megatron.stock import stock_schedule
+from megatron_prefix.refusals.table import ACROSS_UNREDUCED
+from megatron_prefix.run.calls import Callbacks
+from megatron_prefix.run.schedule import PrefixSchedule
+from tests.harness import steps
 from tests.harness.command_line import BUNDLED, forked, run
 from tests.harness.data import REPOSITORY
+from tests.harness.one_rank import small_model
+from tests.harness.ranks import run_ranks
+from tests.harness.steps import Contract
 from tests.harness.trees import trie_size
 
 pytestmark = pytest.mark.turns
 
 SMALL = "--groups 2 --max-tokens 96 --set num_layers=2 --min-gain 8 --dtype float64 --json"
-
-
-KEYS, STATES = 2 * 2 * 2 * 16, 64
-"""Numbers of a position: K and V of two layers and two heads, and final hidden states where what
-rollouts have in common carries loss; with gradients twice as many cross."""
 
 
 def test_nothing_runs_twice_if_nothing_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,20 +54,46 @@ def test_nothing_runs_twice_if_nothing_is_given_up(capsys: pytest.CaptureFixture
     assert found["executed_tokens"] == trie_size(rollouts)
 
 
-def test_what_is_timed_says_what_crossed() -> None:
-    options = [*SMALL.split(), "--dp", "2", "--deal", "random", "--across-ranks", "on"]
-    options[options.index("float64")] = "float32"
-    done = forked("bench", "--rollouts", BUNDLED, *options, "--repeats", "1")
-    assert done.returncode == 0, done.stderr
-    [row] = json.loads(done.stdout)["rows"]
-    assert row["received_tokens"] > 0
-    scored, rest = divmod(row["received_bytes"] // (2 * 4) - row["received_tokens"] * KEYS, STATES)
-    assert rest == 0 < scored <= row["received_tokens"]
-
-
 def test_what_cannot_cross_is_refused() -> None:
     plan = next((REPOSITORY / "schedules").glob("*.csv"))
     options = f"--dp 2 --deal random --across-ranks on --prefix-plan {plan}"
     done = forked("align", "--rollouts", BUNDLED, *SMALL.split(), *options.split())
     assert done.returncode == 2
     assert "across_ranks with a plan file" in done.stderr
+
+
+CONFIG = PrefixConfig(min_gain=0, kernel="math", across_ranks="on")
+
+
+def unwrapped(config: PrefixConfig, says: Callbacks) -> tuple[int, bool, str]:
+    """A rank's step with a model in no wrapper: positions that crossed, whether its
+    own gradients are the stock schedule's, and why nothing crossed. Their sums always are."""
+    runtime.initialize(Layout(dp=2))
+    items = [steps.group(seed, 2)[dist.get_rank()] for seed in range(3)]
+    contract, found = Contract(per_token=True), []
+    ours = PrefixSchedule(config, says)
+    for schedule in (stock_schedule(), ours):
+        model = small_model(dtype=torch.float64, wrap_ddp=False)
+        contract.configure(model)
+        steps.call(schedule, contract.step, model, items)
+        found.append(steps.gradients(model))
+    stock, gradients = found
+    terms = {name: float(one.abs().max()) for name, one in stock.items()}
+    largest = {name: float((gradients[name] - one).abs().max()) for name, one in stock.items()}
+    limit = numerics.tolerance(torch.float64, 1000, 64, 8) * max(terms.values())
+    for gradient in itertools.chain(stock.values(), gradients.values()):
+        dist.all_reduce(gradient)
+    steps.assert_gradients(gradients, steps.Reference(stock, terms), 1000)
+    report: Any = ours.report
+    crossed = report.crossed.received_tokens if report.crossed else 0
+    return crossed, max(largest.values()) <= limit, report.why_alone
+
+
+def test_without_a_wrapper_prompts_cross_only_if_told() -> None:
+    auto = replace(CONFIG, across_ranks="auto")
+    for crossed, is_stocks, why in run_ranks(2, unwrapped, auto, Callbacks()):
+        assert (crossed, is_stocks) == (0, True)
+        assert why == f"{ACROSS_UNREDUCED.name} is not supported yet"
+    ranks = run_ranks(2, unwrapped, CONFIG, Callbacks(sums_gradients=True))
+    assert sum(crossed for crossed, *_ in ranks) > 0
+    assert not any(is_stocks for _, is_stocks, _ in ranks)

@@ -16,7 +16,6 @@ from megatron_prefix.lab.cli.main import main
 from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.lab.rl import passes
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.lab.verify import align
 from megatron_prefix.run.execute.memory_control import MemoryControl
@@ -28,30 +27,6 @@ from tests.harness.ranks import run_ranks
 pytestmark = pytest.mark.turns
 
 VOCAB = 64
-
-
-def one_shares() -> bool:
-    """Whether this rank's replica shared in a pass without gradients, where the other cannot."""
-    layout = Layout(dp=2, cp=2)
-    runtime.initialize(layout)
-    model = resolve(
-        "tiny-moe",
-        num_layers=2,
-        moe_router_load_balancing_type="global_aux_loss",
-        moe_aux_loss_coeff=1.0,
-    ).with_vocab(VOCAB)
-    chunks = build_model(model, layout=layout, dtype="float64")
-    shape = ((64, 8, 8), (8, 64, 1))[parallel_state.get_data_parallel_rank()]
-    groups = list(generate(2, *shape, vocab_size=VOCAB, uneven=True))
-    items = align.on_this_cp_rank(align.microbatches(groups, 7, layout.alignment))
-    schedule = PrefixSchedule(PrefixConfig(min_gain=0, mode="auto"))
-    passes.logprobs(schedule, chunks, items)
-    assert schedule.report is not None
-    return schedule.report.decision.share
-
-
-def test_a_replica_that_shares_waits_for_no_other() -> None:
-    assert run_ranks(4, one_shares) == [True, True, False, False]
 
 
 class Decided(Exception):

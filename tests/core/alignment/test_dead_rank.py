@@ -26,8 +26,6 @@ from megatron_prefix.run.execute.messages import Links, channels_of
 from megatron_prefix.run.schedule import PrefixSchedule
 from megatron_prefix.sidecar.cache import SidecarCache
 from megatron_prefix.tree import Segment, Span
-from tests.harness.data import BUNDLED, REPOSITORY
-from tests.harness.fork_server import forked_module
 from tests.harness.pipelines import build_chunks, config_of, microbatches, rollouts_of, run_step
 from tests.harness.ranks import forked, run_ranks
 from tests.harness.steps import Contract
@@ -84,9 +82,8 @@ def lone_rank(rank: int, layout: Layout, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "who", "text"),
     [(Layout(pp=3), "pipeline", "A neighbour has failed"),
-     (Layout(pp=2, vpp=2), "pipeline", "A neighbour has failed"),
      (Layout(dp=2), "data-parallel", "the log of rank 1")],
-    ids=["pp3", "pp2-vpp2", "prompts cross"],
+    ids=["pp3", "prompts cross"],
 )  # fmt: skip
 def test_the_other_ranks_end_by_themselves(
     tmp_path: Path, layout: Layout, who: str, text: str
@@ -137,28 +134,6 @@ def test_a_rank_without_memory_ends_the_step_of_all(layout: Layout) -> None:
         assert "A neighbour has failed" in said[rank]
 
 
-def test_a_job_tells_which_rank_died() -> None:
-    with pytest.raises(RankError, match=r"rank 1 died with exit code -9"):
-        run_ranks(3, step_until_death, Layout(pp=3))
-
-
-def test_the_command_ends_with_one_line_of_the_cause(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import sys\n"
-        "from megatron_prefix.lab.cli import align, main\n"
-        "from tests.core.alignment.test_dead_rank import step_until_death\n"
-        "align.align_rank = lambda job, *rest: step_until_death(job.layout)\n"
-        "sys.exit(main.main(sys.argv[1:]))\n",
-        encoding="utf-8",
-    )
-    arguments = ["align", "--rollouts", str(BUNDLED), "--groups", "1", "--max-tokens", "64"]
-    arguments += ["--pp", "3", "--set", "num_layers=3"]
-    done = forked_module(program, *arguments, cwd=REPOSITORY, timeout=4 * SOON_S)
-    assert done.returncode == 1, done.stderr
-    assert "rank 1 died with exit code -9" in done.stderr
-
-
 # Silence ------------------------------------------------------------------------------------------
 
 TIMEOUT = timedelta(seconds=3)
@@ -200,19 +175,6 @@ def test_a_stopped_rank_is_noticed_and_named() -> None:
         run_ranks(2, stop_among_others, Layout(dp=2), timeout_s=SOON_S)
     assert time.monotonic() - begin < SOON_S / 2
     assert re.search(r"\nrank 1 is stopped; kill -CONT \d+ would", str(caught.value))
-
-
-def sleep_among_others(layout: Layout) -> None:
-    runtime.initialize(layout, message_timeout_minutes=TIMEOUT.total_seconds() / 60)
-    if dist.get_rank() == DEAD:
-        time.sleep(2 * TIMEOUT.total_seconds())
-    dist.all_reduce(torch.zeros(1))
-
-
-def test_a_slow_rank_is_told_the_remedy() -> None:
-    with pytest.raises(RankError) as caught:
-        run_ranks(2, sleep_among_others, Layout(dp=2))
-    assert str(caught.value).endswith("or needs longer than --message-timeout-minutes: give more")
 
 
 def limits(layout: Layout) -> set[Any]:

@@ -21,10 +21,9 @@ from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.models.weights import global_parameters
 from megatron_prefix.lab.numerics import tolerance
-from megatron_prefix.lab.plans.forest import trees
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.run.schedule import PrefixSchedule
-from megatron_prefix.tree import Pairs, build
+from megatron_prefix.tree import Pairs
 from tests.harness import steps
 from tests.harness.ranks import run_ranks
 from tests.harness.steps import Contract, Microbatch
@@ -50,14 +49,10 @@ class Case:
 
 
 CASES = {
-    "a rank without any": Case(((3, 2), ())),
     "the first rank without any, PP2": Case(((), (3, 2)), PP2_EP2, CHUNKED),
-    "full recompute": Case(((1, 1, 1), (4,)), EP2, CHUNKED, "full"),
     "all-gather, recomputed, joined": Case(
         ((3, 2), (1,)), EP2, PrefixConfig(min_gain=1, memory="recompute"), all_gather=True
     ),
-    "all-gather, a rank without any, PP2": Case(((3, 2), ()), PP2_EP2, PACKED, all_gather=True),
-    "several trees a segment beside none": Case(((3, 3), ()), EP2, PACKED),
     "several trees a segment, VPP2": Case(((2, 2, 2), (3, 2)), replace(PP2_EP2, vpp=2), PACKED),
 }
 
@@ -122,20 +117,6 @@ def worst(case: Case) -> float:
         for rank in ranks
         for name, found in rank.items()
     )
-
-
-def test_some_cases_have_segments_of_several_trees() -> None:
-    """Prompts of several groups in one segment, turns in the next, then leaves of all depths."""
-    for case in CASES.values():
-        for seed, sizes in enumerate(case.groups):
-            found = items(sizes, seed)
-            rollouts = [pairs for item in found for pairs in steps.pairs_of(item)]
-            groups = [item["group"] for item in found]
-            forest = build(rollouts, groups, case.prefix.tree_options(1))
-            together = [len({*numbers}) for numbers in trees(forest.segments)]
-            if case.prefix == PACKED and sum(n > 1 for n in sizes) > 1:
-                inner = [n for n, s in zip(together, forest.segments, strict=True) if s.inner]
-                assert max(inner) > 1 and together[-1] == len(sizes)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -26,16 +26,8 @@ from megatron_prefix.megatron.stock import stock_schedule
 from megatron_prefix.run.schedule import PrefixSchedule
 from tests.harness import fp8
 from tests.harness.one_rank import change_rank, one_rank, small_model
-from tests.harness.small_rows import small_rows  # noqa: F401
 
-ROWS = """
-dense/TP2+SP/packed/none
-dense/CP2/tree/none
-moe/EP2/packed/none
-mla/DP2/packed/none
-gdn/DP2/tree/none
-window/PP2xVPP2/chunked/full
-""".split()
+ROWS = ("dense/CP2/tree/none", "moe/EP2/packed/none")
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -124,11 +116,10 @@ def _between(one: Trace, other: Trace) -> float:
 
 LIMITS = {
     "zero sum": (_zero_sum, policy.ERROR_RATIO),
-    "any": (_any, policy.FP8_RATIO),
     "of one sign": (_of_one_sign, policy.FP8_RATIO),
 }
 RECIPES = {"blockwise": fp8.BLOCKWISE, "mxfp8": fp8.MX}
-ERRORS = [("zero sum", "blockwise"), ("any", "blockwise"), ("of one sign", "mxfp8")]
+ERRORS = [("zero sum", "blockwise"), ("of one sign", "mxfp8")]
 
 
 @pytest.mark.parametrize(("kind", "name"), ERRORS)

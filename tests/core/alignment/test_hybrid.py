@@ -14,24 +14,18 @@ import torch
 from packaging.version import Version
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.features.recurrent.spans import Spans
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.platforms.exact import by_definition
 from megatron_prefix.lab.predict.of_rank import footprint_of_rank, recomputes
-from megatron_prefix.lab.rl import job, packing
-from megatron_prefix.lab.rl.baseline import Baseline
-from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.layers import table
 from megatron_prefix.megatron import features
 from megatron_prefix.megatron.install import install, installed, language_model
 from megatron_prefix.run.rank import Rank
 from tests.harness import hybrid, steps
-from tests.harness.arenas import offloaders
 from tests.harness.hybrid import GDN, MAMBA
 from tests.harness.one_group import schedule_with
 from tests.harness.one_rank import one_rank
 from tests.harness.steps import Contract
-from tests.mistakes import of_states
 
 pytestmark = pytest.mark.turns
 
@@ -99,42 +93,6 @@ def test_full_recomputation_is_predicted_where_it_happens(
     assert (waves[1] < waves[0]) == (calls[1] > calls[0])
 
 
-@pytest.mark.parametrize("name", [GDN, MAMBA])
-def test_parameter_names_and_stock_schedule_are_unchanged(
-    families: dict[str, Family], name: str
-) -> None:
-    model, twin, _ = families[name]
-    hybrid.errors(model, families[name].expected, schedule_with())
-    assert list(unwrap(model).state_dict()) == list(twin.state_dict())
-    item = hybrid.items()[0]
-    for chunk in (model, twin):
-        steps.zero_gradients(chunk)
-    found, wanted = (Contract().step(iter([item]), chunk)[0] for chunk in (model, twin))
-    assert torch.equal(found, wanted)
-
-
-@pytest.mark.parametrize("name", [GDN, MAMBA])
-def test_a_step_without_memory_is_made_again(
-    families: dict[str, Family], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, _, expected = families[name]
-    calls = []
-
-    def once(sent: Any) -> Any:
-        calls.append(sent)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
-        return sent
-
-    monkeypatch.setattr(*of_states("take", once))
-    offloading = offloaders(monkeypatch)
-    ours = schedule_with(chunk_tokens=16, memory="offload", cache_host_layers=9)
-    assert max(hybrid.errors(model, expected, ours).values()) <= EXACT
-    assert ours.report is not None and ours.report.retried and len(calls) > 4
-    (offloader,) = offloading
-    assert offloader.counts.stored > offloader.pool.used_bytes == 0
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -192,9 +150,7 @@ def test_refused_by_name(
     assert installed(model) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "change"), [(GDN, _deterministic), (MAMBA, _deterministic), (MAMBA, _other_path)]
-)
+@pytest.mark.parametrize(("name", "change"), [(GDN, _deterministic), (MAMBA, _other_path)])
 def test_options_that_change_between_steps_are_refused(
     families: dict[str, Family],
     name: str,
@@ -229,31 +185,6 @@ def test_a_layer_that_bypasses_the_replaced_kernels_fails(
 
 
 @pytest.mark.parametrize("name", [GDN, MAMBA])
-def test_packed_microbatches_are_refused_where_megatron_has_none(
-    name: str, families: dict[str, Family]
-) -> None:
-    model = [families[name].model]
-    packing.check(model, Baseline("rollout"))
-    if name == GDN and Version("0.18") <= RELEASE:
-        packing.check(model, Baseline("packed"))
-        return
-    with pytest.raises(
-        UserError, match=r"packed: .*(GatedDeltaNet|MambaMixer), .*baseline rollout"
-    ):
-        packing.check(model, Baseline("packed"))
-
-
-@pytest.mark.skipif(Version("0.18") > RELEASE, reason="GatedDeltaNet takes no packs before 0.18")
-def test_the_stock_model_runs_packs_of_gated_delta_net(families: dict[str, Family]) -> None:
-    twin = families[GDN].twin
-    whole = packing.pack(hybrid.items())
-    given = packing.packed_seq_params(whole, torch.device("cpu"))
-    logits = twin(whole["tokens"], whole["position_ids"], None, packed_seq_params=given)
-    alone = [twin(item["tokens"], item["position_ids"], None) for item in hybrid.items()]
-    torch.testing.assert_close(logits, torch.cat(alone, 1), rtol=0, atol=EXACT)
-
-
-@pytest.mark.parametrize("name", [GDN, MAMBA])
 def test_a_reference_calls_no_kernels(
     families: dict[str, Family], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,17 +201,6 @@ def test_a_reference_calls_no_kernels(
         steps.plain(twin, Contract(), hybrid.items())
 
 
-def test_the_reference_of_a_job_has_the_definition(
-    families: dict[str, Family], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chunks = [families[GDN].model]
-    given: list[Any] = []
-    options = job.ModelOptions(GDN)
-    monkeypatch.setattr(job.ModelOptions, "build", lambda *_: chunks)
-    monkeypatch.setattr(job, "by_definition", given.append)
-    assert options.reference(options.spec(), Layout(), chunks)() == given == chunks
-
-
 def _take_kernels(model: Any, patch: pytest.MonkeyPatch) -> None:
     """From the recurrent layers of a model, wherever Megatron's release keeps them."""
     for _, module in table.payload_parts(language_model(model)):
@@ -293,11 +213,3 @@ def _take_kernels(model: Any, patch: pytest.MonkeyPatch) -> None:
         names = getattr(type(module), method).__globals__
         for kernel in {"chunk_gated_delta_rule", "mamba_split_conv1d_scan_combined"} & {*names}:
             patch.setitem(names, kernel, None)
-
-
-def test_the_rule_reads_lengths_on_the_host(families: dict[str, Family]) -> None:
-    model, _, expected = families[GDN]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Spans, "cu_seqlens_cpu", torch.zeros(2, dtype=torch.int64))  # no position
-        with pytest.raises(ValueError, match="non-empty"):
-            hybrid.worst(model, expected)

@@ -39,10 +39,6 @@ JOBS: dict[str, tuple[Job, Callable[..., Any], str]] = {
     "EP2, weights gathered during forwards": (
         Job("tiny-moe", Layout(dp=2, ep=2), NO_AUX, GATHERS), unlike, "PPPP",
     ),
-    "EP2, further tokens, full recompute": (
-        Job("tiny-moe", Layout(dp=2, ep=2), {**NO_AUX, "mtp_num_layers": 1}, {"recompute": "full"}),
-        unlike, "PPP",
-    ),
     "EP2 of DP4": (Job("tiny-moe", Layout(dp=4, ep=2), NO_AUX), unlike, "PPPP"),
     "DP2, global_aux_loss": (Job("tiny-moe", model=GLOBAL_AUX), trees, "PPP"),
     "CP2 DP2": (Job(layout=Layout(cp=2, dp=2)), alone, "PPP"),

@@ -169,35 +169,6 @@ def test_ranks_that_know_masks_unlike_cut_off_the_same_tails() -> None:
 # What falls back, fails or is refused -------------------------------------------------------------
 
 
-def unlike_ranks(layout: Layout) -> tuple[str, str]:
-    """Why a data-parallel rank shares or not where one of them has nothing to share, twice."""
-    from megatron.core import parallel_state
-
-    runtime.initialize(layout)
-    chunks = built(Case(Form(), build=SHARDED), layout)
-    config = PrefixConfig(**{**vars(CONFIG), "mode": "auto", "min_speedup": 0.45})
-    schedule, reasons = PrefixSchedule(config), []
-    for seed in range(2):
-        trainer = Trainer(Form(), seed, layout)
-        if parallel_state.get_data_parallel_rank() == 0:
-            for number, batch in enumerate(trainer.batches):
-                batch["tokens"] = (batch["tokens"] + 7 * number + 1).flip(1) % VOCAB
-        run_step(schedule, trainer, chunks)
-        assert schedule.report is not None and not schedule.report.decision.share
-        reasons.append(schedule.report.decision.reason)
-    runtime.shutdown()
-    return reasons[0], reasons[1]
-
-
-def test_data_parallel_ranks_agree_if_reduction_order_shows() -> None:
-    """Interleaved chunks with overlapped reductions: stock on one rank, ours on another, aborts."""
-    layout = Layout(pp=2, vpp=2, dp=2)
-    found = run_ranks(layout.world_size, unlike_ranks, layout)
-    reasons = {reason for pair in found for reason in pair}
-    assert any("another data-parallel rank takes the stock schedule" in one for one in reasons)
-    assert any("predicted speedup" in one for one in reasons)
-
-
 def with_unequal_memory(layout: Layout) -> list[int]:
     """Lengths of the segments of a step on a rank whose memory is not that of the others."""
     runtime.initialize(layout)

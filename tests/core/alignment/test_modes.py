@@ -15,7 +15,7 @@ from megatron_prefix.megatron.install import installed
 from megatron_prefix.plan.step_planner import StepPlanner
 from megatron_prefix.run.schedule import get_forward_backward_func
 from tests.harness import one_group
-from tests.harness.one_group import assert_aligned, assert_bitwise, run, schedule_with
+from tests.harness.one_group import assert_bitwise, run, schedule_with
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.predicted import predicted_bytes
 
@@ -91,17 +91,6 @@ def test_a_step_without_sharing_gets_no_tree(caplog: pytest.LogCaptureFixture) -
     assert [report.decision.reason in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_mode_auto_shares_where_it_pays(caplog: pytest.LogCaptureFixture) -> None:
-    model = small_model()
-    schedule = schedule_with(mode="auto", min_speedup=0.01)
-    with caplog.at_level(logging.WARNING):
-        assert_aligned(run(schedule, model), model)
-    report = schedule.report
-    assert report is not None and report.decision.share is True and report.fallback_count == 0
-    assert report.decision.fallback is False and not caplog.records and installed(model) is not None
-    assert report.fallback_reason is None
-
-
 def test_a_budget_that_sharing_exceeds_is_kept_by_stock() -> None:
     """One that it keeps to is no reason, and without gradients little is kept."""
     model, twin = small_model(), small_model()
@@ -133,22 +122,3 @@ def test_falling_back_is_counted_over_steps() -> None:
         assert schedule.report is not None
         counts.append(schedule.report.fallback_count)
     assert counts == [1, 1, 2]
-
-
-def test_mode_on_always_shares() -> None:
-    model = small_model()
-    schedule = schedule_with(mode="on", min_speedup=100.0)
-    assert_aligned(run(schedule, model), model)
-    assert schedule.report is not None and schedule.report.decision.share is True
-
-
-def test_the_schedules_take_turns_on_one_model() -> None:
-    model, twin = small_model(), small_model()
-    ours, stock = schedule_with(), stock_schedule()
-    expected = run(stock, twin)
-    for schedule in (ours, stock, ours, stock):
-        found = run(schedule, model)
-        if schedule is stock:
-            assert_bitwise(found, expected)
-        else:
-            assert_aligned(found, model)

@@ -48,7 +48,6 @@ def out_of_memory(monkeypatch: pytest.MonkeyPatch, model: Any, place: str, *at: 
 
 AGAIN = [
     ("a later forward of a layer", "retain"),
-    ("the backward of a dense block", "retain"),
     ("sending gK/gV", "auto"),
     ("the last backward of the step", "offload"),
 ]

@@ -9,7 +9,7 @@ import pytest
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.runtime import Layout
 from megatron_prefix.run.schedule import PrefixSchedule
-from tests.core.alignment.test_model_calls import CONFIG, SHARDED, Case, built, compare_with
+from tests.core.alignment.test_model_calls import CONFIG, NO_ROUTERS, Case, built, compare_with
 from tests.harness.calls import run_step
 from tests.harness.cases import check_cases
 from tests.harness.own_heads import HEADS, HeadForm, HeadTrainer, put_into
@@ -24,28 +24,22 @@ def forms(*heads: str, **fields: Any) -> dict[str, Case]:
 ONE = {
     **forms(),
     **{f"{name}, rows": case for name, case in forms(packed=False).items()},
-    **{f"{name}, no mask": case for name, case in forms(mask=False, pad=4).items()},
-    "moved, forward only": Case(HeadForm(head="moved"), forward_only=True),
+    "kernels, no mask": Case(HeadForm(mask=False, pad=4)),
     "filled, forward only": Case(HeadForm(head="filled"), forward_only=True),
     "filled, recomputed": Case(
         HeadForm(head="filled"), build={"recompute": "full"}, prefix={"memory": "recompute"}
     ),
     "filled, which says something": Case(HeadForm(head="filled", scale=0.5)),
-    **{f"{name}, tails": case for name, case in forms(tails=True).items()},
-    "moved, experts": Case(HeadForm(head="moved"), model="tiny-moe"),
+    "moved, experts, tails": Case(
+        HeadForm(head="moved", tails=True), model="tiny-moe", overrides=NO_ROUTERS
+    ),
 }
-TP2 = {
-    **forms(pad=2),
-    **{f"{name}, rows": case for name, case in forms(packed=False).items()},
-}
-PP2 = {**forms(), **{f"{name}, at the ends": c for name, c in forms(where="ends").items()}}
 JOBS = {
     "one rank": (Layout(), ONE),
-    "TP2": (Layout(tp=2), forms()),
-    "TP2 SP": (Layout(tp=2, sequence_parallel=True), TP2),
-    "PP2": (Layout(pp=2), PP2),
-    "CP2": (Layout(cp=2), {**forms("kernels", "filled"), **forms("kernels", packed=False)}),
-    "DP2": (Layout(dp=2), {n: Case(c.form, build=SHARDED) for n, c in forms(pad=4).items()}),
+    "TP2": (Layout(tp=2), forms("filled")),
+    "TP2 SP": (Layout(tp=2, sequence_parallel=True), forms(pad=2)),
+    "PP2": (Layout(pp=2), forms(where="ends")),
+    "CP2": (Layout(cp=2), forms("kernels", "filled")),
 }
 
 
@@ -70,8 +64,7 @@ def without_loss(head: str, packed: bool) -> tuple[int, bool]:
     return len(logs), any(bool(gradient.any()) for gradient in gradients.values())
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("head", "packed"), zip(HEADS, (True, False, True), strict=True))
 def test_a_step_without_loss_is_answered_in_the_shapes_of_heads(head: str, packed: bool) -> None:
     assert run_ranks(1, without_loss, head, packed) == [(len(HeadForm().sizes), False)]
 

@@ -105,8 +105,6 @@ def compare(case: Case, layout: Layout) -> None:
 ONE = {
     "weights": Case("INT8_WEIGHT_ONLY_CFG"),
     "blocks of weights": Case("INT4_BLOCKWISE_WEIGHT_ONLY_CFG"),
-    "int8": Case("INT8_DEFAULT_CFG"),
-    "by token": Case(BY_TOKEN),
     "by token, experts": Case(BY_TOKEN, model="tiny-moe"),
     "queries, keys and values": Case("FP8_DEFAULT_CFG", more=QKV),
     "a scale of a whole tensor would be wrong": Case("INT8_DEFAULT_CFG", more=WHOLE, wrong=True),

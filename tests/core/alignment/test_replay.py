@@ -5,7 +5,6 @@ One process and random trees are in tests/test_cases.py.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +19,6 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.features.experts.routers import routers as routers_in
-from megatron_prefix.features.replay import segments as replay
-from megatron_prefix.features.replay.routes import ToldRoutes
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model, unwrap
 from megatron_prefix.lab.models.presets import resolve
@@ -144,49 +141,6 @@ def compare(case: Case) -> tuple[int, int]:
 def test_a_step_is_that_of_the_stock_schedule(name) -> None:
     executed, unshared = compare(CASES[name])
     assert 0 < unshared < executed < sum(map(len, rollouts()))
-
-
-def test_routes_of_other_rows_are_seen(monkeypatch) -> None:
-    stock = replay.SegmentRoutes.of
-
-    def turned(self: Any, *which: Any) -> torch.Tensor:
-        return stock(self, *which).roll(1, 0)
-
-    monkeypatch.setattr(replay.SegmentRoutes, "of", turned)
-    with pytest.raises(runtime.RankError, match="exceeds"):
-        compare(CASES["PP2"])
-
-
-def other_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every microbatch gets the routes that routers were told for the one before it."""
-    stock = ToldRoutes.gathered
-
-    def turned(self: ToldRoutes, *where: Any) -> list[torch.Tensor]:
-        found = stock(self, *where)
-        lengths = [len(rows) for rows in found]
-        return [*torch.cat([*found[-1:], *found[:-1]]).split(lengths)] if found else found
-
-    monkeypatch.setattr(ToldRoutes, "gathered", turned)
-
-
-def not_in_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routers choose for themselves when a checkpoint runs again."""
-    stock = replay.Replay.around
-
-    def around(self: Any, *which: Any) -> Any:
-        return contextlib.nullcontext() if torch.is_grad_enabled() else stock(self, *which)
-
-    monkeypatch.setattr(replay.Replay, "around", around)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "name"),
-    [(other_microbatch, "PP2"), (not_in_recomputation, "TP2, full recompute")],
-)
-def test_other_routes_are_seen(wrong: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong(monkeypatch)
-    with pytest.raises(runtime.RankError, match=r"exceeds|Size does not match"):
-        compare(CASES[name])
 
 
 # What trainers do otherwise -----------------------------------------------------------------------

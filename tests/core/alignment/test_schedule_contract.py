@@ -18,10 +18,11 @@ from megatron_prefix.config import PrefixConfig
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models.build import unwrap
 from megatron_prefix.lab.numerics import assert_close
+from megatron_prefix.megatron.scale_functions import own_scale_functions
 from megatron_prefix.run.rank import default_groups
 from megatron_prefix.run.schedule import NEW_FUNCTION, PrefixSchedule, get_forward_backward_func
 from tests.harness import steps
-from tests.harness.one_group import assert_aligned, assert_bitwise, items, run, schedule_with
+from tests.harness.one_group import assert_aligned, items, run, schedule_with
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract, Microbatch
 
@@ -165,16 +166,6 @@ def test_only_the_steps_microbatches_are_taken_from_the_iterator() -> None:
     assert [item["uid"] for item in source] == [5, 6]
 
 
-def test_the_loss_scale_multiplies_every_gradient() -> None:
-    """By a power of two, so exactly: the inner segments' gradients carry it once."""
-    model = small_model()
-    expected = run(schedule_with(), model)
-    unwrap(model).config.grad_scale_func = lambda loss: loss * 1024.0
-    found = run(schedule_with(), model)
-    assert [log["loss"] for log in found[0]] == [log["loss"] for log in expected[0]]
-    assert all(torch.equal(found[1][n], 1024 * g) for n, g in expected[1].items())
-
-
 class Recorder:
     """Timers that note what happens to them."""
 
@@ -202,14 +193,6 @@ def test_timers_are_megatrons(forward_only: bool) -> None:
     assert calls[0] == calls[1]
     assert len(calls[0]) == 2 + 2 * 5
     assert ("forward-backward", "start", 1, True) in calls[0]
-
-
-def test_autocast_for_cuda_changes_nothing_on_the_cpu() -> None:
-    model = small_model()
-    expected = run(schedule_with(), model)
-    config = unwrap(model).config
-    config.enable_autocast, config.autocast_dtype = True, torch.bfloat16
-    assert_bitwise(run(schedule_with(), model), expected)
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -259,6 +242,16 @@ def test_everything_runs_inside_no_sync_func(as_list: bool) -> None:
     assert entered == ["in", *["loss"] * 5, "out", "finish"]
 
 
+def test_an_optimizers_own_scale_is_not_the_trainers() -> None:
+    """Which may say something else for every microbatch, and holds back some ways of sharing."""
+    model = small_model()
+    for scale in (None, 2.0):
+        Contract(scale=scale).configure(model)
+        assert own_scale_functions(unwrap(model).config) == ()
+    unwrap(model).config.grad_scale_func = torch.neg
+    assert own_scale_functions(unwrap(model).config) == (torch.neg,)
+
+
 def test_forward_only_touches_no_gradient() -> None:
     model = small_model()
     run(schedule_with(), model)
@@ -270,25 +263,6 @@ def test_forward_only_touches_no_gradient() -> None:
             logs = steps.call(schedule_with(), Contract().step, model, items(), forward_only=True)
         assert len(logs) == 5 and not any(log["loss"].requires_grad for log in logs)
         assert all(torch.equal(g, before[n]) for n, g in steps.gradients(model).items())
-
-
-def test_a_model_without_ddp_gets_grad() -> None:
-    model = small_model(wrap_ddp=False)
-    found = run(schedule_with(), model)
-    assert_aligned(found, model)
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_steps_of_different_shapes_follow_one_another() -> None:
-    """Longer rollouts need a longer rotary table; nothing is kept from the step before."""
-    model, twin = small_model(), small_model(wrap_ddp=False)
-    schedule = schedule_with()
-    for prompt, num in ((3, 2), (90, 3), (9, 1), (40, 6)):
-        data = items(num, prompt)
-        steps.zero_gradients(model)
-        steps.call(schedule, Contract().step, model, data)
-        wanted = steps.plain(twin, Contract(), data)
-        steps.assert_gradients(steps.gradients(model), wanted, num * (prompt + 3))
 
 
 def test_a_step_without_a_loss_function_returns_outputs() -> None:

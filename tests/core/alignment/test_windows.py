@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections import UserList
@@ -14,16 +13,9 @@ import torch
 
 from megatron_prefix.errors import CannotShare
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.lab.models.presets import resolve
-from megatron_prefix.lab.predict.execution import Execution
-from megatron_prefix.lab.predict.model import footprint_of
-from megatron_prefix.lab.predict.peak_memory import predict_memory
-from megatron_prefix.plan.planner import make_plan
-from megatron_prefix.tree.payload_map import Form, payload_map
 from tests.harness import hybrid, steps
 from tests.harness.one_rank import one_rank, small_model
 from tests.harness.steps import Contract
-from tests.harness.trees import flat_forest
 
 pytestmark = pytest.mark.turns
 
@@ -118,18 +110,3 @@ def test_the_layer_says_what_its_window_is() -> None:
     for other in ((3, 0), None, 7):
         unwrap(model).config.window_size = other
         assert hybrid.worst(model, five()) <= EXACT
-
-
-def test_copies_of_common_rows_count() -> None:
-    """Every span repeats the last rows of its ancestors."""
-    form = Form("positions", 8)
-    forest = flat_forest(prefix=40, suffix=4, num=50)
-    _, reads = payload_map(forest.segments, forms=[form]).tails[form]
-    wave = len(forest.segments) - 1
-    assert reads[wave].repeated == 8 * len(forest.segments[wave].spans)
-    peaks = []
-    for tail in (0.0, 1000.0):
-        spec = resolve("tiny-gpt-oss", num_moe_experts=None, window_size=(8, 0))
-        one = dataclasses.replace(footprint_of(spec, Execution()), tail=tail)
-        peaks.append(max(rank.peak for rank in predict_memory(make_plan(forest), one)))
-    assert peaks[1] >= 1000.0 * reads[wave].repeated

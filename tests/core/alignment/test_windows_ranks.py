@@ -20,12 +20,6 @@ from megatron_prefix.tree.payload_map import Form
 from tests.harness.one_rank import one_rank, small_model
 
 
-def test_every_rank_keeps_the_last_rows_of_all() -> None:
-    assert Form("positions", 5).rows(48, 4) == 5
-    assert Form("positions", 200).rows(48, 4) == 48
-    assert Form.POSITIONS.rows(48, 4) == 12
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("last", [1, 3, 8, 100])
 def test_last_rows_are_dealt_once(size: int, last: int) -> None:

@@ -1,20 +1,13 @@
 """How steps of trainers are run twice and compared."""
 
-import importlib
-import sys
-
 import pytest
 import torch
 
-from benchmarks.trainers import run_sources
-from megatron_prefix.features.watch.around import WATCHED
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.runtime import Layout
-from megatron_prefix.refusals.table import OTHER_ROUTER, TWO_CALLS
-from tests.core.trainers import stand_ins
-from tests.core.trainers.both import Step, copies, flat, furthest, gradients, saved, sizes
+from tests.core.trainers.both import Step, copies, furthest, gradients, saved
 from tests.harness import ranks  # applies the CPU platform
 
 
@@ -53,28 +46,6 @@ def test_both_schedules_read_the_same_microbatches(make):
     assert copies(None, 2) == [None, None]
 
 
-def test_a_forward_step_may_change_its_batch():
-    first, second = copies(iter([{"tokens": 1}]), 2)
-    next(first)["tokens"] = 2
-    assert next(second) == {"tokens": 1}
-
-
-def test_numbers_in_results_are_found_by_their_place():
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
-    found = flat([{"loss": 2.0, "name": "x", "values": nested}, (torch.ones(1), 3)])
-    assert {name: value.tolist() for name, value in found.items()} == {
-        "/0/loss": 2.0, "/0/values": [1.0, 1.0, 1.0], "/1/0": [1.0], "/1/1": 3.0,
-    }  # fmt: skip
-
-
-def test_sources_that_are_not_there_are_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["run_sources", str(tmp_path)])
-    assert run_sources.main() == 1
-    lines = capsys.readouterr().out.splitlines()[2:]
-    assert len(lines) == sum(len(one.layouts) for one in run_sources.TRAINERS.values())
-    assert all("failed: no folder" in line for line in lines)
-
-
 @pytest.mark.parametrize(
     ("found", "difference"),
     [
@@ -100,25 +71,6 @@ def test_a_step_of_the_stock_schedule_is_stocks_bit_for_bit():
         assert "routes in order" in step.problem
 
 
-def test_the_table_tells_why_a_form_falls_back():
-    watched = Step("update", 0, 0, 1.0, 0.0, 0.0, reason=WATCHED)
-    fell_back = Step("update", 0, 0, 1.0, 0.0, 0.0, reason="routes in order")
-    shared = Step("forward", 40, 100, 1e-5, 0.0, 2e-6)
-    assert run_sources.told([watched, shared]) == "0.0e+00 | 2.0e-06 | 1.0e-05 | 40 of 100"
-    assert run_sources.told([watched, fell_back]).endswith("stock schedule: routes in order")
-    assert "failed" in run_sources.told([watched])
-    watched.gradient = 1e-7
-    assert "failed" in run_sources.told([watched, shared])
-
-
-def test_a_form_that_falls_back_otherwise_than_listed_has_failed():
-    stock = run_sources.STOCK + OTHER_ROUTER.given(3, "Own").text
-    assert run_sources.as_listed("shared", None) == "shared"
-    assert run_sources.as_listed(stock, OTHER_ROUTER) == stock
-    for said, refusal in ((stock, None), (stock, TWO_CALLS), ("shared", OTHER_ROUTER)):
-        assert run_sources.as_listed(said, refusal).startswith("failed: not as listed")
-
-
 def test_what_a_trainer_keeps_is_put_back_as_often_as_needed():
     queue = OnlyNext()
     queue.routes, queue.place = [1, 2], 0
@@ -130,20 +82,6 @@ def test_what_a_trainer_keeps_is_put_back_as_often_as_needed():
         put_back()
         assert (queue.routes, queue.place) == ([1, 2], 0)
         assert torch.equal(torch.rand(2), drawn)
-
-
-def test_lists_of_losses_are_put_back_and_counted():
-    """AReaL's: a list in a loss, and a tracker with a dict of lists."""
-    outputs, tracker = [1], OnlyNext()
-    tracker.stats = {"loss": [2]}
-    put_back = saved([outputs, tracker])
-    for _ in range(2):
-        outputs.append(3)
-        tracker.stats["loss"].append(3)
-        tracker.stats["other"] = []
-        assert sizes([outputs]) == [{"": 2}]
-        put_back()
-        assert outputs == [1] and tracker.stats == {"loss": [2]}
 
 
 def parts(_):
@@ -164,17 +102,3 @@ def test_a_distributed_optimizers_gradients_on_their_own_ranks():
     for name, (mine, whole) in first.items():
         assert mine + second[name][0] == whole
     assert all(sum(mine for mine, _ in one.values()) for one in (first, second))
-
-
-def test_a_step_in_which_nothing_was_shared_is_a_problem():
-    assert "nothing was shared" in Step("update", 100, 100, 1e-5, 0.0, 0.0).problem
-
-
-def test_only_a_package_that_is_missing_gets_a_stand_in(monkeypatch):
-    monkeypatch.setattr(sys, "meta_path", sys.meta_path[:])
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    stand_ins.where_missing("json", "no_such_package")
-    assert importlib.import_module("no_such_package").PY3
-    assert importlib.import_module("json").loads("[1]") == [1]
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("another_such_package")

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from megatron_prefix.lab.numerics import tolerance
-from tests.core.trainers import trajectories
 from tests.core.trainers.registry import installed
 from tests.core.trainers.trajectories import distance
 
@@ -69,17 +68,3 @@ def test_a_difference_and_a_nan_are_seen():
     assert distance([{**step, "grad_norm": 2.002}], [step]) == (0, pytest.approx(1e-3))
     assert distance([{**step, "losses": {"lm loss": math.nan}}], [step]) == (math.inf, 0)
     assert distance([{**step, "losses": {}}], [step]) == (math.inf, math.inf)
-
-
-@pytest.mark.parametrize(("norm", "code"), [(2.0, 0), (2.01, 1), (math.nan, 1)])
-def test_the_files_of_two_runs_are_compared(tmp_path, monkeypatch, capsys, norm, code):
-    for name, value in (("stock", 2.0), ("on", norm)):
-        step = {"losses": {}, "grad_norm": value, "raw": 100, "executed": 40}
-        text = f"{json.dumps(step)}\n{json.dumps({'parameters': name})}\n"
-        for rank in range(2):
-            (tmp_path / f"{name}.{rank}").write_text(text, encoding="utf-8")
-    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "stock"), str(tmp_path / "on")])
-    assert trajectories.main() == code
-    assert "| 2 ranks, 1 steps | 0.0e+00 |" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "stock"), str(tmp_path / "none")])
-    assert trajectories.main() == 2

@@ -14,13 +14,11 @@ from tests.core.trainers.both import Step
 from tests.core.trainers.registry import installed
 
 ROOT = Path(__file__).parents[3]
-LAYOUTS = ("tp2-pp2", "tp2-sp-fused", "cp2-fused", "1-plugin")
+LAYOUTS = ("tp2-pp2", "cp2-fused", "1-plugin")
 """The last one with the schedule that verl's plugin puts into its engine."""
-FALLBACK = "too few first positions"
 FORMS = {
     "1-padded-auto": ("", ""), "pp2-r2-auto": ("records routes", ""),
-    "tp2-sp-r3-recompute-auto": ("", ""), "dp2-ep2-r3-auto": ("", ""),
-    "dp2-across-r3-auto": ("", ""), "pp2-r3-recompute-fallback-auto": (FALLBACK, FALLBACK),
+    "tp2-sp-r3-recompute-auto": ("", ""), "dp2-across-r3-auto": ("", ""),
 }  # fmt: skip
 """Of mode "auto": why log-probs and updates run as stock's do; "" if they share."""
 SETTINGS = {"MODE": "on", "MIN_GAIN": "0", "SEGMENT_TOKENS": "128", "KERNEL": "math"}
