@@ -47,7 +47,7 @@ def rollouts(case: Case, part: int) -> list[list[Sample]]:
     if case.tree in ("random", "dealt"):
         return _random(case, part)
     size = 1 if case.form == "one" else rng.choice((2, 2, 3))
-    number = rng.choice((2, 3, 4)) if size > 1 else rng.choice((3, 4, 5))
+    number = _turns(case, rng.choice((2, 3, 4)) if size > 1 else rng.choice((3, 4, 5)))
     equal = case.lengths == "equal"
     rng = random.Random(f"{case.seed} {case.tree} {part} of this rank")
     prompts = [draw.integers(0, VOCAB, 12 if equal else rng.randint(6, 20)) for _ in range(2)]
@@ -58,8 +58,6 @@ def rollouts(case: Case, part: int) -> list[list[Sample]]:
         prompts = [both.integers(0, VOCAB, 14) for _ in range(2)]
     turns = [draw.integers(0, VOCAB, 4) for _ in range(2)]
     answers = [draw.integers(0, VOCAB, 6) for _ in range(2)]
-    if LAYOUTS[case.layout].vpp > 1:  # stages take turns
-        number = -(-number // LAYOUTS[case.layout].pp) * LAYOUTS[case.layout].pp
     found = []
     for index in range(size * number):
         group = index * 2 // (size * number)
@@ -81,6 +79,12 @@ def rollouts(case: Case, part: int) -> list[list[Sample]]:
     if case.tree == "shuffled":
         rng.shuffle(found)
     return [found[i : i + size] for i in range(0, len(found), size)]
+
+
+def _turns(case: Case, number: int) -> int:
+    """So many microbatches, and as many more as virtual stages take turns with."""
+    layout = LAYOUTS[case.layout]
+    return number if layout.vpp == 1 else -(-number // layout.pp) * layout.pp
 
 
 def _of_all_lengths(draw: np.random.Generator) -> list[Sample]:
