@@ -66,8 +66,8 @@ class PrefixConfig:
         align: begin spans at multiples of this, in addition to what the layout requires. 64 makes
             GatedDeltaNet's results independent of where its kernels cut a sequence; other values
             differ by rounding.
-        loss_in_leaves: never share a trained token, nor one behind it. For losses over whole
-            sequences.
+        loss_in_leaves: never share a trained token, nor one after it. Results are the same without
+            it, also for losses over whole sequences (GSPO).
         trainer_masks: take the mask of the trainer's microbatches where its model calls have no
             loss_mask and its page says that there is one (NeMo-RL). Off: every position is trained.
         kernel: attention kernel: "math", "flash_cpu", "flash", "cudnn" or "fa4"; "A+B": A for the

@@ -163,7 +163,7 @@ _LAYOUT = {
     "vpp": "model chunks per pipeline stage (default {})",
     "cp": "context parallel size (default {})",
     "ep": "expert parallel size (default {})",
-    "dp": "data parallel size (default: fills the world)",
+    "dp": "data parallel size (default: the ranks that are left, or what --ep needs)",
     "sequence_parallel": "Megatron's sequence parallelism over tp",
 }
 
@@ -203,12 +203,12 @@ _TEXTS = {
     "segment_tokens": "most positions in one forward (a single span may exceed it); 0: no limit;"
     " auto: for each step the fastest length that fits the memory limit. A given N is reduced, to"
     " an eighth at most, where only that fits (default {})",
-    "min_gain": "do not share a prefix that saves fewer than N tokens. A segment of its own has to"
-    " save 32 times as many, or a 16th of the step; else its spans run with their suffixes. 0:"
-    " share every prefix, and run every prompt in a segment of its own (default {})",
+    "min_gain": "do not share a prefix that saves fewer than N tokens. A prompt gets a forward of"
+    " its own only if that saves 32 N tokens, or a 16th of the step; a shorter one runs in the same"
+    " forward as its suffixes. 0: share every prefix, each in a forward of its own (default {})",
     "align": "begin spans at multiples of N, in addition to what the layout requires; 64 makes"
     " GatedDeltaNet's results independent of where sequences are cut (default {})",
-    "loss_in_leaves": "never share a trained token (for losses over whole sequences)",
+    "loss_in_leaves": "never share a trained token; results are the same without it",
     "run_ahead": "forwards that a pipeline stage runs ahead of the next stage: 1 needs less memory,"
     " 2 waits less (default {})",
     "plan_file": "run this plan (a file written by `plan --csv`) instead of the planner's; it must"
@@ -236,7 +236,7 @@ _TEXTS = {
     " (default): segment if it fits",
     "across_ranks": "run a prefix that several data-parallel ranks share on one of them. auto:"
     " where it is possible, predicted to be faster, and fits the memory limit; on: always, and what"
-    " prevents it is an error (default: auto in mode auto, else off)",
+    " prevents it is an error (default: auto with --prefix-schedule auto, else off)",
     "kernel": f"attention kernel: {', '.join(KERNELS)}, A+B (A for the keys of ancestors, B for a"
     " segment's own), or auto (default)",
 }

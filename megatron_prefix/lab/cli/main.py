@@ -52,6 +52,12 @@ examples:
   {PROG} align --rollouts rollouts.jsonl.gz --groups 1 --max-tokens 256 --dtype float64
   {PROG} VERB --help
 """
+_WORDS = """
+
+words:
+  group: the rollouts of one prompt; span: positions that the same rollouts share; segment: what
+  one forward or backward runs; inner segment: a shared prompt; wave: answers; leaf: a span that
+  one rollout ends in. More: docs/how-it-works.md"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -84,7 +90,9 @@ def make_parser(verb: str | None) -> argparse.ArgumentParser:
             verbs.add_parser(name, help=help_line)
             continue
         module = _module(name, module_name)
-        one = verbs.add_parser(name, help=help_line, description=module.HELP, epilog=module.EPILOG)
+        one = verbs.add_parser(
+            name, help=help_line, description=module.HELP + _WORDS, epilog=module.EPILOG
+        )
         module.add_arguments(one)
         add_output(one)
         one.set_defaults(run=module.run)

@@ -35,27 +35,31 @@ example:
       --prefix-schedule auto --prefix-segment-tokens 8192
 """
 _HELP = {
-    "mode": ("{" + ",".join(MODES) + "}", "off: Megatron's schedule; observe: the same, and metrics"
-             " say what sharing would give; auto: share where it pays (default); on: always"),
-    "chunk_tokens": ("N|auto", "cut longer spans into chunks of at most N; 0: never"),
-    "segment_tokens": ("N|auto", "most positions that one forward runs; 0: no limit"),
-    "min_gain": ("N", "dissolve shared spans that save fewer positions"),
-    "align": ("N", "spans begin at multiples of N, besides those that the layout needs"),
-    "loss_in_leaves": ("true|false", "share no trained token"),
-    "trainer_masks": ("true|false", "follow the masks of a trainer's microbatches"),
+    "mode": ("{" + ",".join(MODES) + "}", "off: Megatron's schedule; observe: the same, and the log"
+             " says what sharing would save; auto: share where it is predicted to be faster"
+             " (default); on: share every step"),
+    "chunk_tokens": ("N|auto", "cut longer prompts into chunks of at most N tokens; 0: never"),
+    "segment_tokens": ("N|auto", "most positions in one forward; 0: no limit"),
+    "min_gain": ("N", "do not share a prefix that saves fewer than N tokens"),
+    "align": ("N", "begin shared spans at multiples of N, besides what the layout requires"),
+    "loss_in_leaves": ("true|false", "never share a trained token"),
+    "trainer_masks": ("true|false", "use the loss masks of the trainer's microbatches (NeMo-RL)"),
     "kernel": ("NAME", "attention kernel, or auto"),
-    "memory": ("{" + ",".join(MEMORY_POLICIES) + "}", "what inner segments keep"),
-    "memory_budget_gb": ("X", "GiB that a step may use, not the stock schedule's; 0: not set"),
-    "cache_host_layers": ("N", "layers whose K/V or states, and gradients, are in host memory"),
-    "graph_tokens": ("N|auto", "longest segment whose layers run on CUDA graphs; 0: none"),
-    "cp_reduce": ("{" + ",".join(CP_REDUCE) + "}", "how often context parallelism sends gK/gV"),
-    "across_ranks": ("{off,auto,on}", "whether a prompt on several ranks (dp) runs once"),
-    "run_ahead": ("{1,2}", "forwards that a pipeline stage runs ahead of the next"),
-    "min_speedup": ("X", "with auto, the predicted speedup below which Megatron's schedule runs"),
-    "cost_file": ("FILE", "where auto keeps what it has measured"),
-    "watchdog_minutes": ("X", "when a step that stands is told of on every rank; 0: never"),
-    "plan": ("FILE", "run this plan (of `megatron-prefix plan --csv`)"),
-    "verify": ("N", "run the first N steps of each kind with both schedules; compare them"),
+    "memory": ("{" + ",".join(MEMORY_POLICIES) + "}", "what a prompt keeps on the device between"
+               " its forward and its backward"),
+    "memory_budget_gb": ("X", "GiB that a step may use on top of what is allocated when it begins;"
+                         " 0: the stock schedule's peak and 5 %%"),
+    "cache_host_layers": ("N", "number of layers whose K/V stay in host memory until they run"),
+    "graph_tokens": ("N|auto", "run segments of up to N positions on CUDA graphs; 0: none"),
+    "cp_reduce": ("{" + ",".join(CP_REDUCE) + "}", "how often context-parallel ranks send gK/gV"),
+    "across_ranks": ("{off,auto,on}", "share prompts across data-parallel ranks"),
+    "run_ahead": ("{1,2}", "forwards that a pipeline stage runs ahead of the next stage"),
+    "min_speedup": ("X", "in mode auto: share if the predicted speedup is at least X"),
+    "cost_file": ("FILE", "keep what mode auto has measured in FILE, for the next run"),
+    "watchdog_minutes": ("X", "log where every rank stands when a step takes X minutes and ten"
+                         " times its usual time; 0: never"),
+    "plan": ("FILE", "run this plan (written by `megatron-prefix plan --csv`)"),
+    "verify": ("N", "run the first N steps of each kind with both schedules, and compare them"),
 }  # fmt: skip
 
 
