@@ -145,7 +145,8 @@ class UserError(ValueError):
 
 
 class DataEnded(UserError, StopIteration):
-    """The data iterator has ended before the step; the stock schedule raises StopIteration."""
+    """The data iterator had fewer microbatches than the step. It is a StopIteration, too, which
+    the stock schedule raises."""
 
 
 class StepOutOfMemory(UserError):
@@ -160,9 +161,11 @@ class StepOutOfMemory(UserError):
 class CannotShare(UserError):
     """A step that the stock schedule can run and the prefix schedule cannot.
 
-    Mode "auto" falls back; mode "on" raises it. `Reason.error` makes it.
+    Mode "on" raises it; gradients are as before the step. Mode "auto" runs the stock schedule and
+    logs the message. `Reason.error` makes it.
     """
 
 
 class StepFailed(RuntimeError):
-    """A step that has failed on another rank; the message has that rank's number and reason."""
+    """A step that has failed on another rank. The message has that rank's number and its reason;
+    look at that rank's log first."""

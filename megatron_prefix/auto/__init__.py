@@ -25,14 +25,17 @@ _running: list[Swap] = []
 
 
 def on(config: PrefixConfig | None = None) -> None:
-    """Turns the prefix schedule on in this process, wherever Megatron is or will be imported; a
-    second call replaces the configuration.
+    """Puts the prefix schedule in place of Megatron's in this process, in every module that has
+    imported or will import `get_forward_backward_func`. A second call replaces the settings.
+
+    Call it in every process that trains, before the trainer asks for its schedule.
 
     Args:
-        config: default: from the environment and its file; mode "auto" if they name none.
+        config: the settings; default: from the `MEGATRON_PREFIX_` variables and the TOML file that
+            `MEGATRON_PREFIX_CONFIG` names, in mode "auto" if they name no mode.
 
     Raises:
-        UserError: a variable, or the file, that is wrong.
+        UserError: a variable or the file has an unknown name or an invalid value.
     """
     config = read_config() if config is None else config
     off()
@@ -42,15 +45,18 @@ def on(config: PrefixConfig | None = None) -> None:
 
 
 def off() -> None:
-    """Puts Megatron's own function back in every module."""
+    """Puts Megatron's own function back in every module of this process. Schedules that the trainer
+    already holds stay as they are."""
     while _running:
         _running.pop().end()
 
 
 def init(*_: Any) -> None:
-    """`on()`, for trainers that call a function of the user's at their start.
+    """Calls `on()`, for trainers that call a function of yours at their start: slime and miles with
+    `--custom-megatron-init-path megatron_prefix.auto.init`. The trainer's arguments are not used.
 
-    slime calls that of `--custom-megatron-init-path` with its arguments, which are not needed.
+    Raises:
+        UserError: as `on()`.
     """
     on()
 

@@ -60,10 +60,12 @@ MASKS = ("attention_mask", "padding_mask")
 
 @dataclass(frozen=True)
 class ModelCall:
-    """What a forward step calls the model with.
+    """What a forward step calls the model with; callbacks get it. `call[name]` is an argument.
 
     Attributes:
+        microbatch: its number in the step, from 0.
         arguments: by name, as the model's `forward` names them; None and absent are the same.
+            `input_ids`, `position_ids` and `labels` are int64, [samples, positions] of this rank.
         versions: of the tensors that are per position, as torch counts writes to them.
         drawn: what the forward step drew from its data iterator before, where that is kept.
     """
@@ -122,7 +124,8 @@ class Callbacks:
 
     Attributes:
         trained: (model call) -> bool or float, shaped like the call's input_ids on this rank: which
-            positions carry loss. Without it the call's loss_mask says so; without that, all count.
+            positions carry loss (nonzero). Without it the call's loss_mask says so; without that,
+            every position counts as trained.
         routes: (model call) -> int, the shape of input_ids and [layers, topk]: the experts of each
             token, where MoE routers replay routes and no forward step gives them. Asked on the
             first stage; `drawn` of the call is what its forward step drew from the data iterator.

@@ -23,18 +23,26 @@ class StepReport:
     """What the last step did; the numbers behind the `prefix_sharing/` metrics.
 
     Attributes:
+        forest: the step's prefix trees as segments; `raw_tokens` counts the positions of all
+            rollouts, `executed_tokens` those that are computed.
+        decision: `share`, the `reason` in one line, and `predicted_speedup` over the stock
+            schedule.
         plan: what the prefix schedule runs or would have run.
         union_plan: the same on the segments of all ranks that share experts.
+        prediction: predicted seconds of both schedules on this rank; None if nothing was predicted.
+        times: coefficients of the cost model; None as long as nothing was measured.
         fallback_count: steps so far in which the stock schedule ran although sharing was wanted.
-        memory: predicted of this rank, where the prefix schedule ran with gradients; of what
+        memory: predicted bytes of this rank, where the prefix schedule ran with gradients; of what
             segments keep, as far as that has been measured.
-        base_bytes: allocated on the device when the step began, without what parts keep there,
-            which `memory` counts.
-        room_bytes: what the step could still use then; 0 if it is not known.
-        cache_bytes: the most that K/V, states and their gradients took on the device at once.
+        base_bytes: bytes allocated on the device when the step began, without what parts keep
+            there, which `memory` counts.
+        room_bytes: bytes that the step could use on top of these; 0 if that is not known.
+        cache_bytes: the most bytes that K/V, states and their gradients took on the device.
         crossed: what this rank exchanged with other data-parallel ranks; None if nothing could
             cross.
         why_alone: why nothing crossed where it could have; on the first pipeline stage.
+        retried: whether the step ran again, after memory had run out or with the stock schedule.
+        features: what parts of the schedule report, by their names ("verify", "host memory", ...).
     """
 
     forest: Forest

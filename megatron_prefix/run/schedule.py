@@ -57,13 +57,17 @@ _num_alike: collections.Counter[Any] = collections.Counter()
 
 @dataclass(eq=False)
 class PrefixSchedule:
-    """A forward-backward function; call it as Megatron's.
+    """A forward-backward function with the arguments and results of Megatron-Core's schedules
+    (megatron/core/pipeline_parallel/schedules.py).
+
+    Keep one for all steps: it keeps plans, measurements and reports.
 
     Attributes:
+        config: the settings.
         callbacks: what the trainer says of its microbatches that its model calls do not say.
-        features: what is around its calls, from the innermost on.
+        features: what runs around its calls, from the innermost on.
         reports: of its steps.
-        looks_first: watches the first step of a kind (features/watch), in modes "auto" and
+        looks_first: watch the first step of each kind (features/watch), in modes "auto" and
             "observe" with the stock schedule; for trainers whose code is not known. It is read when
             a schedule is made.
     """
@@ -82,6 +86,7 @@ class PrefixSchedule:
 
     @property
     def report(self) -> StepReport | None:
+        """What the last step did; None before the first one, and in mode "off"."""
         return self.reports.last
 
     @contextlib.contextmanager
@@ -105,18 +110,36 @@ class PrefixSchedule:
         force_all_reduce: bool | None = False,
         **rest: Any,
     ) -> list[Any]:
-        """Runs forward and backward of a step's microbatches; see Megatron's schedules.
+        """Runs forward and backward of a step's microbatches, and reduces gradients as Megatron's
+        schedules do.
 
-        `seq_length`, `micro_batch_size`, `decoder_seq_length`, `first_val_step`,
-        `adjust_tensor_shapes_fn` and `p2p_communicator` are taken for the stock schedule's sake;
-        the prefix schedule knows its shapes from the plan.
+        All ranks that share a pipeline, tensors, context or experts call it for the same step, and
+        wait for one another in it.
+
+        Args:
+            forward_step_func: (data iterator, model chunk) -> (output, loss function).
+            data_iterator: yields the microbatches; a list with one for each model chunk under
+                interleaving; None on ranks that read no data.
+            model: the rank's model chunk, or a list of them.
+            num_microbatches: of this step, on this data-parallel rank.
+            forward_only: compute no gradients.
+            collect_non_loss_data: return what the loss function gives for `non_loss_data=True`.
+            pg_collection: the ranks' process groups; default: Megatron's global ones.
+            force_all_reduce: all-reduce gradients where Megatron would reduce-scatter them.
+            rest: `seq_length`, `micro_batch_size`, `decoder_seq_length`, `first_val_step`,
+                `adjust_tensor_shapes_fn`, `p2p_communicator`: for the stock schedule only; here
+                the model calls say what shapes are.
 
         Returns:
-            Megatron's `forward_data_store`, in the order of the microbatches.
+            Megatron's `forward_data_store`: an entry for each microbatch, in their order, on the
+            last pipeline stage; else an empty list.
 
         Raises:
-            UserError: a feature or a model call that the schedule cannot run, in mode "on".
+            UserError: an invalid argument or model call.
+            CannotShare: something that the prefix schedule cannot run, in mode "on".
+            StepOutOfMemory: the step does not fit in device memory.
             StepFailed: another rank has failed.
+            DataEnded: the iterator has fewer microbatches.
             TypeError: an argument that neither this nor Megatron's schedules have.
         """
         if unknown := rest.keys() - call_arguments():
@@ -270,24 +293,27 @@ def get_forward_backward_func(
     sums_gradients: bool = False,
     **others: Any,
 ) -> PrefixSchedule:
-    """Replaces megatron.core.pipeline_parallel.get_forward_backward_func.
+    """Takes the place of megatron.core.pipeline_parallel.get_forward_backward_func.
 
-    The same schedule every time for the same arguments, however often it is called. Functions are
-    the same if they are equal: one that is defined anew in every step starts a new schedule, of
-    which that is the first step, so that mode "auto" never shares anything. That is logged once.
+    Call it as often as you like: the same arguments give the same schedule. Define functions that
+    you pass once, outside the step. A function that is defined anew in every step starts a new
+    schedule each time, and mode "auto" runs the first step of a schedule with Megatron's, so
+    nothing would be shared. That is logged once.
 
     Args:
-        prefix_config: what the user set; default: always share.
+        megatrons: Megatron's own arguments (pp_size, vp_size) and, by name,
+            schedule_pg_collection of 0.19; accepted, and not needed.
+        prefix_config: the settings; default: `PrefixConfig()`, which shares every step.
         trained: says which positions of a model call carry loss; see `Callbacks`.
-        routes: says where routers are to send the tokens of a model call; see `Callbacks`.
+        routes: says which experts the tokens of a model call go to; see `Callbacks`.
         samples: says which positions of a microbatch carry loss; see `Callbacks`.
         passes_together: data-parallel ranks make equally many calls without gradients.
         slices: how model calls are cut for context-parallel ranks.
         masks_tokens: the loss_mask of a model call is over tokens, and so is ignored.
         sums_gradients: the trainer itself sums gradients over data-parallel ranks; see `Callbacks`.
 
-    Megatron's own arguments (pp_size, vp_size, and schedule_pg_collection from 0.19) are taken and
-    not needed.
+    Returns:
+        The schedule: call it as Megatron's, `schedule(forward_step_func=..., ...)`.
 
     Raises:
         UserError: a PrefixConfig that is not given by name.

@@ -26,9 +26,11 @@ class Slices(IntEnum):
     """How a trainer's model calls are cut for context-parallel ranks."""
 
     ZIGZAG = 0
-    """Each sample by itself, as a span: Megatron's own."""
+    """Megatron's own: each sample is cut into 2 * cp pieces, and rank r has pieces r and
+    2 * cp - 1 - r."""
     CONTIGUOUS = 1
-    """Each row, a pack as a whole, into one part a rank, wherever its samples end."""
+    """Each row, also a pack, is cut into one part for each rank, wherever its samples end (slime's
+    `--allgather-cp`). It is refused."""
 
 
 class OwnRuns(NamedTuple):
