@@ -1,13 +1,20 @@
-"""Figures of documents are those of benchmarks/results, and their tables are made from them."""
+"""Figures and tables of documents are those of benchmarks/results and of the code."""
 
+import dataclasses
 import datetime
 import json
 import re
 
 import pytest
 
-from benchmarks import figures
+from benchmarks import figures, support
+from benchmarks.figures import read
+from megatron_prefix import __version__
+from megatron_prefix.config import PrefixConfig
+from megatron_prefix.refusals.table import TABLE
+from megatron_prefix.run.calls import Callbacks
 from tests.harness.data import REPOSITORY
+from tests.repository import generated
 
 RESULTS = REPOSITORY / "docs" / "results.md"
 NUMBER = re.compile(r"(?<![\w.,-])(\d[\d,]*(?:\.\d+)?(?:e-?\d+)?)( ?(?:x|ms|GiB|%))?(?![\w.]*\w)")
@@ -112,3 +119,50 @@ def test_the_check_of_words_can_fail():
     part = "<!-- figures a\n-->\n| 3.52x | 1.0e-15 |\n<!-- end of figures -->"
     assert unknown(f"## A\n{part}\nIt is 3.5x, 4.1x and 1.0e-15, 12 ms.") == ["4.1x", "12 ms"]
     assert unknown("Megatron-Core 0.16.1, torch 2.11, Qwen3-0.6B, in 12 layers, `1.3x`") == []
+
+
+# Parts made of the code ---------------------------------------------------------------------------
+
+
+def test_parts_made_of_the_code_are_current():
+    old = [str(path) for path, _ in generated.stale()]
+    assert old == [], f"{generated.COMMAND} writes them"
+
+
+@pytest.mark.parametrize("kind", [PrefixConfig, Callbacks])
+def test_every_field_is_described(kind):
+    names = [field.name for field in dataclasses.fields(kind)]
+    assert [*generated.attributes(kind)] == names
+
+
+def test_every_refusal_has_its_row():
+    rows = [line for line in generated.refusals().splitlines() if line.count("|") == 5]
+    heads = [line for line in rows if line.startswith(("| refused |", "|---"))]
+    assert len(rows) - len(heads) == len(TABLE)
+
+
+def test_a_part_that_is_old_is_made_anew():
+    page = f"# A\n<!-- b: {generated.COMMAND} -->\nold\n<!-- end of b -->\nc\n"
+    new = generated.written(page, {"b": lambda: "new\n"})
+    assert new == page.replace("old", "new")
+
+
+@pytest.mark.parametrize("name", ["CITATION.cff", "docs/citing.md"])
+def test_a_citation_has_the_version(name):
+    text = (REPOSITORY / name).read_text(encoding="utf-8")
+    assert re.findall(r"^\s*version(?: =|:) \{?([\d.]+)", text, re.M) == [__version__]
+
+
+# The support matrix -------------------------------------------------------------------------------
+
+
+def test_the_page_is_current():
+    text = support.PAGE.read_text(encoding="utf-8")
+    assert support.written(text, read()) == text, support.COMMAND
+
+
+def test_every_trainer_has_layouts_that_ran():
+    rows = read()
+    for trainer in support.TRAINERS:
+        layouts, forms = support.layouts_of(trainer, rows)
+        assert layouts and forms, trainer.name

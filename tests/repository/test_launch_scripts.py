@@ -1,6 +1,7 @@
 """The scripts of launch/ and .ci/, with an interpreter that only notes what it is asked to do."""
 
 import os
+import re
 import shutil
 import subprocess
 
@@ -107,32 +108,19 @@ def test_the_quick_start_shows_both_schedules(sandbox):
     assert "--steps 2" in command and "--plan-svg elsewhere/plan.svg" in command
 
 
-OTHER = {"SUFFIX": ".cpython-310.so"}
-REASONS = [
-    ("suite", {"PYTHON": "python9.9"}, "there is no python9.9 here"),
-    ("suite", {"FAKE_VERSION": "3.9.18"}, "is Python 3.9.18, 3.10 is the oldest"),
-    ("suite", {"FAKE_VENV": "missing"}, "lacks venv"),
-    ("system", {"SYSTEM_PYTHON": "/no/python3"}, ": it is not there"),
-    ("system", {"FAKE_VERSION": "3.11.7"}, ": it is Python 3.11.7, as the suite's"),
-    ("system", {"FAKE_VENV": "missing", **OTHER}, ": it lacks venv (Debian"),
-]
-
-
-@pytest.mark.parametrize(("python", "environment", "reason"), REASONS)
-def test_one_line_says_what_a_python_lacks(sandbox, python, environment, reason):
-    if python == "suite":
-        done = sandbox.run("bash", "launch/test.sh", **environment)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert reason in done.stderr and "PYTHON=" in done.stderr
-        assert not sandbox.venv.exists()
-        return
-    done = with_system_python(sandbox, **environment)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert reason in done.stdout.splitlines()[-1]
-    assert not any("pytest" in line for line in sandbox.asked)
-    tried = [line.split()[1] for line in sandbox.asked if line.startswith("apt-get")]
-    installs = "FAKE_VENV" in environment and not os.geteuid()
-    assert tried == (["update", "install"] if installs else [])
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"PYTHON": "python9.9"}, "there is no python9.9 here"),
+        ({"FAKE_VERSION": "3.9.18"}, "is Python 3.9.18, 3.10 is the oldest"),
+        ({"FAKE_VENV": "missing"}, "lacks venv"),
+    ],
+)
+def test_one_line_says_what_a_python_lacks(sandbox, environment, reason):
+    done = sandbox.run("bash", "launch/test.sh", **environment)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert reason in done.stderr and "PYTHON=" in done.stderr
+    assert not sandbox.venv.exists()
 
 
 def test_a_folder_that_is_no_environment_is_left_alone(sandbox):
@@ -168,41 +156,10 @@ def test_ci_fails_with_either_part_and_ends_with_pytests_line(sandbox, suite, re
     assert done.stdout.count("a late warning") == 2
 
 
-def with_system_python(sandbox, *part, **environment):
-    """launch/test_system_python.sh where the system's Python is 3.11.2 and no root may install."""
-    suffix = environment.pop("SUFFIX", ".cpython-311.so")
-    python = sandbox.folder / "system-python"
-    stand_in = STAND_IN.replace("3.11.7", "3.11.2").replace(":-.cpython-311.so", f":-{suffix}")
-    python.write_text(stand_in, encoding="utf-8")
-    python.chmod(0o755)
-    apt = sandbox.folder / "bin" / "apt-get"
-    apt.parent.mkdir(exist_ok=True)
-    apt.write_text('#!/bin/sh\necho "apt-get $*" >>"$NOTES"\n', encoding="utf-8")
-    apt.chmod(0o755)
-    environment = {"SYSTEM_PYTHON": str(python), **environment}
-    path = f"{apt.parent}:{os.environ['PATH']}"
-    return sandbox.run("bash", "launch/test_system_python.sh", *part, PATH=path, **environment)
-
-
-@pytest.mark.parametrize("environment", [{}, OTHER], ids=["shared", "own packages"])
-def test_another_python_of_the_system_runs_tests_that_are_there(sandbox, environment):
-    done = with_system_python(sandbox, **environment)
-    assert done.returncode == 0, done.stderr
-    *_, last = sandbox.asked
-    own = sandbox.root / ".venv-3.11.2"
-    assert (own / "pyvenv.cfg").exists()
-    # Two installs: torch, then the rest; of the suite's environment, or of this one.
-    assert len(sandbox.installs) == 2
-    assert sandbox.venv.exists() == (not environment)
-    added = own / "bin" / "packages" / "suite.pth"
-    assert added.exists() == (not environment)
-    if not environment:
-        assert added.read_text("utf-8") == (
-            f'import site; site.addsitedir("{sandbox.venv}/bin/packages")\n'
-        )
-    tests = [word for word in last.split() if word.startswith("tests/")]
-    assert last.startswith("python -m pytest --numprocesses 2")
+def test_tests_that_another_python_runs_are_there():
+    text = (REPOSITORY / "launch" / "test_system_python.sh").read_text(encoding="utf-8")
+    tests = re.findall(r"tests/[\w/]+\.py(?:::\w+)?", text)
     assert len(tests) > 5
     for test in tests:
         path, _, name = test.partition("::")
-        assert f"def {name.partition('[')[0]}" in (REPOSITORY / path).read_text("utf-8")
+        assert f"def {name}" in (REPOSITORY / path).read_text("utf-8"), test

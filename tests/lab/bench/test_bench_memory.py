@@ -23,12 +23,6 @@ def chunks():
         yield [small_model(vocab=128, spec=dict(num_layers=4), dtype=torch.float32)]
 
 
-@pytest.fixture(scope="module")
-def one(chunks):
-    """The model that `bench memory` takes without a `--model`."""
-    return [small_model(vocab=2048, spec=dict(num_layers=4), dtype=torch.float32)]
-
-
 def measured(chunks, way):
     shape = GroupShape(160, 32, 3)
     return memory.measure(shape, Way.parse(way), chunks, CONFIG, repeats=0, seed=1)

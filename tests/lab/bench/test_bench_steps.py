@@ -15,6 +15,8 @@ from megatron_prefix.lab.data.generate import generate
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.rl import passes
 from megatron_prefix.lab.rl.baseline import Baseline
+from megatron_prefix.lab.rl.job import ModelOptions
+from megatron_prefix.lab.rl.like_for_like import like_for_like
 from megatron_prefix.lab.runtime import Layout
 from tests.harness.command_line import BUNDLED, failure, forked
 from tests.harness.one_rank import one_rank, small_model
@@ -108,6 +110,30 @@ def test_the_bound_counts_pairs_and_all_that_can_be_shared():
     assert bound == pytest.approx(stock / (shared + own), rel=1e-12)
 
 
+WINDOWS = (("window_size", (16, 0)),)
+MATH = "math (Megatron's, unfused)"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "overrides", "kernel", "stock", "prefix"),
+    [
+        ("float32", (), "auto", "flash_cpu", "flash_cpu"),
+        ("float64", (), "auto", MATH, "math"),
+        ("float32", WINDOWS, "auto", MATH, "math"),
+        ("float32", (), "math", MATH, "math"),  # what a user names stays
+    ],
+)
+def test_both_schedules_are_timed_with_one_kernel(chunks, dtype, overrides, kernel, stock, prefix):
+    spec = resolve("tiny-llama", num_layers=1, vocab_size=256, **dict(overrides))
+    options = ModelOptions("tiny-llama", dtype)
+    options, config = like_for_like(options, spec, PrefixConfig(kernel=kernel))
+    shape = GroupShape(24, 8, 2).groups(1, 256, 1)
+    setting = Setting(spec, Layout(), Baseline(), 1, dtype, False, 1)
+    work = Work("a", config, [shape], [shape])
+    row = steps.time_work(work, setting, options.build(spec, Layout()), {})
+    assert (row.stock_attention, row.prefix_attention) == (stock, prefix)
+
+
 # The verb -----------------------------------------------------------------------------------------
 
 
@@ -153,7 +179,8 @@ def ranked(*options):
 @pytest.mark.parametrize(
     "options",
     [
-        "--cp 2 --overlap-grad-reduce --forward-only", "--pp 2 --chunk-tokens 48",
+        "--model tiny-moe --align-layers 1 --cp 2 --overlap-grad-reduce --forward-only",
+        "--pp 2 --chunk-tokens 48",
     ],
 )  # fmt: skip
 def test_schedules_are_timed_in_a_layout(options):
@@ -170,13 +197,3 @@ def test_schedules_are_timed_in_a_layout(options):
     assert (row["phase_ms"]["C"] == 0) == found["forward_only"]
     assert (row["simulated_bubble"] > 0) == (found["layout"]["pp"] > 1)
     assert 0 <= row["bubble"] < 1
-
-
-def test_the_log_of_router_losses_is_that_of_the_timed_model():
-    """Megatron sizes it by the layers of the first model, and the aligned one has fewer."""
-    done = forked(
-        "bench", "--model", "tiny-moe", "--set", "num_layers=2", "--align-layers", "1", "--shapes",
-        "24:8:2", "--repeats", "1", "--warm-up-calls", "1", "--json",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout)["rows"]) == 1

@@ -1,6 +1,9 @@
 """The command line: the verb `plan`, bad input and bad usage."""
 
 import gzip
+import os
+import threading
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -12,7 +15,7 @@ from megatron_prefix.lab.data.rollouts import read_groups
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.plans.timeline import simulate
 from megatron_prefix.layers.model import cost_of
-from tests.harness import data
+from tests.harness import data, fuzzing
 from tests.harness.command_line import BUNDLED, failure, result, row, run
 from tests.harness.trees import trie_size
 
@@ -149,6 +152,22 @@ def test_csv_and_svg_are_what_was_planned(capsys, tmp_path):
     code, out, err = run(capsys, "plan", BUNDLED, "--pp", "4", "--csv", "-")
     assert (code, out) == (0, csv.read_text(encoding="utf-8"))
     assert "compression" in err
+
+
+def test_rollouts_may_come_through_a_pipe():
+    """`plan <(zcat rollouts.jsonl.gz)`."""
+    content = gzip.decompress(Path(BUNDLED).read_bytes())
+    read, write = os.pipe()
+
+    def feed():
+        with os.fdopen(write, "wb") as file:
+            file.write(content)
+
+    writer = threading.Thread(target=feed)
+    writer.start()
+    assert fuzzing.ended("plan", f"/dev/fd/{read}", "--json") == (0, "")
+    os.close(read)
+    writer.join()
 
 
 # Bad input and bad usage --------------------------------------------------------------------------

@@ -1,15 +1,20 @@
-"""Reports from templates, and options from the fields of dataclasses."""
+"""Reports from templates, rows of records, and options from fields."""
 
 import argparse
 import json
+import types
 from dataclasses import dataclass, field
 
 import pytest
 
-from megatron_prefix.lab.cli import report
+from benchmarks import figures
+from megatron_prefix.errors import UserError
+from megatron_prefix.lab.cli import records, report
 from megatron_prefix.lab.cli.arguments import add_fields
+from megatron_prefix.lab.cli.modelling import overrides_of
 from megatron_prefix.lab.rl.settings import GrpoConfig, RunOptions, TrainSettings
 from megatron_prefix.lab.runtime.layout import Layout
+from tests.harness.command_line import failure
 
 
 @dataclass
@@ -57,3 +62,91 @@ def test_an_option_has_range_and_default_of_its_field(owner, name, flag, bad):
     assert vars(parser.parse_args([])) == {flag[2:].replace("-", "_"): default}
     with pytest.raises(argparse.ArgumentError):
         parser.parse_args([f"{flag}={bad}"])
+
+
+# Options ------------------------------------------------------------------------------------------
+
+
+def test_values_have_the_types_of_their_fields():
+    given = ["num_layers=2", "qk_layernorm=False", "layernorm_epsilon=1e-5", "num_moe_experts=None"]
+    assert overrides_of(given) == (
+        ("num_layers", 2), ("qk_layernorm", False),
+        ("layernorm_epsilon", 1e-5), ("num_moe_experts", None),
+    )  # fmt: skip
+
+
+def test_old_names_of_fields_are_taken_and_logged(caplog):
+    given = ["num_experts=none", "squared_relu=true", "moe_normalize_top_k=False", "init_std=0.5"]
+    assert dict(overrides_of(given)) == {
+        "num_moe_experts": None, "gated_linear_unit": False, "moe_router_pre_softmax": True,
+        "init_method_std": 0.5,
+    }  # fmt: skip
+    assert len(caplog.messages) == 4
+    assert "--set squared_relu=true is now --set gated_linear_unit=False" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("num_layers=none", "num_layers is int; give a value of that type"),
+        ("num_moe_experts=some", "num_moe_experts is int | None; give a value of that type"),
+        (
+            "moe_layer_freq=0,x",
+            "moe_layer_freq is int | tuple[int, ...]; give a value of that type",
+        ),
+        ("qk_layernorm=yes", "qk_layernorm is bool; give a value of that type"),
+        ("layers=2", "layers=2: no such field; fields: "),
+    ],
+)
+def test_others_are_refused(setting, message):
+    with pytest.raises(UserError) as refused:
+        overrides_of([setting])
+    assert message in str(refused.value)
+
+
+# Records ------------------------------------------------------------------------------------------
+
+
+ROW = types.SimpleNamespace(
+    name="rag_musique.jsonl.gz", stock_ms=3_440.123456, prefix_ms=877.0, speedup=3.92, bound=4.42,
+    of_bound=0.887, segments=10, raw_tokens=1000, executed_tokens=250, stock_gib=51.5,
+    prefix_gib=49.3, predicted_gib=0.0,
+)  # fmt: skip
+
+
+def result(**changes):
+    return {
+        "model": "qwen3-8b", "set": ["num_layers=12"], "device": "NVIDIA H200", "python": "3.12",
+        "torch": "2.11", "megatron_core": "0.16.1", "layout": Layout(tp=2, sequence_parallel=True),
+        "forward_only": False, "rows": [ROW], **changes,
+    }  # fmt: skip
+
+
+def test_rows_are_appended_with_all_that_the_generator_reads(tmp_path, monkeypatch):
+    path = tmp_path / "packed.jsonl"
+    words = ["bench", "--record", str(path), "--tp", "2", "--plot=x.png", "--set", "a=b c"]
+    monkeypatch.setattr(records.sys, "argv", ["megatron-prefix", *words])
+    records.append(str(path), result(), "auto")
+    records.append(str(path), result(forward_only=True, layout=Layout()), "on")
+    first, second = figures.read(tmp_path)
+    assert first["question"] == "packed" and first["subject"] == "rag_musique"
+    assert first["model"] == "qwen3-8b, num_layers=12" and first["layout"] == "TP2 SP"
+    assert first["figures"]["stock_ms"] == 3440.1235 and first["figures"]["speedup"] == 3.92
+    assert first["peaks"] == {"stock_gib": 51.5, "prefix_gib": 49.3}
+    assert first["command"] == "megatron-prefix bench --tp 2 --set 'a=b c'"
+    assert first["versions"]["torch"] == "2.11" and first["machine"] == "NVIDIA H200"
+    assert second["layout"] == "one rank"
+    assert second["options"] == "mode on, passes without gradients"
+    assert len(figures.newest([first, second])) == 2
+    assert json.loads(path.read_text(encoding="utf-8").splitlines()[0]) == first
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["memory", "--record", "x.jsonl"], "--record takes rows of `bench`"),
+        (["--record", "no/such/folder/x.jsonl"], "is missing"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_before_the_work(words, text, capsys):
+    assert text in failure(capsys, "bench", *words, "--shapes", "8:4:2")

@@ -48,10 +48,11 @@ def test_messages_train_the_assistant(source):
     assert rollout.prompt_len == len("[add]<user hi>\n<assistant ")
 
 
-def test_messages_end_with_the_last_turn_and_skip_weight_zero(source):
+def test_messages_end_with_the_last_turn_that_is_trained(source):
     row = conversation(
-        say("assistant", "no", weight=0), say("user", "?"), say("assistant", "yes", weight=1),
-        say("user", "bye"),
+        say("assistant", "no", weight=0), say("user", "?"), say("assistant", "nor", loss=False),
+        say("user", "?"), say("assistant", "not", step_loss_mask=0), say("user", "?", loss=False),
+        say("assistant", "yes", weight=1, train=None), say("user", "bye"),
     )  # fmt: skip
     ((group),) = import_file(write(source, row), "messages", Characters())
     assert trained(group.rollouts[0]) == ["yes>"]

@@ -1,6 +1,7 @@
-"""Files to import with something changed: imported, or refused in one line and nothing written."""
+"""Files with something changed: imported or planned, or refused in one line and nothing written."""
 
 import gzip
+import itertools
 import json
 import random
 from pathlib import Path
@@ -8,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_prefix.lab.data import importers
-from megatron_prefix.lab.data.rollouts import read_groups
+from megatron_prefix.lab.data.rollouts import read_groups, write_rollouts
+from megatron_prefix.lab.data.shorten import shorten
 from tests.harness import fuzzing
+from tests.harness.data import BUNDLED
 from tests.harness.importing import Jinja
 
 NUM_CASES = fuzzing.rounds(40, 3000)
@@ -114,3 +117,25 @@ def test_nesting_has_an_end(tmp_path, monkeypatch, kind, depth):
         path.write_text(f'{row[:-1]}, "{field}": {"[" * depth}{"]" * depth}}}', encoding="utf-8")
         assert fuzzing.fault("import", kind, str(path), out, "--tokenizer", "x") == "", field
         Path(out).unlink(missing_ok=True)
+
+
+# Rollouts -----------------------------------------------------------------------------------------
+
+
+NUM_ROLLOUT_FILES = 300
+
+
+def test_a_changed_file_is_planned_or_refused_in_one_line(tmp_path):
+    path, bad = tmp_path / "rollouts.jsonl", {}
+    groups = [shorten(group, 30)[0] for group in itertools.islice(read_groups(BUNDLED), 3)]
+    write_rollouts(path, [group for group in groups if group])
+    text = path.read_text("utf-8")
+    for seed in range(NUM_ROLLOUT_FILES):
+        rng = random.Random(seed)
+        content = fuzzing.changed_json_lines(rng, text)
+        if seed % 10 == 0:
+            content = fuzzing.changed_bytes(rng, gzip.compress(content, mtime=0))
+        path.write_bytes(content)
+        options = ("--pp", "2", "--max-tokens", "20") if seed % 2 else ("--min-gain", "0")
+        bad[seed] = fuzzing.fault("plan", str(path), "--json", *options)
+    assert not {seed: fault for seed, fault in bad.items() if fault}

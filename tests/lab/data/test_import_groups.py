@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_prefix.lab.data.importers import import_file
+from megatron_prefix.lab.data.rollouts import read_groups, write_rollouts
 from megatron_prefix.lab.rl.batches import advantages
 from tests.harness import importing
 from tests.harness.command_line import result
@@ -116,3 +117,19 @@ def test_untrained_rows_are_counted(source, tmp_path, capsys, monkeypatch, kind)
     out = str(tmp_path / "out.jsonl")
     summary = result(capsys, "import", kind, str(source), out, "--tokenizer", "some")
     assert (summary["rollouts"], summary["untrained"]) == (3, 2)
+
+
+@KINDS
+def test_names_that_meet_stay_apart(source, kind):
+    """A group may be called as one that is named here."""
+    rows = [
+        ROWS[kind], ROWS[kind] | {"group": "prompt-0000"},
+        *(ROWS[kind] | {"group": "g", "step": step} for step in (1, 2)),
+        ROWS[kind] | {"group": "g@1"}, ROWS[kind] | {"group": "g"},
+    ]  # fmt: skip
+    groups = imported(write(source, *rows), kind)
+    assert [len(group.rollouts) for group in groups] == [1] * 6
+    assert {len(names(groups)), len(rows)} == {6}
+    assert names(groups)["prompt-0000"] == ["0"]
+    write_rollouts(source.with_name("out.jsonl"), groups)
+    assert [*names(list(read_groups(source.with_name("out.jsonl"))))] == [*names(groups)]

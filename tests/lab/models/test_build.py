@@ -8,12 +8,11 @@ import torch
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab import runtime
 from megatron_prefix.lab.models import weights
-from megatron_prefix.lab.models.build import build_model, build_optimizer
+from megatron_prefix.lab.models.build import build_model
 from megatron_prefix.lab.models.config import alignment
 from megatron_prefix.lab.models.presets import PRESETS, ModelSpec, resolve
 from megatron_prefix.lab.numerics import assert_close
 from megatron_prefix.lab.runtime import Layout
-from tests.harness.one_rank import one_rank
 from tests.harness.ranks import run_ranks
 from tests.harness.stock import (
     LENGTH,
@@ -131,15 +130,6 @@ def test_parameters_are_counted_right():
     assert built == spec.parameters()
 
 
-@pytest.mark.parametrize("tp", [1, 3, 8])
-def test_vocabulary_padding_rarely_depends_on_the_layout(tp):
-    padded = weights.padded_vocab(151_650, tp)
-    assert padded >= 151_650
-    assert padded % tp == 0
-    assert padded % weights.VOCAB_MULTIPLE == 0
-    assert tp == 3 or padded == weights.padded_vocab(151_650, 1)
-
-
 @pytest.mark.parametrize(
     ("name", "layout", "options", "message"),
     [
@@ -207,61 +197,6 @@ def test_what_megatron_refuses_is_told_in_one_line():
     with pytest.raises(UserError, match=r"tiny-moe.: Megatron-Core refuses .*topk is 1") as caught:
         build_model(spec)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "message"),
-    [
-        (
-            "tiny-moe",
-            {"moe_shared_expert_intermediate_size": 64, "add_bias_linear": True},
-            "bias is not supported in the shared experts.*shared_experts.py:",
-        ),
-        (
-            "tiny-llama",
-            {"window_size": (16, 0), "window_attn_skip_freq": (1, 0, 1, 1), "mtp_num_layers": 1},
-            "window_attn_skip_freq has no flag for the layer of multi-token prediction",
-        ),
-    ],
-)  # fmt: skip
-def test_what_megatrons_modules_refuse_is_told_in_one_line(name, fields, message):
-    """Their assertions were tracebacks."""
-    with one_rank(), pytest.raises(UserError, match=message) as caught:
-        build_model(resolve(name, **fields).with_vocab(VOCAB))
-    assert "\n" not in str(caught.value)
-
-
-def test_mistakes_that_are_not_megatrons_stay(monkeypatch):
-    def fails(*_):
-        raise ValueError("ours")
-
-    monkeypatch.setattr(weights, "fill", fails)
-    with one_rank(), pytest.raises(ValueError, match="ours") as caught:
-        build_model(resolve("tiny-llama").with_vocab(VOCAB))
-    assert not isinstance(caught.value, UserError)
-
-
-def optimizer_for(model_options, optimizer_options):
-    runtime.initialize(Layout())
-    chunks = build_model(resolve("tiny-llama").with_vocab(VOCAB), **model_options)
-    build_optimizer(chunks, **optimizer_options)
-
-
-@pytest.mark.parametrize(
-    ("model_options", "optimizer_options", "message"),
-    [
-        ({"wrap_ddp": False}, {}, "wrap_ddp=True"),
-        ({"dtype": "float64"}, {"clip_grad": 1.0}, "use clip_grad 0"),
-        (
-            {"dtype": "float64", "use_distributed_optimizer": True},
-            {"clip_grad": 0.0},
-            "no distributed optimizer",
-        ),
-    ],
-)
-def test_optimizers_that_cannot_be_are_refused(model_options, optimizer_options, message):
-    with pytest.raises(UserError, match=message):
-        run_ranks(1, optimizer_for, model_options, optimizer_options)
 
 
 def test_fp8_needs_scales_of_blocks_and_a_gpu():

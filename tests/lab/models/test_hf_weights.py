@@ -1,7 +1,6 @@
 """Hugging Face checkpoints: what is refused, by name, and that only slices are read."""
 
 import json
-import types
 
 import pytest
 import torch
@@ -9,12 +8,11 @@ import torch
 from megatron_prefix.errors import UserError
 from megatron_prefix.lab.models import hf_weights, weights
 from megatron_prefix.lab.models.build import unwrap
-from megatron_prefix.lab.models.hf_tensors import shapes, sources
-from megatron_prefix.lab.models.hf_weights import HFWeights, format_of
+from megatron_prefix.lab.models.hf_tensors import shapes
+from megatron_prefix.lab.models.hf_weights import HFWeights
 from megatron_prefix.lab.models.presets import resolve
 from megatron_prefix.lab.models.shards import Shards
 from tests.harness import hf_checkpoints
-from tests.harness.command_line import failure
 from tests.harness.one_rank import one_rank
 
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
@@ -99,21 +97,6 @@ def test_folders_without_usable_files_are_refused(copy, tmp_path):
         HFWeights(tmp_path / "absent", resolve("tiny-llama"))
 
 
-def test_a_missing_file_and_a_wrong_index_are_named(tmp_path):
-    hf_checkpoints.make(tmp_path, "llama", shard_size="60KB")
-    path = tmp_path / "model.safetensors.index.json"
-    index = json.loads(path.read_text(encoding="utf-8"))
-    files = [*index["weight_map"].values()]
-    name = next(name for name, file in index["weight_map"].items() if files.count(file) > 1)
-    right = index["weight_map"].pop(name)
-    path.write_text(json.dumps(index), encoding="utf-8")
-    assert f"do not agree on where tensors are: {name};" in refused(tmp_path)
-    (tmp_path / right).unlink()
-    index["weight_map"][name] = right
-    path.write_text(json.dumps(index), encoding="utf-8")
-    assert f"are missing: {right};" in refused(tmp_path)
-
-
 def logged(caplog):
     """What was said of tensors that are left out, once."""
     [told] = [text for text in caplog.messages if "are not loaded" in text]
@@ -171,24 +154,6 @@ def test_the_table_has_every_tensor_once(tmp_path, family):
     assert len(used) == len(set(used)) and {rows.name for rows in used} == found.names
 
 
-@pytest.mark.parametrize(
-    ("name", "tensor"),
-    [
-        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-        ("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight"),
-        ("mlp.experts.linear_fc2.weight1", "mlp.experts.3.down_proj.weight"),
-    ],
-)
-def test_the_names_of_transformer_engine_are_known(name, tensor):
-    experts = types.SimpleNamespace(local_expert_indices=[2, 3])
-    layer = types.SimpleNamespace(layer_number=6, mlp=experts)
-    chunk = types.SimpleNamespace(decoder=types.SimpleNamespace(layers=[layer]))
-    whole = weights.global_name(chunk, f"decoder.layers.0.{name}")
-    spec = resolve("tiny-moe", num_layers=6).with_vocab(9)
-    [rows] = sources(spec, format_of("qwen3_moe"))[whole].parts
-    assert rows.name == f"model.layers.5.{tensor}"
-
-
 # The model ----------------------------------------------------------------------------------------
 
 
@@ -244,13 +209,3 @@ def test_fingerprints_tell_checkpoints_apart(copy):
 
 
 # The command line ---------------------------------------------------------------------------------
-
-
-def test_model_and_weights_must_agree(capsys, made):
-    given = ("align", "--rollouts", "none.jsonl", "--load-hf", str(made))
-    assert "vocab_size" in failure(capsys, *given, "--model", "tiny-qwen3")
-    assert "layernorm_epsilon 0.5 instead of 0.01" in failure(
-        capsys, *given, "--set", "layernorm_epsilon=0.5"
-    )
-    absent = str(made / "absent")
-    assert "no such folder" in failure(capsys, *given[:3], "--load-hf", absent)

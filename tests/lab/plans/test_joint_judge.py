@@ -9,7 +9,6 @@ import pytest
 
 from megatron_prefix.lab.plans.joint_judge import How, judged, peak_received
 from megatron_prefix.lab.plans.joint_program import Batch, Rank
-from megatron_prefix.plan.actions import Action
 from tests.harness.fuzzing import rounds
 from tests.harness.joint_jobs import Sizes, random_joint_job
 
@@ -99,22 +98,3 @@ def test_a_window_that_is_too_small():
         assert judged(job.pipelines, job.programs, peaks) == ""
         for windows in ([0] * 2, [peak - 0.5 for peak in peaks]):
             assert judged(job.pipelines, job.programs, windows).startswith("window: rank")
-
-
-def test_actions_before_what_they_need():
-    [job] = jobs(1, Sizes(2, 1))
-    received = next(
-        (data, index)
-        for data, one in enumerate(job.pipelines)
-        for index, segment in enumerate(one.plan.segments)
-        if segment.source >= 0
-    )
-    program = job.programs[Rank(received[0], 0)]
-    batch = places(program, across)[0]
-    said, _ = changed(job, Rank(received[0], 0), lambda s: s.append(s.pop(batch)))
-    assert said[0].startswith("order: rank") and " before R" in said[0]
-    first = places(program, lambda step: isinstance(step, Action))[0]
-    said, _ = changed(job, Rank(received[0], 0), lambda s: s.insert(first, s[first]))
-    assert said[0].endswith("a second time")
-    said, _ = changed(job, Rank(received[0], 0), lambda s: s.append(Action("F", 99)))
-    assert said[0].endswith("F99 does not exist")

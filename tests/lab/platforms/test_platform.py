@@ -1,25 +1,16 @@
-"""Choosing where to run, and the CPU platform. What it lets run is in tests/lab/models."""
+"""Choosing where to run, the CPU platform, and the trial of transformer-engine's packs."""
 
 import os
 import subprocess
 import sys
-from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_prefix.errors import UserError
-from megatron_prefix.lab import platforms, runtime
-from megatron_prefix.lab.platforms import cpu
-from megatron_prefix.lab.runtime import Layout
-from tests.harness.ranks import run_ranks
-
-
-def test_select_describes_the_cpu():
-    platform = platforms.select("cpu")
-    assert (platform.device_type, platform.backend, platform.name) == ("cpu", "gloo", "CPU")
-    assert platform.device(3) == torch.device("cpu")
-    assert cpu.enabled()
+from megatron_prefix.lab import platforms
+from megatron_prefix.lab.platforms import cpu, stock_packs
 
 
 def test_select_refuses_what_is_not_there():
@@ -27,12 +18,6 @@ def test_select_refuses_what_is_not_there():
         platforms.select("tpu")
     with pytest.raises(UserError, match="torch sees no GPU"):
         platforms.select("cuda")
-
-
-def test_enable_twice_rebinds_once():
-    before = (torch.zeros, torch.Tensor.type, torch.distributed.all_gather)
-    cpu.enable()
-    assert (torch.zeros, torch.Tensor.type, torch.distributed.all_gather) == before
 
 
 @pytest.fixture
@@ -89,40 +74,6 @@ def test_platform_comes_only_when_asked_even_after_megatron():
     assert done.returncode == 0, done.stderr
 
 
-def gather_and_scatter():
-    rank = runtime.initialize(Layout(dp=3)).rank
-    lengths = [2, 0, 3]
-    mine = torch.full((lengths[rank], 2), float(rank + 1))
-    gathered = [torch.empty(length, 2) for length in lengths]
-    torch.distributed.all_gather(tensor_list=gathered, tensor=mine)
-    out = torch.empty(lengths[rank], 2)
-    pieces = [piece * (rank + 1) for piece in gathered]
-    torch.distributed.reduce_scatter(output=out, input_list=pieces)
-    return gathered, out
-
-
-def test_gloo_collectives_of_unequal_length():
-    for rank, (gathered, out) in enumerate(run_ranks(3, gather_and_scatter)):
-        for number, (piece, length) in enumerate(zip(gathered, [2, 0, 3], strict=True)):
-            assert torch.equal(piece, torch.full((length, 2), float(number + 1)))
-        assert torch.equal(out, gathered[rank] * 6)
-
-
-def threads_of_a_group():
-    runtime.initialize(Layout(dp=2))
-    before = len(os.listdir("/proc/self/task"))
-    group = torch.distributed.new_group(timeout=timedelta(seconds=7))
-    started = len(os.listdir("/proc/self/task")) - before
-    ours = group._get_backend(torch.device("cpu"))
-    theirs = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
-    return started, ours.options._timeout, ours.options._devices == theirs.options._devices
-
-
-def test_groups_share_gloos_thread():
-    """A group starts one thread for its own work, and keeps its time limit."""
-    assert run_ranks(2, threads_of_a_group) == [(1, timedelta(seconds=7), True)] * 2
-
-
 def test_stand_ins_last_for_the_import_which_needs_them(monkeypatch):
     cpu.enable(hide_gpus=True)
     cpu.load_recurrent_layers()
@@ -135,3 +86,56 @@ def test_stand_ins_last_for_the_import_which_needs_them(monkeypatch):
     monkeypatch.setattr(mixer, "HAVE_MAMBA_SSM", False)
     with pytest.raises(UserError, match="imported without mamba-ssm"):
         cpu.load_recurrent_layers()
+
+
+# Stock packs --------------------------------------------------------------------------------------
+
+
+def library(break_it):
+    class DotProductAttention:
+        def __init__(self, heads, width, num_gqa_groups):
+            assert (heads, width, num_gqa_groups) == (4, 8, 2)
+
+        def __call__(self, query, key, value, **given):
+            assert given["qkv_format"] == "thd" and given["attn_mask_type"] == "padding_causal"
+            ends = given["cu_seqlens_q"].tolist()
+            assert ends == given["cu_seqlens_kv"].tolist() == [0, 1000, 1300, 1377, 2556]
+            return stock_packs._definition(query, break_it(key), value)
+
+    return SimpleNamespace(DotProductAttention=DotProductAttention)
+
+
+def tried(monkeypatch, break_it):
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", library(break_it))
+    stock_packs.refusal.cache_clear()
+    return stock_packs.refusal(4, 2, 8, "cpu")
+
+
+def test_what_is_right_is_not_refused(monkeypatch):
+    assert tried(monkeypatch, lambda key: key) is None
+
+
+def test_a_wrong_gradient_is_named_although_the_output_is_right(monkeypatch):
+    def sent(factor):
+        def scaled(key):
+            out = key.clone()
+            out.register_hook(lambda gradient: gradient * factor)
+            return out
+
+        return scaled
+
+    assert "wrong gradient of keys (relative error 2.4e-01)" in str(tried(monkeypatch, sent(0.76)))
+    assert "NaN or infinite" in str(tried(monkeypatch, sent(float("nan"))))
+
+
+def test_what_fails_says_so(monkeypatch):
+    def fail(_):
+        raise RuntimeError("no backend\nand more")
+
+    assert tried(monkeypatch, fail) == "RuntimeError: no backend"
+
+
+def test_without_the_library_nothing_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    stock_packs.refusal.cache_clear()
+    assert stock_packs.refusal(4, 2, 8, "cpu") is None

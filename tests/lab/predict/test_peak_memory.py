@@ -257,3 +257,12 @@ def test_activations_of_llama3_8b_in_fp8():
     plain = resolve("llama3-8b")
     fewer = footprint_of(plain, **norms).inner - footprint_of(spec, **norms).inner
     assert fewer == 14336 * (2 - (1 + 4 / 128))
+
+
+def test_cp_ranks_keep_a_share_of_the_sidecar_or_all_of_it():
+    plan = plan_of(1024, 256, 4, 512)
+    shared = footprint_of(resolve("llama3-8b"), cp=2)
+    (cut,), (kept,) = predict_memory(plan, shared), predict_memory(plan, replace(shared, shares=1))
+    assert kept.cache_peak == 2 * cut.cache_peak > 0
+    assert shared.exchanged(backward=True) > shared.exchanged(backward=False) > 0
+    assert footprint_of(resolve("llama3-8b")).exchanged(backward=True) == 0

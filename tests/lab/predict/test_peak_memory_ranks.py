@@ -14,7 +14,6 @@ from tests.lab.predict.test_peak_memory import SHAPES, VOCAB, counted
 
 CASES = {
     "many copies": ({"hidden_size": 256, "moe_router_topk": 4}, {}),
-    "shared ones": ({"moe_shared_expert_intermediate_size": 512}, {}),
     "a gathered input of shared ones": (
         {"moe_shared_expert_intermediate_size": 8, "hidden_size": 256, "moe_router_topk": 1},
         {"moe_shared_expert_overlap": True, "moe_router_pre_softmax": True},

@@ -13,12 +13,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import metadata, planner
 
 from megatron_prefix.lab.rl.checkpoint_files import _IndexUnpickler
 from tests.harness import fuzzing
+from tests.harness.data import BUNDLED
 from tests.harness.ranks import run_ranks
-from tests.lab.rl.test_fuzz_checkpoints import ARGUMENTS, STEP
+
+ARGUMENTS = (
+    "train", str(BUNDLED), "--set", "num_layers=1", "--groups", "2", "--groups-per-step", "1",
+    "--max-tokens", "40", "--json",
+)  # fmt: skip
+STEP = "checkpoints/step-000001"
 
 
 class Payload:
@@ -132,20 +137,6 @@ def getattr_of(*arguments):
 
 def read(opcodes):
     return _IndexUnpickler(io.BytesIO(f"{opcodes}.".encode())).load()
-
-
-@pytest.mark.parametrize(
-    ("owner", "member"),
-    [
-        (FORMATS, metadata._MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST),
-        (f"c{CHECKPOINT}.planner\nWriteItemType\n", planner.WriteItemType.SHARD),
-    ],
-    ids=["format", "item"],
-)
-def test_members_of_an_indexs_enums_are_read(owner, member):
-    opcodes = getattr_of(owner, f"V{member.name}\n")
-    assert read(opcodes) is member
-    assert pickle.loads(f"{opcodes}.".encode()) is member  # noqa: S301  # what Python makes of it
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,15 @@
 """The metrics file and its counterpart in TensorBoard."""
 
 import json
-import math
 import sys
 
 import pytest
 import torch
 
-from megatron_prefix.lab.rl import flops
+from megatron_prefix.lab.models.presets import resolve
+from megatron_prefix.lab.rl import flops, metrics
 from megatron_prefix.lab.rl.metrics import MetricsWriter
 from megatron_prefix.lab.rl.run_folder import METRICS
-from tests.harness.command_line import BUNDLED, failure
 
 
 def lines(folder):
@@ -49,15 +48,6 @@ def test_resuming_drops_what_comes_again_and_a_cut_line(tmp_path):
     assert [(row["step"], row["train/loss"]) for row in lines(tmp_path)] == [
         (1, 1.5), (2, 2.5), (3, 3.25), (4, 4.25),
     ]  # fmt: skip
-
-
-def test_what_is_not_finite_becomes_null(tmp_path):
-    writer = MetricsWriter(tmp_path)
-    writer.write(1, {"train/loss": math.nan, "train/grad_norm": math.inf, "why": "text"})
-    writer.close()
-    assert lines(tmp_path) == [
-        {"step": 1, "train/loss": None, "train/grad_norm": None, "why": "text"}
-    ]
 
 
 def test_tensorboard_has_the_same_names(tmp_path):
@@ -119,15 +109,32 @@ def test_weights_and_biases_gets_the_same_rows(tmp_path):
     assert exit_code == 0
 
 
-@pytest.mark.usefixtures("wandb")
-def test_wandb_that_cannot_start_is_one_line_and_leaves_nothing(tmp_path, capsys):
-    options = ["--set", "num_layers=1", "--groups", "1", "--max-tokens", "80", "--steps", "1"]
-    folder = tmp_path / "run"
-    line = failure(
-        capsys, "train", BUNDLED, *options, "--wandb", "refused", "--output", str(folder)
-    )
-    assert "--wandb refused: api_key not configured; log in" in line
-    assert not folder.exists()
-
-
 # Rates --------------------------------------------------------------------------------------------
+
+
+def test_times_and_rates_under_verls_names():
+    found = {"train/step_s": 4.0, "train/updates_s": 3.0, "prefix_sharing/raw_tokens": 4000}
+    assert metrics.under_verls_names(found, {"ref_logprobs": 0.5}, 2) == {
+        "timing_s/ref": 0.5,
+        "timing_s/update_actor": 3.0,
+        "timing_s/step": 4.0,
+        "perf/total_num_tokens": 4000,
+        "perf/time_per_step": 4.0,
+        "perf/throughput": 500.0,  # a second and rank
+    }
+
+
+def test_flops_of_packs_are_those_of_their_rollouts():
+    import torch
+
+    cost = flops.cost_model(resolve("tiny-llama").with_vocab(100))
+    rows = [{"tokens": torch.zeros(1, n)} for n in (5, 7)]
+    pack = {"tokens": torch.zeros(1, 12), "cu_seqlens": torch.tensor([0, 5, 12])}
+    assert flops.of_microbatches(cost, rows, 1) == flops.of_microbatches(cost, [pack], 1)
+    positions, pairs = 12, 15 + 28
+    linear, head, attention, *_ = cost.forward
+    by_hand = (linear + head) * positions + attention * pairs
+    assert flops.of_microbatches(cost, rows, 1) == pytest.approx(3 * by_hand)
+    slices = [{"tokens": torch.zeros(1, 6)}]
+    whole = [{"tokens": torch.zeros(1, 12)}]
+    assert flops.of_microbatches(cost, slices, 2) == flops.of_microbatches(cost, whole, 1)

@@ -33,7 +33,7 @@ def test_both_schedules_agree_in_float64(tmp_path):
     assert summary.passed is True and summary.grad_max_rel_diff < 1e-12
     assert summary.loss_max_abs_diff < 1e-12
     assert summary.executed_tokens < summary.raw_tokens and summary.stock_step_s > 0
-    assert metrics_of(tmp_path)[0]["train/approx_kl"] > 0
+    assert metrics_of(tmp_path)[0]["train/approx_kl"] > 1e-6
 
 
 def test_comparing_changes_nothing(tmp_path):

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import textwrap
 import time
 
 import pytest
@@ -16,9 +17,10 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.cli import main
 from megatron_prefix.lab.runtime import Layout, RankError, groups
 from tests.harness.bare_ranks import sleep_and_tell
+from tests.harness.data import REPOSITORY as ROOT
 from tests.harness.fork_server import started
 from tests.harness.ranks import run_ranks
-from tests.lab.runtime.test_starting_ranks import ROOT, alive, environment, script
+from tests.lab.runtime.test_starting_ranks import alive
 
 launching = sys.modules[runtime.run_ranks.__module__]  # `runtime.launch` is the function
 
@@ -51,6 +53,19 @@ JOB = """
     if __name__ == "__main__":
         runtime.launch(stand, 2, *sys.argv[1:])
 """
+
+
+def script(folder, code):
+    """A Python file; it may import this package."""
+    path = folder / "job.py"
+    path.write_text(textwrap.dedent(code), encoding="utf-8")
+    return path
+
+
+def environment():
+    """This process's, without being a rank."""
+    ours = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**ours, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
 
 
 @contextlib.contextmanager
@@ -87,7 +102,7 @@ def assert_gone(ranks, begin):
 
 @pytest.mark.parametrize(
     ("where", "number"),
-    [("collective", signal.SIGTERM), ("lock", signal.SIGTERM)],
+    [("collective", signal.SIGTERM), ("lock", signal.SIGTERM), ("call", signal.SIGKILL)],
 )
 def test_no_rank_stays_in_what_never_ends(tmp_path, where, number):
     with standing_job(tmp_path, where) as (job, ranks):

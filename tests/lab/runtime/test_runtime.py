@@ -100,16 +100,6 @@ def groups(layout):
     return world.rank, world.world_size, str(world.device), ours, total.item()
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout(pp=2, tp=2), Layout(cp=2, dp=2, ep=4)], ids=["tp2pp2", "cp2dp2ep4"]
-)
-def test_initialize_makes_megatrons_groups(layout):
-    size = layout.world_size
-    sizes = (layout.tp, layout.pp, layout.cp, layout.dp, layout.ep)
-    expected = [(rank, size, "cpu", sizes, size * (size - 1) / 2) for rank in range(size)]
-    assert run_ranks(size, groups, layout) == expected
-
-
 def test_joining_a_world_of_another_size_is_refused():
     with pytest.raises(UserError, match="the layout has 2 ranks but the world has 1"):
         run_ranks(1, groups, Layout(tp=2))

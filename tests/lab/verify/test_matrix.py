@@ -10,7 +10,7 @@ from megatron_prefix.lab import runtime
 from megatron_prefix.lab.cli import matrix as verb
 from megatron_prefix.lab.cli.main import main
 from megatron_prefix.lab.runtime.layout import Layout
-from megatron_prefix.lab.verify.matrix import Row, rows
+from megatron_prefix.lab.verify.matrix import LAYOUTS, Row, rows
 
 VERDICT = SimpleNamespace(
     passed=True, failures=(), grad_max_rel_diff=3e-15, tolerance=3e-14, grad_error_ratio_max=None,
@@ -134,3 +134,13 @@ def test_a_pattern_of_no_row_is_refused(capsys):
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "matches no row; layouts: TP2" in err
+
+
+def test_names_of_layouts_are_true():
+    for name, (layout, _) in LAYOUTS.items():
+        sizes = dict(part.rstrip("0123456789") and (part[:-1], int(part[-1]))
+                     for part in name.replace("+SP", "").split("x"))  # fmt: skip
+        for key in ("tp", "pp", "cp", "ep", "vpp"):
+            assert getattr(layout, key) == sizes.get(key.upper(), 1), name
+        # Experts take the context-parallel ranks first, then as many data-parallel ones as needed.
+        assert layout.dp == sizes.get("DP", sizes.get("EP", layout.cp) // layout.cp), name

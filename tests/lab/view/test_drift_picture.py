@@ -9,11 +9,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_prefix.lab.rl.updates import TrainingError
 from megatron_prefix.lab.verify import replay
 from megatron_prefix.lab.verify.replay import RUNS, Distance, ReplayStep, judged
 from tests.harness.command_line import BUNDLED, forked, run
+from tests.harness.one_rank import one_rank
 
 CURVE = dict.fromkeys(RUNS, 0.5)
 SMALL = ["--set", "num_layers=1", "--groups", "2", "--groups-per-step", "1", "--max-tokens", "80"]
@@ -151,3 +153,11 @@ def test_files_of_a_replay_that_is_stopped_have_its_steps(
     assert result["failures"] == ["the replay has not ended: these are its first 2 steps"]
     assert "<svg" in drawn.read_text("utf-8")
     assert sorted(tmp_path.iterdir()) == [drawn, found]
+
+
+def test_distances_are_those_of_all_elements():
+    ones = [torch.tensor([1.0, 2.0]), torch.tensor([[5.0]])]
+    others = [torch.tensor([1.0, -1.0]), torch.tensor([[9.0]])]
+    with one_rank():
+        found = replay.distance(ones, others, torch.device("cpu"))
+    assert (found.max, found.mean) == (4.0, 7 / 3) and found.rms == pytest.approx((25 / 3) ** 0.5)
