@@ -92,3 +92,8 @@ def test_verdicts(repository, capsys, tmp_path):
     rows = json.loads(capsys.readouterr().out)
     assert [row["what"] for row in rows] == ["killed", "survived"]
     assert len(out.read_text(encoding="utf-8").splitlines()) == lines
+
+
+def test_every_area_has_ten():
+    areas = Counter(one.area for one in MUTANTS)
+    assert min(areas[name] for name in ("graphs", "vision", "own-gdn", "dsa", "replay")) >= 10

@@ -61,21 +61,6 @@ def test_the_frontier_is_where_the_model_says_that_it_ends(chunks):
         assert (peak <= 3e7) == fits
 
 
-def test_the_frontier_is_tried_on_both_sides(chunks, monkeypatch):
-    end, lengths = 300, []
-
-    def measure(shape, *_, **__):
-        lengths.append(shape.prompt + shape.response)
-        return type("Span", (), {"problem": "no" if lengths[-1] > end else ""})
-
-    monkeypatch.setattr(longest, "measure", measure)
-    found = longest.frontier(
-        32, Way("retain"), chunks, CONFIG, capacity=3e7, step=16, num_tries=40, seed=1
-    )
-    assert found.trained is not None and found.failed is not None
-    assert found.trained <= end < found.failed <= found.trained + 32
-
-
 def test_the_verb(tmp_path):
     """In a process of its own: process groups over gloo leave threads behind."""
     plot, out = tmp_path / "memory.svg", tmp_path / "memory.json"

@@ -177,13 +177,6 @@ def test_what_older_releases_lack_is_refused(pattern, layout, release, message, 
         build_model(spec, layout=layout)
 
 
-def test_latents_without_one_of_queries_are_refused_from_0_19(monkeypatch):
-    spec = resolve("tiny-deepseek", q_lora_rank=None).with_vocab(VOCAB)
-    monkeypatch.setattr("megatron.core.__version__", "0.19.0")
-    with pytest.raises(UserError, match=r"has no q_lora_rank: from 0\.19 on Megatron-Core"):
-        build_model(spec)
-
-
 def test_a_model_that_no_machine_holds_is_refused():
     spec = resolve("tiny-llama", hidden_size=10**8).with_vocab(VOCAB)
     with pytest.raises(

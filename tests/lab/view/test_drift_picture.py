@@ -161,3 +161,10 @@ def test_distances_are_those_of_all_elements():
     with one_rank():
         found = replay.distance(ones, others, torch.device("cpu"))
     assert (found.max, found.mean) == (4.0, 7 / 3) and found.rms == pytest.approx((25 / 3) ** 0.5)
+
+
+def test_some_updates_may_be_skipped_and_not_all_of_a_run():
+    one, all_of_it = ({**dict.fromkeys(RUNS, 0), "stock": number} for number in (1, 2))
+    assert judged([step(skipped=one), step(2, skipped=all_of_it)]).passed
+    (failed,) = judged([step(skipped=all_of_it), step(2, skipped=all_of_it)]).failures
+    assert failed.startswith("the stock run skipped all of its 4 updates")
